@@ -1,0 +1,249 @@
+"""QuantizedArray: blocks of a weight format, with the shape and operators of the array they stand for."""
+
+from __future__ import annotations
+
+import html
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+from . import check, device
+from .formats import Format
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, DTypeLike
+
+    from .cuda import Fragments
+
+_preparing = threading.Lock()
+
+
+class QuantizedArray:
+    """A quantized array of shape (..., N, K), stored as the format's blocks along K.
+
+    Made by `cuquant.quantize`, `cuquant.from_blocks` and `cuquant.open`. Immutable: no operation changes
+    its bytes. ``x @ W.T`` and ``W @ x`` multiply by it; it offers no buffer of numbers (`__array__` raises),
+    since its bytes are not numbers: `.dequantize()` gives those, `.blocks` the bytes.
+
+    Parameters
+    ----------
+    format : Format
+        What the bytes mean.
+    blocks : NumPy or CuPy uint8 array, shape (..., N, K / format.block_size * format.block_bytes)
+        The storage bytes, kept as they are.
+    """
+
+    __array_ufunc__ = None  # NumPy and CuPy then leave `x @ W` to __rmatmul__.
+    __slots__ = ("_blocks", "_format", "_fragments", "_shape")
+    is_quantized_array = True
+
+    def __init__(self, format: Format, blocks: Any) -> None:
+        *lead, row_bytes = blocks.shape
+        self._format = format
+        self._shape: tuple[int, ...] = (*lead, row_bytes // format.block_bytes * format.block_size)
+        # Exactly one of the two is there: on a GPU the first product replaces blocks by fragments.
+        self._blocks: Any = blocks
+        self._fragments: Fragments | None = None
+
+    @property
+    def format(self) -> Format:
+        """The storage format; compares equal to its name."""
+        return self._format
+
+    @property
+    def blocks(self) -> Any:
+        """The storage bytes: uint8, shape (..., N, bytes of a row).
+
+        Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
+        """
+        fragments = self._fragments
+        if fragments is None:
+            return self._blocks
+        from . import cuda
+
+        return cuda.from_fragments(fragments)
+
+    @property
+    def storage(self) -> Any:
+        """The array that holds the bytes now, in whichever layout."""
+        return self._blocks if self._fragments is None else self._fragments.buffer
+
+    def prepare(self) -> QuantizedArray:
+        """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
+
+        The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
+        nothing to do. Returns the array itself.
+        """
+        if self.device == "cuda":
+            self.fragments()
+        return self
+
+    def fragments(self) -> Fragments:
+        """The weight in the GPU kernels' layout, made on first use."""
+        if self._fragments is None:
+            from . import cuda
+
+            with _preparing:
+                if self._fragments is None:
+                    self._fragments = cuda.to_fragments(self._blocks, self._format)
+                    self._blocks = None
+        return self._fragments
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array of numbers, (..., N, K)."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage blocks."""
+        return math.prod(self._shape[:-1]) * self._format.row_bytes(self._shape[-1])
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Storage bits per element, scales included."""
+        return self._format.bits_per_weight
+
+    @property
+    def device(self) -> str:
+        """ "cpu" (NumPy) or "cuda" (CuPy)."""
+        return device.of(self.storage)
+
+    @property
+    def T(self) -> Transposed:
+        """The last two axes swapped, for ``x @ W.T``; a view. For stacks (E, N, K) too, as `.mT`."""
+        return Transposed(self)
+
+    mT = T
+
+    def dequantize(self, dtype: DTypeLike = "float32") -> Any:
+        """The numbers: the format's formula in float32, then one rounding to `dtype`.
+
+        Parameters
+        ----------
+        dtype : float32, float16 or bfloat16
+
+        Returns
+        -------
+        Array of shape `self.shape`, on this array's device.
+        """
+        from .ops.quantize import dequantize
+
+        return dequantize(self, dtype)
+
+    def to_device(self, device: str) -> QuantizedArray:
+        """This array on "cpu" or "cuda" (the current CuPy device); itself where it is there already."""
+        from .ops.quantize import to_device
+
+        return to_device(self, device)
+
+    def __getitem__(self, index: Any) -> QuantizedArray:
+        """Rows, selected as NumPy selects along every axis but the last: a copy in storage order.
+
+        Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
+        and cannot be indexed.
+        """
+        return QuantizedArray(self._format, self.blocks[check.row_index(index, self.shape)].copy())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __matmul__(self, other: Any) -> Any:
+        from .ops.matmul import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        from .ops.matmul import matmul
+
+        return matmul(other, self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
+        raise TypeError(
+            f"a QuantizedArray ({self._format}) holds packed blocks, not numbers: "
+            "call .dequantize() for the numbers, .blocks for the bytes"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"QuantizedArray(shape={self.shape}, format={self._format}, "
+            f"bits_per_weight={self.bits_per_weight:g}, nbytes={self.nbytes}, device={self.device!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = {
+            "shape": " × ".join(map(str, self.shape)),  # noqa: RUF001
+            "format": f"{self._format}: {self._format.formula}",
+            "bits per weight": f"{self.bits_per_weight:g}",
+            "bytes": f"{self.nbytes:,}",
+            "device": self.device,
+        }
+        cells = "".join(
+            f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in rows.items()
+        )
+        return f"<table>{cells}</table>"
+
+
+class Transposed:
+    """The transpose of a QuantizedArray, shape (..., K, N): the right operand of ``x @ W.T``."""
+
+    __array_ufunc__ = None
+    __slots__ = ("_base",)
+    is_transposed_array = True
+
+    def __init__(self, base: QuantizedArray) -> None:
+        check.can_transpose(base.shape)
+        self._base = base
+
+    @property
+    def T(self) -> QuantizedArray:
+        """The array that this is the transpose of."""
+        return self._base
+
+    mT = T
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the transposed array of numbers, (..., K, N)."""
+        *lead, n, k = self._base.shape
+        return (*lead, k, n)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self._base.ndim
+
+    @property
+    def format(self) -> Format:
+        """The storage format."""
+        return self._base.format
+
+    def dequantize(self, dtype: DTypeLike = "float32") -> Any:
+        """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""
+        return self._base.dequantize(dtype).swapaxes(-1, -2)
+
+    def __matmul__(self, other: Any) -> Any:
+        from .ops.matmul import matmul
+
+        return matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        from .ops.matmul import matmul
+
+        return matmul(other, self)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
+        return self._base.__array__(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._base!r}.T"

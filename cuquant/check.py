@@ -1,0 +1,329 @@
+"""Every check of an argument, and so every error: shapes, dtypes, devices, layouts, values.
+
+Each function says what was given and what is allowed, before any work starts. TypeError is about what a
+thing is, ValueError about the values and shapes it has, as in NumPy.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import lru_cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import device
+from .formats import Format
+
+FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
+_FLOAT_NAMES = "float16, bfloat16 or float32"
+
+
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """One of float16, bfloat16, float32, from anything NumPy takes as a dtype, or the name "bfloat16"."""
+    try:
+        given = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} is not one of {_FLOAT_NAMES}") from None
+    if given not in FLOATS:
+        raise TypeError(f"dtype {given} is not one of {_FLOAT_NAMES}")
+    return given
+
+
+def array(value: Any, what: str) -> Any:
+    """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor)."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array; its mask would be lost: pass .filled(value)")
+    if isinstance(value, np.ndarray) or device.is_cuda(value):
+        return value
+    if hasattr(value, "__cuda_array_interface__"):
+        return device.cupy().asarray(value)
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
+        try:
+            return np.from_dlpack(value)
+        except (TypeError, RuntimeError, BufferError) as error:
+            raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
+    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {_FLOAT_NAMES} is needed")
+
+
+def floats(value: Any, what: str) -> Any:
+    """`array`, of dtype float16, bfloat16 or float32."""
+    result = array(value, what)
+    if result.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {result.dtype}; allowed are {_FLOAT_NAMES}")
+    return result
+
+
+def same_device(**operands: Any) -> None:
+    """All arrays on one device; None is skipped."""
+    given = {name: a for name, a in operands.items() if a is not None}
+    if len({device.is_cuda(a) for a in given.values()}) > 1:
+        where = {name: device.of(a) for name, a in given.items()}
+        places = ", ".join(f"{name} on {place}" for name, place in where.items())
+        raise TypeError(
+            f"operands are on different devices: {places}; move them with to_device or cupy.asarray"
+        )
+
+
+def whole_blocks(shape: tuple[int, ...], fmt: Format) -> None:
+    """A quantized shape has at least one axis, and a last one of whole blocks."""
+    if not shape:
+        raise ValueError(f"{fmt} needs an array of at least one axis, not a scalar")
+    k = shape[-1]
+    if k == 0 or k % fmt.block_size:
+        raise ValueError(
+            f"{fmt} stores blocks of {fmt.block_size} along the last axis, which has {k} elements "
+            f"(shape {shape}): a positive multiple of {fmt.block_size} is needed"
+        )
+
+
+def finite(values: Any, first_row: int, shape: tuple[int, ...]) -> None:
+    """No NaN or infinity in rows [n, K] that start at row `first_row` of an array of `shape`."""
+    bad = ~np.isfinite(values).all(axis=1)
+    if bad.any():
+        row = int(bad.argmax())
+        value = values[row][~np.isfinite(values[row])][0]
+        raise ValueError(
+            f"cannot quantize {value} in row {_row(first_row + row, shape)}: weights must be finite"
+        )
+
+
+def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `finite`)."""
+    for field in fmt.scales:
+        bad = ~np.isfinite(records[field]).all(axis=1)
+        if bad.any():
+            row = _row(first_row + int(bad.argmax()), shape)
+            raise ValueError(
+                f"{fmt}: the scale {field!r} of a block in row {row} overflows float16 "
+                "(largest 65504): the weights are too large for this format"
+            )
+
+
+def _row(flat: int, shape: tuple[int, ...]) -> str:
+    """Index of a flat row number, as a person would write it: 5, or (1, 5) for stacks."""
+    index = [int(i) for i in np.unravel_index(flat, shape[:-1])] if len(shape) > 1 else [0]
+    return str(index[0]) if len(index) == 1 else str(tuple(index))
+
+
+def raw_blocks(raw: Any, fmt: Format, shape: Any) -> Any:
+    """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`; a view if `raw` is contiguous."""
+    blocks = array(
+        np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
+    )
+    if blocks.dtype != np.uint8:
+        raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
+    shape = _shape(shape)
+    whole_blocks(shape, fmt)
+    wanted = (*shape[:-1], fmt.row_bytes(shape[-1]))
+    need = int(np.prod(wanted, dtype=object))
+    if blocks.size != need:
+        raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
+    return blocks.reshape(wanted)
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    try:
+        result = tuple(operator.index(n) for n in ((shape,) if isinstance(shape, int) else shape))
+    except TypeError:
+        raise TypeError(f"shape {shape!r} is not a tuple of integers") from None
+    if any(n < 0 for n in result):
+        raise ValueError(f"shape {result} has a negative dimension")
+    return result
+
+
+def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """An index of every axis but the last, which must stay whole."""
+    parts = tuple(
+        np.asarray(p) if isinstance(p, list) else p for p in (index if isinstance(index, tuple) else (index,))
+    )
+    if any(p is None for p in parts):
+        raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")
+    dots = [i for i, p in enumerate(parts) if p is Ellipsis]
+    used = sum(
+        p.ndim if getattr(p, "dtype", None) == np.dtype(bool) else 1 for p in parts if p is not Ellipsis
+    )
+    reaches_last = used >= len(shape) or bool(dots and dots[-1] != len(parts) - 1)
+    if reaches_last and not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
+        raise IndexError(
+            f"the last axis of shape {shape} is stored in blocks and cannot be indexed: "
+            "index the axes before it, or dequantize first"
+        )
+    return parts
+
+
+def can_transpose(shape: tuple[int, ...]) -> None:
+    """At least two axes."""
+    if len(shape) < 2:
+        raise ValueError(f"shape {shape} has no rows and columns to swap")
+
+
+def device_name(name: Any) -> str:
+    """ "cpu" or "cuda"."""
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}; allowed are 'cpu' and 'cuda'")
+    return str(name)
+
+
+def activations(x: Any) -> Any:
+    """The left operand of a product: floats, or activations quantized to q8_1."""
+    if is_quantized(x):
+        if not x.format.for_activations:
+            raise TypeError(
+                f"x is quantized to {x.format}; activations are {_FLOAT_NAMES}, or q8_1 "
+                "by cuquant.quantize(x, 'q8_1')"
+            )
+        return x
+    return floats(x, "x")
+
+
+def weights(w: Any) -> Any:
+    """The right operand, not transposed: a quantized weight, or a plain float one."""
+    if is_quantized(w):
+        if w.format.for_activations:
+            raise TypeError(
+                f"W is quantized to {w.format}, a format of activations: weights are quantized otherwise"
+            )
+    else:
+        w = floats(w, "W")
+    if w.ndim < 2:
+        raise ValueError(f"W has shape {w.shape}; a weight is (..., N, K)")
+    return w
+
+
+@lru_cache(maxsize=4096)
+def product_shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of x (..., M, K) @ W (..., N, K) transposed: leading axes broadcast as in numpy.matmul."""
+    if not x:
+        raise ValueError("x is a scalar; activations are (..., K)")
+    if x[-1] != w[-1]:
+        raise ValueError(f"x {x} and W {w} differ in K, their last axis: {x[-1]} and {w[-1]}")
+    try:
+        lead = np.broadcast_shapes(x[:-2], w[:-2])
+    except ValueError:
+        raise ValueError(f"the leading axes of x {x} and W {w} do not broadcast") from None
+    return (*lead, *x[-2:-1], w[-2])
+
+
+def activation(name: Any) -> None:
+    """None or one of ACTIVATIONS."""
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(
+            f"unknown activation {name!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS))}"
+        )
+
+
+def bias(value: Any, w: tuple[int, ...]) -> Any:
+    """Floats of shape (N,), or (..., N) with the leading axes of W; None stays None."""
+    if value is None:
+        return None
+    value = floats(value, "bias")
+    if value.shape not in {w[-2:-1], w[:-1]}:
+        raise ValueError(
+            f"bias has shape {value.shape}; for W {w} it is {w[-2:-1]}" + f" or {w[:-1]}" * (len(w) > 2)
+        )
+    return value
+
+
+def residual(value: Any, shape: tuple[int, ...]) -> Any:
+    """Floats of the result's shape; None stays None."""
+    if value is None:
+        return None
+    value = floats(value, "residual")
+    if value.shape != shape:
+        raise ValueError(f"residual has shape {value.shape}; the result has {shape}")
+    return value
+
+
+def result_dtype(x: Any, out: Any, dtype: Any) -> np.dtype[Any]:
+    """`dtype` if given, else out's, else the activations' own (float32 for quantized ones)."""
+    own = None if out is None else floats(out, "out").dtype
+    if dtype is not None:
+        wanted = float_dtype(dtype)
+        if own not in (None, wanted):
+            raise TypeError(f"out has dtype {own}, but dtype={wanted} was asked for")
+        return wanted
+    if own is not None:
+        return np.dtype(own)
+    return np.dtype(np.float32) if is_quantized(x) else np.dtype(x.dtype)
+
+
+def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any) -> None:
+    """`out` can take the result: its shape, writable, and apart from what is read while it is written.
+
+    The residual may be `out` itself (an update in place), as every element is read before it is written.
+    """
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the result has {shape}")
+    if not getattr(out.flags, "writeable", True):
+        raise ValueError("out is read-only")
+    if residual is not None and not _same_view(out, residual):
+        reads = {**reads, "residual": residual}
+    for name, operand in reads.items():
+        if operand is not None and _may_overlap(out, operand):
+            raise ValueError(
+                f"out may share memory with {name}: the result would overwrite what is still read"
+            )
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is a quantized array of a weight format."""
+    return is_quantized(value) and not value.format.for_activations
+
+
+def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
+    """Leading axes that a kernel can walk, those counted as one that strides join."""
+    if count > most:
+        raise ValueError(
+            f"the result {shape} has {count} leading axes that do not merge; at most {most} are possible"
+        )
+
+
+def not_a_product(a: Any, b: Any) -> TypeError:
+    """The error for a product that no quantized operand makes possible."""
+    given = f"{_kind(a)} @ {_kind(b)}"
+    if is_weight(b) or (_is_transposed(a) and is_weight(a.T)):
+        return TypeError(
+            f"{given} contracts the weight along N, but its blocks run along K: x @ W.T and W @ x do not"
+        )
+    return TypeError(f"{given} has no quantized weight on either side: x @ W.T or W @ x is needed")
+
+
+def storage(operand: Any) -> Any:
+    """The array that holds an operand's bytes: a quantized array's own, or the array itself."""
+    return operand.storage if is_quantized(operand) else operand
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a value is a QuantizedArray (known by a class attribute: that module imports this one)."""
+    return getattr(type(value), "is_quantized_array", False)
+
+
+def _is_transposed(value: Any) -> bool:
+    return getattr(type(value), "is_transposed_array", False)
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    name = f"{value.format} array" if is_quantized(value) or _is_transposed(value) else type(value).__name__
+    return name if shape is None else f"{name} {tuple(shape)}" + ".T" * _is_transposed(value)
+
+
+def _same_view(a: Any, b: Any) -> bool:
+    return bool(_address(a) == _address(b) and a.strides == b.strides and a.dtype == b.dtype)
+
+
+def _address(a: Any) -> int:
+    return int(a.data.ptr) if device.is_cuda(a) else int(a.ctypes.data)
+
+
+def _may_overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays of one device have bytes in common, as far as their first and last ones tell."""
+    if not device.is_cuda(a):
+        return np.may_share_memory(a, b)
+    start_a, start_b = a.data.ptr, b.data.ptr
+    if a.flags.c_contiguous and b.flags.c_contiguous:  # the hot path, spared CuPy's general one
+        return bool(start_a < start_b + b.nbytes and start_b < start_a + a.nbytes)
+    return bool(device.cupy().may_share_memory(a, b))

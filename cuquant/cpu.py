@@ -1,0 +1,129 @@
+"""The NumPy backend: what runs where there is no GPU, and the oracle of the GPU's tests.
+
+Quantized rows become float32 a slab at a time, so a weight is never dense as a whole; products are BLAS's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import check
+from .formats import Format
+
+if TYPE_CHECKING:
+    from .ops.matmul import Product
+
+SLAB = 1 << 20
+"""Weights converted at a time: 4 MB of float32, which stays in a core's share of the cache."""
+
+
+def slabs(rows: int, k: int, size: int = SLAB) -> Iterator[slice]:
+    """Slices of `rows` rows of k elements, `size` elements each."""
+    step = max(1, size // max(k, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+empty = np.empty
+
+
+def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
+    """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked, activations are not."""
+    k = x.shape[-1]
+    rows = x.reshape(-1, k)
+    blocks = np.empty((len(rows), fmt.row_bytes(k)), np.uint8)
+    for part in slabs(len(rows), k):
+        values = np.ascontiguousarray(rows[part], np.float32)
+        if not fmt.for_activations:
+            check.finite(values, part.start, x.shape)
+        with np.errstate(all="ignore"):
+            records = fmt.encode(values.reshape(-1, fmt.block_size)).reshape(len(values), -1)
+        if not fmt.for_activations:
+            check.scales(records, fmt, part.start, x.shape)
+        blocks[part] = records.view(np.uint8)
+    return blocks.reshape(*x.shape[:-1], -1)
+
+
+def dequantize(blocks: NDArray[np.uint8], fmt: Format, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Numbers (..., N, K) of blocks (..., N, row bytes)."""
+    rows = blocks.reshape(-1, blocks.shape[-1])
+    k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
+    out = np.empty((len(rows), k), dtype)
+    for part in slabs(len(rows), k):
+        out[part] = _decode(rows[part], fmt)
+    return out.reshape(*blocks.shape[:-1], k)
+
+
+def product(p: Product, out: NDArray[Any]) -> None:
+    """Write act(x @ W.T + bias) + residual to `out` (..., M, N), one matrix of W after the other."""
+    x = _as_float32(p.x)
+    x = np.broadcast_to(x, (*out.shape[:-2], *x.shape[-2:]))
+    n, k = p.w.shape[-2:]
+    stack = p.w.shape[:-2]
+    for index in np.ndindex(stack):
+        # Leading axes along which W does not vary join the rows of this matrix's product.
+        lead = (slice(None) if size == 1 else i for i, size in zip(index, stack, strict=True))
+        here = (..., *lead, slice(None), slice(None))
+        y, rows = out[here], np.ascontiguousarray(x[here]).reshape(-1, k)
+        bias = p.bias if p.bias is None or p.bias.ndim == 1 else p.bias[index]
+        residual = None if p.residual is None else p.residual[here]
+        for part in slabs(n, k):
+            acc = (rows @ weight_rows(p.w, index, part).T).reshape(*y.shape[:-1], -1)
+            if bias is not None:
+                acc += bias[part].astype(np.float32)
+            if p.activation is not None:
+                acc = _ACTIVATION[p.activation](acc)
+            if residual is not None:
+                acc += residual[..., part].astype(np.float32)
+            y[..., part] = acc
+
+
+def weight_rows(w: Any, index: tuple[int, ...], part: slice) -> NDArray[np.float32]:
+    """Rows `part` of the matrix `index` of a stack, quantized or float, in float32 [n, K]."""
+    rows = check.storage(w)[index][part]
+    return rows.astype(np.float32, copy=False) if isinstance(w, np.ndarray) else _decode(rows, w.format)
+
+
+def _decode(rows: NDArray[np.uint8], fmt: Format) -> NDArray[np.float32]:
+    """Block bytes [n, row bytes] -> float32 [n, K]."""
+    with np.errstate(invalid="ignore"):  # scales of infinity or NaN propagate
+        return fmt.decode(np.ascontiguousarray(rows).view(fmt.storage).reshape(-1)).reshape(len(rows), -1)
+
+
+def _as_float32(x: Any) -> NDArray[np.float32]:
+    """Activations, floats or q8_1, in float32."""
+    if isinstance(x, np.ndarray):
+        return x.astype(np.float32, copy=False)
+    return dequantize(x.blocks, x.format, np.dtype(np.float32))
+
+
+def _relu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.maximum(x, np.float32(0))
+
+
+def _gelu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return np.float32(0.5) * x * (1 + np.tanh(inner))
+
+
+def _gelu_erf(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    from scipy.special import erf
+
+    return np.float32(0.5) * x * (1 + erf(x * np.float32(np.sqrt(0.5))))
+
+
+def _silu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    from scipy.special import expit
+
+    return x * expit(x)
+
+
+_ACTIVATION: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
+    "relu": _relu,
+    "gelu": _gelu,
+    "gelu_erf": _gelu_erf,
+    "silu": _silu,
+}

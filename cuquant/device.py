@@ -1,0 +1,70 @@
+"""Where arrays live, and why the GPU is or is not available.
+
+Not having CuPy, or having it without a usable GPU, is a state to explain, never an import error: CuPy is
+imported when something first asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver)"
+
+
+@cache
+def gpu_problem() -> str | None:
+    """Why CUDA arrays cannot be used here, in one sentence; None where they can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed ({error}): {INSTALL_HINT}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"CuPy {cupy.__version__} finds no usable GPU: {error}"
+    return None if count else f"CuPy {cupy.__version__} finds no GPU on this machine"
+
+
+@cache
+def cupy() -> ModuleType:
+    """The cupy module; RuntimeError with the reason where there is no GPU to use it on."""
+    problem = gpu_problem()
+    if problem is not None:
+        raise RuntimeError(f"no CUDA device can be used: {problem}")
+    import cupy
+
+    module: ModuleType = cupy
+    return module
+
+
+def is_cuda(array: Any) -> bool:
+    """Whether an array is CuPy's. Imports nothing: an array of CuPy's means that CuPy is loaded."""
+    module = sys.modules.get("cupy")
+    return module is not None and isinstance(array, module.ndarray)
+
+
+def of(array: Any) -> str:
+    """ "cpu" for a NumPy array, "cuda" for a CuPy array."""
+    return "cuda" if is_cuda(array) else "cpu"
+
+
+def backend(array: Any) -> ModuleType:
+    """The module that computes where an array lives: cuquant.cuda or cuquant.cpu, of the same functions."""
+    return _cuda() if is_cuda(array) else _cpu()
+
+
+@cache
+def _cuda() -> ModuleType:
+    from . import cuda
+
+    return cuda
+
+
+@cache
+def _cpu() -> ModuleType:
+    from . import cpu
+
+    return cpu

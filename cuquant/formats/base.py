@@ -1,0 +1,103 @@
+"""What a weight format is: a record per block of weights, and the two conversions of a block.
+
+A format is one small class. Subclassing `Format` with a `name` registers it; the class then works
+everywhere a format name is taken (quantize, from_blocks, GGUF files, evaluation, command line).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BY_NAME: dict[str, Format] = {}
+
+
+class Format(ABC):
+    """One storage layout of quantized weights, with its NumPy reference conversions.
+
+    A block holds `block_size` consecutive weights of a row (along K) in one record of type `storage`;
+    a row of K weights is K / block_size records, back to back. A format compares equal to its name.
+    """
+
+    name: ClassVar[str]
+    """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
+    block_size: ClassVar[int] = 32
+    """Weights in a block."""
+    storage: ClassVar[np.dtype[Any]]
+    """The record of one block, as the file format has it: little-endian, packed."""
+    scales: ClassVar[tuple[str, ...]] = ("d",)
+    """Fields of `storage` that hold float scales or minimums; an encoder may overflow them."""
+    formula: ClassVar[str]
+    """How a weight is read back, for people: ``W = d * (q - 8)``."""
+    ggml_type: ClassVar[int | None] = None
+    """Type number in GGUF files; None where GGUF has no such type."""
+    file_type: ClassVar[int | None] = None
+    """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
+    for_activations: ClassVar[bool] = False
+    """True for a format of activations: made in the hot path, so values are never checked."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            _BY_NAME[cls.name] = cls()
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.storage.itemsize
+
+    def row_bytes(self, k: int) -> int:
+        """Bytes of a row of k weights."""
+        return k // self.block_size * self.block_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Storage bits per weight, scales included."""
+        return 8 * self.block_bytes / self.block_size
+
+    @abstractmethod
+    def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
+        """Quantize blocks: float32 [n, block_size] -> `storage` records [n]."""
+
+    @abstractmethod
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        """Dequantize blocks: `storage` records [n] -> float32 [n, block_size]."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<format {self.name}: {self.formula}, {self.bits_per_weight:g} bits per weight>"
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == str(other) if isinstance(other, (str, Format)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def names() -> tuple[str, ...]:
+    """Names of all formats, sorted."""
+    return tuple(sorted(_BY_NAME))
+
+
+def get(name: str | Format) -> Format:
+    """The format of that name (any case), or the format itself; ValueError lists the known names."""
+    if isinstance(name, Format):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a format is a name or a Format, not {type(name).__name__}; names: {', '.join(names())}"
+        )
+    try:
+        return _BY_NAME[name.lower()]
+    except KeyError:
+        raise ValueError(f"unknown format {name!r}; known are {', '.join(names())}") from None
+
+
+def by_ggml_type(number: int) -> Format | None:
+    """The format with that GGUF type number, or None."""
+    return next((f for f in _BY_NAME.values() if f.ggml_type == number), None)

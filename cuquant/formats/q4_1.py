@@ -1,0 +1,32 @@
+"""q4_1: 4-bit codes above a minimum, one scale and one minimum per 32 weights (ggml type 3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import ggml
+from .base import Format
+
+
+class Q4_1(Format):
+    """32 weights in 20 bytes: float16 d, float16 m, then 16 bytes of nibbles; W = d * q + m."""
+
+    name = "q4_1"
+    storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", (16,))])
+    scales = ("d", "m")
+    formula = "W = d * q + m"
+    ggml_type = 3
+    file_type = 3
+
+    def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
+        low, high = ggml.extremes(x)
+        d = (high - low) / np.float32(15)
+        q = np.minimum(((x - low) * ggml.inverse(d) + ggml.HALF).astype(np.uint8), 15)
+        return ggml.records_of(self.storage, d=d, m=low, qs=ggml.pack_nibbles(q))
+
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        q = ggml.unpack_nibbles(records["qs"]).astype(np.float32)
+        return q * ggml.scale_of(records) + ggml.scale_of(records, "m")

@@ -1,0 +1,33 @@
+"""q5_0: 5-bit codes around zero, one scale per 32 weights (ggml type 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import ggml
+from .base import Format
+
+
+class Q5_0(Format):
+    """32 weights in 22 bytes: float16 d, 4 bytes of fifth bits, 16 bytes of nibbles; W = d * (q - 16).
+
+    d = peak / -16, where peak is the weight of the largest magnitude with its sign: it gets code 0 exactly.
+    """
+
+    name = "q5_0"
+    storage = np.dtype([("d", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
+    formula = "W = d * (q - 16)"
+    ggml_type = 6
+    file_type = 8
+
+    def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
+        d = ggml.signed_absmax(x) / np.float32(-16)
+        q = np.minimum((x * ggml.inverse(d) + np.float32(16.5)).astype(np.uint8), 31)
+        return ggml.records_of(self.storage, d=d, qh=ggml.pack_fifth_bits(q), qs=ggml.pack_nibbles(q))
+
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        q = ggml.unpack_nibbles(records["qs"]) | ggml.unpack_fifth_bits(records["qh"])
+        return (q.astype(np.float32) - np.float32(16)) * ggml.scale_of(records)

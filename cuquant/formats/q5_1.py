@@ -1,0 +1,38 @@
+"""q5_1: 5-bit codes above a minimum, one scale and one minimum per 32 weights (ggml type 7)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import ggml
+from .base import Format
+
+
+class Q5_1(Format):
+    """32 weights in 24 bytes: float16 d, float16 m, 4 bytes of fifth bits, 16 of nibbles; W = d * q + m."""
+
+    name = "q5_1"
+    storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
+    scales = ("d", "m")
+    formula = "W = d * q + m"
+    ggml_type = 7
+    file_type = 9
+
+    def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
+        low, high = ggml.extremes(x)
+        d = (high - low) / np.float32(31)
+        q = ((x - low) * ggml.inverse(d) + ggml.HALF).astype(np.uint8)
+        return ggml.records_of(
+            self.storage,
+            d=d,
+            m=low,
+            qh=ggml.pack_fifth_bits(q),
+            qs=ggml.pack_nibbles(q),
+        )
+
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        q = ggml.unpack_nibbles(records["qs"]) | ggml.unpack_fifth_bits(records["qh"])
+        return q.astype(np.float32) * ggml.scale_of(records) + ggml.scale_of(records, "m")

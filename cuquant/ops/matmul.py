@@ -1,0 +1,125 @@
+"""Matrix products with quantized weights."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .. import check, device
+from ..array import QuantizedArray, Transposed
+
+
+class Product(NamedTuple):
+    """A checked y = act(x @ W.T + bias) + residual: the problem that a backend solves.
+
+    x (..., M, K) is a float array or q8_1 activations, w (..., N, K) is quantized or a float array,
+    bias is (N,) or (..., N) with w's leading axes, residual is (..., M, N); bias and residual may be None.
+    """
+
+    x: Any
+    w: Any
+    bias: Any
+    activation: str | None
+    residual: Any
+
+
+def linear(
+    x: Any,
+    w: Any,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
+    residual: Any = None,
+    out: Any = None,
+    dtype: Any = None,
+) -> Any:
+    """y = act(x @ W.T + bias) + residual, accumulated in float32 and rounded once.
+
+    Parameters
+    ----------
+    x : array (..., M, K) or (K,)
+        float16, bfloat16 or float32; or a QuantizedArray of format q8_1.
+    w : QuantizedArray (..., N, K)
+        Leading axes broadcast against x's as in `numpy.matmul`. A plain float array is multiplied as it is.
+    bias : float array (N,), or (..., N) with w's leading axes, optional
+    activation : None, "relu", "gelu" (tanh form), "gelu_erf" or "silu"
+    residual : float array of y's shape, optional
+        May be `out` itself.
+    out : float array of y's shape, optional
+        Written in place, whatever its strides, and returned; must not overlap x, w or bias.
+    dtype : float16, bfloat16 or float32, optional
+        Of the result; by default out's, else x's (float32 for q8_1).
+
+    Returns
+    -------
+    y : array (..., M, N), or (..., N) for a vector x, where the operands live.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
+    """
+    x, w = check.activations(x), check.weights(w)
+    shape = check.product_shape(x.shape, w.shape)
+    check.activation(activation)
+    bias, residual = check.bias(bias, w.shape), check.residual(residual, shape)
+    result = check.result_dtype(x, out, dtype)
+    y = None if out is None else check.array(out, "out")
+    arrays = {"x": check.storage(x), "W": check.storage(w), "bias": bias}
+    check.same_device(**arrays, residual=residual, out=y)
+    backend: Any = device.backend(arrays["x"])
+    if y is None:
+        y = backend.empty(shape, result)
+    else:
+        check.output(y, shape, arrays, residual)
+    if x.ndim == 1:
+        backend.product(Product(_row(x), w, bias, activation, _row(residual)), y[..., None, :])
+    else:
+        backend.product(Product(x, w, bias, activation, residual), y)
+    return y if out is None else out
+
+
+def matmul(a: Any, b: Any, *, out: Any = None, dtype: Any = None) -> Any:
+    """Matrix product in which one operand is a quantized weight: ``x @ W.T`` or ``W @ x``.
+
+    Parameters
+    ----------
+    a, b : arrays
+        Either x (..., M, K) or (K,) and W.T of a QuantizedArray (..., N, K); or a QuantizedArray W and
+        x (..., K, M) or (K,). x is float16, bfloat16, float32, or quantized to q8_1.
+    out, dtype
+        As in `linear`.
+
+    Returns
+    -------
+    array (..., M, N) for x @ W.T, (..., N, M) for W @ x; (..., N) for a vector.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As in `linear`; and where the product would contract a weight along N: its blocks run along K.
+    """
+    if check.is_weight(a):
+        if isinstance(b, Transposed):
+            return _left(a, b.T, out, dtype)
+        x = check.floats(b, "x")
+        return _left(a, x if x.ndim == 1 else x.swapaxes(-1, -2), out, dtype)
+    if isinstance(b, Transposed):
+        return linear(a, b.T, out=out, dtype=dtype)
+    raise check.not_a_product(a, b)
+
+
+def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any) -> Any:
+    """W @ x.T as the transpose of x @ W.T."""
+    if x.ndim == 1:
+        return linear(x, w, out=out, dtype=dtype)
+    if out is None:
+        return linear(x, w, dtype=dtype).swapaxes(-1, -2)
+    linear(x, w, out=check.array(out, "out").swapaxes(-1, -2), dtype=dtype)
+    return out
+
+
+def _row(vector: Any) -> Any:
+    """A vector (..., K) as a matrix of one row (..., 1, K)."""
+    if isinstance(vector, QuantizedArray):
+        return QuantizedArray(vector.format, vector.blocks[None])
+    return None if vector is None else vector[..., None, :]

@@ -1,0 +1,73 @@
+"""Making quantized arrays, and reading them back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import check, device, formats
+from ..array import QuantizedArray
+from ..formats import Format
+
+
+def quantize(x: Any, format: str | Format) -> QuantizedArray:
+    """Quantize an array along its last axis.
+
+    Parameters
+    ----------
+    x : NumPy or CuPy array of float32, float16 or bfloat16, shape (..., K), any strides
+        K is a multiple of the format's block size (32).
+    format : str or Format
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0" for weights, "q8_1" for activations.
+
+    Returns
+    -------
+    QuantizedArray of x's shape, where x lives; its bytes equal those of llama.cpp's reference quantizers
+    (without importance matrix).
+
+    Raises
+    ------
+    TypeError
+        x is not an array of those dtypes.
+    ValueError
+        K is not a multiple of the block size; or, for weight formats, x holds NaN or infinity or needs a
+        scale that overflows float16 (the message names the first such row). q8_1 propagates them instead.
+    """
+    fmt = formats.get(format)
+    x = check.floats(x, "x")
+    check.whole_blocks(x.shape, fmt)
+    return QuantizedArray(fmt, device.backend(x).quantize(x, fmt))
+
+
+def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:
+    """A quantized array from storage bytes, shared where `raw` is contiguous.
+
+    Parameters
+    ----------
+    raw : uint8 array (NumPy or CuPy) of any shape, or bytes
+        The blocks in row-major order, as the file format stores them. Every byte pattern is accepted: a
+        scale of NaN or infinity gives NaN or infinity in its own row.
+    format : str or Format
+    shape : tuple of int
+        Shape (..., N, K) of the numbers; K is a multiple of the block size.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not uint8; the byte count differs from what format and shape need (both are stated).
+    """
+    fmt = formats.get(format)
+    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape))
+
+
+def dequantize(w: QuantizedArray, dtype: Any) -> Any:
+    """See QuantizedArray.dequantize."""
+    wanted = check.float_dtype(dtype)
+    return device.backend(w.storage).dequantize(w.blocks, w.format, wanted)
+
+
+def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
+    """See QuantizedArray.to_device."""
+    if check.device_name(name) == w.device:
+        return w
+    cupy = device.cupy()
+    return QuantizedArray(w.format, cupy.asarray(w.blocks) if name == "cuda" else cupy.asnumpy(w.blocks))
