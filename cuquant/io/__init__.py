@@ -1,0 +1,1 @@
+"""Files: GGUF models, read lazily and written atomically."""

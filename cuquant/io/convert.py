@@ -1,0 +1,217 @@
+"""Quantizing a model file: which tensors, and the new file."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import formats
+from ..formats import Format
+from ..ops.quantize import quantize
+from .gguf import TensorInfo
+from .model import Model
+from .model import open as open_model
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+_STAYS_FLOAT = (
+    "*_norm.weight",
+    "*ffn_gate_inp.weight",
+    "*ffn_gate_inp_shexp.weight",
+    "position_embd.weight",
+    "token_types.weight",
+)
+"""Small or sensitive matrices that llama.cpp keeps in float too: norms, routers, position tables."""
+
+QUANTIZATION_VERSION = 2
+"""ggml's version of the block formats, stored as general.quantization_version."""
+
+
+def is_weight_matrix(info: TensorInfo) -> bool:
+    """Whether quantizing a model quantizes this tensor: a weight matrix, or a stack of experts'."""
+    return (
+        info.name.endswith(".weight")
+        and len(info.shape) in (2, 3)
+        and not any(fnmatchcase(info.name, pattern) for pattern in _STAYS_FLOAT)
+    )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What happens to each tensor of a model: quantized to `format`, or copied as it is."""
+
+    format: Format
+    quantized: frozenset[str]
+    kept: frozenset[str]
+    ragged: frozenset[str]
+    """Those of `kept` that stay float only because K is not a multiple of the block size."""
+
+
+def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Selection:
+    """Decide which tensors of a float model are quantized.
+
+    Parameters
+    ----------
+    model : Model
+        A model of F32, F16 or BF16 weights.
+    format : str or Format
+        A weight format.
+    keep : iterable of str
+        Shell patterns (``*``, ``?``, ``[...]``) of tensor names to copy unchanged.
+
+    Raises
+    ------
+    ValueError
+        The format is one of activations; a matrix is quantized already (quantizing twice adds both errors);
+        or nothing is left to quantize.
+    """
+    fmt = formats.get(format)
+    if fmt.for_activations:
+        raise ValueError(f"{fmt} is a format of activations, not of weights")
+    keep = tuple(keep)
+    matrices = filter(is_weight_matrix, model.tensors.values())
+    wanted = [i for i in matrices if not any(fnmatchcase(i.name, pattern) for pattern in keep)]
+    already = [f"{i.name} ({i.type_name})" for i in wanted if i.type_name not in FLOAT_TYPES]
+    if already:
+        raise ValueError(
+            f"{model.path.name} is quantized already: {', '.join(already[:3])}"
+            f"{', ...' if len(already) > 3 else ''}; quantize from a float16, bfloat16 or float32 file"
+        )
+    ragged = frozenset(i.name for i in wanted if i.shape[-1] % fmt.block_size)
+    quantized = frozenset(i.name for i in wanted) - ragged
+    if not quantized:
+        raise ValueError(f"{model.path.name} has no weight matrix to quantize to {fmt}")
+    return Selection(fmt, quantized, frozenset(model.tensors) - quantized, ragged)
+
+
+def quantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    format: str | Format,
+    *,
+    keep: Iterable[str] = (),
+    force: bool = False,
+    progress: bool = False,
+) -> Selection:
+    """Quantize a GGUF model into a new file that llama.cpp loads.
+
+    Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
+    its place only when complete. Metadata is copied; a split model becomes one file.
+
+    Parameters
+    ----------
+    source, target : path
+    format : str or Format
+        A weight format with a GGUF type.
+    keep : iterable of str
+        Shell patterns of tensor names to copy unchanged.
+    force : bool
+        Replace an existing `target`.
+    progress : bool
+        Show a progress bar on stderr, if that is a terminal.
+
+    Returns
+    -------
+    Selection
+        What was quantized and what was kept.
+
+    Raises
+    ------
+    FileExistsError
+        `target` exists and `force` is false.
+    GGUFError, ValueError
+        See `cuquant.open` and `select`; a tensor cannot be quantized (its name and row are in the message).
+    """
+    target = Path(target)
+    with open_model(source) as model:
+        todo = select(model, format, keep)
+        ggml_type = todo.format.ggml_type
+        if ggml_type is None:
+            raise ValueError(f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file")
+        if any(target.exists() and target.samefile(path) for path in model.paths):
+            raise ValueError(f"{target} is the file being read")
+        if target.exists() and not force:
+            raise FileExistsError(f"{target} exists")
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        os.close(handle)
+        try:
+            _write(model, todo, ggml_type, Path(name), progress)
+            os.chmod(name, 0o666 & ~_umask())
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+    return todo
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
+    """Write the header, then each tensor as it is made."""
+    import gguf
+    from tqdm import tqdm
+
+    writer = gguf.GGUFWriter(path, arch=str(model.metadata.get("general.architecture", "unknown")))
+    writer.data_alignment = model.alignment
+    _copy_metadata(model, todo.format, writer)
+    for info in model.tensors.values():
+        nbytes, number = info.nbytes, info.ggml_type
+        if info.name in todo.quantized:
+            nbytes = math.prod(info.shape[:-1]) * todo.format.row_bytes(info.shape[-1])
+            number = ggml_type
+        kind = gguf.GGMLQuantizationType(number)
+        # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
+        writer.add_tensor_info(info.name, info.shape, np.dtype(np.void), nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    with tqdm(model.tensors, unit="tensor", disable=None if progress else True) as names:
+        for name in names:
+            names.set_postfix_str(name)
+            fmt = todo.format if name in todo.quantized else None
+            writer.write_tensor_data(_tensor_bytes(model, name, fmt))
+    for stream in writer.fout or ():
+        stream.flush()
+        os.fsync(stream.fileno())
+    writer.close()
+
+
+def _tensor_bytes(model: Model, name: str, fmt: Format | None) -> Any:
+    if fmt is None:
+        return model.raw(name)
+    try:
+        return quantize(model[name], fmt).blocks
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r}: {error}") from None
+
+
+def _copy_metadata(model: Model, fmt: Format, writer: Any) -> None:
+    """All keys with their types; those that speak of the file itself are the new file's."""
+    import gguf
+
+    own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
+    for key in model.metadata:
+        if key.startswith("split.") or key in own:
+            continue
+        kind, element = model.metadata.value_type(key)
+        value = model.metadata[key]
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value != []:  # the writer has no empty arrays
+            sub = None if element is None else gguf.GGUFValueType(element)
+            writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
+    if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
+        writer.add_custom_alignment(model.alignment)
+    if fmt.file_type is not None:
+        writer.add_file_type(fmt.file_type)
+    writer.add_quantization_version(QUANTIZATION_VERSION)

@@ -1,0 +1,163 @@
+"""What the header of a GGUF file holds: typed metadata, and where each tensor lies."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Buffer: TypeAlias = bytes | memoryview | mmap.mmap
+
+LENGTH = struct.Struct("<Q")
+"""A string's length in bytes, in front of it."""
+
+
+class GGUFError(ValueError):
+    """A file is not a GGUF file that can be trusted; the message says what is wrong and where."""
+
+
+class ValueType(IntEnum):
+    """Types of metadata values, numbered as in the file."""
+
+    UINT8 = 0
+    INT8 = 1
+    UINT16 = 2
+    INT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    FLOAT32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    UINT64 = 10
+    INT64 = 11
+    FLOAT64 = 12
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The NumPy type of a number or bool."""
+        dtype: np.dtype[Any] = np.dtype(self.name.lower())
+        return dtype.newbyteorder("<")
+
+
+ValueTypes: TypeAlias = tuple[ValueType, ValueType | None]
+"""Type of a metadata value, and of its elements where it is an array."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file, and what it is.
+
+    The shape is in NumPy's order, slowest axis first. `type_name` is "F32", "Q4_0", "Q4_K", ...; `offset`
+    counts from the file's start, in bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ggml_type: int
+    type_name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredText:
+    """A string that was walked over and not yet decoded."""
+
+    buffer: Buffer
+    start: int
+    size: int
+    what: str
+
+    def decode(self) -> str:
+        """The string, which must be UTF-8."""
+        raw = bytes(self.buffer[self.start : self.start + self.size])
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise GGUFError(f"{self.what} is not valid UTF-8: {quote(raw)} (at byte {self.start})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array that was walked over and not yet decoded. It holds no view, so the file can be unmapped."""
+
+    buffer: Buffer
+    start: int
+    count: int
+    element: ValueType
+    what: str
+
+    def decode(self) -> NDArray[Any] | list[str]:
+        """A read-only view of numbers or bools, or a list of strings."""
+        if self.element is ValueType.STRING:
+            return self.strings()
+        values: NDArray[Any] = np.frombuffer(self.buffer, self.element.dtype, self.count, self.start)
+        values.flags.writeable = False
+        return values
+
+    def strings(self) -> list[str]:
+        """The strings, which must be UTF-8."""
+        strings, pos = [], self.start
+        for index in range(self.count):
+            size = LENGTH.unpack_from(self.buffer, pos)[0]
+            strings.append(StoredText(self.buffer, pos + 8, size, f"{self.what}: string {index}").decode())
+            pos += 8 + size
+        return strings
+
+
+class Metadata(Mapping[str, Any]):
+    """The key-value pairs of a header, in file order.
+
+    Numbers, bools and strings are Python's. Strings and arrays are decoded when first asked for: arrays of
+    numbers and bools are read-only NumPy views of the file, those of strings lists. GGUFError where a string
+    is not UTF-8.
+    """
+
+    def __init__(self, entries: Mapping[str, tuple[ValueTypes, Any]]) -> None:
+        self._types = {key: types for key, (types, _) in entries.items()}
+        self._values = {key: value for key, (_, value) in entries.items()}
+
+    def value_type(self, key: str) -> ValueTypes:
+        """GGUF's type of a value, and of its elements where it is an array (else None)."""
+        return self._types[key]
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if isinstance(value, (StoredText, StoredArray)):
+            value = self._values[key] = value.decode()
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"<GGUF metadata: {len(self)} keys>"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All that a GGUF file says before its data.
+
+    `tensors` are by name, in file order; `data_offset` is the first byte after the header's padding.
+    """
+
+    version: int
+    alignment: int
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+    data_offset: int
+
+
+def quote(name: str | bytes) -> str:
+    """A name as errors show it: escaped, and cut if it is long."""
+    return repr(name) if len(name) <= 80 else f"{name[:80]!r}..."

@@ -1,0 +1,247 @@
+"""A GGUF file as a lazy mapping from tensor names to arrays."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import check, cpu, device
+from ..array import QuantizedArray
+from ..formats import by_ggml_type
+from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
+
+_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+class FallbackWarning(UserWarning):
+    """Some tensors are of GGUF types without a format here; they are dequantized to float16 when read."""
+
+
+class Model(Mapping[str, Any]):
+    """Tensors and metadata of a GGUF model, read from the memory-mapped file when asked for.
+
+    ``model[name]`` is a QuantizedArray for the formats of this library and a plain array for F32, F16, BF16
+    and the integer types, in NumPy's axis order (rows first). On the CPU both share the file's memory and
+    are read-only. Other quantized types are dequantized to float16 at every access.
+
+    Attributes
+    ----------
+    metadata : Mapping
+        The header's key-value pairs; arrays are decoded when first asked for.
+    tensors : dict of str to TensorInfo
+        Name, shape, type, offset and bytes of every tensor, in file order.
+    """
+
+    def __init__(self, files: list[File], device: str) -> None:
+        self._files = files
+        self._device = device
+        self._home = {name: f for f in files for name in f.header.tensors}
+        self.tensors: dict[str, TensorInfo] = {n: i for f in files for n, i in f.header.tensors.items()}
+        self.metadata: Metadata = files[0].header.metadata
+
+    @property
+    def path(self) -> Path:
+        """The file, or the first of a split model."""
+        return self._files[0].path
+
+    @property
+    def paths(self) -> list[Path]:
+        """The file, or all files of a split model."""
+        return [file.path for file in self._files]
+
+    @property
+    def alignment(self) -> int:
+        """Bytes to which the tensors' data is aligned in the file."""
+        return self._files[0].header.alignment
+
+    @property
+    def device(self) -> str:
+        """Where tensors are put when read: "cpu" or "cuda"."""
+        return self._device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the file."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor: a read-only uint8 view of the file."""
+        info = self._info(name)
+        return np.frombuffer(self._home[name].buffer, np.uint8, info.nbytes, info.offset)
+
+    def __getitem__(self, name: str) -> Any:
+        info, raw = self._info(name), self.raw(name)
+        fmt = by_ggml_type(info.ggml_type)
+        if fmt is not None:
+            return QuantizedArray(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
+        if info.ggml_type in PLAIN_TYPES:
+            array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
+        else:
+            array = _fallback(raw, info)
+        return array if self._device == "cpu" else device.cupy().asarray(array)
+
+    def _info(self, name: str) -> TensorInfo:
+        try:
+            return self.tensors[name]
+        except KeyError:
+            near = difflib.get_close_matches(str(name), self.tensors, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise KeyError(f"{self.path.name} has no tensor {name!r}{hint}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def close(self) -> None:
+        """Unmap the files, unless arrays read from them are still alive (they keep their file mapped)."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _types(self) -> str:
+        counts = Counter(info.type_name for info in self.tensors.values())
+        return ", ".join(f"{count} {name}" for name, count in counts.most_common())
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.path)!r}, {len(self)} tensors: {self._types()}; {self.nbytes} bytes)"
+
+    def _repr_html_(self) -> str:
+        head = ("architecture", "name")
+        facts = {key: str(self.metadata.get(f"general.{key}", "")) for key in head}
+        facts |= {"tensors": self._types(), "bytes": f"{self.nbytes:,}", "file": str(self.path)}
+        cells = "".join(
+            f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in facts.items()
+        )
+        return f"<table>{cells}</table>"
+
+
+def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
+    """Open a GGUF file: the header is read and validated, tensor bytes are not touched.
+
+    Parameters
+    ----------
+    path : str or path
+        A GGUF file, little-endian, version 2 or 3; for a split model (…-00001-of-00003.gguf) any of its
+        files, the others beside it.
+    device : "cpu" or "cuda", optional
+        Where tensors are put when read; by default "cpu".
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    GGUFError
+        The file is not a valid GGUF file, or parts of a split model are missing or do not belong together.
+
+    Warns
+    -----
+    FallbackWarning
+        Once, naming types and tensors that have no format here and are dequantized to float16 when read.
+    """
+    target = check.device_name(device or "cpu")
+    model = Model(_open_parts(Path(path)), target)
+    _warn_of_fallback(model)
+    return model
+
+
+def _open_parts(path: Path) -> list[File]:
+    """The file, or all files of the split model that it belongs to, in order."""
+    first = File(path)
+    count = first.header.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return [first]
+    match = _SPLIT_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise GGUFError(
+            f"{path}: one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf"
+        )
+    names = [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+    missing = [name.name for name in names if not name.exists()]
+    if missing:
+        raise GGUFError(f"{path}: parts of this split model are missing beside it: {', '.join(missing)}")
+    first.close()
+    parts = [File(name) for name in names]
+    _check_parts(parts)
+    return parts
+
+
+def _check_parts(parts: list[File]) -> None:
+    """The parts number themselves as they are named, share no tensor name and are complete."""
+    seen: set[str] = set()
+    for number, part in enumerate(parts):
+        meta = part.header.metadata
+        if (meta.get("split.no"), meta.get("split.count")) != (number, len(parts)):
+            raise GGUFError(
+                f"{part.path}: says it is part {meta.get('split.no')} of {meta.get('split.count')}, "
+                f"but is named as part {number} of {len(parts)} (counted from 0)"
+            )
+        twice = seen & part.header.tensors.keys()
+        if twice:
+            raise GGUFError(f"{part.path}: tensor {min(twice)!r} is in an earlier part too")
+        seen |= part.header.tensors.keys()
+    total = parts[0].header.metadata.get("split.tensors.count", len(seen))
+    if total != len(seen):
+        raise GGUFError(f"{parts[0].path}: {total} tensors are announced, the parts hold {len(seen)}")
+
+
+def _warn_of_fallback(model: Model) -> None:
+    """One warning that names the types without a format, and their tensors."""
+    by_type: dict[str, list[str]] = {}
+    for info in model.tensors.values():
+        if info.ggml_type not in PLAIN_TYPES and by_ggml_type(info.ggml_type) is None:
+            by_type.setdefault(info.type_name, []).append(info.name)
+    if by_type:
+        listed = "; ".join(
+            f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            for kind, names in by_type.items()
+        )
+        warnings.warn(
+            f"{model.path.name} has tensors of types without a native format, dequantized to float16 "
+            f"when read ({listed})",
+            FallbackWarning,
+            stacklevel=3,
+        )
+
+
+def _fallback(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[np.float16]:
+    """A tensor of a foreign quantized type in float16, through the gguf package."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(info.ggml_type)
+    rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
+    out = np.empty((len(rows), info.shape[-1]), np.float16)
+    for part in cpu.slabs(len(rows), info.shape[-1]):
+        try:
+            with np.errstate(over="raise", invalid="ignore"):
+                out[part] = gguf.quants.dequantize(rows[part], kind)
+        except NotImplementedError:
+            raise GGUFError(
+                f"tensor {info.name!r}: the gguf package cannot dequantize {info.type_name}"
+            ) from None
+        except FloatingPointError:
+            raise GGUFError(
+                f"tensor {info.name!r} ({info.type_name}) has values beyond float16's 65504"
+            ) from None
+    return out.reshape(info.shape)
