@@ -1,0 +1,207 @@
+"""The `cuquant` command: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__, formats
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    arguments = _parser().parse_args(argv)
+    warnings.showwarning = _show_warning
+    try:
+        arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; keep Python from flushing into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        print(f"cuquant: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+    print(f"cuquant: warning: {message}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cuquant", description="Evaluate and convert quantized GGUF models."
+    )
+    parser.add_argument("--version", action="version", version=f"cuquant {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_add_eval, _add_quantize, _add_dump, _add_info):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Callable[[Any], None], text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run)
+    return command
+
+
+def _format_list(text: str) -> list[str]:
+    try:
+        return [str(formats.get(name.strip())) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _add_eval(commands: Any) -> None:
+    command = _command(
+        commands,
+        "eval",
+        _eval,
+        "Perplexity, KL divergence and tensor errors of a model, or of its quantizations.",
+    )
+    command.add_argument("model", metavar="MODEL.gguf")
+    command.add_argument(
+        "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
+    )
+    command.add_argument(
+        "--formats",
+        metavar="F,F,...",
+        type=_format_list,
+        default=[],
+        help="requantize a float model's weight matrices to each of these, and compare with the original",
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 text, tokenized with the model's vocabulary"
+    )
+    source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
+    command.add_argument("--ctx", type=int, default=512, metavar="N", help="tokens of a chunk (512)")
+    command.add_argument("--chunks", type=int, metavar="N", help="how many chunks to use (all)")
+    command.add_argument(
+        "--activations", choices=("f16", "q8_1"), default="f16", help="quantize activations, or not (f16)"
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (cpu)")
+    command.add_argument("--tensors", action="store_true", help="also print the errors of every tensor")
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from .eval import evaluate
+
+    started = time.perf_counter()
+    result = evaluate(
+        arguments.model,
+        text=arguments.text,
+        tokens=None if arguments.tokens is None else _load_ids(arguments.tokens),
+        base=arguments.base,
+        formats=arguments.formats,
+        ctx=arguments.ctx,
+        chunks=arguments.chunks,
+        activations=arguments.activations,
+        device=arguments.device,
+        progress=True,
+    )
+    print(
+        f"{result.model}: {result.chunks} chunks of {result.ctx} tokens, {result.scored_tokens} scored, "
+        f"{result.backend}, {time.perf_counter() - started:.1f} s",
+        file=sys.stderr,
+    )
+    print(result.render(arguments.style))
+    if arguments.tensors and arguments.style != "json":
+        print(f"\n{result.render(arguments.style, tensors=True)}")
+
+
+def _load_ids(path: Path) -> Any:
+    import numpy as np
+
+    try:
+        return np.load(path, allow_pickle=False)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a .npy file of token ids: {error}") from None
+
+
+def _add_quantize(commands: Any) -> None:
+    command = _command(
+        commands, "quantize", _quantize, "Quantize a float model to a file that llama.cpp loads."
+    )
+    command.add_argument("source", metavar="IN.gguf")
+    command.add_argument("target", metavar="OUT.gguf")
+    command.add_argument(
+        "--format",
+        required=True,
+        choices=[name for name in formats.names() if not formats.get(name).for_activations],
+        help="of the weight matrices",
+    )
+    command.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="copy tensors of these names unchanged (shell pattern; may be repeated)",
+    )
+    command.add_argument("--force", action="store_true", help="replace OUT.gguf")
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    from .io.convert import quantize_file
+
+    try:
+        done = quantize_file(
+            arguments.source,
+            arguments.target,
+            arguments.format,
+            keep=arguments.keep,
+            force=arguments.force,
+            progress=True,
+        )
+    except FileExistsError as error:
+        raise FileExistsError(f"{error}; --force replaces it") from None
+    before, after = (os.path.getsize(path) for path in (arguments.source, arguments.target))
+    print(
+        f"{arguments.target}: {len(done.quantized)} tensors to {done.format}, {len(done.kept)} copied, "
+        f"{before:,} -> {after:,} bytes",
+        file=sys.stderr,
+    )
+    if done.ragged:
+        print(f"kept in float, rows are not whole blocks: {', '.join(sorted(done.ragged))}", file=sys.stderr)
+
+
+def _add_dump(commands: Any) -> None:
+    command = _command(commands, "dump", _dump, "Show the metadata and tensors of a GGUF file.")
+    command.add_argument("model", metavar="MODEL.gguf")
+    command.add_argument("--json", action="store_true", help="one JSON object, arrays in full")
+
+
+def _dump(arguments: argparse.Namespace) -> None:
+    from .io import dump
+    from .io.model import FallbackWarning, open
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # no tensor is read
+        model = open(arguments.model)
+    print(dump.as_json(model) if arguments.json else dump.as_text(model))
+
+
+def _add_info(commands: Any) -> None:
+    _command(commands, "info", _info, "Show versions, GPU and kernel cache, and what would run.")
+
+
+def _info(arguments: argparse.Namespace) -> None:
+    from . import info
+
+    print(info.as_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

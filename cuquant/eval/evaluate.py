@@ -1,0 +1,262 @@
+"""Evaluating a model: the same text through the original and its quantizations, side by side."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..array import QuantizedArray
+from ..io import convert
+from ..io.model import Model
+from ..io.model import open as open_model
+from ..ops.quantize import quantize
+from . import config
+from .llama import Llama
+from .report import Evaluation, Row
+from .scores import TensorError, Tokens, log_softmax, tensor_error
+from .tokenizer import Tokenizer
+
+BATCH_TOKENS = 4096
+"""Tokens that pass through a model together."""
+LOGIT_BLOCK = 1 << 24
+"""Logits held at a time for one model: 64 MB of float32."""
+
+
+def evaluate(
+    model: str | os.PathLike[str] | Model,
+    *,
+    text: str | os.PathLike[str] | None = None,
+    tokens: Any = None,
+    base: str | os.PathLike[str] | Model | None = None,
+    formats: str | Iterable[str] = (),
+    ctx: int = 512,
+    chunks: int | None = None,
+    activations: str = "f16",
+    device: str | None = None,
+    progress: bool = False,
+) -> Evaluation:
+    """Perplexity, divergence from the original, and tensor errors of a Llama-architecture GGUF model.
+
+    The tokens are cut into chunks of `ctx`, each an independent context; only the second half of a chunk is
+    scored (for 512: positions 256..510 predict tokens 257..511), as llama-perplexity does. Where the
+    vocabulary asks for a BOS token, it replaces the first token of every chunk of a text.
+
+    Parameters
+    ----------
+    model : path or Model
+    text : str or path-like
+        A str is the text itself, a path object a UTF-8 file. Tokenized with the model's vocabulary.
+    tokens : int array [n]
+        Token ids, in place of a text.
+    base : path or Model, optional
+        The model to compare with (same vocabulary), usually the float original.
+    formats : names of weight formats, optional
+        Requantize every weight matrix of a float model to each format in turn and compare with the original.
+    ctx, chunks : int
+        Tokens of a chunk; how many chunks to use (by default all whole ones).
+    activations : "f16" or "q8_1"
+        "q8_1" quantizes the input of every product with a quantized weight to 8 bits, as integer kernels
+        do; "f16" stands for activations that are not quantized (on NumPy they are float32).
+    device : "cpu" or "cuda", optional
+        Where to compute; by default "cpu".
+    progress : bool
+        Show a progress bar on stderr, if that is a terminal.
+
+    Returns
+    -------
+    Evaluation
+        One row per model; the original first where there is something to compare.
+
+    Raises
+    ------
+    UnsupportedModel
+        The architecture, or something in it, is not implemented (named).
+    GGUFError, TypeError, ValueError
+        The file is damaged; an argument does not fit.
+    """
+    if activations not in ("f16", "q8_1"):
+        raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
+    formats = [formats] if isinstance(formats, str) else list(formats)
+    if formats and base is not None:
+        raise ValueError("formats compares with the model itself: give base or formats, not both")
+    source = _opened(model, device)
+    contenders = _contenders(source, None if base is None else _opened(base, device), formats)
+    ids, bos, label = _token_ids(source, text, tokens)
+    pieces = _cut(ids, bos, ctx, chunks)
+    models = [_runnable(c, ctx, activations) for c in contenders]
+    _check_ids(pieces, models, contenders)
+    scores = _score(models, pieces, compare=len(models) > 1, progress=progress)
+    original = contenders[0]
+    rows = [
+        Row(c.label, **s.summary(), bits_per_weight=c.bits_per_weight, tensors=c.errors(original))  # type: ignore[arg-type]
+        for c, s in zip(contenders, scores, strict=True)
+    ]
+    scored = len(pieces) * len(range(*_scored(ctx).indices(ctx - 1)))
+    return Evaluation(str(source.path), label, ctx, len(pieces), scored, "numpy", rows)
+
+
+class _Contender:
+    """A model to be scored: its tensors in memory, under a label."""
+
+    def __init__(self, model: Model, label: str, tensors: dict[str, Any]) -> None:
+        self.model, self.label, self.tensors = model, label, tensors
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of all tensors as stored, over all weights."""
+        stored = (
+            t.nbytes
+            if isinstance(t, QuantizedArray) and name in self.tensors
+            else self.model.tensors[name].nbytes
+            for name, t in self.tensors.items()
+        )
+        return 8 * sum(stored) / sum(t.size for t in self.tensors.values())
+
+    def errors(self, original: _Contender) -> list[TensorError]:
+        """Errors of the quantized tensors against the original's of the same name and shape."""
+        if original is self:
+            return []
+        return [
+            tensor_error(name, original.tensors[name], tensor)
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, QuantizedArray)
+        ]
+
+
+def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
+    return model if isinstance(model, Model) else open_model(model, device)
+
+
+def _contenders(source: Model, base: Model | None, formats: Sequence[str]) -> list[_Contender]:
+    """The models to score, the original first."""
+    tensors = dict(source)
+    if base is not None:
+        return [_Contender(base, _own_type(base), dict(base)), _Contender(source, _own_type(source), tensors)]
+    result = [_Contender(source, _own_type(source), tensors)]
+    for name in formats:
+        chosen = convert.select(source, name)
+        if chosen.ragged:
+            warnings.warn(
+                f"{chosen.format}: kept in float, as K is ragged: {', '.join(sorted(chosen.ragged))}",
+                stacklevel=3,
+            )
+        made = {n: quantize(t, chosen.format) if n in chosen.quantized else t for n, t in tensors.items()}
+        result.append(_Contender(source, str(chosen.format), made))
+    return result
+
+
+def _own_type(model: Model) -> str:
+    """The type of most weights of a file, in lower case."""
+    weights: Counter[str] = Counter()
+    for info in model.tensors.values():
+        weights[info.type_name.lower()] += int(np.prod(info.shape, dtype=object))
+    return weights.most_common(1)[0][0]
+
+
+def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
+    settings = config.read(contender.model.metadata)
+    if settings.window is not None and ctx > settings.window:
+        raise config.UnsupportedModel(
+            f"attention in this model slides over {settings.window} tokens, which is not implemented: "
+            f"use a ctx of at most that, not {ctx}"
+        )
+    if ctx > settings.n_ctx:
+        warnings.warn(
+            f"ctx {ctx} is longer than the {settings.n_ctx} tokens the model was trained on", stacklevel=3
+        )
+    return Llama(settings, contender.tensors, activations)
+
+
+def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.integer[Any]], int | None, str]:
+    """Token ids [n], the BOS id that starts every chunk or None, and what to call the text."""
+    if (text is None) == (tokens is None):
+        raise ValueError("give either text or tokens")
+    if tokens is not None:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
+        return ids, None, "token ids"
+    is_path = isinstance(text, os.PathLike)
+    words = Tokenizer.from_metadata(source.metadata)
+    ids = words.encode(Path(text).read_text(encoding="utf-8") if is_path else text)
+    return (
+        ids,
+        words.bos_id if words.add_bos else None,
+        str(text) if is_path else f"text of {len(text)} characters",
+    )
+
+
+def _cut(
+    ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
+) -> NDArray[np.integer[Any]]:
+    """Chunks [n, ctx] of the tokens; a partial last one is dropped."""
+    if ctx < 4:
+        raise ValueError(f"ctx is {ctx}; a chunk needs at least 4 tokens")
+    if chunks is not None and chunks < 1:
+        raise ValueError(f"chunks is {chunks}; at least 1 is needed")
+    if bos is not None:
+        ids = np.concatenate([[bos], ids])
+    count = min(len(ids) // ctx, chunks or len(ids))
+    if count == 0:
+        raise ValueError(f"the text has {len(ids)} tokens; one chunk of {ctx} is the least")
+    pieces = ids[: count * ctx].reshape(count, ctx).copy()
+    if bos is not None:
+        pieces[:, 0] = bos
+    return pieces
+
+
+def _check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders: list[_Contender]) -> None:
+    for model, contender in zip(models, contenders, strict=True):
+        low, high = int(pieces.min()), int(pieces.max())
+        if low < 0 or high >= model.vocab_size:
+            raise ValueError(
+                f"token ids run from {low} to {high}, but the vocabulary of {contender.model.path.name} "
+                f"has {model.vocab_size}"
+            )
+    if len({m.vocab_size for m in models}) > 1:
+        raise ValueError(f"the models' vocabularies differ in size: {[m.vocab_size for m in models]}")
+
+
+def _scored(ctx: int) -> slice:
+    """Positions of a chunk whose successors are scored: the second half, the last excepted."""
+    return slice(ctx // 2, ctx - 1)
+
+
+def _score(
+    models: list[Llama], pieces: NDArray[np.integer[Any]], compare: bool, progress: bool
+) -> list[Tokens]:
+    """Statistics of every model over all chunks; the first is the base of the others if they are compared."""
+    from tqdm import tqdm
+
+    scores = [Tokens() for _ in models]
+    where = _scored(pieces.shape[1])
+    step = max(1, BATCH_TOKENS // pieces.shape[1])
+    batches = [pieces[i : i + step] for i in range(0, len(pieces), step)]
+    with tqdm(total=len(pieces) * len(models), unit="chunk", disable=None if progress else True) as bar:
+        for batch in batches:
+            target = batch[:, where.start + 1 : where.stop + 1].reshape(-1)
+            states = []
+            for model in models:
+                hidden = model.hidden(batch, where.start)[:, : where.stop - where.start]
+                states.append(np.ascontiguousarray(hidden).reshape(-1, hidden.shape[-1]))
+                bar.update(len(batch))
+            for part in _blocks(len(target), models[0].vocab_size):
+                base = None
+                for model, state, score in zip(models, states, scores, strict=True):
+                    logp = log_softmax(model.logits(state[part]))
+                    base = logp if base is None and compare else base
+                    score.add(logp, target[part], base)
+    return scores
+
+
+def _blocks(rows: int, vocab: int) -> Iterator[slice]:
+    """Slices of rows of logits, LOGIT_BLOCK numbers each."""
+    step = max(1, LOGIT_BLOCK // vocab)
+    return (slice(i, i + step) for i in range(0, rows, step))

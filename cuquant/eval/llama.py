@@ -1,0 +1,224 @@
+"""The Llama family's forward pass on quantized weights, built on `cuquant.linear`.
+
+Weights stay as they are stored; everything else is float32. A block is
+
+    h = h + Wo · attention(rope(Wq · norm(h)), rope(Wk · norm(h)), Wv · norm(h))
+    h = h + Wdown · (silu(Wgate · norm(h)) * (Wup · norm(h)))
+
+with a mixture of experts in place of the second line where the model has experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..array import QuantizedArray
+from ..ops.matmul import linear
+from ..ops.quantize import quantize
+from .config import Config, UnsupportedModel
+
+Array = NDArray[np.float32]
+
+QUERY_BLOCK = 128
+"""Queries of one attention product: keys after the block are never multiplied, about half of all."""
+
+
+class Llama:
+    """A model ready to run.
+
+    Parameters
+    ----------
+    config : Config
+    tensors : mapping of GGUF tensor name to array
+        QuantizedArrays or float arrays. Every tensor must be one that the forward pass uses.
+    activations : "f16" or "q8_1"
+        "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
+    """
+
+    def __init__(self, config: Config, tensors: Mapping[str, Any], activations: str = "f16") -> None:
+        self.config = config
+        self.activations = activations
+        self._tensors = tensors
+        self._used: set[str] = set()
+        self._embedding = self._need("token_embd.weight")
+        self._output = self._get("output.weight", self._embedding)
+        self._output_norm = self._need("output_norm.weight")
+        self._frequencies = config.rope_frequencies / self._get("rope_freqs.weight", np.float32(1))
+        self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
+        unused = sorted(set(tensors) - self._used)
+        if unused:
+            raise UnsupportedModel(
+                f"{len(unused)} tensors have no place in a {config.architecture} forward pass: "
+                f"{', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: token ids are below it."""
+        return int(self._embedding.shape[0])
+
+    def hidden(self, tokens: NDArray[np.integer[Any]], first: int) -> Array:
+        """Final normalised states of positions `first` and later.
+
+        Parameters
+        ----------
+        tokens : int [B, T]
+            B independent sequences that start at position 0.
+
+        Returns
+        -------
+        float32 [B, T - first, d_model]
+        """
+        h = _to_float32(self._embedding[tokens.reshape(-1)]).reshape(*tokens.shape, -1)
+        turn = self._turn(tokens.shape[1])
+        for block in self._blocks[:-1]:
+            h = block(h, turn, 0)
+        # Nothing after the last attention mixes positions: only the wanted ones go on.
+        h = self._blocks[-1](h, turn, first)
+        return _norm(h, self._output_norm, self.config.rms_eps)
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits [n, vocab_size] of final states [n, d_model]."""
+        return self.project(hidden, self._output)
+
+    def project(self, x: Array, w: Any, bias: Any = None, activation: str | None = None) -> Array:
+        """x (..., K) -> act(x @ W.T + bias) (..., N), x quantized first where the model asks for it."""
+        if self.activations == "q8_1" and isinstance(w, QuantizedArray):
+            return linear(quantize(x, "q8_1"), w, bias=bias, activation=activation)
+        return linear(x, w, bias=bias, activation=activation)
+
+    def _turn(self, length: int) -> tuple[Array, Array]:
+        """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""
+        angles = np.outer(np.arange(length), self._frequencies)
+        scale = self.config.rope_scale
+        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
+
+    def _get(self, name: str, default: Any = None) -> Any:
+        if name not in self._tensors:
+            return default
+        self._used.add(name)
+        return self._tensors[name]
+
+    def _need(self, name: str) -> Any:
+        tensor = self._get(name)
+        if tensor is None:
+            raise UnsupportedModel(f"the model has no tensor {name!r}")
+        return tensor
+
+
+class _Block:
+    """One layer: attention, then a dense or expert feed-forward network."""
+
+    def __init__(self, model: Llama, prefix: str) -> None:
+        self._model, self._config = model, model.config
+
+        def weight(name: str) -> Any:
+            return model._need(f"{prefix}{name}.weight")
+
+        def pair(name: str) -> tuple[Any, Any]:
+            return weight(name), model._get(f"{prefix}{name}.bias")
+
+        self._attn_norm, self._ffn_norm = weight("attn_norm"), weight("ffn_norm")
+        self._q, self._k, self._v, self._o = (pair(f"attn_{part}") for part in ("q", "k", "v", "output"))
+        self._q_norm = model._get(f"{prefix}attn_q_norm.weight")
+        self._k_norm = model._get(f"{prefix}attn_k_norm.weight")
+        if self._config.n_experts:
+            self._router = weight("ffn_gate_inp")
+            self._ffn = [(weight(f"ffn_{part}_exps"), None) for part in ("gate", "up", "down")]
+        else:
+            self._ffn = [pair(f"ffn_{part}") for part in ("gate", "up", "down")]
+
+    def __call__(self, h: Array, turn: tuple[Array, Array], first: int) -> Array:
+        """States [B, T, d] -> states [B, T - first, d] of positions `first` and later."""
+        x = _norm(h, self._attn_norm, self._config.rms_eps)
+        h = h[:, first:] + self._attention(x, turn, first)
+        x = _norm(h, self._ffn_norm, self._config.rms_eps)
+        if not self._config.n_experts:
+            return h + self._swiglu(x, *self._ffn)
+        return h + self._experts(x.reshape(-1, x.shape[-1])).reshape(h.shape)
+
+    def _attention(self, x: Array, turn: tuple[Array, Array], first: int) -> Array:
+        """Causal grouped-query attention of the queries from position `first` on."""
+        c = self._config
+        q = self._heads(x[:, first:], self._q, self._q_norm, c.n_heads, turn, first)
+        k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0)
+        v = self._heads(x, self._v, None, c.n_kv_heads, None, 0)
+        batch, _, queries, _ = q.shape
+        # The query heads that share a key head are neighbours: [B, kv head, query of its group, T, head_dim].
+        q = q.reshape(batch, c.n_kv_heads, -1, queries, c.head_dim) * np.float32(c.head_dim**-0.5)
+        out = np.empty_like(q)
+        for start in range(0, queries, QUERY_BLOCK):
+            block = slice(start, min(start + QUERY_BLOCK, queries))
+            seen = first + block.stop
+            scores = q[:, :, :, block] @ k[:, :, None, :seen].swapaxes(-1, -2)
+            future = np.arange(seen) > np.arange(first + block.start, seen)[:, None]
+            scores[..., future] = -np.inf
+            scores -= scores.max(axis=-1, keepdims=True)
+            np.exp(scores, out=scores)
+            scores /= scores.sum(axis=-1, keepdims=True)
+            out[:, :, :, block] = scores @ v[:, :, None, :seen]
+        merged = out.reshape(batch, c.n_heads, queries, c.head_dim).swapaxes(1, 2)
+        return self._model.project(merged.reshape(batch, queries, -1), *self._o)
+
+    def _heads(
+        self,
+        x: Array,
+        pair: tuple[Any, Any],
+        norm: Any,
+        heads: int,
+        turn: tuple[Array, Array] | None,
+        first: int,
+    ) -> Array:
+        """Project to heads [B, heads, T, head_dim], normalised and rotated where asked."""
+        y = self._model.project(x, *pair).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+        if norm is not None:
+            y = _norm(y, norm, self._config.rms_eps)
+        return y if turn is None else _rotate(y, turn, first, self._config.rope_interleaved)
+
+    def _swiglu(self, x: Array, gate: tuple[Any, Any], up: tuple[Any, Any], down: tuple[Any, Any]) -> Array:
+        project = self._model.project
+        return project(project(x, *gate, activation="silu") * project(x, *up), *down)
+
+    def _experts(self, x: Array) -> Array:
+        """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
+        logits = linear(x, self._router)
+        top = np.argsort(-logits, axis=1, kind="stable")[:, : self._config.n_experts_used]
+        chosen = np.take_along_axis(logits, top, axis=1)
+        weights = np.exp(chosen - chosen[:, :1])
+        weights /= weights.sum(axis=1, keepdims=True)
+        y = np.zeros_like(x)
+        for expert in range(self._config.n_experts):
+            token, slot = np.nonzero(top == expert)
+            if len(token):
+                one = [(w[expert], None) for w, _ in self._ffn]
+                y[token] += weights[token, slot, None] * self._swiglu(x[token], *one)
+        return y
+
+
+def _to_float32(rows: Any) -> Array:
+    return rows.dequantize() if isinstance(rows, QuantizedArray) else rows.astype(np.float32)
+
+
+def _norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis."""
+    scale = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps))
+    return x * scale * weight
+
+
+def _rotate(x: Array, turn: tuple[Array, Array], first: int, interleaved: bool) -> Array:
+    """Rotary embedding of heads [B, heads, T, head_dim] at positions from `first`; other dimensions pass."""
+    cos, sin = (t[first:] for t in turn)
+    dim = 2 * cos.shape[1]
+    out = x.copy()
+    if interleaved:
+        a, b, to_a, to_b = x[..., 0:dim:2], x[..., 1:dim:2], out[..., 0:dim:2], out[..., 1:dim:2]
+    else:
+        half = dim // 2
+        a, b, to_a, to_b = x[..., :half], x[..., half:dim], out[..., :half], out[..., half:dim]
+    to_a[...] = a * cos - b * sin
+    to_b[...] = a * sin + b * cos
+    return out

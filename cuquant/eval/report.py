@@ -1,0 +1,131 @@
+"""The result of an evaluation: rows, and the tables made of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..render import to_json
+from .scores import TensorError
+
+_COLUMNS = {
+    "format": ("format", ""),
+    "bits_per_weight": ("bits/weight", ".3f"),
+    "ppl": ("PPL", ".4f"),
+    "ppl_stderr": ("±", ".4f"),
+    "mean_kld": ("mean KLD", ".6f"),
+    "max_kld": ("max KLD", ".4f"),
+    "same_top_percent": ("same top %", ".3f"),
+    "rms_dp_percent": ("RMS Δp %", ".3f"),
+}
+_TENSOR_COLUMNS = {
+    "name": ("tensor", ""),
+    "format": ("format", ""),
+    "bits_per_weight": ("bits/weight", ".3f"),
+    "nmse": ("NMSE", ".3e"),
+    "sqnr_db": ("SQNR dB", ".2f"),
+    "max_abs_error": ("max error", ".3e"),
+}
+_STYLES = {"table": "simple", "md": "github", "html": "html"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One evaluated model: label, scores (see scores.Tokens.summary), size and tensor errors."""
+
+    format: str
+    ppl: float
+    ppl_stderr: float | None
+    mean_kld: float | None
+    max_kld: float | None
+    same_top_percent: float | None
+    rms_dp_percent: float | None
+    bits_per_weight: float
+    """Bits of all tensors of the model over all its weights, norms included."""
+    tensors: list[TensorError] = field(default_factory=list)
+    """Errors of the quantized tensors against the base model's; empty where there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one model in one or more formats.
+
+    Attributes
+    ----------
+    model, text : str
+        What was evaluated on what (a path, or a description).
+    ctx, chunks, scored_tokens : int
+        Tokens of a chunk, number of chunks, tokens scored in all of them.
+    backend : str
+        "numpy", or the GPU's name.
+    rows : list of Row
+        With formats or a base model the first row is the original.
+    """
+
+    model: str
+    text: str
+    ctx: int
+    chunks: int
+    scored_tokens: int
+    backend: str
+    rows: list[Row]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain dictionaries and lists: what ``render("json")`` prints."""
+        return asdict(self)
+
+    def render(self, style: str = "table", *, tensors: bool = False) -> str:
+        """The rows as text, or with `tensors` the errors of all quantized tensors.
+
+        Parameters
+        ----------
+        style : "table" (for terminals), "md", "html", "csv" (full precision) or "json" (everything)
+        """
+        if style == "json":
+            return to_json(self.to_dict())
+        records, columns = self._records(tensors)
+        if style == "csv":
+            return _csv(records, list(columns))
+        if style not in _STYLES:
+            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(_STYLES)}, csv, json")
+        return _table(records, columns, _STYLES[style])
+
+    def to_pandas(self, *, tensors: bool = False) -> Any:
+        """A pandas DataFrame of what `render` shows (pandas comes with the notebook extra)."""
+        import pandas
+
+        records, columns = self._records(tensors)
+        return pandas.DataFrame(records, columns=list(columns))
+
+    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+        columns = _TENSOR_COLUMNS if tensors else _COLUMNS
+        items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
+        return [{key: getattr(item, key) for key in columns} for item in items], columns
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _repr_html_(self) -> str:
+        return self.render("html")
+
+
+def _csv(records: list[dict[str, Any]], columns: list[str]) -> str:
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return stream.getvalue().rstrip("\n")
+
+
+def _table(records: list[dict[str, Any]], columns: dict[str, tuple[str, str]], style: str) -> str:
+    from tabulate import tabulate
+
+    cells = [
+        ["" if record[key] is None else format(record[key], spec) for key, (_, spec) in columns.items()]
+        for record in records
+    ]
+    align = ["right" if spec else "left" for _, spec in columns.values()]
+    headers = [title for title, _ in columns.values()]
+    return tabulate(cells, headers, tablefmt=style, colalign=align if cells else None, disable_numparse=True)

@@ -1,0 +1,275 @@
+"""Text to token ids, from the vocabulary that a GGUF file carries.
+
+The rules are llama.cpp's (src/llama-vocab.cpp): perplexities compare only between equal token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+"""Values of `tokenizer.ggml.token_type`; 1 is a normal token."""
+
+_HINT = "token ids from a .npy file (--tokens) work instead"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to token ids, from a GGUF file's own vocabulary."""
+
+    vocab_size: int
+    add_bos: bool
+    """Whether llama.cpp starts a text with `bos_id` for this vocabulary."""
+    bos_id: int | None
+    """The token that begins a text; None where the vocabulary has none."""
+    _user_defined: Sequence[tuple[str, int]] = field(repr=False)
+    _encode_plain: Callable[[str], list[int]] = field(repr=False)
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """Build from the `tokenizer.ggml.*` keys of a GGUF file.
+
+        Raises ValueError for a vocabulary that is malformed or of a kind not known here.
+        """
+        model = metadata.get("tokenizer.ggml.model")
+        if model not in ("gpt2", "llama"):
+            raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
+        ids, types = _vocabulary(metadata)
+        if model == "gpt2":
+            pre = _pre_tokenizer(metadata)
+            encode_plain, add_bos, default_bos = _byte_level_bpe(ids, metadata, pre), pre.add_bos, None
+        else:
+            encode_plain, add_bos, default_bos = _SentencePiece(ids, types, metadata).encode, True, 1
+        add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+        bos_id = metadata.get("tokenizer.ggml.bos_token_id", default_bos)
+        if bos_id is not None:
+            bos_id = _token_id("tokenizer.ggml.bos_token_id", bos_id, len(ids))
+        elif add_bos:
+            raise ValueError(f"tokenizer.ggml.bos_token_id is missing, but a text begins with it; {_HINT}")
+        user_defined = [(text, i) for text, i in ids.items() if types[i] == _USER_DEFINED]
+        user_defined.sort(key=lambda token: -len(token[0].encode()))
+        return cls(len(ids), add_bos, bos_id, user_defined, encode_plain)
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Token ids int32 [n] of a text; `bos_id` is not added.
+
+        User-defined tokens written in the text are taken whole; control tokens are read as plain text.
+        """
+        ids: list[int] = []
+        for part in self._partition(text):
+            ids += self._encode_plain(part) if isinstance(part, str) else [part]
+        return np.array(ids, dtype=np.int32)
+
+    def _partition(self, text: str) -> list[str | int]:
+        """Plain text and user-defined token ids in turn; the longest token (in bytes) is searched first."""
+        parts: list[str | int] = [text]
+        for token, token_id in self._user_defined:
+            if token in text:
+                parts = [piece for part in parts for piece in _cut_out(part, token, token_id)]
+        return [part for part in parts if part != ""]
+
+
+def _cut_out(part: str | int, token: str, token_id: int) -> list[str | int]:
+    """A part with each occurrence of a token replaced by its id."""
+    if isinstance(part, int):
+        return [part]
+    first, *others = part.split(token)
+    return [first, *(piece for plain in others for piece in (token_id, plain))]
+
+
+def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[int]]:
+    """Ids by token text, and token types by id."""
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    ids: dict[str, int] = {}
+    for i, token in enumerate(tokens):
+        text = token or f"[EMPTY_{i}]"
+        if ids.setdefault(text, i) != i:
+            raise ValueError(f"tokenizer.ggml.tokens has {text!r} twice: tokens {ids[text]} and {i}")
+    types = np.asarray(metadata.get("tokenizer.ggml.token_type", np.ones(len(ids), np.int32))).tolist()
+    if len(types) != len(ids):
+        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} values for {len(ids)} tokens")
+    return ids, types
+
+
+def _required(metadata: Mapping[str, Any], key: str) -> Any:
+    """The value of a key that this kind of vocabulary cannot do without."""
+    try:
+        return metadata[key]
+    except KeyError:
+        raise ValueError(f"{key} is missing: text cannot become token ids; {_HINT}") from None
+
+
+def _token_id(key: str, value: int, vocab_size: int) -> int:
+    """The value of a key that names a token, if there is such a token."""
+    if value not in range(vocab_size):
+        raise ValueError(f"{key} is {value}; the vocabulary has tokens 0 to {vocab_size - 1}")
+    return int(value)
+
+
+# Byte-level BPE ("gpt2"): regular expressions cut the text in words, ranked merges join the bytes of a word.
+
+
+@dataclass(frozen=True)
+class _PreTokenizer:
+    """What a `tokenizer.ggml.pre` stands for: each pattern cuts the pieces that those before it left."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    """A word that is a token stays whole, whatever the merges say."""
+    add_bos: bool = False
+
+
+def _either(*patterns: str) -> str:
+    return "|".join(patterns)
+
+
+_CONTRACTION = r"'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# One part of a camelCase name. Letters outside ASCII count as both cases.
+_NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_HUMP = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_NOT_LOWER}*{_NOT_UPPER}+|{_NOT_LOWER}+{_NOT_UPPER}*)"
+_SYMBOLS_OR_PATH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+# Text that no alternative takes, here a lone tab or newline before a word, is a piece of its own.
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LLAMA3 = _either(_CONTRACTION, _WORD, r"\p{N}{1,3}", _SYMBOLS, _SPACES)
+_QWEN2 = _either(_CONTRACTION, _WORD, r"\p{N}", _SYMBOLS, _SPACES)
+_MARKED_WORD, _NO_MARKS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = _either(_CONTRACTION, _MARKED_WORD, r"\p{N}", _NO_MARKS, _SPACES)
+_TEKKEN = _either(_HUMP, r"\p{N}", _SYMBOLS_OR_PATH, _SPACES)
+_GPT4O = _either(f"{_HUMP}(?:{_CONTRACTION})?", r"\p{N}{1,3}", _SYMBOLS_OR_PATH, _SPACES)
+_DEEPSEEK3 = _either(
+    r"[!-/:-@\[-`{-~][A-Za-z]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", _SPACES
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}")
+
+_FAMILIES = {
+    "default": _PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9]{3}")),
+    "falcon": _PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}")),
+    "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe modern-bert mpt "
+    "olmo jais mellum trillion exaone4 granite-docling gigachat a.x-4.0": _PreTokenizer((_GPT2,)),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": _PreTokenizer((r"\p{N}", _GPT2)),
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _PreTokenizer(
+        (_LLAMA3,), ignore_merges=True, add_bos=True
+    ),
+    "dbrx smaug-bpe glm4 chatglm-bpe": _PreTokenizer((_LLAMA3,)),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": _PreTokenizer(
+        (_QWEN2,)
+    ),
+    "qwen35": _PreTokenizer((_QWEN35,)),
+    "tekken": _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": _PreTokenizer((_GPT4O,)),
+    "deepseek-coder": _PreTokenizer(_DEEPSEEK_CODER),
+    "deepseek-v3 hunyuan-dense joyai-llm hy_v4": _PreTokenizer(
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u30ff]+", _DEEPSEEK3)
+    ),
+}
+"""Values of `tokenizer.ggml.pre` that mean the same, and what they mean."""
+_PRE_TOKENIZERS = {name: pre for names, pre in _FAMILIES.items() for name in names.split()}
+
+
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer:
+    """The rules that `tokenizer.ggml.pre` names; a file without the key means "default"."""
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    try:
+        return _PRE_TOKENIZERS[name]
+    except KeyError:
+        known = ", ".join(sorted(_PRE_TOKENIZERS))
+        raise ValueError(f"tokenizer.ggml.pre is {name!r}; known are {known}; {_HINT}") from None
+
+
+def _byte_level_bpe(
+    ids: dict[str, int], metadata: Mapping[str, Any], pre: _PreTokenizer
+) -> Callable[[str], list[int]]:
+    """The encoder of plain text for a byte-level vocabulary."""
+    import tokenizers  # here: only these vocabularies need it
+    from tokenizers import models, pre_tokenizers
+
+    ranked: dict[tuple[str, str], None] = {}  # a merge listed twice has the rank of its first line
+    for merge in _required(metadata, "tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if not (left in ids and right in ids and left + right in ids):
+            raise ValueError(f"tokenizer.ggml.merges has {merge!r}: not two tokens that join to a third")
+        ranked[left, right] = None
+    bpe = tokenizers.Tokenizer(models.BPE(ids, list(ranked), ignore_merges=pre.ignore_merges))
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    return lambda text: bpe.encode(text, add_special_tokens=False).ids
+
+
+# SentencePiece BPE ("llama"): no words; the pair of pieces with the best score anywhere is joined first.
+
+
+class _SentencePiece:
+    """The encoder of plain text for a SentencePiece vocabulary.
+
+    Two neighbours may join if together they are a piece: the highest score first, of equal scores the
+    leftmost. Ranked merges only come close: they rank the ways to split one piece, which scores do not.
+    Control, unknown, unused and byte tokens are not pieces of text.
+    """
+
+    def __init__(self, ids: dict[str, int], types: list[int], metadata: Mapping[str, Any]) -> None:
+        scores = np.asarray(_required(metadata, "tokenizer.ggml.scores")).tolist()
+        if len(scores) != len(ids):
+            raise ValueError(f"tokenizer.ggml.scores has {len(scores)} values for {len(ids)} tokens")
+        no_text = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
+        self._ids = ids
+        self._costs = {text: -scores[i] for text, i in ids.items() if types[i] not in no_text}
+        self._inner_pairs = {text[i : i + 2] for text in self._costs for i in range(len(text) - 1)}
+        unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+        self._unknown_id = _token_id("tokenizer.ggml.unknown_token_id", unknown_id, len(ids))
+        self._prefix = " " if metadata.get("tokenizer.ggml.add_space_prefix", True) else ""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text in which no user-defined token is left.
+
+        No join spans two characters that stand side by side in no piece. To cut the text there changes
+        nothing, and a word that comes again need not be merged again.
+        """
+        text = (self._prefix + text).replace(" ", "\u2581")
+        cuts = [i for i in range(1, len(text)) if text[i - 1 : i + 1] not in self._inner_pairs]
+        words = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
+        ids = {word: [i for piece in self._merge(word) for i in self._piece_ids(piece)] for word in {*words}}
+        return [i for word in words for i in ids[word]]
+
+    def _merge(self, word: str) -> list[str]:
+        """The pieces of a word."""
+        pieces = list(word)  # a piece stands at its first character; "" at those it has taken up
+        before, after = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
+        queue: list[tuple[float, int, str]] = []
+
+        def offer(left: int, right: int) -> None:
+            if left >= 0 and right < len(word) and (joined := pieces[left] + pieces[right]) in self._costs:
+                heappush(queue, (self._costs[joined], left, joined))
+
+        for i in range(len(word) - 1):
+            offer(i, i + 1)
+        while queue:
+            _, left, joined = heappop(queue)
+            right = after[left]
+            if not pieces[left] or right == len(word) or pieces[left] + pieces[right] != joined:
+                continue  # one of the two has changed since the offer
+            pieces[left], pieces[right] = joined, ""
+            after[left] = after[right]
+            if after[left] < len(word):
+                before[after[left]] = left
+            offer(before[left], left)
+            offer(left, after[left])
+        return [piece for piece in pieces if piece]
+
+    def _piece_ids(self, piece: str) -> list[int]:
+        """The id of a piece; else, for a lone character, the ids of its UTF-8 bytes or the unknown token."""
+        if piece in self._costs:
+            return [self._ids[piece]]
+        names = [f"<0x{byte:02X}>" for byte in piece.encode()]
+        return [self._ids[name] for name in names] if self._ids.keys() >= {*names} else [self._unknown_id]

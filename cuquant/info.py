@@ -1,0 +1,67 @@
+"""What `cuquant info` says: versions, the GPU or why there is none, and what would run."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from . import __version__, device, formats, sources
+
+
+def facts() -> dict[str, str]:
+    """Facts by name, in reading order."""
+    found = {
+        "cuquant": __version__,
+        "Python": f"{platform.python_version()} on {platform.platform()}",
+        "NumPy": f"{np.__version__}, BLAS {_blas()}",
+        "gguf": _version("gguf"),
+        "formats": ", ".join(formats.names()),
+        "kernels": str(sources.folder()),
+    }
+    problem = device.gpu_problem()
+    found |= _gpu() if problem is None else {"GPU": f"none: {problem}"}
+    found["matmul runs on"] = "NumPy"
+    return found
+
+
+def as_text() -> str:
+    """The facts, one a line."""
+    from tabulate import tabulate
+
+    return tabulate(facts().items(), tablefmt="plain", disable_numparse=True)
+
+
+def _blas() -> str:
+    config: dict[str, Any] = np.show_config(mode="dicts")  # type: ignore[call-overload, assignment, unused-ignore]
+    blas = config.get("Build Dependencies", {}).get("blas", {})
+    return f"{blas.get('name', 'unknown')} {blas.get('version', '')}".strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _gpu() -> dict[str, str]:
+    """The current GPU, the driver and the compiler that CuPy uses, and where compiled kernels are kept."""
+    cupy = device.cupy()
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+    arch, memory = f"sm_{properties['major']}{properties['minor']}", properties["totalGlobalMem"] / 2**30
+    return {
+        "CuPy": cupy.__version__,
+        "GPU": f"{properties['name'].decode()}, {arch}, {memory:.0f} GiB",
+        "CUDA driver": _cuda_version(runtime.driverGetVersion()),
+        "CUDA runtime": _cuda_version(runtime.runtimeGetVersion()),
+        "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "kernel cache": cupy.cuda.compiler.get_cache_dir(),
+    }
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

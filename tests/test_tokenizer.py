@@ -1,0 +1,313 @@
+"""The tokenizer of GGUF vocabularies, against hand-derived cuts and merges written from the definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuquant.eval.tokenizer import Tokenizer
+
+DATA = Path(__file__).parents[1] / "examples" / "data"
+HELD_OUT = (DATA / "heldout-public.txt").read_text(encoding="utf-8")
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+PRE_TOKENIZERS = ["default", "falcon", "gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "qwen35", "tekken"]
+PRE_TOKENIZERS += ["gpt-4o", "deepseek-coder", "deepseek-v3"]
+
+Metadata = dict[str, Any]
+
+
+def byte_alphabet() -> list[str]:
+    """The character of each byte: printable Latin-1 stands for itself, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+ALPHABET = byte_alphabet()
+
+
+def spelled(text: str) -> str:
+    return "".join(ALPHABET[byte] for byte in text.encode())
+
+
+def read_back(tokens: Sequence[str]) -> str:
+    return bytes(ALPHABET.index(character) for token in tokens for character in token).decode()
+
+
+def vocabulary(model: str, tokens: Sequence[str], types: Mapping[str, int], **keys: Any) -> Metadata:
+    """Metadata of a vocabulary; tokens are normal but for those in `types`."""
+    keys |= {"model": model, "tokens": [*tokens]}
+    keys["token_type"] = np.array([types.get(token, 1) for token in tokens], np.int32)
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+def byte_level(
+    merges: Sequence[str] = (), extra: Sequence[str] = (), types: Mapping[str, int] | None = None, **keys: Any
+) -> Metadata:
+    """A byte-level vocabulary: 256 bytes, what the merges make, and tokens that no merge makes."""
+    made = dict.fromkeys(merge.replace(" ", "") for merge in merges)
+    keys = {"pre": "gpt-2", "merges": [*merges], **keys}
+    return vocabulary("gpt2", [*ALPHABET, *made, *extra], types or {}, **keys)
+
+
+def sentencepiece(
+    scores: Mapping[str, float], types: Mapping[str, int] | None = None, **keys: Any
+) -> Metadata:
+    """A SentencePiece vocabulary: unknown, begin of text, 256 byte tokens, and scored pieces."""
+    reserved = {"<unk>": UNKNOWN, "<s>": CONTROL} | {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    values = np.array([0.0] * len(reserved) + [*scores.values()], np.float32)
+    return vocabulary("llama", [*reserved, *scores], reserved | dict(types or {}), scores=values, **keys)
+
+
+def without(metadata: Metadata, key: str) -> Metadata:
+    return {k: v for k, v in metadata.items() if k != f"tokenizer.ggml.{key}"}
+
+
+def tokens_of(metadata: Metadata, text: str) -> list[str]:
+    """What `text` becomes, as token texts."""
+    ids = Tokenizer.from_metadata(metadata).encode(text)
+    assert ids.dtype == np.int32
+    return [metadata["tokenizer.ggml.tokens"][i] for i in ids]
+
+
+@cache
+def nano_llama() -> Metadata:
+    reader = gguf.GGUFReader(DATA / "nano-llama-f16.gguf")
+    return {key: field.contents() for key, field in reader.fields.items()}
+
+
+@cache
+def nano_llama_as(pre: str) -> Tokenizer:
+    return Tokenizer.from_metadata(nano_llama() | {"tokenizer.ggml.pre": pre})
+
+
+def test_real_file_gives_the_known_number_of_tokens_and_reads_back() -> None:
+    tokenizer = Tokenizer.from_metadata(nano_llama())
+    ids, tokens = tokenizer.encode(HELD_OUT), nano_llama()["tokenizer.ggml.tokens"]
+    assert len(ids) == 61182
+    assert read_back([tokens[i] for i in ids]) == HELD_OUT
+    assert (tokenizer.vocab_size, tokenizer.add_bos, tokenizer.bos_id) == (4096, False, 0)
+
+
+@given(text=st.text(), pre=st.sampled_from(PRE_TOKENIZERS))
+@settings(deadline=None)
+def test_no_pre_tokenizer_loses_a_byte(text: str, pre: str) -> None:
+    tokens = nano_llama()["tokenizer.ggml.tokens"]
+    assert read_back([tokens[i] for i in nano_llama_as(pre).encode(text)]) == text
+
+
+def words(pre: str, text: str) -> list[str]:
+    """Where `pre` cuts a text: merges that join whatever neighbours there are leave one token per word."""
+    symbols = spelled(text)
+    cuts = sorted(combinations(range(len(symbols) + 1), 3), key=lambda cut: cut[2] - cut[0])
+    merges = dict.fromkeys(f"{symbols[a:b]} {symbols[b:c]}" for a, b, c in cuts)
+    return [read_back([token]) for token in tokens_of(byte_level([*merges], pre=pre, bos_token_id=0), text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("gpt-2", ["I", " don", "'t"]),
+        ("gpt-2", ["DON", "'", "T"]),
+        ("mpt", ["a", " ", " b", " 1234", "!?", "\t", "y"]),
+        ("gpt-2", ["a", "\n", "\n", "b", "  "]),
+        ("smollm", ["x", " ", "1", "2"]),
+        ("starcoder", ["don", "'t", " go"]),
+        ("default", ["a", ",", "b", " ", "123", "4", ",", " ", "12"]),
+        ("default", ["123", "4", " `"]),
+        ("falcon", ["123", "4", " ", "`"]),
+        ("llama-bpe", ["DON", "'T"]),
+        ("llama3", ["a", " ", "123", "456", "7"]),
+        ("llama-bpe", ["(foo", ")\n\n", "  ", " b"]),
+        ("llama-bpe", ["!\n", "/"]),
+        ("qwen2", ["it", "'S", " ", "\tx", " \n", "y", " ", "1", "2"]),
+        ("dbrx", ["e", "\u0301", "123", "4"]),
+        ("qwen35", ["e\u0301", "1", "2"]),
+        ("tekken", ["hello", "World", " HTTPServer", " ", "1", "2"]),
+        ("tekken", ["don", "'t", "\n", "!\n/"]),
+        ("gpt-4o", ["don't", " I'LL", " ", "123", "4"]),
+        ("deepseek-coder", ["a", "\u4e16\u754c", " ", "1", "2", "\n", "\n", " b"]),
+        ("deepseek-v3", ["x", ".append", " ", "123", "4", ".", "\u00e9t"]),
+        ("deepseek-v3", ["a", "\u4e16\u754c", "b"]),
+    ],
+)
+def test_words_before_merging(pre: str, expected: list[str]) -> None:
+    assert words(pre, "".join(expected)) == expected
+
+
+def test_missing_pre_means_default() -> None:
+    text = HELD_OUT[:5000]
+    ids = Tokenizer.from_metadata(without(nano_llama(), "pre")).encode(text)
+    np.testing.assert_array_equal(ids, nano_llama_as("default").encode(text))
+    assert len(ids) != len(nano_llama_as("gpt-2").encode(text))
+
+
+@pytest.mark.parametrize(
+    ("merges", "expected"),
+    [
+        (["a b", "b c"], ["ab", "c"]),
+        (["b c", "a b"], ["a", "bc"]),
+        (["b c", "a b", "b c"], ["a", "bc"]),  # the first line of a repeated merge counts
+        (["a b", "ab c"], ["abc"]),
+    ],
+)
+def test_merges_go_by_rank(merges: list[str], expected: list[str]) -> None:
+    assert tokens_of(byte_level(merges), "abc") == expected
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["abc"]), ("qwen2", ["ab", "c"])])
+def test_llama3_keeps_a_word_that_is_a_token(pre: str, expected: list[str]) -> None:
+    assert tokens_of(byte_level(["a b"], extra=["abc"], pre=pre, bos_token_id=0), "abc") == expected
+
+
+def test_only_user_defined_tokens_are_parsed() -> None:
+    types = {"<user>": USER_DEFINED, "<control>": CONTROL}
+    metadata = byte_level(extra=[*types], types=types)
+    assert tokens_of(metadata, "a<user><user>") == ["a", "<user>", "<user>"]
+    assert tokens_of(metadata, "<control>") == [*"<control>"]
+
+
+def test_longest_user_defined_token_is_searched_first() -> None:
+    types = {"ab": USER_DEFINED, "bcd": USER_DEFINED}
+    assert tokens_of(byte_level(extra=[*types], types=types), "abcdab") == ["a", "bcd", "ab"]
+
+
+def greedy_tokens(text: str, scores: Mapping[str, float]) -> list[str]:
+    """SentencePiece BPE by its definition: of all joins the best score, of equal ones the leftmost."""
+    pieces = [*text.replace(" ", "\u2581")]
+    while True:
+        joins = [left + right for left, right in pairwise(pieces)]
+        best = max((join for join in joins if join in scores), key=scores.__getitem__, default=None)
+        if best is None:
+            break
+        i = max(range(len(joins)), key=lambda i: (scores.get(joins[i], -np.inf), -i))
+        pieces[i : i + 2] = [joins[i]]
+    fallback = [[piece] if piece in scores else [f"<0x{b:02X}>" for b in piece.encode()] for piece in pieces]
+    return [token for tokens in fallback for token in tokens]
+
+
+def random_scores(seed: int, tied: bool) -> dict[str, float]:
+    """Pieces of one to five characters, some with a space inside, with distinct scores or only four."""
+    rng = np.random.default_rng(seed)
+    made = ["".join(rng.choice([*"aab\u2581\n"], rng.integers(2, 6))) for _ in range(120)]
+    pieces = sorted({*"ab\u2581", *made})
+    order = rng.permutation(len(pieces))
+    return {piece: -float(order[i] % 4 if tied else order[i]) for i, piece in enumerate(pieces)}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_sentencepiece_joins_by_score(seed: int, tied: bool) -> None:
+    scores = random_scores(seed, tied)
+    text = "".join(np.random.default_rng(seed + 100).choice([*"aaab  \n\u00e9"], 400))
+    expected = greedy_tokens(" " + text, scores)
+    assert tokens_of(sentencepiece(scores), text) == expected
+    assert any(len(token) > 2 for token in expected)
+
+
+@given(
+    text=st.text(st.sampled_from("aab \n") | st.characters(codec="utf-8"), max_size=40), tied=st.booleans()
+)
+@settings(deadline=None)
+def test_sentencepiece_on_any_text(text: str, tied: bool) -> None:
+    scores = random_scores(7, tied)
+    assert tokens_of(sentencepiece(scores, add_space_prefix=False), text) == greedy_tokens(text, scores)
+
+
+SPACED = {"\u2581": -3.0, "\u2581\u2581": -1.0, "\u2581a": -2.0, "a": -4.0}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text", "expected"),
+    [
+        (True, "a a", ["\u2581a", "\u2581a"]),
+        (False, "a a", ["a", "\u2581a"]),
+        (True, "  a", ["\u2581\u2581", "\u2581a"]),
+        (False, "  a", ["\u2581\u2581", "a"]),
+        (True, "", []),
+        (True, "<user>a<user>", ["<user>", "\u2581a", "<user>"]),
+        (False, "<user>a<user>", ["<user>", "a", "<user>"]),
+    ],
+)
+def test_space_prefix(prefix: bool, text: str, expected: list[str]) -> None:
+    metadata = sentencepiece(SPACED | {"<user>": 0.0}, {"<user>": USER_DEFINED}, add_space_prefix=prefix)
+    assert tokens_of(metadata, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("token_type", "expected"),
+    [
+        (1, ["ab"]),
+        (USER_DEFINED, ["ab"]),
+        *((other, ["a", "b"]) for other in (UNKNOWN, CONTROL, UNUSED, BYTE)),
+    ],
+)
+def test_only_text_tokens_are_joined(token_type: int, expected: list[str]) -> None:
+    metadata = sentencepiece({"a": -2.0, "b": -3.0, "ab": 0.0}, {"ab": token_type}, add_space_prefix=False)
+    assert tokens_of(metadata, "ab") == expected
+
+
+def test_characters_without_byte_tokens_are_unknown() -> None:
+    tokens = ["<unk>", "<s>", "a", "<0xC3>"]
+    types = {"<unk>": UNKNOWN, "<s>": CONTROL, "<0xC3>": BYTE}
+    metadata = vocabulary("llama", tokens, types, scores=np.zeros(4, np.float32), add_space_prefix=False)
+    assert tokens_of(metadata, "a\u00e9a") == ["a", "<unk>", "a"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "add_bos", "bos_id"),
+    [
+        (sentencepiece(SPACED), True, 1),
+        (sentencepiece(SPACED, bos_token_id=5, add_bos_token=False), False, 5),
+        (byte_level(), False, None),
+        (byte_level(add_bos_token=True, bos_token_id=7), True, 7),
+        (byte_level(pre="llama-bpe", bos_token_id=3), True, 3),
+        (byte_level(pre="tekken", bos_token_id=3), True, 3),
+        (byte_level(pre="llama-bpe", add_bos_token=False), False, None),
+    ],
+)
+def test_beginning_of_text(metadata: Metadata, add_bos: bool, bos_id: int | None) -> None:
+    tokenizer = Tokenizer.from_metadata(metadata)
+    assert (tokenizer.add_bos, tokenizer.bos_id) == (add_bos, bos_id)
+    assert tokenizer.vocab_size == len(metadata["tokenizer.ggml.tokens"])
+    assert bos_id is None or bos_id not in tokenizer.encode("a")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, r"model is None; known are 'gpt2' and 'llama'; .*\.npy"),
+        ({"tokenizer.ggml.model": "bert"}, r"model is 'bert'"),
+        (byte_level(pre="kimi-k2"), r"pre is 'kimi-k2'; known are .*gpt-2.*qwen2.*\.npy"),
+        (without(byte_level(), "tokens"), r"tokens is missing.*\.npy"),
+        (without(byte_level(), "merges"), "merges is missing"),
+        (without(sentencepiece(SPACED), "scores"), "scores is missing"),
+        (byte_level(extra=["a"]), "tokens has 'a' twice: tokens 97 and 256"),
+        (byte_level() | {"tokenizer.ggml.token_type": np.ones(3)}, "token_type has 3 values for 256"),
+        (sentencepiece(SPACED) | {"tokenizer.ggml.scores": np.ones(3)}, "scores has 3 values for 262"),
+        *(
+            (byte_level() | {"tokenizer.ggml.merges": [merge]}, f"merges has '{merge}'")
+            for merge in ("ab", "a b c", "ab c", "a b")
+        ),
+        (byte_level(bos_token_id=256), "bos_token_id is 256; the vocabulary has tokens 0 to 255"),
+        (sentencepiece(SPACED, unknown_token_id=-1), "unknown_token_id is -1"),
+        (byte_level(pre="llama-bpe"), "bos_token_id is missing"),
+    ],
+)
+def test_malformed_vocabularies(metadata: Metadata, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_metadata(metadata)
+
+
+def test_empty_token_texts_keep_their_places() -> None:
+    metadata = byte_level(extra=["", "", "xy"], types={"xy": USER_DEFINED})
+    assert tokens_of(metadata, "axy") == ["a", "xy"]
