@@ -41,7 +41,7 @@ class QuantizedArray:
         *lead, row_bytes = blocks.shape
         self._format = format
         self._shape: tuple[int, ...] = (*lead, row_bytes // format.block_bytes * format.block_size)
-        # Exactly one of the two is there: on a GPU the first product replaces blocks by fragments.
+        # One of the two is there: on a GPU the first product replaces blocks by fragments.
         self._blocks: Any = blocks
         self._fragments: Fragments | None = None
 
@@ -56,17 +56,18 @@ class QuantizedArray:
 
         Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
         """
-        fragments = self._fragments
-        if fragments is None:
-            return self._blocks
+        blocks = self._blocks  # read once: another thread may be preparing
+        if blocks is not None:
+            return blocks
         from . import cuda
 
-        return cuda.from_fragments(fragments)
+        return cuda.from_fragments(self.fragments())
 
     @property
     def storage(self) -> Any:
         """The array that holds the bytes now, in whichever layout."""
-        return self._blocks if self._fragments is None else self._fragments.buffer
+        blocks = self._blocks
+        return self.fragments().buffer if blocks is None else blocks
 
     def prepare(self) -> QuantizedArray:
         """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
@@ -79,7 +80,7 @@ class QuantizedArray:
         return self
 
     def fragments(self) -> Fragments:
-        """The weight in the GPU kernels' layout, made on first use."""
+        """The weight in the GPU kernels' layout, made (and waited for, once) on first use."""
         if self._fragments is None:
             from . import cuda
 

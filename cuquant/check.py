@@ -273,6 +273,12 @@ def is_weight(value: Any) -> bool:
     return is_quantized(value) and not value.format.for_activations
 
 
+def may_prepare(stream: Any) -> None:
+    """A weight is not brought into its layout while a graph is captured: the graph would repeat it."""
+    if stream.is_capturing():
+        raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
+
+
 def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
     """Leading axes that a kernel can walk, those counted as one that strides join."""
     if count > most:

@@ -150,6 +150,7 @@ def _add_quantize(commands: Any) -> None:
         metavar="PATTERN",
         help="copy tensors of these names unchanged (shell pattern; may be repeated)",
     )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="where to quantize (cpu)")
     command.add_argument("--force", action="store_true", help="replace OUT.gguf")
 
 
@@ -163,6 +164,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
             arguments.format,
             keep=arguments.keep,
             force=arguments.force,
+            device=arguments.device,
             progress=True,
         )
     except FileExistsError as error:

@@ -44,7 +44,7 @@ def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
         if not fmt.for_activations:
             check.scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)
-    return blocks.reshape(*x.shape[:-1], -1)
+    return blocks.reshape(*x.shape[:-1], fmt.row_bytes(k))
 
 
 def dequantize(blocks: NDArray[np.uint8], fmt: Format, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -71,14 +71,15 @@ def product(p: Product, out: NDArray[Any]) -> None:
         bias = p.bias if p.bias is None or p.bias.ndim == 1 else p.bias[index]
         residual = None if p.residual is None else p.residual[here]
         for part in slabs(n, k):
-            acc = (rows @ weight_rows(p.w, index, part).T).reshape(*y.shape[:-1], -1)
-            if bias is not None:
-                acc += bias[part].astype(np.float32)
-            if p.activation is not None:
-                acc = _ACTIVATION[p.activation](acc)
-            if residual is not None:
-                acc += residual[..., part].astype(np.float32)
-            y[..., part] = acc
+            with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
+                acc = (rows @ weight_rows(p.w, index, part).T).reshape(*y.shape[:-1], part.stop - part.start)
+                if bias is not None:
+                    acc += bias[part].astype(np.float32)
+                if p.activation is not None:
+                    acc = _ACTIVATION[p.activation](acc)
+                if residual is not None:
+                    acc += residual[..., part].astype(np.float32)
+                y[..., part] = acc
 
 
 def weight_rows(w: Any, index: tuple[int, ...], part: slice) -> NDArray[np.float32]:

@@ -46,6 +46,19 @@ def is_cuda(array: Any) -> bool:
     return module is not None and isinstance(array, module.ndarray)
 
 
+def as_numpy(array: Any) -> Any:
+    """A NumPy array of a NumPy or CuPy array."""
+    return array.get() if is_cuda(array) else array
+
+
+def name(where: str) -> str:
+    """What computes on "cpu" or "cuda", for people: "numpy", or the current GPU's name."""
+    if where == "cpu":
+        return "numpy"
+    runtime = cupy().cuda.runtime
+    return str(runtime.getDeviceProperties(runtime.getDevice())["name"].decode())
+
+
 def of(array: Any) -> str:
     """ "cpu" for a NumPy array, "cuda" for a CuPy array."""
     return "cuda" if is_cuda(array) else "cpu"

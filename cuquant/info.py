@@ -23,7 +23,7 @@ def facts() -> dict[str, str]:
     }
     problem = device.gpu_problem()
     found |= _gpu() if problem is None else {"GPU": f"none: {problem}"}
-    found["matmul runs on"] = "NumPy"
+    found["x @ W.T runs on"] = "NumPy" if problem else "NumPy for NumPy arrays, CUDA kernels for CuPy arrays"
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import device as device_info
 from ..array import QuantizedArray
 from ..io import convert
 from ..io.model import Model
@@ -99,7 +100,8 @@ def evaluate(
         for c, s in zip(contenders, scores, strict=True)
     ]
     scored = len(pieces) * len(range(*_scored(ctx).indices(ctx - 1)))
-    return Evaluation(str(source.path), label, ctx, len(pieces), scored, "numpy", rows)
+    backend = device_info.name(source.device)
+    return Evaluation(str(source.path), label, ctx, len(pieces), scored, backend, rows)
 
 
 class _Contender:
@@ -245,14 +247,14 @@ def _score(
             states = []
             for model in models:
                 hidden = model.hidden(batch, where.start)[:, : where.stop - where.start]
-                states.append(np.ascontiguousarray(hidden).reshape(-1, hidden.shape[-1]))
+                states.append(hidden.reshape(-1, hidden.shape[-1]))
                 bar.update(len(batch))
             for part in _blocks(len(target), models[0].vocab_size):
                 base = None
                 for model, state, score in zip(models, states, scores, strict=True):
                     logp = log_softmax(model.logits(state[part]))
                     base = logp if base is None and compare else base
-                    score.add(logp, target[part], base)
+                    score.add(logp, model.put(target[part]), base)
     return scores
 
 

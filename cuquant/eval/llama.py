@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import device
 from ..array import QuantizedArray
 from ..ops.matmul import linear
 from ..ops.quantize import quantize
@@ -47,7 +48,10 @@ class Llama:
         self._embedding = self._need("token_embd.weight")
         self._output = self._get("output.weight", self._embedding)
         self._output_norm = self._need("output_norm.weight")
-        self._frequencies = config.rope_frequencies / self._get("rope_freqs.weight", np.float32(1))
+        # NumPy's functions reach CuPy's arrays too; new arrays come from the weights' own module.
+        self._xp: Any = device.cupy() if device.is_cuda(self._output_norm) else np
+        factors = device.as_numpy(self._get("rope_freqs.weight", np.ones(1, np.float32)))
+        self._frequencies = config.rope_frequencies / factors
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
         unused = sorted(set(tensors) - self._used)
         if unused:
@@ -73,7 +77,7 @@ class Llama:
         -------
         float32 [B, T - first, d_model]
         """
-        h = _to_float32(self._embedding[tokens.reshape(-1)]).reshape(*tokens.shape, -1)
+        h = _to_float32(self._embedding[self._xp.asarray(tokens.reshape(-1))]).reshape(*tokens.shape, -1)
         turn = self._turn(tokens.shape[1])
         for block in self._blocks[:-1]:
             h = block(h, turn, 0)
@@ -85,6 +89,10 @@ class Llama:
         """Logits [n, vocab_size] of final states [n, d_model]."""
         return self.project(hidden, self._output)
 
+    def put(self, array: NDArray[Any]) -> Any:
+        """A NumPy array where the model computes."""
+        return self._xp.asarray(array)
+
     def project(self, x: Array, w: Any, bias: Any = None, activation: str | None = None) -> Array:
         """x (..., K) -> act(x @ W.T + bias) (..., N), x quantized first where the model asks for it."""
         if self.activations == "q8_1" and isinstance(w, QuantizedArray):
@@ -95,7 +103,12 @@ class Llama:
         """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""
         angles = np.outer(np.arange(length), self._frequencies)
         scale = self.config.rope_scale
-        return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
+        cos, sin = ((f(angles) * scale).astype(np.float32) for f in (np.cos, np.sin))
+        return self._xp.asarray(cos), self._xp.asarray(sin)
+
+    def future(self, first: int, stop: int) -> Any:
+        """Which keys [stop] come after the queries first..stop - 1, [queries, keys]."""
+        return self._xp.arange(stop) > self._xp.arange(first, stop)[:, None]
 
     def _get(self, name: str, default: Any = None) -> Any:
         if name not in self._tensors:
@@ -155,8 +168,7 @@ class _Block:
             block = slice(start, min(start + QUERY_BLOCK, queries))
             seen = first + block.stop
             scores = q[:, :, :, block] @ k[:, :, None, :seen].swapaxes(-1, -2)
-            future = np.arange(seen) > np.arange(first + block.start, seen)[:, None]
-            scores[..., future] = -np.inf
+            scores -= self._model.future(first + block.start, seen) * np.float32(1e30)
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
             scores /= scores.sum(axis=-1, keepdims=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import cpu
+from .. import cpu, device
 from ..array import QuantizedArray
 
 
@@ -35,15 +35,14 @@ class Tokens:
         self, logp: NDArray[np.float32], target: NDArray[np.integer[Any]], base: NDArray[np.float32] | None
     ) -> None:
         """Take log-probabilities [n, vocabulary], the true next tokens [n], and the base model's."""
-        at_target = np.take_along_axis(logp, target[:, None], axis=1)[:, 0].astype(np.float64)
+        at_target = _at(logp, target)
         self._nll.append(-at_target)
         if base is None:
             return
-        probability = np.exp(base)
-        self._kld.append(np.einsum("nv,nv->n", probability, base - logp, dtype=np.float64))
-        base_at_target = np.take_along_axis(base, target[:, None], axis=1)[:, 0].astype(np.float64)
-        self._dp.append(np.exp(at_target) - np.exp(base_at_target))
-        self._same_top.append(logp.argmax(axis=1) == base.argmax(axis=1))
+        kld = (np.exp(base) * (base - logp)).sum(axis=1, dtype=np.float64)
+        self._kld.append(device.as_numpy(kld))
+        self._dp.append(np.exp(at_target) - np.exp(_at(base, target)))
+        self._same_top.append(device.as_numpy(logp.argmax(axis=1) == base.argmax(axis=1)))
 
     def summary(self) -> dict[str, float | None]:
         """ppl = exp(mean nll) with its standard error; mean and maximum Kullback-Leibler divergence
@@ -61,6 +60,12 @@ class Tokens:
         kld, dp, same = np.concatenate(self._kld), np.concatenate(self._dp), np.concatenate(self._same_top)
         values = (kld.mean(), kld.max(), 100 * same.mean(), 100 * np.sqrt(np.mean(dp * dp)))
         return result | dict(zip(keys, map(float, values), strict=True))
+
+
+def _at(logp: NDArray[np.float32], target: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
+    """Log-probability of each position's true next token, on the host."""
+    chosen = np.take_along_axis(logp, target[:, None], axis=1)[:, 0]
+    return device.as_numpy(chosen).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class TensorError:
 
 def tensor_error(name: str, original: Any, quantized: QuantizedArray) -> TensorError:
     """Compare a quantized tensor (..., N, K) with its original, float or quantized itself."""
+    original, quantized = device.as_numpy(original), quantized.to_device("cpu")
+    if isinstance(original, QuantizedArray):
+        original = original.to_device("cpu")
     noise = signal = largest = 0.0
     for index in np.ndindex(quantized.shape[:-2]):
         for part in cpu.slabs(*quantized.shape[-2:]):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import formats
+from ..device import as_numpy
 from ..formats import Format
 from ..ops.quantize import quantize
 from .gguf import TensorInfo
@@ -98,6 +99,7 @@ def quantize_file(
     *,
     keep: Iterable[str] = (),
     force: bool = False,
+    device: str | None = None,
     progress: bool = False,
 ) -> Selection:
     """Quantize a GGUF model into a new file that llama.cpp loads.
@@ -114,6 +116,8 @@ def quantize_file(
         Shell patterns of tensor names to copy unchanged.
     force : bool
         Replace an existing `target`.
+    device : "cpu" or "cuda", optional
+        Where to quantize, with the same bytes; by default "cpu".
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
@@ -130,7 +134,7 @@ def quantize_file(
         See `cuquant.open` and `select`; a tensor cannot be quantized (its name and row are in the message).
     """
     target = Path(target)
-    with open_model(source) as model:
+    with open_model(source, device) as model:
         todo = select(model, format, keep)
         ggml_type = todo.format.ggml_type
         if ggml_type is None:
@@ -191,7 +195,7 @@ def _tensor_bytes(model: Model, name: str, fmt: Format | None) -> Any:
     if fmt is None:
         return model.raw(name)
     try:
-        return quantize(model[name], fmt).blocks
+        return as_numpy(quantize(model[name], fmt).blocks)
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
 

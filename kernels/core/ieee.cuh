@@ -1,0 +1,44 @@
+// IEEE float32 as the CPU computes it. CuPy compiles with -ftz=true, which flushes subnormal numbers in compiled
+// arithmetic and comparisons; PTX written out keeps them, and never contracts two roundings into one.
+#pragma once
+#include "types.cuh"
+
+DEVICE float ieee_add(float a, float b) {
+    float r;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+DEVICE float ieee_sub(float a, float b) {
+    float r;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+DEVICE float ieee_mul(float a, float b) {
+    float r;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+DEVICE float ieee_div(float a, float b) {
+    float r;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+DEVICE u32 magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
+
+DEVICE bool is_finite(float x) { return magnitude(x) < 0x7f800000; }
+
+// Integers in the order of the floats, with -0 equal to +0.
+DEVICE int order(float x) {
+    int bits = __float_as_int(x);
+    return bits >= 0 ? bits : -int(bits & 0x7fffffff);
+}
+
+// 1 / d, and 0 where that is not finite: the reference leaves the codes undefined there, and the stored scale is 0.
+DEVICE float inverse(float d) {
+    float r = ieee_div(1, d);
+    return is_finite(r) ? r : 0;
+}

@@ -1,0 +1,50 @@
+// Integer types, float formats as bits, and a warp's coordinates. NVRTC has no <stdint.h>.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char s8;
+typedef long long s64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr int WARP = 32;
+
+// Element types of the arrays that a user hands over, numbered as plan.py numbers them.
+enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
+
+DEVICE float half_to_float(u16 bits) {
+    float value;
+    asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+DEVICE u16 float_to_half(float value) {
+    u16 bits;
+    asm("{.reg .f16 h; cvt.rn.f16.f32 h, %1; mov.b16 %0, h;}" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+DEVICE float bfloat_to_float(u16 bits) { return __int_as_float(u32(bits) << 16); }
+
+// Round to nearest even; NaN keeps a set mantissa bit, which adding the rounding bias could carry away.
+DEVICE u16 float_to_bfloat(float value) {
+    u32 bits = __float_as_int(value);
+    if ((bits & 0x7fffffff) > 0x7f800000) return u16(bits >> 16 | 0x40);
+    return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+DEVICE float load_float(const void* array, s64 index, int dtype) {
+    if (dtype == FLOAT32) return static_cast<const float*>(array)[index];
+    u16 bits = static_cast<const u16*>(array)[index];
+    return dtype == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+}
+
+DEVICE void store_float(void* array, s64 index, int dtype, float value) {
+    if (dtype == FLOAT32)
+        static_cast<float*>(array)[index] = value;
+    else
+        static_cast<u16*>(array)[index] = dtype == FLOAT16 ? float_to_half(value) : float_to_bfloat(value);
+}

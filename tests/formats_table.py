@@ -1,0 +1,43 @@
+"""The table that drives the tests of formats: a new format is one row more."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import cuquant as cq
+
+
+class Row(NamedTuple):
+    name: str
+    block_bytes: int
+    ggml_type: int
+    sqnr_db: float  # signal to quantization noise of Gaussian weights, at least
+
+
+WEIGHTS = [
+    Row("q4_0", 18, 2, 20.5),
+    Row("q4_1", 20, 3, 21.5),
+    Row("q5_0", 22, 6, 26.5),
+    Row("q5_1", 24, 7, 28.0),
+    Row("q8_0", 34, 8, 42.0),
+]
+ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
+NAMES = [row.name for row in WEIGHTS]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+
+def random_blocks(
+    name: str, shape: tuple[int, ...], seed: int = 0, *, finite: bool = False
+) -> np.ndarray[Any, Any]:
+    """Random storage bytes; with `finite`, scales are kept between 2^-8 and 2^-3 (and of both signs)."""
+    fmt = cq.formats.get(name)
+    raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], fmt.row_bytes(shape[-1])), np.uint8)
+    if finite:
+        records = raw.view(fmt.storage)
+        for field in fmt.scales:
+            bits = np.ascontiguousarray(records[field]).view(np.uint16)
+            records[field] = ((bits & 0x83FF) | (0x1C00 + (bits & 0x0C00))).view(np.float16)
+    return raw

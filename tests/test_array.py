@@ -1,0 +1,183 @@
+"""QuantizedArray as an array: its facts, its rows, its bytes, and what it refuses to be."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from formats_table import NAMES, random_blocks
+
+import cuquant as cq
+
+
+def make(shape: tuple[int, ...] = (6, 64), name: str = "q4_0") -> cq.QuantizedArray:
+    return cq.from_blocks(random_blocks(name, shape, finite=True), name, shape)
+
+
+def test_facts() -> None:
+    w = make((3, 6, 64), "q5_1")
+    assert (w.shape, w.ndim, w.size, len(w), w.device) == ((3, 6, 64), 3, 1152, 3, "cpu")
+    assert w.format == "q5_1"
+    assert w.bits_per_weight == 6
+    assert w.nbytes == w.blocks.nbytes == 3 * 6 * 2 * 24
+    assert (
+        repr(w)
+        == "QuantizedArray(shape=(3, 6, 64), format=q5_1, bits_per_weight=6, nbytes=864, device='cpu')"
+    )
+    page = w._repr_html_()
+    for fact in ("3 × 6 × 64", "q5_1", "864", "cpu", "bits per weight</th><td>6<"):  # noqa: RUF001
+        assert fact in page
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_round_trip(name: str) -> None:
+    raw = random_blocks(name, (2, 5, 96))
+    w = cq.from_blocks(raw, name, (2, 5, 96))
+    assert w.blocks.base is not None or w.blocks is raw
+    assert np.shares_memory(w.blocks, raw)
+    for other in (raw.tobytes(), bytearray(raw.tobytes()), raw.reshape(-1), np.asfortranarray(raw)):
+        np.testing.assert_array_equal(cq.from_blocks(other, name, (2, 5, 96)).blocks, raw)
+
+
+def test_blocks_of_a_read_only_map(tmp_path: Any) -> None:
+    raw = random_blocks("q8_0", (4, 32))
+    (tmp_path / "w").write_bytes(raw.tobytes())
+    mapped = np.memmap(tmp_path / "w", np.uint8, "r")
+    w = cq.from_blocks(mapped, "q8_0", (4, 32))
+    assert np.shares_memory(w.blocks, mapped)
+    assert (np.ones((1, 32), np.float32) @ w.T).shape == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("raw", "shape", "kind", "message"),
+    [
+        (np.zeros(17, np.uint8), (1, 32), ValueError, r"raw has 17 bytes; q4_0 of shape \(1, 32\) has 18"),
+        (np.zeros(18, np.int8), (1, 32), TypeError, "raw has dtype int8; storage bytes are uint8"),
+        (np.zeros(18, np.uint8), (1, 33), ValueError, "33 elements"),
+        (np.zeros(0, np.uint8), (), ValueError, "at least one axis"),
+        (np.zeros(18, np.uint8), (-1, 32), ValueError, "negative dimension"),
+        (np.zeros(18, np.uint8), "x", TypeError, "shape 'x' is not a tuple of integers"),
+        (np.zeros(18, np.uint8), (2**40, 2**40), ValueError, "has 18 bytes"),
+        ([0] * 18, (1, 32), TypeError, "raw is a list"),
+    ],
+)
+def test_from_blocks_refuses(raw: Any, shape: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        cq.from_blocks(raw, "q4_0", shape)
+
+
+def test_is_no_buffer_of_numbers() -> None:
+    w = make()
+    for value in (w, w.T):
+        with pytest.raises(TypeError, match=r"packed blocks, not numbers: call \.dequantize\(\)"):
+            np.asarray(value)
+    assert not hasattr(w, "__dlpack__")
+    assert not hasattr(w, "__cuda_array_interface__")
+
+
+ROWS: list[Any] = [
+    0,
+    -1,
+    np.int64(2),
+    slice(1, 4),
+    slice(None, None, -2),
+    slice(0, 0),
+    ...,
+    (),
+    [3, 1, 1],
+    np.array([[0, 5], [2, 2]]),
+    np.array([True, False, True, False, False, True]),
+    (slice(1, 3), slice(None)),
+    (..., slice(None)),
+    (2, ...),
+]
+
+
+@pytest.mark.parametrize("index", ROWS, ids=repr)
+@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+def test_rows_of_a_matrix(index: Any, name: str) -> None:
+    w = make((6, 64), name)
+    got = w[index]
+    np.testing.assert_array_equal(got.dequantize(), w.dequantize()[index])
+    assert not np.shares_memory(got.blocks, w.blocks)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        1,
+        (1, 2),
+        (slice(None), 2),
+        (..., 2, slice(None)),
+        ([0, 2], [1, 1]),
+        (slice(None), [True, False, True, False]),
+        [2],
+    ],
+    ids=repr,
+)
+def test_rows_of_a_stack(index: Any) -> None:
+    w = make((3, 4, 64))
+    np.testing.assert_array_equal(w[index].dequantize(), w.dequantize()[index])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ((0, 0), "last axis of shape"),
+        ((slice(None), slice(0, 32)), "last axis of shape"),
+        ((..., 0), "last axis of shape"),
+        ((..., [0]), "last axis of shape"),
+        (np.ones((6, 64), bool), "last axis of shape"),
+        (None, "no new axes"),
+        ((0, None), "no new axes"),
+        (6, "out of bounds"),
+        ((0, 0, slice(None)), "too many"),
+    ],
+    ids=repr,
+)
+def test_refused_indices(index: Any, message: str) -> None:
+    with pytest.raises(IndexError, match=message):
+        make()[index]
+
+
+def test_a_vector_has_no_rows_to_index() -> None:
+    with pytest.raises(IndexError, match="last axis"):
+        make((64,))[0]
+
+
+def test_transpose() -> None:
+    w = make((3, 6, 64))
+    assert w.T.shape == w.mT.shape == (3, 64, 6)
+    assert w.T.ndim == 3
+    assert w.T.format is w.format
+    assert w.T.T is w
+    assert w.T.mT is w
+    np.testing.assert_array_equal(w.T.dequantize(), w.dequantize().swapaxes(-1, -2))
+    assert repr(w.T) == f"{w!r}.T"
+    with pytest.raises(ValueError, match="no rows and columns to swap"):
+        _ = make((64,)).T
+
+
+def test_devices() -> None:
+    w = make()
+    assert w.to_device("cpu") is w
+    assert w.prepare() is w
+    with pytest.raises(ValueError, match="unknown device 'gpu'; allowed are 'cpu' and 'cuda'"):
+        w.to_device("gpu")
+
+
+def test_cuda_without_a_gpu_says_why() -> None:
+    if cq.device.gpu_problem() is None:
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="no CUDA device can be used: CuPy"):
+        make().to_device("cuda")
+
+
+def test_copies() -> None:
+    w = make()
+    for other in (pickle.loads(pickle.dumps(w)), copy.deepcopy(w), copy.copy(w)):
+        assert (other.format, other.shape) == (w.format, w.shape)
+        np.testing.assert_array_equal(other.blocks, w.blocks)

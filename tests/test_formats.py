@@ -1,0 +1,296 @@
+"""Formats against the gguf package, against scalar loops written from the definition, and by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from formats_table import ACTIVATIONS, FLOATS, NAMES, WEIGHTS, Row, random_blocks
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant.testing import nmse
+
+ROOT = Path(__file__).parent.parent
+F = np.float32
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@pytest.mark.parametrize("row", WEIGHTS + ACTIVATIONS, ids=lambda row: row.name)
+def test_table(row: Row) -> None:
+    fmt = cq.formats.get(row.name)
+    assert (fmt.name, fmt.block_bytes, fmt.ggml_type) == row[:3]
+    assert fmt.block_size == 32
+    assert fmt.bits_per_weight == row.block_bytes * 8 / 32
+    assert cq.formats.by_ggml_type(row.ggml_type) is fmt
+    assert fmt == row.name
+    assert hash(fmt) == hash(row.name)
+    assert cq.formats.get(row.name.upper()) is fmt
+    x = rng().standard_normal((64, 1024), F)
+    assert -10 * np.log10(nmse(cq.quantize(x, row.name), x)) > row.sqnr_db
+
+
+def test_names_are_those_of_the_table() -> None:
+    assert set(cq.formats.names()) == {row.name for row in WEIGHTS + ACTIVATIONS}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantize_random_bytes_as_gguf(name: str) -> None:
+    raw = random_blocks(name, (64, 4096))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the bytes hold infinite and NaN scales
+        expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name.upper()])
+    assert np.isnan(expected).any()
+    got = cq.from_blocks(raw, name, (64, 4096)).dequantize()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+def weights_to_quantize() -> dict[str, NDArray[Any]]:
+    g = rng(1)
+    gauss = g.standard_normal((16, 256), F)
+    outlier = gauss * F(1e-3)
+    outlier[:, 7] = F(100)
+    grid = (g.integers(-8, 8, (16, 256)) / 4).astype(F)  # codes that fall on boundaries
+    return {
+        "gauss": gauss,
+        "uniform": g.uniform(-3, 5, (16, 256)).astype(F),
+        "positive": np.abs(gauss) + F(1),
+        "negative": -np.abs(gauss) - F(1),
+        "outlier": outlier,
+        "grid": grid,
+        "half grid": grid + F(0.125),
+        "constant": np.full((4, 256), F(0.3)),
+        "zeros": np.zeros((4, 256), F),
+        "minus zeros": np.full((4, 256), F(-0.0)),
+        "signed zeros": np.where(g.random((4, 256)) < 0.5, F(0), F(-0.0)),
+        "tiny": gauss * F(1e-30),
+        "subnormal scale": gauss * F(2e-38),
+        "large": gauss / np.abs(gauss).max() * F(60000),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", weights_to_quantize())
+def test_quantize_as_the_definition(name: str, case: str) -> None:
+    x = weights_to_quantize()[case]
+    expected = b"".join(reference_block(name, block) for block in x.reshape(-1, 32))
+    assert cq.quantize(x, name).blocks.tobytes() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("case", ["gauss", "uniform", "positive", "negative", "outlier", "zeros", "large"])
+def test_quantize_as_gguf(name: str, case: str) -> None:
+    x = weights_to_quantize()[case]
+    expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name.upper()])
+    np.testing.assert_array_equal(cq.quantize(x, name).blocks, expected)
+
+
+def reference_block(name: str, x: NDArray[np.float32]) -> bytes:
+    """llama.cpp's reference quantizer of one block, a scalar at a time, every operation in float32."""
+    bits, kind = int(name[1]), name[-1]
+    with np.errstate(all="ignore"):
+        if bits == 8:
+            d = F(max(abs(v) for v in x)) / F(127)
+            inverse = safe_inverse(d)
+            codes = [half_away(float(v * inverse)) for v in x]
+            return np.float16(d).tobytes() + np.array(codes, np.int8).tobytes()
+        top = 2**bits - 1
+        if kind == "0":
+            amax, peak = F(0), F(0)
+            for v in x:
+                if amax < abs(v):
+                    amax, peak = abs(v), v
+            d = peak / F(-(2 ** (bits - 1)))
+            inverse = safe_inverse(d)
+            codes = [min(top, int(v * inverse + F(2 ** (bits - 1) + 0.5))) for v in x]
+            head = np.float16(d).tobytes()
+        else:
+            low = high = x[0]
+            for v in x:
+                low = v if v < low else low
+                high = v if v > high else high
+            d = (high - low) / F(top)
+            inverse = safe_inverse(d)
+            codes = [min(top, int((v - low) * inverse + F(0.5))) for v in x]
+            head = np.float16(d).tobytes() + np.float16(low).tobytes()
+    fifth = sum((c >> 4) << j for j, c in enumerate(codes)).to_bytes(4, "little") if bits == 5 else b""
+    return head + fifth + bytes((codes[j] & 15) | (codes[j + 16] & 15) << 4 for j in range(16))
+
+
+def safe_inverse(d: np.float32) -> np.float32:
+    """1 / d; 0 where C's conversion of what follows would be undefined (the stored scale is 0 there)."""
+    inverse = F(1) / d
+    return inverse if np.isfinite(inverse) else F(0)
+
+
+def half_away(value: float) -> int:
+    """roundf, in the wider type where adding a half is exact."""
+    return int(abs(value) + 0.5) * (-1 if value < 0 else 1)
+
+
+def test_q8_1_by_hand() -> None:
+    """Block of 0, 1, ..., 31: d = 31/127, code of v is round(v * 127 / 31), s = half(sum(codes) * d).
+
+    31/127 = 0.24409449 in float32, as float16 0.2441406 = 0x33D0. The codes are 4.0968 v rounded; they sum to
+    2032 (496 * 127 / 31 exactly; the roundings cancel), so s = 2032 * 0.24409449 = 496 = 0x5FC0, while the
+    rounded d would give 496.09 = 0x5FC0 too. Halving the scale of the second block's numbers halves d and s.
+    """
+    codes = [0, 4, 8, 12, 16, 20, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61]
+    codes += [66, 70, 74, 78, 82, 86, 90, 94, 98, 102, 107, 111, 115, 119, 123, 127]
+    assert sum(codes) == 2032
+    first = bytes([0xD0, 0x33, 0xC0, 0x5F, *codes])
+    second = bytes([0xD0, 0x2F, 0xC0, 0x5B, *codes])
+    x = np.concatenate([np.arange(32, dtype=F), np.arange(32, dtype=F) / 2])
+    assert cq.quantize(x, "q8_1").blocks.tobytes() == first + second
+
+
+def test_q8_1_sum_uses_the_scale_before_its_rounding() -> None:
+    """32 times 1000.3: s = 32 * 127 * (1000.3 / 127) = 32009.6, rounded to a multiple of 16: 32016.
+
+    With the scale as stored, 7.875, it would be 32004, rounded 32000.
+    """
+    record = cq.quantize(np.full(32, 1000.3, F), "q8_1").blocks.view(cq.formats.get("q8_1").storage)[0]
+    assert record["d"] == np.float16(7.875)
+    assert record["s"] == np.float16(32016)
+
+
+def test_q8_1_propagates_what_is_not_finite() -> None:
+    x = rng().standard_normal((4, 64), F)
+    x[1, 3], x[2, 40] = np.nan, np.inf
+    got = cq.quantize(x, "q8_1").dequantize()
+    assert np.isnan(got[1, :32]).all()
+    assert np.isnan(got[2, 32:]).all()
+    clean = np.ones((4, 64), bool)
+    clean[1, :32] = clean[2, 32:] = False
+    assert np.isfinite(got[clean]).all()
+
+
+def test_q8_1_sum_may_overflow() -> None:
+    record = cq.quantize(np.full(32, 60000, F), "q8_1").blocks.view(cq.formats.get("q8_1").storage)[0]
+    assert np.isinf(record["s"])
+    assert np.isfinite(record["d"])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_strides_and_leading_axes(name: str, dtype: np.dtype[Any]) -> None:
+    x = rng(2).standard_normal((3, 5, 128), F).astype(dtype)
+    expected = cq.quantize(x.astype(F), name).blocks
+    assert expected.shape == (3, 5, cq.formats.get(name).row_bytes(128))
+    wide = np.zeros((3, 5, 256), dtype)
+    wide[..., ::2] = x
+    variants = {
+        "as is": x,
+        "every other column": wide[..., ::2],
+        "Fortran order": np.asfortranarray(x),
+        "reversed twice": x[::-1, :, ::-1].copy()[::-1, :, ::-1],
+        "transposed": np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1),
+    }
+    for how, value in variants.items():
+        np.testing.assert_array_equal(cq.quantize(value, name).blocks, expected, err_msg=how)
+    broadcast = np.broadcast_to(x[:1], (4, 5, 128))
+    np.testing.assert_array_equal(
+        cq.quantize(broadcast, name).blocks, np.broadcast_to(expected[:1], (4, *expected.shape[1:]))
+    )
+    np.testing.assert_array_equal(cq.quantize(x[0, 0], name).blocks, expected[0, 0])
+    assert cq.quantize(x[:0], name).shape == (0, 5, 128)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("index", "row"), [((5, 3), "5"), ((40_000, 63), "40000")])
+def test_refuses_what_is_not_finite(name: str, bad: float, index: tuple[int, int], row: str) -> None:
+    x = np.zeros((40_001, 64), F)  # more than one slab
+    x[index] = bad
+    with pytest.raises(ValueError, match=rf"{bad} in row {row}: weights must be finite"):
+        cq.quantize(x, name)
+
+
+def test_names_the_row_of_a_stack() -> None:
+    x = np.zeros((3, 4, 32), F)
+    x[2, 1, 0] = np.nan
+    with pytest.raises(ValueError, match=r"row \(2, 1\)"):
+        cq.quantize(x, "q4_0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("q4_0", 6e5), ("q5_0", 2e6), ("q8_0", 1e7), ("q4_1", 1.1e6), ("q5_1", 2.2e6)]
+)
+def test_refuses_scales_beyond_float16(name: str, value: float) -> None:
+    x = np.zeros((4, 64), F)
+    x[2, 40] = value
+    with pytest.raises(ValueError, match=rf"{name}: the scale 'd' of a block in row 2 overflows float16"):
+        cq.quantize(x, name)
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_1"])
+def test_refuses_minimums_beyond_float16(name: str) -> None:
+    x = np.full((4, 64), -7e4, F)
+    with pytest.raises(ValueError, match="the scale 'm' of a block in row 0 overflows float16"):
+        cq.quantize(x, name)
+
+
+@pytest.mark.parametrize("k", [0, 1, 31, 33, 48])
+def test_refuses_partial_blocks(k: int) -> None:
+    with pytest.raises(ValueError, match=f"which has {k} elements .*positive multiple of 32"):
+        cq.quantize(np.zeros((2, k), F), "q8_0")
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (np.zeros((2, 32)), "x has dtype float64"),
+        (np.zeros((2, 32), np.int8), "x has dtype int8"),
+        ([[0.0] * 32], "x is a list"),
+        (np.ma.masked_array(np.zeros(32, F)), "masked array"),
+        (np.float32(1), "x is a float32"),
+        (None, "x is a NoneType"),
+    ],
+)
+def test_refuses_other_things(value: Any, error: str) -> None:
+    with pytest.raises(TypeError, match=error):
+        cq.quantize(value, "q4_0")
+
+
+def test_refuses_scalars_and_unknown_formats() -> None:
+    with pytest.raises(ValueError, match="not a scalar"):
+        cq.quantize(np.array(1, F), "q4_0")
+    with pytest.raises(ValueError, match="unknown format 'q3'; known are q4_0, q4_1"):
+        cq.quantize(np.zeros(32, F), "q3")
+    with pytest.raises(TypeError, match="a format is a name or a Format, not int"):
+        cq.quantize(np.zeros(32, F), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_real_model_as_llama_quantize(name: str) -> None:
+    expected = json.loads((ROOT / "tests/data/nano-llama-quantized-sha256.json").read_text())[name]
+    model = cq.open(ROOT / "examples/data/nano-llama-f16.gguf")
+    assert expected.keys() == model.keys()
+    for tensor, (kind, digest) in expected.items():
+        array = model[tensor] if kind == "F32" else cq.quantize(model[tensor], name).blocks
+        assert hashlib.sha256(array.tobytes()).hexdigest() == digest, tensor
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_dequantize_rounds_once(name: str, dtype: Any) -> None:
+    w = cq.from_blocks(random_blocks(name, (8, 256), finite=True), name, (8, 256))
+    np.testing.assert_array_equal(w.dequantize(dtype), w.dequantize().astype(dtype))
+    assert w.dequantize(dtype).dtype == np.dtype(dtype)
+
+
+def test_dequantize_to_other_types_is_refused() -> None:
+    w = cq.quantize(np.zeros((1, 32), F), "q4_0")
+    for dtype in ("float64", "int8", "nonsense"):
+        with pytest.raises(TypeError, match="is not one of float16, bfloat16 or float32"):
+            w.dequantize(dtype)

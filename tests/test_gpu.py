@@ -1,0 +1,305 @@
+"""What only a GPU can show: bits as on the CPU, layouts, graphs, streams, threads, memory, the evaluator."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from formats_table import FLOATS, NAMES, random_blocks
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import device, testing
+from cuquant.testing import as_numpy, nmse, worst_element
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent
+F = np.float32
+
+
+def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, F)
+
+
+def cuda_weight(name: str, shape: tuple[int, ...], seed: int = 1) -> cq.QuantizedArray:
+    return cq.quantize(gauss(shape, seed), name).to_device("cuda")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_quantize_gives_the_bytes_of_numpy(name: str, dtype: np.dtype[Any]) -> None:
+    cupy = device.cupy()
+    x = gauss((200, 256))
+    x[3], x[4] = 0, -0.0
+    x[5] *= F(1e-38)
+    x[6] *= F(1e-41)
+    x[7] = np.round(x[7] * 4) / 4
+    x[8] = np.where(x[8] < 0, F(0), F(-0.0))
+    x[9] = x[9] / np.abs(x[9]).max() * F(60000)
+    x = x.astype(dtype)
+    expected = cq.quantize(x, name).blocks
+    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(x), name).blocks), expected)
+    strided = cupy.zeros((200, 512), dtype)
+    strided[:, ::2] = cupy.asarray(x)
+    np.testing.assert_array_equal(as_numpy(cq.quantize(strided[:, ::2], name).blocks), expected)
+    assert cq.quantize(cupy.asarray(x[:0]), name).shape == (0, 256)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("value", "message"), [(np.nan, "nan in row"), (1e30, "overflows float16")])
+def test_quantize_refuses_in_the_same_words(name: str, value: float, message: str) -> None:
+    x = gauss((3, 5, 64))
+    x[1, 2, 40] = x[2, 1, 3] = value
+    with pytest.raises(ValueError, match=message) as on_cpu:
+        cq.quantize(x, name)
+    with pytest.raises(ValueError, match=message) as on_gpu:
+        cq.quantize(device.cupy().asarray(x), name)
+    assert str(on_cpu.value) == str(on_gpu.value)
+    assert "(1, 2)" in str(on_gpu.value)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_dequantize_gives_the_numbers_of_numpy(name: str, dtype: np.dtype[Any]) -> None:
+    w = cq.from_blocks(random_blocks(name, (64, 512)), name, (64, 512))
+    with np.errstate(all="ignore"):
+        expected = w.dequantize(dtype)
+    got = as_numpy(w.to_device("cuda").dequantize(dtype))
+    np.testing.assert_array_equal(got.astype(F), expected.astype(F))
+    numbers = ~np.isnan(expected)  # a NaN's sign and payload are the processor's own
+    np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(expected[numbers]))
+
+
+SHAPES = [(1, 32), (16, 64), (33, 96), (130, 2048), (3, 17, 160), (2, 3, 40, 64)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_repack_is_exact_both_ways(name: str, shape: tuple[int, ...]) -> None:
+    cupy = device.cupy()
+    raw = random_blocks(name, shape)
+    w = cq.from_blocks(cupy.asarray(raw), name, shape)
+    assert w.prepare() is w
+    assert w.storage is not w.blocks
+    assert (w.shape, w.device, w.nbytes) == (shape, "cuda", raw.nbytes)
+    np.testing.assert_array_equal(as_numpy(w.blocks), raw)
+    np.testing.assert_array_equal(as_numpy(w[0].blocks), raw[0]) if len(shape) > 1 else None
+    np.testing.assert_array_equal(w.to_device("cpu").blocks, raw)
+
+
+def fragment_word(name: str, codes: NDArray[np.integer[Any]], lane: int, h: int) -> int:
+    """Word h of a lane of the 4-bit plane, from the picture: nibble r + 4 e is row g + 8 (r & 1), ..."""
+    g, i = divmod(lane, 4)
+    word = 0
+    for r in range(4):
+        for e in range(2):
+            word |= int(codes[g + 8 * (r & 1), 16 * h + 2 * i + 8 * (r >> 1) + e] & 15) << 4 * (r + 4 * e)
+    return word
+
+
+def test_the_fragment_layout_is_the_picture() -> None:
+    raw = random_blocks("q4_0", (32, 128))
+    w = cq.from_blocks(raw, "q4_0", (32, 128)).to_device("cuda")
+    nibbles = raw.view(w.format.storage)["qs"].reshape(32, 4, 16)
+    codes = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(32, 128)
+    words = as_numpy(w.fragments().buffer[: 4 * 512]).view(np.uint32).reshape(2, 2, 32, 4)
+    for row_tile in range(2):
+        for k_tile in range(2):
+            tile = codes[row_tile * 16 : row_tile * 16 + 16, k_tile * 64 : k_tile * 64 + 64]
+            for lane in range(32):
+                for h in range(4):
+                    assert words[row_tile, k_tile, lane, h] == fragment_word("q4_0", tile, lane, h)
+
+
+@pytest.mark.parametrize("kind", ["float16", "q8_1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_step_of_k_counts(name: str, kind: str) -> None:
+    """Activations that are zero but in 16 columns, for every such step: a lost or doubled one shows."""
+    cupy = device.cupy()
+    w = cuda_weight(name, (48, 576))
+    for m in (1, 12, 40):
+        for step in range(36):
+            x = np.zeros((m, 576), F)
+            x[:, step * 16 : step * 16 + 16] = gauss((m, 16), step)
+            a: Any = cupy.asarray(x.astype(np.float16))
+            a = cq.quantize(a, "q8_1") if kind == "q8_1" else a
+            assert nmse(a @ w.T, testing.linear(a, w)) < 1e-6, (m, step)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_shapes_on_sampled_columns(name: str) -> None:
+    """K = 28672 and N = 14336 at many batch sizes, 64 random columns in float64."""
+    cupy = device.cupy()
+    for n, k, batches in (
+        (256, 28672, (1, 16, 100)),
+        (14336, 1024, (1, 7, 16, 33, 256, 1000)),
+        (4096, 4096, (4096,)),
+    ):
+        w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
+        columns = np.random.default_rng(0).choice(n, 64, replace=False)
+        dense = as_numpy(w[columns].dequantize()).astype(np.float64)
+        for m in batches:
+            for kind in ("float16", "float32", "bfloat16", "q8_1"):
+                x = cupy.random.standard_normal((m, k), dtype=F)
+                a: Any = cq.quantize(x, "q8_1") if kind == "q8_1" else x
+                if kind in ("float16", "bfloat16"):
+                    a = x.astype(np.float16 if kind == "float16" else ml_dtypes.bfloat16)
+                y = as_numpy(cq.matmul(a, w.T, dtype=F)[:, columns])
+                reference = as_numpy(a).astype(np.float64) @ dense.T
+                assert nmse(y, reference) < 1e-6
+                assert worst_element(y, reference) < 0.01
+
+
+def test_more_than_two_billion_elements() -> None:
+    """The last rows of a weight beyond 2^31 elements, and outputs beyond 2^31."""
+    cupy = device.cupy()
+    n, k = 2**31 // 1024 + 4096, 1024
+    fmt = cq.formats.get("q4_0")
+    raw = cupy.random.randint(0, 256, (n, fmt.row_bytes(k)), dtype=np.uint8)
+    raw.reshape(n, -1, fmt.block_bytes)[..., 1] = 0x2C
+    w = cq.from_blocks(raw, "q4_0", (n, k))
+    tail = w[-64:]
+    x = cupy.asarray(gauss((17, k)).astype(np.float16))
+    for m in (1, 17):
+        y = as_numpy((x[:m] @ w.T)[:, -64:])
+        assert nmse(y, testing.linear(x[:m], tail)) < 1e-6
+    np.testing.assert_array_equal(as_numpy(w.blocks[-64:]), as_numpy(raw[-64:]))
+    del w, raw
+    small = cuda_weight("q8_0", (1 << 20, 32))
+    big = cupy.asarray(gauss((2100, 32)).astype(np.float16))
+    y = cq.matmul(big, small.T)
+    assert y.size > 2**31
+    assert nmse(y[-1:, -1000:], testing.linear(big[-1:], small[-1000:])) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "q8_1"])
+@pytest.mark.parametrize("m", [1, 16, 64])
+def test_captured_in_a_graph(kind: str, m: int) -> None:
+    cupy = device.cupy()
+    w = cuda_weight("q4_1", (200, 512))
+    x = cupy.asarray(gauss((m, 512)).astype(np.float16 if kind != "float32" else F))
+    out = cupy.empty((m, 200), F)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def step() -> None:
+        cq.matmul(cq.quantize(x, "q8_1") if kind == "q8_1" else x, w.T, out=out)
+
+    with stream:
+        step()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for seed in range(3):
+            x[...] = cupy.asarray(gauss((m, 512), seed))
+            out.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            expected = testing.linear(cq.quantize(x, "q8_1") if kind == "q8_1" else x, w)
+            assert nmse(out, expected) < 1e-6
+
+
+def test_an_unprepared_weight_is_refused_in_a_capture() -> None:
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (32, 64))
+    x, out = cupy.zeros((1, 64), np.float16), cupy.empty((1, 32), np.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match=r"prepare\(\)"):
+            cq.matmul(x, w.T, out=out)
+        stream.end_capture()
+
+
+def test_two_threads_and_two_streams() -> None:
+    cupy = device.cupy()
+    w = cuda_weight("q5_0", (512, 1024))
+    inputs = [cupy.asarray(gauss((m, 1024), m)) for m in (1, 5, 16, 40)]
+    expected = [as_numpy(x @ w.T) for x in inputs]
+    failures: list[str] = []
+
+    def work(stream: Any) -> None:
+        with stream:
+            for _ in range(50):
+                for x, reference in zip(inputs, expected, strict=True):
+                    if not np.array_equal(as_numpy(x @ w.T), reference):
+                        failures.append("differs")
+
+    streams = [
+        cupy.cuda.Stream(non_blocking=True),
+        cupy.cuda.Stream(non_blocking=True),
+        cupy.cuda.Stream.null,
+    ]
+    cupy.cuda.Device().synchronize()
+    threads = [threading.Thread(target=work, args=(stream,)) for stream in (*streams, streams[0])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_threads_compile_once() -> None:
+    from cuquant import jit
+
+    cupy = device.cupy()
+    jit._functions.clear()
+    jit._modules.clear()
+    w = cuda_weight("q8_0", (64, 64))
+    results: list[Any] = []
+
+    def work() -> None:
+        results.append(as_numpy(cupy.ones((3, 64), F) @ w.T))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 8
+    assert all(np.array_equal(result, results[0]) for result in results)
+    assert len([key for key in jit._modules if key[1] == "gemm"]) == 1
+
+
+def test_a_compiler_error_is_one_readable_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuquant import jit, plan, sources
+
+    monkeypatch.setattr(sources, "flatten", lambda op, format: '#line 7 "broken.cu"\nint x = nonsense;')
+    kernel = plan.Kernel("gemm", "gemm", "q4_0", (("ANSWER", 42),))
+    with pytest.raises(
+        jit.KernelError, match=r"gemm\.cu for q4_0 did not compile \(-DCUQUANT_ANSWER=42\)"
+    ) as error:
+        jit.launch(plan.Plan(kernel, (1, 1, 1), 32))
+    assert "broken.cu(7)" in str(error.value)
+    assert "nonsense" in str(error.value)
+
+
+def test_weights_stay_packed_in_an_evaluation() -> None:
+    """Device memory never holds a dense weight: the peak stays near the packed bytes."""
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (8192, 4096)).prepare()
+    x = cupy.asarray(gauss((4, 4096)).astype(np.float16))
+    x @ w.T
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    for _ in range(3):
+        x @ w.T
+    assert pool.total_bytes() - before < w.nbytes // 8
+    assert w.storage.nbytes == w.nbytes
+
+
+@pytest.mark.parametrize("activations", ["f16", "q8_1"])
+def test_evaluator_on_the_gpu(activations: str) -> None:
+    path = ROOT / "examples/data/nano-llama-f16.gguf"
+    text = (ROOT / "examples/data/heldout-public.txt").read_text()[:20000]
+    kwargs: Any = {"text": text, "formats": NAMES, "activations": activations}
+    cpu, gpu = cq.evaluate(path, **kwargs), cq.evaluate(path, device="cuda", **kwargs)
+    assert "NVIDIA" in gpu.backend
+    for a, b in zip(cpu.rows, gpu.rows, strict=True):
+        assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
+        if a.mean_kld:
+            assert b.mean_kld == pytest.approx(a.mean_kld, rel=0.05)
