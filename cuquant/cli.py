@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cuquant {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_eval, _add_quantize, _add_dump, _add_info):
+    for add in (_add_eval, _add_quantize, _add_dump, _add_bench, _add_info):
         add(commands)
     return parser
 
@@ -193,6 +193,58 @@ def _dump(arguments: argparse.Namespace) -> None:
         warnings.simplefilter("ignore", FallbackWarning)  # no tensor is read
         model = open(arguments.model)
     print(dump.as_json(model) if arguments.json else dump.as_text(model))
+
+
+def _add_bench(commands: Any) -> None:
+    command = _command(
+        commands, "bench", _bench, "Time x @ W.T on this GPU, next to cuBLAS and the bytes' floor."
+    )
+    weights = [name for name in formats.names() if not formats.get(name).for_activations]
+    command.add_argument("--formats", metavar="F,F,...", type=_format_list, default=weights)
+    command.add_argument("--activations", metavar="A,A", type=_activation_list, default=["f16", "q8_1"])
+    command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W")
+    command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x")
+    command.add_argument(
+        "--record", metavar="FILE.json", type=Path, help="write every cell there; continue it"
+    )
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
+def _activation_list(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= {"f16", "q8_1"}:
+        raise argparse.ArgumentTypeError("activations are f16 and q8_1")
+    return names
+
+
+def _int_list(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _shape_list(text: str) -> list[tuple[int, int]]:
+    shapes = [tuple(int(part) for part in shape.split("x")) for shape in text.split(",")]
+    if any(len(shape) != 2 for shape in shapes):
+        raise argparse.ArgumentTypeError("a shape is NxK, as 14336x4096")
+    return [(n, k) for n, k in shapes]
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .bench import Record, matmul
+    from .bench.matmul import BATCHES, SHAPES
+
+    record = Record.start(arguments.record)
+    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
+    count = len(shapes) * len(batches) * len(arguments.formats) * len(arguments.activations)
+    cells = matmul(record, arguments.formats, arguments.activations, shapes, batches)
+    for cell in tqdm(cells, total=count, unit="cell", disable=None):
+        tqdm.write(
+            f"{cell.format} {cell.activation} {cell.M}x{cell.N}x{cell.K}: {cell.us} us", file=sys.stderr
+        )
+    print(record.render(arguments.style))
 
 
 def _add_info(commands: Any) -> None:

@@ -176,8 +176,8 @@ def gemm(fmt: Format, m: int, n: int, matrices: int, integer: bool, capability: 
     return Gemm(Plan(kernel, grid, warps * WARP, shared), groups * 8)
 
 
-def all_kernels(formats: list[Format]) -> list[Kernel]:
-    """Every kernel that any plan can ask for, for tests that compile them all."""
+def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
+    """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
     found: set[Kernel] = set()
     for fmt in formats:
         found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
@@ -187,6 +187,6 @@ def all_kernels(formats: list[Format]) -> list[Kernel]:
             }
             continue
         found |= {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
-        problems = product((1, 3, 9, 17, 4096), (16, 1 << 12, 1 << 16), (False, True))
-        found |= {gemm(fmt, m, n, 1, integer, 80).plan.kernel for m, n, integer in problems}
+        problems = product((1, 3, 9, 17, 4096), (16, 1 << 12, 1 << 16), {False, integer_products(capability)})
+        found |= {gemm(fmt, m, n, 1, integer, capability).plan.kernel for m, n, integer in problems}
     return sorted(found, key=repr)

@@ -1,12 +1,26 @@
-"""Text for people and programs: JSON that every parser takes."""
+"""Results as text, for people and for programs."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from typing import Any
 
 import numpy as np
+
+TABLE_STYLES = {"table": "simple", "md": "github", "html": "html"}
+"""Our names of tabulate's styles: for terminals, Markdown, notebooks."""
+
+
+def rows_to_csv(rows: list[dict[str, Any]], columns: list[str]) -> str:
+    """Comma-separated values with a header, in full precision; None is an empty cell."""
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return stream.getvalue().rstrip("\n")
 
 
 def to_json(value: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -303,3 +305,67 @@ def test_evaluator_on_the_gpu(activations: str) -> None:
         assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
         if a.mean_kld:
             assert b.mean_kld == pytest.approx(a.mean_kld, rel=0.05)
+
+
+def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:
+    reference = json.loads((ROOT / "tests/data/reference.json").read_text())["float32"]
+    text = ROOT / "examples/data/heldout-public.txt"
+    result = cq.evaluate(ROOT / "examples/data/nano-llama-f16.gguf", text=text, formats=NAMES, device="cuda")
+    assert result.scored_tokens == 119 * 255
+    for row in result.rows:
+        assert row.ppl == pytest.approx(reference[row.format]["ppl"], rel=2e-3)
+        assert row.mean_kld == pytest.approx(reference[row.format]["mean_kld"], rel=0.05, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_files_on_the_gpu_as_llama_quantize(name: str, tmp_path: Path) -> None:
+    expected = json.loads((ROOT / "tests/data/nano-llama-quantized-sha256.json").read_text())[name]
+    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", name, device="cuda")
+    model = cq.open(tmp_path / "q.gguf")
+    for tensor, (kind, digest) in expected.items():
+        assert model.tensors[tensor].type_name == kind
+        assert hashlib.sha256(model.raw(tensor).tobytes()).hexdigest() == digest
+
+
+def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
+    """Of a quantized model on the GPU nothing as large as the largest packed weight is ever allocated."""
+    cupy = device.cupy()
+    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", "q4_0")
+    tokens = np.arange(64) % 4096
+    largest = 4096 * 256 // 32 * 18
+    sizes: list[int] = []
+
+    class Watch(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+        name = "watch"
+
+        def malloc_postprocess(
+            self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
+        ) -> None:
+            sizes.append(size)
+
+    from cuquant.eval import config
+    from cuquant.eval.llama import Llama
+
+    model = cq.open(tmp_path / "q.gguf", device="cuda")
+    tensors = {name: t.prepare() if isinstance(t, cq.QuantizedArray) else t for name, t in model.items()}
+    llama = Llama(config.read(model.metadata), tensors)
+    with Watch():
+        hidden = llama.hidden(tokens.reshape(4, 16), 8)
+        llama.logits(hidden.reshape(-1, hidden.shape[-1])[:16])
+    assert sizes
+    # Looking up embeddings rebuilds the storage blocks of that one matrix: packed bytes, not numbers.
+    assert max(sizes) <= largest
+
+
+def test_the_16_bit_route_of_quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU without integer tensor products of this shape (sm_75) takes."""
+    from cuquant import cuda
+
+    cupy = device.cupy()
+    monkeypatch.setattr(cuda, "_capability", lambda: 75)
+    for name in NAMES:
+        w = cuda_weight(name, (70, 160))
+        for m in (1, 8, 9, 16, 40):
+            for magnitude in (1e-3, 1, 1e3):
+                x = cq.quantize(cupy.asarray(gauss((m, 160)) * F(magnitude)), "q8_1")
+                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6

@@ -126,16 +126,17 @@ class _Keys:
 def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     """Rotary frequencies and scale: base^(-2i/d), changed as rope.scaling.type says.
 
-    "linear" divides positions by the factor; "yarn" (Peng et al. 2023, arXiv:2309.00071) does so only for
-    slow frequencies, with a ramp between 32 and 1 turns over the original context, and scales the vectors.
+    "linear" (the default) divides positions by the factor; "yarn" (Peng et al. 2023, arXiv:2309.00071) does
+    so only for slow frequencies, with a ramp between 32 and 1 turns over the original context, and scales
+    the vectors.
     """
     dim = keys.integer("rope.dimension_count", head_dim)
     if dim > head_dim or dim % 2:
         raise UnsupportedModel(f"rope.dimension_count {dim} does not fit heads of {head_dim}")
     base = keys.number("rope.freq_base", 10000.0)
     frequencies = base ** (-np.arange(0, dim, 2) / dim)
-    kind = keys.text("rope.scaling.type", "none")
-    factor = keys.number("rope.scaling.factor", 1.0)
+    kind = keys.text("rope.scaling.type", "linear")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
     if kind == "none" or factor in (0.0, 1.0):
         return frequencies, attn_factor

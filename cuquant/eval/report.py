@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..render import to_json
+from ..render import TABLE_STYLES, rows_to_csv, to_json
 from .scores import TensorError
 
 _COLUMNS = {
@@ -28,7 +26,6 @@ _TENSOR_COLUMNS = {
     "sqnr_db": ("SQNR dB", ".2f"),
     "max_abs_error": ("max error", ".3e"),
 }
-_STYLES = {"table": "simple", "md": "github", "html": "html"}
 
 
 @dataclass(frozen=True)
@@ -87,10 +84,10 @@ class Evaluation:
             return to_json(self.to_dict())
         records, columns = self._records(tensors)
         if style == "csv":
-            return _csv(records, list(columns))
-        if style not in _STYLES:
-            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(_STYLES)}, csv, json")
-        return _table(records, columns, _STYLES[style])
+            return rows_to_csv(records, list(columns))
+        if style not in TABLE_STYLES:
+            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+        return _table(records, columns, TABLE_STYLES[style])
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """A pandas DataFrame of what `render` shows (pandas comes with the notebook extra)."""
@@ -109,14 +106,6 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         return self.render("html")
-
-
-def _csv(records: list[dict[str, Any]], columns: list[str]) -> str:
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(records)
-    return stream.getvalue().rstrip("\n")
 
 
 def _table(records: list[dict[str, Any]], columns: dict[str, tuple[str, str]], style: str) -> str:

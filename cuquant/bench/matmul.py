@@ -1,0 +1,143 @@
+"""x @ W.T over formats, activations, shapes and batch sizes, next to dense cuBLAS float16 and the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import device, formats, plan
+from ..array import QuantizedArray
+from ..ops.matmul import matmul as product_of
+from ..ops.quantize import quantize
+from ..testing import as_numpy, nmse
+from .record import Record
+from .timing import graph_us, rotation, stream_us, warm_up
+
+CEILINGS = {"NVIDIA H200": (4.46e12, 770e12)}
+"""Measured bytes per second of reading, and float16 operations per second of cuBLAS."""
+LAUNCH_US = 2.4
+"""What a kernel costs beyond its bytes, in a replayed graph."""
+CHECKED_COLUMNS = 64
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; times in microseconds, `floor_us` where the GPU's ceilings are known."""
+
+    op: str
+    format: str
+    activation: str
+    M: int
+    N: int
+    K: int
+    us: float
+    floor_us: float | None
+    cublas_us: float
+    gbps: float
+    tflops: float
+    nmse: float
+    core: str
+
+
+def matmul(
+    record: Record,
+    names: Iterable[str],
+    activations: Iterable[str] = ("f16", "q8_1"),
+    shapes: Iterable[tuple[int, int]] = SHAPES,
+    batches: Iterable[int] = BATCHES,
+) -> Iterator[Cell]:
+    """Measure what the record lacks, cell by cell, adding each to it; every result is checked in float64.
+
+    A q8_1 cell starts from float16 x, so that quantizing it is counted. cuBLAS multiplies by a dense float16
+    weight of the same shape. RuntimeError where a result is wrong: nothing is recorded then.
+    """
+    names, activations, batches = list(names), list(activations), list(batches)
+    warm_up()
+    for n, k in shapes:
+        keys: list[dict[str, Any]] = [
+            {"op": "matmul", "format": f, "activation": a, "M": m, "N": n, "K": k}
+            for f, a, m in product(names, activations, batches)
+        ]
+        missing = [key for key in keys if key not in record]
+        dense = {m: _cublas_us(m, n, k) for m in sorted({key["M"] for key in missing})}
+        for name in names:
+            todo = [key for key in missing if key["format"] == name]
+            weights = _random_weights(name, n, k) if todo else []
+            for key in todo:
+                cell = _cell(key, weights, dense[key["M"]])
+                record.add(cell)
+                yield cell
+
+
+def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) -> Cell:
+    cupy = device.cupy()
+    m, n, k = key["M"], key["N"], key["K"]
+    x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
+    out = cupy.empty((m, n), np.float16)
+
+    def call(w: QuantizedArray) -> Any:
+        return product_of(quantize(x, "q8_1") if key["activation"] == "q8_1" else x, w.T, out=out)
+
+    error = _error(call, x, weights[-1], out, key["activation"])
+    us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
+    moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
+    ceilings = CEILINGS.get(device.name("cuda"))
+    floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
+    gemm = plan.gemm(weights[0].format, m, n, 1, key["activation"] == "q8_1", 90)
+    core = "decode" if dict(gemm.plan.kernel.constants)["DECODE"] else "mma"
+    rates = (moved / us * 1e-3, operations / us * 1e-6)
+    values = (us, floor, cublas_us, *rates)
+    return Cell(**key, **dict(zip(_RATES, (_rounded(v) for v in values), strict=True)), nmse=error, core=core)
+
+
+_RATES = ("us", "floor_us", "cublas_us", "gbps", "tflops")
+
+
+def _rounded(value: float | None) -> Any:
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:
+    """NMSE over random columns and all rows, in float64; RuntimeError where it is no correct product."""
+    out.fill(np.nan)
+    call(w)
+    columns = np.sort(
+        np.random.default_rng(0).choice(w.shape[0], min(CHECKED_COLUMNS, w.shape[0]), replace=False)
+    )
+    operand = quantize(x, "q8_1") if activation == "q8_1" else x
+    reference = as_numpy(operand).astype(np.float64) @ as_numpy(w[columns]).astype(np.float64).T
+    error = nmse(out[:, columns], reference)
+    if not error <= 1e-6:
+        raise RuntimeError(f"wrong result: NMSE {error} for {w.format} {w.shape}, x {x.shape} {activation}")
+    return float(f"{error:.3g}")
+
+
+def _random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
+    """Different random weights, prepared, more than the L2 cache holds."""
+    cupy = device.cupy()
+    fmt = formats.get(name)
+    dense = cupy.random.standard_normal((n, k), dtype=np.float32) * np.float32(0.02)
+    made = []
+    for _ in range(rotation(n * fmt.row_bytes(k))):
+        made.append(quantize(dense, fmt).prepare())
+        dense = cupy.roll(dense, 1, axis=0)
+    return made
+
+
+def _cublas_us(m: int, n: int, k: int) -> float:
+    cupy = device.cupy()
+    x, out = (
+        cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16),
+        cupy.empty((m, n), np.float16),
+    )
+    weights = [
+        cupy.random.standard_normal((n, k), dtype=np.float32).astype(np.float16)
+        for _ in range(rotation(2 * n * k))
+    ]
+    return stream_us([lambda w=w: cupy.matmul(x, w.T, out=out) for w in weights])  # type: ignore[misc]

@@ -1,0 +1,151 @@
+"""Every kernel compiles, for GPUs that are not there, without spilling registers; plans fit the hardware."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from math import ceil
+
+import nvrtc
+import pytest
+from formats_table import NAMES
+
+import cuquant as cq
+from cuquant import plan, sources
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
+FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
+OTHERS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"]
+SHARED = {"sm_75": 64 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10}
+"""Bytes of shared memory that a block may have, where less than 163 KB."""
+
+
+def kernels(arch: str) -> list[plan.Kernel]:
+    """Every kernel that a plan asks for on an architecture, one of those that share a module."""
+    capability = int("".join(c for c in arch if c.isdigit()))
+    modules = {(k.op, k.format, k.constants): k for k in plan.all_kernels(FORMATS, capability)}
+    return list(modules.values())
+
+
+def one_of_each(arch: str) -> list[plan.Kernel]:
+    """One tile of each core and value codec: both routes of the decode and mma cores for 4, 5 and 8 bits."""
+    chosen = {}
+    for kernel in kernels(arch):
+        constants = dict(kernel.constants)
+        route = (kernel.op, kernel.format, constants.get("DECODE"), constants.get("INT8"))
+        if kernel.format in ("q4_0", "q5_1", "q8_0", "q8_1"):
+            chosen[route] = kernel
+    return list(chosen.values())
+
+
+def check(todo: list[plan.Kernel], arch: str) -> None:
+    with ThreadPoolExecutor(2) as pool:  # NVRTC releases the lock; CI has two cores
+        reports = list(pool.map(lambda kernel: nvrtc.compile(kernel, arch), todo))
+    for kernel, report in zip(todo, reports, strict=True):
+        assert (report.stack, report.spills) == (0, 0), f"{kernel} on {arch}: {report}"
+        assert kernel.max_shared <= SHARED.get(arch, 163 << 10), f"{kernel} on {arch}"
+
+
+@needs_nvrtc
+def test_every_kernel_for_the_h200() -> None:
+    check(kernels("sm_90a"), "sm_90a")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", OTHERS)
+def test_every_core_and_codec_elsewhere(arch: str) -> None:
+    check(one_of_each(arch), arch)
+
+
+@needs_nvrtc
+@pytest.mark.compile_all
+@pytest.mark.parametrize("arch", OTHERS)
+def test_every_kernel_elsewhere(arch: str) -> None:
+    check(kernels(arch), arch)
+
+
+def test_sources_are_self_contained() -> None:
+    """No include is left, each header stands in once, and messages name the files."""
+    for name in NAMES:
+        text = sources.flatten("gemm", name)
+        assert not re.search(r"^\s*#\s*include", text, re.MULTILINE)
+        assert "#pragma once" not in text
+        assert text.count("struct GgmlBlock") == text.count("struct Problem {") == 1
+        assert '#line 1 "decode.cuh"' in text
+        assert re.search(r'^#line \d+ "gemm.cu"$', text, re.MULTILINE)
+
+
+def test_line_numbers_are_those_of_the_files() -> None:
+    text = sources.flatten("gemm", "q4_0").splitlines()
+    where: dict[str, int] = {}
+    name = ""
+    for line in text:
+        directive = re.fullmatch(r'#line (\d+) "(.*)"', line)
+        if directive:
+            name = directive[2]
+            where[name] = int(directive[1]) - 1
+            continue
+        where[name] += 1
+        folder = "ops" if name.endswith(".cu") else ("formats" if name.startswith(("q", "ggml")) else "core")
+        original = (sources.folder() / folder / name).read_text().splitlines()
+        if where[name] <= len(original) and "#pragma" not in original[where[name] - 1]:
+            assert line == original[where[name] - 1] or "#include" in original[where[name] - 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layout_holds_every_code_and_scale(name: str) -> None:
+    """The planes have the storage's bytes: 16 x 64 weights, no more."""
+    fmt = cq.formats.get(name)
+    layout = plan.layout(fmt)
+    assert layout.low + layout.fifth + layout.scale == 16 * fmt.row_bytes(64)
+    low, fifth, scale, size = layout.offsets(3)
+    assert low == 0
+    assert low + 3 * layout.low <= fifth
+    assert fifth + 3 * layout.fifth <= scale
+    assert scale + 3 * layout.scale <= size
+    assert not any(start % 256 for start in (low, fifth, scale))
+
+
+def test_activations_have_no_weight_layout() -> None:
+    with pytest.raises(NotImplementedError, match="q8_1 has no fragment layout"):
+        plan.layout(cq.formats.get("q8_1"))
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90])
+@pytest.mark.parametrize("integer", [False, True])
+def test_plans_cover_the_problem(capability: int, integer: bool) -> None:
+    """The grid's tiles cover all rows of W and of the batch, and no block is wholly outside."""
+    for name in NAMES:
+        for m in (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096):
+            for n in (1, 16, 17, 4096, 14336, 100_000):
+                gemm = plan.gemm(cq.formats.get(name), m, n, 3, integer, capability)
+                c, (x, y, z) = dict(gemm.plan.kernel.constants), gemm.plan.grid
+                assert gemm.batch_tile == c["GROUPS"] * 8
+                assert gemm.plan.block == c["WARPS"] * 32
+                if c["DECODE"]:
+                    rows, batch, matrices = x * c["ROW_TILES"] * 16, gemm.batch_tile, y
+                    step = c["ROW_TILES"] * 16
+                else:
+                    step = c["WARPS"] * c["ROW_TILES"] * 16
+                    rows, batch, matrices = x * step, y * gemm.batch_tile, z
+                assert n <= rows < n + step
+                assert m <= batch < m + gemm.batch_tile
+                assert matrices == 3
+                assert gemm.plan.shared <= gemm.plan.kernel.max_shared
+                assert f"-DCUQUANT_GROUPS={c['GROUPS']}" in gemm.plan.kernel.defines
+
+
+def test_quantizing_plans_cover_all_blocks() -> None:
+    fmt = cq.formats.get("q4_0")
+    assert plan.per_block("quantize", fmt, 1).grid == (1, 1, 1)
+    assert plan.per_block("quantize", fmt, 9).grid == (2, 1, 1)
+    assert plan.per_block("quantize", fmt, 1 << 40).grid[0] == 1 << 16  # it strides over the rest
+    assert plan.repack(fmt, "to_fragments", 17).grid == (3, 1, 1)
+    assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
+
+
+def test_kernels_are_keys() -> None:
+    a, b = (plan.Kernel("gemm", "gemm", "q4_0", (("X", x),)) for x in (1, 2))
+    assert a != b
+    assert a == plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))
+    assert len({a, b, plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))}) == 2

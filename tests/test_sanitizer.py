@@ -1,0 +1,51 @@
+"""Every kernel under compute-sanitizer: no access out of bounds, no race. Minutes; run with -m sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sanitizer]
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import cupy, numpy
+import cuquant as cq
+
+generator = numpy.random.default_rng(0)
+for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):
+    for lead, n, k in (((), 33, 96), ((), 130, 2112), ((3,), 17, 160)):
+        w = generator.standard_normal((*lead, n, k)).astype(numpy.float32)
+        W = cq.quantize(cupy.asarray(w), name).prepare()
+        W.blocks
+        W.dequantize()
+        for m in (1, 3, 9, 16, 17, 70):
+            x = cupy.asarray(generator.standard_normal((*lead, m, k)).astype(numpy.float32))
+            bias, residual = cupy.ones(n, numpy.float32), cupy.ones((*lead, m, n), numpy.float16)
+            cq.linear(x.astype(numpy.float16), W, bias=bias, activation="silu", residual=residual)
+            cq.linear(x, W)
+            cq.linear(cq.quantize(x, "q8_1"), W)
+    cupy.cuda.Device().synchronize()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_kernels_are_clean(tool: str, tmp_path: Path) -> None:
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    program = tmp_path / "program.py"
+    # CuPy's memory pool would hide an access beyond an allocation.
+    program.write_text("import cupy; cupy.cuda.set_allocator(None)\n" + PROGRAM)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "done" in done.stdout
+    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards" in done.stdout
