@@ -34,9 +34,11 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
 
 def array(value: Any, what: str) -> Any:
     """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor)."""
+    if type(value) is np.ndarray or device.is_cuda(value):
+        return value
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array; its mask would be lost: pass .filled(value)")
-    if isinstance(value, np.ndarray) or device.is_cuda(value):
+    if isinstance(value, np.ndarray):
         return value
     if hasattr(value, "__cuda_array_interface__"):
         return device.cupy().asarray(value)
@@ -58,9 +60,9 @@ def floats(value: Any, what: str) -> Any:
 
 def same_device(**operands: Any) -> None:
     """All arrays on one device; None is skipped."""
-    given = {name: a for name, a in operands.items() if a is not None}
-    if len({device.is_cuda(a) for a in given.values()}) > 1:
-        where = {name: device.of(a) for name, a in given.items()}
+    on_gpu = [device.is_cuda(a) for a in operands.values() if a is not None]
+    if any(on_gpu) and not all(on_gpu):
+        where = {name: device.of(a) for name, a in operands.items() if a is not None}
         places = ", ".join(f"{name} on {place}" for name, place in where.items())
         raise TypeError(
             f"operands are on different devices: {places}; move them with to_device or cupy.asarray"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -97,7 +97,7 @@ class Fragments:
     fifth: int
     scale: int
 
-    @property
+    @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Device addresses of the planes."""
         start = self.buffer.data.ptr
@@ -146,23 +146,47 @@ def product(p: Product, out: Any) -> None:
         return
     fragments = p.w.fragments()
     capability = _capability()
-    n, k = fragments.shape[-2:]
+    n = fragments.shape[-2]
     source = _source(p.x, capability)
     strides = _element_strides(out)
     residual = strides if p.residual is None else _element_strides(p.residual)
     axes = _merge(fragments.shape, (p.x.shape[:-1], source.strides), (out.shape, strides), residual)
     gemm = plan.gemm(p.w.format, axes.m, n, prod(axes.extent), source.entry == "blocks_to_int8", capability)
+    if source.entry is None:
+        _run(p, out, gemm, axes, source, _OperandB(source.array.data.ptr), (strides[-1], residual[-1]))
+        return
     with _scratch() as scratch:
         b = source.convert(axes.m, gemm.batch_tile, scratch)
-        packed = _PROBLEM.pack(
-            *fragments.addresses,
-            *(b.x, b.scales, b.unscale, out.data.ptr, _pointer(p.bias), _pointer(p.residual)),
-            *(axes.x_row, b.scales_matrix, axes.out_row, strides[-1], axes.residual_row, residual[-1]),
-            *(*axes.extent, *axes.w, *axes.x, *axes.out, *axes.residual, *source.rows(axes.x)),
-            *(axes.m, n, k, b.scales_row, _DTYPES[out.dtype], _number(p.bias), _number(p.residual)),
-            *(_ACTIVATIONS[p.activation], int(p.bias is not None and p.bias.ndim > 1)),
-        )
-        jit.launch(gemm.plan, np.frombuffer(packed, _PROBLEM_BYTES))
+        _run(p, out, gemm, axes, source, b, (strides[-1], residual[-1]))
+
+
+def _run(
+    p: Product,
+    out: Any,
+    gemm: plan.Gemm,
+    axes: _Axes,
+    source: _Source,
+    b: _OperandB,
+    columns: tuple[int, int],
+) -> None:
+    """Launch the product; `columns` are the element strides from column to column of out and residual."""
+    fragments = p.w.fragments()
+    packed = _PROBLEM.pack(
+        *fragments.addresses,
+        *(b.x, b.scales, b.unscale, out.data.ptr, _pointer(p.bias), _pointer(p.residual)),
+        *(axes.x_row, b.scales_matrix, axes.out_row, columns[0], axes.residual_row, columns[1]),
+        *(*axes.extent, *axes.w, *axes.x, *axes.out, *axes.residual, *source.rows(axes.x)),
+        *(
+            axes.m,
+            *fragments.shape[-2:],
+            b.scales_row,
+            _DTYPES[out.dtype],
+            _number(p.bias),
+            _number(p.residual),
+        ),
+        *(_ACTIVATIONS[p.activation], int(p.bias is not None and p.bias.ndim > 1)),
+    )
+    jit.launch(gemm.plan, np.frombuffer(packed, _PROBLEM_BYTES))
 
 
 def _pointer(array: Any) -> int:
@@ -250,10 +274,19 @@ def _source(x: Any, capability: int) -> _Source:
         entry = "blocks_to_int8" if integer else "blocks_to_half"
         return _Source(x.blocks, entry, _contiguous(x.shape[:-1], columns), columns)
     k = x.shape[-1]
-    aligned = x.data.ptr % 16 == 0 and all(stride % 16 == 0 for stride in x.strides[:-1])
-    if x.dtype == np.float16 and x.strides[-1] == 2 and aligned:
-        return _Source(x, None, tuple(stride // 2 for stride in x.strides[:-1]), k)
+    if x.dtype == np.float16 and x.data.ptr % 16 == 0:
+        strides = _whole_pieces(x.strides)
+        if strides is not None:
+            return _Source(x, None, strides, k)
     return _Source(x, "rows_to_half", _contiguous(x.shape[:-1], k), k)
+
+
+@lru_cache(maxsize=4096)
+def _whole_pieces(strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Element strides of the rows of a float16 array that 16-byte copies can read as it is; else None."""
+    if strides[-1] != 2 or any(stride % 16 for stride in strides[:-1]):
+        return None
+    return tuple(stride // 2 for stride in strides[:-1])
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver)"
 
 
@@ -42,6 +44,10 @@ def cupy() -> ModuleType:
 
 def is_cuda(array: Any) -> bool:
     """Whether an array is CuPy's. Imports nothing: an array of CuPy's means that CuPy is loaded."""
+    if (
+        type(array) is np.ndarray
+    ):  # the common answer, at the least cost: every operand of every call is asked
+        return False
     module = sys.modules.get("cupy")
     return module is not None and isinstance(array, module.ndarray)
 

@@ -17,7 +17,8 @@ WARP = 32
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
 
-MAX_GRID_Y = 65535
+LARGE_GPU = 132
+"""Multiprocessors that a launch should keep busy: an H200's."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,9 @@ def gemm(fmt: Format, m: int, n: int, matrices: int, integer: bool, capability: 
     tile: tuple[tuple[str, int], ...]
     element, row_tiles = 1 if integer else 2, ceil(n / TILE_ROWS)
     if m <= (16 if capability >= 80 else 8):
-        # More row tiles per block share X, fewer give every SM work: at least two blocks each on a large GPU.
+        # More row tiles per block share X, fewer give every SM of a large GPU a block.
         rows, groups, warps, turns = 4 if m > 2 else 2, ceil(m / 8), 4, 2
-        while rows > 1 and row_tiles * matrices < 264 * rows:
+        while rows > 1 and row_tiles * matrices < LARGE_GPU * rows:
             rows //= 2
         row_bytes = turns * warps * TILE_COLUMNS * element + 16
         sums = warps * rows * TILE_ROWS * groups * 8 * 4
@@ -165,7 +166,7 @@ def gemm(fmt: Format, m: int, n: int, matrices: int, integer: bool, capability: 
     else:
         # A small tile where large ones would not give every SM of a large GPU a few blocks.
         # Products with minimums or integers need more registers, which leaves room for 32 batch rows.
-        large = m > 32 and row_tiles * ceil(m / 64) >= 8 * 132 and len(fmt.scales) == 1
+        large = m > 32 and row_tiles * ceil(m / 64) >= 8 * LARGE_GPU and len(fmt.scales) == 1
         groups, warps = (4 if integer else 8, 8) if large else (4, 4)
         stages = 4
         most = shared = stages * groups * 8 * (TILE_COLUMNS * element + 16)

@@ -60,11 +60,13 @@ class Config:
 def read(metadata: Mapping[str, Any]) -> Config:
     """The configuration in a file's metadata; UnsupportedModel names what is missing or not understood."""
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {arch!r} is not supported; known are {', '.join(ARCHITECTURES)}"
         )
-    odd = [key for key in _CHANGES_THE_MODEL if metadata.get(f"{arch}.{key}")]
+    odd = [key for key in _CHANGES_THE_MODEL if not _is_zero(metadata.get(f"{arch}.{key}"))]
+    if metadata.get(f"{arch}.attention.causal", True) is not True:
+        odd.append("attention.causal")
     if odd:
         raise UnsupportedModel(f"this {arch} model uses {', '.join(odd)}, which is not implemented")
     keys = _Keys(metadata, arch)
@@ -77,6 +79,11 @@ def read(metadata: Mapping[str, Any]) -> Config:
     if n_heads % n_kv_heads:
         raise UnsupportedModel(f"{n_heads} query heads cannot share {n_kv_heads} key heads evenly")
     n_experts = keys.integer("expert_count", 0)
+    n_experts_used = keys.integer("expert_used_count", 0 if n_experts == 0 else None)
+    if n_experts_used > n_experts:
+        raise UnsupportedModel(
+            f"{arch}.expert_used_count is {n_experts_used}, but there are {n_experts} experts"
+        )
     frequencies, scale = _rope(keys, head_dim)
     return Config(
         architecture=arch,
@@ -89,11 +96,16 @@ def read(metadata: Mapping[str, Any]) -> Config:
         window=keys.integer("attention.sliding_window", 0) or None,
         rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
         n_experts=n_experts,
-        n_experts_used=keys.integer("expert_used_count", 0 if n_experts == 0 else None),
+        n_experts_used=n_experts_used,
         rope_interleaved=ARCHITECTURES[arch],
         rope_frequencies=frequencies,
         rope_scale=scale,
     )
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a key is absent, or a number or flag that switches its feature off."""
+    return value is None or (isinstance(value, (bool, int, float)) and not value)
 
 
 class _Keys:
@@ -116,8 +128,11 @@ class _Keys:
             raise UnsupportedModel(f"{self._arch}.{key} is {value}; a positive integer is needed")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        return float(self._get(key, default, (int, float), "a number"))
+    def number(self, key: str, default: float | None = None, *, above: float = -np.inf) -> float:
+        value = float(self._get(key, default, (int, float), "a number"))
+        if not above < value < np.inf:
+            raise UnsupportedModel(f"{self._arch}.{key} is {value}; a number above {above:g} is needed")
+        return value
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default, str, "a string"))
@@ -133,23 +148,23 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     dim = keys.integer("rope.dimension_count", head_dim)
     if dim > head_dim or dim % 2:
         raise UnsupportedModel(f"rope.dimension_count {dim} does not fit heads of {head_dim}")
-    base = keys.number("rope.freq_base", 10000.0)
+    base = keys.number("rope.freq_base", 10000.0, above=1)
     frequencies = base ** (-np.arange(0, dim, 2) / dim)
     kind = keys.text("rope.scaling.type", "linear")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModel(f"rope.scaling.type {kind!r} is not supported; known are none, linear, yarn")
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0), above=-1e-9) or 1.0
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
-    if kind == "none" or factor in (0.0, 1.0):
+    if kind == "none" or factor == 1:
         return frequencies, attn_factor
     if kind == "linear":
         return frequencies / factor, attn_factor
-    if kind != "yarn":
-        raise UnsupportedModel(f"rope.scaling.type {kind!r} is not supported; known are none, linear, yarn")
     original = keys.integer("rope.scaling.original_context_length", keys.integer("context_length"))
     low, high = (
         dim * np.log(original / (turns * 2 * np.pi)) / (2 * np.log(base))
         for turns in (
-            keys.number("rope.scaling.yarn_beta_fast", 32.0),
-            keys.number("rope.scaling.yarn_beta_slow", 1.0),
+            keys.number("rope.scaling.yarn_beta_fast", 32.0, above=0),
+            keys.number("rope.scaling.yarn_beta_slow", 1.0, above=0),
         )
     )
     low, high = max(0.0, np.floor(low)), min(dim - 1.0, np.ceil(high))

@@ -129,6 +129,7 @@ class _Contender:
             tensor_error(name, original.tensors[name], tensor)
             for name, tensor in self.tensors.items()
             if isinstance(tensor, QuantizedArray)
+            and getattr(original.tensors.get(name), "shape", None) == tensor.shape
         ]
 
 
@@ -186,6 +187,8 @@ def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.intege
             raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
         return ids, None, "token ids"
     is_path = isinstance(text, os.PathLike)
+    if not is_path and not isinstance(text, str):
+        raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
     words = Tokenizer.from_metadata(source.metadata)
     ids = words.encode(Path(text).read_text(encoding="utf-8") if is_path else text)
     return (

@@ -45,13 +45,16 @@ class Llama:
         self.activations = activations
         self._tensors = tensors
         self._used: set[str] = set()
-        self._embedding = self._need("token_embd.weight")
-        self._output = self._get("output.weight", self._embedding)
-        self._output_norm = self._need("output_norm.weight")
+        d = config.d_model
+        self._embedding = self._need("token_embd.weight", None, d)
+        self._output = self._get("output.weight", self.vocab_size, d)
+        if self._output is None:
+            self._output = self._embedding
+        self._output_norm = self._need("output_norm.weight", d)
         # NumPy's functions reach CuPy's arrays too; new arrays come from the weights' own module.
         self._xp: Any = device.cupy() if device.is_cuda(self._output_norm) else np
-        factors = device.as_numpy(self._get("rope_freqs.weight", np.ones(1, np.float32)))
-        self._frequencies = config.rope_frequencies / factors
+        factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
+        self._frequencies = config.rope_frequencies / (1 if factors is None else device.as_numpy(factors))
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
         unused = sorted(set(tensors) - self._used)
         if unused:
@@ -110,14 +113,21 @@ class Llama:
         """Which keys [stop] come after the queries first..stop - 1, [queries, keys]."""
         return self._xp.arange(stop) > self._xp.arange(first, stop)[:, None]
 
-    def _get(self, name: str, default: Any = None) -> Any:
-        if name not in self._tensors:
-            return default
+    def _get(self, name: str, *shape: int | None) -> Any:
+        """A tensor of that shape (None: any extent), noted as used; None where the model has none."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return None
+        fits = len(tensor.shape) == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits:
+            raise UnsupportedModel(f"tensor {name!r} has shape {tensor.shape}; {shape} is needed")
         self._used.add(name)
-        return self._tensors[name]
+        return tensor
 
-    def _need(self, name: str) -> Any:
-        tensor = self._get(name)
+    def _need(self, name: str, *shape: int | None) -> Any:
+        tensor = self._get(name, *shape)
         if tensor is None:
             raise UnsupportedModel(f"the model has no tensor {name!r}")
         return tensor
@@ -128,22 +138,33 @@ class _Block:
 
     def __init__(self, model: Llama, prefix: str) -> None:
         self._model, self._config = model, model.config
+        c = self._config
+        d, q_rows, kv_rows = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
 
-        def weight(name: str) -> Any:
-            return model._need(f"{prefix}{name}.weight")
+        def weight(name: str, *shape: int | None) -> Any:
+            return model._need(f"{prefix}{name}.weight", *shape)
 
-        def pair(name: str) -> tuple[Any, Any]:
-            return weight(name), model._get(f"{prefix}{name}.bias")
+        def pair(name: str, rows: int | None, columns: int | None) -> tuple[Any, Any]:
+            matrix = weight(name, rows, columns)
+            return matrix, model._get(f"{prefix}{name}.bias", matrix.shape[0])
 
-        self._attn_norm, self._ffn_norm = weight("attn_norm"), weight("ffn_norm")
-        self._q, self._k, self._v, self._o = (pair(f"attn_{part}") for part in ("q", "k", "v", "output"))
-        self._q_norm = model._get(f"{prefix}attn_q_norm.weight")
-        self._k_norm = model._get(f"{prefix}attn_k_norm.weight")
-        if self._config.n_experts:
-            self._router = weight("ffn_gate_inp")
-            self._ffn = [(weight(f"ffn_{part}_exps"), None) for part in ("gate", "up", "down")]
+        self._attn_norm, self._ffn_norm = weight("attn_norm", d), weight("ffn_norm", d)
+        self._q, self._k, self._v = (
+            pair("attn_q", q_rows, d),
+            pair("attn_k", kv_rows, d),
+            pair("attn_v", kv_rows, d),
+        )
+        self._o = pair("attn_output", d, q_rows)
+        norm = model._need if c.architecture == "qwen3" else model._get
+        self._q_norm = norm(f"{prefix}attn_q_norm.weight", c.head_dim)
+        self._k_norm = norm(f"{prefix}attn_k_norm.weight", c.head_dim)
+        if c.n_experts:
+            self._router = weight("ffn_gate_inp", c.n_experts, d)
+            gate = weight("ffn_gate_exps", c.n_experts, None, d)
+            up, down = (weight(f"ffn_{part}_exps", c.n_experts, None, None) for part in ("up", "down"))
+            self._ffn = [(gate, None), (up, None), (down, None)]
         else:
-            self._ffn = [pair(f"ffn_{part}") for part in ("gate", "up", "down")]
+            self._ffn = [pair("ffn_gate", None, d), pair("ffn_up", None, d), pair("ffn_down", d, None)]
 
     def __call__(self, h: Array, turn: tuple[Array, Array], first: int) -> Array:
         """States [B, T, d] -> states [B, T - first, d] of positions `first` and later."""

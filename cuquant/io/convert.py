@@ -6,6 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,12 +25,18 @@ from .model import open as open_model
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _STAYS_FLOAT = (
     "*_norm.weight",
-    "*ffn_gate_inp.weight",
-    "*ffn_gate_inp_shexp.weight",
-    "position_embd.weight",
-    "token_types.weight",
+    "*altup*",
+    "*attn_rel_b.weight",
+    "*ffn_gate_inp*.weight",
+    "*laurel*",
+    "*per_layer_model_proj*",
+    "*position_embd.weight",
+    "*ssm_conv1d.weight",
+    "*time_mix_[fwvagdl][0-9eir]*.weight",
+    "*token_types.weight",
 )
-"""Small or sensitive matrices that llama.cpp keeps in float too: norms, routers, position tables."""
+"""Small or sensitive matrices that llama.cpp keeps in float too (tensor_allows_quantization in its
+src/llama-quant.cpp): norms, routers, position tables, and the small matrices of other architectures."""
 
 QUANTIZATION_VERSION = 2
 """ggml's version of the block formats, stored as general.quantization_version."""
@@ -141,6 +148,8 @@ def quantize_file(
             raise ValueError(f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file")
         if any(target.exists() and target.samefile(path) for path in model.paths):
             raise ValueError(f"{target} is the file being read")
+        if target.is_dir():
+            raise IsADirectoryError(f"{target} is a folder")
         if target.exists() and not force:
             raise FileExistsError(f"{target} exists")
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
@@ -163,12 +172,38 @@ def _umask() -> int:
 
 def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
     """Write the header, then each tensor as it is made."""
-    import gguf
-    from tqdm import tqdm
+    with closing(_writer(path, model)) as writer:
+        _copy_metadata(model, todo.format, writer)
+        _announce_tensors(model, todo, ggml_type, writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        _write_tensors(model, todo, writer, progress)
+        for stream in writer.fout or ():
+            stream.flush()
+            os.fsync(stream.fileno())
 
-    writer = gguf.GGUFWriter(path, arch=str(model.metadata.get("general.architecture", "unknown")))
+
+def _writer(path: Path, model: Model) -> Any:
+    """The gguf package's writer, with the model's alignment, and made to write empty arrays too."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+            if vtype == gguf.GGUFValueType.ARRAY and len(val) == 0:
+                head = self._pack("I", vtype) if add_vtype else b""
+                return bytes(head + self._pack("I", sub_type) + self._pack("Q", 0))
+            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
+
+    writer = Writer(path, arch=str(model.metadata.get("general.architecture", "unknown")))
     writer.data_alignment = model.alignment
-    _copy_metadata(model, todo.format, writer)
+    return writer
+
+
+def _announce_tensors(model: Model, todo: Selection, ggml_type: int, writer: Any) -> None:
+    """Names, shapes and types of all tensors."""
+    import gguf
+
     for info in model.tensors.values():
         nbytes, number = info.nbytes, info.ggml_type
         if info.name in todo.quantized:
@@ -177,18 +212,16 @@ def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: 
         kind = gguf.GGMLQuantizationType(number)
         # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
         writer.add_tensor_info(info.name, info.shape, np.dtype(np.void), nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+
+
+def _write_tensors(model: Model, todo: Selection, writer: Any, progress: bool) -> None:
+    from tqdm import tqdm
+
     with tqdm(model.tensors, unit="tensor", disable=None if progress else True) as names:
         for name in names:
             names.set_postfix_str(name)
             fmt = todo.format if name in todo.quantized else None
             writer.write_tensor_data(_tensor_bytes(model, name, fmt))
-    for stream in writer.fout or ():
-        stream.flush()
-        os.fsync(stream.fileno())
-    writer.close()
 
 
 def _tensor_bytes(model: Model, name: str, fmt: Format | None) -> Any:
@@ -211,9 +244,8 @@ def _copy_metadata(model: Model, fmt: Format, writer: Any) -> None:
         kind, element = model.metadata.value_type(key)
         value = model.metadata[key]
         value = value.tolist() if isinstance(value, np.ndarray) else value
-        if value != []:  # the writer has no empty arrays
-            sub = None if element is None else gguf.GGUFValueType(element)
-            writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
+        sub = None if element is None else gguf.GGUFValueType(element)
+        writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
     if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
         writer.add_custom_alignment(model.alignment)
     if fmt.file_type is not None:

@@ -99,6 +99,9 @@ class Model(Mapping[str, Any]):
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise KeyError(f"{self.path.name} has no tensor {name!r}{hint}") from None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
 
@@ -170,6 +173,8 @@ def _open_parts(path: Path) -> list[File]:
     """The file, or all files of the split model that it belongs to, in order."""
     first = File(path)
     count = first.header.metadata.get("split.count", 1)
+    if not isinstance(count, int) or not 0 <= count <= 99999:
+        raise GGUFError(f"{path}: split.count is {_cut(repr(count))}, not a number of parts")
     if count in (0, 1):
         return [first]
     match = _SPLIT_NAME.fullmatch(path.name)
@@ -180,11 +185,17 @@ def _open_parts(path: Path) -> list[File]:
     names = [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
     missing = [name.name for name in names if not name.exists()]
     if missing:
-        raise GGUFError(f"{path}: parts of this split model are missing beside it: {', '.join(missing)}")
+        raise GGUFError(
+            f"{path}: parts of this split model are missing beside it: {_cut(', '.join(missing))}"
+        )
     first.close()
     parts = [File(name) for name in names]
     _check_parts(parts)
     return parts
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_parts(parts: list[File]) -> None:

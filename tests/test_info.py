@@ -1,0 +1,155 @@
+"""`cuquant info`: what was found here, and why there is no GPU, on machines that this one only plays."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuquant as cq
+from cuquant import device, info, sources
+
+ROOT = Path(__file__).parents[1]
+
+Machine = Callable[[Any], None]
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's error of the CUDA runtime."""
+
+
+def fake_cupy(count: int = 1, error: Exception | None = None, nvrtc_error: Exception | None = None) -> Any:
+    """As much of CuPy as is asked about a machine with an H200, CUDA 12.8 and a driver for 13.0."""
+
+    def get_device_count() -> int:
+        if error is not None:
+            raise error
+        return count
+
+    def nvrtc_version() -> tuple[int, int]:
+        if nvrtc_error is not None:
+            raise nvrtc_error
+        return 12, 8
+
+    properties = {"name": b"NVIDIA H200", "major": 9, "minor": 0, "totalGlobalMem": 140 * 2**30}
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=get_device_count,
+        getDeviceProperties=lambda number: properties,
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 12080,
+    )
+    cuda = SimpleNamespace(
+        runtime=runtime,
+        Device=lambda: SimpleNamespace(id=0),
+        nvrtc=SimpleNamespace(getVersion=nvrtc_version),
+    )
+    return SimpleNamespace(__version__="14.2.0", cuda=cuda, ndarray=type("ndarray", (), {}))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """Call it with a module to be CuPy, or with None for a machine without."""
+
+    def forget() -> None:
+        device.gpu_problem.cache_clear()
+        device.cupy.cache_clear()
+
+    def become(module: Any) -> None:
+        monkeypatch.setitem(sys.modules, "cupy", module)
+        forget()
+
+    yield become
+    monkeypatch.undo()
+    forget()
+
+
+def test_versions_and_formats(machine: Machine) -> None:
+    machine(None)
+    facts = info.facts()
+    assert facts["cuquant"] == cq.__version__
+    assert facts["Python"].startswith(platform.python_version())
+    assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
+    assert facts["gguf"] == version("gguf")
+    assert facts["formats"] == "q4_0, q4_1, q5_0, q5_1, q8_0, q8_1"
+    assert facts["kernels"] == str(ROOT / "kernels")
+
+
+def test_without_cupy_the_extra_to_install_is_named(machine: Machine) -> None:
+    machine(None)
+    facts = info.facts()
+    assert facts["GPU"].startswith("none: CuPy is not installed (")
+    assert "pip install 'cuquant[cuda12x]'" in facts["GPU"]
+    assert facts["x @ W.T runs on"] == "NumPy"
+    with pytest.raises(RuntimeError, match=r"no CUDA device can be used: CuPy is not .*cuquant\[cuda12x\]"):
+        device.cupy()
+
+
+@pytest.mark.parametrize(
+    ("cupy", "problem"),
+    [
+        (fake_cupy(count=0), "CuPy 14.2.0 finds no GPU on this machine"),
+        (
+            fake_cupy(error=CUDARuntimeError("cudaErrorInsufficientDriver: driver too old")),
+            "CuPy 14.2.0 finds no usable GPU: cudaErrorInsufficientDriver: driver too old",
+        ),
+    ],
+    ids=["no GPU", "no driver"],
+)
+def test_cupy_without_a_gpu_is_explained(machine: Machine, cupy: Any, problem: str) -> None:
+    machine(cupy)
+    facts = info.facts()
+    assert facts["GPU"] == f"none: {problem}"
+    assert facts["x @ W.T runs on"] == "NumPy"
+    assert problem in info.as_text()
+    with pytest.raises(RuntimeError, match=problem):
+        cq.quantize(np.ones((2, 32), np.float32), "q4_0").to_device("cuda")
+
+
+def test_a_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/cache")
+    machine(fake_cupy())
+    facts = info.facts()
+    assert facts["CuPy"] == "14.2.0"
+    assert facts["GPU"] == "NVIDIA H200, sm_90, 140 GiB"
+    assert (facts["CUDA driver"], facts["CUDA runtime"], facts["NVRTC"]) == ("13.0", "12.8", "12.8")
+    assert facts["kernel cache"] == "/cache"
+    assert "CUDA kernels for CuPy arrays" in facts["x @ W.T runs on"]
+
+
+def test_a_gpu_without_a_compiler_is_explained(machine: Machine) -> None:
+    """CuPy loads NVRTC when it is first asked for, and raises RuntimeError where it is not installed."""
+    machine(fake_cupy(nvrtc_error=RuntimeError("CuPy failed to load libnvrtc.so.12: not found")))
+    text = info.as_text()
+    assert "NVIDIA H200" in text
+    assert "CuPy failed to load libnvrtc.so.12" in text
+
+
+def test_each_fact_has_a_line(machine: Machine) -> None:
+    machine(None)
+    lines = info.as_text().splitlines()
+    assert [line.startswith(name) for name, line in zip(info.facts(), lines, strict=True)] == [True] * 8
+
+
+def test_the_sources_of_this_checkout() -> None:
+    assert sources.folder() == ROOT / "kernels"
+    assert (sources.folder() / "ops" / "gemm.cu").is_file()
+
+
+def test_the_sources_inside_an_installed_package_come_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cuquant" / "sources.py"))
+    with pytest.raises(FileNotFoundError, match=r"neither in .*cuquant nor beside it.* damaged"):
+        sources.folder()
+    for place in (tmp_path / "kernels", tmp_path / "cuquant" / "kernels"):
+        place.mkdir(parents=True)
+        (place / "README.md").touch()
+        assert sources.folder() == place
