@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -15,12 +16,16 @@ from . import __version__, formats
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    """Run the command line; returns the exit status: 0, or 1 for a failure. Wrong usage exits with 2."""
     arguments = _parser().parse_args(argv)
     warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
+            stream.reconfigure(errors="backslashreplace")
     try:
         arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; keep Python from flushing into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -126,7 +131,7 @@ def _load_ids(path: Path) -> Any:
     import numpy as np
 
     try:
-        return np.load(path, allow_pickle=False)
+        return np.lib.format.open_memmap(path, mode="r")
     except ValueError as error:
         raise ValueError(f"{path} is not a .npy file of token ids: {error}") from None
 
@@ -140,6 +145,7 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--format",
         required=True,
+        type=str.lower,
         choices=[name for name in formats.names() if not formats.get(name).for_activations],
         help="of the weight matrices",
     )
@@ -169,10 +175,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
         )
     except FileExistsError as error:
         raise FileExistsError(f"{error}; --force replaces it") from None
-    before, after = (os.path.getsize(path) for path in (arguments.source, arguments.target))
     print(
         f"{arguments.target}: {len(done.quantized)} tensors to {done.format}, {len(done.kept)} copied, "
-        f"{before:,} -> {after:,} bytes",
+        f"{done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
     if done.ragged:

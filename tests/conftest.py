@@ -13,7 +13,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if device.gpu_problem() is not None:
         skip = pytest.mark.skip(reason=f"needs a GPU: {device.gpu_problem()}")
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
 
 

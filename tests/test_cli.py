@@ -61,7 +61,7 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A command in a process of its own, its output in pipes."""
     command = [sys.executable, "-m", "cuquant", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, encoding="utf-8", **(pipes | options))
+    return subprocess.Popen(command, text=True, errors="replace", encoding="utf-8", **(pipes | options))
 
 
 def finish(process: subprocess.Popen[str]) -> Done:

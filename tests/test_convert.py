@@ -250,8 +250,7 @@ def test_ragged_rows_stay_float_and_are_told(tmp_path: Path) -> None:
     [
         (["output.weight"], {"blk.0.ffn_up.weight"}),
         (["blk.*"], {"output.weight"}),
-        (["blk.[1-9].*", "OUTPUT.weight"], {"blk.0.ffn_up.weight", "output.weight"}),
-        (["blk.?.ffn_up.weight", "none"], {"output.weight"}),
+        (["blk.?.ffn_up.weight", "*norm*"], {"output.weight"}),
     ],
 )
 def test_keep_patterns(tmp_path: Path, keep: list[str], quantized: set[str]) -> None:
@@ -260,6 +259,12 @@ def test_keep_patterns(tmp_path: Path, keep: list[str], quantized: set[str]) -> 
     assert chosen.quantized == quantized
     assert chosen.kept == model.keys() - quantized
     assert not chosen.ragged
+
+
+@pytest.mark.parametrize("pattern", ["blk.[1-9].*", "OUTPUT.weight", "none"])
+def test_a_pattern_that_keeps_nothing_is_a_mistake(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"no tensor of s\.gguf is named like"):
+        select(cq.open(small(tmp_path / "s.gguf")), "q4_0", [pattern, "output.weight"])
 
 
 def test_kept_tensors_are_copied(tmp_path: Path) -> None:

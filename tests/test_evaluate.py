@@ -582,8 +582,11 @@ def test_context_beyond_a_sliding_window(folder: Path) -> None:
 def test_context_beyond_training(folder: Path) -> None:
     path = write(folder / "short.gguf", Spec(keys={"context_length": 32}))
     evaluate(path, tokens=some_tokens(66), ctx=32)
-    with pytest.warns(UserWarning, match="ctx 33 is longer than the 32 tokens the model was trained on"):
-        evaluate(path, tokens=some_tokens(66), ctx=33)
+    with pytest.warns(
+        UserWarning, match="ctx 33 is longer than the 32 tokens the model was trained on"
+    ) as seen:
+        evaluate(path, tokens=some_tokens(66), ctx=33, formats=["q8_0", "q4_0"])
+    assert [warning.filename for warning in seen] == [__file__]
 
 
 # A real model, on all of a real text.

@@ -122,7 +122,7 @@ class Oracle:
         )
         low, high = max(0, math.floor(low)), min(d - 1, math.ceil(high))
         mix = 1 - min(1, max(0, (i - low) / max(0.001, high - low)))
-        return interpolated * (1 - mix) + extrapolated * mix, scale * (1 + 0.1 * math.log(factor))
+        return interpolated * (1 - mix) + extrapolated * mix, scale * (1 + 0.1 * math.log(max(factor, 1)))
 
     def feed_forward(self, prefix: str, x: F64) -> F64:
         if f"{prefix}ffn_gate_inp.weight" not in self.weights:
@@ -461,15 +461,20 @@ def test_unused_tensor_is_refused(spec: Spec, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("spec", "name", "shape"),
     [
-        ("blk.0.attn_norm.weight", (1,)),  # would broadcast
-        ("blk.0.attn_v.weight", (2, 64)),  # heads of 1, would broadcast
-        ("blk.1.attn_k.weight", (64, 64)),
-        ("output.weight", (10, 64)),
-        ("token_embd.weight", (64,)),
+        (Spec(), "token_embd.weight", (64,)),
+        (Spec(), "output.weight", (10, 64)),
+        (Spec(), "blk.1.attn_k.weight", (64, 64)),
+        # These would broadcast.
+        (Spec(), "blk.0.attn_norm.weight", (1,)),
+        (Spec(), "blk.0.attn_v.weight", (2, 64)),
+        (Spec(), "blk.0.ffn_up.weight", (1, 64)),
+        (EXPERTS, "blk.0.ffn_up_exps.weight", (4, 1, 64)),
+        (EXPERTS, "blk.0.ffn_down_exps.weight", (4, 1, 96)),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_tensor_of_another_shape_is_refused(name: str, shape: tuple[int, ...]) -> None:
+def test_tensor_of_another_shape_is_refused(spec: Spec, name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedModel, match=name):
-        build(Spec(), **{name: np.ones(shape, np.float32)})
+        build(spec, **{name: np.ones(shape, np.float32)})

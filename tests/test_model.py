@@ -247,7 +247,7 @@ def test_missing_file(tmp_path: Path) -> None:
         cq.open(tmp_path / "none.gguf")
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:0", "CPU"])
+@pytest.mark.parametrize("device", ["cuda:0", "CPU", "GPU"])
 def test_unknown_device(device: str) -> None:
     with pytest.raises(ValueError, match=f"unknown device {device!r}; allowed are 'cpu' and 'cuda'"):
         cq.open(NANO, device)

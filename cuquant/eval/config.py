@@ -131,7 +131,8 @@ class _Keys:
     def number(self, key: str, default: float | None = None, *, above: float = -np.inf) -> float:
         value = float(self._get(key, default, (int, float), "a number"))
         if not above < value < np.inf:
-            raise UnsupportedModel(f"{self._arch}.{key} is {value}; a number above {above:g} is needed")
+            least = f" above {above:g}" if above > -np.inf else ""
+            raise UnsupportedModel(f"{self._arch}.{key} is {value}; a finite number{least} is needed")
         return value
 
     def text(self, key: str, default: str) -> str:
@@ -153,7 +154,9 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModel(f"rope.scaling.type {kind!r} is not supported; known are none, linear, yarn")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0), above=-1e-9) or 1.0
+    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
+    if factor < 0:
+        raise UnsupportedModel(f"rope.scaling.factor is {factor}; it cannot be negative")
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
     if kind == "none" or factor == 1:
         return frequencies, attn_factor
@@ -170,4 +173,4 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     low, high = max(0.0, np.floor(low)), min(dim - 1.0, np.ceil(high))
     slow = np.clip((np.arange(dim // 2) - low) / max(0.001, high - low), 0, 1)
     blended = frequencies / factor * slow + frequencies * (1 - slow)
-    return blended, attn_factor * (1 + 0.1 * float(np.log(factor)))
+    return blended, attn_factor * (1 + 0.1 * float(np.log(max(factor, 1.0))))

@@ -88,9 +88,12 @@ def evaluate(
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
     source = _opened(model, device)
-    contenders = _contenders(source, None if base is None else _opened(base, device), formats)
     ids, bos, label = _token_ids(source, text, tokens)
     pieces = _cut(ids, bos, ctx, chunks)
+    contenders = _contenders(source, None if base is None else _opened(base, device), formats)
+    trained = min(config.read(c.model.metadata).n_ctx for c in contenders)
+    if ctx > trained:
+        warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
     models = [_runnable(c, ctx, activations) for c in contenders]
     _check_ids(pieces, models, contenders)
     scores = _score(models, pieces, compare=len(models) > 1, progress=progress)
@@ -114,9 +117,7 @@ class _Contender:
     def bits_per_weight(self) -> float:
         """Bits of all tensors as stored, over all weights."""
         stored = (
-            t.nbytes
-            if isinstance(t, QuantizedArray) and name in self.tensors
-            else self.model.tensors[name].nbytes
+            t.nbytes if isinstance(t, QuantizedArray) else self.model.tensors[name].nbytes
             for name, t in self.tensors.items()
         )
         return 8 * sum(stored) / sum(t.size for t in self.tensors.values())
@@ -157,6 +158,8 @@ def _contenders(source: Model, base: Model | None, formats: Sequence[str]) -> li
 
 def _own_type(model: Model) -> str:
     """The type of most weights of a file, in lower case."""
+    if not model.tensors:
+        raise ValueError(f"{model.path} has no tensors")
     weights: Counter[str] = Counter()
     for info in model.tensors.values():
         weights[info.type_name.lower()] += int(np.prod(info.shape, dtype=object))
@@ -169,10 +172,6 @@ def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
         raise config.UnsupportedModel(
             f"attention in this model slides over {settings.window} tokens, which is not implemented: "
             f"use a ctx of at most that, not {ctx}"
-        )
-    if ctx > settings.n_ctx:
-        warnings.warn(
-            f"ctx {ctx} is longer than the {settings.n_ctx} tokens the model was trained on", stacklevel=3
         )
     return Llama(settings, contender.tensors, activations)
 
@@ -190,12 +189,19 @@ def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.intege
     if not is_path and not isinstance(text, str):
         raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
     words = Tokenizer.from_metadata(source.metadata)
-    ids = words.encode(Path(text).read_text(encoding="utf-8") if is_path else text)
+    ids = words.encode(_read_text(Path(text)) if is_path else text)
     return (
         ids,
         words.bos_id if words.add_bos else None,
         str(text) if is_path else f"text of {len(text)} characters",
     )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
 
 def _cut(

@@ -161,10 +161,13 @@ class _Block:
         if c.n_experts:
             self._router = weight("ffn_gate_inp", c.n_experts, d)
             gate = weight("ffn_gate_exps", c.n_experts, None, d)
-            up, down = (weight(f"ffn_{part}_exps", c.n_experts, None, None) for part in ("up", "down"))
+            up = weight("ffn_up_exps", c.n_experts, gate.shape[1], d)
+            down = weight("ffn_down_exps", c.n_experts, d, gate.shape[1])
             self._ffn = [(gate, None), (up, None), (down, None)]
         else:
-            self._ffn = [pair("ffn_gate", None, d), pair("ffn_up", None, d), pair("ffn_down", d, None)]
+            first = pair("ffn_gate", None, d)
+            rows = first[0].shape[0]
+            self._ffn = [first, pair("ffn_up", rows, d), pair("ffn_down", d, rows)]
 
     def __call__(self, h: Array, turn: tuple[Array, Array], first: int) -> Array:
         """States [B, T, d] -> states [B, T - first, d] of positions `first` and later."""
@@ -218,7 +221,7 @@ class _Block:
 
     def _experts(self, x: Array) -> Array:
         """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
-        logits = linear(x, self._router)
+        logits = self._model.project(x, self._router)
         top = np.argsort(-logits, axis=1, kind="stable")[:, : self._config.n_experts_used]
         chosen = np.take_along_axis(logits, top, axis=1)
         weights = np.exp(chosen - chosen[:, :1])

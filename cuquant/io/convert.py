@@ -32,7 +32,11 @@ _STAYS_FLOAT = (
     "*per_layer_model_proj*",
     "*position_embd.weight",
     "*ssm_conv1d.weight",
-    "*time_mix_[fwvagdl][0-9eir]*.weight",
+    "*time_mix_[wva][012].weight",
+    "*time_mix_g[12].weight",
+    "*time_mix_decay_w[12].weight",
+    "*time_mix_first.weight",
+    "*time_mix_lerp_fused.weight",
     "*token_types.weight",
 )
 """Small or sensitive matrices that llama.cpp keeps in float too (tensor_allows_quantization in its
@@ -60,6 +64,8 @@ class Selection:
     kept: frozenset[str]
     ragged: frozenset[str]
     """Those of `kept` that stay float only because K is not a multiple of the block size."""
+    source_bytes: int
+    """Size of the model's file, or of all parts of a split one."""
 
 
 def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Selection:
@@ -84,6 +90,9 @@ def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Sele
     if fmt.for_activations:
         raise ValueError(f"{fmt} is a format of activations, not of weights")
     keep = tuple(keep)
+    idle = [pattern for pattern in keep if not any(fnmatchcase(name, pattern) for name in model.tensors)]
+    if idle:
+        raise ValueError(f"no tensor of {model.path.name} is named like {idle[0]!r} (keep)")
     matrices = filter(is_weight_matrix, model.tensors.values())
     wanted = [i for i in matrices if not any(fnmatchcase(i.name, pattern) for pattern in keep)]
     already = [f"{i.name} ({i.type_name})" for i in wanted if i.type_name not in FLOAT_TYPES]
@@ -96,7 +105,8 @@ def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Sele
     quantized = frozenset(i.name for i in wanted) - ragged
     if not quantized:
         raise ValueError(f"{model.path.name} has no weight matrix to quantize to {fmt}")
-    return Selection(fmt, quantized, frozenset(model.tensors) - quantized, ragged)
+    size = sum(path.stat().st_size for path in model.paths)
+    return Selection(fmt, quantized, frozenset(model.tensors) - quantized, ragged, size)
 
 
 def quantize_file(
@@ -148,6 +158,8 @@ def quantize_file(
             raise ValueError(f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file")
         if any(target.exists() and target.samefile(path) for path in model.paths):
             raise ValueError(f"{target} is the file being read")
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"{target.parent} is no folder: {target.name} cannot be written there")
         if target.is_dir():
             raise IsADirectoryError(f"{target} is a folder")
         if target.exists() and not force:

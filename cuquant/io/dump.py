@@ -20,8 +20,11 @@ def as_text(model: Model) -> str:
     """Metadata and tensors as two tables; long values and arrays are cut."""
     from tabulate import tabulate
 
-    keys = [(key, _type_name(model.metadata, key), _short(value)) for key, value in model.metadata.items()]
-    tensors = [(i.name, i.type_name, " x ".join(map(str, i.shape)), i.nbytes) for i in model.tensors.values()]
+    keys = [(_escaped(key), _type_name(model.metadata, key), _short(v)) for key, v in model.metadata.items()]
+    tensors = [
+        (_escaped(i.name), i.type_name, " x ".join(map(str, i.shape)), i.nbytes)
+        for i in model.tensors.values()
+    ]
     align = ("left", "left", "right", "right")
     return "\n\n".join(
         (
@@ -46,6 +49,11 @@ def as_json(model: Model) -> str:
     return to_json(content)
 
 
+def _escaped(text: str) -> str:
+    """Text without control characters, which a terminal would obey."""
+    return repr(text)[1:-1]
+
+
 def _type_name(metadata: Metadata, key: str) -> str:
     kind, element = metadata.value_type(key)
     return kind.name.lower() if element is None else f"{element.name.lower()}[{len(metadata[key])}]"
@@ -58,5 +66,5 @@ def _short(value: Any) -> str:
         )
         text = f"{items}, ..." if len(value) > _SHOWN else items
     else:
-        text = repr(value)[1:-1] if isinstance(value, str) else str(value)
+        text = _escaped(value) if isinstance(value, str) else str(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."

@@ -134,6 +134,9 @@ class Metadata(Mapping[str, Any]):
             value = self._values[key] = value.decode()
         return value
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._values  # without decoding the value
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
 

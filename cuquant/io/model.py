@@ -99,6 +99,10 @@ class Model(Mapping[str, Any]):
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise KeyError(f"{self.path.name} has no tensor {name!r}{hint}") from None
 
+    # A mapping, but one of a file: compared and hashed as an object, not by reading every tensor.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
 
