@@ -94,7 +94,9 @@ def _add_eval(commands: Any) -> None:
     command.add_argument(
         "--activations", choices=("f16", "q8_1"), default="f16", help="quantize activations, or not (f16)"
     )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute (cpu)")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
+    )
     command.add_argument("--tensors", action="store_true", help="also print the errors of every tensor")
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
@@ -156,7 +158,9 @@ def _add_quantize(commands: Any) -> None:
         metavar="PATTERN",
         help="copy tensors of these names unchanged (shell pattern; may be repeated)",
     )
-    command.add_argument("--device", choices=("cpu", "cuda"), help="where to quantize (cpu)")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to quantize (the GPU where one can be used)"
+    )
     command.add_argument("--force", action="store_true", help="replace OUT.gguf")
 
 

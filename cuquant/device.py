@@ -27,7 +27,20 @@ def gpu_problem() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"CuPy {cupy.__version__} finds no usable GPU: {error}"
-    return None if count else f"CuPy {cupy.__version__} finds no GPU on this machine"
+    if not count:
+        return f"CuPy {cupy.__version__} finds no GPU on this machine"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except (ImportError, OSError, RuntimeError) as error:
+        gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+        found = f"CuPy {cupy.__version__} finds the {gpu}, but no NVRTC to compile kernels"
+        return f"{found} ({error}): {INSTALL_HINT}"
+    return None
+
+
+def default() -> str:
+    """Where models are opened unless asked otherwise: "cuda" where it can be used, else "cpu"."""
+    return "cpu" if gpu_problem() else "cuda"
 
 
 @cache

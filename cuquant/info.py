@@ -59,16 +59,9 @@ def _gpu() -> dict[str, str]:
         "GPU": f"{properties['name'].decode()}, {arch}, {memory:.0f} GiB",
         "CUDA driver": _cuda_version(runtime.driverGetVersion()),
         "CUDA runtime": _cuda_version(runtime.runtimeGetVersion()),
-        "NVRTC": _nvrtc(cupy),
+        "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "kernel cache": os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")),
     }
-
-
-def _nvrtc(cupy: Any) -> str:
-    try:
-        return ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
-    except (RuntimeError, ImportError, OSError) as error:
-        return f"not usable, kernels cannot be compiled: {error}; {device.INSTALL_HINT}"
 
 
 def _cuda_version(number: int) -> str:

@@ -84,22 +84,17 @@ class Layout:
         return ends[0], ends[1], ends[2], start
 
 
-_LAYOUTS = {
-    "q4_0": Layout(512, 0, 64),
-    "q4_1": Layout(512, 0, 128),
-    "q5_0": Layout(512, 128, 64),
-    "q5_1": Layout(512, 128, 128),
-    "q8_0": Layout(1024, 0, 64),
-}
-"""Bytes of a tile in each plane; the kernels' formats derive the same numbers."""
-
-
 def layout(fmt: Format) -> Layout:
-    """Planes of a format's fragment layout; NotImplementedError for formats without one."""
-    try:
-        return _LAYOUTS[fmt.name]
-    except KeyError:
-        raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU") from None
+    """Planes of a format's fragment layout, as kernels/formats/ggml.cuh has them.
+
+    Codes of 5 bits are a plane of 4 and one of 1; scales and minimums are float16, one per 32 weights.
+    NotImplementedError for formats that are no weights.
+    """
+    if fmt.for_activations:
+        raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
+    weights = TILE_ROWS * TILE_COLUMNS
+    scales = weights // fmt.block_size * 2 * len(fmt.scales)
+    return Layout(weights * (fmt.bits & 12) // 8, weights * (fmt.bits & 3) // 8, scales)
 
 
 def tiles(matrices: int, n: int, k: int) -> int:

@@ -299,8 +299,10 @@ def test_evaluator_on_the_gpu(activations: str) -> None:
     path = ROOT / "examples/data/nano-llama-f16.gguf"
     text = (ROOT / "examples/data/heldout-public.txt").read_text()[:20000]
     kwargs: Any = {"text": text, "formats": NAMES, "activations": activations}
-    cpu, gpu = cq.evaluate(path, **kwargs), cq.evaluate(path, device="cuda", **kwargs)
+    cpu, gpu = (cq.evaluate(path, device=where, **kwargs) for where in ("cpu", "cuda"))
+    assert cpu.backend == "numpy"
     assert "NVIDIA" in gpu.backend
+    assert cq.open(path).device == "cuda"  # by default
     for a, b in zip(cpu.rows, gpu.rows, strict=True):
         assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
         if a.mean_kld:

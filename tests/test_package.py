@@ -87,7 +87,7 @@ def test_style_and_types(command: str) -> None:
 
 def test_readme_example_runs() -> None:
     """The first Python block, as it stands."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     run(sys.executable, "-W", "error", "-c", code)
 
 

@@ -66,7 +66,7 @@ def evaluate(
         "q8_1" quantizes the input of every product with a quantized weight to 8 bits, as integer kernels
         do; "f16" stands for activations that are not quantized (on NumPy they are float32).
     device : "cpu" or "cuda", optional
-        Where to compute; by default "cpu".
+        Where to compute; by default on the GPU where one can be used.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 

@@ -24,6 +24,8 @@ class Format(ABC):
 
     name: ClassVar[str]
     """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
+    bits: ClassVar[int]
+    """Bits of a weight's code."""
     block_size: ClassVar[int] = 32
     """Weights in a block."""
     storage: ClassVar[np.dtype[Any]]

@@ -18,6 +18,7 @@ class Q4_0(Format):
     """
 
     name = "q4_0"
+    bits = 4
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
     formula = "W = d * (q - 8)"
     ggml_type = 2

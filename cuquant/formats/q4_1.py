@@ -15,6 +15,7 @@ class Q4_1(Format):
     """32 weights in 20 bytes: float16 d, float16 m, then 16 bytes of nibbles; W = d * q + m."""
 
     name = "q4_1"
+    bits = 4
     storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", (16,))])
     scales = ("d", "m")
     formula = "W = d * q + m"

@@ -18,6 +18,7 @@ class Q5_0(Format):
     """
 
     name = "q5_0"
+    bits = 5
     storage = np.dtype([("d", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     formula = "W = d * (q - 16)"
     ggml_type = 6

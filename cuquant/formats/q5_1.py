@@ -15,6 +15,7 @@ class Q5_1(Format):
     """32 weights in 24 bytes: float16 d, float16 m, 4 bytes of fifth bits, 16 of nibbles; W = d * q + m."""
 
     name = "q5_1"
+    bits = 5
     storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     scales = ("d", "m")
     formula = "W = d * q + m"

@@ -15,6 +15,7 @@ class Q8_0(Format):
     """32 weights in 34 bytes: float16 d, then 32 signed bytes; W = d * q with d = absmax / 127."""
 
     name = "q8_0"
+    bits = 8
     storage = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
     formula = "W = d * q"
     ggml_type = 8

@@ -21,6 +21,7 @@ class Q8_1(Format):
     """
 
     name = "q8_1"
+    bits = 8
     storage = np.dtype([("d", "<f2"), ("s", "<f2"), ("qs", "i1", (32,))])
     scales = ("d", "s")
     formula = "X = d * q"

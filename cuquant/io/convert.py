@@ -134,7 +134,7 @@ def quantize_file(
     force : bool
         Replace an existing `target`.
     device : "cpu" or "cuda", optional
-        Where to quantize, with the same bytes; by default "cpu".
+        Where to quantize, with the same bytes; by default on the GPU where one can be used.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check, cpu, device
+from .. import check, cpu
 from ..array import QuantizedArray
+from ..device import cupy
+from ..device import default as default_device
 from ..formats import by_ggml_type
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 
@@ -89,7 +91,7 @@ class Model(Mapping[str, Any]):
             array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
         else:
             array = _fallback(raw, info)
-        return array if self._device == "cpu" else device.cupy().asarray(array)
+        return array if self._device == "cpu" else cupy().asarray(array)
 
     def _info(self, name: str) -> TensorInfo:
         try:
@@ -151,7 +153,7 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
         A GGUF file, little-endian, version 2 or 3; for a split model (…-00001-of-00003.gguf) any of its
         files, the others beside it.
     device : "cpu" or "cuda", optional
-        Where tensors are put when read; by default "cpu".
+        Where tensors are put when read: by default on the GPU where one can be used (see `cuquant info`).
 
     Returns
     -------
@@ -167,7 +169,9 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     FallbackWarning
         Once, naming types and tensors that have no format here and are dequantized to float16 when read.
     """
-    target = check.device_name(device or "cpu")
+    target = default_device() if device is None else check.device_name(device)
+    if target == "cuda":
+        cupy()  # says why there is none
     model = Model(_open_parts(Path(path)), target)
     _warn_of_fallback(model)
     return model
