@@ -58,15 +58,16 @@ def floats(value: Any, what: str) -> Any:
     return result
 
 
-def same_device(**operands: Any) -> None:
-    """All arrays on one device; None is skipped."""
+def same_device(**operands: Any) -> bool:
+    """All arrays on one device, and whether it is a GPU; None is skipped."""
     on_gpu = [device.is_cuda(a) for a in operands.values() if a is not None]
-    if any(on_gpu) and not all(on_gpu):
+    if True in on_gpu and False in on_gpu:
         where = {name: device.of(a) for name, a in operands.items() if a is not None}
         places = ", ".join(f"{name} on {place}" for name, place in where.items())
         raise TypeError(
             f"operands are on different devices: {places}; move them with to_device or cupy.asarray"
         )
+    return on_gpu[0]
 
 
 def whole_blocks(shape: tuple[int, ...], fmt: Format) -> None:
@@ -240,19 +241,18 @@ def residual(value: Any, shape: tuple[int, ...]) -> Any:
 
 
 def result_dtype(x: Any, out: Any, dtype: Any) -> np.dtype[Any]:
-    """`dtype` if given, else out's, else the activations' own (float32 for quantized ones)."""
-    own = None if out is None else floats(out, "out").dtype
+    """`dtype` if given, else that of out, else the activations' own (float32 for quantized ones)."""
     if dtype is not None:
         wanted = float_dtype(dtype)
-        if own not in (None, wanted):
-            raise TypeError(f"out has dtype {own}, but dtype={wanted} was asked for")
+        if out is not None and out.dtype != wanted:
+            raise TypeError(f"out has dtype {out.dtype}, but dtype={wanted} was asked for")
         return wanted
-    if own is not None:
-        return np.dtype(own)
-    return np.dtype(np.float32) if is_quantized(x) else np.dtype(x.dtype)
+    if out is not None:
+        return out.dtype
+    return FLOATS[2] if is_quantized(x) else x.dtype
 
 
-def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any) -> None:
+def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool) -> None:
     """`out` can take the result: its shape, writable, and apart from what is read while it is written.
 
     The residual may be `out` itself (an update in place), as every element is read before it is written.
@@ -264,7 +264,7 @@ def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: An
     if residual is not None and not _same_view(out, residual):
         reads = {**reads, "residual": residual}
     for name, operand in reads.items():
-        if operand is not None and _may_overlap(out, operand):
+        if operand is not None and _may_overlap(out, operand, on_gpu):
             raise ValueError(
                 f"out may share memory with {name}: the result would overwrite what is still read"
             )
@@ -327,9 +327,9 @@ def _address(a: Any) -> int:
     return int(a.data.ptr) if device.is_cuda(a) else int(a.ctypes.data)
 
 
-def _may_overlap(a: Any, b: Any) -> bool:
+def _may_overlap(a: Any, b: Any, on_gpu: bool) -> bool:
     """Whether two arrays of one device have bytes in common, as far as their first and last ones tell."""
-    if not device.is_cuda(a):
+    if not on_gpu:
         return np.may_share_memory(a, b)
     start_a, start_b = a.data.ptr, b.data.ptr
     if a.flags.c_contiguous and b.flags.c_contiguous:  # the hot path, spared CuPy's general one

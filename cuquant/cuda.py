@@ -6,27 +6,20 @@ reads back whether its values were good.
 
 from __future__ import annotations
 
-import struct
 import threading
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import check, cpu, device, jit, plan
+from . import check, cpu, device, jit, plan, problem
 from .formats import Format, get
 
 if TYPE_CHECKING:
     from .ops.matmul import Product
 
-_DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
-_ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
-_PROBLEM = struct.Struct("<33q9i4x")
-"""`struct Problem` of kernels/core/problem.cuh, passed by value."""
-_PROBLEM_BYTES = np.dtype(f"V{_PROBLEM.size}")
-_BATCH_AXES = 3
 DENSE_SLAB = 1 << 24
 """Numbers of a plain float weight that are in float32 at a time: 64 MB."""
 
@@ -52,7 +45,7 @@ def quantize(x: Any, fmt: Format) -> Any:
         plan.per_block("quantize", fmt, count),
         *(
             rows,
-            np.int32(_DTYPES[rows.dtype]),
+            np.int32(problem.DTYPES[rows.dtype]),
             *strides,
             np.int64(len(rows)),
             np.int64(blocks_per_row),
@@ -81,7 +74,11 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
     count = blocks.size // fmt.block_bytes
     if count:
         jit.launch(
-            plan.per_block("dequantize", fmt, count), blocks, np.int64(count), out, np.int32(_DTYPES[dtype])
+            plan.per_block("dequantize", fmt, count),
+            blocks,
+            np.int64(count),
+            out,
+            np.int32(problem.DTYPES[dtype]),
         )
     return out
 
@@ -146,55 +143,69 @@ def product(p: Product, out: Any) -> None:
         return
     fragments = p.w.fragments()
     capability = _capability()
-    n = fragments.shape[-2]
-    source = _source(p.x, capability)
-    strides = _element_strides(out)
-    residual = strides if p.residual is None else _element_strides(p.residual)
-    axes = _merge(fragments.shape, (p.x.shape[:-1], source.strides), (out.shape, strides), residual)
-    gemm = plan.gemm(p.w.format, axes.m, n, prod(axes.extent), source.entry == "blocks_to_int8", capability)
+    quantized = check.is_quantized(p.x)
+    x = p.x.blocks if quantized else p.x
+    if quantized:
+        source = problem.quantized_source(p.x.shape, capability)
+    else:
+        source = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0)
+    launch = problem.resolve(fragments.fmt, fragments.shape, source, _output(out), _epilogue(p), capability)
+    ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
     if source.entry is None:
-        _run(p, out, gemm, axes, source, _OperandB(source.array.data.ptr), (strides[-1], residual[-1]))
+        jit.launch(launch.plan, launch.packed(*fragments.addresses, x.data.ptr, 0, 0, *ends))
         return
     with _scratch() as scratch:
-        b = source.convert(axes.m, gemm.batch_tile, scratch)
-        _run(p, out, gemm, axes, source, b, (strides[-1], residual[-1]))
+        b = _convert(x, source, launch, scratch)
+        jit.launch(launch.plan, launch.packed(*fragments.addresses, *b, *ends))
 
 
-def _run(
-    p: Product,
-    out: Any,
-    gemm: plan.Gemm,
-    axes: _Axes,
-    source: _Source,
-    b: _OperandB,
-    columns: tuple[int, int],
-) -> None:
-    """Launch the product; `columns` are the element strides from column to column of out and residual."""
-    fragments = p.w.fragments()
-    packed = _PROBLEM.pack(
-        *fragments.addresses,
-        *(b.x, b.scales, b.unscale, out.data.ptr, _pointer(p.bias), _pointer(p.residual)),
-        *(axes.x_row, b.scales_matrix, axes.out_row, columns[0], axes.residual_row, columns[1]),
-        *(*axes.extent, *axes.w, *axes.x, *axes.out, *axes.residual, *source.rows(axes.x)),
-        *(
-            axes.m,
-            *fragments.shape[-2:],
-            b.scales_row,
-            _DTYPES[out.dtype],
-            _number(p.bias),
-            _number(p.residual),
-        ),
-        *(_ACTIVATIONS[p.activation], int(p.bias is not None and p.bias.ndim > 1)),
-    )
-    jit.launch(gemm.plan, np.frombuffer(packed, _PROBLEM_BYTES))
+def _output(out: Any) -> problem.Output:
+    return problem.Output(out.shape, _element_strides(out), problem.DTYPES[out.dtype])
+
+
+_NOTHING = problem.Epilogue(0, False, None, 0, None)
+
+
+def _epilogue(p: Product) -> problem.Epilogue:
+    if p.bias is None and p.activation is None and p.residual is None:
+        return _NOTHING
+    bias_dtype, stacked = (0, False) if p.bias is None else (problem.DTYPES[p.bias.dtype], p.bias.ndim > 1)
+    if p.residual is None:
+        return problem.Epilogue(bias_dtype, stacked, p.activation, 0, None)
+    strides = _element_strides(p.residual)
+    return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
+
+
+def _convert(
+    x: Any, source: problem.Source, launch: problem.Launch, scratch: _Scratch
+) -> tuple[int, int, int]:
+    """Convert the activations; addresses of the rows, of their 8-bit scales, and of their row factors."""
+    assert source.entry is not None
+    rows, columns, q8_1 = prod(source.shape[:-1]), source.columns, get("q8_1")
+    if source.entry == "blocks_to_int8":
+        matrices, blocks = rows // launch.m, columns // q8_1.block_size
+        padded = ceil(launch.m / launch.batch_tile) * launch.batch_tile
+        codes = ceil(rows * columns / 256) * 256
+        start = scratch.take(codes + matrices * blocks * padded * 8)
+        sizes = (matrices, launch.m, source.shape[-1] // q8_1.block_size, padded, blocks)
+        step = plan.activations(source.entry, q8_1, matrices * padded * blocks)
+        jit.launch(step, x, *map(np.int32, sizes), np.uint64(start), np.uint64(start + codes))
+        return start, start + codes, 0
+    halves = ceil(rows * columns * 2 / 256) * 256
+    start = scratch.take(halves + rows * 4)
+    step = plan.activations(source.entry, q8_1, rows)
+    to = (np.int32(columns), np.uint64(start), np.uint64(start + halves))
+    if source.entry == "blocks_to_half":
+        jit.launch(step, x, *to)
+    else:
+        flat = _as_rows(x)
+        strides = map(np.int64, _element_strides(flat))
+        jit.launch(step, flat, np.int32(problem.DTYPES[flat.dtype]), *strides, *to)
+    return start, 0, start + halves
 
 
 def _pointer(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
-
-
-def _number(array: Any) -> int:
-    return 0 if array is None else _DTYPES[array.dtype]
 
 
 @cache
@@ -207,155 +218,14 @@ def _capability() -> int:
     return _capability_of(device.cupy().cuda.runtime.getDevice())
 
 
-class _OperandB(NamedTuple):
-    """Addresses and strides of the activations as the kernel reads them."""
-
-    x: int
-    scales: int = 0
-    unscale: int = 0
-    scales_matrix: int = 0
-    scales_row: int = 0
-
-
-class _Source(NamedTuple):
-    """Activations (..., M, K) and how the kernel gets them: as they are, or converted by a launch of its own.
-
-    `strides` (elements, one per axis but the last) are those of what the kernel reads: a conversion writes
-    contiguous rows of `columns` elements.
-    """
-
-    array: Any
-    entry: str | None
-    strides: tuple[int, ...]
-    columns: int
-
-    def rows(self, axes: tuple[int, ...]) -> tuple[int, ...]:
-        """Strides of leading axes in rows, for what goes with the rows of a conversion."""
-        return (0, 0, 0) if self.entry is None else tuple(stride // self.columns for stride in axes)
-
-    def convert(self, m: int, batch_tile: int, scratch: _Scratch) -> _OperandB:
-        """Run the conversion for matrices of m rows."""
-        if self.entry is None:
-            return _OperandB(self.array.data.ptr)
-        rows = prod(self.array.shape[:-1])
-        if self.entry == "blocks_to_int8":
-            return self._to_int8(rows // m, m, ceil(m / batch_tile) * batch_tile, scratch)
-        k = self.columns
-        x = scratch.take(rows * k * 2 + rows * 4 + 256)
-        unscale = x + ceil(rows * k * 2 / 256) * 256
-        to = (np.int32(k), np.uint64(x), np.uint64(unscale))
-        launch = plan.activations(self.entry, get("q8_1"), rows)
-        if self.entry == "blocks_to_half":
-            jit.launch(launch, self.array, *to)
-        else:
-            flat = _as_rows(self.array)
-            strides = (np.int64(stride // flat.itemsize) for stride in flat.strides)
-            jit.launch(launch, flat, np.int32(_DTYPES[flat.dtype]), *strides, *to)
-        return _OperandB(x, unscale=unscale)
-
-    def _to_int8(self, matrices: int, m: int, padded: int, scratch: _Scratch) -> _OperandB:
-        blocks = self.columns // 32
-        codes = matrices * m * self.columns
-        x = scratch.take(codes + matrices * blocks * padded * 8 + 256)
-        scales = x + ceil(codes / 256) * 256
-        count = self.array.shape[-1] // get("q8_1").block_bytes
-        launch = plan.activations("blocks_to_int8", get("q8_1"), matrices * padded * blocks)
-        sizes = (np.int32(size) for size in (matrices, m, count, padded, blocks))
-        jit.launch(launch, self.array, *sizes, np.uint64(x), np.uint64(scales))
-        return _OperandB(x, scales, scales_matrix=blocks * padded // 2, scales_row=padded // 2)
-
-
-def _source(x: Any, capability: int) -> _Source:
-    """How the kernel gets these activations."""
-    if check.is_quantized(x):
-        k = x.shape[-1]
-        integer = plan.integer_products(capability)
-        columns = ceil(k / plan.TILE_COLUMNS) * plan.TILE_COLUMNS if integer else k
-        entry = "blocks_to_int8" if integer else "blocks_to_half"
-        return _Source(x.blocks, entry, _contiguous(x.shape[:-1], columns), columns)
-    k = x.shape[-1]
-    if x.dtype == np.float16 and x.data.ptr % 16 == 0:
-        strides = _whole_pieces(x.strides)
-        if strides is not None:
-            return _Source(x, None, strides, k)
-    return _Source(x, "rows_to_half", _contiguous(x.shape[:-1], k), k)
-
-
-@lru_cache(maxsize=4096)
-def _whole_pieces(strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Element strides of the rows of a float16 array that 16-byte copies can read as it is; else None."""
-    if strides[-1] != 2 or any(stride % 16 for stride in strides[:-1]):
-        return None
-    return tuple(stride // 2 for stride in strides[:-1])
-
-
-@lru_cache(maxsize=4096)
-def _contiguous(rows: tuple[int, ...], columns: int) -> tuple[int, ...]:
-    """Element strides of rows of `columns` elements back to back."""
-    return tuple(prod(rows[axis + 1 :]) * columns for axis in range(len(rows)))
-
-
 def _as_rows(x: Any) -> Any:
     """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
     return x.reshape(-1, x.shape[-1])
 
 
-class _Axes(NamedTuple):
-    """Leading axes of a product, merged as far as strides allow: into the batch rows where W does not vary.
-
-    Extents and strides are padded to three axes; strides of W are in matrices, the others in elements.
-    """
-
-    m: int
-    x_row: int
-    out_row: int
-    residual_row: int
-    extent: tuple[int, ...]
-    w: tuple[int, ...]
-    x: tuple[int, ...]
-    out: tuple[int, ...]
-    residual: tuple[int, ...]
-
-
-@lru_cache(maxsize=4096)
-def _merge(
-    w: tuple[int, ...],
-    x: tuple[tuple[int, ...], tuple[int, ...]],
-    out: tuple[tuple[int, ...], tuple[int, ...]],
-    residual: tuple[int, ...],
-) -> _Axes:
-    """Merge the leading axes of a product: W's shape, shapes and element strides of the rows of x and out,
-    element strides of the residual."""
-    (x_shape, x_strides), (shape, strides) = x, out
-    lead = len(shape) - 2
-    w_axes = _broadcast(w[:-2], _contiguous(w[:-2], 1), lead)
-    x_axes = _broadcast(x_shape[:-1], x_strides[:-1], lead)
-    merged = [(shape[-2], (0, x_strides[-1], strides[-2], residual[-2]))]
-    for axis in reversed(range(lead)):
-        extent, steps = shape[axis], (w_axes[axis], x_axes[axis], strides[axis], residual[axis])
-        inner, inner_steps = merged[0]
-        if extent == 1:
-            continue
-        if all(step == inner * inner_step for step, inner_step in zip(steps, inner_steps, strict=True)):
-            merged[0] = (extent * inner, inner_steps)
-        else:
-            merged.insert(0, (extent, steps))
-    *outer, (m, (_, x_row, out_row, residual_row)) = merged
-    check.batch_axes(len(outer), _BATCH_AXES, shape)
-    padded = [(1, (0, 0, 0, 0))] * (_BATCH_AXES - len(outer)) + outer
-    columns = zip(*(steps for _, steps in padded), strict=True)
-    return _Axes(m, x_row, out_row, residual_row, tuple(extent for extent, _ in padded), *columns)
-
-
 def _element_strides(array: Any) -> tuple[int, ...]:
     size = array.itemsize
     return tuple([stride // size for stride in array.strides])
-
-
-def _broadcast(shape: tuple[int, ...], strides: tuple[int, ...], axes: int) -> tuple[int, ...]:
-    """Strides over `axes` leading axes: 0 where the operand lacks the axis or has extent 1."""
-    own = tuple(0 if extent == 1 else stride for extent, stride in zip(shape, strides, strict=True))
-    return (0,) * (axes - len(own)) + own
 
 
 class _Scratch:

@@ -11,8 +11,6 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver)"
 
 
@@ -57,12 +55,15 @@ def cupy() -> ModuleType:
 
 def is_cuda(array: Any) -> bool:
     """Whether an array is CuPy's. Imports nothing: an array of CuPy's means that CuPy is loaded."""
-    if (
-        type(array) is np.ndarray
-    ):  # the common answer, at the least cost: every operand of every call is asked
-        return False
-    module = sys.modules.get("cupy")
-    return module is not None and isinstance(array, module.ndarray)
+    kind = type(array)
+    known = _is_cuda.get(kind)  # asked of every operand of every call
+    if known is None:
+        module = sys.modules.get("cupy")
+        known = _is_cuda[kind] = module is not None and issubclass(kind, module.ndarray)
+    return known
+
+
+_is_cuda: dict[type, bool] = {}
 
 
 def as_numpy(array: Any) -> Any:
@@ -83,9 +84,9 @@ def of(array: Any) -> str:
     return "cuda" if is_cuda(array) else "cpu"
 
 
-def backend(array: Any) -> ModuleType:
-    """The module that computes where an array lives: cuquant.cuda or cuquant.cpu, of the same functions."""
-    return _cuda() if is_cuda(array) else _cpu()
+def backend(on_gpu: bool) -> ModuleType:
+    """The module that computes there: cuquant.cuda or cuquant.cpu, of the same functions."""
+    return _cuda() if on_gpu else _cpu()
 
 
 @cache

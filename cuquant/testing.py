@@ -1,7 +1,17 @@
-"""Checks of matrix products against float64, for this library's tests and for users' own kernels."""
+"""Checks of matrix products against float64, for this library's tests and for users' own kernels.
+
+    guarded = testing.Guarded((m, n), np.float16, strided=True, xp=cupy)
+    my_kernel(x, w, out=guarded.array)
+    reference = testing.linear(x, w, activation="silu")
+    assert testing.nmse(guarded.array, reference) < 1e-6
+    assert guarded.intact() and not testing.is_poison(guarded.array).any()
+
+Arrays are NumPy's, CuPy's or quantized ones; the results are NumPy's.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -11,8 +21,8 @@ from numpy.typing import NDArray
 from . import check, device
 from .array import QuantizedArray
 
-CANARY = 0xA5
-"""Byte that surrounds a guarded array."""
+CANARY = 0xFF
+"""Byte that fills and surrounds a guarded array: a NaN in every float type, so that reading it shows too."""
 
 
 def as_numpy(array: Any) -> NDArray[Any]:
@@ -25,28 +35,43 @@ def as_numpy(array: Any) -> NDArray[Any]:
 def nmse(y: Any, reference: Any) -> float:
     """Normalised mean square error sum((y - ref)^2) / sum(ref^2), in float64.
 
-    NaN in either gives NaN, which no bound admits; two zero arrays give 0.
+    NaN in either gives NaN, which no bound admits; two zero arrays give 0. ValueError where shapes differ.
     """
-    y, reference = (as_numpy(a).astype(np.float64) for a in (y, reference))
-    error, power = np.square(y - reference).sum(), np.square(reference).sum()
-    return float(error / power) if power else float("nan" if np.isnan(error) else error and np.inf)
+    error, reference = _errors(y, reference)
+    square, power = np.square(error).sum(), np.square(reference).sum()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return 0.0 if square == power == 0 else float(square / power)
 
 
 def worst_element(y: Any, reference: Any) -> float:
-    """Largest |y - ref| over the root mean square of its row of ref; infinite where a zero row is missed."""
-    y, reference = (as_numpy(a).astype(np.float64) for a in (y, reference))
-    if y.size == 0:
+    """Largest |y - ref| over the root mean square of its row of ref; infinite where a zero row is missed.
+
+    NaN in either gives NaN, which no bound admits. ValueError where shapes differ.
+    """
+    error, reference = _errors(y, reference)
+    if error.size == 0:
         return 0.0
     rms = np.sqrt(np.square(reference).mean(axis=-1, keepdims=True))
-    error = np.abs(y - reference)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(error == 0, 0, error / rms).max())
+        return float(np.where(error == 0, 0, np.abs(error) / rms).max())
+
+
+def _errors(y: Any, reference: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """y - reference and reference in float64, of one shape: a broadcast result would compare as right."""
+    y, reference = (as_numpy(a).astype(np.float64) for a in (y, reference))
+    if y.shape != reference.shape:
+        raise ValueError(f"y has shape {y.shape}, the reference {reference.shape}")
+    with np.errstate(invalid="ignore"):
+        return y - reference, reference
 
 
 def linear(
     x: Any, w: Any, *, bias: Any = None, activation: str | None = None, residual: Any = None
 ) -> NDArray[Any]:
-    """act(x @ W.T + bias) + residual in float64, of the numbers that the operands stand for."""
+    """act(x @ W.T + bias) + residual in float64, of the numbers that the operands stand for.
+
+    Operands and shapes are those of `cuquant.linear`, any float type; quantized ones are dequantized.
+    """
     from scipy.special import erf
 
     x, w = (as_numpy(a).astype(np.float64) for a in (x, w))
@@ -74,7 +99,7 @@ class Guarded:
     Parameters
     ----------
     shape, dtype
-        Of the array, which starts filled with canary bytes too (NaN-like: an element never written shows).
+        Of the array, which starts filled with canary bytes too: an element never written is NaN.
     padding : int
         Elements before and after it, and between its rows where `strided`.
     strided : bool
@@ -86,17 +111,20 @@ class Guarded:
     def __init__(
         self, shape: tuple[int, ...], dtype: Any, *, padding: int = 64, strided: bool = False, xp: Any = np
     ) -> None:
-        gap = padding if strided else 0
-        count = int(np.prod(shape[:-1], dtype=int)) * (shape[-1] + gap) + 2 * padding
-        self._buffer = xp.full(count * np.dtype(dtype).itemsize, CANARY, np.uint8)
-        inner = self._buffer.view(dtype)[padding : count - padding]
-        self.array = inner.reshape(*shape[:-1], shape[-1] + gap)[..., : shape[-1]]
+        *lead, columns = shape
+        step = columns + (padding if strided else 0)
+        rows, item = math.prod(lead), np.dtype(dtype).itemsize
+        edge, size = padding * item, rows * step * item
+        buffer = xp.full(edge + size + edge, CANARY, np.uint8)
+        inner = buffer[edge : edge + size]
+        gaps = inner.reshape(rows, step * item)[:, columns * item :]
+        self._outside = (buffer[:edge], gaps, buffer[edge + size :])
+        self.array = inner.view(dtype).reshape(*lead, step)[..., :columns]
         """The guarded array."""
 
     def intact(self) -> bool:
-        """Whether every byte outside the array is as it was. Destroys the array's contents."""
-        self.array[...] = self._buffer[: self.array.itemsize].view(self.array.dtype)[0]
-        return bool((self._buffer == CANARY).all())
+        """Whether every byte outside the array is as it was."""
+        return all(bool((part == CANARY).all()) for part in self._outside)
 
 
 def is_poison(array: Any) -> NDArray[np.bool_]:

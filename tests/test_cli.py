@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -489,6 +490,7 @@ def test_control_c(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "text")
     process = start("eval", NANO, "--text", tmp_path / "text")
     with (tmp_path / "text").open("w"):
+        time.sleep(0.5)  # between the opening and the waiting a signal would be noticed only after the wait
         process.send_signal(signal.SIGINT)
         assert finish(process) == (130, "", "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import ACTIVATIONS, FLOATS, NAMES, WEIGHTS, Row, random_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import cuquant as cq
@@ -55,9 +58,11 @@ def test_dequantize_random_bytes_as_gguf(name: str) -> None:
     np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
 
 
+@cache
 def weights_to_quantize() -> dict[str, NDArray[Any]]:
     g = rng(1)
     gauss = g.standard_normal((16, 256), F)
+    bits = g.integers(0, 2**32, (16, 256), np.uint32)
     outlier = gauss * F(1e-3)
     outlier[:, 7] = F(100)
     grid = (g.integers(-8, 8, (16, 256)) / 4).astype(F)  # codes that fall on boundaries
@@ -69,27 +74,55 @@ def weights_to_quantize() -> dict[str, NDArray[Any]]:
         "outlier": outlier,
         "grid": grid,
         "half grid": grid + F(0.125),
+        "any exponent": (bits & 0xBFFFFFFF).view(F),  # magnitudes from 1e-45 to 2
         "constant": np.full((4, 256), F(0.3)),
+        "negative constant": np.full((4, 256), F(-0.3)),
         "zeros": np.zeros((4, 256), F),
         "minus zeros": np.full((4, 256), F(-0.0)),
         "signed zeros": np.where(g.random((4, 256)) < 0.5, F(0), F(-0.0)),
         "tiny": gauss * F(1e-30),
         "subnormal scale": gauss * F(2e-38),
+        "subnormal": gauss * F(1e-40),
         "large": gauss / np.abs(gauss).max() * F(60000),
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", weights_to_quantize())
-def test_quantize_as_the_definition(name: str, case: str) -> None:
-    x = weights_to_quantize()[case]
+def assert_as_the_definition(x: NDArray[np.float32], name: str) -> None:
     expected = b"".join(reference_block(name, block) for block in x.reshape(-1, 32))
     assert cq.quantize(x, name).blocks.tobytes() == expected
 
 
+@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("case", weights_to_quantize())
+def test_quantize_as_the_definition(name: str, case: str) -> None:
+    assert_as_the_definition(weights_to_quantize()[case], name)
+
+
+LEVELS = {"q4_0": (-8, 7), "q4_1": (0, 15), "q5_0": (-16, 15), "q5_1": (0, 31), "q8_0": (-127, 127)}
+"""Smallest and largest code, as a multiple of the scale."""
+
+
+@pytest.mark.parametrize("step", [F(1), F(2**-10), F(-1)])
+@pytest.mark.parametrize("name", LEVELS)
+def test_quantize_halfway_between_codes(name: str, step: np.float32) -> None:
+    """Weights (q + 1/2) * step, where step is the scale, and their float32 neighbours on both sides."""
+    low, high = LEVELS[name]
+    x = (rng(4).integers(2 * low, 2 * high + 1, (50, 32)) / 2).astype(F)
+    x[:, 3], x[:, 20] = low, high
+    for neighbour in (x, np.nextafter(x, F(-np.inf)), np.nextafter(x, F(np.inf))):
+        neighbour[:, [3, 20]] = low, high
+        assert_as_the_definition(neighbour * step, name)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("case", ["gauss", "uniform", "positive", "negative", "outlier", "zeros", "large"])
+@pytest.mark.parametrize(
+    "case",
+    "gauss, uniform, positive, negative, outlier, grid, half grid, constant, negative constant, zeros, tiny, large".split(
+        ", "
+    ),
+)
 def test_quantize_as_gguf(name: str, case: str) -> None:
+    """Not where gguf departs from llama.cpp: the sign of a zero scale, and 1 / d beyond float32."""
     x = weights_to_quantize()[case]
     expected = gguf.quants.quantize(x, gguf.GGMLQuantizationType[name.upper()])
     np.testing.assert_array_equal(cq.quantize(x, name).blocks, expected)
@@ -103,7 +136,8 @@ def reference_block(name: str, x: NDArray[np.float32]) -> bytes:
             d = F(max(abs(v) for v in x)) / F(127)
             inverse = safe_inverse(d)
             codes = [half_away(float(v * inverse)) for v in x]
-            return np.float16(d).tobytes() + np.array(codes, np.int8).tobytes()
+            s = np.float16(F(sum(codes)) * d).tobytes() if name == "q8_1" else b""
+            return np.float16(d).tobytes() + s + np.array(codes, np.int8).tobytes()
         top = 2**bits - 1
         if kind == "0":
             amax, peak = F(0), F(0)
@@ -154,6 +188,17 @@ def test_q8_1_by_hand() -> None:
     assert cq.quantize(x, "q8_1").blocks.tobytes() == first + second
 
 
+def test_q8_1_by_hand_with_signs_and_ties() -> None:
+    """Peak -127, so d = 1 = 0x3C00, and halves round away from zero: 0.5, -0.5, 2.5, -2.5 to 1, -1, 3, -3.
+
+    The codes sum to -127, so s = -127 = 0xD7F0.
+    """
+    x = np.zeros(32, F)
+    x[:6] = -127, 0.5, -0.5, 2.5, -2.5, 0.49999997
+    expected = bytes([0x00, 0x3C, 0xF0, 0xD7, 0x81, 0x01, 0xFF, 0x03, 0xFD]) + bytes(27)
+    assert cq.quantize(x, "q8_1").blocks.tobytes() == expected
+
+
 def test_q8_1_sum_uses_the_scale_before_its_rounding() -> None:
     """32 times 1000.3: s = 32 * 127 * (1000.3 / 127) = 32009.6, rounded to a multiple of 16: 32016.
 
@@ -166,13 +211,15 @@ def test_q8_1_sum_uses_the_scale_before_its_rounding() -> None:
 
 def test_q8_1_propagates_what_is_not_finite() -> None:
     x = rng().standard_normal((4, 64), F)
-    x[1, 3], x[2, 40] = np.nan, np.inf
+    expected = cq.quantize(x, "q8_1").dequantize()
+    x[1, 3], x[2, 40], x[3, 0] = np.nan, -np.inf, 127 * 65520  # the last one's scale overflows float16
     got = cq.quantize(x, "q8_1").dequantize()
     assert np.isnan(got[1, :32]).all()
     assert np.isnan(got[2, 32:]).all()
-    clean = np.ones((4, 64), bool)
-    clean[1, :32] = clean[2, 32:] = False
-    assert np.isfinite(got[clean]).all()
+    assert not np.isfinite(got[3, :32]).any()
+    touched = np.zeros((4, 64), bool)
+    touched[1, :32] = touched[2, 32:] = touched[3, :32] = True
+    np.testing.assert_array_equal(got[~touched], expected[~touched])
 
 
 def test_q8_1_sum_may_overflow() -> None:
@@ -223,21 +270,29 @@ def test_names_the_row_of_a_stack() -> None:
         cq.quantize(x, "q4_0")
 
 
+OVERFLOW = F(65520)
+"""Halfway from float16's largest to the next power of two: the least that rounds to infinity."""
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("q4_0", 6e5), ("q5_0", 2e6), ("q8_0", 1e7), ("q4_1", 1.1e6), ("q5_1", 2.2e6)]
+    ("name", "levels"), [("q4_0", 8), ("q4_0", -8), ("q5_0", -16), ("q8_0", 127), ("q4_1", 15), ("q5_1", 31)]
 )
-def test_refuses_scales_beyond_float16(name: str, value: float) -> None:
-    x = np.zeros((4, 64), F)
-    x[2, 40] = value
-    with pytest.raises(ValueError, match=rf"{name}: the scale 'd' of a block in row 2 overflows float16"):
+def test_scales_up_to_the_largest_float16(name: str, levels: int) -> None:
+    x = np.zeros((40_001, 64), F)  # more than one slab
+    x[40_000, 40] = OVERFLOW * F(levels)
+    with pytest.raises(ValueError, match=f"{name}: the scale 'd' of a block in row 40000 overflows float16"):
         cq.quantize(x, name)
+    x[40_000, 40] = np.nextafter(x[40_000, 40], F(0))
+    assert_as_the_definition(x[40_000:], name)
 
 
 @pytest.mark.parametrize("name", ["q4_1", "q5_1"])
-def test_refuses_minimums_beyond_float16(name: str) -> None:
-    x = np.full((4, 64), -7e4, F)
-    with pytest.raises(ValueError, match="the scale 'm' of a block in row 0 overflows float16"):
+def test_minimums_up_to_the_largest_float16(name: str) -> None:
+    x = np.full((3, 64), -OVERFLOW, F)
+    x[:2] = np.nextafter(-OVERFLOW, F(0))
+    with pytest.raises(ValueError, match="the scale 'm' of a block in row 2 overflows float16"):
         cq.quantize(x, name)
+    assert_as_the_definition(x[:2], name)
 
 
 @pytest.mark.parametrize("k", [0, 1, 31, 33, 48])
@@ -265,7 +320,7 @@ def test_refuses_other_things(value: Any, error: str) -> None:
 def test_refuses_scalars_and_unknown_formats() -> None:
     with pytest.raises(ValueError, match="not a scalar"):
         cq.quantize(np.array(1, F), "q4_0")
-    with pytest.raises(ValueError, match="unknown format 'q3'; known are q4_0, q4_1"):
+    with pytest.raises(ValueError, match="unknown format 'q3'; known are " + ", ".join(cq.formats.names())):
         cq.quantize(np.zeros(32, F), "q3")
     with pytest.raises(TypeError, match="a format is a name or a Format, not int"):
         cq.quantize(np.zeros(32, F), 4)  # type: ignore[arg-type]
@@ -274,11 +329,53 @@ def test_refuses_scalars_and_unknown_formats() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_real_model_as_llama_quantize(name: str) -> None:
     expected = json.loads((ROOT / "tests/data/nano-llama-quantized-sha256.json").read_text())[name]
-    model = cq.open(ROOT / "examples/data/nano-llama-f16.gguf")
+    model = {t.name: t.data for t in nano_llama().tensors}
     assert expected.keys() == model.keys()
     for tensor, (kind, digest) in expected.items():
         array = model[tensor] if kind == "F32" else cq.quantize(model[tensor], name).blocks
         assert hashlib.sha256(array.tobytes()).hexdigest() == digest, tensor
+
+
+@cache
+def nano_llama() -> gguf.GGUFReader:
+    return gguf.GGUFReader(ROOT / "examples/data/nano-llama-f16.gguf")
+
+
+@st.composite
+def blocks_with_extreme_codes(draw: st.DrawFn, name: str) -> NDArray[np.uint8]:
+    """A block of any codes among which the smallest and the largest occur, and of a scale that is not 0.
+
+    The scale of q4_0 and q5_0 has either sign. A minimum is at most 1024 scales, so that float32 has the
+    bits for d * q + m.
+    """
+    raw = np.frombuffer(draw(st.binary(min_size=32, max_size=32)), np.uint8)
+    low, high = LEVELS[name]
+    codes = low + raw.astype(np.int64) % (high - low + 1)
+    codes[list(draw(st.permutations(range(32)))[:2])] = low, high
+    d = draw(st.floats(2.0**-24, 65504, width=16))
+    record = np.zeros(1, cq.formats.get(name).storage)
+    record["d"] = -d if low < 0 and name != "q8_0" and draw(st.booleans()) else d
+    if name.endswith("_1"):
+        m = draw(st.floats(-1024, 1024, width=16)) * d
+        record["m"] = np.clip(m, -65504, 65504) + 0.0  # no -0: d * 0 + -0 is 0
+    if name == "q8_0":
+        record["qs"] = codes
+    else:
+        codes = codes - low
+        record["qs"] = (codes[:16] & 15) | (codes[16:] & 15) << 4
+    if "qh" in (record.dtype.names or ()):
+        record["qh"] = np.packbits(codes >> 4 != 0, bitorder="little")
+    return record.view(np.uint8)
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_quantizing_what_was_quantized_changes_nothing(name: str, data: st.DataObject) -> None:
+    """Weights that came from such a block go back to its bytes: no loss over generations of files."""
+    raw = data.draw(blocks_with_extreme_codes(name))
+    once = cq.from_blocks(raw, name, (32,)).dequantize()
+    np.testing.assert_array_equal(cq.quantize(once, name).blocks, raw)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -62,15 +62,15 @@ def linear(
     shape = check.product_shape(x.shape, w.shape)
     check.activation(activation)
     bias, residual = check.bias(bias, w.shape), check.residual(residual, shape)
-    result = check.result_dtype(x, out, dtype)
-    y = None if out is None else check.array(out, "out")
+    y = None if out is None else check.floats(out, "out")
+    result = check.result_dtype(x, y, dtype)
     arrays = {"x": check.storage(x), "W": check.storage(w), "bias": bias}
-    check.same_device(**arrays, residual=residual, out=y)
-    backend: Any = device.backend(arrays["x"])
+    on_gpu = check.same_device(**arrays, residual=residual, out=y)
+    backend: Any = device.backend(on_gpu)
     if y is None:
         y = backend.empty(shape, result)
     else:
-        check.output(y, shape, arrays, residual)
+        check.output(y, shape, arrays, residual, on_gpu)
     if x.ndim == 1:
         backend.product(Product(_row(x), w, bias, activation, _row(residual)), y[..., None, :])
     else:

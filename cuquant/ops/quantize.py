@@ -35,7 +35,7 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     fmt = formats.get(format)
     x = check.floats(x, "x")
     check.whole_blocks(x.shape, fmt)
-    return QuantizedArray(fmt, device.backend(x).quantize(x, fmt))
+    return QuantizedArray(fmt, device.backend(device.is_cuda(x)).quantize(x, fmt))
 
 
 def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:
@@ -62,7 +62,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
-    return device.backend(w.storage).dequantize(w.blocks, w.format, wanted)
+    return device.backend(w.device == "cuda").dequantize(w.blocks, w.format, wanted)
 
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
