@@ -140,7 +140,8 @@ def _shape(shape: Any) -> tuple[int, ...]:
 def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """An index of every axis but the last, which must stay whole."""
     parts = tuple(
-        np.asarray(p) if isinstance(p, list) else p for p in (index if isinstance(index, tuple) else (index,))
+        np.asarray(p, None if p else np.intp) if isinstance(p, list) else p
+        for p in (index if isinstance(index, tuple) else (index,))
     )
     if any(p is None for p in parts):
         raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")

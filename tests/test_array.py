@@ -32,13 +32,31 @@ def test_facts() -> None:
         assert fact in page
 
 
+def test_html_is_escaped() -> None:
+    class Odd(type(cq.formats.get("q4_0"))):  # type: ignore[misc]
+        formula = "W < d & <b>q</b>"
+
+    page = cq.QuantizedArray(Odd(), np.zeros((1, 18), np.uint8))._repr_html_()
+    assert "W &lt; d &amp; &lt;b&gt;q&lt;/b&gt;" in page
+    assert "<b>" not in page
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_round_trip(name: str) -> None:
     raw = random_blocks(name, (2, 5, 96))
     w = cq.from_blocks(raw, name, (2, 5, 96))
     assert w.blocks.base is not None or w.blocks is raw
     assert np.shares_memory(w.blocks, raw)
-    for other in (raw.tobytes(), bytearray(raw.tobytes()), raw.reshape(-1), np.asfortranarray(raw)):
+    as_bytes, spread = raw.tobytes(), np.repeat(raw, 2, axis=-1)[..., ::2]
+    for other in (
+        as_bytes,
+        bytearray(as_bytes),
+        memoryview(as_bytes),
+        raw.reshape(-1),
+        np.asfortranarray(raw),
+        spread,
+        raw[::-1].copy()[::-1],
+    ):
         np.testing.assert_array_equal(cq.from_blocks(other, name, (2, 5, 96)).blocks, raw)
 
 
@@ -71,6 +89,7 @@ def test_from_blocks_refuses(raw: Any, shape: Any, kind: type[Exception], messag
 
 def test_is_no_buffer_of_numbers() -> None:
     w = make()
+    assert w.__array_ufunc__ is w.T.__array_ufunc__ is None
     for value in (w, w.T):
         with pytest.raises(TypeError, match=r"packed blocks, not numbers: call \.dequantize\(\)"):
             np.asarray(value)
@@ -88,8 +107,13 @@ ROWS: list[Any] = [
     ...,
     (),
     [3, 1, 1],
+    [],
+    range(1, 4),
     np.array([[0, 5], [2, 2]]),
+    np.array([], int),
     np.array([True, False, True, False, False, True]),
+    [True, False, True, False, False, True],
+    np.zeros(6, bool),
     (slice(1, 3), slice(None)),
     (..., slice(None)),
     (2, ...),
@@ -113,14 +137,21 @@ def test_rows_of_a_matrix(index: Any, name: str) -> None:
         (slice(None), 2),
         (..., 2, slice(None)),
         ([0, 2], [1, 1]),
+        ([[0], [2]], [1, 3, 0]),
+        (0, [3, 1]),
+        (slice(None, None, -1), slice(3, 0, -2)),
         (slice(None), [True, False, True, False]),
+        np.arange(12).reshape(3, 4) % 5 == 0,
         [2],
     ],
     ids=repr,
 )
-def test_rows_of_a_stack(index: Any) -> None:
-    w = make((3, 4, 64))
-    np.testing.assert_array_equal(w[index].dequantize(), w.dequantize()[index])
+@pytest.mark.parametrize("name", ["q5_1", "q8_1"])
+def test_rows_of_a_stack(index: Any, name: str) -> None:
+    w = make((3, 4, 64), name)
+    got = w[index]
+    np.testing.assert_array_equal(got.dequantize(), w.dequantize()[index])
+    assert not np.shares_memory(got.blocks, w.blocks)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +209,8 @@ def test_cuda_without_a_gpu_says_why() -> None:
 
 def test_copies() -> None:
     w = make()
-    for other in (pickle.loads(pickle.dumps(w)), copy.deepcopy(w), copy.copy(w)):
+    deep = copy.deepcopy(w)
+    for other in (pickle.loads(pickle.dumps(w)), deep, copy.copy(w)):
         assert (other.format, other.shape) == (w.format, w.shape)
         np.testing.assert_array_equal(other.blocks, w.blocks)
+    assert not np.shares_memory(deep.blocks, w.blocks)

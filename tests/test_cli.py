@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -488,7 +489,9 @@ def test_a_reader_that_has_seen_enough(command: list[object]) -> None:
 def test_control_c(tmp_path: Path) -> None:
     """The text is a pipe: once the command opens it, it waits for what never comes."""
     os.mkfifo(tmp_path / "text")
-    process = start("eval", NANO, "--text", tmp_path / "text")
+    # A test run in the background of a shell inherits an ignored SIGINT.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = start("eval", NANO, "--text", tmp_path / "text", preexec_fn=heed)
     with (tmp_path / "text").open("w"):
         time.sleep(0.5)  # between the opening and the waiting a signal would be noticed only after the wait
         process.send_signal(signal.SIGINT)

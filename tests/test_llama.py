@@ -128,7 +128,7 @@ class Oracle:
         if f"{prefix}ffn_gate_inp.weight" not in self.weights:
             return self.swiglu(prefix, x, "", None)
         router = self.weights[f"{prefix}ffn_gate_inp.weight"] @ x
-        probabilities = np.exp(router - router.max())
+        probabilities = np.exp(router - np.max(router))
         probabilities /= probabilities.sum()
         top = sorted(range(len(router)), key=lambda e: -probabilities[e])[: self.key("expert_used_count")]
         shares = probabilities[top] / probabilities[top].sum()

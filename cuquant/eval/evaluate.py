@@ -225,7 +225,7 @@ def _cut(
 
 def _check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders: list[_Contender]) -> None:
     for model, contender in zip(models, contenders, strict=True):
-        low, high = int(pieces.min()), int(pieces.max())
+        low, high = int(np.min(pieces)), int(np.max(pieces))
         if low < 0 or high >= model.vocab_size:
             raise ValueError(
                 f"token ids run from {low} to {high}, but the vocabulary of {contender.model.path.name} "

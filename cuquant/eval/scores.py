@@ -58,7 +58,7 @@ class Tokens:
         if not self._kld:
             return result | dict.fromkeys(keys)
         kld, dp, same = np.concatenate(self._kld), np.concatenate(self._dp), np.concatenate(self._same_top)
-        values = (kld.mean(), kld.max(), 100 * same.mean(), 100 * np.sqrt(np.mean(dp * dp)))
+        values = (kld.mean(), np.max(kld), 100 * same.mean(), 100 * np.sqrt(np.mean(dp * dp)))
         return result | dict(zip(keys, map(float, values), strict=True))
 
 
