@@ -115,3 +115,17 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     assert ".venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest\n" in readme
     assert "pip\" install --quiet -e '.[test]'" in script
     assert script.rstrip().endswith('python" -m pytest')
+
+
+def test_readme_times_are_the_record_s() -> None:
+    """The table of times against the committed record, which also names the commit."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "examples/benchmarks/h200-matmul.json").read_text())
+    assert f"`{record['commit'][:12]}`" in readme
+    cells = {(c["format"], c["activation"], c["M"], c["N"]): c for c in record["cells"]}
+    rows = re.findall(r"^\| (q\d_\d) \| (f16|q8_1) \| ([\d. |]+) \|$", readme, re.MULTILINE)
+    assert len(rows) == 10
+    for name, activation, times in rows:
+        for m, shown in zip((1, 4, 16, 64, 256, 4096), times.split(" | "), strict=True):
+            assert float(shown) == pytest.approx(cells[name, activation, m, 14336]["us"], abs=0.51)
+    assert all(c["nmse"] <= 1e-6 for c in record["cells"])
