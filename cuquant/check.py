@@ -262,6 +262,8 @@ def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: An
         raise ValueError(f"out has shape {out.shape}; the result has {shape}")
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only")
+    if not out.flags.c_contiguous and _overlaps_itself(out):
+        raise ValueError(f"out has strides {out.strides} that put several elements in one place")
     if residual is not None and not _same_view(out, residual):
         reads = {**reads, "residual": residual}
     for name, operand in reads.items():
@@ -326,6 +328,16 @@ def _same_view(a: Any, b: Any) -> bool:
 
 def _address(a: Any) -> int:
     return int(a.data.ptr) if device.is_cuda(a) else int(a.ctypes.data)
+
+
+def _overlaps_itself(a: Any) -> bool:
+    """Whether elements may share bytes: an axis whose steps do not clear the axes of smaller steps."""
+    span = a.itemsize
+    for stride, extent in sorted((abs(s), n) for s, n in zip(a.strides, a.shape, strict=True) if n > 1):
+        if stride < span:
+            return True
+        span += stride * (extent - 1)
+    return False
 
 
 def _may_overlap(a: Any, b: Any, on_gpu: bool) -> bool:
