@@ -7,8 +7,8 @@ reads back whether its values were good.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ def quantize(x: Any, fmt: Format) -> Any:
     count = len(rows) * blocks_per_row
     strides = (np.int64(stride // rows.itemsize) for stride in rows.strides)
     jit.launch(
-        plan.per_block("quantize", fmt, count),
+        plan.per_block("quantize", fmt, 2 * count),
         *(
             rows,
             np.int32(problem.DTYPES[rows.dtype]),
@@ -74,7 +74,7 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
     count = blocks.size // fmt.block_bytes
     if count:
         jit.launch(
-            plan.per_block("dequantize", fmt, count),
+            plan.per_block("dequantize", fmt, count * out.itemsize),  # a thread per 2 x 16 bytes
             blocks,
             np.int64(count),
             out,
@@ -93,6 +93,8 @@ class Fragments:
     low: int
     fifth: int
     scale: int
+    half: bool = True
+    """Whether no weight is beyond float16's largest number, so that kernels may hold it in float16."""
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
@@ -111,10 +113,12 @@ def to_fragments(blocks: Any, fmt: Format) -> Fragments:
     low, fifth, scale, size = plan.layout(fmt).offsets(count)
     buffer = device.cupy().empty(size, np.uint8)
     result = Fragments(fmt, (*lead, n, per_row * fmt.block_size), buffer, low, fifth, scale)
-    if count:
-        _repack("to_fragments", result, blocks, count)
-        stream.synchronize()
-    return result
+    if not count:
+        return result
+    overflow = device.cupy().zeros(1, np.uint32)
+    _repack("to_fragments", result, blocks, count, overflow)
+    stream.synchronize()
+    return replace(result, half=not int(overflow[0]))
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -127,11 +131,11 @@ def from_fragments(fragments: Fragments) -> Any:
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, count: int) -> None:
+def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *overflow: Any) -> None:
     fmt, (n, k) = fragments.fmt, fragments.shape[-2:]
     planes = (np.uint64(address) for address in fragments.addresses)
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes)
+    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *overflow)
 
 
 def product(p: Product, out: Any) -> None:
@@ -142,21 +146,34 @@ def product(p: Product, out: Any) -> None:
         _dense(p, out)
         return
     fragments = p.w.fragments()
-    capability = _capability()
     quantized = check.is_quantized(p.x)
     x = p.x.blocks if quantized else p.x
     if quantized:
-        source = problem.quantized_source(p.x.shape, capability)
+        source = problem.quantized_source(p.x.shape)
     else:
         source = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0)
-    launch = problem.resolve(fragments.fmt, fragments.shape, source, _output(out), _epilogue(p), capability)
+    launch = problem.resolve(
+        fragments.fmt, fragments.shape, fragments.half, source, _output(out), _epilogue(p), jit.capability()
+    )
     ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
     if source.entry is None:
-        jit.launch(launch.plan, launch.packed(*fragments.addresses, x.data.ptr, 0, 0, *ends))
+        _launch(launch, fragments, (x.data.ptr, 0), ends)
         return
     with _scratch() as scratch:
-        b = _convert(x, source, launch, scratch)
-        jit.launch(launch.plan, launch.packed(*fragments.addresses, *b, *ends))
+        _launch(launch, fragments, _convert(x, source, scratch), ends)
+
+
+def _launch(
+    launch: problem.Launch, fragments: Fragments, x: tuple[int, int], ends: tuple[int, int, int]
+) -> None:
+    """Start the product with the rows of x and their factors at these addresses."""
+    tensor = problem.NO_MAP if launch.map is None else _map(x[0], launch.map)
+    jit.launch_packed(launch.plan, launch.packed(tensor, *fragments.addresses, *x, *ends))
+
+
+@lru_cache(maxsize=4096)
+def _map(address: int, tensor: problem.Map) -> bytes:
+    return jit.encode_map(address, *tensor)
 
 
 def _output(out: Any) -> problem.Output:
@@ -176,24 +193,13 @@ def _epilogue(p: Product) -> problem.Epilogue:
     return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
 
 
-def _convert(
-    x: Any, source: problem.Source, launch: problem.Launch, scratch: _Scratch
-) -> tuple[int, int, int]:
-    """Convert the activations; addresses of the rows, of their 8-bit scales, and of their row factors."""
+def _convert(x: Any, source: problem.Source, scratch: _Scratch) -> tuple[int, int]:
+    """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
     assert source.entry is not None
-    rows, columns, q8_1 = prod(source.shape[:-1]), source.columns, get("q8_1")
-    if source.entry == "blocks_to_int8":
-        matrices, blocks = rows // launch.m, columns // q8_1.block_size
-        padded = ceil(launch.m / launch.batch_tile) * launch.batch_tile
-        codes = ceil(rows * columns / 256) * 256
-        start = scratch.take(codes + matrices * blocks * padded * 8)
-        sizes = (matrices, launch.m, source.shape[-1] // q8_1.block_size, padded, blocks)
-        step = plan.activations(source.entry, q8_1, matrices * padded * blocks)
-        jit.launch(step, x, *map(np.int32, sizes), np.uint64(start), np.uint64(start + codes))
-        return start, start + codes, 0
+    rows, columns = prod(source.shape[:-1]), source.shape[-1]
     halves = ceil(rows * columns * 2 / 256) * 256
     start = scratch.take(halves + rows * 4)
-    step = plan.activations(source.entry, q8_1, rows)
+    step = plan.activations(source.entry, get("q8_1"), rows)
     to = (np.int32(columns), np.uint64(start), np.uint64(start + halves))
     if source.entry == "blocks_to_half":
         jit.launch(step, x, *to)
@@ -201,21 +207,11 @@ def _convert(
         flat = _as_rows(x)
         strides = map(np.int64, _element_strides(flat))
         jit.launch(step, flat, np.int32(problem.DTYPES[flat.dtype]), *strides, *to)
-    return start, 0, start + halves
+    return start, start + halves
 
 
 def _pointer(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
-
-
-@cache
-def _capability_of(device_id: int) -> int:
-    return int(device.cupy().cuda.Device(device_id).compute_capability)
-
-
-def _capability() -> int:
-    """Compute capability of the current device: 90 for sm_90."""
-    return _capability_of(device.cupy().cuda.runtime.getDevice())
 
 
 def _as_rows(x: Any) -> Any:

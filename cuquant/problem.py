@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
-
-import numpy as np
 
 from . import check, plan
 from .formats import Format
@@ -20,10 +18,9 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
-_ADDRESSES = struct.Struct("<9q")
-_NUMBERS = struct.Struct("<24q9i4x")
-_PROBLEM = np.dtype(f"V{_ADDRESSES.size + _NUMBERS.size}")
-"""`struct Problem`: nine addresses, then what `resolve` packs."""
+_ADDRESSES = struct.Struct("<8q")
+_NUMBERS = struct.Struct("<23q9i36x")
+"""`struct Problem`: the copy engine's map, eight addresses, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
 
@@ -31,14 +28,13 @@ Shape = tuple[int, ...]
 class Source(NamedTuple):
     """Activations (..., M, K) as the kernel reads them.
 
-    `entry` is the kernel that converts them first, or None; `strides` are those of the rows (all axes but the
-    last) in elements. A conversion writes contiguous rows of `columns` elements.
+    `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
+    the rows (all axes but the last) in elements.
     """
 
     shape: Shape
     strides: Shape
     entry: str | None
-    columns: int
 
 
 class Output(NamedTuple):
@@ -60,54 +56,73 @@ class Epilogue(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A planned product: matrices of m rows of x, which a conversion pads to a multiple of `batch_tile`."""
+    """A planned product; `map` describes x to the copy engine where the core uses it."""
 
     plan: plan.Plan
-    m: int
-    batch_tile: int
+    map: Map | None
     numbers: bytes
 
-    def packed(self, *addresses: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """The kernel's argument, from the addresses of W's planes, x, its scales, out, bias and residual."""
-        return np.frombuffer(_ADDRESSES.pack(*addresses) + self.numbers, _PROBLEM)
+    def packed(self, map: bytes, *addresses: int) -> bytes:
+        """The kernel's argument; addresses of W's planes, x, its row factors, out, bias and residual."""
+        return map + _ADDRESSES.pack(*addresses) + self.numbers
+
+
+class Map(NamedTuple):
+    """A tensor of float16 numbers, fastest axis first: extents, strides in bytes (but the first's), box."""
+
+    dims: Shape
+    strides: Shape
+    box: Shape
+
+
+NO_MAP = bytes(128)
 
 
 @lru_cache(maxsize=4096)
 def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
     """Float activations with byte strides: read as they are if they are float16 in whole 16-byte pieces."""
-    if aligned_half and strides[-1] == 2 and not any(stride % 16 for stride in strides[:-1]):
-        return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None, shape[-1])
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half", shape[-1])
+    if aligned_half and strides[-1] == 2 and all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1]):
+        return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None)
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half")
 
 
 @lru_cache(maxsize=4096)
-def quantized_source(shape: Shape, capability: int) -> Source:
-    """q8_1 activations: 8-bit codes where the GPU multiplies them, padded to whole tiles, else float16."""
-    if not plan.integer_products(capability):
-        return Source(shape, _contiguous(shape[:-1], shape[-1]), "blocks_to_half", shape[-1])
-    columns = ceil(shape[-1] / plan.TILE_COLUMNS) * plan.TILE_COLUMNS
-    return Source(shape, _contiguous(shape[:-1], columns), "blocks_to_int8", columns)
+def quantized_source(shape: Shape) -> Source:
+    """q8_1 activations, as float16 rows."""
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), "blocks_to_half")
 
 
 @lru_cache(maxsize=4096)
-def resolve(fmt: Format, w: Shape, x: Source, out: Output, end: Epilogue, capability: int) -> Launch:
-    """Plan the product of x with a weight of shape w (..., N, K), and pack its numbers."""
+def resolve(
+    fmt: Format, w: Shape, half: bool, x: Source, out: Output, end: Epilogue, capability: int
+) -> Launch:
+    """Plan the product of x with a weight of shape w (..., N, K), and pack its numbers.
+
+    `half` tells whether the weights fit float16.
+    """
     n, k = w[-2:]
     residual = out.strides if end.residual_strides is None else end.residual_strides
     m, rows, axes = _merge(w, x, out, residual)
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
-    gemm = plan.gemm(fmt, m, n, prod(extents), x.entry == "blocks_to_int8", capability)
-    padded = ceil(m / gemm.batch_tile) * gemm.batch_tile
-    # Scales and row factors of a conversion go with its rows.
-    x_rows = [0] * _BATCH_AXES if x.entry is None else [stride // x.columns for stride in steps[1]]
+    # A map cannot repeat rows (stride 0); the decode core, which takes any weights, can.
+    gemm = plan.gemm(fmt, m, n, k, prod(extents), half and rows[1] > 0, capability)
+    # Row factors of a conversion go with its rows.
+    x_rows = [0] * _BATCH_AXES if x.entry is None else [stride // k for stride in steps[1]]
     numbers = _NUMBERS.pack(
-        *(rows[1], x.columns // 32 * padded // 2, rows[2], out.strides[-1], rows[3], residual[-1]),
+        *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
-        *(m, n, k, padded // 2, out.dtype, end.bias_dtype, end.residual_dtype),
+        *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
         *(_ACTIVATIONS[end.activation], int(end.bias_stacked)),
     )
-    return Launch(gemm.plan, m, gemm.batch_tile, numbers)
+    tensor = None
+    if gemm.box:  # axes that x lacks have extent 1, and any stride
+        dims = [extent if step else 1 for extent, step in zip(extents, steps[1], strict=True)]
+        strides = [2 * step or 16 for step in steps[1]]
+        tensor = Map(
+            (k, m, *dims[::-1]), (2 * rows[1], *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
+        )
+    return Launch(gemm.plan, tensor, numbers)
 
 
 def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shape, list[tuple[int, Shape]]]:

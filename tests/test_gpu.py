@@ -359,15 +359,82 @@ def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
     assert max(sizes) <= largest
 
 
-def test_the_16_bit_route_of_quantized_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU without integer tensor products of this shape (sm_75) takes."""
-    from cuquant import cuda
+@pytest.mark.parametrize("capability", [80, 86])
+def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """What a GPU without wgmma and clusters takes, with the tiles that fit its shared memory."""
+    from cuquant import jit
 
     cupy = device.cupy()
-    monkeypatch.setattr(cuda, "_capability", lambda: 75)
+    monkeypatch.setattr(jit, "capability", lambda: capability)
     for name in NAMES:
-        w = cuda_weight(name, (70, 160))
-        for m in (1, 8, 9, 16, 40):
-            for magnitude in (1e-3, 1, 1e3):
-                x = cq.quantize(cupy.asarray(gauss((m, 160)) * F(magnitude)), "q8_1")
-                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6
+        for shape in ((70, 160), (300, 4096)):
+            w = cuda_weight(name, shape)
+            for m in (1, 8, 9, 16, 40, 200):
+                x = cupy.asarray(gauss((m, shape[1])).astype(np.float16))
+                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_activations_of_any_magnitude(name: str) -> None:
+    cupy = device.cupy()
+    w = cuda_weight(name, (70, 160))
+    for m in (1, 8, 9, 16, 40):
+        for magnitude in (1e-3, 1, 1e3):
+            x = cq.quantize(cupy.asarray(gauss((m, 160)) * F(magnitude)), "q8_1")
+            assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_beyond_float16(name: str) -> None:
+    """Codes times scales that float16 does not hold: their sums are scaled in float32."""
+    cupy = device.cupy()
+    assert cuda_weight(name, (96, 256)).fragments().half
+    assert not cq.from_blocks(cupy.asarray(random_blocks(name, (96, 256))), name, (96, 256)).fragments().half
+    peak = F(1.5e4 if "m" in cq.formats.get(name).scales else 5e4)
+    large = cq.quantize(gauss((96, 256)) * peak, name)
+    large = large.to_device("cuda")
+    assert not large.fragments().half
+    for m in (3, 16, 50):
+        x = cupy.asarray(gauss((m, 256)).astype(np.float16))
+        y = cq.matmul(x, large.T, dtype=np.float32)
+        assert nmse(y, testing.linear(x, large)) < 1e-6
+
+
+@pytest.mark.parametrize("batch", [1, 9, 40])
+def test_products_follow_each_other(batch: int) -> None:
+    """Each product needs the one before, launched in a row and in a graph: launches overlap."""
+    cupy = device.cupy()
+    up, down = cuda_weight("q4_0", (1024, 256)).prepare(), cuda_weight("q4_1", (256, 1024), 2).prepare()
+    x = cupy.asarray(gauss((batch, 256)).astype(np.float16))
+    expected = x
+    for _ in range(6):
+        expected = cupy.asarray((testing.linear(expected, up) / 16).astype(np.float16))
+        expected = cupy.asarray((testing.linear(expected, down) / 16).astype(np.float16))
+
+    def chain() -> Any:
+        y = x
+        for _ in range(6):
+            for w in (up, down):
+                y = cq.matmul(y, w.T)
+                y *= np.float16(1 / 16)
+        return y
+
+    assert nmse(chain(), as_numpy(expected).astype(np.float64)) < 1e-5
+    hidden, y = cupy.empty((batch, 1024), np.float16), x.copy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        bias = cupy.zeros(256, np.float16)
+        small = cq.quantize(gauss((256, 1024), 2) / 16, "q4_1").to_device("cuda").prepare()
+        once = cq.matmul(cq.matmul(y, up.T, out=hidden), small.T)
+        stream.begin_capture()
+        for _ in range(20):
+            cq.matmul(y, up.T, out=hidden)
+            cq.linear(hidden, small, bias=bias, out=once)
+        graph = stream.end_capture()
+        want = as_numpy(once).copy()
+        for _ in range(5):
+            once.fill(np.nan)
+            hidden.fill(np.nan)
+            graph.launch(stream)
+            np.testing.assert_array_equal(as_numpy(once), want)

@@ -10,20 +10,20 @@ import pytest
 from test_matmul import LEADING
 
 import cuquant as cq
-from cuquant import problem
+from cuquant import plan, problem
 
-FIELDS = ("x_row", "scales_matrix", "out_row", "out_column", "residual_row", "residual_column")
+FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
-INTEGERS = ("M", "N", "K", "scales_row", "out_dtype", "bias_dtype", "residual_dtype", "activation", "stacked")
+INTEGERS = ("M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation", "stacked")
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<24q9i4x", launch.numbers)
-    read: dict[str, Any] = dict(zip(FIELDS, values[:6], strict=True))
-    read |= {name: values[6 + 3 * i : 9 + 3 * i] for i, name in enumerate(AXES)}
-    return read | dict(zip(INTEGERS, values[24:], strict=True))
+    values = struct.unpack("<23q9i36x", launch.numbers)
+    read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
+    read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
+    return read | dict(zip(INTEGERS, values[23:], strict=True))
 
 
 def offsets(read: dict[str, Any], index: int) -> dict[str, int]:
@@ -55,9 +55,9 @@ def test_every_element_is_where_numpy_has_it(
     shape = (*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-2])
     base = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     out = base[..., ::2] if strided else np.arange(np.prod(shape)).reshape(shape)
-    rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None, left[-1])
+    rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None)
     target = problem.Output(shape, strides(out), 0)
-    launch = problem.resolve(cq.formats.get("q4_0"), right, rows, target, NOTHING, 90)
+    launch = problem.resolve(cq.formats.get("q4_0"), right, True, rows, target, NOTHING, 90)
     read = unpack(launch)
     w = np.arange(np.prod(right[:-2], dtype=int)).reshape(right[:-2])
     wide_x = np.broadcast_to(x, (*shape[:-1], left[-1]))
@@ -82,7 +82,7 @@ def test_rows_merge_where_w_is_one_matrix() -> None:
     rows = problem.source((2, 3, 4, 64), (1536, 512, 128, 2), True)
     assert rows.entry is None
     out = problem.Output((2, 3, 4, 32), (384, 128, 32, 1), 0)
-    read = unpack(problem.resolve(cq.formats.get("q8_0"), (32, 64), rows, out, NOTHING, 90))
+    read = unpack(problem.resolve(cq.formats.get("q8_0"), (32, 64), True, rows, out, NOTHING, 90))
     assert (read["M"], read["extent"]) == (24, (1, 1, 1))
 
 
@@ -90,7 +90,7 @@ def test_too_many_axes_are_refused() -> None:
     rows = problem.source((2, 2, 2, 2, 4, 64), (0, 0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
     with pytest.raises(ValueError, match="4 leading axes that do not merge; at most 3"):
-        problem.resolve(cq.formats.get("q8_0"), (32, 64), rows, out, NOTHING, 90)
+        problem.resolve(cq.formats.get("q8_0"), (32, 64), True, rows, out, NOTHING, 90)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,7 @@ def test_too_many_axes_are_refused() -> None:
     [
         ((128, 2), True, None),
         ((0, 2), True, None),
+        ((-128, 2), True, "rows_to_half"),
         ((160, 2), True, None),
         ((130, 2), True, "rows_to_half"),
         ((128, 4), True, "rows_to_half"),
@@ -108,22 +109,48 @@ def test_what_is_read_as_it_is(strides: tuple[int, ...], half: bool, entry: str 
     assert problem.source((4, 64), strides, half).entry == entry
 
 
-def test_8_bit_codes_are_padded_to_tiles() -> None:
-    assert problem.quantized_source((3, 96), 90) == ((3, 96), (128,), "blocks_to_int8", 128)
-    assert problem.quantized_source((3, 96), 75) == ((3, 96), (96,), "blocks_to_half", 96)
-    out = problem.Output((3, 32), (32, 1), 2)
-    launch = problem.resolve(
-        cq.formats.get("q4_0"), (32, 96), problem.quantized_source((3, 96), 90), out, NOTHING, 90
-    )
-    read = unpack(launch)
-    assert (read["scales_row"], read["scales_matrix"]) == (8 // 2, 4 * 8 // 2)  # 8 padded rows, 4 blocks
-    assert (read["x_row"], read["out_dtype"]) == (128, 2)
+def test_q8_1_activations_are_read_as_half_rows() -> None:
+    assert problem.quantized_source((3, 96)) == ((3, 96), (96,), "blocks_to_half")
+
+
+def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:
+    out = problem.Output((*x.shape[:-2], m, 256), (*(1 << 20,) * (len(x.shape) - 2), 256, 1), 0)
+    return problem.resolve(cq.formats.get("q4_0"), (256, x.shape[-1]), half, x, out, NOTHING, capability)
+
+
+def test_the_map_describes_x_to_the_copy_engine() -> None:
+    x = problem.source((2, 100, 96), (1 << 20, 256, 2), True)
+    tensor = resolved(100, x).map
+    assert tensor is not None
+    assert tensor.dims == (96, 100, 2, 1, 1)
+    assert tensor.strides[:2] == (256, 1 << 20)
+    assert not any(stride % 16 for stride in tensor.strides)
+    assert tensor.box[0] * 2 == 128
+    assert tensor.box[1] % 8 == 0
+    assert tensor.box[2:] == (1, 1, 1)
+
+
+def test_other_cores_take_what_wgmma_cannot() -> None:
+    """Weights beyond float16 and repeated rows (stride 0, which a map cannot have) go to the decode core."""
+    x = problem.source((100, 96), (192, 2), True)
+    repeated = problem.source((100, 96), (0, 2), True)
+    cores = [
+        plan.core_of(launch.plan.kernel)
+        for launch in (
+            resolved(100, x),
+            resolved(100, x, half=False),
+            resolved(100, repeated),
+            resolved(100, x, capability=80),
+            resolved(16, problem.source((16, 96), (192, 2), True)),
+        )
+    ]
+    assert cores == ["wgmma", "decode", "decode", "mma", "decode"]
 
 
 def test_the_packed_argument_is_the_struct() -> None:
-    out = problem.Output((3, 32), (32, 1), 2)
-    rows = problem.source((3, 64), (128, 2), True)
-    launch = problem.resolve(cq.formats.get("q4_0"), (32, 64), rows, out, NOTHING, 90)
-    packed = launch.packed(*range(1, 10))
-    assert packed.nbytes == 9 * 8 + 24 * 8 + 9 * 4 + 4
-    assert struct.unpack("<9q", packed.tobytes()[:72]) == tuple(range(1, 10))
+    launch = resolved(3, problem.source((3, 64), (128, 2), True))
+    packed = launch.packed(bytes(range(128)), *range(1, 9))
+    assert len(packed) % 64 == 0  # as its alignment
+    assert packed[:128] == bytes(range(128))
+    assert struct.unpack("<8q", packed[128:192]) == tuple(range(1, 9))
+    assert packed[192:] == launch.numbers

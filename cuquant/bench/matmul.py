@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, formats, plan
+from .. import device, formats, jit, plan
 from ..array import QuantizedArray
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
@@ -89,8 +89,7 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) 
     moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
     ceilings = CEILINGS.get(device.name("cuda"))
     floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
-    gemm = plan.gemm(weights[0].format, m, n, 1, key["activation"] == "q8_1", 90)
-    core = "decode" if dict(gemm.plan.kernel.constants)["DECODE"] else "mma"
+    core = plan.core_of(plan.gemm(weights[0].format, m, n, k, 1, True, jit.capability()).plan.kernel)
     rates = (moved / us * 1e-3, operations / us * 1e-6)
     values = (us, floor, cublas_us, *rates)
     return Cell(**key, **dict(zip(_RATES, (_rounded(v) for v in values), strict=True)), nmse=error, core=core)

@@ -1,110 +1,189 @@
-// The decode core: small batches, bound by the bytes of W.
+// The decode core: small batches, bound by the bytes of W. Any batch is right, 8 or 16 rows at a time.
 //
-// A block owns ROW_TILES x 16 rows of W; its warps take the tiles along K in turn, so that together they read
-// one contiguous stream. W goes from global memory straight into registers, DEPTH tiles ahead; X is staged in
-// shared memory, a chunk of columns at a time and one chunk ahead; the warps' sums meet in shared memory, in a
-// fixed order.
+// A cluster of CLUSTER blocks owns ROW_WARPS x ROW_TILES row tiles of W and splits K between its blocks; within a
+// block WARPS / ROW_WARPS warps take the tiles along K in turn. Each warp streams its own tiles through its own ring of DEPTH
+// slots in shared memory (a slot: ROW_TILES tiles of one 64-column step), and waits for no other. X is staged once
+// per chunk of columns. Sums meet in shared memory, of the block and then of the cluster, in a fixed order.
 //
-//      K ->  | w0 | w1 | w2 | w3 | w0 | w1 | ...      one row tile, a chunk = TURNS turns of all warps
+//      K ->  |  block 0 of the cluster | block 1 |      within a block:  | w0 | w1 | w0 | w1 | ...
+//
+// W is fixed, so the ring is filled before the kernels that come before this one in the stream are done.
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, template <int> class BatchOf, int GROUPS, int ROW_TILES, int WARPS, int DEPTH, int TURNS>
+template <class F, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
 DEVICE void decode(const Problem& p) {
-    using Batch = BatchOf<GROUPS>;
-    constexpr int BYTES = Batch::ELEMENT_BYTES, CHUNK = TURNS * WARPS * 64, ROW_BYTES = CHUNK * BYTES + 16;
-    // 16 bytes beyond a multiple of 128 put the 8 rows of a matrix load into different banks.
-    static_assert(ROW_BYTES % 128 == 16, "bank conflicts");
-    static_assert(TURNS % DEPTH == 0, "a register slot must keep its meaning from chunk to chunk");
-    extern __shared__ __align__(16) u8 shared[];  // two chunks of the batch rows, and a row of zeros for those beyond
+    constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
+    constexpr int FIFTH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = FIFTH_AT + ROW_TILES * F::FIFTH_BYTES;
+    constexpr int SLOT = SCALE_AT + ROW_TILES * F::SCALE_BYTES;
+    extern __shared__ __align__(128) u8 shared[];  // rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place
 
-    const Matrix at = matrix_of<F, BYTES>(p, blockIdx.y);
+    let_successor_start();
+    const Matrix operands = matrix_of<F>(p, blockIdx.z);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16, first_row = blockIdx.x * ROW_TILES;
-    const int x_columns = BYTES == 1 ? tiles * 64 : p.K;  // columns that exist in x
+    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
+    const int block_row = blockIdx.x / CLUSTER * (ROWS / 16), first_row = block_row + warp / K_WARPS * ROW_TILES;
+    const int first_m = blockIdx.y * WIDTH, batch = min(p.M - first_m, WIDTH);
+    const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
+    const int begin = int(s64(tiles) * rank / CLUSTER), end = int(s64(tiles) * (rank + 1) / CLUSTER);
 
-    // A row tile beyond N reads the last one instead; its rows are not stored.
-    Tile<F> ahead[DEPTH][ROW_TILES];
+    // One slot: every plane's share of the tiles at `tile`, 16 bytes a lane. A row tile beyond N reads the last one
+    // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
+    u8* const ring = shared + warp * DEPTH * SLOT;
+    const int first = min(first_row, row_tiles - 1), last = row_tiles - 1 - first;
+    const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES + lane * 16;
+    const u8* const fifth = operands.w.fifth + s64(first) * tiles * F::FIFTH_BYTES;
+    const u8* const scale = operands.w.scale + s64(first) * tiles * F::SCALE_BYTES;
     auto fetch = [&](int slot, int tile) {
-        if (tile < tiles) {
+        if (tile < end) {
+            u8* const to = ring + slot * SLOT;
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++)
-                ahead[slot][r].load(at.w, s64(min(first_row + r, row_tiles - 1)) * tiles + tile, lane);
-        }
-    };
 #pragma unroll
-    for (int slot = 0; slot < DEPTH; slot++) fetch(slot, warp + slot * WARPS);
-
-    Accumulators<GROUPS> acc[ROW_TILES] = {};
-    const int stage_bytes = p.M * ROW_BYTES;
-    auto stage = [&](int chunk) {
-        constexpr int PIECES = CHUNK * BYTES / 16;
-        u8* to = shared + chunk / (TURNS * WARPS) % 2 * stage_bytes;
-        for (int i = threadIdx.x; i < p.M * PIECES && chunk < tiles; i += WARPS * WARP) {
-            int m = i / PIECES, piece = i % PIECES, column = chunk * 64 + piece * (16 / BYTES);
-            bool exists = column < x_columns;
-            const u8* from = at.x + (m * p.x_row + (exists ? column : 0)) * BYTES;
-            copy_async(to + m * ROW_BYTES + piece * 16, from, exists);
+                for (int part = 0; part < F::LOW_BYTES; part += 512)
+                    copy_async(to + r * F::LOW_BYTES + part + lane * 16, low + u32(min(r, last) * tiles + tile) * F::LOW_BYTES + part, true);
+            auto plane = [&](const u8* source, int bytes, u8* to) {
+                const int pieces = bytes / 16;
+#pragma unroll
+                for (int i = lane; i < ROW_TILES * pieces; i += WARP)
+                    copy_async(to + i * 16, source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
+            };
+            if constexpr (F::HAS_FIFTH) plane(fifth, F::FIFTH_BYTES, to + FIFTH_AT);
+            plane(scale, F::SCALE_BYTES, to + SCALE_AT);
         }
         copy_commit();
     };
-    stage(0);
-    for (int i = threadIdx.x; i < ROW_BYTES / 16; i += WARPS * WARP)
-        reinterpret_cast<uint4*>(shared + 2 * stage_bytes)[i] = make_uint4(0, 0, 0, 0);
+    int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
+    wait_for_predecessor();
 
-    for (int chunk = 0; chunk < tiles; chunk += TURNS * WARPS) {
-        stage(chunk + TURNS * WARPS);
-        copy_wait<1>();
+    u8* const x_rows = shared + WARPS * DEPTH * SLOT;
+    const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
+    float acc[ROW_TILES][GROUPS][4] = {};
+    u32 unit[4];
+    Tile<F>::unit(unit);
+    int slot = 0;
+    for (int chunk = begin; chunk < end; chunk += p.chunk) {
+        const int stop = min(chunk + p.chunk, end);
+        if (chunk > begin) __syncthreads();
+        const int pieces = (stop - chunk) * 8;
+        for (int i = threadIdx.x; i < batch * pieces; i += WARPS * WARP) {
+            int m = i / pieces, piece = i % pieces, column = chunk * 64 + piece * 8;
+            const bool exists = column < p.K;
+            const u16* from = operands.x + (first_m + m) * p.x_row + (exists ? column : 0);
+            copy_async(x_rows + m * row_bytes + piece * 16, from, exists);
+        }
+        copy_commit();
+        copy_wait<0>();
         __syncthreads();
-        u32 row[GROUPS];
+        u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            int m = group * 8 + lane % 8;
-            int at_row = m < p.M ? chunk / (TURNS * WARPS) % 2 * stage_bytes + m * ROW_BYTES : 2 * stage_bytes;
-            row[group] = shared_address(shared) + at_row + Batch::lane_offset(lane);
-        }
-        for (int turn = 0; turn < TURNS; turn += DEPTH) {
+        for (int group = 0; group < GROUPS; group++)
+            row[group] = shared_address(x_rows) + min(group * 8 + lane % 8, batch - 1) * row_bytes + lane / 8 * 16;
+        for (; next < stop; next += K_WARPS) {
+            copy_wait<DEPTH - 1>();
+            __syncwarp();
+            const u8* const from = ring + slot * SLOT;
 #pragma unroll
-            for (int slot = 0; slot < DEPTH; slot++) {
-                const int tile = chunk + (turn + slot) * WARPS + warp;
-                if (tile >= tiles) break;
-                const int offset = ((turn + slot) * WARPS + warp) * 64 * BYTES;
+            for (int block = 0; block < 2; block++) {
+                u32 x[GROUPS][4];
+                float sums[GROUPS][4];
 #pragma unroll
-                for (int block = 0; block < 2; block++) {
-                    Batch batch;
-                    const float4* scales = at.scales + s64(tile * 2 + block) * p.scales_row;
-                    batch.load([&](int group) { return row[group] + offset; }, scales, block, lane);
-                    if constexpr (F::HAS_MIN) batch.add_up();
-#pragma unroll
-                    for (int r = 0; r < ROW_TILES; r++) batch.multiply(acc[r], ahead[slot][r], block);
+                for (int group = 0; group < GROUPS; group++) {
+                    const float zero[4] = {0, 0, 0, 0};
+                    load_matrices(x[group], row[group] + (next - chunk) * 128 + block * 64);
+                    mma_half(sums[group], unit, x[group][0], x[group][1], zero);
+                    mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
                 }
-                fetch(slot, tile + DEPTH * WARPS);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    Tile<F> tile;
+                    tile.load_block(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES,
+                                    from + SCALE_AT + r * F::SCALE_BYTES, block, lane);
+                    u32 a0[4], a1[4];
+                    tile.codes(2 * block, a0);
+                    tile.codes(2 * block + 1, a1);
+                    const float d[2] = {tile.d(block, 0), tile.d(block, 1)};
+#pragma unroll
+                    for (int group = 0; group < GROUPS; group++) {
+                        float c[4] = {};
+                        if constexpr (F::HAS_MIN)
+                            mma_half(c, a0, x[group][0], x[group][1], c);
+                        else
+                            mma_half(c, a0, x[group][0], x[group][1], sums[group]);
+                        mma_half(c, a1, x[group][2], x[group][3], c);
+#pragma unroll
+                        for (int j = 0; j < 4; j++) {
+                            acc[r][group][j] += d[j >> 1] * c[j];
+                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(block, j >> 1) * sums[group][j];
+                        }
+                    }
+                }
             }
+            __syncwarp();  // all lanes have read the slot
+            fetch(slot, fetched);
+            fetched += K_WARPS;
+            slot = slot + 1 == DEPTH ? 0 : slot + 1;
         }
-        __syncthreads();  // this chunk has been read: the next copy takes its place
     }
 
-    // Sums of all warps: [warp][row tile][row][batch row].
+    // Sums of the warps along K: [k warp][row][batch row], then of the blocks of the cluster.
     copy_wait<0>();
     __syncthreads();
-    float* sums = reinterpret_cast<float*>(shared);
-    constexpr int WIDTH = GROUPS * 8, SIZE = ROW_TILES * 16 * WIDTH;
+    float* const sums = reinterpret_cast<float*>(shared);
+    float* const mine = sums + (warp % K_WARPS * ROWS + warp / K_WARPS * ROW_TILES * 16) * WIDTH;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int n = r * 16 + lane / 4 + (j >> 1) * 8, m = group * 8 + lane % 4 * 2 + (j & 1);
-                sums[warp * SIZE + n * WIDTH + m] = acc[r][group][j];
+            for (int j = 0; j < 4; j += 2) {
+                float unscale = j ? Tile<F>::UNSCALE_8 : Tile<F>::UNSCALE;
+                float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
+                *reinterpret_cast<float2*>(mine + (r * 16 + lane / 4 + j * 4) * WIDTH + group * 8 + lane % 4 * 2) = pair;
             }
     __syncthreads();
-    for (int i = threadIdx.x; i < SIZE; i += WARPS * WARP) {
-        int m = i / (ROW_TILES * 16), n = i % (ROW_TILES * 16), row_n = first_row * 16 + n;
-        if (m >= p.M || row_n >= p.N) continue;
-        float total = 0;
+    u32 matrix = blockIdx.z;
+    asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
+    const Matrix at = matrix_of<F>(p, matrix);
+    // Two batch rows at once: they lie together.
+    auto total = [&](int n, int m) {
+        float2 value = make_float2(0, 0);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total += sums[w * SIZE + n * WIDTH + m];
-        finish(p, at, m, row_n, total);
+        for (int w = 0; w < K_WARPS; w++) {
+            float2 v = *reinterpret_cast<const float2*>(sums + (w * ROWS + n) * WIDTH + m);
+            value.x += v.x, value.y += v.y;
+        }
+        return value;
+    };
+    auto store = [&](int n, int m, float2 value) {
+        if (block_row * 16 + n >= p.N) return;
+#pragma unroll 1
+        for (int e = 0; e < 2 && m + e < batch; e++) finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
+    };
+    const int pairs = (batch + 1) / 2;
+    if constexpr (CLUSTER == 1) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ROWS * pairs; i += WARPS * WARP) store(i % ROWS, i / ROWS * 2, total(i % ROWS, i / ROWS * 2));
+    } else {
+#if __CUDA_ARCH__ >= 900
+        for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += WARPS * WARP)
+            reinterpret_cast<float2*>(sums)[i] = total(i * 2 / WIDTH, i * 2 % WIDTH);
+        cluster_sync();
+        constexpr int SHARE = ROWS / CLUSTER;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
+            int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
+            float2 value = make_float2(0, 0);
+#pragma unroll
+            for (int other = 0; other < CLUSTER; other++) {
+                float2 v = load_cluster(cluster_address(shared_address(sums + n * WIDTH + m), other));
+                value.x += v.x, value.y += v.y;
+            }
+            store(n, m, value);
+        }
+        cluster_sync();  // no block leaves while another reads from it
+#endif
     }
 }

@@ -19,10 +19,62 @@ DEVICE float activate(float x, int activation) {
 DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value) {
     if (at.unscale) value *= at.unscale[m];
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
-    value = activate(value, p.activation);
+    if (p.activation) value = activate(value, p.activation);
     if (p.residual) {
         s64 from = at.residual + m * p.residual_row + n * p.residual_column;
         value += load_float(p.residual, from, p.residual_dtype);
     }
     store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value);
+}
+
+DEVICE u32 pack(float low, float high, int dtype) {
+    return dtype == FLOAT16 ? float_to_half(low) | u32(float_to_half(high)) << 16
+                            : float_to_bfloat(low) | u32(float_to_bfloat(high)) << 16;
+}
+
+// COLUMNS columns of `rows` batch rows, from (first_m, first_n) on, by THREADS threads, a thread 8 columns at a time:
+// `load(row, column)` gives the accumulators of four. Instructions that run once are cold in the cache: what most
+// products need is short, and the loops are not unrolled.
+template <int COLUMNS, int THREADS, class Load>
+DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int rows, int first_n, int thread, const Load& load) {
+    constexpr int WIDE = COLUMNS / 8;
+    static_assert(THREADS % WIDE == 0, "a thread keeps to its columns");
+    const int column = thread % WIDE * 8, n = first_n + column, count = min(8, p.N - n);
+    if (count <= 0) return;
+    const int size = p.out_dtype == FLOAT32 ? 4 : 2;
+    u8* const out = static_cast<u8*>(p.out) + (at.out + n * p.out_column) * size;
+    const bool whole = count == 8 && p.out_column == 1 && ((u64(out) | p.out_row * size) & 15) == 0;
+    float bias[8] = {};
+    if (p.bias)
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            if (j < count) bias[j] = load_float(p.bias, at.bias + n + j, p.bias_dtype);
+#pragma unroll 1
+    for (int row = thread / WIDE; row < rows && first_m + row < p.M; row += THREADS / WIDE) {
+        const int m = first_m + row;
+        const float4 low = load(row, column), high = load(row, column + 4);
+        float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        if (at.unscale || p.bias || p.activation || p.residual) {
+            const float unscale = at.unscale ? at.unscale[m] : 1;
+#pragma unroll
+            for (int j = 0; j < 8; j++) v[j] = activate(v[j] * unscale + bias[j], p.activation);
+            if (p.residual)
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    if (j < count)
+                        v[j] += load_float(p.residual, at.residual + m * p.residual_row + (n + j) * p.residual_column, p.residual_dtype);
+        }
+        u8* const to = out + m * p.out_row * size;
+        if (!whole) {
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                if (j < count) store_float(to, j * p.out_column, p.out_dtype, v[j]);
+        } else if (size == 4) {
+            reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
+            reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
+        } else {
+            *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1], p.out_dtype), pack(v[2], v[3], p.out_dtype),
+                                                       pack(v[4], v[5], p.out_dtype), pack(v[6], v[7], p.out_dtype));
+        }
+    }
 }

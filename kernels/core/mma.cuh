@@ -1,76 +1,96 @@
-// The mma core: batches above the decode core's, on every GPU with mma.sync.
+// The mma core: larger batches on GPUs without wgmma.
 //
-// A block owns WARPS x ROW_TILES x 16 rows of W and GROUPS x 8 batch rows. X goes through a ring of STAGES tiles
-// of 64 columns in shared memory, shared by all warps; each warp reads its own rows of W from global memory into
-// registers, one tile ahead, and dequantizes them once for the whole batch tile.
+// A block owns WARPS x ROW_TILES x 16 rows of W and GROUPS x 8 batch rows. Steps of 64 columns, of W as the fragment
+// layout has it and of X, go through a ring of STAGES in shared memory. Each warp dequantizes its own rows in
+// registers, operand A, once for the whole batch tile.
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, template <int> class BatchOf, int GROUPS, int ROW_TILES, int WARPS, int STAGES>
+template <class F, int GROUPS, int ROW_TILES, int WARPS, int STAGES>
 DEVICE void mma(const Problem& p) {
-    using Batch = BatchOf<GROUPS>;
-    constexpr int BYTES = Batch::ELEMENT_BYTES, ROWS = GROUPS * 8;
-    constexpr int ROW_BYTES = 64 * BYTES + 16;  // 16 extra: the 8 rows of a matrix load fall into different banks
-    constexpr int STAGE_BYTES = ROWS * ROW_BYTES;
-    extern __shared__ __align__(16) u8 shared[];  // [STAGES][ROWS][ROW_BYTES]
+    constexpr int BATCH = GROUPS * 8, TILES = WARPS * ROW_TILES, ROWS = TILES * 16, THREADS = WARPS * WARP;
+    constexpr int X_ROW = 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
+    using Weights = WeightCopy<F, TILES, THREADS>;
+    constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
+    extern __shared__ __align__(128) u8 shared[];  // stages, whose place the staged sums take
 
-    const Matrix at = matrix_of<F, BYTES>(p, blockIdx.z);
+    let_successor_start();
+    wait_for_predecessor();
+    const Matrix at = matrix_of<F>(p, blockIdx.z);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
-    const int first_row = (blockIdx.x * WARPS + warp) * ROW_TILES, first_m = blockIdx.y * ROWS;
-    const int x_columns = BYTES == 1 ? tiles * 64 : p.K;
+    const int first_tile = blockIdx.x * TILES, first_m = blockIdx.y * BATCH;
 
-    auto copy = [&](int tile) {
-        constexpr int PIECES = 64 * BYTES / 16;
-        u8* stage = shared + tile % STAGES * STAGE_BYTES;
-        for (int i = threadIdx.x; i < ROWS * PIECES && tile < tiles; i += WARPS * WARP) {
-            int m = i / PIECES, column = tile * 64 + i % PIECES * (16 / BYTES);
-            bool exists = column < x_columns && first_m + m < p.M;
-            const u8* from = exists ? at.x + ((first_m + m) * p.x_row + column) * BYTES : at.x;
-            copy_async(stage + m * ROW_BYTES + i % PIECES * 16, from, exists);
+    Weights weights;
+    weights.start(at.w, first_tile, row_tiles, tiles, 0, threadIdx.x);
+    constexpr int OWN = BATCH * 8 / THREADS;  // pieces of 16 bytes of x per thread and step: the same 8 columns of OWN rows
+    static_assert(OWN * THREADS == BATCH * 8, "every thread has as many");
+    const int column = threadIdx.x % 8 * 8;
+    const u16* x_from[OWN];
+#pragma unroll
+    for (int j = 0; j < OWN; j++) x_from[j] = at.x + s64(min(first_m + int(threadIdx.x) / 8 + j * (THREADS / 8), p.M - 1)) * p.x_row + column;
+    auto copy = [&](int tile) {  // of batch rows beyond M the last is read instead
+        if (tile < tiles) {
+            u8* const stage = shared + tile % STAGES * STAGE;
+            const bool exists = tile * 64 + column < p.K;
+#pragma unroll
+            for (int j = 0; j < OWN; j++) {
+                copy_async(stage + (threadIdx.x / 8 + j * (THREADS / 8)) * X_ROW + column * 2, exists ? x_from[j] : at.x, exists);
+                x_from[j] += 64;
+            }
+            weights.copy(shared_address(stage + WEIGHTS_AT), threadIdx.x);
         }
         copy_commit();
     };
-    Tile<F> ahead[ROW_TILES];
-    auto fetch = [&](int tile) {
-        if (tile >= tiles) return;
-#pragma unroll
-        for (int r = 0; r < ROW_TILES; r++)
-            ahead[r].load(at.w, s64(min(first_row + r, row_tiles - 1)) * tiles + tile, lane);
-    };
-    fetch(0);
 #pragma unroll
     for (int tile = 0; tile < STAGES - 1; tile++) copy(tile);
 
-    Accumulators<GROUPS> acc[ROW_TILES] = {};
-    const u32 base = shared_address(shared) + lane % 8 * ROW_BYTES + Batch::lane_offset(lane);
+    float acc[ROW_TILES][GROUPS][4] = {};
     for (int tile = 0; tile < tiles; tile++) {
         copy_wait<STAGES - 2>();
         __syncthreads();  // this tile has arrived, and everyone has read the one whose place the next copy takes
         copy(tile + STAGES - 1);
-        Tile<F> now[ROW_TILES];
+        const u8* const stage = shared + tile % STAGES * STAGE;
+        Tile<F> w[ROW_TILES];
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++) now[r] = ahead[r];
-        fetch(tile + 1);
-        const u32 stage = base + tile % STAGES * STAGE_BYTES;
+        for (int r = 0; r < ROW_TILES; r++) Weights::load(w[r], stage + WEIGHTS_AT, warp * ROW_TILES + r, lane);
+        // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.
+        const u32 x = shared_address(stage) + (lane % 8 + lane / 16 * 8) * X_ROW + lane / 8 % 2 * 16;
 #pragma unroll
-        for (int block = 0; block < 2; block++) {
-            Batch batch;
-            const float4* scales = at.scales + s64(tile * 2 + block) * p.scales_row + first_m / 2;
-            batch.load([&](int group) { return stage + group * 8 * ROW_BYTES; }, scales, block, lane);
-            if constexpr (F::HAS_MIN) batch.add_up();
+        for (int h = 0; h < 4; h++) {
+            u32 a[ROW_TILES][4];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; r++) batch.multiply(acc[r], now[r], block);
+            for (int r = 0; r < ROW_TILES; r++) w[r].weights(h, a[r]);
+#pragma unroll
+            for (int group = 0; group < GROUPS; group += 2) {
+                u32 b[4];
+                load_matrices(b, x + group * 8 * X_ROW + h * 32);
+#pragma unroll
+                for (int r = 0; r < ROW_TILES; r++) {
+                    mma_half(acc[r][group], a[r], b[0], b[1], acc[r][group]);
+                    mma_half(acc[r][group + 1], a[r], b[2], b[3], acc[r][group + 1]);
+                }
+            }
         }
     }
-#pragma unroll
-    for (int r = 0; r < ROW_TILES; r++)
+    copy_wait<0>();
+
+    constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows at a time
+    float* const staged = reinterpret_cast<float*>(shared);
+#pragma unroll 1  // one copy of the code in the instruction cache: registers of all groups stand in it, under a condition
+    for (int first = 0; first < GROUPS; first += 2) {
+        __syncthreads();
+        float* const own = staged + lane % 4 * 2 * LINE + warp * ROW_TILES * 16 + lane / 4;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
+            if (first == group / 2 * 2)
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                int n = (first_row + r) * 16 + lane / 4 + (j >> 1) * 8;
-                int m = first_m + group * 8 + lane % 4 * 2 + (j & 1);
-                if (m < p.M && n < p.N) finish(p, at, m, n, acc[r][group][j]);
-            }
+                for (int r = 0; r < ROW_TILES; r++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
+        __syncthreads();
+        finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, [&](int row, int column) {
+            return *reinterpret_cast<const float4*>(staged + row * LINE + column);
+        });
+    }
 }

@@ -5,22 +5,20 @@
 constexpr int BATCH_AXES = 3;
 
 struct Problem {
-    Planes w;              // fragment layout, all matrices of a stack one after the other in every plane
-    const u8* x;           // rows of K elements: float16, or 8-bit codes padded to a multiple of 64
-    const float4* scales;  // of 8-bit codes: [blocks of 32][scales_row], two batch rows' (d, d * sum(q)) each
-    const float* unscale;  // per batch row, the power of two that its float16 row was divided by; or null
+    alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
+    Planes w;                 // fragment layout, all matrices of a stack one after the other in every plane
+    const u16* x;             // rows of K float16 numbers
+    const float* unscale;     // per batch row, the power of two that its float16 row was divided by; or null
     void* out;
     const void* bias;      // or null
     const void* residual;  // or null
     s64 x_row;             // stride of x in elements
-    s64 scales_matrix;     // stride of `scales` between matrices, in float4s
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out
     // and residual.
     s64 extent[BATCH_AXES], w_axis[BATCH_AXES], x_axis[BATCH_AXES], out_axis[BATCH_AXES], residual_axis[BATCH_AXES];
     s64 x_row_axis[BATCH_AXES];  // as x_axis, in rows; 0 where x was not converted
-    int M, N, K;
-    int scales_row;        // float4s per block: half the batch rows, padded to the batch tile; zero where padded
+    int M, N, K, chunk;          // chunk: tiles of 64 columns that the decode core stages at a time
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
 };
@@ -28,24 +26,27 @@ struct Problem {
 // One matrix product of a batch: the problem with its pointers moved there.
 struct Matrix {
     Planes w;
-    const u8* x;
-    const float4* scales;
+    const u16* x;
     const float* unscale;
     s64 bias, out, residual;  // offsets in elements
+    int axis[BATCH_AXES];     // index along each axis that x has, else 0
 };
 
-template <class F, int ELEMENT_BYTES>
+template <class F>
 DEVICE Matrix matrix_of(const Problem& p, u32 index) {
+    Matrix at;
     s64 w = 0, x = 0, x_rows = 0, out = 0, residual = 0;
 #pragma unroll
     for (int axis = BATCH_AXES - 1; axis >= 0; axis--) {
-        u32 extent = u32(p.extent[axis]), i = index % extent;  // 64-bit division is a function call
-        index /= extent;
+        u32 extent = u32(p.extent[axis]), i = 0;  // 64-bit division is a function call
+        if (extent > 1) i = index % extent, index /= extent;
         w += i * p.w_axis[axis], x += i * p.x_axis[axis], x_rows += i * p.x_row_axis[axis];
         out += i * p.out_axis[axis], residual += i * p.residual_axis[axis];
+        at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
     s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    return {{p.w.low + tiles * F::LOW_BYTES, p.w.fifth + tiles * F::FIFTH_BYTES, p.w.scale + tiles * F::SCALE_BYTES},
-            p.x + x * ELEMENT_BYTES, p.scales + u32(x_rows) / u32(p.M) * p.scales_matrix,
-            p.unscale ? p.unscale + x_rows : nullptr, p.bias_stacked ? w * p.N : 0, out, residual};
+    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.fifth + tiles * F::FIFTH_BYTES, p.w.scale + tiles * F::SCALE_BYTES};
+    at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
+    at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
+    return at;
 }

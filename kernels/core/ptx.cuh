@@ -13,10 +13,22 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
-// Two float16 subtractions, each rounded once.
+// Pairs of float16, each result rounded once.
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEVICE u32 mul_half2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
 }
 
@@ -52,6 +64,15 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
 #endif
 }
 
+DEVICE void copy_async(u32 shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
+#else
+    uint4 v = *static_cast<const uint4*>(global);
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+
 DEVICE void copy_commit() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -66,25 +87,96 @@ DEVICE void copy_wait() {
 #endif
 }
 
-// c[16 x 8] += a[16 x 16] b[16 x 8], float16 in, float32 out. sm_75 has the same in two steps of eight columns.
-DEVICE void mma_half(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+// d[16 x 8] = a[16 x 16] b[16 x 8] + c, float16 in, float32 out. sm_75 has the same in two steps of eight columns.
+DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+    asm("{.reg .f32 t<4>;\n"
+                 "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {t0,t1,t2,t3}, {%4,%5}, {%8}, {%10,%11,%12,%13};\n"
+                 "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%6,%7}, {%9}, {t0,t1,t2,t3};}"
+                 : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 #endif
 }
 
-// c[16 x 8] += a[16 x 32] b[32 x 8] in integers, exact: at most 32 products of 127 * 128 in a 32-bit sum.
-#if __CUDA_ARCH__ >= 800
-DEVICE void mma_int8(int (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// A launch that may overlap its predecessor in the stream (sm_90): the first lets the next kernel's blocks start
+// as soon as there is room for them, the second waits until all earlier kernels are done and their results visible.
+DEVICE void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+#if __CUDA_ARCH__ >= 900
+// Blocks of a cluster: they meet, and read each other's shared memory.
+DEVICE u32 cluster_rank() {
+    u32 r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The address in block `rank` of what is at `address` in this block.
+DEVICE u32 cluster_address(u32 address, u32 rank) {
+    u32 r;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
+    return r;
+}
+
+DEVICE float2 load_cluster(u32 address) {
+    float2 v;
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
+
+DEVICE float4 load_cluster4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+    return v;
+}
+
+// A barrier in shared memory that counts arrivals and bytes of bulk copies; `parity` is that of the awaited phase.
+DEVICE void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+DEVICE void barrier_arrive(u32 barrier, bool arrives) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];}"
+                 :: "r"(barrier), "r"(int(arrives)) : "memory");
+}
+
+DEVICE void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+DEVICE void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// An arrival when all of this thread's asynchronous copies so far are done.
+DEVICE void copy_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
+}
+
+// The box at (k, m, i, j, l) of the tensor that `map` describes.
+DEVICE void copy_box(u32 to, const void* map, u32 barrier, int k, int m, int i, int j, int l) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 :: "r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l) : "memory");
 }
 #endif

@@ -1,4 +1,4 @@
-// One 16 x 64 tile of weights in a warp's registers, and its products with a batch of activations.
+// One 16 x 64 tile of weights in a warp's registers, and the two ways in which it becomes operand A.
 //
 // The weight is operand A, the activations are operand B: C^T [rows of W x batch] = W X^T. With lane = 4 g + i a
 // lane holds, of each 16 columns (a step h = 0..3 of the tile), rows g and g + 8 at columns 2i, 2i+1, 2i+8, 2i+9:
@@ -10,7 +10,6 @@
 //     a3         g + 8   2i+8, 2i+9       3, 7                  1, 3 of row g + 8's
 //
 // One-bit plane: bit 2h + (r & 1) + 8 (r >> 1) + 16 e of the lane's word is element e of register r at step h.
-// The same bytes feed integer products, whose columns within 16 then run 2i, 2i+8, 2i+1, 2i+9.
 #pragma once
 #include "ptx.cuh"
 
@@ -27,52 +26,85 @@ struct Tile {
     u32 fifth;
     u32 scale[F::SCALE_BYTES / 32];  // rows g and g + 8, two blocks each
 
+    // From shared memory: where the tile's share of each plane starts.
+    DEVICE void load_shared(const u8* low_at, const u8* fifth_at, const u8* scale_at, int lane) {
+#pragma unroll
+        for (int part = 0; part < F::LOW_BYTES / 512; part++) set_low(part, reinterpret_cast<const uint4*>(low_at)[part * 32 + lane]);
+        if constexpr (F::HAS_FIFTH) fifth = reinterpret_cast<const u32*>(fifth_at)[lane];
+        if constexpr (F::HAS_MIN)
+            set_scale(reinterpret_cast<const uint4*>(scale_at)[lane / 4]);
+        else
+            set_scale(reinterpret_cast<const uint2*>(scale_at)[lane / 4]);
+    }
+
+    // Of block b alone: the words of its two steps, and what belongs to both blocks.
+    DEVICE void load_block(const u8* low_at, const u8* fifth_at, const u8* scale_at, int b, int lane) {
+        if constexpr (F::BITS == 8) {
+            set_low(b, reinterpret_cast<const uint4*>(low_at)[b * 32 + lane]);
+        } else {
+            uint2 v = reinterpret_cast<const uint2*>(low_at)[lane * 2 + b];
+            low[2 * b] = v.x, low[2 * b + 1] = v.y;
+        }
+        if constexpr (F::HAS_FIFTH) fifth = reinterpret_cast<const u32*>(fifth_at)[lane];
+        if constexpr (F::HAS_MIN)
+            set_scale(reinterpret_cast<const uint4*>(scale_at)[lane / 4]);
+        else
+            set_scale(reinterpret_cast<const uint2*>(scale_at)[lane / 4]);
+    }
+
+    // From global memory.
     DEVICE void load(const Planes& planes, s64 tile, int lane) {
 #pragma unroll
-        for (int part = 0; part < F::LOW_BYTES / 512; part++) {
-            uint4 v = load_stream(reinterpret_cast<const uint4*>(planes.low + tile * F::LOW_BYTES + part * 512) + lane);
-            low[part * 4 + 0] = v.x, low[part * 4 + 1] = v.y, low[part * 4 + 2] = v.z, low[part * 4 + 3] = v.w;
-        }
+        for (int part = 0; part < F::LOW_BYTES / 512; part++)
+            set_low(part, load_stream(reinterpret_cast<const uint4*>(planes.low + tile * F::LOW_BYTES + part * 512) + lane));
         if constexpr (F::HAS_FIFTH) fifth = __ldg(reinterpret_cast<const u32*>(planes.fifth + tile * 128) + lane);
-        if constexpr (F::HAS_MIN) {
-            uint4 v = __ldg(reinterpret_cast<const uint4*>(planes.scale + tile * 128) + lane / 4);
-            scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
-        } else {
-            uint2 v = __ldg(reinterpret_cast<const uint2*>(planes.scale + tile * 64) + lane / 4);
-            scale[0] = v.x, scale[1] = v.y;
+        if constexpr (F::HAS_MIN)
+            set_scale(__ldg(reinterpret_cast<const uint4*>(planes.scale + tile * 128) + lane / 4));
+        else
+            set_scale(__ldg(reinterpret_cast<const uint2*>(planes.scale + tile * 64) + lane / 4));
+    }
+
+    // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 and 5 bits
+    // q * 2^-20: masking is all it takes, and the powers of two leave with the accumulators (UNSCALE).
+    DEVICE void codes(int h, u32 (&a)[4]) const {
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            if constexpr (F::BITS == 8)
+                a[r] = __byte_perm(low[h / 2 * 4 + h % 2 * 2 + r % 2] ^ 0x80808080, 0, r < 2 ? 0x4240 : 0x4341);
+            else
+                a[r] = masked(h, r, 0);
         }
     }
 
-    // Operand A of step h in float16: the codes less their offset, exact. A code q under the bits of 1024 reads
-    // as the float16 number 1024 + q.
-    DEVICE void to_half(int h, u32 (&a)[4]) const {
+    static constexpr float UNSCALE = 16777216.f;                             // 2^24, of rows g
+    static constexpr float UNSCALE_8 = F::BITS == 8 ? 16777216.f : 1048576.f;  // of rows g + 8
+
+    // What `codes` gives for the code -1 (OFFSET times it shifts codes to zero), or for 1 where there is a minimum.
+    // As operand A it makes sums of the activations in the units of the accumulators.
+    static DEVICE void unit(u32 (&a)[4]) {
+        constexpr u32 one = F::HAS_MIN ? 1 : 0x8000 | F::ZERO;
+        constexpr u32 one_8 = F::HAS_MIN ? (F::BITS == 8 ? 1 : 16) : 0x8000 | F::ZERO * (F::BITS == 8 ? 1 : 16);
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if constexpr (F::BITS == 8) {
-                u32 word = low[(h >> 1) * 4 + (h & 1) * 2 + (r & 1)] ^ 0x80808080;  // signed to offset 128
-                a[r] = sub_half2(__byte_perm(word, 0x64646464, r < 2 ? 0x4240 : 0x4341), 0x64806480);
-            } else {
-                u32 bits = and_or(low[h] >> 4 * r, 0x000f000f, 0x64006400);
-                if constexpr (F::HAS_FIFTH) {
-                    int at = 2 * h + (r & 1) + 8 * (r >> 1);  // moved to bit 4
-                    bits = and_or(at < 4 ? fifth << (4 - at) : fifth >> (at - 4), 0x00100010, bits);
-                }
-                a[r] = sub_half2(bits, 0x64006400 + F::OFFSET * 0x00010001);
-            }
-        }
+        for (int r = 0; r < 4; r++) a[r] = (r % 2 ? one_8 : one) * 0x00010001;
     }
 
-    // Operand A of block b (steps 2b and 2b + 1) in bytes: the codes as stored, without their offset.
-    DEVICE void to_int8(int b, u32 (&a)[4]) const {
+    // The weights of step h in float16, rounded once: d * (q - offset) or d * q + m. A code q in the mantissa
+    // under the exponent of 1024 reads 1024 + q, four bits higher 1024 + 16 q.
+    DEVICE void weights(int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
+            u32 q;
             if constexpr (F::BITS == 8) {
-                a[r] = low[b * 4 + r];
+                u32 word = low[h / 2 * 4 + h % 2 * 2 + r % 2] ^ 0x80808080;  // signed to offset 128
+                q = sub_half2(__byte_perm(word, 0x64646464, r < 2 ? 0x4240 : 0x4341), 0x64806480);
+            } else if (r % 2) {
+                constexpr u32 sixteenth = 0x2c002c00, base = 0xd400 + F::OFFSET * 16;  // -(64 + offset)
+                q = fma_half2(masked(h, r, 0x64006400), sixteenth, base * 0x00010001);
             } else {
-                int h = 2 * b + (r >> 1);
-                a[r] = low[h] >> 4 * (r & 1) & 0x0f0f0f0f;
-                if constexpr (F::HAS_FIFTH) a[r] |= (fifth >> (2 * h + (r & 1)) & 0x01010101) << 4;
+                q = sub_half2(masked(h, r, 0x64006400), 0x64006400 + F::OFFSET * 0x00010001);
             }
+            u32 d = scale_pair(h / 2, r % 2, 0);
+            a[r] = F::HAS_MIN ? fma_half2(q, d, scale_pair(h / 2, r % 2, 1)) : mul_half2(q, d);
         }
     }
 
@@ -84,104 +116,82 @@ struct Tile {
 
     // Minimum m of block b, in formats that have one.
     DEVICE float m(int b, int row8) const { return half_to_float(u16(scale[F::HAS_MIN ? row8 * 2 + b : 0] >> 16)); }
-};
 
-// Accumulators of one row tile: element (row g, batch 2i), (g, 2i+1), (g+8, 2i), (g+8, 2i+1) of each batch group.
-template <int GROUPS>
-using Accumulators = float[GROUPS][4];
+private:
+    DEVICE void set_low(int part, uint4 v) {
+        low[part * 4 + 0] = v.x, low[part * 4 + 1] = v.y, low[part * 4 + 2] = v.z, low[part * 4 + 3] = v.w;
+    }
+    DEVICE void set_scale(uint2 v) { scale[0] = v.x, scale[1] = v.y; }
+    DEVICE void set_scale(uint4 v) { set_scale(make_uint2(v.x, v.y)), scale[2] = v.z, scale[3] = v.w; }
 
-// Products with float16 activations. The tile's scales multiply float32 sums over 32 columns, so weights enter
-// as exact integers whatever the magnitude of the scales.
-template <int GROUPS>
-struct HalfBatch {
-    static constexpr int ELEMENT_BYTES = 2;
-    u32 b[GROUPS][4];   // columns 0-7, 8-15, 16-23, 24-31 of the block
-    float sums[GROUPS][2];  // of batch rows 2i, 2i+1 over the block; used with minimums only
-
-    // Bytes from a batch row's start at which a lane's share of a load begins: matrix l / 8 is 8 columns.
-    static DEVICE int lane_offset(int lane) { return lane / 8 * 16; }
-
-    // One block; `row(group)` is the shared address of this lane's batch row in the tile.
-    template <class Rows>
-    DEVICE void load(const Rows& row, const float4*, int block, int) {
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) load_matrices(b[group], row(group) + block * 64);
+    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 in rows g + 8.
+    DEVICE u32 masked(int h, int r, u32 bits) const {
+        const u32 mask = r % 2 ? 0x00f000f0 : 0x000f000f;
+        u32 q = and_or(r < 2 ? low[h] : low[h] >> 8, mask, bits);
+        if constexpr (F::HAS_FIFTH) {
+            const int from = 2 * h + r % 2 + r / 2 * 8, to = r % 2 ? 8 : 4;
+            q = and_or(from < to ? fifth << (to - from) : fifth >> (from - to), r % 2 ? 0x01000100 : 0x00100010, q);
+        }
+        return q;
     }
 
-    // Sums over the block's columns, by a product with ones: every row of the result is the sum.
-    DEVICE void add_up() {
-        const u32 ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+    // Two copies of block b's scale, or (high) of its minimum.
+    DEVICE u32 scale_pair(int b, int row8, int high) const {
+        if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, high ? 0x3232 : 0x1010);
+        return __byte_perm(scale[row8], 0, b ? 0x3232 : 0x1010);
+    }
+};
+
+// One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step of 64 columns at a time: of
+// the step's pieces of 16 bytes, every THREADS-th. A row tile beyond the last reads the last instead.
+template <int ROW_TILES, int BYTES, int THREADS>
+struct PlaneCopy {
+    static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
+    const u8* from[OWN ? OWN : 1];
+
+    // `first` is the number of the first row tile's first tile, `tile` the step that comes first.
+    DEVICE void start(const u8* plane, s64 first, int last, int tiles, int tile, int thread) {
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            float c[4] = {0, 0, 0, 0};
-            mma_half(c, ones, b[group][0], b[group][1]);
-            mma_half(c, ones, b[group][2], b[group][3]);
-            sums[group][0] = c[0], sums[group][1] = c[1];
+        for (int j = 0; j < OWN; j++) {
+            int piece = thread + j * THREADS, row = piece / (BYTES / 16);
+            from[j] = plane + (first + u32(min(row, last) * tiles) + tile) * BYTES + piece % (BYTES / 16) * 16;
         }
     }
 
-    template <class F>
-    DEVICE void multiply(Accumulators<GROUPS>& acc, const Tile<F>& tile, int block) const {
-        u32 a0[4], a1[4];
-        tile.to_half(2 * block, a0);
-        tile.to_half(2 * block + 1, a1);
-        const float d[2] = {tile.d(block, 0), tile.d(block, 1)};
+    // The next step, to shared address `to`.
+    DEVICE void copy(u32 to, int thread) {
 #pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            float c[4] = {0, 0, 0, 0};
-            mma_half(c, a0, b[group][0], b[group][1]);
-            mma_half(c, a1, b[group][2], b[group][3]);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                acc[group][j] += d[j >> 1] * c[j];
-                if constexpr (F::HAS_MIN) acc[group][j] += tile.m(block, j >> 1) * sums[group][j & 1];
-            }
+        for (int j = 0; j < OWN; j++) {
+            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) copy_async(to + (thread + j * THREADS) * 16, from[j]);
+            from[j] += BYTES;
         }
     }
 };
 
-#if __CUDA_ARCH__ >= 800
-// Products with 8-bit activations: exact integer sums over 32 columns, then both scales. Where the weight's codes
-// have an offset or a minimum, it multiplies the activations' own sum, d * sum(q).
-template <int GROUPS>
-struct Int8Batch {
-    static constexpr int ELEMENT_BYTES = 1;
-    u32 b[GROUPS][2];
-    float4 scale[GROUPS];  // d and d * sum(q) of batch row 2i, then of 2i + 1
+template <class F, int ROW_TILES, int THREADS>
+struct WeightCopy {
+    static constexpr int FIFTH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = FIFTH_AT + ROW_TILES * F::FIFTH_BYTES;
+    static constexpr int SIZE = SCALE_AT + ROW_TILES * F::SCALE_BYTES;  // of a step in shared memory
+    PlaneCopy<ROW_TILES, F::LOW_BYTES, THREADS> low;
+    PlaneCopy<ROW_TILES, F::FIFTH_BYTES ? F::FIFTH_BYTES : 16, THREADS> fifth;
+    PlaneCopy<ROW_TILES, F::SCALE_BYTES, THREADS> scale;
 
-    static DEVICE int lane_offset(int lane) { return lane / 8 % 2 * 16; }
-
-    // One block; `scales` are the block's, of the whole batch.
-    template <class Rows>
-    DEVICE void load(const Rows& row, const float4* scales, int block, int lane) {
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                         : "=r"(b[group][0]), "=r"(b[group][1]) : "r"(row(group) + block * 32));
-            scale[group] = __ldg(scales + group * 4 + lane % 4);
-        }
+    DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
+        const s64 first = s64(first_row) * tiles;
+        const int last = row_tiles - 1 - first_row;
+        low.start(w.low, first, last, tiles, tile, thread);
+        if constexpr (F::HAS_FIFTH) fifth.start(w.fifth, first, last, tiles, tile, thread);
+        scale.start(w.scale, first, last, tiles, tile, thread);
     }
 
-    DEVICE void add_up() {}
+    DEVICE void copy(u32 to, int thread) {
+        low.copy(to, thread);
+        if constexpr (F::HAS_FIFTH) fifth.copy(to + FIFTH_AT, thread);
+        scale.copy(to + SCALE_AT, thread);
+    }
 
-    template <class F>
-    DEVICE void multiply(Accumulators<GROUPS>& acc, const Tile<F>& tile, int block) const {
-        u32 a[4];
-        tile.to_int8(block, a);
-        const float d[2] = {tile.d(block, 0), tile.d(block, 1)};
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) {
-            int c[4] = {0, 0, 0, 0};
-            mma_int8(c, a, b[group][0], b[group][1]);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                float da = j & 1 ? scale[group].z : scale[group].x, sum = j & 1 ? scale[group].w : scale[group].y;
-                if constexpr (F::HAS_MIN)
-                    acc[group][j] += d[j >> 1] * (da * float(c[j])) + tile.m(block, j >> 1) * sum;
-                else
-                    acc[group][j] += d[j >> 1] * (da * float(c[j]) - F::OFFSET * sum);
-            }
-        }
+    // Row tile r of the step at `from`.
+    static DEVICE void load(Tile<F>& tile, const u8* from, int r, int lane) {
+        tile.load_shared(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES, from + SCALE_AT + r * F::SCALE_BYTES, lane);
     }
 };
-#endif

@@ -14,6 +14,7 @@ struct GgmlBlock {
     static constexpr bool HAS_SUM = HAS_SUM_;                           // d * sum(q) is stored after d
     static constexpr int OFFSET = HAS_MIN || BITS == 8 ? 0 : 1 << (BITS - 1);
     static constexpr bool HAS_FIFTH = BITS == 5;
+    static constexpr int ZERO = BITS == 8 ? 128 : OFFSET;               // what stands for 0 once codes are unsigned
 
     static constexpr int FIFTH_AT = HAS_MIN || HAS_SUM ? 4 : 2;                    // byte offsets in a block
     static constexpr int CODES_AT = FIFTH_AT + (HAS_FIFTH ? 4 : 0);
@@ -32,20 +33,6 @@ struct GgmlBlock {
         u32 q = block[CODES_AT + (j & 15)] >> (j >> 4) * 4 & 15;
         if constexpr (HAS_FIFTH) q |= u32(block[FIFTH_AT + (j >> 3)] >> (j & 7) & 1) << 4;
         return q;
-    }
-
-    // A warp stores a block's codes, lane j holding code j.
-    static DEVICE void store_codes(u8* block, int lane, u32 q) {
-        if constexpr (BITS == 8) {
-            block[CODES_AT + lane] = u8(q);
-        } else {
-            u32 high = __shfl_down_sync(~0u, q, 16);
-            if (lane < 16) block[CODES_AT + lane] = u8((q & 15) | high << 4);
-            if constexpr (HAS_FIFTH) {
-                u32 fifth = __ballot_sync(~0u, q >> 4 & 1);
-                if (lane < 4) block[FIFTH_AT + lane] = u8(fifth >> lane * 8);
-            }
-        }
     }
 
     // Scale in the low half, minimum (or the sum) in the high half.

@@ -1,23 +1,21 @@
 // The matrix product: one core, one format, one tile configuration per module (see cuquant/plan.py).
 #include "../core/decode.cuh"
 #include "../core/mma.cuh"
+#include "../core/wgmma.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-#if CUQUANT_INT8
-#define BATCH Int8Batch
-#else
-#define BATCH HalfBatch
-#endif
-
-#if CUQUANT_DECODE
-// One block at least: left to itself ptxas trades a few spilled registers for occupancy that decode has no use for.
-extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, 1) gemm(const __grid_constant__ Problem problem) {
-    decode<Format, BATCH, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_DEPTH, CUQUANT_TURNS>(problem);
+#if CUQUANT_CORE == 0
+extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT) gemm(const __grid_constant__ Problem problem) {
+    decode<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH, CUQUANT_CLUSTER>(problem);
 }
-#else
-extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP) gemm(const __grid_constant__ Problem problem) {
-    mma<Format, BATCH, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
+#elif CUQUANT_CORE == 1
+extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, 2) gemm(const __grid_constant__ Problem problem) {
+    mma<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
+}
+#elif __CUDA_ARCH__ == 900
+extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS + 1) * WARPGROUP, 1) gemm(const __grid_constant__ Problem problem) {
+    wgmma<Format, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_SPLIT, CUQUANT_STAGES>(problem);
 }
 #endif
