@@ -33,9 +33,9 @@ class KernelError(RuntimeError):
 
 def launch(plan: Plan, *arguments: Any) -> None:
     """Start a plan's kernel on the current device and stream. Arguments are arrays and NumPy scalars."""
-    codes, values = zip(*map(_packed, arguments), strict=True)
-    packing, offsets = _layout("".join(codes))
-    launch_packed(plan, packing.pack(*values), offsets)
+    members = [_packed(argument) for argument in arguments]
+    packing, offsets = _layout("".join(code for code, _ in members))
+    launch_packed(plan, packing.pack(*(value for _, value in members)), offsets)
 
 
 def launch_packed(plan: Plan, arguments: bytes, offsets: tuple[int, ...] = (0,)) -> None:

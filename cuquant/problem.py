@@ -80,8 +80,12 @@ NO_MAP = bytes(128)
 
 @lru_cache(maxsize=4096)
 def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
-    """Float activations with byte strides: read as they are if they are float16 in whole 16-byte pieces."""
-    if aligned_half and strides[-1] == 2 and all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1]):
+    """Float activations with byte strides: read as they are if they are float16 in whole 16-byte pieces.
+
+    Rows that run backwards or repeat each other are copied: the copy engine has no such strides.
+    """
+    forward = all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1])
+    if aligned_half and strides[-1] == 2 and forward and (shape[-2] == 1 or strides[-2] > 0):
         return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None)
     return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half")
 

@@ -97,7 +97,7 @@ def test_too_many_axes_are_refused() -> None:
     ("strides", "half", "entry"),
     [
         ((128, 2), True, None),
-        ((0, 2), True, None),
+        ((0, 2), True, "rows_to_half"),
         ((-128, 2), True, "rows_to_half"),
         ((160, 2), True, None),
         ((130, 2), True, "rows_to_half"),
@@ -114,7 +114,8 @@ def test_q8_1_activations_are_read_as_half_rows() -> None:
 
 
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:
-    out = problem.Output((*x.shape[:-2], m, 256), (*(1 << 20,) * (len(x.shape) - 2), 256, 1), 0)
+    rows = (m * 256, 256, 1) if len(x.shape) > 2 else (256, 1)
+    out = problem.Output((*x.shape[:-2], m, 256), rows, 0)
     return problem.resolve(cq.formats.get("q4_0"), (256, x.shape[-1]), half, x, out, NOTHING, capability)
 
 
@@ -133,13 +134,14 @@ def test_the_map_describes_x_to_the_copy_engine() -> None:
 def test_other_cores_take_what_wgmma_cannot() -> None:
     """Weights beyond float16 and repeated rows (stride 0, which a map cannot have) go to the decode core."""
     x = problem.source((100, 96), (192, 2), True)
-    repeated = problem.source((100, 96), (0, 2), True)
+    repeated = problem.source((100, 1, 96), (0, 0, 2), True)
+    assert unpack(resolved(1, repeated))["M"] == 100
     cores = [
         plan.core_of(launch.plan.kernel)
         for launch in (
             resolved(100, x),
             resolved(100, x, half=False),
-            resolved(100, repeated),
+            resolved(1, repeated),
             resolved(100, x, capability=80),
             resolved(16, problem.source((16, 96), (192, 2), True)),
         )
