@@ -203,18 +203,16 @@ def shared_limit(capability: int) -> int:
 def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) -> Gemm:
     """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
-    Up to 8 batch rows two small blocks per multiprocessor hide each other's start and end; beyond, pairs of
+    Up to 8 batch rows two small blocks per multiprocessor hide each other's start and end. From 5 on, pairs of
     blocks split K, which halves what each reads of x.
     """
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-    groups = 1 if m <= 8 else 2
-    cluster = 2 if groups == 2 and capability == 90 else 1
-    share = max(
-        1, ceil(row_tiles * matrices * cluster / LARGE_GPU)
-    )  # row tiles of a multiprocessor, or of a pair
-    if groups == 1 and share > 4:
+    groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
+    cluster = 2 if m > 4 and capability == 90 else 1
+    share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))  # row tiles of a multiprocessor, or of a pair
+    warps = 16 if share <= 2 and m <= 4 and capability >= 80 else 8
+    if groups == 1 and share > 4 // cluster:
         share = ceil(share / 2)
-    warps, limit = 8, shared_limit(capability)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or len(fmt.scales) > 1 else 7
     most = min(most, max(1, limit // (4 * warps * layout(fmt).tile)))
@@ -230,7 +228,7 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
     shared = max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
-    tile |= {"CLUSTER": cluster, "RESIDENT": 3 - groups}
+    tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
     kernel = _gemm_kernel(fmt, Core.DECODE, tile, limit)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
