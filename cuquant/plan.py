@@ -130,8 +130,9 @@ def per_block(op: str, fmt: Format, threads: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, count: int) -> Plan:
-    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left."""
-    return Plan(_per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
+    """To or from the fragment layout (`entry`): a run of tiles a block, which strides over what is left."""
+    run = 16 if fmt.bits == 8 else 32
+    return Plan(_per_format("repack", entry, fmt), (ceil(count / run), 1, 1), 256)
 
 
 @lru_cache(maxsize=1024)
@@ -209,7 +210,9 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
     cluster = 2 if m > 4 and capability == 90 else 1
-    share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))  # row tiles of a multiprocessor, or of a pair
+    share = max(
+        1, ceil(row_tiles * matrices * cluster / LARGE_GPU)
+    )  # row tiles of a multiprocessor, or of a pair
     warps = 16 if share <= 2 and m <= 4 and capability >= 80 else 8
     if groups == 1 and share > 4 // cluster:
         share = ceil(share / 2)
