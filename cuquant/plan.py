@@ -130,9 +130,8 @@ def per_block(op: str, fmt: Format, threads: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, count: int) -> Plan:
-    """To or from the fragment layout (`entry`): a run of tiles a block, which strides over what is left."""
-    run = 16 if fmt.bits == 8 else 32
-    return Plan(_per_format("repack", entry, fmt), (ceil(count / run), 1, 1), 256)
+    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left."""
+    return Plan(_per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
 
 
 @lru_cache(maxsize=1024)
@@ -204,8 +203,8 @@ def shared_limit(capability: int) -> int:
 def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) -> Gemm:
     """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
-    Up to 8 batch rows two small blocks per multiprocessor hide each other's start and end. From 5 on, pairs of
-    blocks split K, which halves what each reads of x.
+    Up to 8 batch rows two small blocks per multiprocessor hide each other's start and end. From 5 on, pairs
+    of blocks split K, which halves what each reads of x.
     """
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability)

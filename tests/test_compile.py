@@ -157,7 +157,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
     fmt = cq.formats.get("q4_0")
     assert plan.per_block("quantize", fmt, 1).grid == (1, 1, 1)
     assert plan.per_block("quantize", fmt, 257).grid == (2, 1, 1)
-    assert plan.repack(fmt, "to_fragments", 33).grid == (2, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
     assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
 
 

@@ -1,7 +1,8 @@
 """Every kernel under compute-sanitizer: no access out of bounds, no race. Minutes; run with -m sanitizer.
 
-racecheck does not see that copies arrive at a barrier in shared memory on their own (cp.async.mbarrier.arrive),
-and takes every stage of the wgmma core for a race: it checks the cores of other GPUs alone.
+racecheck does not see that copies arrive at a barrier in shared memory on their own
+(cp.async.mbarrier.arrive), and takes every stage of the wgmma core for a race: it checks the cores of other
+GPUs alone.
 """
 
 from __future__ import annotations

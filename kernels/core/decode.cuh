@@ -1,9 +1,10 @@
 // The decode core: small batches, bound by the bytes of W. Any batch is right, 8 or 16 rows at a time.
 //
 // A cluster of CLUSTER blocks owns ROW_WARPS x ROW_TILES row tiles of W and splits K between its blocks; within a
-// block WARPS / ROW_WARPS warps take the tiles along K in turn. Each warp streams its own tiles through its own ring of DEPTH
-// slots in shared memory (a slot: ROW_TILES tiles of one 64-column step), and waits for no other. X is staged once
-// per chunk of columns. Sums meet in shared memory, of the block and then of the cluster, in a fixed order.
+// block WARPS / ROW_WARPS warps take the tiles along K in turn. Each warp streams its own tiles through its own ring
+// of DEPTH slots in shared memory (a slot: ROW_TILES tiles of one 64-column step), and waits for no other. X is
+// staged once per chunk of columns. Sums meet in shared memory, of the block and then of the cluster, in a fixed
+// order.
 //
 //      K ->  |  block 0 of the cluster | block 1 |      within a block:  | w0 | w1 | w0 | w1 | ...
 //
@@ -41,12 +42,14 @@ DEVICE void decode(const Problem& p) {
             for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
                 for (int part = 0; part < F::LOW_BYTES; part += 512)
-                    copy_async(to + r * F::LOW_BYTES + part + lane * 16, low + u32(min(r, last) * tiles + tile) * F::LOW_BYTES + part, true);
+                    copy_async(to + r * F::LOW_BYTES + part + lane * 16,
+                               low + u32(min(r, last) * tiles + tile) * F::LOW_BYTES + part, true);
             auto plane = [&](const u8* source, int bytes, u8* to) {
                 const int pieces = bytes / 16;
 #pragma unroll
                 for (int i = lane; i < ROW_TILES * pieces; i += WARP)
-                    copy_async(to + i * 16, source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
+                    copy_async(to + i * 16,
+                               source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
             };
             if constexpr (F::HAS_FIFTH) plane(fifth, F::FIFTH_BYTES, to + FIFTH_AT);
             plane(scale, F::SCALE_BYTES, to + SCALE_AT);
@@ -141,7 +144,8 @@ DEVICE void decode(const Problem& p) {
             for (int j = 0; j < 4; j += 2) {
                 float unscale = j ? Tile<F>::UNSCALE_8 : Tile<F>::UNSCALE;
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
-                *reinterpret_cast<float2*>(mine + (r * 16 + lane / 4 + j * 4) * WIDTH + group * 8 + lane % 4 * 2) = pair;
+                const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
+                *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }
     __syncthreads();
     u32 matrix = blockIdx.z;
@@ -160,12 +164,14 @@ DEVICE void decode(const Problem& p) {
     auto store = [&](int n, int m, float2 value) {
         if (block_row * 16 + n >= p.N) return;
 #pragma unroll 1
-        for (int e = 0; e < 2 && m + e < batch; e++) finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
+        for (int e = 0; e < 2 && m + e < batch; e++)
+            finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
     };
     const int pairs = (batch + 1) / 2;
     if constexpr (CLUSTER == 1) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * pairs; i += WARPS * WARP) store(i % ROWS, i / ROWS * 2, total(i % ROWS, i / ROWS * 2));
+        for (int i = threadIdx.x; i < ROWS * pairs; i += WARPS * WARP)
+            store(i % ROWS, i / ROWS * 2, total(i % ROWS, i / ROWS * 2));
     } else {
 #if __CUDA_ARCH__ >= 900
         for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += WARPS * WARP)

@@ -36,7 +36,8 @@ DEVICE u32 pack(float low, float high, int dtype) {
 // `load(row, column)` gives the accumulators of four. Instructions that run once are cold in the cache: what most
 // products need is short, and the loops are not unrolled.
 template <int COLUMNS, int THREADS, class Load>
-DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int rows, int first_n, int thread, const Load& load) {
+DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int rows, int first_n, int thread,
+                        const Load& load) {
     constexpr int WIDE = COLUMNS / 8;
     static_assert(THREADS % WIDE == 0, "a thread keeps to its columns");
     const int column = thread % WIDE * 8, n = first_n + column, count = min(8, p.N - n);
@@ -60,9 +61,10 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
             for (int j = 0; j < 8; j++) v[j] = activate(v[j] * unscale + bias[j], p.activation);
             if (p.residual)
 #pragma unroll
-                for (int j = 0; j < 8; j++)
-                    if (j < count)
-                        v[j] += load_float(p.residual, at.residual + m * p.residual_row + (n + j) * p.residual_column, p.residual_dtype);
+                for (int j = 0; j < 8; j++) {
+                    s64 from = at.residual + m * p.residual_row + (n + j) * p.residual_column;
+                    if (j < count) v[j] += load_float(p.residual, from, p.residual_dtype);
+                }
         }
         u8* const to = out + m * p.out_row * size;
         if (!whole) {

@@ -23,19 +23,22 @@ DEVICE void mma(const Problem& p) {
 
     Weights weights;
     weights.start(at.w, first_tile, row_tiles, tiles, 0, threadIdx.x);
-    constexpr int OWN = BATCH * 8 / THREADS;  // pieces of 16 bytes of x per thread and step: the same 8 columns of OWN rows
+    // Pieces of 16 bytes of x per thread and step: the same 8 columns of OWN rows.
+    constexpr int OWN = BATCH * 8 / THREADS, APART = THREADS / 8;
     static_assert(OWN * THREADS == BATCH * 8, "every thread has as many");
     const int column = threadIdx.x % 8 * 8;
     const u16* x_from[OWN];
 #pragma unroll
-    for (int j = 0; j < OWN; j++) x_from[j] = at.x + s64(min(first_m + int(threadIdx.x) / 8 + j * (THREADS / 8), p.M - 1)) * p.x_row + column;
+    for (int j = 0; j < OWN; j++)
+        x_from[j] = at.x + min(first_m + int(threadIdx.x) / 8 + j * APART, p.M - 1) * p.x_row + column;
     auto copy = [&](int tile) {  // of batch rows beyond M the last is read instead
         if (tile < tiles) {
             u8* const stage = shared + tile % STAGES * STAGE;
             const bool exists = tile * 64 + column < p.K;
 #pragma unroll
             for (int j = 0; j < OWN; j++) {
-                copy_async(stage + (threadIdx.x / 8 + j * (THREADS / 8)) * X_ROW + column * 2, exists ? x_from[j] : at.x, exists);
+                copy_async(stage + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, exists ? x_from[j] : at.x,
+                           exists);
                 x_from[j] += 64;
             }
             weights.copy(shared_address(stage + WEIGHTS_AT), threadIdx.x);
@@ -77,7 +80,8 @@ DEVICE void mma(const Problem& p) {
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows at a time
     float* const staged = reinterpret_cast<float*>(shared);
-#pragma unroll 1  // one copy of the code in the instruction cache: registers of all groups stand in it, under a condition
+    // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
+#pragma unroll 1
     for (int first = 0; first < GROUPS; first += 2) {
         __syncthreads();
         float* const own = staged + lane % 4 * 2 * LINE + warp * ROW_TILES * 16 + lane / 4;
@@ -87,10 +91,12 @@ DEVICE void mma(const Problem& p) {
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
-                    for (int e = 0; e < 4; e++) own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
+                    for (int e = 0; e < 4; e++)
+                        own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
         __syncthreads();
-        finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, [&](int row, int column) {
+        auto load = [&](int row, int column) {
             return *reinterpret_cast<const float4*>(staged + row * LINE + column);
-        });
+        };
+        finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, load);
     }
 }

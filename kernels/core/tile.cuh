@@ -29,7 +29,8 @@ struct Tile {
     // From shared memory: where the tile's share of each plane starts.
     DEVICE void load_shared(const u8* low_at, const u8* fifth_at, const u8* scale_at, int lane) {
 #pragma unroll
-        for (int part = 0; part < F::LOW_BYTES / 512; part++) set_low(part, reinterpret_cast<const uint4*>(low_at)[part * 32 + lane]);
+        for (int part = 0; part < F::LOW_BYTES / 512; part++)
+            set_low(part, reinterpret_cast<const uint4*>(low_at)[part * 32 + lane]);
         if constexpr (F::HAS_FIFTH) fifth = reinterpret_cast<const u32*>(fifth_at)[lane];
         if constexpr (F::HAS_MIN)
             set_scale(reinterpret_cast<const uint4*>(scale_at)[lane / 4]);
@@ -50,18 +51,6 @@ struct Tile {
             set_scale(reinterpret_cast<const uint4*>(scale_at)[lane / 4]);
         else
             set_scale(reinterpret_cast<const uint2*>(scale_at)[lane / 4]);
-    }
-
-    // From global memory.
-    DEVICE void load(const Planes& planes, s64 tile, int lane) {
-#pragma unroll
-        for (int part = 0; part < F::LOW_BYTES / 512; part++)
-            set_low(part, load_stream(reinterpret_cast<const uint4*>(planes.low + tile * F::LOW_BYTES + part * 512) + lane));
-        if constexpr (F::HAS_FIFTH) fifth = __ldg(reinterpret_cast<const u32*>(planes.fifth + tile * 128) + lane);
-        if constexpr (F::HAS_MIN)
-            set_scale(__ldg(reinterpret_cast<const uint4*>(planes.scale + tile * 128) + lane / 4));
-        else
-            set_scale(__ldg(reinterpret_cast<const uint2*>(planes.scale + tile * 64) + lane / 4));
     }
 
     // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 and 5 bits
@@ -162,7 +151,8 @@ struct PlaneCopy {
     DEVICE void copy(u32 to, int thread) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) copy_async(to + (thread + j * THREADS) * 16, from[j]);
+            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES)
+                copy_async(to + (thread + j * THREADS) * 16, from[j]);
             from[j] += BYTES;
         }
     }
@@ -192,6 +182,7 @@ struct WeightCopy {
 
     // Row tile r of the step at `from`.
     static DEVICE void load(Tile<F>& tile, const u8* from, int r, int lane) {
-        tile.load_shared(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES, from + SCALE_AT + r * F::SCALE_BYTES, lane);
+        tile.load_shared(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES,
+                         from + SCALE_AT + r * F::SCALE_BYTES, lane);
     }
 };

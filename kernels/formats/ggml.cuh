@@ -1,7 +1,8 @@
 // ggml's blocks of 32 weights: where the bits are in storage, how they are quantized, and how the fragment
 // layout holds them. A format is one instance of this template.
 //
-// Storage of a block: float16 d | float16 m (with a minimum) or s (with a sum) | 4 bytes of fifth bits (5 bits) | codes.
+// Storage of a block: float16 d | float16 m (with a minimum) or s (with a sum) | 4 bytes of fifth bits (5 bits) |
+// codes.
 // Codes of 4 bits: byte j holds code j in its low nibble and code j + 16 in its high one. Bit j of the fifth
 // bits belongs to code j. Codes of 8 bits are signed bytes in order.
 #pragma once

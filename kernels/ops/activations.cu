@@ -50,7 +50,8 @@ rows_to_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K,
 }
 
 // q8_1 blocks to float16 rows: the 16-bit route of 8-bit activations. The stored sum is not read.
-extern "C" __global__ void __launch_bounds__(THREADS) blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     let_successor_start();
     wait_for_predecessor();
     s64 row = blockIdx.x;

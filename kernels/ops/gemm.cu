@@ -7,15 +7,19 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 #if CUQUANT_CORE == 0
-extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT) gemm(const __grid_constant__ Problem problem) {
-    decode<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH, CUQUANT_CLUSTER>(problem);
+extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
+gemm(const __grid_constant__ Problem problem) {
+    decode<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH,
+           CUQUANT_CLUSTER>(problem);
 }
 #elif CUQUANT_CORE == 1
-extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, 2) gemm(const __grid_constant__ Problem problem) {
+extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, 2)
+gemm(const __grid_constant__ Problem problem) {
     mma<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
 }
 #elif __CUDA_ARCH__ == 900
-extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS + 1) * WARPGROUP, 1) gemm(const __grid_constant__ Problem problem) {
+extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS + 1) * WARPGROUP, 1)
+gemm(const __grid_constant__ Problem problem) {
     wgmma<Format, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_SPLIT, CUQUANT_STAGES>(problem);
 }
 #endif

@@ -164,7 +164,8 @@ DEVICE int store_codes(u8* block, int half, const int (&q)[MINE]) {
 // Rows of K floats, with strides in elements, to blocks. `first_bad`, if given, becomes the lowest row that holds
 // NaN or infinity or has a scale that overflows float16 (it starts as the greatest u64).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
-    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, u64* first_bad) {
+    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
+    u64* first_bad) {
     let_successor_start();
     wait_for_predecessor();
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];

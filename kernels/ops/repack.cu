@@ -13,7 +13,7 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256, ROWS = 16, ROW_THREADS = THREADS / ROWS;
-constexpr int RUN = Format::BITS == 8 ? 16 : 32;                   // tiles along K
+constexpr int RUN = 16;                                            // tiles along K
 constexpr int TILE_ROW = 2 * Format::BLOCK_BYTES;                  // bytes of storage
 constexpr int PITCH = ((RUN * TILE_ROW + 14) / 16 + 1) * 16;
 static_assert(PITCH / 16 % 2 == 1, "eight rows should fall into different banks");
@@ -99,7 +99,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* fifth
                 else if (word < last && word * 16 >= row.begin)
                     copy_async(image + word * 16, from + word * 16, true);
             copy_commit();
-            if (k < 8 || last > 0) *reinterpret_cast<u16*>(image + edge) = pair;  // once where both are one word
+            // Where first and last word are one, or the first is whole, others have written it.
+            if (k < 8 ? row.begin > 0 || last == 0 : last > 0) *reinterpret_cast<u16*>(image + edge) = pair;
         }
         const u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
                                    shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
