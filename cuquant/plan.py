@@ -203,8 +203,8 @@ def shared_limit(capability: int) -> int:
 def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) -> Gemm:
     """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
-    Up to 8 batch rows two small blocks per multiprocessor hide each other's start and end. From 5 on, pairs
-    of blocks split K, which halves what each reads of x.
+    Up to 8 batch rows two small blocks per multiprocessor, where its shared memory has room for them, hide
+    each other's start and end. From 5 on, pairs of blocks split K, which halves what each reads of x.
     """
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
@@ -213,7 +213,8 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
         1, ceil(row_tiles * matrices * cluster / LARGE_GPU)
     )  # row tiles of a multiprocessor, or of a pair
     warps = 16 if share <= 2 and m <= 4 and capability >= 80 else 8
-    if groups == 1 and share > 4 // cluster:
+    batch, ring = min(m, groups * 8), (72 if capability >= 90 else 24) << 10
+    if groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit:
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or len(fmt.scales) > 1 else 7
@@ -222,8 +223,8 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     rows = min(most, ceil(share / row_warps))
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot = warps * rows * layout(fmt).tile
-    depth = max(2, min(8, ((72 if capability >= 90 else 24) << 10) // slot))
-    batch, k_warps = min(m, groups * 8), warps // row_warps
+    depth = max(2, min(8, ring // slot))
+    k_warps = warps // row_warps
     own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
     fits = (limit - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
     chunk = max(k_warps, min(own, fits))

@@ -20,18 +20,14 @@ DEVICE u32 block_max(u32 value) {
     return value;
 }
 
-// One row by one block of threads; `at(k)` is element k.
-template <class Load>
-DEVICE void normalise(const Load& at, int K, u16* out, float* unscale) {
-    u32 peak = 0;
-    for (int k = threadIdx.x; k < K; k += THREADS) peak = max(peak, magnitude(at(k)));
-    int exponent = int(block_max(peak) >> 23) - 127;
-    // Rows of zeros (or subnormal numbers) and rows with NaN or infinity are left as they are.
-    int shift = exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
-    float scale = __int_as_float((shift + 127) << 23);
-    for (int k = threadIdx.x; k < K; k += THREADS) out[k] = float_to_half(at(k) * scale);
-    if (threadIdx.x == 0) *unscale = __int_as_float((127 - shift) << 23);
+// The exponent of the power of two that a row with this peak is multiplied by. Rows of zeros (or subnormal numbers)
+// and rows with NaN or infinity are left as they are.
+DEVICE int shift_of(u32 peak) {
+    int exponent = int(peak >> 23) - 127;
+    return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
+
+DEVICE float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 // Float rows with strides in elements to float16 rows [rows][K]; float16 itself is copied.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -46,19 +42,37 @@ rows_to_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K,
         return;
     }
     auto at = [&](int k) { return load_float(x, row * row_stride + k * column_stride, dtype); };
-    normalise(at, K, out + row * K, unscale + row);
+    u32 peak = 0;
+    for (int k = threadIdx.x; k < K; k += THREADS) peak = max(peak, magnitude(at(k)));
+    const int shift = shift_of(block_max(peak));
+    const float scale = power_of_two(shift);
+    for (int k = threadIdx.x; k < K; k += THREADS) out[row * K + k] = float_to_half(at(k) * scale);
+    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
-// q8_1 blocks to float16 rows: the 16-bit route of 8-bit activations. The stored sum is not read.
+// q8_1 blocks to float16 rows. The stored sum is not read. A row's peak is at most 128 times its greatest scale.
 extern "C" __global__ void __launch_bounds__(THREADS)
 blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     let_successor_start();
     wait_for_predecessor();
-    s64 row = blockIdx.x;
+    const s64 row = blockIdx.x;
     const u8* from = blocks + row * (K / 32) * Format::BLOCK_BYTES;
-    auto at = [&](int k) {
-        const u8* block = from + k / 32 * Format::BLOCK_BYTES;
-        return Format::value(Format::code(block, k % 32), Format::scale_bits(block));
+    auto scale_of = [&](int block) {
+        return half_to_float(u16(Format::load_u16(from + block * Format::BLOCK_BYTES)));
     };
-    normalise(at, K, out + row * K, unscale + row);
+    u32 peak = 0;
+    for (int block = threadIdx.x; block < K / 32; block += THREADS) peak = max(peak, magnitude(scale_of(block) * 128));
+    const int shift = shift_of(block_max(peak));
+    const float scale = power_of_two(shift);
+    for (int i = threadIdx.x; i < K / 4; i += THREADS) {  // four codes each
+        const int block = i / 8;
+        const u8* own = from + block * Format::BLOCK_BYTES + Format::CODES_AT + i % 8 * 4;
+        const u32 codes = Format::load_u16(own) | Format::load_u16(own + 2) << 16;  // blocks may start at any pair
+        const float d = scale_of(block) * scale;
+        u32 half[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) half[j] = float_to_half(float(s8(codes >> j * 8)) * d);
+        reinterpret_cast<uint2*>(out + row * K)[i] = make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
+    }
+    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
