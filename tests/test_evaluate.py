@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import io
 import json
 import math
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -382,119 +379,6 @@ def test_base_of_other_tensors(model: Path, folder: Path) -> None:
     names = {e.name for e in errors}
     assert "blk.0.attn_q.weight" in names
     assert not names & {"output.weight", "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"}
-
-
-# Tables.
-
-KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows"]
-COLUMNS = ["format", "bits_per_weight", "ppl", "ppl_stderr", "mean_kld", "max_kld", "same_top_percent"]
-COLUMNS += ["rms_dp_percent"]
-TENSOR_COLUMNS = ["name", "format", "bits_per_weight", "nmse", "sqnr_db", "max_abs_error"]
-
-
-@pytest.fixture(scope="module")
-def result(model: Path) -> Evaluation:
-    return evaluate(model, tokens=some_tokens(100), ctx=32, formats=["q8_0", "q4_0"])
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path) -> Evaluation:
-    """One scored token of one model: nearly nothing to show."""
-    return evaluate(model, tokens=some_tokens(4), ctx=4)
-
-
-def test_json_has_the_documented_keys(result: Evaluation) -> None:
-    read = json.loads(result.render("json"))
-    assert read == result.to_dict()
-    assert list(read) == KEYS
-    for row, original in zip(read["rows"], result.rows, strict=True):
-        assert sorted(row) == sorted([*COLUMNS, "tensors"])
-        assert row["ppl"] == original.ppl
-        for error in row["tensors"]:
-            assert sorted(error) == sorted(TENSOR_COLUMNS)
-    assert len(read["rows"][1]["tensors"]) == 16
-
-
-def test_json_has_null_where_there_is_no_number(result: Evaluation, alone: Evaluation) -> None:
-    (row,) = json.loads(alone.render("json"))["rows"]
-    assert {row[name] for name in COLUMNS[3:]} == {None}
-    lost = replace(result.rows[0], ppl=math.inf, ppl_stderr=math.nan)
-    (row,) = json.loads(replace(result, rows=[lost]).render("json"))["rows"]
-    assert row["ppl"] is row["ppl_stderr"] is None
-
-
-@pytest.mark.parametrize("tensors", [False, True])
-def test_csv_has_full_precision(result: Evaluation, tensors: bool) -> None:
-    read = list(csv.DictReader(io.StringIO(result.render("csv", tensors=tensors))))
-    items: list[Any] = [e for row in result.rows for e in row.tensors] if tensors else result.rows
-    columns = TENSOR_COLUMNS if tensors else COLUMNS
-    assert len(read) == len(items) > 2
-    for record, item in zip(read, items, strict=True):
-        assert list(record) == columns
-        for name in columns:
-            value = getattr(item, name)
-            assert (record[name] if isinstance(value, str) else float(record[name])) == value
-
-
-def test_csv_has_empty_cells_where_there_is_no_number(alone: Evaluation) -> None:
-    header, row = alone.render("csv").splitlines()
-    assert header == ",".join(COLUMNS)
-    assert row.endswith(",,,,,")
-
-
-def cells(result: Evaluation, style: str, tensors: bool = False) -> list[list[str]]:
-    """The cells of a rendered table, its header first."""
-    text = result.render(style, tensors=tensors)
-    if style == "html":
-        return [["".join(cell.itertext()).strip() for cell in row] for row in ET.fromstring(text).iter("tr")]
-    header, rule, *rows = text.splitlines()
-    assert set(rule) <= set("|-: ")
-    if style == "md":
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *rows)]
-    ends = [i for i, mark in enumerate(rule + " ") if mark == " " and rule[i - 1] == "-"]
-    starts = [0, *(end + 2 for end in ends[:-1])]
-    places = [slice(*place) for place in zip(starts, [*ends[:-1], None], strict=True)]
-    return [[line[place].strip() for place in places] for line in (header, *rows)]
-
-
-@pytest.mark.parametrize("style", ["table", "md", "html"])
-def test_tables_for_people(result: Evaluation, style: str) -> None:
-    header, *rows = cells(result, style)
-    titles = ["format", "bits/weight", "PPL", "±", "mean KLD", "max KLD", "same top %", "RMS Δp %"]
-    assert header == titles
-    assert [row[0] for row in rows] == ["f16", "q8_0", "q4_0"]
-    for shown, row in zip(rows, result.rows, strict=True):
-        for cell, name in zip(shown[1:], COLUMNS[1:], strict=True):
-            digits = len(cell.partition(".")[2])
-            assert float(cell) == pytest.approx(getattr(row, name), abs=0.51 * 10.0**-digits)
-    header, *rows = cells(result, style, tensors=True)
-    assert header == ["tensor", "format", "bits/weight", "NMSE", "SQNR dB", "max error"]
-    assert [row[:2] for row in rows] == [[e.name, e.format] for row in result.rows for e in row.tensors]
-
-
-@pytest.mark.parametrize("style", ["table", "md", "html"])
-def test_tables_with_nothing_to_compare(alone: Evaluation, style: str) -> None:
-    _, row = cells(alone, style)
-    assert row[0] == "f16"
-    assert row[3:] == [""] * 5
-    assert len(cells(alone, style, tensors=True)) == 1
-
-
-def test_other_ways_to_show(result: Evaluation) -> None:
-    assert str(result) == result.render() == result.render("table")
-    assert result._repr_html_() == result.render("html")
-    with pytest.raises(ValueError, match="unknown style 'latex'; allowed are table, md, html, csv, json"):
-        result.render("latex")
-
-
-@pytest.mark.parametrize("tensors", [False, True])
-def test_pandas(result: Evaluation, tensors: bool) -> None:
-    pytest.importorskip("pandas")
-    frame = result.to_pandas(tensors=tensors)
-    items: list[Any] = [e for row in result.rows for e in row.tensors] if tensors else result.rows
-    assert list(frame.columns) == (TENSOR_COLUMNS if tensors else COLUMNS)
-    for name in frame.columns:
-        assert frame[name].tolist() == [getattr(item, name) for item in items]
 
 
 def test_progress_is_for_terminals(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

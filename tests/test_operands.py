@@ -1,0 +1,185 @@
+"""Operands of a product: which are refused, in what words, and those of other array libraries."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_matmul import weight
+
+import cuquant as cq
+
+F = np.float32
+W, X = weight("q4_0", (6, 64)), np.zeros((3, 64), F)
+Q = cq.quantize(X, "q8_1")
+OVERLAP = np.zeros((6, 64), F)
+WEIGHT_BYTES = np.zeros(6 * 36, np.uint8)
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "contracts N": (lambda: np.zeros((3, 6), F) @ W, TypeError, "contracts the weight along N"),
+    "W.T on the left": (lambda: W.T @ np.zeros((6, 3), F), TypeError, "contracts the weight along N"),
+    "two weights": (lambda: W @ W.T, TypeError, "x is quantized to q4_0; activations are"),
+    "q8_1 as weight": (lambda: X @ Q.T, TypeError, "a format of activations"),
+    "q8_1 twice": (lambda: Q @ Q.T, TypeError, "a format of activations"),
+    "q8_1 contracts N": (lambda: Q @ W, TypeError, "contracts the weight along N"),
+    "q8_1 not transposed": (lambda: W @ Q, TypeError, "x is"),
+    "W.T where W is meant": (lambda: cq.linear(X, W.T), TypeError, "W is"),
+    "plain @ plain": (lambda: cq.matmul(X, X.T), TypeError, "no quantized weight on either side"),
+    "float64": (lambda: X.astype(float) @ W.T, TypeError, "x has dtype float64"),
+    "integers": (lambda: X.astype(int) @ W.T, TypeError, "x has dtype int64"),
+    "a list": (lambda: cq.linear([[0.0] * 64], W), TypeError, "x is a list"),
+    "complex": (lambda: X.astype(complex) @ W.T, TypeError, "x has dtype complex128"),
+    "other byte order": (lambda: X.astype(">f4") @ W.T, TypeError, "x has dtype >f4"),
+    "masked": (lambda: cq.linear(np.ma.masked_array(X), W), TypeError, "x is a masked array"),
+    "a scalar": (lambda: cq.linear(np.array(1, F), W), ValueError, "x is a scalar"),
+    "K differs": (lambda: X[:, :32] @ W.T, ValueError, r"x \(3, 32\) and W \(6, 64\) differ in K"),
+    "K differs on the right": (
+        lambda: W @ np.zeros((32, 3), F),
+        ValueError,
+        r"x \(3, 32\) and W \(6, 64\) differ in K",
+    ),
+    "batch differs": (
+        lambda: np.zeros((2, 3, 64), F) @ weight("q4_0", (3, 6, 64)).T,
+        ValueError,
+        r"axes of x \(2, 3, 64\) and W \(3, 6, 64\) do not broadcast",
+    ),
+    "a vector as weight": (
+        lambda: cq.linear(X, weight("q4_0", (64,))),
+        ValueError,
+        r"a weight is \(\.\.\., N, K\)",
+    ),
+    "activation": (
+        lambda: cq.linear(X, W, activation="tanh"),
+        ValueError,
+        "unknown activation 'tanh'; allowed",
+    ),
+    "bias shape": (
+        lambda: cq.linear(X, W, bias=np.zeros(7, F)),
+        ValueError,
+        r"bias has shape \(7,\); .* \(6,\)",
+    ),
+    "bias of another stack": (
+        lambda: cq.linear(X, weight("q4_0", (3, 6, 64)), bias=np.zeros((2, 6), F)),
+        ValueError,
+        r"bias has shape \(2, 6\); .* \(6,\) or \(3, 6\)",
+    ),
+    "bias dtype": (lambda: cq.linear(X, W, bias=np.zeros(6)), TypeError, "bias has dtype float64"),
+    "residual shape": (lambda: cq.linear(X, W, residual=np.zeros((6,), F)), ValueError, "residual has shape"),
+    "residual dtype": (
+        lambda: cq.linear(X, W, residual=np.zeros((3, 6))),
+        TypeError,
+        "residual has dtype float64",
+    ),
+    "dtype": (lambda: cq.linear(X, W, dtype="float64"), TypeError, "dtype float64 is not one of"),
+    "out shape": (lambda: cq.linear(X, W, out=np.zeros((6, 3), F)), ValueError, r"out has shape \(6, 3\)"),
+    "out dtype": (lambda: cq.linear(X, W, out=np.zeros((3, 6))), TypeError, "out has dtype float64"),
+    "out and dtype": (
+        lambda: cq.linear(X, W, out=np.zeros((3, 6), F), dtype=np.float16),
+        TypeError,
+        "out has dtype float32, but dtype=float16",
+    ),
+    "out read-only": (
+        lambda: cq.linear(X, W, out=np.broadcast_to(F(0), (3, 6))),
+        ValueError,
+        "out is read-only",
+    ),
+    "out is x": (
+        lambda: cq.linear(OVERLAP[:, :64], W, out=OVERLAP[:, :6]),
+        ValueError,
+        "may share memory with x",
+    ),
+    "out is x of W @ x": (
+        lambda: cq.matmul(W, OVERLAP.T[:, :3], out=OVERLAP.reshape(-1)[100:118].reshape(6, 3)),
+        ValueError,
+        "may share memory with x",
+    ),
+    "out overlaps itself": (
+        lambda: cq.linear(X, W, out=np.lib.stride_tricks.as_strided(np.zeros(6, F), (3, 6), (0, 4))),
+        ValueError,
+        "several elements in one place",
+    ),
+    "out is q8_1 x": (
+        lambda: cq.linear(Q, W, out=Q.blocks.reshape(-1)[:72].view(F).reshape(3, 6)),
+        ValueError,
+        "may share memory with x",
+    ),
+    "out is W": (
+        lambda: cq.linear(
+            X, cq.from_blocks(WEIGHT_BYTES, "q4_0", (6, 64)), out=WEIGHT_BYTES[72:144].view(F).reshape(3, 6)
+        ),
+        ValueError,
+        "may share memory with W",
+    ),
+    "out is dense W": (
+        lambda: cq.linear(X, OVERLAP, out=OVERLAP[:3, :6]),
+        ValueError,
+        "may share memory with W",
+    ),
+    "out is residual of another type": (
+        lambda: cq.linear(X, W, residual=OVERLAP.view(np.float16)[:3, :12:2], out=OVERLAP[:3, :6]),
+        ValueError,
+        "may share memory with residual",
+    ),
+    "out is bias": (
+        lambda: cq.linear(X, W, bias=OVERLAP[0, :6], out=OVERLAP[:3, :6]),
+        ValueError,
+        "may share memory with bias",
+    ),
+    "out shifted residual": (
+        lambda: cq.linear(X, W, residual=OVERLAP[:3, 1:7], out=OVERLAP[:3, :6]),
+        ValueError,
+        "may share memory with residual",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(call: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        call()
+
+
+class Foreign:
+    """An array of another library, known by DLPack alone."""
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._array = array
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def test_foreign_arrays() -> None:
+    g = np.random.default_rng(0)
+    x, bias, residual = (g.standard_normal(shape, F) for shape in ((3, 64), 6, (3, 6)))
+    y = cq.linear(Foreign(x), W, bias=Foreign(bias), residual=Foreign(residual))
+    np.testing.assert_array_equal(y, cq.linear(x, W, bias=bias, residual=residual))
+    np.testing.assert_array_equal(Foreign(x[:, ::-1]) @ W.T, x[:, ::-1] @ W.T)
+    dense = W.dequantize()
+    np.testing.assert_array_equal(cq.linear(x, Foreign(dense)), cq.linear(x, dense))
+    np.testing.assert_array_equal(cq.quantize(Foreign(x), "q8_0").blocks, cq.quantize(x, "q8_0").blocks)
+    raw = cq.from_blocks(Foreign(W.blocks), "q4_0", (6, 64))
+    assert np.shares_memory(raw.blocks, W.blocks)
+    with pytest.raises(TypeError, match="x has dtype float64"):
+        cq.linear(Foreign(x.astype(float)), W)
+
+
+def test_foreign_output() -> None:
+    x, out = np.random.default_rng(0).standard_normal((3, 64), F), np.full((3, 6), np.nan, F)
+    given = Foreign(out)
+    assert cq.linear(x, W, out=given) is given
+    np.testing.assert_array_equal(out, x @ W.T)
+
+
+@pytest.mark.gpu
+def test_mixed_devices_are_refused(xp: ModuleType) -> None:
+    cupy = cq.device.cupy()
+    with pytest.raises(TypeError, match="operands are on different devices: x on cpu, W on cuda"):
+        cq.linear(X, W.to_device("cuda"))
+    with pytest.raises(TypeError, match="different devices"):
+        cq.linear(cupy.asarray(X), W)
