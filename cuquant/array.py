@@ -13,7 +13,7 @@ from .formats import Format
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from .cuda import Fragments
+    from .cuda import Fragments, Rows
 
 _preparing = threading.Lock()
 
@@ -31,19 +31,22 @@ class QuantizedArray:
         What the bytes mean.
     blocks : NumPy or CuPy uint8 array, shape (..., N, K / format.block_size * format.block_bytes)
         The storage bytes, kept as they are.
+    rows : optional
+        Of activations on the GPU: the float16 rows made with the blocks, for the product that follows.
     """
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ W` to __rmatmul__.
-    __slots__ = ("_blocks", "_format", "_fragments", "_shape")
+    __slots__ = ("_blocks", "_format", "_fragments", "_shape", "rows")
     is_quantized_array = True
 
-    def __init__(self, format: Format, blocks: Any) -> None:
+    def __init__(self, format: Format, blocks: Any, rows: Rows | None = None) -> None:
         *lead, row_bytes = blocks.shape
         self._format = format
         self._shape: tuple[int, ...] = (*lead, row_bytes // format.block_bytes * format.block_size)
         # One of the two is there: on a GPU the first product replaces blocks by fragments.
         self._blocks: Any = blocks
         self._fragments: Fragments | None = None
+        self.rows = rows
 
     @property
     def format(self) -> Format:

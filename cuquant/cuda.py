@@ -40,22 +40,34 @@ def quantize(x: Any, fmt: Format) -> Any:
     bad = None if fmt.for_activations else cupy.full(1, np.iinfo(np.uint64).max, np.uint64)
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
-    strides = (np.int64(stride // rows.itemsize) for stride in rows.strides)
-    jit.launch(
-        plan.per_block("quantize", fmt, 2 * count),
-        *(
-            rows,
-            np.int32(problem.DTYPES[rows.dtype]),
-            *strides,
-            np.int64(len(rows)),
-            np.int64(blocks_per_row),
-            out,
-            bad,
-        ),
-    )
+    sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
+    jit.launch(plan.per_block("quantize", fmt, 2 * count), *_float_rows(rows), *sizes, out, bad)
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)
     return out
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Activations as the float16 rows that products read: one buffer, and where the rows' factors start."""
+
+    buffer: Any
+    factors: int
+
+
+def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None]:
+    """Blocks of floats (..., K), and the rows that a product will want; None for rows beyond the kernel's."""
+    *lead, k = x.shape
+    count = prod(lead)
+    if count == 0 or k == 0 or k > plan.LONGEST_ROW:
+        return quantize(x, fmt), None
+    cupy = device.cupy()
+    factors, total = _rows_bytes(x.shape)
+    blocks, buffer = cupy.empty((*lead, fmt.row_bytes(k)), np.uint8), cupy.empty(total, np.uint8)
+    start = buffer.data.ptr
+    to = (np.int32(k), blocks, np.uint64(start), np.uint64(start + factors))
+    jit.launch(plan.quantize_rows(fmt, count, k), *_float_rows(_as_rows(x)), *to)
+    return blocks, Rows(buffer, factors)
 
 
 def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -> None:
@@ -146,29 +158,41 @@ def product(p: Product, out: Any) -> None:
         _dense(p, out)
         return
     fragments = p.w.fragments()
-    quantized = check.is_quantized(p.x)
-    x = p.x.blocks if quantized else p.x
-    if quantized:
-        source = problem.quantized_source(p.x.shape)
+    rows: Rows | None = None
+    if check.is_quantized(p.x):
+        rows = p.x.rows
+        x = rows.buffer if rows else p.x.blocks
+        source = problem.quantized_source(p.x.shape, rows is not None)
     else:
+        x = p.x
         source = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0)
     launch = problem.resolve(
         fragments.fmt, fragments.shape, fragments.half, source, _output(out), _epilogue(p), jit.capability()
     )
     ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
-    if source.entry is None:
-        _launch(launch, fragments, (x.data.ptr, 0), ends)
+    operand = (x.data.ptr, x.data.ptr + rows.factors if rows else 0)
+    if source.entry is None and not launch.partials:
+        _launch(launch, fragments, operand, ends, (0, 0))
         return
     with _scratch() as scratch:
-        _launch(launch, fragments, _convert(x, source, scratch), ends)
+        converted = 0 if source.entry is None else _rows_bytes(source.shape)[1]
+        start = scratch.take(converted + launch.partials)
+        if source.entry is not None:
+            operand = _convert(x, source, start)
+        sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
+        _launch(launch, fragments, operand, ends, sums)
 
 
 def _launch(
-    launch: problem.Launch, fragments: Fragments, x: tuple[int, int], ends: tuple[int, int, int]
+    launch: problem.Launch,
+    fragments: Fragments,
+    x: tuple[int, int],
+    ends: tuple[int, int, int],
+    sums: tuple[int, int],
 ) -> None:
     """Start the product with the rows of x and their factors at these addresses."""
     tensor = problem.NO_MAP if launch.map is None else _map(x[0], launch.map)
-    jit.launch_packed(launch.plan, launch.packed(tensor, *fragments.addresses, *x, *ends))
+    jit.launch_packed(launch.plan, launch.packed(tensor, *fragments.addresses, *x, *ends, *sums))
 
 
 @lru_cache(maxsize=4096)
@@ -193,21 +217,28 @@ def _epilogue(p: Product) -> problem.Epilogue:
     return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
 
 
-def _convert(x: Any, source: problem.Source, scratch: _Scratch) -> tuple[int, int]:
+def _rows_bytes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of activations as float16 rows, and of these with the float32 factors of the rows behind them."""
+    halves = ceil(prod(shape) * 2 / 256) * 256
+    return halves, halves + ceil(prod(shape[:-1]) * 4 / 256) * 256
+
+
+def _convert(x: Any, source: problem.Source, start: int) -> tuple[int, int]:
     """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
     assert source.entry is not None
-    rows, columns = prod(source.shape[:-1]), source.shape[-1]
-    halves = ceil(rows * columns * 2 / 256) * 256
-    start = scratch.take(halves + rows * 4)
-    step = plan.activations(source.entry, get("q8_1"), rows)
-    to = (np.int32(columns), np.uint64(start), np.uint64(start + halves))
+    factors = start + _rows_bytes(source.shape)[0]
+    step = plan.activations(source.entry, get("q8_1"), prod(source.shape[:-1]))
+    to = (np.int32(source.shape[-1]), np.uint64(start), np.uint64(factors))
     if source.entry == "blocks_to_half":
         jit.launch(step, x, *to)
     else:
-        flat = _as_rows(x)
-        strides = map(np.int64, _element_strides(flat))
-        jit.launch(step, flat, np.int32(problem.DTYPES[flat.dtype]), *strides, *to)
-    return start, start + halves
+        jit.launch(step, *_float_rows(_as_rows(x)), *to)
+    return start, factors
+
+
+def _float_rows(rows: Any) -> tuple[Any, ...]:
+    """Rows of floats as kernels take them: array, number of the dtype, strides in elements."""
+    return (rows, np.int32(problem.DTYPES[rows.dtype]), *map(np.int64, _element_strides(rows)))
 
 
 def _pointer(array: Any) -> int:
@@ -225,7 +256,7 @@ def _element_strides(array: Any) -> tuple[int, ...]:
 
 
 class _Scratch:
-    """Device memory of one stream for converted activations; it grows and is never given back.
+    """Device memory of one stream for converted activations and partial sums; it only grows.
 
     Old buffers are kept, too: a captured graph may hold their addresses. The lock keeps two threads on one
     stream from interleaving a conversion with the other's product.
@@ -234,6 +265,7 @@ class _Scratch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._buffers: list[Any] = []
+        self._flags: Any = None
 
     def take(self, nbytes: int) -> int:
         """Address of at least nbytes, valid for the work that this stream is given under the lock."""
@@ -241,6 +273,12 @@ class _Scratch:
             grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
             self._buffers.append(device.cupy().empty(grown, np.uint8))
         return int(self._buffers[-1].data.ptr)
+
+    def flags(self) -> int:
+        """Address of zeros, which every product leaves as it finds them."""
+        if self._flags is None:
+            self._flags = device.cupy().zeros(plan.FLAGS, np.uint32)
+        return int(self._flags.data.ptr)
 
     def __enter__(self) -> _Scratch:
         self.lock.acquire()

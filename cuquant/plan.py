@@ -6,11 +6,13 @@ disagree. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from itertools import product
 from math import ceil
+from typing import NamedTuple
 
 from .formats import Format
 
@@ -140,17 +142,35 @@ def activations(entry: str, fmt: Format, rows: int) -> Plan:
     return Plan(_per_format("activations", entry, fmt), (rows, 1, 1), 256, overlaps=True)
 
 
+LONGEST_ROW = 4 * 16 * 1024
+"""Activations that a block of threads can keep in registers while it quantizes their row."""
+
+
+@lru_cache(maxsize=1024)
+def quantize_rows(fmt: Format, rows: int, k: int) -> Plan:
+    """Quantize activations and prepare operand B at once: a block of threads per row of at most LONGEST_ROW.
+
+    A thread takes 16 of a row, or up to four times as many where there are rows enough to fill a GPU.
+    """
+    each = 16 if rows <= LARGE_GPU else 64
+    threads = min(1024, max(128, ceil(k / (each * WARP)) * WARP))
+    return Plan(_per_format("activations", "quantize_rows", fmt), (rows, 1, 1), threads, overlaps=True)
+
+
 @dataclass(frozen=True)
 class Gemm:
     """A plan of the matrix product.
 
     `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
-    columns that the decode core stages at a time; 0 for the other cores.
+    columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
+    shares out the last `streamed` evenly, for which it needs `partials` bytes.
     """
 
     plan: Plan
     box: int = 0
     chunk: int = 0
+    streamed: int = 0
+    partials: int = 0
 
 
 DECODE_BATCH = 16
@@ -237,51 +257,132 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 
+class _Tile(NamedTuple):
+    """An output tile of a cluster of the wgmma core."""
+
+    batch: int
+    groups: int
+    """Warpgroups of a block, one below the other."""
+    blocks: int = 1
+    """Times 64 rows of W for each of them."""
+    k_groups: int = 1
+    """Times as many warpgroups, for other columns of the same rows."""
+    k_tiles: int = 1
+    """Times 64 columns that each of them takes in a turn."""
+    pair: int = 1
+    """Blocks that share x, one's rows below the other's."""
+
+    @property
+    def rows(self) -> int:
+        """Of W, of one block."""
+        return self.groups * self.blocks * 64
+
+    @property
+    def width(self) -> int:
+        """Of a stage, in steps of 64 columns."""
+        return self.k_groups * self.k_tiles
+
+
 _STEP_US = {
-    # (batch rows, warpgroups, 64-row blocks of each): microseconds
-    (32, 1, 1): 0.20,
-    (32, 4, 1): 0.43,
-    (64, 1, 1): 0.23,
-    (64, 2, 1): 0.27,
-    (64, 2, 2): 0.50,
-    (128, 1, 1): 0.24,
-    (128, 2, 1): 0.36,
-    (128, 2, 2): 0.65,
+    _Tile(32, 1, k_groups=4, k_tiles=2): 0.097,
+    _Tile(32, 2, k_groups=2, k_tiles=2): 0.180,
+    _Tile(32, 4): 0.385,
+    _Tile(64, 1): 0.212,
+    _Tile(64, 1, k_groups=4): 0.137,
+    _Tile(64, 2): 0.297,
+    _Tile(64, 2, k_groups=2): 0.249,
+    _Tile(64, 2, 2): 0.485,
+    _Tile(128, 1): 0.229,
+    _Tile(128, 1, k_groups=2): 0.202,
+    _Tile(128, 2): 0.381,
+    _Tile(128, 2, 2): 0.645,
+    _Tile(256, 2): 0.500,
+    _Tile(256, 2, pair=2): 0.500,
 }
-"""Tiles of the wgmma core, and what a step of 64 columns takes on a busy H200 (q4_0)."""
-_TILE_US = 3.0
-"""What a tile takes beyond its steps: filling the ring, and the epilogue."""
-_SPLIT_US = 2.5
-"""What it takes the blocks of a cluster to add up their sums."""
+"""Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
+_INSTRUCTIONS = {4: 1.0, 5: 1.25, 8: 1.2}
+"""How many times as many instructions codes of so many bits take; a minimum adds 0.05."""
+_TENSOR_US = 0.645 / (128 * 256)
+"""What the tensor cores take for a step of one output."""
+_START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 2.5, 3.0
+"""Times of a launch: until the first stage is there; until a pair has met; until the blocks of a cluster have
+added up their sums; of leaving sums to another cluster, and adding another's."""
+_TILE_US = 2.8 / (128 * 256)
+"""What it takes to store an output."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
+_STREAM_BYTES = 32 << 20
+"""Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+FLAGS = 4 * LARGE_GPU
+"""Flags of warpgroups that leave sums to another block's."""
+
+
+class _Choice(NamedTuple):
+    """A way to run the wgmma core, with the microseconds that the measured times predict."""
+
+    us: float
+    tile: _Tile
+    split: int
+    outputs: int
+    streamed: int
+    stages: int
+
+
+def _step_us(fmt: Format, tile: _Tile) -> float:
+    work = _INSTRUCTIONS.get(fmt.bits, 1.25) + 0.05 * (len(fmt.scales) > 1)
+    tensor = tile.batch * tile.rows * _TENSOR_US
+    return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
+
+
+def _stage_bytes(fmt: Format, tile: _Tile) -> int:
+    step = tile.batch * 2 * TILE_COLUMNS + tile.rows // TILE_ROWS * layout(fmt).tile
+    return ceil(tile.width * step / 1024) * 1024
+
+
+def _staged_bytes(tile: _Tile, split: int) -> int:
+    """Of sums on their way out, and of further k groups; after a split in the ring's place."""
+    staged = tile.groups * (tile.batch if split > 1 else 32) * (tile.blocks * 64 + 4) * 4
+    return max(staged, tile.groups * (tile.k_groups - 1) * tile.blocks * tile.batch * 256)
+
+
+def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
+    """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
+    steps = ceil(k / TILE_COLUMNS)
+    for tile, (split, blocks) in product(_STEP_US, _PLACES.items()):
+        ring = shared_limit(90) - (0 if split > 1 else _staged_bytes(tile, split))
+        stages = min(8, ring // _stage_bytes(fmt, tile))
+        if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
+            continue
+        outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
+        places = blocks // (split * tile.pair)
+        step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
+        start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
+        waves, rest = divmod(outputs, places)
+        rounds = waves + (rest > 0)
+        if split > 1:
+            if rounds == 1 and steps >= 4 * split:
+                yield _Choice(start + steps / split * step + _SPLIT_US, tile, split, outputs, 0, stages)
+            continue
+        yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
+        if waves and rest and tile.batch >= 128 and tile.width == 1 and m * k * 2 <= _STREAM_BYTES:
+            us = start + outputs / places * steps * step + rounds * store + _STREAM_US
+            yield _Choice(us, tile, 1, outputs, places + rest, stages)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
-    """The wgmma core, with the tile and the split of K that measured times predict to be fastest."""
-    steps = ceil(k / TILE_COLUMNS)
-    found: list[tuple[float, tuple[int, int, int], int, int]] = []
-    for tile, step in _STEP_US.items():
-        batch, groups, blocks = tile
-        outputs = ceil(n / (groups * blocks * 64)) * ceil(m / batch) * matrices
-        for split, places in _PLACES.items():
-            if split == 1 or (outputs * split <= places and steps >= 4 * split):
-                waves = ceil(outputs * split / places)
-                cost = ceil(steps / split) * step + _TILE_US + (_SPLIT_US if split > 1 else 0)
-                found.append((waves * cost, tile, split, outputs))
-    _, (batch, groups, blocks), split, outputs = min(found)
-    rows = groups * blocks * 64
-    stage = ceil((batch * 2 * TILE_COLUMNS + rows // TILE_ROWS * layout(fmt).tile) / 1024) * 1024
-    staged = (
-        (batch if split > 1 else 32) * (rows + 4) * 4
-    )  # sums on their way out; after a split in the ring's place
-    limit = shared_limit(90)
-    stages = min(8, (limit if split > 1 else limit - staged) // stage)
+    """The wgmma core, as measured times predict it to be fastest."""
+    _, tile, split, outputs, streamed, stages = min(_choices(fmt, m, n, k, matrices))
+    batch, groups, blocks, k_groups, k_tiles, pair = tile
+    stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
-    constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "SPLIT": split, "STAGES": stages}
-    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU), 1, 1)
+    constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
+    constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
+    constants["STAGES"] = stages
+    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
     kernel = _gemm_kernel(fmt, Core.WGMMA, constants, shared)
-    return Gemm(Plan(kernel, grid, (groups + 1) * 128, shared, split, overlaps=True), box=batch)
+    plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, shared, split * pair, overlaps=True)
+    partials = grid[0] * tile.rows * batch * 4 if streamed else 0
+    return Gemm(plan, box=batch // pair, streamed=streamed, partials=partials)
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
@@ -313,6 +414,7 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
         found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
         if fmt.for_activations:
             found |= {activations(e, fmt, 1).kernel for e in ("rows_to_half", "blocks_to_half")}
+            found.add(quantize_rows(fmt, 1, fmt.block_size).kernel)
             continue
         found |= {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
         batches, rows = (1, 9, 17, 33, 65, 129, 513, 4096), (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16)

@@ -18,9 +18,9 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
-_ADDRESSES = struct.Struct("<8q")
-_NUMBERS = struct.Struct("<23q9i36x")
-"""`struct Problem`: the copy engine's map, eight addresses, then what `resolve` packs."""
+_ADDRESSES = struct.Struct("<10q")
+_NUMBERS = struct.Struct("<23q10i16x")
+"""`struct Problem`: the copy engine's map, ten addresses, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
 
@@ -29,12 +29,13 @@ class Source(NamedTuple):
     """Activations (..., M, K) as the kernel reads them.
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
-    the rows (all axes but the last) in elements.
+    the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each.
     """
 
     shape: Shape
     strides: Shape
     entry: str | None
+    factors: bool
 
 
 class Output(NamedTuple):
@@ -56,14 +57,20 @@ class Epilogue(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A planned product; `map` describes x to the copy engine where the core uses it."""
+    """A planned product.
+
+    `map` describes x to the copy engine where the core uses it; `partials` are the bytes of global memory in
+    which blocks leave sums to each other.
+    """
 
     plan: plan.Plan
     map: Map | None
     numbers: bytes
+    partials: int
 
     def packed(self, map: bytes, *addresses: int) -> bytes:
-        """The kernel's argument; addresses of W's planes, x, its row factors, out, bias and residual."""
+        """The kernel's argument; addresses of W's planes, x, its row factors, out, bias, residual,
+        partial sums and their flags."""
         return map + _ADDRESSES.pack(*addresses) + self.numbers
 
 
@@ -86,14 +93,14 @@ def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
     """
     forward = all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1])
     if aligned_half and strides[-1] == 2 and forward and (shape[-2] == 1 or strides[-2] > 0):
-        return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None)
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half")
+        return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None, False)
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half", True)
 
 
 @lru_cache(maxsize=4096)
-def quantized_source(shape: Shape) -> Source:
-    """q8_1 activations, as float16 rows."""
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), "blocks_to_half")
+def quantized_source(shape: Shape, converted: bool) -> Source:
+    """q8_1 activations, as the float16 rows that were made with them, or must be made of them."""
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), None if converted else "blocks_to_half", True)
 
 
 @lru_cache(maxsize=4096)
@@ -112,12 +119,12 @@ def resolve(
     # A map cannot repeat rows (stride 0); the decode core, which takes any weights, can.
     gemm = plan.gemm(fmt, m, n, k, prod(extents), half and rows[1] > 0, capability)
     # Row factors of a conversion go with its rows.
-    x_rows = [0] * _BATCH_AXES if x.entry is None else [stride // k for stride in steps[1]]
+    x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
     numbers = _NUMBERS.pack(
         *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
-        *(_ACTIVATIONS[end.activation], int(end.bias_stacked)),
+        *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed),
     )
     tensor = None
     if gemm.box:  # axes that x lacks have extent 1, and any stride
@@ -126,7 +133,7 @@ def resolve(
         tensor = Map(
             (k, m, *dims[::-1]), (2 * rows[1], *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
         )
-    return Launch(gemm.plan, tensor, numbers)
+    return Launch(gemm.plan, tensor, numbers, gemm.partials)
 
 
 def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shape, list[tuple[int, Shape]]]:

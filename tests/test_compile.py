@@ -130,13 +130,17 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             )
             assert gemm.plan.overlaps
             if core == "wgmma":
-                step, batch = c["GROUPS"] * c["ROW_BLOCKS"] * 64, c["BATCH"]
+                step, batch = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"], c["BATCH"]
                 outputs = ceil(n / step) * ceil(m / batch) * 3
-                assert gemm.plan.cluster == c["SPLIT"]
-                assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs
-                assert gemm.box == batch
-                assert gemm.plan.block == (c["GROUPS"] + 1) * 128
+                assert gemm.plan.cluster == c["SPLIT"] * c["PAIR"]
+                assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs * c["PAIR"]
+                assert x % gemm.plan.cluster == 0
+                assert gemm.box == batch // c["PAIR"]
+                assert gemm.plan.block == (c["GROUPS"] * c["K_GROUPS"] + 1) * 128
+                assert ceil(k / 64) % (c["SPLIT"] * c["K_GROUPS"] * c["K_TILES"]) == 0
+                assert c["STAGES"] >= 3  # one that is read, one that waits, one on its way
                 assert (capability, half) == (90, True)
+                assert c["STREAM"] == (gemm.streamed > 0)
                 continue
             assert gemm.plan.block == c["WARPS"] * 32
             assert z == 3
@@ -153,12 +157,60 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             assert n <= x * step < n + step
 
 
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
+def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
+    """The arithmetic of Schedule in kernels/core/wgmma.cuh.
+
+    Every step of every tile belongs to one cluster, a tile to two at most: who stores it has the higher
+    number.
+    """
+    seen = 0
+    for m in (129, 256, 384, 512, 1000, 1024):
+        gemm = plan.gemm(cq.formats.get("q4_0"), m, n, k, 1, True, 90)
+        if not gemm.streamed:
+            continue
+        seen += 1
+        c = dict(gemm.plan.kernel.constants)
+        clusters, tiles = gemm.plan.grid[0] // gemm.plan.cluster, ceil(k / 64)
+        rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"]
+        works = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
+        assert gemm.streamed * tiles * clusters < 1 << 32
+        assert gemm.plan.grid[0] * c["GROUPS"] <= plan.FLAGS
+        assert gemm.partials == gemm.plan.grid[0] * rows // c["PAIR"] * c["BATCH"] * 4
+        owners: dict[int, list[tuple[int, int, int]]] = {}
+        for cluster in range(clusters):
+            share = clusters - 1 - cluster
+            first = gemm.streamed * tiles * share // clusters
+            end = gemm.streamed * tiles * (share + 1) // clusters
+            skipped = first // tiles
+            start, stop = first - skipped * tiles, end - skipped * tiles
+            for i in range((works - cluster + clusters - 1) // clusters):
+                owners.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
+            for piece in range(ceil(stop / tiles)):
+                begin, until = 0 if piece else start, min(tiles, stop - piece * tiles)
+                owners.setdefault(works + skipped + piece, []).append((begin, until, cluster))
+        assert sorted(owners) == list(range(works + gemm.streamed))
+        for parts in map(sorted, owners.values()):
+            assert parts[0][0] == 0
+            assert parts[-1][1] == tiles
+            assert len(parts) == 1 or (len(parts) == 2 and parts[0][1] == parts[1][0])
+            assert all(begin < until for begin, until, _ in parts)
+            assert len(parts) == 1 or parts[0][2] > parts[1][2]
+    assert seen
+
+
 def test_quantizing_plans_cover_all_threads() -> None:
     fmt = cq.formats.get("q4_0")
     assert plan.per_block("quantize", fmt, 1).grid == (1, 1, 1)
     assert plan.per_block("quantize", fmt, 257).grid == (2, 1, 1)
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
     assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
+    for rows, k in product((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
+        launch = plan.quantize_rows(cq.formats.get("q8_1"), rows, k)
+        assert launch.grid == (rows, 1, 1)
+        assert launch.block % 32 == 0
+        assert launch.block <= 1024
+        assert 4 * 16 * launch.block >= k
 
 
 def test_kernels_are_keys() -> None:

@@ -15,7 +15,7 @@ from formats_table import FLOATS, NAMES, random_blocks
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import device, testing
+from cuquant import device, jit, plan, problem, testing
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -122,10 +122,10 @@ def test_the_fragment_layout_is_the_picture() -> None:
 def test_every_step_of_k_counts(name: str, kind: str) -> None:
     """Activations that are zero but in 16 columns, for every such step: a lost or doubled one shows."""
     cupy = device.cupy()
-    w = cuda_weight(name, (48, 576))
-    for m in (1, 12, 40):
-        for step in range(36):
-            x = np.zeros((m, 576), F)
+    for m, k in ((1, 576), (12, 576), (40, 576), (40, 512)):
+        w = cuda_weight(name, (48, k))
+        for step in range(k // 16):
+            x = np.zeros((m, k), F)
             x[:, step * 16 : step * 16 + 16] = gauss((m, 16), step)
             a: Any = cupy.asarray(x.astype(np.float16))
             a = cq.quantize(a, "q8_1") if kind == "q8_1" else a
@@ -372,6 +372,67 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
             for m in (1, 8, 9, 16, 40, 200):
                 x = cupy.asarray(gauss((m, shape[1])).astype(np.float16))
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("tile", list(plan._STEP_US), ids=lambda tile: "x".join(map(str, tile)))
+def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
+    """Whatever the measured times make of them: splits, shared tiles, edges, every epilogue."""
+    cupy = device.cupy()
+    if jit.capability() != 90:
+        pytest.skip("wgmma is sm_90a's")
+    fmt = cq.formats.get(name)
+    ways = set()
+    for m, n, k in ((1300, 2570, 1024), (1300, 2560, 1024), (100, 200, 2048), (300, 2570, 1000)):
+        choices = [choice for choice in plan._choices(fmt, m, n, k, 1) if choice.tile == tile]
+        w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
+        x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
+        bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)
+        reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
+        for choice in choices:
+            ways.add((choice.split, choice.streamed > 0))
+            monkeypatch.setattr(plan, "_choices", lambda *a, choice=choice: [choice])
+            plan.gemm.cache_clear()
+            problem.resolve.cache_clear()
+            for _ in range(2):  # flags are as they were
+                assert nmse(x @ w.T, reference) < 1e-6, choice
+            y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
+            assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
+            y = cq.linear(x, w, bias=bias)
+            assert nmse(y, reference + bias) < 1e-6, choice
+        monkeypatch.undo()
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
+    assert (1, False) in ways
+    assert ((1, True) in ways) == (tile.batch >= 128 and tile.width == 1)
+    assert ((2, False) in ways) == (tile.pair == 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_activations_are_quantized_as_in_two_steps(dtype: np.dtype[Any]) -> None:
+    """The float16 rows made with the blocks give the bits of those made of the blocks."""
+    cupy = device.cupy()
+    for k in (32, 96, 4096, 14336, plan.LONGEST_ROW, plan.LONGEST_ROW + 32):
+        w = cuda_weight("q4_0", (40, k))
+        for m in (1, 3, 200) if k < 10_000 else (2,):
+            x = gauss((m, k * 2))
+            x[0] *= F(3e-4)
+            x[-1] *= F(1e3)
+            x[m // 2, k // 2 : k // 2 + 32] = 0
+            whole = cupy.asarray(x).astype(dtype)
+            for view in (whole[:, :k], whole[:, ::2], whole[:, 1 : k + 1]):
+                q = cq.quantize(view, "q8_1")
+                assert (q.rows is not None) == (k <= plan.LONGEST_ROW)
+                assert np.array_equal(as_numpy(q.blocks), cq.quantize(cupy.asnumpy(view), "q8_1").blocks)
+                again = cq.from_blocks(q.blocks, "q8_1", (m, k))
+                assert cupy.array_equal(cq.matmul(q, w.T), cq.matmul(again, w.T))
+    bad = cupy.ones((3, 64), dtype)
+    bad[1, 40] = np.nan
+    y = as_numpy(cq.matmul(cq.quantize(bad, "q8_1"), cuda_weight("q4_0", (40, 64)).T))
+    assert np.isnan(y[1]).all()
+    assert np.isfinite(y[[0, 2]]).all()
+    vector = cq.quantize(bad[0], "q8_1")
+    assert cupy.array_equal(cq.matmul(vector, cuda_weight("q4_0", (40, 64)).T), cupy.asarray(y[0]))
 
 
 @pytest.mark.parametrize("name", NAMES)

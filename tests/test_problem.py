@@ -14,13 +14,14 @@ from cuquant import plan, problem
 
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
-INTEGERS = ("M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation", "stacked")
+INTEGERS = ["M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation"]
+INTEGERS += ["stacked", "streamed"]
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q9i36x", launch.numbers)
+    values = struct.unpack("<23q10i16x", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -55,7 +56,7 @@ def test_every_element_is_where_numpy_has_it(
     shape = (*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-2])
     base = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     out = base[..., ::2] if strided else np.arange(np.prod(shape)).reshape(shape)
-    rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None)
+    rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None, converted)
     target = problem.Output(shape, strides(out), 0)
     launch = problem.resolve(cq.formats.get("q4_0"), right, True, rows, target, NOTHING, 90)
     read = unpack(launch)
@@ -110,7 +111,8 @@ def test_what_is_read_as_it_is(strides: tuple[int, ...], half: bool, entry: str 
 
 
 def test_q8_1_activations_are_read_as_half_rows() -> None:
-    assert problem.quantized_source((3, 96)) == ((3, 96), (96,), "blocks_to_half")
+    assert problem.quantized_source((3, 96), False) == ((3, 96), (96,), "blocks_to_half", True)
+    assert problem.quantized_source((3, 96), True) == ((3, 96), (96,), None, True)
 
 
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:
@@ -151,8 +153,8 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), *range(1, 9))
+    packed = launch.packed(bytes(range(128)), *range(1, 11))
     assert len(packed) % 64 == 0  # as its alignment
     assert packed[:128] == bytes(range(128))
-    assert struct.unpack("<8q", packed[128:192]) == tuple(range(1, 9))
-    assert packed[192:] == launch.numbers
+    assert struct.unpack("<10q", packed[128:208]) == tuple(range(1, 11))
+    assert packed[208:] == launch.numbers

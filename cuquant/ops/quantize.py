@@ -35,7 +35,12 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     fmt = formats.get(format)
     x = check.floats(x, "x")
     check.whole_blocks(x.shape, fmt)
-    return QuantizedArray(fmt, device.backend(device.is_cuda(x)).quantize(x, fmt))
+    on_gpu = device.is_cuda(x)
+    if on_gpu and fmt.for_activations:
+        from .. import cuda
+
+        return QuantizedArray(fmt, *cuda.quantize_activations(x, fmt))
+    return QuantizedArray(fmt, device.backend(on_gpu).quantize(x, fmt))
 
 
 def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:

@@ -4,14 +4,27 @@
 
 enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_ERF = 3, SILU = 4 };
 
-// NaN stays NaN in each of them.
-DEVICE float activate(float x, int activation) {
+// NaN stays NaN in each of them. With u = sqrt(2 / pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function
+// of 2 u.
+template <int ACTIVATION, int COUNT>
+DEVICE void activate(float (&x)[COUNT]) {
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const float v = x[j];
+        if constexpr (ACTIVATION == RELU) x[j] = v < 0 ? 0 : v;
+        if constexpr (ACTIVATION == GELU) x[j] = v / (1 + __expf(-1.5957691216f * (v + 0.044715f * v * v * v)));
+        if constexpr (ACTIVATION == GELU_ERF) x[j] = 0.5f * v * (1 + erff(v * 0.7071067812f));
+        if constexpr (ACTIVATION == SILU) x[j] = v / (1 + __expf(-v));
+    }
+}
+
+template <int COUNT>
+DEVICE void activate(float (&x)[COUNT], int activation) {
     switch (activation) {
-        case RELU: return x < 0 ? 0 : x;
-        case GELU: return 0.5f * x * (1 + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
-        case GELU_ERF: return 0.5f * x * (1 + erff(x * 0.7071067812f));
-        case SILU: return x / (1 + __expf(-x));
-        default: return x;
+        case RELU: return activate<RELU>(x);
+        case GELU: return activate<GELU>(x);
+        case GELU_ERF: return activate<GELU_ERF>(x);
+        case SILU: return activate<SILU>(x);
     }
 }
 
@@ -19,17 +32,16 @@ DEVICE float activate(float x, int activation) {
 DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value) {
     if (at.unscale) value *= at.unscale[m];
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
-    if (p.activation) value = activate(value, p.activation);
+    if (p.activation) {
+        float one[1] = {value};
+        activate(one, p.activation);
+        value = one[0];
+    }
     if (p.residual) {
         s64 from = at.residual + m * p.residual_row + n * p.residual_column;
         value += load_float(p.residual, from, p.residual_dtype);
     }
     store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value);
-}
-
-DEVICE u32 pack(float low, float high, int dtype) {
-    return dtype == FLOAT16 ? float_to_half(low) | u32(float_to_half(high)) << 16
-                            : float_to_bfloat(low) | u32(float_to_bfloat(high)) << 16;
 }
 
 // COLUMNS columns of `rows` batch rows, from (first_m, first_n) on, by THREADS threads, a thread 8 columns at a time:
@@ -55,17 +67,16 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
         const int m = first_m + row;
         const float4 low = load(row, column), high = load(row, column + 4);
         float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        if (at.unscale || p.bias || p.activation || p.residual) {
-            const float unscale = at.unscale ? at.unscale[m] : 1;
+        const float unscale = at.unscale ? at.unscale[m] : 1;
 #pragma unroll
-            for (int j = 0; j < 8; j++) v[j] = activate(v[j] * unscale + bias[j], p.activation);
-            if (p.residual)
+        for (int j = 0; j < 8; j++) v[j] = v[j] * unscale + bias[j];
+        if (p.activation) activate(v, p.activation);
+        if (p.residual)
 #pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    s64 from = at.residual + m * p.residual_row + (n + j) * p.residual_column;
-                    if (j < count) v[j] += load_float(p.residual, from, p.residual_dtype);
-                }
-        }
+            for (int j = 0; j < 8; j++) {
+                s64 from = at.residual + m * p.residual_row + (n + j) * p.residual_column;
+                if (j < count) v[j] += load_float(p.residual, from, p.residual_dtype);
+            }
         u8* const to = out + m * p.out_row * size;
         if (!whole) {
 #pragma unroll

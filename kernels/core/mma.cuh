@@ -56,7 +56,7 @@ DEVICE void mma(const Problem& p) {
         const u8* const stage = shared + tile % STAGES * STAGE;
         Tile<F> w[ROW_TILES];
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++) Weights::load(w[r], stage + WEIGHTS_AT, warp * ROW_TILES + r, lane);
+        for (int r = 0; r < ROW_TILES; r++) Weights::load(w[r], stage + WEIGHTS_AT, warp * ROW_TILES + r, 0, lane);
         // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.
         const u32 x = shared_address(stage) + (lane % 8 + lane / 16 * 8) * X_ROW + lane / 8 % 2 * 16;
 #pragma unroll

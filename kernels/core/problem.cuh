@@ -12,6 +12,8 @@ struct Problem {
     void* out;
     const void* bias;      // or null
     const void* residual;  // or null
+    float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
+    u32* flags;
     s64 x_row;             // stride of x in elements
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out
@@ -21,6 +23,7 @@ struct Problem {
     int M, N, K, chunk;          // chunk: tiles of 64 columns that the decode core stages at a time
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
+    int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.

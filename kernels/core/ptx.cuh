@@ -41,6 +41,13 @@ DEVICE void load_matrices(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
+DEVICE uint4 load_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
 // 16 bytes from global to shared memory; zeros where `valid` is false. Before sm_80 an ordinary load and store.
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -147,6 +154,13 @@ DEVICE void barrier_arrive(u32 barrier, bool arrives) {
                  :: "r"(barrier), "r"(int(arrives)) : "memory");
 }
 
+// At a barrier of any block of the cluster.
+DEVICE void barrier_arrive_cluster(u32 barrier, bool arrives) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n"
+                 "@p mbarrier.arrive.shared::cluster.b64 _, [%0];}"
+                 :: "r"(barrier), "r"(int(arrives)) : "memory");
+}
+
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -162,10 +176,38 @@ DEVICE void copy_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
-// The box at (k, m, i, j, l) of the tensor that `map` describes.
+// The reverse of load_matrices, transposed: elements (2 i, g) and (2 i + 1, g) of each matrix come from lane 4 g + i.
+DEVICE void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
+
+// The box at (k, m, i, j, l) of the tensor that `map` describes; to all of a cluster's BLOCKS, at the same place.
+template <int BLOCKS>
 DEVICE void copy_box(u32 to, const void* map, u32 barrier, int k, int m, int i, int j, int l) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
-                 :: "r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l) : "memory");
+    if constexpr (BLOCKS == 1)
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                     " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                     :: "r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                     " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;"
+                     :: "r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l),
+                        "h"(u16((1 << BLOCKS) - 1)) : "memory");
+}
+
+// A flag in global memory: 1 when what the threads that met before `set_flag` have written may be read.
+DEVICE void set_flag(u32* flag, u32 value, bool sets) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"
+                 "@p fence.acq_rel.gpu;\n"
+                 "@p st.relaxed.gpu.global.u32 [%0], %1;}" :: "l"(flag), "r"(value), "r"(u32(sets)) : "memory");
+}
+
+DEVICE void wait_for_flag(const u32* flag) {
+    asm volatile("{.reg .pred set;\n.reg .u32 v;\n"
+                 "again: ld.acquire.gpu.global.u32 v, [%0];\n"
+                 "setp.ne.u32 set, v, 0;\n"
+                 "vote.sync.all.pred set, set, 0xffffffff;\n"
+                 "@!set bra.uni again;}" :: "l"(flag) : "memory");
 }
 #endif

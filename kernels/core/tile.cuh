@@ -131,19 +131,19 @@ private:
     }
 };
 
-// One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step of 64 columns at a time: of
-// the step's pieces of 16 bytes, every THREADS-th. A row tile beyond the last reads the last instead.
+// One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step at a time: of the step's pieces
+// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead.
 template <int ROW_TILES, int BYTES, int THREADS>
 struct PlaneCopy {
     static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
     const u8* from[OWN ? OWN : 1];
 
-    // `first` is the number of the first row tile's first tile, `tile` the step that comes first.
-    DEVICE void start(const u8* plane, s64 first, int last, int tiles, int tile, int thread) {
+    // From `plane` on, where the first row tile's first step is; the others' follow `apart` bytes apart.
+    DEVICE void start(const u8* plane, int last, u32 apart, int thread) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             int piece = thread + j * THREADS, row = piece / (BYTES / 16);
-            from[j] = plane + (first + u32(min(row, last) * tiles) + tile) * BYTES + piece % (BYTES / 16) * 16;
+            from[j] = plane + min(row, last) * apart + piece % (BYTES / 16) * 16;
         }
     }
 
@@ -158,20 +158,22 @@ struct PlaneCopy {
     }
 };
 
-template <class F, int ROW_TILES, int THREADS>
+// All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step].
+template <class F, int ROW_TILES, int THREADS, int WIDTH = 1>
 struct WeightCopy {
-    static constexpr int FIFTH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = FIFTH_AT + ROW_TILES * F::FIFTH_BYTES;
-    static constexpr int SIZE = SCALE_AT + ROW_TILES * F::SCALE_BYTES;  // of a step in shared memory
-    PlaneCopy<ROW_TILES, F::LOW_BYTES, THREADS> low;
-    PlaneCopy<ROW_TILES, F::FIFTH_BYTES ? F::FIFTH_BYTES : 16, THREADS> fifth;
-    PlaneCopy<ROW_TILES, F::SCALE_BYTES, THREADS> scale;
+    static constexpr int TILES = ROW_TILES * WIDTH;
+    static constexpr int FIFTH_AT = TILES * F::LOW_BYTES, SCALE_AT = FIFTH_AT + TILES * F::FIFTH_BYTES;
+    static constexpr int SIZE = SCALE_AT + TILES * F::SCALE_BYTES;  // of a step in shared memory
+    PlaneCopy<ROW_TILES, F::LOW_BYTES * WIDTH, THREADS> low;
+    PlaneCopy<ROW_TILES, (F::FIFTH_BYTES ? F::FIFTH_BYTES : 16) * WIDTH, THREADS> fifth;
+    PlaneCopy<ROW_TILES, F::SCALE_BYTES * WIDTH, THREADS> scale;
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
-        const s64 first = s64(first_row) * tiles;
+        const s64 first = s64(first_row) * tiles + tile;
         const int last = row_tiles - 1 - first_row;
-        low.start(w.low, first, last, tiles, tile, thread);
-        if constexpr (F::HAS_FIFTH) fifth.start(w.fifth, first, last, tiles, tile, thread);
-        scale.start(w.scale, first, last, tiles, tile, thread);
+        low.start(w.low + first * F::LOW_BYTES, last, tiles * F::LOW_BYTES, thread);
+        if constexpr (F::HAS_FIFTH) fifth.start(w.fifth + first * F::FIFTH_BYTES, last, tiles * F::FIFTH_BYTES, thread);
+        scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
     }
 
     DEVICE void copy(u32 to, int thread) {
@@ -180,9 +182,10 @@ struct WeightCopy {
         scale.copy(to + SCALE_AT, thread);
     }
 
-    // Row tile r of the step at `from`.
-    static DEVICE void load(Tile<F>& tile, const u8* from, int r, int lane) {
-        tile.load_shared(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES,
-                         from + SCALE_AT + r * F::SCALE_BYTES, lane);
+    // Row tile r, tile k of the step at `from`.
+    static DEVICE void load(Tile<F>& tile, const u8* from, int r, int k, int lane) {
+        const int i = r * WIDTH + k;
+        tile.load_shared(from + i * F::LOW_BYTES, from + FIFTH_AT + i * F::FIFTH_BYTES,
+                         from + SCALE_AT + i * F::SCALE_BYTES, lane);
     }
 };

@@ -15,6 +15,16 @@ constexpr int WARP = 32;
 // Element types of the arrays that a user hands over, numbered as plan.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
+// Blocks start at any even address.
+DEVICE u32 load_u16(const u8* p) { return *reinterpret_cast<const u16*>(p); }
+
+DEVICE u32 load_u32(const u8* p) { return load_u16(p) | load_u16(p + 2) << 16; }
+
+DEVICE void store_u32(u8* p, u32 bits) {
+    *reinterpret_cast<u16*>(p) = u16(bits);
+    *reinterpret_cast<u16*>(p + 2) = u16(bits >> 16);
+}
+
 DEVICE float half_to_float(u16 bits) {
     float value;
     asm("{.reg .f16 h; mov.b16 h, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "h"(bits));
@@ -34,6 +44,25 @@ DEVICE u16 float_to_bfloat(float value) {
     u32 bits = __float_as_int(value);
     if ((bits & 0x7fffffff) > 0x7f800000) return u16(bits >> 16 | 0x40);
     return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// Two numbers of a 16-bit type, each rounded once.
+DEVICE u32 pack(float low, float high, int dtype) {
+    u32 bits;
+    if (dtype == FLOAT16) {
+#if __CUDA_ARCH__ >= 800
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+        bits = float_to_half(low) | u32(float_to_half(high)) << 16;
+#endif
+    } else {
+#if __CUDA_ARCH__ >= 800
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+        bits = float_to_bfloat(low) | u32(float_to_bfloat(high)) << 16;
+#endif
+    }
+    return bits;
 }
 
 DEVICE float load_float(const void* array, s64 index, int dtype) {

@@ -26,8 +26,6 @@ struct GgmlBlock {
     static constexpr int FIFTH_BYTES = HAS_FIFTH ? 128 : 0;
     static constexpr int SCALE_BYTES = HAS_MIN ? 128 : 64;
 
-    static DEVICE u32 load_u16(const u8* p) { return *reinterpret_cast<const u16*>(p); }
-
     // Code j of a block, as stored: 0 .. 2^BITS - 1, or a signed byte's bits.
     static DEVICE u32 code(const u8* block, int j) {
         if constexpr (BITS == 8) return block[CODES_AT + j];

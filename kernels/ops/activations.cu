@@ -2,21 +2,21 @@
 //
 // Rows that are not float16 are divided by a power of two that puts their peak between 2^13 and 2^14: exact, and
 // undone in the float32 epilogue. What is 2^-37 of the peak or less is lost.
-#include "../core/ieee.cuh"
-#include "../core/ptx.cuh"
+#include "../formats/encode.cuh"
 #include "../formats/q8_1.cuh"
 
-constexpr int THREADS = 256;
+constexpr int THREADS = 256, MOST_THREADS = 1024;
 
 DEVICE u32 block_max(u32 value) {
-    __shared__ u32 warps[THREADS / WARP];
+    __shared__ u32 warps[MOST_THREADS / WARP];
 #pragma unroll
     for (int step = 16; step; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
     if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = value;
     __syncthreads();
     value = warps[0];
 #pragma unroll
-    for (int w = 1; w < THREADS / WARP; w++) value = max(value, warps[w]);
+    for (int w = 1; w < MOST_THREADS / WARP; w++)
+        if (w * WARP < blockDim.x) value = max(value, warps[w]);
     return value;
 }
 
@@ -58,7 +58,7 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     const s64 row = blockIdx.x;
     const u8* from = blocks + row * (K / 32) * Format::BLOCK_BYTES;
     auto scale_of = [&](int block) {
-        return half_to_float(u16(Format::load_u16(from + block * Format::BLOCK_BYTES)));
+        return half_to_float(u16(load_u16(from + block * Format::BLOCK_BYTES)));
     };
     u32 peak = 0;
     for (int block = threadIdx.x; block < K / 32; block += THREADS) peak = max(peak, magnitude(scale_of(block) * 128));
@@ -67,12 +67,62 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     for (int i = threadIdx.x; i < K / 4; i += THREADS) {  // four codes each
         const int block = i / 8;
         const u8* own = from + block * Format::BLOCK_BYTES + Format::CODES_AT + i % 8 * 4;
-        const u32 codes = Format::load_u16(own) | Format::load_u16(own + 2) << 16;  // blocks may start at any pair
+        const u32 codes = load_u32(own);
         const float d = scale_of(block) * scale;
         u32 half[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) half[j] = float_to_half(float(s8(codes >> j * 8)) * d);
         reinterpret_cast<uint2*>(out + row * K)[i] = make_uint2(half[0] | half[1] << 16, half[2] | half[3] << 16);
+    }
+    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
+}
+
+// Float rows to q8_1 blocks and, at once, to the float16 rows that blocks_to_half makes of them. A thread takes up to
+// PIECES times half a block, and keeps the codes until the row's peak is known.
+constexpr int PIECES = 4;
+
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
+quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
+              float* unscale) {
+    let_successor_start();
+    wait_for_predecessor();
+    const s64 row = blockIdx.x;
+    const int half = threadIdx.x % 2, last = K / 32 - 1;
+    u8* const own = blocks + row * (K / 32) * Format::BLOCK_BYTES;
+    u32 words[PIECES][4], peak = 0;
+    float d[PIECES];
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        if ((p * blockDim.x + threadIdx.x / WARP * WARP) / 2 > last) break;  // of all the warp
+        const int block = (p * blockDim.x + threadIdx.x) / 2, mine = min(block, last);
+        float values[MINE];
+        const s64 at = row * row_stride + (mine * 32 + half * 8) * column_stride;
+        load_elements(x, at, row_stride, column_stride, dtype, values);
+        int q[MINE];
+        const Scales scales = encode<Format>(values, half, q);
+        pack_codes<Format>(q, words[p]);
+        const u32 bits = scale_bits<Format>(scales, words[p]);
+        d[p] = half_to_float(u16(bits));
+        peak = max(peak, magnitude(d[p] * 128));
+        if (block > last) continue;
+        store_codes<Format>(own + block * Format::BLOCK_BYTES, half, words[p]);
+        if (half == 0) Format::store_scale_bits(own + block * Format::BLOCK_BYTES, bits);
+    }
+    const int shift = shift_of(block_max(peak));
+    const float scale = power_of_two(shift);
+#pragma unroll
+    for (int p = 0; p < PIECES; p++) {
+        const int block = (p * blockDim.x + threadIdx.x) / 2;
+        if (block > last) break;
+        uint4* const to = reinterpret_cast<uint4*>(out + row * K + block * 32 + half * 8);
+        u32 pairs[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const u32 codes = words[p][j / 2] >> j % 2 * 16;
+            pairs[j] = pack(float(s8(codes)) * (d[p] * scale), float(s8(codes >> 8)) * (d[p] * scale), FLOAT16);
+        }
+        to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        to[2] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
     }
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }

@@ -5,8 +5,6 @@
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-DEVICE u32 load_u32(const u8* p) { return Format::load_u16(p) | Format::load_u16(p + 2) << 16; }
-
 // Codes of four elements from j < 16 on, and of the four 16 further, a byte each: unsigned, Format::ZERO meaning 0.
 DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
     low = load_u32(block + Format::CODES_AT + j);
@@ -24,21 +22,6 @@ DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
         low |= spread(fifth[0]);
         high |= spread(fifth[2]);
     }
-}
-
-// Two floats rounded to 16 bits each.
-DEVICE u32 pack(float a, float b, int dtype) {
-#if __CUDA_ARCH__ >= 800
-    u32 r;
-    if (dtype == FLOAT16)
-        asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(a), "f"(b));
-    else
-        asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(r) : "f"(a), "f"(b));
-    return r;
-#else
-    return dtype == FLOAT16 ? float_to_half(a) | u32(float_to_half(b)) << 16
-                            : float_to_bfloat(a) | u32(float_to_bfloat(b)) << 16;
-#endif
 }
 
 // N: elements in 16 bytes.

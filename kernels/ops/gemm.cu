@@ -18,8 +18,9 @@ gemm(const __grid_constant__ Problem problem) {
     mma<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
 }
 #elif __CUDA_ARCH__ == 900
-extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, 1)
 gemm(const __grid_constant__ Problem problem) {
-    wgmma<Format, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_SPLIT, CUQUANT_STAGES>(problem);
+    wgmma<Format, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_K_GROUPS, CUQUANT_K_TILES,
+          CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES>(problem);
 }
 #endif

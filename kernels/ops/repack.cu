@@ -54,15 +54,8 @@ DEVICE Row row_of(const u8* storage, const Run& run, int r) {
 // The pair of bytes of the row's first (threads 0 to 7) or last word that is thread k's.
 DEVICE int edge_of(const Row& row, int k) { return k < 8 ? k * 2 : row.end / 16 * 16 + (k - 8) * 2; }
 
-DEVICE u32 load_u32(const u8* p) { return Format::load_u16(p) | Format::load_u16(p + 2) << 16; }
-
-DEVICE void store_u32(u8* p, u32 bits) {
-    *reinterpret_cast<u16*>(p) = u16(bits);
-    *reinterpret_cast<u16*>(p + 2) = u16(bits >> 16);
-}
-
 // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.
-DEVICE u32 gather(const u8* p) { return __byte_perm(Format::load_u16(p), Format::load_u16(p + 8), 0x5140); }
+DEVICE u32 gather(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }
 
 DEVICE void scatter(u8* p, u32 bytes) {
     *reinterpret_cast<u16*>(p) = u16(__byte_perm(bytes, 0, 0x4420));

@@ -1,0 +1,183 @@
+// Floats to the codes and scales of a block, bit for bit as the reference in cuquant/formats. Two threads per block:
+// of each 16 elements, whose codes of 4 bits share bytes, thread 0 has the first eight and thread 1 the others.
+#pragma once
+#include "../core/ieee.cuh"
+#include "../core/ptx.cuh"
+
+constexpr int MINE = 16;  // elements per thread
+
+// Minimum and maximum, of subnormal numbers too; NaN if either is, and of +0 and -0 either.
+DEVICE float ieee_min(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("{.reg .pred nan;\nsetp.nan.f32 nan, %1, %2;\nmin.f32 %0, %1, %2;\n@nan mov.b32 %0, 0x7fffffff;}"
+        : "=&f"(r) : "f"(a), "f"(b));
+#endif
+    return r;
+}
+
+DEVICE float ieee_max(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("{.reg .pred nan;\nsetp.nan.f32 nan, %1, %2;\nmax.f32 %0, %1, %2;\n@nan mov.b32 %0, 0x7fffffff;}"
+        : "=&f"(r) : "f"(a), "f"(b));
+#endif
+    return r;
+}
+
+// rest << 16 | high's byte << 8 | low's byte.
+DEVICE u32 pack_bytes(int low, int high, u32 rest) {
+    u32 r;
+    asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(high), "r"(low), "r"(rest));
+    return r;
+}
+
+// rest << 8 | min(high, 15) << 4 | min(low, 15).
+DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
+    u32 r;
+    asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(high), "r"(low), "r"(rest));
+    return r;
+}
+
+// From an address aligned to 16 bytes.
+DEVICE void load_aligned(const void* x, s64 at, int dtype, float (&to)[MINE]) {
+    if (dtype == FLOAT32) {
+        const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
+        const float4 parts[4] = {from[0], from[1], from[4], from[5]};
+#pragma unroll
+        for (int p = 0; p < 4; p++)
+            to[p * 4] = parts[p].x, to[p * 4 + 1] = parts[p].y, to[p * 4 + 2] = parts[p].z, to[p * 4 + 3] = parts[p].w;
+    } else {
+        const uint4* from = reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at);
+        const uint4 a = from[0], b = from[2];
+        const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            u16 bits = u16(words[j / 2] >> j % 2 * 16);
+            to[j] = dtype == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+        }
+    }
+}
+
+// Whether the block's first element of this magnitude (in bits) is negative.
+DEVICE bool first_is_negative(const float (&x)[MINE], int half, u32 wanted) {
+    int first = 64;  // twice the element's number, + 1 if it is negative
+#pragma unroll
+    for (int j = MINE - 1; j >= 0; j--)
+        if (magnitude(x[j]) == wanted) first = (j + j / 8 * 8 + half * 8) * 2 + (__float_as_int(x[j]) < 0);
+    return min(first, __shfl_xor_sync(~0u, first, 1)) & 1;
+}
+
+struct Scales {
+    float d, m;  // not finite where an element is not
+};
+
+// Codes of a thread's elements, and the float32 scale and minimum of the block. A code of 4 bits may be 16 for 15.
+template <class F>
+DEVICE Scales encode(const float (&x)[MINE], int half, int (&q)[MINE]) {
+    float low = x[0], high = x[0];
+#pragma unroll
+    for (int j = 1; j < MINE; j++) low = ieee_min(low, x[j]), high = ieee_max(high, x[j]);
+    low = ieee_min(low, __shfl_xor_sync(~0u, low, 1)), high = ieee_max(high, __shfl_xor_sync(~0u, high, 1));
+    if constexpr (F::BITS == 8) {
+        float d = ieee_div(__int_as_float(max(magnitude(low), magnitude(high))), 127);
+        float inv = is_finite(d) ? inverse(d) : 0;
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            // roundf: half away from zero; the greatest float below a half leaves 0.49999997 at 0. NaN becomes 0.
+            float scaled = ieee_mul(x[j], inv);
+            q[j] = __float2int_rz(scaled + copysignf(0.49999997f, scaled));
+        }
+        return {d, 0};
+    } else if constexpr (F::HAS_MIN) {
+        // Of +0 and -0 the first counts.
+        if (__any_sync(~0u, !magnitude(low) || !magnitude(high))) {
+            float zero = __int_as_float(u32(first_is_negative(x, half, 0)) << 31);
+            low = magnitude(low) ? low : zero;
+            high = magnitude(high) ? high : zero;
+        }
+        float d = ieee_div(ieee_sub(high, low), (1 << F::BITS) - 1), inv = inverse(d);
+#pragma unroll  // the greatest code is 15 or 31 but for roundings, far from the next
+        for (int j = 0; j < MINE; j++) q[j] = __float2int_rz(ieee_add(ieee_mul(ieee_sub(x[j], low), inv), 0.5f));
+        return {d, low};
+    } else {
+        // Of equal magnitudes the first counts.
+        const u32 below = magnitude(low), above = magnitude(high);
+        bool negative = below > above;
+        if (__any_sync(~0u, below == above)) {
+            bool first = first_is_negative(x, half, above);
+            negative = below == above ? first : negative;
+        }
+        // The reference starts from +0, so a block of -0 has the peak +0 (and the scale -0).
+        float peak = negative ? low : high;
+        float d = ieee_mul(magnitude(peak) ? peak : 0, -1.f / F::OFFSET), inv = inverse(d);
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            q[j] = __float2int_rz(ieee_add(ieee_mul(x[j], inv), F::OFFSET + 0.5f));
+            if constexpr (F::BITS == 5) q[j] = min(q[j], 31);
+        }
+        return {d, 0};
+    }
+}
+
+// A thread's codes, packed in order: of 4 bits the two of a byte together, else a byte each.
+template <class F>
+DEVICE void pack_codes(const int (&q)[MINE], u32 (&words)[4]) {
+    if constexpr (F::BITS == 4) {
+        words[0] = words[1] = words[2] = words[3] = 0;
+#pragma unroll
+        for (int j = 7; j >= 0; j--) words[j / 4] = pack_nibbles(q[j], q[j + 8], words[j / 4]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            words[j] = pack_bytes(q[j * 4], q[j * 4 + 1], pack_bytes(q[j * 4 + 2], q[j * 4 + 3], 0));
+    }
+}
+
+// To their places in the block.
+template <class F>
+DEVICE void store_codes(u8* block, int half, u32 (&words)[4]) {
+    u8* const to = block + F::CODES_AT + half * 8;
+    if constexpr (F::HAS_FIFTH) {
+        auto fifth = [&](int w) { return (words[w] >> 4 & 0x01010101) * 0x01020408 >> 24; };  // of byte k to bit k
+        block[F::FIFTH_AT + half] = u8(fifth(0) | fifth(1) << 4);
+        block[F::FIFTH_AT + half + 2] = u8(fifth(2) | fifth(3) << 4);
+        for (int w = 0; w < 2; w++) words[w] = (words[w] & 0x0f0f0f0f) | (words[w + 2] & 0x0f0f0f0f) << 4;
+    }
+    store_u32(to, words[0]);
+    store_u32(to + 4, words[1]);
+    if constexpr (F::BITS == 8) {
+        store_u32(to + 16, words[2]);
+        store_u32(to + 20, words[3]);
+    }
+}
+
+// Scale and minimum, or sum, of the block in float16.
+template <class F>
+DEVICE u32 scale_bits(const Scales& scales, const u32 (&words)[4]) {
+    u32 bits = float_to_half(scales.d);
+    if constexpr (F::HAS_SUM) {  // of the codes, times the scale before its rounding
+        int sum = 0;
+        for (int w = 0; w < 4; w++) sum = __dp4a(int(words[w]), 0x01010101, sum);
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        bits |= u32(float_to_half(ieee_mul(float(sum), scales.d))) << 16;
+    } else if constexpr (F::HAS_MIN) {
+        bits |= u32(float_to_half(scales.m)) << 16;
+    }
+    return bits;
+}
+
+// A thread's elements: eight from `at` on, and the eight that are 16 further.
+DEVICE void load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
+    const s64 row_bytes = row_stride * (dtype == FLOAT32 ? 4 : 2);
+    if (column_stride == 1 && (reinterpret_cast<u64>(x) | row_bytes) % 16 == 0) {
+        load_aligned(x, at, dtype, to);
+    } else {
+#pragma unroll
+        for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j + j / 8 * 8) * column_stride, dtype);
+    }
+}
