@@ -173,8 +173,8 @@ class Gemm:
     partials: int = 0
 
 
-DECODE_BATCH = 16
-"""Batch rows up to which the decode core wins on an H200."""
+DECODE_BATCH, WGMMA_BATCH = 16, 9
+"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins over it."""
 
 
 @lru_cache(maxsize=4096)
@@ -184,10 +184,10 @@ def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capabil
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums.
     """
-    if m <= DECODE_BATCH or not half:
-        return decode(fmt, m, n, k, matrices, capability)
-    if capability == 90:
+    if half and capability == 90 and m >= WGMMA_BATCH:
         return wgmma(fmt, m, n, k, matrices)
+    if not half or m <= DECODE_BATCH:
+        return decode(fmt, m, n, k, matrices, capability)
     return mma(fmt, m, n, matrices, capability)
 
 
@@ -304,11 +304,11 @@ _INSTRUCTIONS = {4: 1.0, 5: 1.25, 8: 1.2}
 """How many times as many instructions codes of so many bits take; a minimum adds 0.05."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
-_START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 2.5, 3.0
-"""Times of a launch: until the first stage is there; until a pair has met; until the blocks of a cluster have
-added up their sums; of leaving sums to another cluster, and adding another's."""
-_TILE_US = 2.8 / (128 * 256)
-"""What it takes to store an output."""
+_START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
+"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met; of leaving
+sums to another cluster, and adding another's."""
+_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
+"""What it takes to store an output, and to add it up first."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
@@ -361,7 +361,8 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
         rounds = waves + (rest > 0)
         if split > 1:
             if rounds == 1 and steps >= 4 * split:
-                yield _Choice(start + steps / split * step + _SPLIT_US, tile, split, outputs, 0, stages)
+                us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
+                yield _Choice(us, tile, split, outputs, 0, stages)
             continue
         yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
         if waves and rest and tile.batch >= 128 and tile.width == 1 and m * k * 2 <= _STREAM_BYTES:

@@ -84,19 +84,21 @@ constexpr int PIECES = 4;
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)
 quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
               float* unscale) {
+    __shared__ __align__(16) u32 staged[MOST_THREADS / 2 * Format::BLOCK_BYTES / 4];
     let_successor_start();
     wait_for_predecessor();
     const s64 row = blockIdx.x;
-    const int half = threadIdx.x % 2, last = K / 32 - 1;
-    u8* const own = blocks + row * (K / 32) * Format::BLOCK_BYTES;
+    const int half = threadIdx.x % 2, last = K / 32 - 1, at_once = blockDim.x / 2;
+    u32* const own = reinterpret_cast<u32*>(blocks + row * (K / 32) * Format::BLOCK_BYTES);
     u32 words[PIECES][4], peak = 0;
     float d[PIECES];
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-        if ((p * blockDim.x + threadIdx.x / WARP * WARP) / 2 > last) break;  // of all the warp
-        const int block = (p * blockDim.x + threadIdx.x) / 2, mine = min(block, last);
+        const int first = p * at_once, count = min(at_once, last + 1 - first);
+        if (count <= 0) break;
+        const int mine = min(int(threadIdx.x) / 2, count - 1);  // threads beyond the last block repeat it
+        const s64 at = row * row_stride + ((first + mine) * 32 + half * 8) * column_stride;
         float values[MINE];
-        const s64 at = row * row_stride + (mine * 32 + half * 8) * column_stride;
         load_elements(x, at, row_stride, column_stride, dtype, values);
         int q[MINE];
         const Scales scales = encode<Format>(values, half, q);
@@ -104,15 +106,20 @@ quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
         const u32 bits = scale_bits<Format>(scales, words[p]);
         d[p] = half_to_float(u16(bits));
         peak = max(peak, magnitude(d[p] * 128));
-        if (block > last) continue;
-        store_codes<Format>(own + block * Format::BLOCK_BYTES, half, words[p]);
-        if (half == 0) Format::store_scale_bits(own + block * Format::BLOCK_BYTES, bits);
+        // Through shared memory, so that a warp writes whole sectors.
+        if (p > 0) __syncthreads();
+        u8* const to = reinterpret_cast<u8*>(staged) + mine * Format::BLOCK_BYTES;
+        store_codes<Format>(to, half, words[p]);
+        if (half == 0) Format::store_scale_bits(to, bits);
+        __syncthreads();
+        constexpr int WORDS = Format::BLOCK_BYTES / 4;
+        for (int i = threadIdx.x; i < count * WORDS; i += blockDim.x) own[first * WORDS + i] = staged[i];
     }
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
 #pragma unroll
     for (int p = 0; p < PIECES; p++) {
-        const int block = (p * blockDim.x + threadIdx.x) / 2;
+        const int block = p * at_once + threadIdx.x / 2;
         if (block > last) break;
         uint4* const to = reinterpret_cast<uint4*>(out + row * K + block * 32 + half * 8);
         u32 pairs[8];
