@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from cuquant import device
+# Before they are imported: their asserts then explain themselves as those of test files do.
+pytest.register_assert_rewrite("commands", "scoring")
+
+from commands import Done, Run  # noqa: E402
+from commands import run as run_here  # noqa: E402
+from synthetic import Spec, write  # noqa: E402
+
+import cuquant as cq  # noqa: E402
+from cuquant import device  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +34,31 @@ def xp(request: pytest.FixtureRequest) -> ModuleType:
     import numpy
 
     return numpy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    """A dense float16 model."""
+    return write(folder / "dense.gguf", Spec())
+
+
+@pytest.fixture(scope="module")
+def q4_0(model: Path, folder: Path) -> Path:
+    """The same model, quantized."""
+    cq.quantize_file(model, folder / "q4_0.gguf", "q4_0")
+    return folder / "q4_0.gguf"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process."""
+
+    def command(*arguments: object) -> Done:
+        return Done(run_here(*arguments), *capsys.readouterr())
+
+    return command

@@ -1,9 +1,19 @@
-"""GGUF files put together byte by byte, so that tests can also build what no writer would."""
+"""GGUF files: by the gguf package, or byte by byte, so that tests can also build what no writer would."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+
+NANO = Path(__file__).parents[1] / "examples" / "data" / "nano-llama-f16.gguf"
+HELD_OUT = NANO.with_name("heldout-public.txt")
 
 
 def u32(value: int) -> bytes:
@@ -53,3 +63,32 @@ def gguf_file(
     counts += u64(len(entries) if entry_count is None else entry_count)
     header = b"GGUF" + u32(version) + counts + b"".join(entries) + b"".join(tensors)
     return header + (bytes(-len(header) % alignment) + data if data else b"")
+
+
+Stored = NDArray[Any] | tuple[NDArray[np.uint8], Type]
+"""A tensor to write: plain numbers, or rows of bytes and their type."""
+
+
+def write(
+    path: Path, tensors: Mapping[str, Stored], *, split: int = 0, alignment: int | None = None, **keys: str
+) -> Path:
+    """A file by the gguf package, `split` tensors to a part; `keys` are strings under "general."."""
+    writer = gguf.GGUFWriter(path, "test", split_max_tensors=split)
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
+    for key, value in keys.items():
+        writer.add_string(f"general.{key}", value)
+    for name, stored in tensors.items():
+        values, kind = stored if isinstance(stored, tuple) else (stored, None)
+        writer.add_tensor(name, values, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_blocks(path: Path, shape: tuple[int, ...], ggml_type: int, raw: NDArray[np.uint8]) -> Path:
+    """A file of one tensor, byte by byte: the gguf package is wrong about q8_1."""
+    path.write_bytes(gguf_file([], [tensor("w.weight", shape[::-1], ggml_type)], raw.tobytes()))
+    return path

@@ -44,6 +44,18 @@ class Spec:
     seed: int = 0
 
 
+QWEN3 = Spec(architecture="qwen3", qk_norms=True)
+EXPERTS = Spec(n_experts=4, n_experts_used=2)
+LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+"""Keys that stretch rotary embeddings."""
+
+
+def some_tokens(*shape: int) -> NDArray[np.int64]:
+    """Random token ids of the vocabulary."""
+    return np.random.default_rng(1).integers(0, len(VOCABULARY), shape)
+
+
 def write(path: Path, spec: Spec, **changes: NDArray[np.float32] | None) -> Path:
     """A model file; `changes` are float32 tensors to add or replace, None leaves a tensor out."""
     writer = gguf.GGUFWriter(path, spec.architecture)

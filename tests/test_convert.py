@@ -17,9 +17,8 @@ import pytest
 from formats_table import NAMES, random_blocks
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
-from gguf_files import array, entry, gguf_file, string, tensor, u32
+from gguf_files import NANO, Stored, array, entry, gguf_file, string, tensor, u32, write
 from numpy.typing import NDArray
-from test_model import NANO, Stored, write
 
 import cuquant as cq
 from cuquant.formats.q4_0 import Q4_0

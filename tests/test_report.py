@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import Spec, write
-from test_evaluate import some_tokens
+from synthetic import some_tokens
 
 from cuquant.eval import Evaluation, evaluate
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense float16 model."""
-    return write(tmp_path_factory.mktemp("models") / "dense.gguf", Spec())
-
 
 KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows"]
 COLUMNS = ["format", "bits_per_weight", "ppl", "ppl_stderr", "mean_kld", "max_kld", "same_top_percent"]

@@ -1,0 +1,223 @@
+"""`cuquant eval`, mostly of a tiny model with 14 matrices and its own vocabulary."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import FEW, Run, assert_one_line_error, finish, start
+from gguf import GGUFValueType as Value
+from gguf_files import HELD_OUT, NANO, entry, gguf_file, string, tensor
+from synthetic import Spec
+from synthetic import write as write_llama
+
+import cuquant as cq
+from cuquant.eval.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("cli") / "tiny.gguf", Spec(tied=True))
+
+
+@pytest.fixture(scope="module")
+def some(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Arguments that evaluate two chunks of a short text."""
+    text = tmp_path_factory.mktemp("cli") / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
+    return "--text", text, "--ctx", "64", "--chunks", "2"
+
+
+@pytest.fixture(scope="module")
+def evaluation(model: Path, some: tuple[Any, ...]) -> cq.Evaluation:
+    return cq.evaluate(model, text=some[1], formats=["q8_0", "q4_0"], chunks=2, ctx=64)
+
+
+@pytest.mark.parametrize("style", ["table", "md", "csv", "json"])
+def test_eval_prints_the_result_and_nothing_else(
+    run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation, style: str
+) -> None:
+    done = run("eval", model, *some, "--formats", "q8_0,q4_0", "-o", style)
+    assert done.status == 0
+    assert done.out == f"{evaluation.render(style)}\n"
+    assert done.err.startswith(f"{model}: 2 chunks of 64 tokens, 62 scored, numpy, ")
+    assert done.err.count("\n") == 1
+
+
+def test_eval_in_a_process_of_its_own() -> None:
+    """JSON in one pipe, one line and no progress bar in the other."""
+    done = finish(start("eval", NANO, *FEW, "--formats", "q4_0", "-o", "json"))
+    assert done.status == 0
+    result = json.loads(done.out)
+    assert [row["format"] for row in result["rows"]] == ["f16", "q4_0"]
+    assert len(result["rows"][1]["tensors"]) == 30
+    assert done.err.count("\n") == 1
+    assert "\r" not in done.err
+    assert "%" not in done.err
+
+
+def test_eval_shows_progress_on_a_terminal_and_keeps_stdout_clean(
+    model: Path, some: tuple[object, ...]
+) -> None:
+    pty = pytest.importorskip("pty")
+    fcntl, termios = (pytest.importorskip(name) for name in ("fcntl", "termios"))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    process = start("eval", model, *some, "-o", "json", stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other side is closed
+        while piece := os.read(ours, 4096):
+            shown += piece
+    os.close(ours)
+    assert len(json.loads(finish(process).out)["rows"]) == 1
+    assert b"2/2" in shown
+    assert b"chunk/s" in shown
+
+
+def test_token_ids_give_what_their_text_gives(
+    run: Run, model: Path, some: tuple[Any, ...], tmp_path: Path
+) -> None:
+    ids = Tokenizer.from_metadata(cq.open(model).metadata).encode(some[1].read_text(encoding="utf-8"))
+    np.save(tmp_path / "ids.npy", ids)
+    by_text, by_ids, other = (
+        run("eval", model, *source, *some[2:], "-o", "csv", *more).out
+        for source, more in (
+            (some[:2], ()),
+            (("--tokens", tmp_path / "ids.npy"), ()),
+            (("--tokens", tmp_path / "ids.npy"), ("--chunks", "3")),
+        )
+    )
+    assert by_ids == by_text
+    assert other != by_text
+
+
+@pytest.mark.parametrize("style", ["table", "md"])
+def test_tensors_adds_a_second_table(
+    run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation, style: str
+) -> None:
+    done = run("eval", model, *some, "--formats", "q8_0,q4_0", "--tensors", "-o", style)
+    scores, tensors = done.out.rstrip("\n").split("\n\n")
+    assert scores == evaluation.render(style)
+    assert tensors == evaluation.render(style, tensors=True)
+    assert len(tensors.splitlines()) == 2 + 2 * 15
+
+
+def test_json_has_the_tensors_anyway(
+    run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation
+) -> None:
+    done = run("eval", model, *some, "--formats", "q8_0,q4_0", "--tensors", "-o", "json")
+    assert done.out == f"{evaluation.render('json')}\n"
+    assert len(json.loads(done.out)["rows"][2]["tensors"]) == 15
+
+
+def test_base_compares_with_another_file(
+    run: Run, model: Path, some: tuple[object, ...], tmp_path: Path, evaluation: cq.Evaluation
+) -> None:
+    cq.quantize_file(model, tmp_path / "q.gguf", "q4_0")
+    done = run("eval", tmp_path / "q.gguf", *some, "--base", model, "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [row["format"] for row in rows] == ["f16", "q4_0"]
+    for key in ("ppl", "mean_kld", "same_top_percent", "bits_per_weight"):
+        assert float(rows[1][key]) == pytest.approx(getattr(evaluation.rows[2], key), rel=1e-5)
+
+
+@pytest.mark.parametrize("formats", ["q8_0, Q4_0", " q8_0,q4_0 "])
+def test_a_list_of_formats(run: Run, model: Path, some: tuple[object, ...], formats: str) -> None:
+    done = run("eval", model, *some, "--formats", formats, "-o", "csv")
+    assert [line.split(",")[0] for line in done.out.splitlines()[1:]] == ["f16", "q8_0", "q4_0"]
+
+
+def test_activations_change_only_quantized_products(
+    run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation
+) -> None:
+    done = run("eval", model, *some, "--formats", "q8_0,q4_0", "-o", "csv", "--activations", "q8_1")
+    plain, quantized = evaluation.render("csv").splitlines(), done.out.splitlines()
+    assert [a == b for a, b in zip(plain, quantized, strict=True)] == [True, True, False, False]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files that are not what they are taken for."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.arange(4))
+    ids = buffer.getvalue()
+    for name, raw in {
+        "empty.npy": b"",
+        "cut.npy": ids[:-8],
+        "zip.npy": b"PK\3\4" + bytes(40),
+        "huge.npy": ids.replace(b"(4,), }" + b" " * 12, b"(1000000000000,), }"),
+        "text.npy": b"1 2 3",
+        "short.txt": b"too short",
+        "latin1.txt": b"caf\xe9 " * 1000,
+        "magic.gguf": b"GGML" + bytes(20),
+        "cut.gguf": NANO.read_bytes()[:-1],
+        "vocabulary.gguf": gguf_file([entry("general.architecture", Value.STRING, string("llama"))]),
+        "bert.gguf": gguf_file(
+            [entry("general.architecture", Value.STRING, string("bert"))], [tensor("w", [8])], bytes(32)
+        ),
+    }.items():
+        (tmp_path / name).write_bytes(raw)
+    np.save(tmp_path / "objects.npy", np.array([1, None]), allow_pickle=True)
+    np.save(tmp_path / "floats.npy", np.ones(512))
+    np.save(tmp_path / "matrix.npy", np.ones((2, 512), int))
+    np.save(tmp_path / "ids.npy", np.ones(512, int))
+    np.save(tmp_path / "strangers.npy", np.full(512, 4096))
+    write_llama(tmp_path / "other.gguf", Spec())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ("none.gguf --text TEXT", "No such file or directory: '.*none.gguf'"),
+        (". --text TEXT", "Is a directory"),
+        ("short.txt --text TEXT", r"short\.txt: not a GGUF file: it starts with b'too '"),
+        ("magic.gguf --text TEXT", "not a GGUF file: it starts with b'GGML'"),
+        ("cut.gguf --text TEXT", "tensor 'output.weight' ends at byte"),
+        ("bert.gguf --tokens ids.npy", "architecture 'bert' is not supported; known are llama, mistral"),
+        ("vocabulary.gguf --tokens ids.npy", "error: ."),
+        ("NANO --text none.txt", "No such file or directory: '.*none.txt'"),
+        ("NANO --text .", "Is a directory"),
+        ("NANO --text short.txt", "the text has .* tokens; one chunk of 512 is the least"),
+        ("NANO --text latin1.txt", r"latin1\.txt.*(UTF-8|utf-8)"),
+        ("NANO --tokens none.npy", "No such file or directory: '.*none.npy'"),
+        ("NANO --tokens empty.npy", r"empty\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens cut.npy", r"cut\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens zip.npy", r"zip\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens huge.npy", r"huge\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens text.npy", r"text\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens objects.npy", r"objects\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens floats.npy", "tokens are a 1-D integer array, not 1-D float64"),
+        ("NANO --tokens matrix.npy", "tokens are a 1-D integer array, not 2-D int64"),
+        ("NANO --tokens strangers.npy", "token ids run from 4096 to 4096, but the vocabulary of nano-llama"),
+        ("NANO --tokens ids.npy --ctx 3", "ctx is 3; a chunk needs at least 4 tokens"),
+        ("NANO --tokens ids.npy --chunks 0", "chunks is 0; at least 1 is needed"),
+        ("NANO --tokens ids.npy --formats q8_1", "q8_1 is a format of activations"),
+        ("NANO --tokens ids.npy --base NANO --formats q8_0", "give base or formats, not both"),
+        ("NANO --tokens ids.npy --base other.gguf", "(the vocabulary of other.gguf|vocabularies differ)"),
+    ],
+)
+def test_eval_fails_in_one_line(run: Run, folder: Path, arguments: str, problem: str) -> None:
+    known = {"NANO": NANO, "TEXT": HELD_OUT}
+    words = arguments.split()
+    paths = [known.get(word, folder / word if "." in word else word) for word in words]
+    done = run("eval", *paths)
+    assert_one_line_error(done)
+    assert re.search(problem, done.err)
+
+
+def test_a_warning_is_one_line_on_stderr(model: Path, some: tuple[object, ...]) -> None:
+    done = finish(start("eval", model, *some[:2], "--ctx", "1026"))
+    assert done.status == 0
+    assert done.err.startswith("cuquant: warning: ctx 1026 is longer than the 1024 tokens")
+    assert done.err.count("\n") == 2

@@ -1,0 +1,68 @@
+"""`cuquant quantize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from commands import Run, assert_one_line_error, finish, start
+from gguf import GGMLQuantizationType as Type
+from gguf_files import NANO, write
+
+import cuquant as cq
+
+
+def test_quantize(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "q.gguf"
+    done = run("quantize", NANO, target, "--format", "q4_0", "--keep", "output.*", "--keep", "blk.3.*")
+    assert (done.status, done.out) == (0, "")
+    sizes = f"{NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
+    assert done.err == f"{target}: 22 tensors to q4_0, 17 copied, {sizes}\n"
+    kinds = {t.name: t.tensor_type for t in gguf.GGUFReader(target).tensors}
+    assert kinds["output.weight"] == kinds["blk.3.attn_q.weight"] == Type.F16
+    assert kinds["token_embd.weight"] == kinds["blk.2.attn_q.weight"] == Type.Q4_0
+
+
+def test_quantize_shows_no_progress_in_a_pipe(tmp_path: Path) -> None:
+    done = finish(start("quantize", NANO, tmp_path / "q.gguf", "--format", "q8_0"))
+    assert (done.status, done.out) == (0, "")
+    assert done.err.count("\n") == 1
+    assert "\r" not in done.err
+
+
+def test_quantize_says_what_would_replace_a_file(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "q.gguf"
+    target.write_text("precious")
+    done = run("quantize", NANO, target, "--format", "q4_0")
+    assert_one_line_error(done)
+    assert f"{target} exists; --force replaces it" in done.err
+    assert target.read_text() == "precious"
+    assert run("quantize", NANO, target, "--format", "q4_0", "--force").status == 0
+    assert cq.open(target)["output.weight"].format == "q4_0"
+
+
+def test_quantize_names_the_tensors_of_ragged_rows(run: Run, tmp_path: Path) -> None:
+    tensors = {"even.weight": np.ones((2, 64)), "odd.weight": np.ones((2, 40)), "b.weight": np.ones((2, 1))}
+    source = write(tmp_path / "s.gguf", {name: t.astype(np.float32) for name, t in tensors.items()})
+    done = run("quantize", source, tmp_path / "t.gguf", "--format", "q4_0")
+    assert done.status == 0
+    assert "1 tensors to q4_0, 2 copied" in done.err
+    assert done.err.endswith("kept in float, rows are not whole blocks: b.weight, odd.weight\n")
+
+
+def test_quantize_counts_the_bytes_of_all_parts(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", {f"{n}.weight": np.ones((64, 64), np.float32) for n in "abc"}, split=1)
+    parts = sorted(tmp_path.iterdir())
+    done = run("quantize", parts[0], tmp_path / "t.gguf", "--format", "q4_0")
+    assert f" {sum(path.stat().st_size for path in parts):,} -> " in done.err
+
+
+def test_quantize_names_the_weight_that_it_cannot_quantize(run: Run, tmp_path: Path) -> None:
+    bad = np.ones((4, 32), np.float32)
+    bad[2, 7] = np.nan
+    source = write(tmp_path / "s.gguf", {"bad.weight": bad})
+    done = run("quantize", source, tmp_path / "t.gguf", "--format", "q4_0")
+    assert_one_line_error(done)
+    assert "tensor 'bad.weight': cannot quantize nan in row 2" in done.err
+    assert list(tmp_path.iterdir()) == [source]

@@ -1,0 +1,96 @@
+"""Evaluations that are refused, and in what words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scoring import TEXT, same
+from synthetic import VOCABULARY, Spec, some_tokens, write
+
+from cuquant.eval import config, evaluate
+
+
+@pytest.mark.parametrize("given", [{}, {"text": "a", "tokens": [1]}], ids=["neither", "both"])
+def test_either_text_or_tokens(model: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="either text or tokens"):
+        evaluate(model, **given)
+
+
+@pytest.mark.parametrize("tokens", [[0.5] * 64, [True] * 64, ["a"] * 64, [[1] * 64], 5, []])
+def test_tokens_are_a_vector_of_integers(model: Path, tokens: Any) -> None:
+    with pytest.raises(TypeError, match="1-D integer array"):
+        evaluate(model, tokens=tokens, ctx=32)
+
+
+@pytest.mark.parametrize("text", [b"bytes", 5, ["a", "b"]])
+def test_text_is_a_string_or_a_path(model: Path, text: Any) -> None:
+    with pytest.raises(TypeError, match="text"):
+        evaluate(model, text=text, ctx=4)
+
+
+@pytest.mark.parametrize("bad", [-1, len(VOCABULARY), 2**40])
+@pytest.mark.parametrize("formats", [(), "q4_0"])
+def test_tokens_out_of_range(model: Path, bad: int, formats: Any) -> None:
+    ids = some_tokens(64)
+    ids[40] = bad
+    with pytest.raises(ValueError, match=rf"{bad}.* vocabulary of dense\.gguf has {len(VOCABULARY)}"):
+        evaluate(model, tokens=ids, ctx=32, formats=formats)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ctx": 3}, "ctx is 3; a chunk needs at least 4 tokens"),
+        ({"ctx": -512}, "ctx is -512"),
+        ({"chunks": 0}, "chunks is 0; at least 1"),
+        ({"chunks": -1}, "chunks is -1"),
+        ({"ctx": 65}, "64 tokens; one chunk of 65"),
+        ({"activations": "q8_0"}, "unknown activations 'q8_0'; allowed are 'f16' and 'q8_1'"),
+        ({"formats": "q4_7"}, "q4_7"),
+        ({"formats": ["q4_0", "q8_1"]}, "q8_1 is a format of activations"),
+        ({"formats": "q4_0", "base": "other.gguf"}, "give base or formats, not both"),
+        ({"device": "tpu"}, "tpu"),
+    ],
+)
+def test_arguments_that_do_not_fit(model: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(model, tokens=some_tokens(64), **{"ctx": 32, **arguments})
+
+
+def test_quantized_models_are_not_quantized_again(q4_0: Path) -> None:
+    with pytest.raises(ValueError, match=r"q4_0\.gguf is quantized already: token_embd\.weight \(Q4_0\)"):
+        evaluate(q4_0, tokens=some_tokens(64), ctx=32, formats="q8_0")
+
+
+def test_vocabularies_of_different_size(model: Path, folder: Path) -> None:
+    larger = write(folder / "larger.gguf", Spec(vocabulary=(*VOCABULARY, "<pad>")))
+    with pytest.raises(ValueError, match=r"vocabularies differ in size: \[300, 299\]"):
+        evaluate(model, base=larger, tokens=some_tokens(64), ctx=32)
+
+
+def test_text_needs_a_vocabulary(folder: Path) -> None:
+    path = write(folder / "mute.gguf", Spec(keys={"tokenizer.ggml.model": None}))
+    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.model"):
+        evaluate(path, text=TEXT, ctx=32)
+    assert evaluate(path, tokens=some_tokens(64), ctx=32).chunks == 2
+
+
+def test_context_beyond_a_sliding_window(folder: Path) -> None:
+    path = write(folder / "window.gguf", Spec(keys={"attention.sliding_window": 32}))
+    whole = write(folder / "whole.gguf", Spec())
+    ids = some_tokens(66)
+    same(evaluate(path, tokens=ids, ctx=32), evaluate(whole, tokens=ids, ctx=32))
+    with pytest.raises(config.UnsupportedModel, match=r"slides over 32 tokens.*not 33"):
+        evaluate(path, tokens=ids, ctx=33)
+
+
+def test_context_beyond_training(folder: Path) -> None:
+    path = write(folder / "short.gguf", Spec(keys={"context_length": 32}))
+    evaluate(path, tokens=some_tokens(66), ctx=32)
+    with pytest.warns(
+        UserWarning, match="ctx 33 is longer than the 32 tokens the model was trained on"
+    ) as seen:
+        evaluate(path, tokens=some_tokens(66), ctx=33, formats=["q8_0", "q4_0"])
+    assert [warning.filename for warning in seen] == [__file__]

@@ -1,0 +1,83 @@
+"""Evaluation: errors and sizes of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from scoring import (
+    FORMATS,
+    bits_per_weight,
+    check_errors,
+)
+from synthetic import EXPERTS, Spec, some_tokens, write
+
+import cuquant as cq
+from cuquant.eval import evaluate
+from cuquant.eval.scores import tensor_error
+
+
+@pytest.mark.parametrize("spec", [Spec(tied=True), EXPERTS], ids=["dense", "experts"])
+def test_tensor_errors_and_bits_per_weight(tmp_path: Path, spec: Spec) -> None:
+    path = write(tmp_path / "model.gguf", spec)
+    for row in evaluate(path, tokens=some_tokens(8), ctx=8, formats=FORMATS).rows:
+        file = path
+        if row.format != "f16":
+            file = tmp_path / f"{row.format}.gguf"
+            cq.quantize_file(path, file, row.format)
+            check_errors(row.tensors, path, file)
+        assert row.bits_per_weight == pytest.approx(bits_per_weight(file), rel=1e-12)
+
+
+@pytest.mark.parametrize("original", [np.zeros((3, 64)), np.tile(np.arange(-8, 8), (2, 4)) / 4])
+def test_exact_tensor(original: NDArray[Any]) -> None:
+    w = original.astype(np.float32)
+    error = tensor_error("w", w, cq.quantize(w, "q4_0"))
+    assert (error.nmse, error.sqnr_db, error.max_abs_error) == (0, None, 0)
+
+
+def test_tensor_larger_than_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = np.random.default_rng(0).standard_normal((2, 3, 7, 64), np.float32)
+    quantized = cq.quantize(w, "q4_1")
+    whole = tensor_error("w", w, quantized)
+    monkeypatch.setattr("cuquant.cpu.SLAB", 128)
+    parts = tensor_error("w", w, quantized)
+    assert parts.nmse == pytest.approx(whole.nmse, rel=1e-12)
+    assert parts.max_abs_error == whole.max_abs_error
+
+
+def test_ragged_matrices_stay_float(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", Spec(n_ff=80))
+    with pytest.warns(
+        UserWarning, match=r"^q4_0: kept in float.*: blk\.0\.ffn_down\.weight, blk\.1\.ffn_down"
+    ):
+        row = evaluate(path, tokens=some_tokens(64), ctx=32, formats="q4_0").rows[1]
+    assert {e.name for e in row.tensors} & {"blk.0.ffn_down.weight", "blk.0.ffn_up.weight"} == {
+        "blk.0.ffn_up.weight"
+    }
+
+
+def test_types_without_a_format_here(folder: Path) -> None:
+    """They are dequantized, so no error is theirs; their size is what the file stores."""
+    spec = Spec(d_model=256, head_dim=64, n_ff=256)
+    base = write(folder / "large.gguf", spec)
+    path = write(folder / "ternary.gguf", replace(spec, matrices=Type.TQ2_0))
+    with pytest.warns(cq.FallbackWarning, match="TQ2_0"):
+        row = evaluate(path, base=base, tokens=some_tokens(64), ctx=32).rows[1]
+    assert (row.format, row.tensors) == ("tq2_0", [])
+    assert row.bits_per_weight == pytest.approx(bits_per_weight(path), rel=1e-12)
+
+
+def test_base_of_other_tensors(model: Path, folder: Path) -> None:
+    """Errors are those of the tensors that both models have, in the same shape."""
+    base = write(folder / "narrow.gguf", Spec(tied=True, n_ff=64))
+    quantized = write(folder / "wide.gguf", Spec(matrices=Type.Q4_0))
+    errors = evaluate(quantized, base=base, tokens=some_tokens(64), ctx=32).rows[1].tensors
+    names = {e.name for e in errors}
+    assert "blk.0.attn_q.weight" in names
+    assert not names & {"output.weight", "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"}
