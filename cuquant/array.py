@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import check, device
@@ -161,6 +162,12 @@ class QuantizedArray:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[QuantizedArray]:
+        """Along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
+        check.can_iterate(self.shape)
+        blocks = self.blocks  # once: on a GPU they may have to be made
+        return (QuantizedArray(self._format, block.copy()) for block in blocks)
 
     def __matmul__(self, other: Any) -> Any:
         from .ops.matmul import matmul

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from . import device
+from . import device, memory
 from .formats import Format
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
@@ -158,6 +158,15 @@ def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     return parts
 
 
+def can_iterate(shape: tuple[int, ...]) -> None:
+    """At least two axes: rows to go through."""
+    if len(shape) < 2:
+        raise TypeError(
+            f"a QuantizedArray of shape {shape} has no rows to iterate over, and its numbers are packed in "
+            "blocks: iterate over .dequantize()"
+        )
+
+
 def can_transpose(shape: tuple[int, ...]) -> None:
     """At least two axes."""
     if len(shape) < 2:
@@ -190,6 +199,11 @@ def weights(w: Any) -> Any:
             raise TypeError(
                 f"W is quantized to {w.format}, a format of activations: weights are quantized otherwise"
             )
+    elif _is_transposed(w):
+        raise TypeError(
+            f"W is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes x @ W.T "
+            f"itself: pass W of shape {w.T.shape}, or write x @ W.T"
+        )
     else:
         w = floats(w, "W")
     if w.ndim < 2:
@@ -262,12 +276,12 @@ def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: An
         raise ValueError(f"out has shape {out.shape}; the result has {shape}")
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only")
-    if not out.flags.c_contiguous and _overlaps_itself(out):
+    if not out.flags.c_contiguous and memory.overlaps_itself(out):
         raise ValueError(f"out has strides {out.strides} that put several elements in one place")
-    if residual is not None and not _same_view(out, residual):
+    if residual is not None and not memory.same_view(out, residual):
         reads = {**reads, "residual": residual}
     for name, operand in reads.items():
-        if operand is not None and _may_overlap(out, operand, on_gpu):
+        if operand is not None and memory.may_overlap(out, operand, on_gpu):
             raise ValueError(
                 f"out may share memory with {name}: the result would overwrite what is still read"
             )
@@ -320,31 +334,3 @@ def _kind(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = f"{value.format} array" if is_quantized(value) or _is_transposed(value) else type(value).__name__
     return name if shape is None else f"{name} {tuple(shape)}" + ".T" * _is_transposed(value)
-
-
-def _same_view(a: Any, b: Any) -> bool:
-    return bool(_address(a) == _address(b) and a.strides == b.strides and a.dtype == b.dtype)
-
-
-def _address(a: Any) -> int:
-    return int(a.data.ptr) if device.is_cuda(a) else int(a.ctypes.data)
-
-
-def _overlaps_itself(a: Any) -> bool:
-    """Whether elements may share bytes: an axis whose steps do not clear the axes of smaller steps."""
-    span = a.itemsize
-    for stride, extent in sorted((abs(s), n) for s, n in zip(a.strides, a.shape, strict=True) if n > 1):
-        if stride < span:
-            return True
-        span += stride * (extent - 1)
-    return False
-
-
-def _may_overlap(a: Any, b: Any, on_gpu: bool) -> bool:
-    """Whether two arrays of one device have bytes in common, as far as their first and last ones tell."""
-    if not on_gpu:
-        return np.may_share_memory(a, b)
-    start_a, start_b = a.data.ptr, b.data.ptr
-    if a.flags.c_contiguous and b.flags.c_contiguous:  # the hot path, spared CuPy's general one
-        return bool(start_a < start_b + b.nbytes and start_b < start_a + a.nbytes)
-    return bool(device.cupy().may_share_memory(a, b))

@@ -97,7 +97,11 @@ def _add_eval(commands: Any) -> None:
     command.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
     )
-    command.add_argument("--tensors", action="store_true", help="also print the errors of every tensor")
+    command.add_argument(
+        "--tensors",
+        action="store_true",
+        help="also print the errors of every tensor, as a second table (csv is one table: those instead)",
+    )
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
     )
@@ -124,6 +128,9 @@ def _eval(arguments: argparse.Namespace) -> None:
         f"{result.backend}, {time.perf_counter() - started:.1f} s",
         file=sys.stderr,
     )
+    if arguments.tensors and arguments.style == "csv":
+        print(result.render("csv", tensors=True))
+        return
     print(result.render(arguments.style))
     if arguments.tensors and arguments.style != "json":
         print(f"\n{result.render(arguments.style, tensors=True)}")

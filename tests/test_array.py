@@ -180,6 +180,23 @@ def test_a_vector_has_no_rows_to_index() -> None:
         make((64,))[0]
 
 
+@pytest.mark.parametrize("shape", [(6, 64), (3, 4, 64), (0, 64)], ids=str)
+def test_iteration_is_along_the_first_axis(shape: tuple[int, ...]) -> None:
+    w = make(shape)
+    parts = list(w)
+    assert len(parts) == len(w)
+    for part, numbers in zip(parts, w.dequantize(), strict=True):
+        assert part.shape == shape[1:]
+        np.testing.assert_array_equal(part.dequantize(), numbers)
+        assert not np.shares_memory(part.blocks, w.blocks)
+
+
+def test_the_numbers_of_a_vector_cannot_be_iterated_over() -> None:
+    message = r"a QuantizedArray of shape \(64,\) has no rows to iterate over.* iterate over \.dequantize\(\)"
+    with pytest.raises(TypeError, match=message):
+        iter(make((64,)))
+
+
 def test_transpose() -> None:
     w = make((3, 6, 64))
     assert w.T.shape == w.mT.shape == (3, 64, 6)

@@ -112,6 +112,14 @@ def test_tensors_adds_a_second_table(
     assert len(tensors.splitlines()) == 2 + 2 * 15
 
 
+def test_csv_is_one_table(run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation) -> None:
+    done = run("eval", model, *some, "--formats", "q8_0,q4_0", "--tensors", "-o", "csv")
+    assert done.out == f"{evaluation.render('csv', tensors=True)}\n"
+    rows = list(csv.DictReader(io.StringIO(done.out), strict=True))
+    assert [row["format"] for row in rows] == ["q8_0"] * 15 + ["q4_0"] * 15
+    assert all(float(row["nmse"]) > 0 and None not in row for row in rows)
+
+
 def test_json_has_the_tensors_anyway(
     run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation
 ) -> None:

@@ -180,9 +180,28 @@ def test_closing_leaves_live_arrays_readable(tmp_path: Path) -> None:
 def test_a_closed_model_without_live_arrays_cannot_be_read() -> None:
     with cq.open(NANO) as model:
         pass
-    with pytest.raises(ValueError, match="closed"):
-        model["output.weight"]
+    for read in (model.raw, model.__getitem__):
+        with pytest.raises(ValueError, match=r"gguf: tensor 'output\.weight': the file is closed$"):
+            read("output.weight")
     assert next(iter(model)) == "token_embd.weight"
+
+
+@pytest.mark.parametrize("key", ["general.name", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"])
+def test_metadata_that_was_not_read_before_closing(key: str) -> None:
+    with cq.open(NANO) as model:
+        pass
+    with pytest.raises(ValueError, match=rf"gguf: key '{key}': the file is closed$"):
+        model.metadata[key]
+    assert model.metadata["llama.embedding_length"] == 256
+    assert "39 tensors" in repr(model)
+    assert "30 F16, 9 F32" in model._repr_html_()
+
+
+@pytest.mark.parametrize("key", ["general.name", "tokenizer.ggml.tokens"])
+def test_metadata_that_was_read_before_closing(key: str) -> None:
+    with cq.open(NANO) as model:
+        value = model.metadata[key]
+    assert model.metadata[key] == value
 
 
 def test_repr() -> None:

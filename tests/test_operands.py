@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_matmul import weight
 
 import cuquant as cq
+from cuquant import device, memory
 
 F = np.float32
 W, X = weight("q4_0", (6, 64)), np.zeros((3, 64), F)
@@ -25,7 +28,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "q8_1 twice": (lambda: Q @ Q.T, TypeError, "a format of activations"),
     "q8_1 contracts N": (lambda: Q @ W, TypeError, "contracts the weight along N"),
     "q8_1 not transposed": (lambda: W @ Q, TypeError, "x is"),
-    "W.T where W is meant": (lambda: cq.linear(X, W.T), TypeError, "W is"),
+    "W.T where W is meant": (
+        lambda: cq.linear(X, W.T),
+        TypeError,
+        r"W is a transposed q4_0 array of shape \(64, 6\); .*: pass W of shape \(6, 64\), or write x @ W\.T",
+    ),
     "plain @ plain": (lambda: cq.matmul(X, X.T), TypeError, "no quantized weight on either side"),
     "float64": (lambda: X.astype(float) @ W.T, TypeError, "x has dtype float64"),
     "integers": (lambda: X.astype(int) @ W.T, TypeError, "x has dtype int64"),
@@ -174,6 +181,67 @@ def test_foreign_output() -> None:
     given = Foreign(out)
     assert cq.linear(x, W, out=given) is given
     np.testing.assert_array_equal(out, x @ W.T)
+
+
+WIDE = np.zeros((6, 128), F)
+APART: dict[str, tuple[Any, Any]] = {
+    "columns": (WIDE[:3, :64], WIDE[:3, 64:70]),
+    "rows": (WIDE[::2, :64], WIDE[1::2, :6]),
+    "backwards": (WIDE[2::-1, :64], WIDE[:3, 100:106]),
+    "every other column": (WIDE[:3, ::2], WIDE[:3, 1:13:2]),
+}
+
+
+@pytest.mark.parametrize(("x", "out"), APART.values(), ids=APART.keys())
+def test_out_may_lie_between_the_elements_of_x(x: NDArray[Any], out: NDArray[Any]) -> None:
+    assert np.may_share_memory(x, out)
+    x[...] = np.random.default_rng(0).standard_normal(x.shape, F)
+    expected = x.copy() @ W.T
+    assert cq.linear(x, W, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", APART)
+def test_out_may_lie_between_the_elements_of_x_on_a_gpu(name: str) -> None:
+    cupy = cq.device.cupy()
+    buffer = cupy.zeros(WIDE.shape, F)
+    x, out = (
+        cupy.ndarray(a.shape, F, buffer.data + (a.ctypes.data - WIDE.ctypes.data), strides=a.strides)
+        for a in APART[name]
+    )
+    x[...] = cupy.random.default_rng(0).standard_normal(x.shape, F)
+    expected = x.copy() @ W.to_device("cuda").T
+    cq.linear(x, W.to_device("cuda"), out=out)
+    cupy.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="may share memory with x"):
+        cq.linear(x, W.to_device("cuda"), out=x[:, 1:7])
+
+
+class OnGpu:
+    """What is asked of a CuPy array, of a NumPy array."""
+
+    def __init__(self, a: NDArray[Any]) -> None:
+        self.shape, self.strides, self.itemsize, self.nbytes = a.shape, a.strides, a.itemsize, a.nbytes
+        self.flags, self.data = a.flags, SimpleNamespace(ptr=a.ctypes.data)
+        self.host = a
+
+
+SLICES = st.builds(slice, st.integers(0, 9), st.integers(1, 12), st.sampled_from([1, 2, 3, -1]))
+
+
+@given(st.tuples(SLICES, SLICES), st.tuples(SLICES, SLICES), st.sampled_from([np.float32, np.float16]))
+def test_overlap_is_exact_on_both_devices(one: Any, other: Any, dtype: Any) -> None:
+    buffer = np.zeros((9, 12), F)
+    a, b = buffer[one], buffer.view(dtype)[other]
+    expected = np.shares_memory(a, b)
+    fake = SimpleNamespace(may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "cupy", lambda: fake)
+        patch.setattr(device, "is_cuda", lambda a: True)
+        if a.size and b.size:
+            assert memory.may_overlap(OnGpu(a), OnGpu(b), True) == expected
+    assert memory.may_overlap(a, b, False) == expected
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
 from ..formats import by_ggml_type
 from .header import (
@@ -37,6 +38,7 @@ from .header import (
     ValueType,
     ValueTypes,
     quote,
+    still_open,
 )
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
@@ -87,6 +89,11 @@ class File:
         except GGUFError:
             self.close()
             raise
+
+    def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, a read-only view; ValueError where the file is closed."""
+        buffer = still_open(self.buffer, f"{self.path}: tensor {quote(tensor.name)}")
+        return np.frombuffer(buffer, np.uint8, tensor.nbytes, tensor.offset)
 
     def close(self) -> None:
         """Unmap the file, unless views of it are alive: they keep it mapped."""

@@ -18,6 +18,13 @@ LENGTH = struct.Struct("<Q")
 """A string's length in bytes, in front of it."""
 
 
+def still_open(buffer: Buffer, what: str) -> Buffer:
+    """The bytes of a file; ValueError where it is closed."""
+    if isinstance(buffer, mmap.mmap) and buffer.closed:
+        raise ValueError(f"{what}: the file is closed")
+    return buffer
+
+
 class GGUFError(ValueError):
     """A file is not a GGUF file that can be trusted; the message says what is wrong and where."""
 
@@ -77,7 +84,7 @@ class StoredText:
 
     def decode(self) -> str:
         """The string, which must be UTF-8."""
-        raw = bytes(self.buffer[self.start : self.start + self.size])
+        raw = bytes(still_open(self.buffer, self.what)[self.start : self.start + self.size])
         try:
             return raw.decode()
         except UnicodeDecodeError:
@@ -96,6 +103,7 @@ class StoredArray:
 
     def decode(self) -> NDArray[Any] | list[str]:
         """A read-only view of numbers or bools, or a list of strings."""
+        still_open(self.buffer, self.what)
         if self.element is ValueType.STRING:
             return self.strings()
         values: NDArray[Any] = np.frombuffer(self.buffer, self.element.dtype, self.count, self.start)
@@ -117,7 +125,7 @@ class Metadata(Mapping[str, Any]):
 
     Numbers, bools and strings are Python's. Strings and arrays are decoded when first asked for: arrays of
     numbers and bools are read-only NumPy views of the file, those of strings lists. GGUFError where a string
-    is not UTF-8.
+    is not UTF-8; ValueError for what was not decoded when the file was closed.
     """
 
     def __init__(self, entries: Mapping[str, tuple[ValueTypes, Any]]) -> None:

@@ -80,7 +80,7 @@ class Model(Mapping[str, Any]):
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes of a tensor: a read-only uint8 view of the file."""
         info = self._info(name)
-        return np.frombuffer(self._home[name].buffer, np.uint8, info.nbytes, info.offset)
+        return self._home[name].bytes_of(info)
 
     def __getitem__(self, name: str) -> Any:
         info, raw = self._info(name), self.raw(name)
@@ -134,9 +134,16 @@ class Model(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Model({str(self.path)!r}, {len(self)} tensors: {self._types()}; {self.nbytes} bytes)"
 
+    def _shown(self, key: str) -> str:
+        """A value as text; empty where the key is missing, or can no longer be read."""
+        try:
+            return str(self.metadata.get(key, ""))
+        except ValueError:
+            return ""
+
     def _repr_html_(self) -> str:
         head = ("architecture", "name")
-        facts = {key: str(self.metadata.get(f"general.{key}", "")) for key in head}
+        facts = {key: self._shown(f"general.{key}") for key in head}
         facts |= {"tensors": self._types(), "bytes": f"{self.nbytes:,}", "file": str(self.path)}
         cells = "".join(
             f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in facts.items()
