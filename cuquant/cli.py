@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"cuquant: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -213,15 +213,39 @@ def _dump(arguments: argparse.Namespace) -> None:
 
 def _add_bench(commands: Any) -> None:
     command = _command(
-        commands, "bench", _bench, "Time x @ W.T on this GPU, next to cuBLAS and the bytes' floor."
+        commands,
+        "bench",
+        _bench,
+        "Time x @ W.T on this GPU, next to cuBLAS, other libraries and the bytes' floor; show a record.",
     )
-    weights = [name for name in formats.names() if not formats.get(name).for_activations]
-    command.add_argument("--formats", metavar="F,F,...", type=_format_list, default=weights)
-    command.add_argument("--activations", metavar="A,A", type=_activation_list, default=["f16", "q8_1"])
-    command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W")
-    command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x")
+    command.add_argument("--formats", metavar="F,F,...", type=_format_list, help="of W (all)")
     command.add_argument(
+        "--activations",
+        metavar="A,A,...",
+        type=_activation_list,
+        help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1)",
+    )
+    command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W (five)")
+    command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x (1,2,4,...,4096)")
+    command.add_argument(
+        "--peers",
+        metavar="P,P",
+        type=_peer_list,
+        help="other libraries to time next to 4-bit formats: tinygemm (in torch), gemlite, or none "
+        "(those that are installed)",
+    )
+    record = command.add_mutually_exclusive_group()
+    record.add_argument(
         "--record", metavar="FILE.json", type=Path, help="write every cell there; continue it"
+    )
+    record.add_argument(
+        "--from", dest="source", metavar="FILE.json", help="measure nothing, show this record (or some of it)"
+    )
+    command.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=_plot_path,
+        help="also draw rooflines, and times over the floor: .png, .svg or .pdf (notebook extra)",
     )
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
@@ -229,10 +253,26 @@ def _add_bench(commands: Any) -> None:
 
 
 def _activation_list(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= {"f16", "q8_1"}:
-        raise argparse.ArgumentTypeError("activations are f16 and q8_1")
+    names, known = text.split(","), ("f16", "bf16", "f32", "q8_1")
+    if not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"activations are {', '.join(known)}")
     return names
+
+
+def _peer_list(text: str) -> list[str]:
+    names, known = text.split(","), ("tinygemm", "gemlite")
+    if text != "none" and not set(names) <= set(known):
+        raise argparse.ArgumentTypeError(f"peers are {', '.join(known)}, or none")
+    return [] if text == "none" else names
+
+
+def _plot_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text}: a plot is a .png, .svg or .pdf file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    return path
 
 
 def _int_list(text: str) -> list[int]:
@@ -247,20 +287,42 @@ def _shape_list(text: str) -> list[tuple[int, int]]:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    from .bench.record import Record, plotter
+
+    draw = plotter() if arguments.plot else None  # before hours of measuring
+    if arguments.source is None:
+        record = _measured(arguments)
+    else:
+        record = Record.read(arguments.source).only(
+            format=arguments.formats,
+            activation=arguments.activations,
+            shape=arguments.shapes,
+            M=arguments.batches,
+        )
+    if draw is not None:
+        draw(record).savefig(arguments.plot)
+    print(record.render(arguments.style))
+
+
+def _measured(arguments: argparse.Namespace) -> Any:
+    """The record of what the arguments ask for, and of what it held before."""
     from tqdm import tqdm
 
-    from .bench import Record, matmul
+    from .bench import Record, matmul, peers
     from .bench.matmul import BATCHES, SHAPES
 
-    record = Record.start(arguments.record)
+    others = peers.installed(arguments.peers)
+    record = Record.start(arguments.record, [peer.package for peer in others])
+    names = arguments.formats or [f for f in formats.names() if not formats.get(f).for_activations]
+    activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
-    count = len(shapes) * len(batches) * len(arguments.formats) * len(arguments.activations)
-    cells = matmul(record, arguments.formats, arguments.activations, shapes, batches)
+    count = len(shapes) * len(batches) * len(names) * len(activations)
+    cells = matmul(record, names, activations, shapes, batches, others)
     for cell in tqdm(cells, total=count, unit="cell", disable=None):
         tqdm.write(
             f"{cell.format} {cell.activation} {cell.M}x{cell.N}x{cell.K}: {cell.us} us", file=sys.stderr
         )
-    print(record.render(arguments.style))
+    return record
 
 
 def _add_info(commands: Any) -> None:

@@ -54,7 +54,7 @@ def test_version(run: Run) -> None:
     assert run("--version") == (0, f"cuquant {cq.__version__}\n", "")
 
 
-@pytest.mark.parametrize("command", [[], ["eval"], ["quantize"], ["dump"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["eval"], ["quantize"], ["dump"], ["bench"], ["info"]])
 def test_help(run: Run, command: list[str]) -> None:
     done = run(*command, "--help")
     assert (done.status, done.err) == (0, "")

@@ -1,6 +1,7 @@
 """What `cuquant bench` runs."""
 
+from . import peers
 from .matmul import Cell, matmul
 from .record import Record
 
-__all__ = ["Cell", "Record", "matmul"]
+__all__ = ["Cell", "Record", "matmul", "peers"]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from .. import device, formats, jit, plan
+from .. import check, device, formats, jit, plan
 from ..array import QuantizedArray
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
-from ..testing import as_numpy, nmse
+from ..testing import BOUNDS, CANARY, as_numpy, nmse
+from . import peers
 from .record import Record
 from .timing import graph_us, rotation, stream_us, warm_up
 
@@ -22,13 +23,19 @@ CEILINGS = {"NVIDIA H200": (4.46e12, 770e12)}
 LAUNCH_US = 2.4
 """What a kernel costs beyond its bytes, in a replayed graph."""
 CHECKED_COLUMNS = 64
+X_DTYPES = dict(zip(("f16", "bf16", "f32", "q8_1"), (*check.FLOATS, check.FLOATS[0]), strict=True))
+"""What x is before the product; quantizing it to q8_1 is part of what is measured."""
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement; times in microseconds, `floor_us` where the GPU's ceilings are known."""
+    """One measurement; times in microseconds.
+
+    `floor_us` is there where the GPU's ceilings are known; times of peers where they are installed and take
+    the shape, for formats of 4 bits and 16-bit x.
+    """
 
     op: str
     format: str
@@ -43,6 +50,8 @@ class Cell:
     tflops: float
     nmse: float
     core: str
+    tinygemm_us: float | None = None
+    gemlite_us: float | None = None
 
 
 def matmul(
@@ -51,13 +60,15 @@ def matmul(
     activations: Iterable[str] = ("f16", "q8_1"),
     shapes: Iterable[tuple[int, int]] = SHAPES,
     batches: Iterable[int] = BATCHES,
+    others: Iterable[peers.Peer] = (),
 ) -> Iterator[Cell]:
     """Measure what the record lacks, cell by cell, adding each to it; every result is checked in float64.
 
     A q8_1 cell starts from float16 x, so that quantizing it is counted. cuBLAS multiplies by a dense float16
-    weight of the same shape. RuntimeError where a result is wrong: nothing is recorded then.
+    weight of the same shape, `others` by an int4 weight of it, next to formats of 4 bits. RuntimeError where
+    a result is wrong: nothing is recorded then.
     """
-    names, activations, batches = list(names), list(activations), list(batches)
+    names, activations, batches, others = list(names), list(activations), list(batches), list(others)
     warm_up()
     for n, k in shapes:
         keys: list[dict[str, Any]] = [
@@ -65,21 +76,36 @@ def matmul(
             for f, a, m in product(names, activations, batches)
         ]
         missing = [key for key in keys if key not in record]
-        dense = {m: _cublas_us(m, n, k) for m in sorted({key["M"] for key in missing})}
+        dense = {m: _cublas_us(m, n, k) for m in _batches(missing)}
+        compared = _batches([key for key in missing if _has_peers(key)])
+        times = {peer.key: peers.measure(peer, n, k, compared) for peer in others if compared}
         for name in names:
             todo = [key for key in missing if key["format"] == name]
             weights = _random_weights(name, n, k) if todo else []
             for key in todo:
                 cell = _cell(key, weights, dense[key["M"]])
+                if _has_peers(key):
+                    found = {name: _rounded(by_batch.get(key["M"])) for name, by_batch in times.items()}
+                    cell = replace(cell, **found)
                 record.add(cell)
                 yield cell
+
+
+def _batches(keys: list[dict[str, Any]]) -> list[int]:
+    return sorted({key["M"] for key in keys})
+
+
+def _has_peers(key: dict[str, Any]) -> bool:
+    """Whether a cell is comparable with the peers' int4 weights and 16-bit x."""
+    return formats.get(key["format"]).bits == peers.BITS and key["activation"] != "f32"
 
 
 def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) -> Cell:
     cupy = device.cupy()
     m, n, k = key["M"], key["N"], key["K"]
-    x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
-    out = cupy.empty((m, n), np.float16)
+    dtype = X_DTYPES[key["activation"]]
+    x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(dtype)
+    out = cupy.empty((m, n), dtype)
 
     def call(w: QuantizedArray) -> Any:
         return product_of(quantize(x, "q8_1") if key["activation"] == "q8_1" else x, w.T, out=out)
@@ -104,15 +130,15 @@ def _rounded(value: float | None) -> Any:
 
 def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:
     """NMSE over random columns and all rows, in float64; RuntimeError where it is no correct product."""
-    out.fill(np.nan)
+    out.view(np.uint8).fill(CANARY)
     call(w)
     columns = np.sort(
         np.random.default_rng(0).choice(w.shape[0], min(CHECKED_COLUMNS, w.shape[0]), replace=False)
     )
     operand = quantize(x, "q8_1") if activation == "q8_1" else x
     reference = as_numpy(operand).astype(np.float64) @ as_numpy(w[columns]).astype(np.float64).T
-    error = nmse(out[:, columns], reference)
-    if not error <= 1e-6:
+    error = nmse(as_numpy(out)[:, columns], reference)
+    if not error <= BOUNDS[out.dtype][0]:
         raise RuntimeError(f"wrong result: NMSE {error} for {w.format} {w.shape}, x {x.shape} {activation}")
     return float(f"{error:.3g}")
 

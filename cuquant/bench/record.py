@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +17,11 @@ import numpy as np
 
 from .. import __version__, device, sources
 from ..render import TABLE_STYLES, rows_to_csv
+from .peers import PEERS
 
 
-def environment() -> dict[str, Any]:
-    """The GPU, the versions that matter, and the commit of the sources that run."""
+def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """The GPU, the versions that matter (of other packages too), and the commit of the sources that run."""
     cupy = device.cupy()
     runtime = cupy.cuda.runtime
     return {
@@ -30,6 +34,7 @@ def environment() -> dict[str, Any]:
             "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
             "numpy": np.__version__,
             "python": platform.python_version(),
+            **{package: version(package) for package in packages},
         },
         "commit": commit(),
     }
@@ -47,6 +52,15 @@ def commit() -> str | None:
         return None
 
 
+def plotter() -> Callable[[Record], Any]:
+    """What makes the figure of a record; ImportError with advice where matplotlib is missing."""
+    try:
+        from .plot import figure
+    except ImportError as error:
+        raise ImportError(f"a plot needs matplotlib ({error}): pip install 'cuquant[notebook]'") from None
+    return figure
+
+
 @dataclass
 class Record:
     """Cells with the environment that they were measured in.
@@ -60,18 +74,45 @@ class Record:
     cells: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, path: Path | None) -> Record:
+    def start(cls, path: Path | None, packages: Iterable[str] = ()) -> Record:
         """Open a record for this environment; ValueError where the file holds another's."""
-        header = environment()
-        record = cls(path, header)
-        if path is not None and path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            record.cells = found.pop("cells")
-            if found != header:
-                raise ValueError(
-                    f"{path} is a record of another device, version or commit: remove it, or name another"
-                )
+        header = environment(packages)
+        if path is None or not path.exists():
+            return cls(path, header)
+        record = cls.read(path)
+        if record.header != header:
+            raise ValueError(
+                f"{path} is a record of another device, version or commit: remove it, or name another"
+            )
         return record
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Record:
+        """A record as it is on disk, wherever it was measured; ValueError where the file is none."""
+        path = Path(path)
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+            cells = header.pop("cells")
+            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS for cell in cells)):
+                raise KeyError
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(f"{path} is not a record of cuquant bench") from None
+        return cls(path, header, cells)
+
+    def only(self, **wanted: Collection[Any] | None) -> Record:
+        """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
+
+        `shape` stands for (N, K). ValueError where none is left.
+        """
+        kept = [
+            cell
+            for cell in self.cells
+            for values in [cell | {"shape": (cell["N"], cell["K"])}]
+            if all(allowed is None or values[name] in allowed for name, allowed in wanted.items())
+        ]
+        if not kept:
+            raise ValueError("the record has no such cells")
+        return Record(None, self.header, kept)
 
     def __contains__(self, key: dict[str, Any]) -> bool:
         return any(all(cell[name] == value for name, value in key.items()) for cell in self.cells)
@@ -90,25 +131,43 @@ class Record:
         lines = ",\n".join("  " + json.dumps(cell) for cell in self.cells)
         return f'{head},\n "cells": [\n{lines}\n ]\n}}'
 
+    def plot(self) -> Any:
+        """A matplotlib Figure: for each shape a roofline, and below it times as multiples of the floor.
+
+        ``record.plot().savefig("bench.svg")``; a notebook shows it. matplotlib comes with the notebook extra:
+        ImportError without. ValueError for a record without cells.
+        """
+        return plotter()(self)
+
     def render(self, style: str) -> str:
         """The cells as a "table", as "md", "csv" or "json"; tables add the ratios."""
         if style == "json":
             return self.to_json()
-        columns = list(self.cells[0]) if self.cells else []
+        columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
         if style == "csv":
             return rows_to_csv(self.cells, columns)
         from tabulate import tabulate
 
-        rows = [
-            cell
-            | {
-                "x floor": _ratio(cell["us"], cell["floor_us"]),
-                "x cuBLAS": _ratio(cell["cublas_us"], cell["us"]),
-            }
-            for cell in self.cells
-        ]
-        return tabulate(rows, "keys", tablefmt=TABLE_STYLES[style], disable_numparse=True)
+        shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]
+        rows = [[cell.get(name) for name in shown] + _ratios(cell, shown) for cell in self.cells]
+        headers = shown + [title for name, title in _RATIOS.items() if name in shown]
+        return tabulate(rows, headers, tablefmt=TABLE_STYLES[style], disable_numparse=True)
 
 
-def _ratio(a: float, b: float | None) -> str:
-    return "" if b is None else f"{a / b:.2f}"
+_HEADER = {"device", "versions", "commit"}
+_KEYS = {"op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
+_RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {
+    peer.key: f"x {name}" for name, peer in PEERS.items()
+}
+"""Times that a cell's own is compared with, and the ratio's title."""
+
+
+def _ratios(cell: dict[str, Any], shown: list[str]) -> list[str]:
+    """A cell's time over the floor; the others' times over its own: how many times as fast it is."""
+    ratios = []
+    for name in _RATIOS:
+        if name in shown:
+            own, other = cell["us"], cell.get(name) or math.nan
+            ratio = own / other if name == "floor_us" else other / own
+            ratios.append("" if math.isnan(ratio) else f"{ratio:.2f}")
+    return ratios

@@ -46,7 +46,7 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
         for call in calls:
             call()
         graph = stream.end_capture()
-        return _median_us(stream, lambda: graph.launch(stream)) / len(calls)
+        return replay_us(stream, lambda: graph.launch(stream)) / len(calls)
 
 
 def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
@@ -81,8 +81,8 @@ def host_us(call: Callable[[], Any], count: int = 500) -> float:
     return statistics.median(results)
 
 
-def _median_us(stream: Any, run: Callable[[], Any]) -> float:
-    """Microseconds of one run, each measurement as many runs as fill MEASURE_US."""
+def replay_us(stream: Any, run: Callable[[], Any]) -> float:
+    """Microseconds of one run on a CuPy stream, each measurement as many runs as fill MEASURE_US."""
     runs = max(1, int(MEASURE_US / _elapsed_us(stream, run, 3)))
     return statistics.median(_elapsed_us(stream, run, runs) for _ in range(REPEATS))
 

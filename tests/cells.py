@@ -1,0 +1,18 @@
+"""A committed record of `cuquant bench`, and cells made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cuquant.bench import Cell
+
+RECORD = Path(__file__).parents[1] / "examples" / "benchmarks" / "h200-matmul.json"
+KEYS = ["op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"]
+KEYS += ["nmse", "core"]
+
+
+def cell(**changes: Any) -> Cell:
+    facts: dict[str, Any] = {"op": "matmul", "format": "q4_0", "activation": "f16", "M": 1, "N": 64, "K": 128}
+    facts |= {"us": 4.0, "floor_us": 2.0, "cublas_us": 6.0, "gbps": 1.0, "tflops": 1.0}
+    return Cell(**(facts | {"nmse": 1e-8, "core": "decode"} | changes))

@@ -1,0 +1,260 @@
+"""Benchmarks: their records, their tables, what is measured next to what; and on a GPU, the measuring."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import KEYS, RECORD, cell
+from commands import Run, assert_one_line_error
+
+from cuquant import device
+from cuquant.bench import Record, matmul, peers
+from cuquant.bench import record as records
+
+
+@pytest.fixture
+def header(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The environment of a GPU that is not there."""
+    facts = {"device": "a GPU", "versions": {}, "commit": "0123"}
+    monkeypatch.setattr(
+        records, "environment", lambda packages=(): facts | {"versions": dict.fromkeys(packages)}
+    )
+    return facts
+
+
+# Records.
+
+
+def test_a_record_without_peers_reads_and_writes_as_it_is() -> None:
+    record = Record.read(RECORD)
+    assert [list(c) for c in record.cells] == [KEYS] * 650
+    assert record.to_json() + "\n" == RECORD.read_text(encoding="utf-8")
+    assert record.render("md") + "\n" == RECORD.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_a_record_is_continued(header: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    Record.start(path).add(cell())
+    record = Record.start(path)
+    assert {"op": "matmul", "format": "q4_0", "activation": "f16", "M": 1, "N": 64, "K": 128} in record
+    assert {"op": "matmul", "format": "q4_0", "activation": "f16", "M": 2, "N": 64, "K": 128} not in record
+    record.add(cell(M=2))
+    assert [c["M"] for c in Record.read(path).cells] == [1, 2]
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(ValueError, match=r"r\.json is a record of another device, version or commit"):
+        Record.start(path, ["torch"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "1", '{"cells": []}', "\xff", '{"cells": [1], "device": "x"}']
+)
+def test_what_is_no_record(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"r\.json is not a record of cuquant bench$"):
+        Record.read(path)
+    path.write_text(json.dumps({"device": "x", "versions": {}, "commit": None, "cells": [{"op": "matmul"}]}))
+    with pytest.raises(ValueError, match="is not a record"):
+        Record.read(path)
+
+
+def test_some_cells_of_a_record() -> None:
+    record = Record.read(RECORD)
+    some = record.only(
+        format=["q4_0", "q8_0"], activation=None, shape=[(4096, 4096), (8192, 8192)], M=[1, 16]
+    )
+    assert len(some.cells) == 2 * 2 * 2 * 2
+    assert {(c["N"], c["K"]) for c in some.cells} == {(4096, 4096), (8192, 8192)}
+    assert some.header == record.header
+    with pytest.raises(ValueError, match="the record has no such cells"):
+        record.only(M=[3])
+
+
+def test_tables_compare_with_what_was_measured() -> None:
+    record = Record(None, {}, [])
+    record.add(cell(tinygemm_us=10.0))
+    record.add(cell(M=2))
+    shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
+    assert shown[-7:] == ["tinygemm_us", "x", "floor", "x", "cuBLAS", "x", "tinygemm"]
+    assert rows[0][-4:] == ["10.0", "2.00", "1.50", "2.50"]
+    assert rows[1][-2:] == ["2.00", "1.50"]
+    assert "gemlite" not in " ".join(shown)
+    read = list(csv.DictReader(io.StringIO(record.render("csv"))))
+    assert list(read[0]) == [*KEYS, "tinygemm_us", "gemlite_us"]
+    assert [row["tinygemm_us"] for row in read] == ["10.0", ""]
+    assert Record(None, {}, []).render("table") == ""
+
+
+def test_a_gpu_of_unknown_ceilings_has_no_floor() -> None:
+    record = Record(None, {}, [])
+    record.add(cell(floor_us=None))
+    assert "floor" not in record.render("table")
+
+
+# What is measured next to what.
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is asked of peers, on a machine where nothing is measured in truth."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(peer: peers.Peer, n: int, k: int, batches: list[int]) -> dict[int, float]:
+        asked.append((peer.name, n, k, batches))
+        return {m: 10.0 + m for m in batches if m < 16}
+
+    module = importlib.import_module("cuquant.bench.matmul")  # the package has a function of that name
+    for name, value in {
+        "warm_up": lambda: None,
+        "_cublas_us": lambda m, n, k: 100.0 + m,
+        "_random_weights": lambda name, n, k: [],
+        "_cell": lambda key, weights, cublas_us: cell(**key, cublas_us=cublas_us),
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(peers, "measure", measure)
+    return asked
+
+
+def test_peers_stand_next_to_4_bit_formats_with_16_bit_x(measured: list[tuple[Any, ...]]) -> None:
+    record = Record(None, {}, [])
+    names, activations, batches = ["q4_0", "q5_0", "q4_1"], ["f16", "f32", "bf16", "q8_1"], [1, 16]
+    cells = list(matmul(record, names, activations, [(64, 128)], batches, [peers.PEERS["tinygemm"]]))
+    assert measured == [("tinygemm", 64, 128, [1, 16])]
+    assert len(cells) == 3 * 4 * 2
+    for c in cells:
+        compared = c.format != "q5_0" and c.activation != "f32" and c.M == 1
+        assert c.tinygemm_us == (11.0 if compared else None)
+        assert c.gemlite_us is None
+        assert c.cublas_us == 100 + c.M
+
+
+def test_peers_are_asked_for_what_is_missing(measured: list[tuple[Any, ...]]) -> None:
+    record = Record(None, {}, [])
+    for c in (cell(), cell(format="q8_0", M=8)):
+        record.add(c)
+    every = list(peers.PEERS.values())
+    assert len(list(matmul(record, ["q4_0", "q8_0"], ["f16"], [(64, 128)], [1, 8], every))) == 2
+    assert measured == [("tinygemm", 64, 128, [8]), ("gemlite", 64, 128, [8])]
+    assert list(matmul(record, ["q4_0", "q8_0"], ["f16"], [(64, 128)], [1, 8], every)) == []
+    list(matmul(record, ["q5_0"], ["f16"], [(64, 128)], [1], every))
+    assert len(measured) == 2
+
+
+def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda package: package == "torch" or None)
+    assert [peer.name for peer in peers.installed()] == ["tinygemm"]
+    assert peers.installed([]) == []
+    with pytest.raises(ValueError, match="gemlite is not installed"):
+        peers.installed(["tinygemm", "gemlite"])
+
+
+class Broken(peers.Tinygemm):
+    """Fails as it is packed."""
+
+    def product(self, w: peers.Int4) -> peers.Product:
+        raise RuntimeError("no kernel\nfor this GPU")
+
+
+class Wrong(peers.Tinygemm):
+    """Another weight's product."""
+
+    def product(self, w: peers.Int4) -> peers.Product:
+        right = super().product(w)
+        return lambda x: right(x.flip(1))
+
+
+def test_a_shape_that_a_peer_does_not_take() -> None:
+    assert peers.measure(peers.PEERS["tinygemm"], 64, 96, [1]) == {}
+
+
+def test_a_peer_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.warns(UserWarning, match="tinygemm, 64x128: 0 of 2 times: import of torch halted"):
+        assert peers.measure(Broken(), 64, 128, [1, 2]) == {}
+
+
+# The command, for a record.
+
+
+def test_bench_shows_a_record(run: Run) -> None:
+    done = run("bench", "--from", RECORD, "-o", "md")
+    assert (done.status, done.err) == (0, "")
+    assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_bench_shows_some_of_a_record(run: Run) -> None:
+    some = ("--formats", "q4_0,q8_0", "--activations", "f16", "--shapes", "4096x4096", "--batches", "1,64")
+    done = run("bench", "--from", RECORD, *some, "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [(row["format"], row["M"]) for row in rows] == [
+        (f, m) for f in ("q4_0", "q8_0") for m in ("1", "64")
+    ]
+    assert_one_line_error(run("bench", "--from", RECORD, "--batches", "3"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("--activations", "f8"), "activations are f16, bf16, f32, q8_1"),
+        (("--peers", "marlin"), "peers are tinygemm, gemlite, or none"),
+        (("--shapes", "5"), "a shape is NxK, as 14336x4096"),
+        (("--shapes", "axb"), "argument --shapes: invalid"),
+        (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
+        (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
+        (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),
+    ],
+)
+def test_wrong_usage(run: Run, arguments: tuple[object, ...], problem: str) -> None:
+    done = run("bench", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert problem in done.err
+
+
+def test_bench_without_a_gpu_says_why(run: Run) -> None:
+    if device.gpu_problem() is None:
+        pytest.skip("there is a GPU")
+    done = run("bench", "--peers", "none")
+    assert_one_line_error(done)
+    assert "no CUDA device can be used" in done.err
+
+
+# Measuring.
+
+
+@pytest.mark.gpu
+def test_cells_of_every_activation() -> None:
+    activations = ["f16", "bf16", "f32", "q8_1"]
+    record = Record(None, records.environment())
+    cells = list(matmul(record, ["q4_0"], activations, [(2048, 2048)], [1, 20]))
+    assert [(c.activation, c.M) for c in cells] == [(a, m) for a in activations for m in (1, 20)]
+    for c in cells:
+        assert c.us > 0.5
+        assert c.cublas_us > 0.5
+        assert c.tinygemm_us is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_a_peer_is_measured(name: str) -> None:
+    peer = peers.PEERS[name]
+    pytest.importorskip(peer.package)
+    times = peers.measure(peer, 2048, 2048, [1, 20])
+    assert list(times) == [1, 20]
+    assert min(times.values()) > 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("peer", "reason"), [(Broken(), "no kernel$"), (Wrong(), "wrong result for 1 rows of x")]
+)
+def test_a_peer_that_is_wrong_has_no_time(peer: peers.Peer, reason: str) -> None:
+    pytest.importorskip("torch")
+    with pytest.warns(UserWarning, match=f"tinygemm, 2048x2048: 0 of 1 times: {reason}"):
+        assert peers.measure(peer, 2048, 2048, [1]) == {}
