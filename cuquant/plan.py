@@ -150,9 +150,9 @@ LONGEST_ROW = 4 * 16 * 1024
 def quantize_rows(fmt: Format, rows: int, k: int) -> Plan:
     """Quantize activations and prepare operand B at once: a block of threads per row of at most LONGEST_ROW.
 
-    A thread takes 16 of a row, or up to four times as many where there are rows enough to fill a GPU.
+    A thread takes 16 of a row, or up to four times as many where a large GPU could not hold so many threads.
     """
-    each = 16 if rows <= LARGE_GPU else 64
+    each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
     threads = min(1024, max(128, ceil(k / (each * WARP)) * WARP))
     return Plan(_per_format("activations", "quantize_rows", fmt), (rows, 1, 1), threads, overlaps=True)
 
@@ -174,7 +174,7 @@ class Gemm:
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9
-"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins over it."""
+"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins."""
 
 
 @lru_cache(maxsize=4096)
@@ -300,13 +300,13 @@ _STEP_US = {
     _Tile(256, 2, pair=2): 0.500,
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
-_INSTRUCTIONS = {4: 1.0, 5: 1.25, 8: 1.2}
+_INSTRUCTIONS = {4: 1.0, 5: 1.2, 8: 1.15}
 """How many times as many instructions codes of so many bits take; a minimum adds 0.05."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
-"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met; of leaving
-sums to another cluster, and adding another's."""
+"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met; of
+leaving sums to another cluster, and adding another's."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes to store an output, and to add it up first."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
@@ -329,7 +329,7 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
-    work = _INSTRUCTIONS.get(fmt.bits, 1.25) + 0.05 * (len(fmt.scales) > 1)
+    work = _INSTRUCTIONS.get(fmt.bits, 1.2) + 0.05 * (len(fmt.scales) > 1)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
@@ -383,7 +383,9 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     kernel = _gemm_kernel(fmt, Core.WGMMA, constants, shared)
     plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, shared, split * pair, overlaps=True)
     partials = grid[0] * tile.rows * batch * 4 if streamed else 0
-    return Gemm(plan, box=batch // pair, streamed=streamed, partials=partials)
+    # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
+    box = min(batch // pair, ceil(m / 8) * 8)
+    return Gemm(plan, box=box, streamed=streamed, partials=partials)
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:

@@ -19,7 +19,7 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
 _ADDRESSES = struct.Struct("<10q")
-_NUMBERS = struct.Struct("<23q10i16x")
+_NUMBERS = struct.Struct("<23q11i12x")
 """`struct Problem`: the copy engine's map, ten addresses, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
@@ -124,7 +124,7 @@ def resolve(
         *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
-        *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed),
+        *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
     )
     tensor = None
     if gemm.box:  # axes that x lacks have extent 1, and any stride

@@ -383,7 +383,13 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         pytest.skip("wgmma is sm_90a's")
     fmt = cq.formats.get(name)
     ways = set()
-    for m, n, k in ((1300, 2570, 1024), (1300, 2560, 1024), (100, 200, 2048), (300, 2570, 1056)):
+    for m, n, k in (
+        (3000, 2570, 1024),
+        (3000, 2560, 512),
+        (100, 200, 2048),
+        (9, 2570, 1024),
+        (300, 2570, 1056),
+    ):
         choices = [choice for choice in plan._choices(fmt, m, n, k, 1) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)

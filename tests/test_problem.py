@@ -15,13 +15,13 @@ from cuquant import plan, problem
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
 INTEGERS = ["M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation"]
-INTEGERS += ["stacked", "streamed"]
+INTEGERS += ["stacked", "streamed", "box"]
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q10i16x", launch.numbers)
+    values = struct.unpack("<23q11i12x", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -145,7 +145,7 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
             resolved(100, x, half=False),
             resolved(1, repeated),
             resolved(100, x, capability=80),
-            resolved(16, problem.source((16, 96), (192, 2), True)),
+            resolved(8, problem.source((8, 96), (192, 2), True)),
         )
     ]
     assert cores == ["wgmma", "decode", "decode", "mma", "decode"]

@@ -24,6 +24,7 @@ struct Problem {
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
+    int box;               // batch rows that a copy of x brings (wgmma core)
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.

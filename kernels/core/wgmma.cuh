@@ -233,16 +233,20 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     constexpr int BATCH = SUMS * 2, CHUNK = BATCH < 64 ? BATCH : 64, OWN_ROWS = ROW_BLOCKS * 64, WIDE = OWN_ROWS / 8;
     const u32 staged = shared_address(shared) + group * CHUNK * OWN_ROWS * 2;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-    if (at.unscale) {
+    if (at.unscale) {  // a lane loads one of every 32 rows'
 #pragma unroll
-        for (int j = 0; j < BATCH / 8; j++)
+        for (int row = 0; row < BATCH; row += WARP) {
+            const float factor = at.unscale[min(first_m + row + lane, p.M - 1)];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int m = min(first_m + j * 8 + lane % 4 * 2 + e, p.M - 1);
-                const float unscale = at.unscale[m];
+            for (int j = row / 8; j < (row + WARP) / 8; j++)
 #pragma unroll
-                for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= unscale, acc[b][j * 4 + e + 2] *= unscale;
-            }
+                for (int e = 0; e < 2; e++) {
+                    const float unscale = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++)
+                        acc[b][j * 4 + e] *= unscale, acc[b][j * 4 + e + 2] *= unscale;
+                }
+        }
     }
     if (p.bias) {
 #pragma unroll
@@ -393,7 +397,7 @@ DEVICE void wgmma(const Problem& p) {
             };
             auto copy_x = [&](int tile, int to) {
                 if (thread > 0) return;
-                barrier_expect(full + to * 8, WIDTH * X_BYTES);
+                barrier_expect(full + to * 8, WIDTH * PAIR * p.box * 128);
                 for (int k = 0; k < WIDTH; k++)
                     copy_box<PAIR>(stages + to * STAGE + k * X_BYTES + rank % PAIR * (X_BYTES / PAIR), p.map,
                                    full + to * 8, (tile + k) * 64, segment.first_m + rank % PAIR * (BATCH / PAIR),
