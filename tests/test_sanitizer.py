@@ -35,7 +35,13 @@ for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):
             cq.linear(x.astype(numpy.float16), W, bias=bias, activation="silu", residual=residual)
             cq.linear(x, W)
             cq.linear(cq.quantize(x, "q8_1"), W)
-    cupy.cuda.Device().synchronize()
+# Output tiles that clusters share out.
+W = cq.quantize(cupy.asarray(generator.standard_normal((2048, 1024)).astype(numpy.float32)), "q5_1")
+x = cupy.asarray(generator.standard_normal((2400, 1024)).astype(numpy.float16))
+for _ in range(2):
+    cq.linear(x, W)
+    cq.linear(cq.quantize(x, "q8_1"), W)
+cupy.cuda.Device().synchronize()
 print("done")
 """
 
