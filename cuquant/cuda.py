@@ -66,7 +66,7 @@ def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None]:
     blocks, buffer = cupy.empty((*lead, fmt.row_bytes(k)), np.uint8), cupy.empty(total, np.uint8)
     start = buffer.data.ptr
     to = (np.int32(k), blocks, np.uint64(start), np.uint64(start + factors))
-    jit.launch(plan.quantize_rows(fmt, count, k), *_float_rows(_as_rows(x)), *to)
+    jit.launch(plan.activations("quantize_rows", fmt, count, k), *_float_rows(_as_rows(x)), *to)
     return blocks, Rows(buffer, factors)
 
 
@@ -227,7 +227,7 @@ def _convert(x: Any, source: problem.Source, start: int) -> tuple[int, int]:
     """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
     assert source.entry is not None
     factors = start + _rows_bytes(source.shape)[0]
-    step = plan.activations(source.entry, get("q8_1"), prod(source.shape[:-1]))
+    step = plan.activations(source.entry, get("q8_1"), prod(source.shape[:-1]), source.shape[-1])
     to = (np.int32(source.shape[-1]), np.uint64(start), np.uint64(factors))
     if source.entry == "blocks_to_half":
         jit.launch(step, x, *to)

@@ -136,25 +136,19 @@ def repack(fmt: Format, entry: str, count: int) -> Plan:
     return Plan(_per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
 
 
-@lru_cache(maxsize=1024)
-def activations(entry: str, fmt: Format, rows: int) -> Plan:
-    """Prepare operand B: a block of threads per row."""
-    return Plan(_per_format("activations", entry, fmt), (rows, 1, 1), 256, overlaps=True)
-
-
 LONGEST_ROW = 4 * 16 * 1024
-"""Activations that a block of threads can keep in registers while it quantizes their row."""
+"""Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
 
 
 @lru_cache(maxsize=1024)
-def quantize_rows(fmt: Format, rows: int, k: int) -> Plan:
-    """Quantize activations and prepare operand B at once: a block of threads per row of at most LONGEST_ROW.
+def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
+    """Quantize activations or prepare operand B (`entry`): a block of threads per row.
 
     A thread takes 16 of a row, or up to four times as many where a large GPU could not hold so many threads.
     """
     each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
     threads = min(1024, max(128, ceil(k / (each * WARP)) * WARP))
-    return Plan(_per_format("activations", "quantize_rows", fmt), (rows, 1, 1), threads, overlaps=True)
+    return Plan(_per_format("activations", entry, fmt), (rows, 1, 1), threads, overlaps=True)
 
 
 @dataclass(frozen=True)
@@ -416,8 +410,8 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     for fmt in formats:
         found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
         if fmt.for_activations:
-            found |= {activations(e, fmt, 1).kernel for e in ("rows_to_half", "blocks_to_half")}
-            found.add(quantize_rows(fmt, 1, fmt.block_size).kernel)
+            entries = ("rows_to_half", "blocks_to_half", "quantize_rows")
+            found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}
             continue
         found |= {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
         batches, rows = (1, 9, 17, 33, 65, 129, 513, 4096), (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16)

@@ -206,7 +206,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
     assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
     for rows, k in product((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
-        launch = plan.quantize_rows(cq.formats.get("q8_1"), rows, k)
+        launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
         assert launch.grid == (rows, 1, 1)
         assert launch.block % 32 == 0
         assert launch.block <= 1024

@@ -404,6 +404,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
                 assert nmse(x @ w.T, reference) < 1e-6, choice
             y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
             assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
+            assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
             y = cq.linear(x, w, bias=bias)
             assert nmse(y, reference + bias) < 1e-6, choice
         monkeypatch.undo()

@@ -217,16 +217,17 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         }
 }
 
-// Whether `store_rows` can store a warpgroup's results: whole pieces of 16 bytes of a 16-bit type, with nothing to be
-// done that would take long code for every register.
+// Whether `store_rows` can store a warpgroup's results: float32, or whole pieces of 16 bytes of a 16-bit type, with
+// nothing to be done that would take long code for every register.
 DEVICE bool storable(const Problem& p, const Matrix& at, int first_n, int rows) {
-    return p.out_dtype != FLOAT32 && !p.activation && !p.residual && p.out_column == 1 && first_n + rows <= p.N &&
-           ((u64(p.out) | at.out * 2 | p.out_row * 2) & 15) == 0;
+    return !p.activation && !p.residual && p.out_column == 1 && first_n + rows <= p.N &&
+           (p.out_dtype == FLOAT32 || ((u64(p.out) | at.out * 2 | p.out_row * 2) & 15) == 0);
 }
 
-// A warpgroup's results, from its registers to memory: scale, bias, one rounding. They turn over in its part of the
-// shared memory at `shared`, CHUNK batch rows at a time: rows of 16-byte pieces, each piece at its number xor the batch
-// row's, so that neither writing nor reading meets a bank twice.
+// A warpgroup's results, from its registers to memory: scale, bias, one rounding. Those of float32 go at once, eight
+// lanes a sector of 32 bytes. Others turn over in its part of the shared memory at `shared`, CHUNK batch rows at a
+// time: rows of 16-byte pieces, each piece at its number xor the batch row's, so that neither writing nor reading
+// meets a bank twice.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int first_n,
                        u8* shared, int group) {
@@ -258,6 +259,20 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
 #pragma unroll
                 for (int j = 0; j < BATCH / 8; j++) acc[b][j * 4 + e] += bias, acc[b][j * 4 + e + 1] += bias;
             }
+    }
+    if (p.out_dtype == FLOAT32) {
+        const int m = first_m + lane % 4 * 2;
+        float* to = static_cast<float*>(p.out) + at.out + m * p.out_row + first_n + warp * 16 + lane / 4;
+#pragma unroll
+        for (int j = 0; j < BATCH / 8; j++) {
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (m + j * 8 + e % 2 < p.M) to[e % 2 * p.out_row + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
+            to += 8 * p.out_row;
+        }
+        return;
     }
     const u32 own = staged + (lane / 16 * 8 + lane % 8) * (OWN_ROWS * 2) + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
     const int row = thread / WIDE, piece = thread % WIDE;

@@ -5,7 +5,7 @@
 #include "../formats/encode.cuh"
 #include "../formats/q8_1.cuh"
 
-constexpr int THREADS = 256, MOST_THREADS = 1024;
+constexpr int MOST_THREADS = 1024;  // as many as cuquant/plan.py wants
 
 DEVICE u32 block_max(u32 value) {
     __shared__ u32 warps[MOST_THREADS / WARP];
@@ -29,29 +29,48 @@ DEVICE int shift_of(u32 peak) {
 
 DEVICE float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
-// Float rows with strides in elements to float16 rows [rows][K]; float16 itself is copied.
-extern "C" __global__ void __launch_bounds__(THREADS)
+// Eight numbers, times a factor, to float16.
+DEVICE void store_halves(u16* to, const float* x, float scale) {
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * scale, x[j * 2 + 1] * scale, FLOAT16);
+    *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Float rows with strides in elements to float16 rows [rows][K]; float16 itself is copied. Pieces of 16 elements of a
+// row, as encode.cuh takes them; the second time they come from the L1 cache.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
 rows_to_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale) {
     let_successor_start();
     wait_for_predecessor();
-    s64 row = blockIdx.x;
-    if (dtype == FLOAT16) {
-        const u16* from = static_cast<const u16*>(x) + row * row_stride;
-        for (int k = threadIdx.x; k < K; k += THREADS) out[row * K + k] = from[k * column_stride];
-        if (threadIdx.x == 0) unscale[row] = 1;
-        return;
+    const s64 row = blockIdx.x;
+    auto load = [&](int piece, float (&values)[MINE]) {
+        const int first = piece / 2 * 32 + piece % 2 * 8;
+        load_elements(x, row * row_stride + first * column_stride, row_stride, column_stride, dtype, values);
+        return first;
+    };
+    float values[MINE];
+    int shift = 0;
+    if (dtype != FLOAT16) {
+        u32 peak = 0;
+        for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
+            load(piece, values);
+#pragma unroll
+            for (int j = 0; j < MINE; j++) peak = max(peak, magnitude(values[j]));
+        }
+        shift = shift_of(block_max(peak));
     }
-    auto at = [&](int k) { return load_float(x, row * row_stride + k * column_stride, dtype); };
-    u32 peak = 0;
-    for (int k = threadIdx.x; k < K; k += THREADS) peak = max(peak, magnitude(at(k)));
-    const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
-    for (int k = threadIdx.x; k < K; k += THREADS) out[row * K + k] = float_to_half(at(k) * scale);
+    for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
+        u16* const to = out + row * K + load(piece, values);
+        store_halves(to, values, scale);
+        store_halves(to + 16, values + 8, scale);
+    }
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
 // q8_1 blocks to float16 rows. The stored sum is not read. A row's peak is at most 128 times its greatest scale.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(MOST_THREADS)
 blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     let_successor_start();
     wait_for_predecessor();
@@ -61,10 +80,10 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
         return half_to_float(u16(load_u16(from + block * Format::BLOCK_BYTES)));
     };
     u32 peak = 0;
-    for (int block = threadIdx.x; block < K / 32; block += THREADS) peak = max(peak, magnitude(scale_of(block) * 128));
+    for (int block = threadIdx.x; block < K / 32; block += blockDim.x) peak = max(peak, magnitude(scale_of(block) * 128));
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
-    for (int i = threadIdx.x; i < K / 4; i += THREADS) {  // four codes each
+    for (int i = threadIdx.x; i < K / 4; i += blockDim.x) {  // four codes each
         const int block = i / 8;
         const u8* own = from + block * Format::BLOCK_BYTES + Format::CODES_AT + i % 8 * 4;
         const u32 codes = load_u32(own);
@@ -121,15 +140,12 @@ quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     for (int p = 0; p < PIECES; p++) {
         const int block = p * at_once + threadIdx.x / 2;
         if (block > last) break;
-        uint4* const to = reinterpret_cast<uint4*>(out + row * K + block * 32 + half * 8);
-        u32 pairs[8];
+        float values[MINE];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const u32 codes = words[p][j / 2] >> j % 2 * 16;
-            pairs[j] = pack(float(s8(codes)) * (d[p] * scale), float(s8(codes >> 8)) * (d[p] * scale), FLOAT16);
-        }
-        to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        to[2] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        for (int j = 0; j < MINE; j++) values[j] = float(s8(words[p][j / 4] >> j % 4 * 8));
+        u16* const to = out + row * K + block * 32 + half * 8;
+        store_halves(to, values, d[p] * scale);
+        store_halves(to + 16, values + 8, d[p] * scale);
     }
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
