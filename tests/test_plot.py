@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -27,8 +28,9 @@ def lines(axes: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_a_roofline_and_multiples_for_each_shape() -> None:
+    commit = json.loads(RECORD.read_text(encoding="utf-8"))["commit"]
     figure = Record.read(RECORD).plot()
-    assert "NVIDIA H200, commit 23fd8d6d0243" in figure.get_suptitle()
+    assert f"NVIDIA H200, commit {commit[:12]}" in figure.get_suptitle()
     above, below = figure.axes[:5], figure.axes[5:]
     shapes = ["4096 x 4096", "4096 x 14336", "14336 x 4096", "8192 x 8192", "28672 x 8192"]
     assert [axes.get_title() for axes in above] == [f"W: {shape}" for shape in shapes]
