@@ -383,22 +383,22 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
-    """The mma core: large tiles where they fill the GPU and registers hold them.
+    """The mma core: tiles so small that several blocks hide each other's latencies, as registers allow.
 
-    Chosen on an H200 without wgmma; elsewhere by registers and shared memory: two blocks per multiprocessor
-    with 163 KB, one with 99 KB.
+    Codes that take more instructions get tiles of twice the rows, where that leaves enough of them. Chosen on
+    an H200 without wgmma; elsewhere by registers (no spills) and shared memory: with 163 KB three blocks per
+    multiprocessor, with 99 KB two.
     """
     row_tiles, warps = ceil(n / TILE_ROWS), 4
-    groups, rows = (4, 2) if m <= 32 else (8, 2)
-    small = (
-        capability >= 80 and fmt.bits == 4 and len(fmt.scales) == 1
-    )  # leaves registers for more accumulators
-    if m > 128 and small and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
-        rows = 4
+    cheap = fmt.bits == 4 and len(fmt.scales) == 1
+    spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
+    groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
+    if m > 128 and spared and not cheap and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
+        rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
     stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).tile
     shared = max(stages * stage, 16 * (warps * rows * TILE_ROWS + 4) * 4)
-    tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages}
+    tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages, "RESIDENT": resident}
     grid = (ceil(row_tiles / (warps * rows)), ceil(m / (groups * 8)), matrices)
     kernel = _gemm_kernel(fmt, Core.MMA, tile, shared)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, overlaps=True))

@@ -13,7 +13,7 @@ gemm(const __grid_constant__ Problem problem) {
            CUQUANT_CLUSTER>(problem);
 }
 #elif CUQUANT_CORE == 1
-extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, 2)
+extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Problem problem) {
     mma<Format, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
 }
