@@ -306,6 +306,14 @@ def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
         )
 
 
+def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
+    """Blocks along an axis of a launch: matrices of a stack, or tiles of batch rows."""
+    if blocks > most:
+        raise ValueError(
+            f"the result {shape} takes {blocks} blocks along an axis of one launch; at most {most} are possible"
+        )
+
+
 def not_a_product(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{_kind(a)} @ {_kind(b)}"

@@ -12,7 +12,7 @@ import ctypes
 import struct
 import sys
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,7 @@ def launch(plan: Plan, *arguments: Any) -> None:
 def launch_packed(plan: Plan, arguments: bytes, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
     cuda = device.cupy().cuda
-    key = (cuda.runtime.getDevice(), plan)
-    prepared = _prepared.launches.get(key)
-    if prepared is None:
-        prepared = _prepared.launches[key] = _Launch(*key, len(arguments), offsets)
+    prepared = _prepared.launch(cuda.runtime.getDevice(), plan, len(arguments), offsets)
     prepared(cuda.get_current_stream().ptr, arguments)
 
 
@@ -102,7 +99,7 @@ class _Prepared(threading.local):
     """Launches of this thread: the driver reads their memory while the interpreter may run another thread."""
 
     def __init__(self) -> None:
-        self.launches: dict[tuple[int, Plan], _Launch] = {}
+        self.launch = lru_cache(maxsize=1024)(_Launch)
 
 
 _prepared = _Prepared()

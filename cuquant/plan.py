@@ -22,6 +22,8 @@ TILE_ROWS, TILE_COLUMNS = 16, 64
 
 LARGE_GPU = 132
 """Multiprocessors that a launch should keep busy: an H200's."""
+MOST_BLOCKS = 65_535
+"""Of a launch, along its second and third axes."""
 
 
 @dataclass(frozen=True)

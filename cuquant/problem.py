@@ -118,6 +118,7 @@ def resolve(
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0); the decode core, which takes any weights, can.
     gemm = plan.gemm(fmt, m, n, k, prod(extents), half and rows[1] > 0, capability)
+    check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
     numbers = _NUMBERS.pack(

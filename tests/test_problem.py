@@ -94,6 +94,13 @@ def test_too_many_axes_are_refused() -> None:
         problem.resolve(cq.formats.get("q8_0"), (32, 64), True, rows, out, NOTHING, 90)
 
 
+def test_too_many_matrices_are_refused() -> None:
+    rows = problem.source((70_000, 2, 64), (256, 128, 2), True)
+    out = problem.Output((70_000, 2, 32), (64, 32, 1), 0)
+    with pytest.raises(ValueError, match="70000 blocks along an axis of one launch; at most 65535"):
+        problem.resolve(cq.formats.get("q8_0"), (70_000, 32, 64), True, rows, out, NOTHING, 90)
+
+
 @pytest.mark.parametrize(
     ("strides", "half", "entry"),
     [

@@ -184,7 +184,8 @@ DEVICE void decode(const Problem& p) {
             float2 value = make_float2(0, 0);
 #pragma unroll
             for (int other = 0; other < CLUSTER; other++) {
-                float2 v = load_cluster(cluster_address(shared_address(sums + n * WIDTH + m), other));
+                float2 v;
+                load_cluster(v, cluster_address(shared_address(sums + n * WIDTH + m), other));
                 value.x += v.x, value.y += v.y;
             }
             store(n, m, value);

@@ -114,12 +114,6 @@ DEVICE void wait_for_predecessor() {
 
 #if __CUDA_ARCH__ >= 900
 // Blocks of a cluster: they meet, and read each other's shared memory.
-DEVICE u32 cluster_rank() {
-    u32 r;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-
 DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -131,17 +125,13 @@ DEVICE u32 cluster_address(u32 address, u32 rank) {
     return r;
 }
 
-DEVICE float2 load_cluster(u32 address) {
-    float2 v;
+DEVICE void load_cluster(float2& v, u32 address) {
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
-    return v;
 }
 
-DEVICE float4 load_cluster4(u32 address) {
-    float4 v;
+DEVICE void load_cluster(float4& v, u32 address) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
-    return v;
 }
 
 // A barrier in shared memory that counts arrivals and bytes of bulk copies; `parity` is that of the awaited phase.

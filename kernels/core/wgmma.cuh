@@ -321,7 +321,8 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
         float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int other = 0; other < SPLIT; other++) {
-            float4 v = load_cluster4(cluster_address(shared_address(from), other));
+            float4 v;
+            load_cluster(v, cluster_address(shared_address(from), other));
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
         return sum;
