@@ -310,7 +310,8 @@ def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
     """Blocks along an axis of a launch: matrices of a stack, or tiles of batch rows."""
     if blocks > most:
         raise ValueError(
-            f"the result {shape} takes {blocks} blocks along an axis of one launch; at most {most} are possible"
+            f"the result {shape} takes {blocks} blocks along an axis of one launch; "
+            f"at most {most} are possible"
         )
 
 

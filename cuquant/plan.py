@@ -220,14 +220,14 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
     Up to 8 batch rows two small blocks per multiprocessor, where its shared memory has room for them, hide
-    each other's start and end. From 5 on, pairs of blocks split K, which halves what each reads of x.
+    each other's start and end. From 5 on, or where x is long, pairs of blocks split K, which halves what each
+    reads of x.
     """
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
-    cluster = 2 if m > 4 and capability == 90 else 1
-    share = max(
-        1, ceil(row_tiles * matrices * cluster / LARGE_GPU)
-    )  # row tiles of a multiprocessor, or of a pair
+    cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
+    # Row tiles of a multiprocessor, or of a pair.
+    share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
     warps = 16 if share <= 2 and m <= 4 and capability >= 80 else 8
     batch, ring = min(m, groups * 8), (72 if capability >= 90 else 24) << 10
     if groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit:
