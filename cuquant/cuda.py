@@ -192,7 +192,13 @@ def _launch(
 ) -> None:
     """Start the product with the rows of x and their factors at these addresses."""
     tensor = problem.NO_MAP if launch.map is None else _map(x[0], launch.map)
-    jit.launch_packed(launch.plan, launch.packed(tensor, *fragments.addresses, *x, *ends, *sums))
+    straight, to = launch.straight, problem.NO_MAP
+    if launch.out_map is not None:
+        straight = ends[0] % 16 == 0
+        if straight:
+            to = _map(ends[0], launch.out_map)
+    argument = launch.packed(tensor, to, *fragments.addresses, *x, *ends, *sums, int(straight))
+    jit.launch_packed(launch.plan, argument)
 
 
 @lru_cache(maxsize=4096)

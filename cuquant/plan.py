@@ -159,7 +159,8 @@ class Gemm:
 
     `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
     columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
-    shares out the last `streamed` evenly, for which it needs `partials` bytes.
+    shares out the last `streamed` evenly, for which it needs `partials` bytes. `out_box` are the batch rows
+    of a box of results, where the kernel can store them so.
     """
 
     plan: Plan
@@ -167,6 +168,7 @@ class Gemm:
     chunk: int = 0
     streamed: int = 0
     partials: int = 0
+    out_box: int = 0
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9
@@ -309,6 +311,8 @@ _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+BOXED_BATCH = 128
+"""Batch rows of a tile from which on the copy engine stores its results."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
@@ -335,17 +339,29 @@ def _stage_bytes(fmt: Format, tile: _Tile) -> int:
     return ceil(tile.width * step / 1024) * 1024
 
 
-def _staged_bytes(tile: _Tile, split: int) -> int:
-    """Of sums on their way out, and of further k groups; after a split in the ring's place."""
-    staged = tile.groups * (tile.batch if split > 1 else 32) * (tile.blocks * 64 + 4) * 4
-    return max(staged, tile.groups * (tile.k_groups - 1) * tile.blocks * tile.batch * 256)
+def _staged_bytes(tile: _Tile, split: int, room: int) -> int:
+    """Of results, of sums on their way out, and of further k groups'; after a split in the ring's place."""
+    rows = tile.batch if split > 1 else 32
+    sums = tile.groups * rows * (tile.blocks * 64 + 4) * 4
+    return max(sums, tile.rows * room * 2, tile.rows * (tile.k_groups - 1) * tile.batch * 4)
+
+
+def _room(fmt: Format, tile: _Tile, split: int) -> int:
+    """Batch rows for whose results a block has room: all, if four stages are left, or half, or none.
+
+    Of little work the results are few, and registers scarce.
+    """
+    if split > 1 or tile.batch < BOXED_BATCH:
+        return 0
+    left = shared_limit(90) - 4 * _stage_bytes(fmt, tile)
+    return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
 
 
 def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps = ceil(k / TILE_COLUMNS)
     for tile, (split, blocks) in product(_STEP_US, _PLACES.items()):
-        ring = shared_limit(90) - (0 if split > 1 else _staged_bytes(tile, split))
+        ring = shared_limit(90) - (0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1)))
         stages = min(8, ring // _stage_bytes(fmt, tile))
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
@@ -370,18 +386,20 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest."""
     _, tile, split, outputs, streamed, stages = min(_choices(fmt, m, n, k, matrices))
     batch, groups, blocks, k_groups, k_tiles, pair = tile
-    stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split)
+    room = _room(fmt, tile, split)
+    stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
-    constants["STAGES"] = stages
+    constants |= {"STAGES": stages, "ROOM": room}
     grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
     kernel = _gemm_kernel(fmt, Core.WGMMA, constants, shared)
     plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, shared, split * pair, overlaps=True)
     partials = grid[0] * tile.rows * batch * 4 if streamed else 0
+    out_box = room if room == batch else room // 2
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
     box = min(batch // pair, ceil(m / 8) * 8)
-    return Gemm(plan, box=box, streamed=streamed, partials=partials)
+    return Gemm(plan, box=box, streamed=streamed, partials=partials, out_box=out_box)
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:

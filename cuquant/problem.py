@@ -18,9 +18,9 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
-_ADDRESSES = struct.Struct("<10q")
-_NUMBERS = struct.Struct("<23q11i12x")
-"""`struct Problem`: the copy engine's map, ten addresses, then what `resolve` packs."""
+_ADDRESSES = struct.Struct("<11q")
+_NUMBERS = struct.Struct("<23q11i4x")
+"""`struct Problem`: the copy engine's maps, ten addresses and a flag, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
 
@@ -59,19 +59,23 @@ class Epilogue(NamedTuple):
 class Launch(NamedTuple):
     """A planned product.
 
-    `map` describes x to the copy engine where the core uses it; `partials` are the bytes of global memory in
-    which blocks leave sums to each other.
+    `map` describes x to the copy engine where the core uses it, `out_map` out where it can store results;
+    `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
+    there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
+    memory in which blocks leave sums to each other.
     """
 
     plan: plan.Plan
     map: Map | None
+    out_map: Map | None
+    straight: bool
     numbers: bytes
     partials: int
 
-    def packed(self, map: bytes, *addresses: int) -> bytes:
+    def packed(self, map: bytes, out_map: bytes, *addresses: int) -> bytes:
         """The kernel's argument; addresses of W's planes, x, its row factors, out, bias, residual,
-        partial sums and their flags."""
-        return map + _ADDRESSES.pack(*addresses) + self.numbers
+        partial sums and their flags, and whether results are stored straight."""
+        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers
 
 
 class Map(NamedTuple):
@@ -134,7 +138,17 @@ def resolve(
         tensor = Map(
             (k, m, *dims[::-1]), (2 * rows[1], *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
         )
-    return Launch(gemm.plan, tensor, numbers, gemm.partials)
+    straight, out_map = False, None
+    if gemm.out_box and out.strides[-1] == 1 and end.activation is None and end.residual_strides is None:
+        along = zip(extents, steps[2], strict=True)
+        steps_out = (rows[2] if m > 1 else 0, *(step if extent > 1 else 0 for extent, step in along))
+        if out.dtype == DTYPES[check.FLOATS[2]]:
+            straight = True
+        elif not any(step % 8 or step < 0 for step in steps_out):
+            row, *outer = (2 * step or 16 for step in steps_out)
+            box = (plan.TILE_COLUMNS, gemm.out_box, 1, 1, 1)
+            straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
+    return Launch(gemm.plan, tensor, out_map, straight, numbers, gemm.partials)
 
 
 def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shape, list[tuple[int, Shape]]]:

@@ -407,6 +407,14 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
             assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
             y = cq.linear(x, w, bias=bias)
             assert nmse(y, reference + bias) < 1e-6, choice
+            frame = cupy.full(
+                (m + 2, n + 24), np.nan, np.float16
+            )  # aligned rows, a row that is not, the rest
+            for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
+                frame.fill(np.nan)
+                assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
+                view.fill(np.nan)
+                assert cupy.isnan(frame).all(), choice
         monkeypatch.undo()
     plan.gemm.cache_clear()
     problem.resolve.cache_clear()

@@ -21,7 +21,7 @@ NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q11i12x", launch.numbers)
+    values = struct.unpack("<23q11i4x", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -160,8 +160,39 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), *range(1, 11))
+    packed = launch.packed(bytes(range(128)), bytes(128), *range(1, 12))
     assert len(packed) % 64 == 0  # as its alignment
-    assert packed[:128] == bytes(range(128))
-    assert struct.unpack("<10q", packed[128:208]) == tuple(range(1, 11))
-    assert packed[208:] == launch.numbers
+    assert packed[:256] == bytes(range(128)) + bytes(128)
+    assert struct.unpack("<11q", packed[256:344]) == tuple(range(1, 12))
+    assert packed[344:] == launch.numbers
+
+
+@pytest.mark.parametrize(
+    ("out", "end", "straight", "mapped"),
+    [
+        (problem.Output((3000, 2560), (2560, 1), 0), NOTHING, True, True),
+        (problem.Output((3000, 2560), (2560, 1), 1), NOTHING._replace(bias_dtype=2), True, True),
+        (problem.Output((3000, 2560), (5120, 1), 2), NOTHING, True, False),
+        (problem.Output((3000, 2560), (2561, 1), 2), NOTHING, True, False),
+        (problem.Output((3000, 2560), (2564, 1), 0), NOTHING, False, False),
+        (problem.Output((3000, 2560), (-2560, 1), 0), NOTHING, False, False),
+        (problem.Output((3000, 2560), (1, 3000), 0), NOTHING, False, False),
+        (problem.Output((3000, 2560), (2560, 1), 0), NOTHING._replace(activation="relu"), False, False),
+        (
+            problem.Output((3000, 2560), (2560, 1), 0),
+            NOTHING._replace(residual_strides=(2560, 1)),
+            False,
+            False,
+        ),
+    ],
+)
+def test_what_the_copy_engine_may_store(
+    out: problem.Output, end: problem.Epilogue, straight: bool, mapped: bool
+) -> None:
+    x = problem.source((3000, 1024), (2048, 2), True)
+    launch = problem.resolve(cq.formats.get("q4_0"), (2560, 1024), True, x, out, end, 90)
+    assert (launch.straight, launch.out_map is not None) == (straight, mapped)
+    if launch.out_map is not None:
+        assert launch.out_map.dims == (2560, 3000, 1, 1, 1)
+        assert launch.out_map.strides[0] == 5120
+        assert not any(stride % 16 for stride in launch.out_map.strides)

@@ -6,6 +6,7 @@ constexpr int BATCH_AXES = 3;
 
 struct Problem {
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
+    u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
     Planes w;                 // fragment layout, all matrices of a stack one after the other in every plane
     const u16* x;             // rows of K float16 numbers
     const float* unscale;     // per batch row, the power of two that its float16 row was divided by; or null
@@ -14,6 +15,7 @@ struct Problem {
     const void* residual;  // or null
     float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
     u32* flags;
+    u64 straight;  // whether scale, bias and one rounding make results, in rows that can be stored in whole pieces
     s64 x_row;             // stride of x in elements
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out
@@ -35,6 +37,16 @@ struct Matrix {
     s64 bias, out, residual;  // offsets in elements
     int axis[BATCH_AXES];     // index along each axis that x has, else 0
 };
+
+// Indices along the leading axes of the matrix of this number.
+DEVICE void indices_of(const Problem& p, u32 matrix, u32 (&index)[BATCH_AXES]) {
+#pragma unroll
+    for (int axis = BATCH_AXES - 1; axis >= 0; axis--) {
+        const u32 extent = u32(p.extent[axis]);
+        index[axis] = extent > 1 ? matrix % extent : 0;
+        if (extent > 1) matrix /= extent;
+    }
+}
 
 template <class F>
 DEVICE Matrix matrix_of(const Problem& p, u32 index) {

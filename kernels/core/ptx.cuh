@@ -41,13 +41,6 @@ DEVICE void load_matrices(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
-DEVICE uint4 load_shared(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
-    return v;
-}
-
 // 16 bytes from global to shared memory; zeros where `valid` is false. Before sm_80 an ordinary load and store.
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -185,6 +178,23 @@ DEVICE void copy_box(u32 to, const void* map, u32 barrier, int k, int m, int i, 
                      :: "r"(to), "l"(map), "r"(barrier), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l),
                         "h"(u16((1 << BLOCKS) - 1)) : "memory");
 }
+
+// A box from shared memory to (k, m, i, j, l) of the tensor that `map` describes, by the one thread that also waits
+// until the copy engine has read it. What threads have written there must be fenced before they meet.
+DEVICE void store_box(const void* map, u32 from, int k, int m, int i, int j, int l) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 :: "l"(map), "r"(from), "r"(k), "r"(m), "r"(i), "r"(j), "r"(l) : "memory");
+}
+
+DEVICE void store_box_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most `PENDING` of this thread's committed groups are unread.
+template <int PENDING>
+DEVICE void store_box_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(PENDING) : "memory");
+}
+
+DEVICE void store_box_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A flag in global memory: 1 when what the threads that met before `set_flag` have written may be read.
 DEVICE void set_flag(u32* flag, u32 value, bool sets) {

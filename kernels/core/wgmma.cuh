@@ -217,22 +217,15 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         }
 }
 
-// Whether `store_rows` can store a warpgroup's results: float32, or whole pieces of 16 bytes of a 16-bit type, with
-// nothing to be done that would take long code for every register.
-DEVICE bool storable(const Problem& p, const Matrix& at, int first_n, int rows) {
-    return !p.activation && !p.residual && p.out_column == 1 && first_n + rows <= p.N &&
-           (p.out_dtype == FLOAT32 || ((u64(p.out) | at.out * 2 | p.out_row * 2) & 15) == 0);
-}
-
-// A warpgroup's results, from its registers to memory: scale, bias, one rounding. Those of float32 go at once, eight
-// lanes a sector of 32 bytes. Others turn over in its part of the shared memory at `shared`, CHUNK batch rows at a
-// time: rows of 16-byte pieces, each piece at its number xor the batch row's, so that neither writing nor reading
-// meets a bank twice.
-template <int ROW_BLOCKS, int SUMS>
-DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int first_n,
-                       u8* shared, int group) {
-    constexpr int BATCH = SUMS * 2, CHUNK = BATCH < 64 ? BATCH : 64, OWN_ROWS = ROW_BLOCKS * 64, WIDE = OWN_ROWS / 8;
-    const u32 staged = shared_address(shared) + group * CHUNK * OWN_ROWS * 2;
+// A warpgroup's results, from its registers to memory, with nothing to be done that would take long code for every
+// register: scale, bias, one rounding. Those of float32 go at once, eight lanes a sector of 32 bytes. Others turn over
+// in its part of the shared memory at `shared`, from where the copy engine takes them while the next tile is computed:
+// boxes of 64 columns, batch row after batch row of 128 bytes, swizzled, so that no bank is met twice. There is room
+// for all batch rows, or for half of them, which then go in quarters.
+template <int GROUPS, int ROOM, int ROW_BLOCKS, int SUMS>
+DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int matrix, int first_m,
+                       int first_n, u8* shared, int group) {
+    constexpr int BATCH = SUMS * 2, CHUNK = ROOM < BATCH ? ROOM / 2 : BATCH, BOX = CHUNK * 128, BUFFERS = ROOM / CHUNK;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
     if (at.unscale) {  // a lane loads one of every 32 rows'
 #pragma unroll
@@ -249,12 +242,13 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
                 }
         }
     }
+    const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
     if (p.bias) {
 #pragma unroll
         for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
             for (int e = 0; e < 4; e += 2) {
-                const int n = first_n + b * 64 + warp * 16 + lane / 4 + e * 4;
+                const int n = min(own_n + b * 64 + e * 4, p.N - 1);
                 const float bias = load_float(p.bias, at.bias + n, p.bias_dtype);
 #pragma unroll
                 for (int j = 0; j < BATCH / 8; j++) acc[b][j * 4 + e] += bias, acc[b][j * 4 + e + 1] += bias;
@@ -262,43 +256,49 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     }
     if (p.out_dtype == FLOAT32) {
         const int m = first_m + lane % 4 * 2;
-        float* to = static_cast<float*>(p.out) + at.out + m * p.out_row + first_n + warp * 16 + lane / 4;
+        float* to = static_cast<float*>(p.out) + at.out + m * p.out_row + own_n;
 #pragma unroll
         for (int j = 0; j < BATCH / 8; j++) {
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (m + j * 8 + e % 2 < p.M) to[e % 2 * p.out_row + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
+                    if (m + j * 8 + e % 2 < p.M && own_n + b * 64 + e / 2 * 8 < p.N)
+                        to[e % 2 * p.out_row + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
             to += 8 * p.out_row;
         }
         return;
     }
-    const u32 own = staged + (lane / 16 * 8 + lane % 8) * (OWN_ROWS * 2) + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-    const int row = thread / WIDE, piece = thread % WIDE;
-    const u32 from = staged + row * (OWN_ROWS * 2) + (piece ^ row % 8) * 16;
-    u16* to = static_cast<u16*>(p.out) + at.out + (first_m + row) * p.out_row + first_n + piece * 8;
+    u32 index[BATCH_AXES];
+    if (thread == 0) indices_of(p, matrix, index);
 #pragma unroll
     for (int first = 0; first < BATCH; first += CHUNK) {
-        warpgroups_sync<WARPGROUP>(1 + group);  // everyone has read what was here
+        const u32 staged =
+            shared_address(shared) + (first / CHUNK % BUFFERS * GROUPS + group) * (ROW_BLOCKS * BOX);
+        const u32 own = staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+        if (first >= ROOM && thread == 0) store_box_wait<BUFFERS - 1>();
+        warpgroups_sync<WARPGROUP>(1 + group);  // the copy engine has read what was here: its thread has waited
 #pragma unroll
-        for (int j = first / 8; j < (first + CHUNK) / 8; j += 2)
+        for (int j = 0; j < CHUNK / 8; j += 2)
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++) {
                 u32 r[4];
 #pragma unroll
                 for (int q = 0; q < 4; q++) {
-                    const float* v = &acc[b][(j + q / 2) * 4 + q % 2 * 2];
+                    const float* v = &acc[b][(first / 8 + j + q / 2) * 4 + q % 2 * 2];
                     r[q] = pack(v[0], v[1], p.out_dtype);
                 }
-                store_matrices_transposed(own + (j * 8 - first) * (OWN_ROWS * 2) + b * 128, r);
+                store_matrices_transposed(own + b * BOX + j * 1024, r);
             }
+        store_box_fence();
         warpgroups_sync<WARPGROUP>(1 + group);
+        if (thread == 0) {
 #pragma unroll
-        for (int i = 0; i < CHUNK; i += WARPGROUP / WIDE) {
-            if (first_m + first + i + row < p.M)
-                *reinterpret_cast<uint4*>(to) = load_shared(from + i * (OWN_ROWS * 2));
-            to += p.out_row * (WARPGROUP / WIDE);
+            for (int b = 0; b < ROW_BLOCKS; b++)
+                if (first_n + b * 64 < p.N)
+                    store_box(p.out_map, staged + b * BOX, first_n + b * 64, first_m + first, index[2], index[1],
+                              index[0]);
+            store_box_commit();
         }
     }
 }
@@ -311,8 +311,7 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     // [batch row][row of W], CHUNK batch rows at a time; 4 floats more keep a warp's stores in different banks.
     constexpr int BATCH = SUMS * 2, CHUNK = SPLIT > 1 || BATCH < 32 ? BATCH : 32, SHARE = CHUNK / SPLIT;
     constexpr int OWN_ROWS = ROW_BLOCKS * 64, LINE = OWN_ROWS + 4;
-    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-    const int rank = blockIdx.x % SPLIT;
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP, rank = blockIdx.x % SPLIT;
     float* const staged = reinterpret_cast<float*>(shared) + group * CHUNK * LINE;
     float* const own = staged + lane % 4 * 2 * LINE + warp * 16 + lane / 4;
     auto total = [&](int row, int column) {
@@ -351,11 +350,12 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
 }
 
 template <class F, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR, bool STREAM,
-          int STAGES>
+          int STAGES, int ROOM>
 DEVICE void wgmma(const Problem& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
+    constexpr bool BOXES = ROOM > 0;
     static_assert(WIDTH == 1 || !STREAM, "shares of K are no multiples of wide stages");
     using Weights = WeightCopy<F, ROW_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
@@ -517,10 +517,12 @@ DEVICE void wgmma(const Problem& p) {
             release(previous, true);
 
             u8* const staged = shared + (SPLIT > 1 ? 0 : STAGES * STAGE);
+            if (BOXES && threadIdx.x % WARPGROUP == 0) store_box_wait<0>();  // of the tile before
             if constexpr (K_GROUPS > 1) {
                 warpgroups_sync<CONSUMERS>(EVERYONE);  // the sums before are added, and of a split the stages read
-                float4* const sums = reinterpret_cast<float4*>(staged) + group * (K_GROUPS - 1) * SUMS / 4 * WARPGROUP +
-                                     threadIdx.x % WARPGROUP;
+                float4* const sums =
+                    reinterpret_cast<float4*>(staged) + group * (K_GROUPS - 1) * SUMS / 4 * WARPGROUP +
+                    threadIdx.x % WARPGROUP;
                 if (k_group > 0) write_sums(acc, sums + (k_group - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
                 if (k_group > 0) {
@@ -551,13 +553,17 @@ DEVICE void wgmma(const Problem& p) {
                     warpgroups_sync<WARPGROUP>(1 + group);
                     set_flag(p.flags + slot, 0, leads);
                 }
-                if (SPLIT == 1 && storable(p, at, first_n, ROW_BLOCKS * 64))
-                    store_rows(p, at, acc, segment.first_m, first_n, staged, group);
-                else
-                    finish_sums<GROUPS, SPLIT>(p, at, acc, segment.first_m, first_n, staged, group);
+                bool stored = false;
+                if constexpr (BOXES) {
+                    stored = p.straight;
+                    if (stored)
+                        store_rows<GROUPS, ROOM>(p, at, acc, segment.matrix, segment.first_m, first_n, staged, group);
+                }
+                if (!stored) finish_sums<GROUPS, SPLIT>(p, at, acc, segment.first_m, first_n, staged, group);
             }
         }
     }
+    if constexpr (BOXES) store_box_wait<0>();
     if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while another reads from it or writes to it
 }
 #endif

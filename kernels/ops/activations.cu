@@ -80,7 +80,8 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
         return half_to_float(u16(load_u16(from + block * Format::BLOCK_BYTES)));
     };
     u32 peak = 0;
-    for (int block = threadIdx.x; block < K / 32; block += blockDim.x) peak = max(peak, magnitude(scale_of(block) * 128));
+    for (int block = threadIdx.x; block < K / 32; block += blockDim.x)
+        peak = max(peak, magnitude(scale_of(block) * 128));
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
     for (int i = threadIdx.x; i < K / 4; i += blockDim.x) {  // four codes each

@@ -21,6 +21,6 @@ gemm(const __grid_constant__ Problem problem) {
 extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, 1)
 gemm(const __grid_constant__ Problem problem) {
     wgmma<Format, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_K_GROUPS, CUQUANT_K_TILES,
-          CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES>(problem);
+          CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM>(problem);
 }
 #endif
