@@ -10,6 +10,8 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 from .array import QuantizedArray
 from .eval import Evaluation, evaluate
 from .formats import Format
+from .formats.e4m4 import e4m4_decode, e4m4_encode
+from .formats.kbit import KBit, normal_float_codebook
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
@@ -23,13 +25,17 @@ __all__ = [
     "FallbackWarning",
     "Format",
     "GGUFError",
+    "KBit",
     "Model",
     "QuantizedArray",
     "__version__",
+    "e4m4_decode",
+    "e4m4_encode",
     "evaluate",
     "from_blocks",
     "linear",
     "matmul",
+    "normal_float_codebook",
     "open",
     "quantize",
     "quantize_file",

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import operator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
 from . import device, memory
-from .formats import Format
+
+if TYPE_CHECKING:
+    from .formats import Format
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
@@ -58,6 +60,74 @@ def floats(value: Any, what: str) -> Any:
     return result
 
 
+def on_cpu(value: Any, what: str) -> Any:
+    """An array that is NumPy's."""
+    if device.is_cuda(value):
+        raise TypeError(f"{what} is a CuPy array, and this works on NumPy arrays only: pass {what}.get()")
+    return value
+
+
+def codes(value: Any) -> Any:
+    """`array`, of dtype uint8."""
+    result = array(value, "codes")
+    if result.dtype != np.uint8:
+        raise TypeError(f"codes has dtype {result.dtype}; E4M4 codes are uint8")
+    return result
+
+
+def e4m4(x: Any) -> None:
+    """Numbers that E4M4 has codes for: finite and not negative."""
+    bad = ~((x >= 0) & np.isfinite(x))
+    if bad.any():
+        raise ValueError(f"E4M4 has no code for {x[bad][0]}: numbers must be finite and not negative")
+
+
+def codebook_bits(value: Any, allowed: tuple[int, ...]) -> int:
+    """Bits of an index into a codebook."""
+    try:
+        bits = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"bits is a {type(value).__name__}; allowed are {', '.join(map(str, allowed))}"
+        ) from None
+    if bits not in allowed:
+        raise ValueError(f"bits is {bits}; allowed are {', '.join(map(str, allowed))}")
+    return bits
+
+
+def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
+    """One of some words."""
+    if value not in allowed:
+        raise ValueError(f"{what} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    return str(value)
+
+
+def codebook(value: Any, count: int) -> Any:
+    """`count` numbers in [-1, 1], ascending, as a new float32 array."""
+    if isinstance(value, str):
+        raise ValueError(f'codebook is {value!r}; allowed are "normal" and {count} numbers')
+    if device.is_cuda(value):
+        on_cpu(value, "codebook")
+    try:
+        result = np.array(value, np.float32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"codebook is no array of {count} numbers: {error}") from None
+    if result.shape != (count,):
+        raise ValueError(f"codebook has shape {result.shape}; {count} numbers are needed")
+    if not (np.abs(result) <= 1).all():
+        worst = result[~(np.abs(result) <= 1)][0]
+        raise ValueError(
+            f"codebook holds {worst}; entries are in [-1, 1], since blocks are divided by their peak"
+        )
+    if (result[1:] < result[:-1]).any():
+        at = int((result[1:] < result[:-1]).argmax())
+        raise ValueError(
+            f"codebook is not sorted: entry {at + 1} ({result[at + 1]}) is below entry {at} ({result[at]}); "
+            "pass numpy.sort(codebook)"
+        )
+    return result
+
+
 def same_device(**operands: Any) -> bool:
     """All arrays on one device, and whether it is a GPU; None is skipped."""
     on_gpu = [device.is_cuda(a) for a in operands.values() if a is not None]
@@ -90,6 +160,20 @@ def finite(values: Any, first_row: int, shape: tuple[int, ...]) -> None:
         value = values[row][~np.isfinite(values[row])][0]
         raise ValueError(
             f"cannot quantize {value} in row {_row(first_row + row, shape)}: weights must be finite"
+        )
+
+
+def magnitudes(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """No weight is larger than the format takes in rows [n, K] (rows as in `finite`)."""
+    if fmt.largest is None:
+        return
+    peaks = np.abs(values).max(axis=1)
+    bad = peaks > fmt.largest
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(
+            f"{fmt}: a weight of magnitude {peaks[row]} in row {_row(first_row + row, shape)} is beyond "
+            f'{fmt.largest}, what an E4M4 scale holds: use cuquant.KBit({fmt.bits}, absmax="float16")'
         )
 
 

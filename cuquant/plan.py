@@ -108,8 +108,9 @@ def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/formats/ggml.cuh has them.
 
     Codes of 5 bits are a plane of 4 and one of 1; scales and minimums are float16, one per 32 weights.
-    NotImplementedError for formats that are no weights.
+    NotImplementedError for formats that are no weights, or have no kernels.
     """
+    _has_kernels(fmt)
     if fmt.for_activations:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
@@ -122,7 +123,13 @@ def tiles(matrices: int, n: int, k: int) -> int:
     return matrices * ceil(n / TILE_ROWS) * ceil(k / TILE_COLUMNS)
 
 
+def _has_kernels(fmt: Format) -> None:
+    if not fmt.on_gpu:
+        raise NotImplementedError(f"{fmt} has no kernels yet: it works on NumPy arrays only")
+
+
 def _per_format(op: str, entry: str, fmt: Format) -> Kernel:
+    _has_kernels(fmt)
     return Kernel(op, entry, fmt.name, (("BLOCK_BYTES", fmt.block_bytes),))
 
 
@@ -427,7 +434,7 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
     found: set[Kernel] = set()
-    for fmt in formats:
+    for fmt in (f for f in formats if f.on_gpu):
         found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
         if fmt.for_activations:
             entries = ("rows_to_half", "blocks_to_half", "quantize_rows")

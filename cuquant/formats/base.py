@@ -1,7 +1,8 @@
 """What a weight format is: a record per block of weights, and the two conversions of a block.
 
 A format is one small class. Subclassing `Format` with a `name` registers it; the class then works
-everywhere a format name is taken (quantize, from_blocks, GGUF files, evaluation, command line).
+everywhere a format name is taken (quantize, from_blocks, GGUF files, evaluation, command line). A class with
+parameters sets the attributes in its constructor and registers the instances that have a name of their own.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ class Format(ABC):
     a row of K weights is K / block_size records, back to back. A format compares equal to its name.
     """
 
-    name: ClassVar[str]
+    name: str
     """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
-    bits: ClassVar[int]
+    bits: int
     """Bits of a weight's code."""
     block_size: ClassVar[int] = 32
     """Weights in a block."""
-    storage: ClassVar[np.dtype[Any]]
+    storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
     scales: ClassVar[tuple[str, ...]] = ("d",)
-    """Fields of `storage` that hold float scales or minimums; an encoder may overflow them."""
-    formula: ClassVar[str]
+    """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
+    largest: float | None = None
+    """The largest magnitude of a weight that it takes; None where only its float16 scales set a limit."""
+    formula: str
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
     ggml_type: ClassVar[int | None] = None
     """Type number in GGUF files; None where GGUF has no such type."""
@@ -40,11 +43,13 @@ class Format(ABC):
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
+    on_gpu: ClassVar[bool] = True
+    """Whether kernels/formats has it; the NumPy backend has every format."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
-            _BY_NAME[cls.name] = cls()
+            register(cls())
 
     @property
     def block_bytes(self) -> int:
@@ -79,6 +84,11 @@ class Format(ABC):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+def register(fmt: Format) -> None:
+    """Make a format known by its name."""
+    _BY_NAME[fmt.name] = fmt
 
 
 def names() -> tuple[str, ...]:
