@@ -84,22 +84,21 @@ def e4m4(x: Any) -> None:
 
 def codebook_bits(value: Any, allowed: tuple[int, ...]) -> int:
     """Bits of an index into a codebook."""
+    choices = ", ".join(map(str, allowed))
     try:
         bits = operator.index(value)
     except TypeError:
-        raise TypeError(
-            f"bits is a {type(value).__name__}; allowed are {', '.join(map(str, allowed))}"
-        ) from None
+        raise TypeError(f"bits is a {type(value).__name__}; allowed are {choices}") from None
     if bits not in allowed:
-        raise ValueError(f"bits is {bits}; allowed are {', '.join(map(str, allowed))}")
+        raise ValueError(f"bits is {bits}; allowed are {choices}")
     return bits
 
 
 def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
     """One of some words."""
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{what} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
-    return str(value)
+    return value
 
 
 def codebook(value: Any, count: int) -> Any:
@@ -116,9 +115,7 @@ def codebook(value: Any, count: int) -> Any:
         raise ValueError(f"codebook has shape {result.shape}; {count} numbers are needed")
     if not (np.abs(result) <= 1).all():
         worst = result[~(np.abs(result) <= 1)][0]
-        raise ValueError(
-            f"codebook holds {worst}; entries are in [-1, 1], since blocks are divided by their peak"
-        )
+        raise ValueError(f"codebook holds {worst}; entries are in [-1, 1]: blocks are divided by their peak")
     if (result[1:] < result[:-1]).any():
         at = int((result[1:] < result[:-1]).argmax())
         raise ValueError(
@@ -173,7 +170,7 @@ def magnitudes(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...])
         row = int(bad.argmax())
         raise ValueError(
             f"{fmt}: a weight of magnitude {peaks[row]} in row {_row(first_row + row, shape)} is beyond "
-            f'{fmt.largest}, what an E4M4 scale holds: use cuquant.KBit({fmt.bits}, absmax="float16")'
+            f'{fmt.largest}, what an E4M4 scale holds: use cuquant.KBit(..., absmax="float16")'
         )
 
 

@@ -155,7 +155,7 @@ def _add_quantize(commands: Any) -> None:
         "--format",
         required=True,
         type=str.lower,
-        choices=[name for name in formats.names() if formats.get(name).file_type is not None],
+        choices=[str(f) for f in map(formats.get, formats.names()) if f.file_type is not None],
         help="of the weight matrices",
     )
     command.add_argument(
@@ -313,9 +313,8 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
     others = peers.installed(arguments.peers)
     record = Record.start(arguments.record, [peer.package for peer in others])
-    names = arguments.formats or [
-        str(f) for f in map(formats.get, formats.names()) if f.on_gpu and not f.for_activations
-    ]
+    known = map(formats.get, formats.names())
+    names = arguments.formats or [str(f) for f in known if f.on_gpu and not f.for_activations]
     activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     count = len(shapes) * len(batches) * len(names) * len(activations)

@@ -13,7 +13,7 @@ import cuquant as cq
 class Row(NamedTuple):
     name: str
     block_bytes: int
-    ggml_type: int
+    ggml_type: int | None
     sqnr_db: float  # signal to quantization noise of Gaussian weights, at least
 
 
@@ -23,6 +23,12 @@ WEIGHTS = [
     Row("q5_0", 22, 6, 26.5),
     Row("q5_1", 24, 7, 28.0),
     Row("q8_0", 34, 8, 42.0),
+]
+CODEBOOKS = [
+    Row("kbit2", 9, None, 7.0),
+    Row("kbit3", 13, None, 14.5),
+    Row("kbit4", 17, None, 20.5),
+    Row("kbit5", 21, None, 25.5),
 ]
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from fractions import Fraction
 from functools import cache, cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
 
 BITS = (2, 3, 4, 5)
 NEGLIGIBLE = np.float32(2**-99)
-"""Magnitudes of codebook entries and of normalised weights that count as 0.
+"""Magnitudes of codebook entries, thresholds and normalised weights that count as 0.
 
-A subnormal weight of a block whose scale is not 0 is below it, normalised; an entry above it times a scale is
-no subnormal. So the results do not depend on whether subnormals are flushed, as a GPU's may be.
+A subnormal weight is below it after its division by at least 1e-8, and an entry above it times a scale, at
+least 2^-24, is no subnormal: whether a GPU flushes subnormals to 0 makes no difference.
 """
 _LEAST_DIVISOR = np.float32(1e-8)
 
 
-@cache
 def normal_float_codebook(k: int) -> NDArray[np.float32]:
     """Codebook for normally distributed weights: 2^k quantiles, at the midpoints of equal probabilities.
 
@@ -45,12 +45,17 @@ def normal_float_codebook(k: int) -> NDArray[np.float32]:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         k is none of 2, 3, 4, 5.
     """
+    return _normal(check.codebook_bits(k, BITS))
+
+
+@cache
+def _normal(k: int) -> NDArray[np.float32]:
     from scipy.special import ndtri
 
-    count = 1 << check.codebook_bits(k, BITS)
+    count = 1 << k
     upper = ndtri((np.arange(count // 2, count) + 0.5) / count)
     positive = (upper / upper[-1]).astype(np.float32)
     return _frozen(np.concatenate([-positive[::-1], positive]))
@@ -59,8 +64,8 @@ def normal_float_codebook(k: int) -> NDArray[np.float32]:
 class KBit(Format):
     """32 weights as k bit planes and a scale: W = codebook[q] * absmax, with q of 2 to 5 bits.
 
-    A block is k little-endian 32-bit words, then absmax as an E4M4 byte or a float16, unaligned. Bit j of word
-    p is bit p of weight j's index. "kbit2" .. "kbit5" are `KBit(2)` .. `KBit(5)`.
+    A block is k little-endian 32-bit words, then absmax as an E4M4 byte or a float16, unaligned. Bit j of
+    word p is bit p of weight j's index. "kbit2" .. "kbit5" are `KBit(2)` .. `KBit(5)`.
 
     Quantizing, in float32, every operation rounded to nearest:
 
@@ -126,7 +131,7 @@ class KBit(Format):
         Rounded down, since then a float32 is above the threshold just where it is above the mean.
         """
         exact = [Fraction(float(c)) for c in self.codebook]
-        return _flushed(np.array([_rounded_down((a + b) / 2) for a, b in zip(exact, exact[1:])]))
+        return _frozen(_flushed(np.array([_rounded_down((a + b) / 2) for a, b in pairwise(exact)])))
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1)
