@@ -88,6 +88,7 @@ def test_other_floats_shapes_and_strides(dtype: Any) -> None:
     np.testing.assert_array_equal(cq.e4m4_encode(x[::2, ::-1, 1::3]), expected[::2, ::-1, 1::3])
     np.testing.assert_array_equal(cq.e4m4_decode(expected[:, ::2]), cq.e4m4_decode(expected)[:, ::2])
     assert cq.e4m4_encode(x[:0]).shape == (0, 4, 10)
+    assert cq.e4m4_encode(np.array(0, dtype)).shape == cq.e4m4_decode(np.array(0, np.uint8)).shape == ()
 
 
 def test_refuses_other_types() -> None:

@@ -64,7 +64,7 @@ def e4m4_encode(x: Any) -> NDArray[np.uint8]:
     """
     x = check.on_cpu(check.floats(x, "x"), "x").astype(np.float32)
     check.e4m4(x)
-    return codes(np.abs(x))
+    return codes(np.abs(x).reshape(-1)).reshape(x.shape)
 
 
 def e4m4_decode(codes: Any) -> NDArray[np.float32]:
@@ -83,4 +83,5 @@ def e4m4_decode(codes: Any) -> NDArray[np.float32]:
     TypeError
         codes is not a NumPy array of uint8.
     """
-    return values(check.on_cpu(check.codes(codes), "codes"))
+    codes = check.on_cpu(check.codes(codes), "codes")
+    return values(codes.reshape(-1)).reshape(codes.shape)

@@ -72,7 +72,8 @@ class KBit(Format):
     1. a = the largest magnitude of the block; its code is a rounded to nearest even.
     2. d = a, or with ``scale="decoded"`` the number that the code stands for.
     3. v = x / max(d, 1e-8), and 0 where abs(v) < 2^-99.
-    4. q = how many of `thresholds` v is above: the nearest entry, the lower one of two equally near.
+    4. q = how many of `thresholds` v is above: the nearest entry, the lower one of two equally near (of equal
+       entries the first for a v up to them, the last for one above).
 
     Reading back: codebook[q] * absmax, one float32 multiplication.
 
