@@ -18,7 +18,7 @@ import cuquant as cq
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("eval", NANO, *FEW, "--formats", "q4_0,zz"), "unknown format 'zz'; known are q4_0, q4_1, q5_0"),
+        (("eval", NANO, *FEW, "--formats", "q4_0,zz"), "unknown format 'zz'; known are kbit2, kbit3, kbit4"),
         (("eval", NANO, *FEW, "--formats", "q4_0,"), "unknown format ''"),
         (("eval", NANO, *FEW, "--formats", ""), "unknown format ''"),
         (("eval", NANO), "one of the arguments --text --tokens is required"),

@@ -27,14 +27,14 @@ VARIANTS: list[dict[str, Any]] = [
 UNIT = np.array([0xB0], np.uint8)
 """E4M4 of 1."""
 NF4 = np.array(
-    """
-    -1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
-    -0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0
-    0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
-    0.44070982933044434 0.5626170039176941 0.7229568362236023 1
-    """.split(),
+    [
+        [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453],
+        [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0],
+        [0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224],
+        [0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0],
+    ],
     F,
-)
+).reshape(16)
 """The table that QLoRA published: the same idea, but with an entry at 0 and so not symmetric."""
 
 
@@ -205,7 +205,7 @@ def test_refuses_parameters(parameters: dict[str, Any], kind: type[Exception], m
 def test_storage_by_hand() -> None:
     """Peak 2, so the scale is 0xC0; v is x / 2 against the codebook -1, -0.5, 0.25, 1.
 
-    Weights 0 to 5 are -2, -1, 0.5, 2, -0.25 (in the middle of -0.5 and 0.25: the lower) and -0.2498 (above it),
+    Weights 0 to 5 are -2, -1, 0.5, 2, -0.25 (in the middle of -0.5 and 0.25: the lower), -0.2498 (above it),
     with indices 0, 1, 2, 3, 1, 2; the others are 1.3, v = 0.65 above the middle 0.625, index 3. Plane 0 has
     bits 0 1 0 1 1 0 from bit 0 on, then ones: 0xFFFFFFDA; plane 1 has 0 0 1 1 0 1: 0xFFFFFFEC.
     """
