@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,9 @@ def quantize(x: Any, fmt: Format) -> Any:
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(plan.per_block("quantize", fmt, 2 * count), *_float_rows(rows), *sizes, out, bad)
+    tables = _tables(fmt)
+    codebook = (np.uint64(tables.thresholds), np.int32(fmt.divides_by_stored))
+    jit.launch(plan.per_block("quantize", fmt, 2 * count), *_float_rows(rows), *sizes, out, bad, *codebook)
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)
     return out
@@ -59,14 +61,16 @@ def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None]:
     """Blocks of floats (..., K), and the rows that a product will want; None for rows beyond the kernel's."""
     *lead, k = x.shape
     count = prod(lead)
-    if count == 0 or k == 0 or k > plan.LONGEST_ROW:
+    half = x.dtype == check.FLOATS[0]
+    if count == 0 or k == 0 or (k > plan.LONGEST_ROW and not half):
         return quantize(x, fmt), None
     cupy = device.cupy()
     factors, total = _rows_bytes(x.shape)
     blocks, buffer = cupy.empty((*lead, fmt.row_bytes(k)), np.uint8), cupy.empty(total, np.uint8)
     start = buffer.data.ptr
     to = (np.int32(k), blocks, np.uint64(start), np.uint64(start + factors))
-    jit.launch(plan.activations("quantize_rows", fmt, count, k), *_float_rows(_as_rows(x)), *to)
+    step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
+    jit.launch(step, *_float_rows(_as_rows(x)), *to)
     return blocks, Rows(buffer, factors)
 
 
@@ -75,6 +79,7 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
         check.finite(row, first_bad, shape)
+        check.magnitudes(row, fmt, first_bad, shape)
         with np.errstate(all="ignore"):
             check.scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
 
@@ -91,8 +96,49 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
             np.int64(count),
             out,
             np.int32(problem.DTYPES[dtype]),
+            np.uint64(_tables(fmt).codebook),
         )
     return out
+
+
+class _Tables(NamedTuple):
+    """Addresses of a codebook on a device: float32 entries, thresholds, and float16 entries, also times the
+    power of two by which products lift small weights; 0 for formats without one."""
+
+    codebook: int = 0
+    thresholds: int = 0
+    values: int = 0
+    lifted: int = 0
+
+
+_codebooks: dict[tuple[int, Format], tuple[_Tables, Any]] = {}
+
+
+def _tables(fmt: Format) -> _Tables:
+    """The codebook of a format on the current device, uploaded once."""
+    if not fmt.lookup:
+        return _Tables()
+    cupy = device.cupy()
+    key = (cupy.cuda.runtime.getDevice(), fmt)
+    found = _codebooks.get(key)
+    if found is None:
+        tables = np.zeros((4, 32), np.float32)
+        tables[0, : len(fmt.codebook)] = fmt.codebook
+        tables[1] = np.inf
+        tables[1, : len(fmt.thresholds)] = fmt.thresholds
+        for row, lift in ((2, 0), (3, LIFT)):
+            halves = (fmt.codebook * np.float32(2.0**lift / fmt.scale_unit)).astype(np.float16)
+            tables[row].view(np.float16)[: len(halves)] = halves
+        buffer = cupy.asarray(tables)
+        cupy.cuda.get_current_stream().synchronize()  # other streams may use it
+        starts = (int(buffer.data.ptr) + row * 128 for row in range(4))
+        found = _codebooks.setdefault(key, (_Tables(*starts), buffer))
+    return found[0]
+
+
+LIFT, LIFTED_BELOW = 11, 2.0**-5
+"""Where all weights of a codebook are below this in magnitude, products multiply them by 2^LIFT, since
+float16 loses bits of small numbers, and take it back in float32. (Integers times a scale lose none.)"""
 
 
 @dataclass(frozen=True)
@@ -103,16 +149,29 @@ class Fragments:
     shape: tuple[int, ...]
     buffer: Any
     low: int
-    fifth: int
+    high: int
     scale: int
     half: bool = True
     """Whether no weight is beyond float16's largest number, so that kernels may hold it in float16."""
+    lift: int = 0
+    """Exponent of the power of two by which the weights are multiplied."""
+
+    @cached_property
+    def weight(self) -> problem.Weight:
+        """What a product has to know of it."""
+        return problem.Weight(self.fmt, self.shape, self.half, self.lift)
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
         """Device addresses of the planes."""
         start = self.buffer.data.ptr
-        return start + self.low, start + self.fifth, start + self.scale
+        return start + self.low, start + self.high, start + self.scale
+
+    @cached_property
+    def values(self) -> int:
+        """Device address of the codebook in float16, or 0."""
+        tables = _tables(self.fmt)
+        return tables.lifted if self.lift else tables.values
 
 
 def to_fragments(blocks: Any, fmt: Format) -> Fragments:
@@ -122,15 +181,17 @@ def to_fragments(blocks: Any, fmt: Format) -> Fragments:
     *lead, n, row_bytes = blocks.shape
     per_row = row_bytes // fmt.block_bytes
     count = plan.tiles(prod(lead), n, per_row * fmt.block_size)
-    low, fifth, scale, size = plan.layout(fmt).offsets(count)
+    low, high, scale, size = plan.layout(fmt).offsets(count)
     buffer = device.cupy().empty(size, np.uint8)
-    result = Fragments(fmt, (*lead, n, per_row * fmt.block_size), buffer, low, fifth, scale)
+    result = Fragments(fmt, (*lead, n, per_row * fmt.block_size), buffer, low, high, scale)
+    _tables(fmt)  # now: the first product may be captured in a graph
     if not count:
         return result
-    overflow = device.cupy().zeros(1, np.uint32)
-    _repack("to_fragments", result, blocks, count, overflow)
-    stream.synchronize()
-    return replace(result, half=not int(overflow[0]))
+    peak = device.cupy().zeros(1, np.float32)
+    _repack("to_fragments", result, blocks, count, peak)
+    greatest = float(peak.get(stream)[0])
+    lift = LIFT if fmt.lookup and greatest < LIFTED_BELOW else 0
+    return replace(result, half=greatest <= float(np.finfo(np.float16).max), lift=lift)
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -143,11 +204,11 @@ def from_fragments(fragments: Fragments) -> Any:
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *overflow: Any) -> None:
+def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *peak: Any) -> None:
     fmt, (n, k) = fragments.fmt, fragments.shape[-2:]
     planes = (np.uint64(address) for address in fragments.addresses)
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *overflow)
+    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *peak)
 
 
 def product(p: Product, out: Any) -> None:
@@ -166,9 +227,7 @@ def product(p: Product, out: Any) -> None:
     else:
         x = p.x
         source = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0)
-    launch = problem.resolve(
-        fragments.fmt, fragments.shape, fragments.half, source, _output(out), _epilogue(p), jit.capability()
-    )
+    launch = problem.resolve(fragments.weight, source, _output(out), _epilogue(p), jit.capability())
     ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
     operand = (x.data.ptr, x.data.ptr + rows.factors if rows else 0)
     if source.entry is None and not launch.partials:
@@ -197,7 +256,9 @@ def _launch(
         straight = ends[0] % 16 == 0
         if straight:
             to = _map(ends[0], launch.out_map)
-    argument = launch.packed(tensor, to, *fragments.addresses, *x, *ends, *sums, int(straight))
+    argument = launch.packed(
+        tensor, to, *fragments.addresses, *x, *ends, *sums, fragments.values, int(straight)
+    )
     jit.launch_packed(launch.plan, argument)
 
 

@@ -87,35 +87,36 @@ class Layout:
     """Bytes of the fragment layout of a format: planes of tiles, each as long as all tiles need."""
 
     low: int
-    fifth: int
+    high: int
     scale: int
 
     @property
     def tile(self) -> int:
         """Bytes of a tile in all planes."""
-        return self.low + self.fifth + self.scale
+        return self.low + self.high + self.scale
 
     def offsets(self, tiles: int) -> tuple[int, int, int, int]:
         """Where the planes of that many tiles start in one buffer, and its size; aligned to 256 bytes."""
         ends, start = [], 0
-        for size in (self.low, self.fifth, self.scale):
+        for size in (self.low, self.high, self.scale):
             ends.append(start)
             start += ceil(tiles * size / 256) * 256
         return ends[0], ends[1], ends[2], start
 
 
 def layout(fmt: Format) -> Layout:
-    """Planes of a format's fragment layout, as kernels/formats/ggml.cuh has them.
+    """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 
-    Codes of 5 bits are a plane of 4 and one of 1; scales and minimums are float16, one per 32 weights.
+    Of codes of 3 and 5 bits one bit has a plane of its own; scales and minimums are as in storage.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
     _has_kernels(fmt)
     if fmt.for_activations:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
-    scales = weights // fmt.block_size * 2 * len(fmt.scales)
-    return Layout(weights * (fmt.bits & 12) // 8, weights * (fmt.bits & 3) // 8, scales)
+    scale = sum(fmt.storage[field].itemsize for field in fmt.scales)
+    high = fmt.bits % 2
+    return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, weights // fmt.block_size * scale)
 
 
 def tiles(matrices: int, n: int, k: int) -> int:
@@ -130,7 +131,7 @@ def _has_kernels(fmt: Format) -> None:
 
 def _per_format(op: str, entry: str, fmt: Format) -> Kernel:
     _has_kernels(fmt)
-    return Kernel(op, entry, fmt.name, (("BLOCK_BYTES", fmt.block_bytes),))
+    return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
 
 
 @lru_cache(maxsize=1024)
@@ -151,13 +152,17 @@ LONGEST_ROW = 4 * 16 * 1024
 
 @lru_cache(maxsize=1024)
 def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
-    """Quantize activations or prepare operand B (`entry`): a block of threads per row.
+    """Quantize activations or prepare operand B (`entry`): a block of threads per row, or several.
 
-    A thread takes 16 of a row, or up to four times as many where a large GPU could not hold so many threads.
+    A thread takes 16 of a row; where a row's peak must be known, which needs the row in one block, up to four
+    times as many if a large GPU could not hold so many threads.
     """
     each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
-    threads = min(1024, max(128, ceil(k / (each * WARP)) * WARP))
-    return Plan(_per_format("activations", entry, fmt), (rows, 1, 1), threads, overlaps=True)
+    parts = 1
+    if entry == "quantize_half":
+        each, parts = 16, ceil(k / (16 * 256))
+    threads = min(1024, max(128, ceil(k / (each * parts * WARP)) * WARP))
+    return Plan(_per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
 
 
 @dataclass(frozen=True)
@@ -204,9 +209,25 @@ class Core(IntEnum):
     WGMMA = 2
 
 
-def _gemm_kernel(fmt: Format, core: Core, tile: dict[str, int], shared: int) -> Kernel:
-    constants = (("BLOCK_BYTES", fmt.block_bytes), ("CORE", int(core)), *tile.items())
-    return Kernel("gemm", "gemm", fmt.name, constants, shared)
+def _gemm_kernel(fmt: Format, core: Core, copies: int, tile: dict[str, int], shared: int) -> Kernel:
+    constants = (("BLOCK_BYTES", fmt.block_bytes), ("CORE", int(core)), ("COPIES", copies))
+    return Kernel("gemm", "gemm", fmt.header, (*constants, *tile.items()), shared)
+
+
+def _table(fmt: Format, core: Core, capability: int) -> tuple[int, int]:
+    """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
+
+    Where weights are looked up at the speed of memory, so many copies that lanes (almost) never wait for
+    another, in at most a third of the room. The mma core uses each weight so often that room matters more.
+    """
+    if not fmt.lookup:
+        return 0, 0
+    copies, entries, size = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}[fmt.bits]
+    if core is Core.MMA:
+        copies //= 4
+    while copies * size > 16 and copies * entries * size > shared_limit(capability) // 3:
+        copies //= 2
+    return copies, copies * entries * size
 
 
 def core_of(kernel: Kernel) -> str:
@@ -233,13 +254,16 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     reads of x.
     """
     row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-    groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
+    copies, table = _table(fmt, Core.DECODE, capability)
+    groups, limit = 1 if m <= 8 else 2, shared_limit(capability) - table
     cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
-    warps = 16 if share <= 2 and m <= 4 and capability >= 80 else 8
     batch, ring = min(m, groups * 8), (72 if capability >= 90 else 24) << 10
-    if groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit:
+    two = groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
+    many = (share <= 2 and m <= 4) or (fmt.lookup and groups == 1 and not two)
+    warps = 16 if many and capability >= 80 else 8
+    if two:
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or len(fmt.scales) > 1 else 7
@@ -254,11 +278,11 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     fits = (limit - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
     chunk = max(k_warps, min(own, fits))
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
-    shared = max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
+    shared = table + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
     tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
-    kernel = _gemm_kernel(fmt, Core.DECODE, tile, limit)
+    kernel = _gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability))
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 
@@ -306,7 +330,9 @@ _STEP_US = {
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
 _INSTRUCTIONS = {4: 1.0, 5: 1.2, 8: 1.15}
-"""How many times as many instructions codes of so many bits take; a minimum adds 0.05."""
+_LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
+"""How many times as many instructions codes of so many bits take, as integers and in a codebook; a minimum
+adds 0.05."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
@@ -336,7 +362,7 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
-    work = _INSTRUCTIONS.get(fmt.bits, 1.2) + 0.05 * (len(fmt.scales) > 1)
+    work = (_LOOKUPS if fmt.lookup else _INSTRUCTIONS)[fmt.bits] + 0.05 * (len(fmt.scales) > 1)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
@@ -360,7 +386,7 @@ def _room(fmt: Format, tile: _Tile, split: int) -> int:
     """
     if split > 1 or tile.batch < BOXED_BATCH:
         return 0
-    left = shared_limit(90) - 4 * _stage_bytes(fmt, tile)
+    left = shared_limit(90) - _table(fmt, Core.WGMMA, 90)[1] - 4 * _stage_bytes(fmt, tile)
     return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
 
 
@@ -368,10 +394,13 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps = ceil(k / TILE_COLUMNS)
     for tile, (split, blocks) in product(_STEP_US, _PLACES.items()):
-        ring = shared_limit(90) - (0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1)))
+        ring = shared_limit(90) - _table(fmt, Core.WGMMA, 90)[1]
+        ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
         stages = min(8, ring // _stage_bytes(fmt, tile))
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
+        if fmt.lookup and tile.batch == 64 and tile.k_groups == 4:
+            continue  # 640 threads with so many sums have no registers left for a lookup
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
         step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
@@ -396,12 +425,13 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     room = _room(fmt, tile, split)
     stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
+    copies, table = _table(fmt, Core.WGMMA, 90)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
     constants |= {"STAGES": stages, "ROOM": room}
     grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
-    kernel = _gemm_kernel(fmt, Core.WGMMA, constants, shared)
-    plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, shared, split * pair, overlaps=True)
+    kernel = _gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
+    plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, table + shared, split * pair, overlaps=True)
     partials = grid[0] * tile.rows * batch * 4 if streamed else 0
     out_box = room if room == batch else room // 2
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
@@ -417,17 +447,18 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     multiprocessor, with 99 KB two.
     """
     row_tiles, warps = ceil(n / TILE_ROWS), 4
-    cheap = fmt.bits == 4 and len(fmt.scales) == 1
+    cheap = fmt.bits == 4 and not fmt.lookup and len(fmt.scales) == 1
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
     groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
     if m > 128 and spared and not cheap and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
     stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).tile
-    shared = max(stages * stage, 16 * (warps * rows * TILE_ROWS + 4) * 4)
+    copies, table = _table(fmt, Core.MMA, capability)
+    shared = table + max(stages * stage, 16 * (warps * rows * TILE_ROWS + 4) * 4)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages, "RESIDENT": resident}
     grid = (ceil(row_tiles / (warps * rows)), ceil(m / (groups * 8)), matrices)
-    kernel = _gemm_kernel(fmt, Core.MMA, tile, shared)
+    kernel = _gemm_kernel(fmt, Core.MMA, copies, tile, shared)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, overlaps=True))
 
 
@@ -437,7 +468,7 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     for fmt in (f for f in formats if f.on_gpu):
         found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
         if fmt.for_activations:
-            entries = ("rows_to_half", "blocks_to_half", "quantize_rows")
+            entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
             found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}
             continue
         found |= {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}

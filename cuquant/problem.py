@@ -18,11 +18,23 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
-_ADDRESSES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<23q11i4x")
-"""`struct Problem`: the copy engine's maps, ten addresses and a flag, then what `resolve` packs."""
+_ADDRESSES = struct.Struct("<12q")
+_NUMBERS = struct.Struct("<23q11if56x")
+"""`struct Problem`: the copy engine's maps, eleven addresses and a flag, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
+
+
+class Weight(NamedTuple):
+    """A weight (..., N, K) in the fragment layout.
+
+    `half` tells whether its numbers fit float16, `lift` that they have been multiplied by 2^lift.
+    """
+
+    format: Format
+    shape: Shape
+    half: bool = True
+    lift: int = 0
 
 
 class Source(NamedTuple):
@@ -74,7 +86,7 @@ class Launch(NamedTuple):
 
     def packed(self, map: bytes, out_map: bytes, *addresses: int) -> bytes:
         """The kernel's argument; addresses of W's planes, x, its row factors, out, bias, residual,
-        partial sums and their flags, and whether results are stored straight."""
+        partial sums and their flags, W's codebook, and whether results are stored straight."""
         return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers
 
 
@@ -108,20 +120,15 @@ def quantized_source(shape: Shape, converted: bool) -> Source:
 
 
 @lru_cache(maxsize=4096)
-def resolve(
-    fmt: Format, w: Shape, half: bool, x: Source, out: Output, end: Epilogue, capability: int
-) -> Launch:
-    """Plan the product of x with a weight of shape w (..., N, K), and pack its numbers.
-
-    `half` tells whether the weights fit float16.
-    """
-    n, k = w[-2:]
+def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -> Launch:
+    """Plan the product of x with a weight, and pack its numbers."""
+    n, k = w.shape[-2:]
     residual = out.strides if end.residual_strides is None else end.residual_strides
-    m, rows, axes = _merge(w, x, out, residual)
+    m, rows, axes = _merge(w.shape, x, out, residual)
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0); the decode core, which takes any weights, can.
-    gemm = plan.gemm(fmt, m, n, k, prod(extents), half and rows[1] > 0, capability)
+    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half and rows[1] > 0, capability)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
@@ -130,6 +137,7 @@ def resolve(
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
         *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
+        2.0**-w.lift,
     )
     tensor = None
     if gemm.box:  # axes that x lacks have extent 1, and any stride

@@ -24,21 +24,23 @@ WEIGHTS = [
     Row("q5_1", 24, 7, 28.0),
     Row("q8_0", 34, 8, 42.0),
 ]
-CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]  # tested in test_kbit.py
+CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]
+"""On the CPU tested in test_kbit.py."""
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]
+ON_GPU = [*NAMES, *CODEBOOKS]
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 
 def random_blocks(
     name: str, shape: tuple[int, ...], seed: int = 0, *, finite: bool = False
 ) -> np.ndarray[Any, Any]:
-    """Random storage bytes; with `finite`, scales are kept between 2^-8 and 2^-3 (and of both signs)."""
+    """Random bytes; with `finite`, float16 scales are kept between 2^-8 and 2^-3 (and of both signs)."""
     fmt = cq.formats.get(name)
     raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], fmt.row_bytes(shape[-1])), np.uint8)
     if finite:
         records = raw.view(fmt.storage)
-        for field in fmt.scales:
+        for field in (field for field in fmt.scales if fmt.storage[field] == np.float16):
             bits = np.ascontiguousarray(records[field]).view(np.uint16)
             records[field] = ((bits & 0x83FF) | (0x1C00 + (bits & 0x0C00))).view(np.float16)
     return raw

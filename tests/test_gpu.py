@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from formats_table import FLOATS, NAMES, random_blocks
+from formats_table import CODEBOOKS, FLOATS, NAMES, ON_GPU, random_blocks
 from numpy.typing import NDArray
 
 import cuquant as cq
@@ -31,7 +31,7 @@ def cuda_weight(name: str, shape: tuple[int, ...], seed: int = 1) -> cq.Quantize
     return cq.quantize(gauss(shape, seed), name).to_device("cuda")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("name", [*ON_GPU, "q8_1"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quantize_gives_the_bytes_of_numpy(name: str, dtype: np.dtype[Any]) -> None:
     cupy = device.cupy()
@@ -41,7 +41,8 @@ def test_quantize_gives_the_bytes_of_numpy(name: str, dtype: np.dtype[Any]) -> N
     x[6] *= F(1e-41)
     x[7] = np.round(x[7] * 4) / 4
     x[8] = np.where(x[8] < 0, F(0), F(-0.0))
-    x[9] = x[9] / np.abs(x[9]).max() * F(60000)
+    if name not in CODEBOOKS:
+        x[9] = x[9] / np.abs(x[9]).max() * F(60000)
     x = x.astype(dtype)
     expected = cq.quantize(x, name).blocks
     np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(x), name).blocks), expected)
@@ -64,7 +65,7 @@ def test_quantize_refuses_in_the_same_words(name: str, value: float, message: st
     assert "(1, 2)" in str(on_gpu.value)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "q8_1"])
+@pytest.mark.parametrize("name", [*ON_GPU, "q8_1"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_dequantize_gives_the_numbers_of_numpy(name: str, dtype: np.dtype[Any]) -> None:
     w = cq.from_blocks(random_blocks(name, (64, 512)), name, (64, 512))
@@ -79,7 +80,7 @@ def test_dequantize_gives_the_numbers_of_numpy(name: str, dtype: np.dtype[Any]) 
 SHAPES = [(1, 32), (16, 64), (33, 96), (130, 2048), (3, 17, 160), (2, 3, 40, 64)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_repack_is_exact_both_ways(name: str, shape: tuple[int, ...]) -> None:
     cupy = device.cupy()
@@ -118,7 +119,7 @@ def test_the_fragment_layout_is_the_picture() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float16", "q8_1"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_every_step_of_k_counts(name: str, kind: str) -> None:
     """Activations that are zero but in 16 columns, for every such step: a lost or doubled one shows."""
     cupy = device.cupy()
@@ -132,7 +133,7 @@ def test_every_step_of_k_counts(name: str, kind: str) -> None:
             assert nmse(a @ w.T, testing.linear(a, w)) < 1e-6, (m, step)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_large_shapes_on_sampled_columns(name: str) -> None:
     """K = 28672 and N = 14336 at many batch sizes, 64 random columns in float64."""
     cupy = device.cupy()
@@ -366,7 +367,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
 
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: capability)
-    for name in NAMES:
+    for name in ON_GPU:
         for shape in ((70, 160), (300, 4096)):
             w = cuda_weight(name, shape)
             for m in (1, 8, 9, 16, 40, 200):
@@ -374,7 +375,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
 @pytest.mark.parametrize("tile", list(plan._STEP_US), ids=lambda tile: "x".join(map(str, tile)))
 def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
     """Whatever the measured times make of them: splits, shared tiles, edges, every epilogue."""
@@ -382,6 +383,8 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
     fmt = cq.formats.get(name)
+    if not any(choice.tile == tile for choice in plan._choices(fmt, 3000, 2560, 4096, 1)):
+        pytest.skip("its registers do not suffice")
     ways = set()
     for m, n, k in (
         (3000, 2570, 1024),
@@ -437,20 +440,22 @@ def test_activations_are_quantized_as_in_two_steps(dtype: np.dtype[Any]) -> None
             whole = cupy.asarray(x).astype(dtype)
             for view in (whole[:, :k], whole[:, ::2], whole[:, 1 : k + 1]):
                 q = cq.quantize(view, "q8_1")
-                assert (q.rows is not None) == (k <= plan.LONGEST_ROW)
+                assert (q.rows is not None) == (dtype == np.float16 or k <= plan.LONGEST_ROW)
                 assert np.array_equal(as_numpy(q.blocks), cq.quantize(cupy.asnumpy(view), "q8_1").blocks)
                 again = cq.from_blocks(q.blocks, "q8_1", (m, k))
                 assert cupy.array_equal(cq.matmul(q, w.T), cq.matmul(again, w.T))
-    bad = cupy.ones((3, 64), dtype)
-    bad[1, 40] = np.nan
-    y = as_numpy(cq.matmul(cq.quantize(bad, "q8_1"), cuda_weight("q4_0", (40, 64)).T))
+    bad = cupy.ones((4, 64), dtype)
+    bad[1, 40], bad[2, 50], bad[3, :40] = np.nan, np.inf, 65504 if dtype == np.float16 else 1
+    q, w = cq.quantize(bad, "q8_1"), cuda_weight("q4_0", (40, 64))
+    y = as_numpy(cq.matmul(q, w.T))
     assert np.isnan(y[1]).all()
-    assert np.isfinite(y[[0, 2]]).all()
+    assert not np.isfinite(y[2]).any()
+    assert nmse(y[[0, 3]], testing.linear(q, w)[[0, 3]]) < 1e-6
     vector = cq.quantize(bad[0], "q8_1")
     assert cupy.array_equal(cq.matmul(vector, cuda_weight("q4_0", (40, 64)).T), cupy.asarray(y[0]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_quantized_activations_of_any_magnitude(name: str) -> None:
     cupy = device.cupy()
     w = cuda_weight(name, (70, 160))
@@ -476,7 +481,7 @@ def test_weights_beyond_float16(name: str) -> None:
         assert nmse(y, testing.linear(x, large)) < 1e-6
 
 
-@pytest.mark.parametrize("batch", [1, 9, 40])
+@pytest.mark.parametrize("batch", [1, 9, 40, 300])
 def test_products_follow_each_other(batch: int) -> None:
     """Each product needs the one before, launched in a row and in a graph: launches overlap."""
     cupy = device.cupy()

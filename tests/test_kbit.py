@@ -14,7 +14,7 @@ from formats_table import CODEBOOKS
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import plan, testing
+from cuquant import testing
 
 F = np.float32
 BITS = (2, 3, 4, 5)
@@ -478,19 +478,6 @@ def test_foreign_scales_that_are_not_finite_stay_in_their_row(bits: int) -> None
     y = np.ones((2, 64), F) @ cq.from_blocks(w, fmt, (3, 64)).T
     assert np.isfinite(y[:, [0, 2]]).all()
     assert not np.isfinite(y[:, 1]).any()
-
-
-def test_a_gpu_refuses_them_by_name() -> None:
-    for fmt in (cq.KBit(3), cq.KBit(4, NF4)):
-        for launch in (
-            lambda fmt=fmt: plan.layout(fmt),
-            lambda fmt=fmt: plan.per_block("quantize", fmt, 1),
-            lambda fmt=fmt: plan.per_block("dequantize", fmt, 1),
-            lambda fmt=fmt: plan.gemm(fmt, 1, 64, 64, 1, True, 90),
-        ):
-            with pytest.raises(NotImplementedError, match=f"{fmt} has no kernels yet: .*NumPy arrays only"):
-                launch()
-    assert plan.all_kernels([cq.KBit(4)], 90) == []
 
 
 def test_no_gguf_file_holds_them(model: Any, tmp_path: Any) -> None:

@@ -15,13 +15,13 @@ from cuquant import plan, problem
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
 INTEGERS = ["M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation"]
-INTEGERS += ["stacked", "streamed", "box"]
+INTEGERS += ["stacked", "streamed", "box", "lift"]
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q11i4x", launch.numbers)
+    values = struct.unpack("<23q11if56x", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -58,7 +58,7 @@ def test_every_element_is_where_numpy_has_it(
     out = base[..., ::2] if strided else np.arange(np.prod(shape)).reshape(shape)
     rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None, converted)
     target = problem.Output(shape, strides(out), 0)
-    launch = problem.resolve(cq.formats.get("q4_0"), right, True, rows, target, NOTHING, 90)
+    launch = problem.resolve(problem.Weight(cq.formats.get("q4_0"), right), rows, target, NOTHING, 90)
     read = unpack(launch)
     w = np.arange(np.prod(right[:-2], dtype=int)).reshape(right[:-2])
     wide_x = np.broadcast_to(x, (*shape[:-1], left[-1]))
@@ -83,7 +83,7 @@ def test_rows_merge_where_w_is_one_matrix() -> None:
     rows = problem.source((2, 3, 4, 64), (1536, 512, 128, 2), True)
     assert rows.entry is None
     out = problem.Output((2, 3, 4, 32), (384, 128, 32, 1), 0)
-    read = unpack(problem.resolve(cq.formats.get("q8_0"), (32, 64), True, rows, out, NOTHING, 90))
+    read = unpack(problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, 90))
     assert (read["M"], read["extent"]) == (24, (1, 1, 1))
 
 
@@ -91,14 +91,14 @@ def test_too_many_axes_are_refused() -> None:
     rows = problem.source((2, 2, 2, 2, 4, 64), (0, 0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
     with pytest.raises(ValueError, match="4 leading axes that do not merge; at most 3"):
-        problem.resolve(cq.formats.get("q8_0"), (32, 64), True, rows, out, NOTHING, 90)
+        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, 90)
 
 
 def test_too_many_matrices_are_refused() -> None:
     rows = problem.source((70_000, 2, 64), (256, 128, 2), True)
     out = problem.Output((70_000, 2, 32), (64, 32, 1), 0)
     with pytest.raises(ValueError, match="70000 blocks along an axis of one launch; at most 65535"):
-        problem.resolve(cq.formats.get("q8_0"), (70_000, 32, 64), True, rows, out, NOTHING, 90)
+        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (70_000, 32, 64)), rows, out, NOTHING, 90)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,9 @@ def test_q8_1_activations_are_read_as_half_rows() -> None:
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:
     rows = (m * 256, 256, 1) if len(x.shape) > 2 else (256, 1)
     out = problem.Output((*x.shape[:-2], m, 256), rows, 0)
-    return problem.resolve(cq.formats.get("q4_0"), (256, x.shape[-1]), half, x, out, NOTHING, capability)
+    return problem.resolve(
+        problem.Weight(cq.formats.get("q4_0"), (256, x.shape[-1]), half), x, out, NOTHING, capability
+    )
 
 
 def test_the_map_describes_x_to_the_copy_engine() -> None:
@@ -160,11 +162,11 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), bytes(128), *range(1, 12))
+    packed = launch.packed(bytes(range(128)), bytes(128), *range(1, 13))
     assert len(packed) % 64 == 0  # as its alignment
     assert packed[:256] == bytes(range(128)) + bytes(128)
-    assert struct.unpack("<11q", packed[256:344]) == tuple(range(1, 12))
-    assert packed[344:] == launch.numbers
+    assert struct.unpack("<12q", packed[256:352]) == tuple(range(1, 13))
+    assert packed[352:] == launch.numbers
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_what_the_copy_engine_may_store(
     out: problem.Output, end: problem.Epilogue, straight: bool, mapped: bool
 ) -> None:
     x = problem.source((3000, 1024), (2048, 2), True)
-    launch = problem.resolve(cq.formats.get("q4_0"), (2560, 1024), True, x, out, end, 90)
+    launch = problem.resolve(problem.Weight(cq.formats.get("q4_0"), (2560, 1024)), x, out, end, 90)
     assert (launch.straight, launch.out_map is not None) == (straight, mapped)
     if launch.out_map is not None:
         assert launch.out_map.dims == (2560, 3000, 1, 1, 1)

@@ -23,7 +23,7 @@ import cupy, numpy
 import cuquant as cq
 
 generator = numpy.random.default_rng(0)
-for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"):
+for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "kbit2", "kbit3", "kbit4", "kbit5"):
     for lead, n, k in (((), 33, 96), ((), 130, 2112), ((3,), 17, 160)):
         w = generator.standard_normal((*lead, n, k)).astype(numpy.float32)
         W = cq.quantize(cupy.asarray(w), name).prepare()

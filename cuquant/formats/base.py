@@ -45,11 +45,26 @@ class Format(ABC):
     """True for a format of activations: made in the hot path, so values are never checked."""
     on_gpu: ClassVar[bool] = True
     """Whether kernels/formats has it; the NumPy backend has every format."""
+    lookup: ClassVar[bool] = False
+    """Whether codes are looked up in `codebook`; else they are integers."""
+    codebook: NDArray[np.float32]
+    """2^bits numbers in [-1, 1], ascending."""
+    thresholds: NDArray[np.float32]
+    """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i."""
+    scale_unit: float = 1.0
+    """What a scale of 1 reads as when kernels take its bits for a float16 number's."""
+    divides_by_stored: bool = False
+    """Whether a codebook's encoder divides weights by the stored scale, not by what it was made of."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
             register(cls())
+
+    @property
+    def header(self) -> str:
+        """Name of the format's file in kernels/formats."""
+        return self.name
 
     @property
     def block_bytes(self) -> int:

@@ -110,7 +110,9 @@ class KBit(Format):
         self.storage = np.dtype(
             [("planes", "<u4", (self.bits,)), ("absmax", "u1" if self.absmax == "e4m4" else "<f2")]
         )
-        self.largest = e4m4.LARGEST if self.absmax == "e4m4" else None
+        self.divides_by_stored = self.scale == "decoded"
+        if self.absmax == "e4m4":
+            self.largest, self.scale_unit = e4m4.LARGEST, 2.0**-4
         parts = [f"kbit{self.bits}"]
         parts += [] if self._own is None else [f"{zlib.crc32(self._own.tobytes()):08x}"]
         parts += [given for given in (self.scale, self.absmax) if given not in ("absmax", "e4m4")]
@@ -118,15 +120,19 @@ class KBit(Format):
 
     scales = ("absmax",)
     formula = "W = codebook[q] * absmax"
-    on_gpu = False
+    lookup = True
 
     @property
-    def codebook(self) -> NDArray[np.float32]:
+    def header(self) -> str:
+        return f"kbit{self.bits}"
+
+    @property
+    def codebook(self) -> NDArray[np.float32]:  # type: ignore[override]
         """float32 [2^bits], ascending, read-only."""
         return normal_float_codebook(self.bits) if self._own is None else self._own
 
     @cached_property
-    def thresholds(self) -> NDArray[np.float32]:
+    def thresholds(self) -> NDArray[np.float32]:  # type: ignore[override]
         """float32 [2^bits - 1]: the means of neighbouring entries, rounded down, small ones to 0 as entries.
 
         Rounded down, since then a float32 is above the threshold just where it is above the mean.

@@ -12,16 +12,18 @@
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
+template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
 DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
-    constexpr int FIFTH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = FIFTH_AT + ROW_TILES * F::FIFTH_BYTES;
+    constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
     constexpr int SLOT = SCALE_AT + ROW_TILES * F::SCALE_BYTES;
-    extern __shared__ __align__(128) u8 shared[];  // rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place
+    // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
     let_successor_start();
     const Matrix operands = matrix_of<F>(p, blockIdx.z);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    C codec(p.values, lane);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
     const int block_row = blockIdx.x / CLUSTER * (ROWS / 16), first_row = block_row + warp / K_WARPS * ROW_TILES;
     const int first_m = blockIdx.y * WIDTH, batch = min(p.M - first_m, WIDTH);
@@ -32,18 +34,12 @@ DEVICE void decode(const Problem& p) {
     // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
     u8* const ring = shared + warp * DEPTH * SLOT;
     const int first = min(first_row, row_tiles - 1), last = row_tiles - 1 - first;
-    const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES + lane * 16;
-    const u8* const fifth = operands.w.fifth + s64(first) * tiles * F::FIFTH_BYTES;
+    const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES;
+    const u8* const high = operands.w.high + s64(first) * tiles * F::HIGH_BYTES;
     const u8* const scale = operands.w.scale + s64(first) * tiles * F::SCALE_BYTES;
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
             u8* const to = ring + slot * SLOT;
-#pragma unroll
-            for (int r = 0; r < ROW_TILES; r++)
-#pragma unroll
-                for (int part = 0; part < F::LOW_BYTES; part += 512)
-                    copy_async(to + r * F::LOW_BYTES + part + lane * 16,
-                               low + u32(min(r, last) * tiles + tile) * F::LOW_BYTES + part, true);
             auto plane = [&](const u8* source, int bytes, u8* to) {
                 const int pieces = bytes / 16;
 #pragma unroll
@@ -51,7 +47,8 @@ DEVICE void decode(const Problem& p) {
                     copy_async(to + i * 16,
                                source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
             };
-            if constexpr (F::HAS_FIFTH) plane(fifth, F::FIFTH_BYTES, to + FIFTH_AT);
+            plane(low, F::LOW_BYTES, to);
+            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT);
             plane(scale, F::SCALE_BYTES, to + SCALE_AT);
         }
         copy_commit();
@@ -59,13 +56,14 @@ DEVICE void decode(const Problem& p) {
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
 #pragma unroll
     for (int slot = 0; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
+    codec.fill(threadIdx.x, WARPS * WARP);
     wait_for_predecessor();
 
     u8* const x_rows = shared + WARPS * DEPTH * SLOT;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     float acc[ROW_TILES][GROUPS][4] = {};
     u32 unit[4];
-    Tile<F>::unit(unit);
+    C::unit(unit);
     int slot = 0;
     for (int chunk = begin; chunk < end; chunk += p.chunk) {
         const int stop = min(chunk + p.chunk, end);
@@ -94,24 +92,25 @@ DEVICE void decode(const Problem& p) {
                 float sums[GROUPS][4];
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
-                    const float zero[4] = {0, 0, 0, 0};
                     load_matrices(x[group], row[group] + (next - chunk) * 128 + block * 64);
+                    if constexpr (!C::SUMS) continue;
+                    const float zero[4] = {0, 0, 0, 0};
                     mma_half(sums[group], unit, x[group][0], x[group][1], zero);
                     mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     Tile<F> tile;
-                    tile.load_block(from + r * F::LOW_BYTES, from + FIFTH_AT + r * F::FIFTH_BYTES,
+                    tile.load_block(from + r * F::LOW_BYTES, from + HIGH_AT + r * F::HIGH_BYTES,
                                     from + SCALE_AT + r * F::SCALE_BYTES, block, lane);
                     u32 a0[4], a1[4];
-                    tile.codes(2 * block, a0);
-                    tile.codes(2 * block + 1, a1);
+                    codec.codes(tile, 2 * block, a0);
+                    codec.codes(tile, 2 * block + 1, a1);
                     const float d[2] = {tile.d(block, 0), tile.d(block, 1)};
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) {
                         float c[4] = {};
-                        if constexpr (F::HAS_MIN)
+                        if constexpr (F::HAS_MIN || !C::SUMS)
                             mma_half(c, a0, x[group][0], x[group][1], c);
                         else
                             mma_half(c, a0, x[group][0], x[group][1], sums[group]);
@@ -142,7 +141,7 @@ DEVICE void decode(const Problem& p) {
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
-                float unscale = j ? Tile<F>::UNSCALE_8 : Tile<F>::UNSCALE;
+                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;

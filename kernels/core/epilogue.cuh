@@ -30,6 +30,7 @@ DEVICE void activate(float (&x)[COUNT], int activation) {
 
 // Element (m, n) of y, from its accumulator.
 DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value) {
+    value *= p.lift;
     if (at.unscale) value *= at.unscale[m];
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
     if (p.activation) {
@@ -69,7 +70,7 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
         float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         const float unscale = at.unscale ? at.unscale[m] : 1;
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = v[j] * unscale + bias[j];
+        for (int j = 0; j < 8; j++) v[j] = v[j] * p.lift * unscale + bias[j];
         if (p.activation) activate(v, p.activation);
         if (p.residual)
 #pragma unroll

@@ -6,18 +6,20 @@
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, int GROUPS, int ROW_TILES, int WARPS, int STAGES>
+template <class F, class C, int GROUPS, int ROW_TILES, int WARPS, int STAGES>
 DEVICE void mma(const Problem& p) {
     constexpr int BATCH = GROUPS * 8, TILES = WARPS * ROW_TILES, ROWS = TILES * 16, THREADS = WARPS * WARP;
     constexpr int X_ROW = 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     using Weights = WeightCopy<F, TILES, THREADS>;
     constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
-    extern __shared__ __align__(128) u8 shared[];  // stages, whose place the staged sums take
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES;  // stages, whose place the staged sums take
 
     let_successor_start();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    C codec(p.values, lane);
+    codec.fill(threadIdx.x, THREADS);
     wait_for_predecessor();
     const Matrix at = matrix_of<F>(p, blockIdx.z);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
     const int first_tile = blockIdx.x * TILES, first_m = blockIdx.y * BATCH;
 
@@ -63,7 +65,7 @@ DEVICE void mma(const Problem& p) {
         for (int h = 0; h < 4; h++) {
             u32 a[ROW_TILES][4];
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; r++) w[r].weights(h, a[r]);
+            for (int r = 0; r < ROW_TILES; r++) codec.weights(w[r], h, a[r]);
 #pragma unroll
             for (int group = 0; group < GROUPS; group += 2) {
                 u32 b[4];

@@ -1,6 +1,6 @@
 // The product that a kernel computes, y = act(x W^T + bias) + residual, as plan.py packs it.
 #pragma once
-#include "tile.cuh"
+#include "codec.cuh"
 
 constexpr int BATCH_AXES = 3;
 
@@ -15,7 +15,8 @@ struct Problem {
     const void* residual;  // or null
     float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
     u32* flags;
-    u64 straight;  // whether scale, bias and one rounding make results, in rows that can be stored in whole pieces
+    const u16* values;  // of a codebook
+    u64 straight;       // whether scale, bias and one rounding make results, in rows that can be stored in whole pieces
     s64 x_row;             // stride of x in elements
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out
@@ -27,6 +28,7 @@ struct Problem {
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
     int box;               // batch rows that a copy of x brings (wgmma core)
+    float lift;            // power of two that takes back by what the weights were multiplied
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.
@@ -61,7 +63,7 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
         at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
     s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.fifth + tiles * F::FIFTH_BYTES, p.w.scale + tiles * F::SCALE_BYTES};
+    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.high + tiles * F::HIGH_BYTES, p.w.scale + tiles * F::SCALE_BYTES};
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
     at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
     return at;

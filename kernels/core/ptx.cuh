@@ -13,6 +13,9 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
+// a & mask, once: the compiler would split it among the uses of single halves or bytes.
+DEVICE u32 masked(u32 a, u32 mask) { return and_or(a, mask, 0); }
+
 // Pairs of float16, each result rounded once.
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;
@@ -30,6 +33,12 @@ DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
     return r;
+}
+
+// The dynamic shared memory, at an address that the compiler knows.
+DEVICE u8* dynamic_shared() {
+    extern __shared__ __align__(1024) u8 dynamic[];
+    return dynamic;
 }
 
 DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }

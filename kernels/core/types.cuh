@@ -31,6 +31,19 @@ DEVICE float half_to_float(u16 bits) {
     return value;
 }
 
+// One half of a pair; the instruction has both at hand.
+DEVICE float low_to_float(u32 pair) {
+    float value;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}" : "=f"(value) : "r"(pair));
+    return value;
+}
+
+DEVICE float high_to_float(u32 pair) {
+    float value;
+    asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high;}" : "=f"(value) : "r"(pair));
+    return value;
+}
+
 DEVICE u16 float_to_half(float value) {
     u16 bits;
     asm("{.reg .f16 h; cvt.rn.f16.f32 h, %1; mov.b16 %0, h;}" : "=h"(bits) : "f"(value));

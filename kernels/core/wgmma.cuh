@@ -242,6 +242,12 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
                 }
         }
     }
+    if (p.lift != 1) {
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) acc[b][j] *= p.lift;
+    }
     const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
     if (p.bias) {
 #pragma unroll
@@ -349,8 +355,8 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     }
 }
 
-template <class F, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR, bool STREAM,
-          int STAGES, int ROOM>
+template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR,
+          bool STREAM, int STAGES, int ROOM>
 DEVICE void wgmma(const Problem& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
@@ -360,7 +366,9 @@ DEVICE void wgmma(const Problem& p) {
     using Weights = WeightCopy<F, ROW_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
     constexpr int STAGE = (WEIGHTS_AT + Weights::SIZE + 1023) / 1024 * 1024;
-    extern __shared__ __align__(1024) u8 shared[];  // stages, staged sums (those of a split take the stages' place)
+    // After a codebook's table stages, then staged sums (those of a split take the stages' place).
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES;
+    static_assert(C::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     // Opaque, lest the compiler work them out anew in the inner loops.
     u32 full = shared_address(barriers), stages = shared_address(shared);
@@ -441,6 +449,9 @@ DEVICE void wgmma(const Problem& p) {
     } else {
         if constexpr (GROUPS * K_GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+        C codec(p.values, lane);
+        codec.fill(threadIdx.x, CONSUMERS);
+        if constexpr (C::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);
         wait_for_predecessor();
         const int group = warp / 4 % GROUPS, k_group = warp / 4 / GROUPS;
         // A stage is free when all who read it have said so: of a pair, those of both blocks.
@@ -472,7 +483,7 @@ DEVICE void wgmma(const Problem& p) {
             auto dequantize = [&](u32 (&a)[ROW_BLOCKS][4], int h) {
                 pin(a);
 #pragma unroll
-                for (int b = 0; b < ROW_BLOCKS; b++) tile[b].weights(h, a[b]);
+                for (int b = 0; b < ROW_BLOCKS; b++) codec.weights(tile[b], h, a[b]);
             };
             // x: rows of 128 bytes, swizzled, 8 rows to a group of 1024 bytes; a step of 16 columns is 32 bytes.
             auto multiply = [&](u32 (&a)[ROW_BLOCKS][4], u64 x) {

@@ -6,11 +6,12 @@
 // Codes of 4 bits: byte j holds code j in its low nibble and code j + 16 in its high one. Bit j of the fifth
 // bits belongs to code j. Codes of 8 bits are signed bytes in order.
 #pragma once
-#include "../core/ptx.cuh"
+#include "share.cuh"
 
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
 struct GgmlBlock {
     static constexpr int BITS = BITS_;
+    static constexpr bool LOOKUP = false;                               // codes are integers
     static constexpr bool HAS_MIN = HAS_MIN_;                           // W = d * q + m, else W = d * (q - OFFSET)
     static constexpr bool HAS_SUM = HAS_SUM_;                           // d * sum(q) is stored after d
     static constexpr int OFFSET = HAS_MIN || BITS == 8 ? 0 : 1 << (BITS - 1);
@@ -23,15 +24,24 @@ struct GgmlBlock {
 
     // Bytes of a 16 x 64 tile in each plane of the fragment layout.
     static constexpr int LOW_BYTES = BITS == 8 ? 1024 : 512;
-    static constexpr int FIFTH_BYTES = HAS_FIFTH ? 128 : 0;
+    static constexpr int HIGH_BYTES = HAS_FIFTH ? 128 : 0;
     static constexpr int SCALE_BYTES = HAS_MIN ? 128 : 64;
 
-    // Code j of a block, as stored: 0 .. 2^BITS - 1, or a signed byte's bits.
-    static DEVICE u32 code(const u8* block, int j) {
-        if constexpr (BITS == 8) return block[CODES_AT + j];
-        u32 q = block[CODES_AT + (j & 15)] >> (j >> 4) * 4 & 15;
-        if constexpr (HAS_FIFTH) q |= u32(block[FIFTH_AT + (j >> 3)] >> (j & 7) & 1) << 4;
-        return q;
+    // Codes of four elements from j < 16 on, and of the four 16 further, a byte each: unsigned, ZERO meaning 0.
+    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
+        low = load_u32(block + CODES_AT + j);
+        if constexpr (BITS == 8) {
+            low ^= 0x80808080;
+            high = load_u32(block + CODES_AT + j + 16) ^ 0x80808080;
+        } else {
+            high = low >> 4 & 0x0f0f0f0f;
+            low &= 0x0f0f0f0f;
+        }
+        if constexpr (HAS_FIFTH) {
+            const u8* fifth = block + FIFTH_AT + j / 8;
+            low |= spread(fifth[0], j) << 4;
+            high |= spread(fifth[2], j) << 4;
+        }
     }
 
     // Scale in the low half, minimum (or the sum) in the high half.
@@ -39,16 +49,89 @@ struct GgmlBlock {
         return load_u16(block) | (FIFTH_AT == 4 ? load_u16(block + 2) << 16 : 0);
     }
 
+    // The greatest magnitude of a weight with these bits; NaN for NaN.
+    static DEVICE float peak(u32 scale) {
+        constexpr float code = HAS_MIN ? (1 << BITS) - 1 : OFFSET ? OFFSET : 128;
+        const float m = HAS_MIN ? fabsf(half_to_float(u16(scale >> 16))) : 0;
+        return fabsf(half_to_float(u16(scale))) * code + m;
+    }
+
     static DEVICE void store_scale_bits(u8* block, u32 bits) {
         *reinterpret_cast<u16*>(block) = u16(bits);
         if constexpr (FIFTH_AT == 4) *reinterpret_cast<u16*>(block + 2) = u16(bits >> 16);
     }
 
-    // The reference formula in float32: q is exact, so there is one rounding without a minimum, two with it.
-    static DEVICE float value(u32 code, u32 scale) {
-        float d = half_to_float(u16(scale));
-        float q = BITS == 8 ? float(s8(code)) : float(int(code) - OFFSET);
-        if constexpr (HAS_MIN) return __fadd_rn(__fmul_rn(q, d), half_to_float(u16(scale >> 16)));
-        return __fmul_rn(q, d);
+    // What byte j of such codes reads as: the reference formula in float32. q is exact, so there is one rounding
+    // without a minimum, two with it.
+    static DEVICE float read(u32 codes, int j, u32 scale, const float*) {
+        // A code in the last byte of 2^23's bits reads 2^23 + code.
+        const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + ZERO));
+        const float x = __fmul_rn(q, half_to_float(u16(scale)));
+        return HAS_MIN ? __fadd_rn(x, half_to_float(u16(scale >> 16))) : x;
+    }
+
+    // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    static DEVICE LaneShare<GgmlBlock> gather(const u8* row, const u8* row8, int lane) {
+        LaneShare<GgmlBlock> share = {};
+        const int g = lane / 4, i = lane % 4;
+        const u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+        share.scale = scale_bits(own);
+        u32 own_fifth = 0;
+        if constexpr (HAS_FIFTH) own_fifth = load_u32(own + FIFTH_AT);
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int j = part / 2, b = part % 2;
+            const u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
+            if constexpr (BITS == 8) {
+                share.low[b * 4 + j] = gather_bytes(codes);
+                share.low[b * 4 + 2 + j] = gather_bytes(codes + 16);
+            } else {
+                u32 bytes = gather_bytes(codes);
+                share.low[2 * b] |= (bytes & 0x0f0f0f0f) << 4 * j;
+                share.low[2 * b + 1] |= (bytes >> 4 & 0x0f0f0f0f) << 4 * j;
+            }
+            if constexpr (HAS_FIFTH) {
+                u32 bits = __shfl_sync(~0u, own_fifth, g * 4 + part) >> 2 * i;  // bits 0, 1, 8, 9 of each half
+                share.high |= (__byte_perm(bits, bits >> 1, 0x5410) & 0x01010101) << (4 * b + j);
+                share.high |= (__byte_perm(bits, bits >> 1, 0x7632) & 0x01010101) << (4 * b + 2 + j);
+            }
+        }
+        return share;
+    }
+
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<GgmlBlock>& share, u8* row, u8* row8, int lane) {
+        const int i = lane % 4;
+        u32 own_fifth = 0;
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int j = part / 2, b = part % 2;
+            u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
+            if constexpr (BITS == 8) {
+                scatter_bytes(codes, share.low[b * 4 + j]);
+                scatter_bytes(codes + 16, share.low[b * 4 + 2 + j]);
+            } else {
+                u32 even = share.low[2 * b] >> 4 * j & 0x0f0f0f0f, odd = share.low[2 * b + 1] >> 4 * j & 0x0f0f0f0f;
+                scatter_bytes(codes, even | odd << 4);
+            }
+            if constexpr (HAS_FIFTH) {
+                u32 even = share.high >> (4 * b + j) & 0x01010101, odd = share.high >> (4 * b + 2 + j) & 0x01010101;
+                u32 bits = (((even | even >> 15) & 0x0303) | ((odd | odd >> 15) & 0x0303) << 16) << 2 * i;
+                bits = or_of_row(bits);
+                if (i == part) own_fifth = bits;
+            }
+        }
+        u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+        store_scale_bits(own, share.scale);
+        if constexpr (HAS_FIFTH) store_u32(own + FIFTH_AT, own_fifth);
+    }
+
+private:
+    // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.
+    static DEVICE u32 gather_bytes(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }
+
+    static DEVICE void scatter_bytes(u8* p, u32 bytes) {
+        *reinterpret_cast<u16*>(p) = u16(__byte_perm(bytes, 0, 0x4420));
+        *reinterpret_cast<u16*>(p + 8) = u16(__byte_perm(bytes, 0, 0x4431));
     }
 };

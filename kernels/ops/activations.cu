@@ -97,7 +97,52 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
-// Float rows to q8_1 blocks and, at once, to the float16 rows that blocks_to_half makes of them. A thread takes up to
+// A thread's half of block `mine` of `count` to `staged` and, all together, from there to memory, so that a warp writes
+// whole sectors. Its codes, and the block's scale.
+DEVICE float store_blocks(const float (&values)[MINE], int half, int mine, int count, u32* staged, u32* to,
+                          u32 (&words)[4]) {
+    int q[MINE];
+    const Scales scales = encode<Format>(values, half, q);
+    pack_codes<Format>(q, words);
+    const u32 bits = scale_bits<Format>(scales, words);
+    u8* const own = reinterpret_cast<u8*>(staged) + mine * Format::BLOCK_BYTES;
+    store_codes<Format>(own, half, words);
+    if (half == 0) Format::store_scale_bits(own, bits);
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * (Format::BLOCK_BYTES / 4); i += blockDim.x) to[i] = staged[i];
+    return half_to_float(u16(bits));
+}
+
+// Float16 rows to q8_1 blocks and, at once, to the float16 rows of the numbers that they stand for: no power of two is
+// needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product that
+// the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
+extern "C" __global__ void __launch_bounds__(256)
+quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
+              float* unscale) {
+    __shared__ __align__(16) u32 staged[256 / 2 * Format::BLOCK_BYTES / 4];
+    let_successor_start();
+    wait_for_predecessor();
+    const s64 row = blockIdx.x;
+    const int first = blockIdx.y * (blockDim.x / 2), count = min(K / 32 - first, int(blockDim.x / 2));
+    const int half = threadIdx.x % 2, mine = min(int(threadIdx.x) / 2, count - 1);
+    const int column = (first + mine) * 32 + half * 8;
+    float values[MINE];
+    load_elements(x, row * row_stride + column * column_stride, row_stride, column_stride, dtype, values);
+    u32 words[4];
+    const float d = store_blocks(values, half, mine, count, staged,
+                                 reinterpret_cast<u32*>(blocks + (row * (K / 32) + first) * Format::BLOCK_BYTES),
+                                 words);
+    const float most = is_finite(d) ? 65504.f : __int_as_float(0x7f800000);
+#pragma unroll
+    for (int j = 0; j < MINE; j++)
+        values[j] = ieee_max(ieee_min(float(s8(words[j / 4] >> j % 4 * 8)) * d, most), -most);
+    u16* const to = out + row * K + column;
+    store_halves(to, values, 1);
+    store_halves(to + 16, values + 8, 1);
+    if (threadIdx.x == 0 && blockIdx.y == 0) unscale[row] = 1;
+}
+
+// Float rows of any type to the same, divided by powers of two, as blocks_to_half makes them. A thread takes up to
 // PIECES times half a block, and keeps the codes until the row's peak is known.
 constexpr int PIECES = 4;
 
@@ -120,20 +165,9 @@ quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
         const s64 at = row * row_stride + ((first + mine) * 32 + half * 8) * column_stride;
         float values[MINE];
         load_elements(x, at, row_stride, column_stride, dtype, values);
-        int q[MINE];
-        const Scales scales = encode<Format>(values, half, q);
-        pack_codes<Format>(q, words[p]);
-        const u32 bits = scale_bits<Format>(scales, words[p]);
-        d[p] = half_to_float(u16(bits));
+        if (p > 0) __syncthreads();  // what was staged before has been read
+        d[p] = store_blocks(values, half, mine, count, staged, own + first * (Format::BLOCK_BYTES / 4), words[p]);
         peak = max(peak, magnitude(d[p] * 128));
-        // Through shared memory, so that a warp writes whole sectors.
-        if (p > 0) __syncthreads();
-        u8* const to = reinterpret_cast<u8*>(staged) + mine * Format::BLOCK_BYTES;
-        store_codes<Format>(to, half, words[p]);
-        if (half == 0) Format::store_scale_bits(to, bits);
-        __syncthreads();
-        constexpr int WORDS = Format::BLOCK_BYTES / 4;
-        for (int i = threadIdx.x; i < count * WORDS; i += blockDim.x) own[first * WORDS + i] = staged[i];
     }
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);

@@ -1,18 +1,33 @@
 // Floats to blocks.
-#include "../formats/encode.cuh"
+#include "../formats/encode_kbit.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256, BLOCKS = THREADS / 2;  // their bytes are a multiple of 16
 
+// A thread's half of a block of integer codes to its place; false where a scale overflows float16.
+template <class F>
+DEVICE bool encode_integers(const float (&x)[MINE], int half, u8* to) {
+    int q[MINE];
+    u32 words[4];
+    const Scales scales = encode<F>(x, half, q);
+    pack_codes<F>(q, words);
+    const u32 scale = scale_bits<F>(scales, words);
+    store_codes<F>(to, half, words);
+    if (half == 0) F::store_scale_bits(to, scale);
+    return (scale & 0x7c00) != 0x7c00 && (scale >> 16 & 0x7c00) != 0x7c00;
+}
+
 // Rows of K floats, with strides in elements, to blocks. `first_bad`, if given, becomes the lowest row that holds
-// NaN or infinity or has a scale that overflows float16 (it starts as the greatest u64).
+// NaN or infinity or has a scale that overflows (it starts as the greatest u64). `thresholds` and `decoded`: of a
+// codebook (encode_kbit.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
-    u64* first_bad) {
+    u64* first_bad, const Thresholds* thresholds, int decoded) {
     let_successor_start();
     wait_for_predecessor();
+    // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
     const s64 first = s64(blockIdx.x) * BLOCKS;
     const int count = int(min(rows * blocks_per_row - first, s64(BLOCKS)));
@@ -27,18 +42,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     float values[MINE];
     load_elements(x, at, row_stride, column_stride, dtype, values);
-    int q[MINE];
-    u32 words[4];
-    const Scales scales = encode<Format>(values, half, q);
-    pack_codes<Format>(q, words);
-    const u32 scale = scale_bits<Format>(scales, words);
-
-    // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
     u8* const to = staged + mine * Format::BLOCK_BYTES;
-    store_codes<Format>(to, half, words);
-    if (half == 0) Format::store_scale_bits(to, scale);
-    const bool overflow = (scale & 0x7c00) == 0x7c00 || (scale >> 16 & 0x7c00) == 0x7c00;
-    if (overflow && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
+    bool good;
+    if constexpr (Format::LOOKUP) {
+        __shared__ Thresholds own;
+        if (threadIdx.x < 32) own.value[threadIdx.x] = thresholds->value[threadIdx.x];
+        __syncthreads();
+        good = encode_lookup<Format>(values, half, to, own, decoded);
+    } else {
+        good = encode_integers<Format>(values, half, to);
+    }
+    if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
     __syncthreads();
     u8* const blocks = out + first * Format::BLOCK_BYTES;
     const int bytes = count * Format::BLOCK_BYTES;
@@ -47,6 +61,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         if (byte + 16 <= bytes)
             *reinterpret_cast<uint4*>(blocks + byte) = *reinterpret_cast<const uint4*>(staged + byte);
         else
-            for (int pair = byte; pair < bytes; pair += 2)
-                *reinterpret_cast<u16*>(blocks + pair) = *reinterpret_cast<const u16*>(staged + pair);
+            for (int rest = byte; rest < bytes; rest++) blocks[rest] = staged[rest];
 }

@@ -1,0 +1,97 @@
+// Codes that are looked up: W = values[q] * d, with 2^BITS float16 values.
+//
+// Codes that stand next to each other in operand A are one index, into a table in shared memory of the pairs of values
+// that they stand for. COPIES lanes have a copy of it each, in banks of their own: with 32 copies no two lanes ever
+// meet in a bank. (Byte permutes, eight values to an instruction pair, and shuffles are slower: the pipe of the former
+// is busy with the codes' own extraction, and a shuffle brings one value where a load brings two or four.)
+//
+// A lane's codes of block b (the steps h = 2b and 2b + 1 of tile.cuh) are those of rows g + 8 j, j = 0, 1, at columns
+// 2i, 2i + 1 (t = 0) and 2i + 8, 2i + 9 (t = 1). With m = 2 (h & 1) + t, the codes q and r of the two columns are a pair
+//
+//     q0 r0 q1 r1 q2 r2 ...    bit by bit, the lowest first
+//
+// of 2 BITS bits, with number p = 8b + 4j + m. A lane's words hold them one after the other, as many as fit whole; of
+// 3 and 5 bits what is left, bits 30 and 31 of every word, is the last pair's (bits 2w, 2w + 1 in word w). Of 2 bits
+// pairs j = 0 and j = 1 are next to each other, and looked up at once: byte m of word b.
+#pragma once
+#include "tile.cuh"
+
+template <class F, int COPIES>
+struct Codebook {
+    static constexpr int BITS = F::BITS, INDEX_BITS = BITS == 2 ? 8 : 2 * BITS;
+    static constexpr int ENTRY = BITS == 2 ? 8 : 4, STEP = COPIES * ENTRY, TABLE_BYTES = STEP << INDEX_BITS;
+    static constexpr int SHIFT = STEP == 128 ? 7 : STEP == 64 ? 6 : STEP == 32 ? 5 : 4;
+    static_assert(1 << SHIFT == STEP, "16 to 128 bytes: stores are 16");
+    static constexpr bool SUMS = false;
+    static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
+
+    u32 value;  // of code lane % 2^BITS, for the table
+    u32 own;    // shared address of this lane's copy
+
+    // Ask for the values: early, before much else is on its way from memory.
+    DEVICE Codebook(const u16* values, int lane)
+        : value(values[lane % (1 << BITS)]), own(shared_address(dynamic_shared()) + lane % COPIES * ENTRY) {}
+
+    // Make the table, by `threads` threads in whole warps, which must meet before it is used.
+    DEVICE void fill(int thread, int threads) {
+        auto of = [&](u32 first, u32 second) {
+            return __shfl_sync(~0u, value, first) | __shfl_sync(~0u, value, second) << 16;
+        };
+#pragma unroll 1
+        for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
+            const u32 index = i / (STEP / 16);
+            const u32 v = of(code(index, 0), code(index, 1));
+            const u32 next = BITS == 2 ? of(code(index >> 4, 0), code(index >> 4, 1)) : v;
+            reinterpret_cast<uint4*>(dynamic_shared())[i] = make_uint4(v, next, v, next);
+        }
+    }
+
+    static DEVICE void unit(u32 (&a)[4]) {}
+
+    // The values of step h.
+    DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+            const int b = h / 2, m = h % 2 * 2 + t;
+            if constexpr (BITS == 2) {
+                asm("ld.shared.v2.u32 {%0, %1}, [%2];"
+                    : "=r"(a[2 * t]), "=r"(a[2 * t + 1]) : "r"(address(tile.low[b], 8 * m)));
+            } else {
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+                    asm("ld.shared.u32 %0, [%1];" : "=r"(a[2 * t + j]) : "r"(pair(tile, 8 * b + 4 * j + m)));
+            }
+        }
+    }
+
+    // The weights of step h in float16, rounded once.
+    DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
+        codes(tile, h, a);
+#pragma unroll
+        for (int r = 0; r < 4; r++) a[r] = mul_half2(a[r], tile.scale_pair(h / 2, r % 2));
+    }
+
+private:
+    // The first or second code of a pair.
+    static DEVICE u32 code(u32 pair, int e) {
+        u32 q = 0;
+#pragma unroll
+        for (int p = 0; p < BITS; p++) q |= (pair >> (2 * p + e) & 1) << p;
+        return q;
+    }
+
+    // Of the entry for the index in these bits of a word. The mask first: shift and addition are one instruction.
+    DEVICE u32 address(u32 word, int from) const {
+        const u32 bits = masked(word, (1 << INDEX_BITS) - 1 << from);
+        return own + (from < SHIFT ? bits << (SHIFT - from) : bits >> (from - SHIFT));
+    }
+
+    DEVICE u32 pair(const Tile<F>& tile, int p) const {
+        constexpr int PER_WORD = 32 / INDEX_BITS, WORDS = F::LOW_BYTES / 128 + BITS % 2;
+        if (p < PER_WORD * WORDS) return address(tile.word(p / PER_WORD), p % PER_WORD * INDEX_BITS);
+        u32 last = tile.word(0) >> 30;
+#pragma unroll
+        for (int w = 1; w < WORDS; w++) last = and_or(tile.word(w) >> (30 - 2 * w), 3 << 2 * w, last);
+        return address(last, 0);
+    }
+};

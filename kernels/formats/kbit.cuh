@@ -1,0 +1,141 @@
+// k-bit blocks: 32 codes of 2 to 5 bits as bit planes, and one scale. W = codebook[q] * absmax.
+//
+// Storage of a block: BITS words of 32 bits, bit j of word p being bit p of code j | absmax, an E4M4 byte or float16.
+// Blocks start at any address.
+#pragma once
+#include "share.cuh"
+
+template <int BITS_, bool IS_E4M4>
+struct KbitBlock {
+    static constexpr int BITS = BITS_;
+    static constexpr bool LOOKUP = true, HAS_MIN = false, E4M4 = IS_E4M4;
+    static constexpr int SCALE_AT = BITS * 4, BLOCK_BYTES = SCALE_AT + (E4M4 ? 1 : 2);
+
+    // Bytes of a 16 x 64 tile in each plane of the fragment layout (core/codebook.cuh).
+    static constexpr int LOW_BYTES = BITS / 2 * 256, HIGH_BYTES = BITS % 2 * 128, SCALE_BYTES = E4M4 ? 32 : 64;
+
+    static DEVICE u32 scale_bits(const u8* block) {
+        return block[SCALE_AT] | (E4M4 ? 0 : block[SCALE_AT + 1] << 8);
+    }
+
+    static DEVICE void store_scale_bits(u8* block, u32 bits) {
+        block[SCALE_AT] = u8(bits);
+        if constexpr (!E4M4) block[SCALE_AT + 1] = u8(bits >> 8);
+    }
+
+    // absmax: an E4M4 byte has the exponent and mantissa bits of a float16 number 2^-4 times its own.
+    static DEVICE float scale(u32 bits) { return E4M4 ? half_to_float(u16(bits << 6)) * 16 : half_to_float(u16(bits)); }
+
+    // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
+    static DEVICE float peak(u32 bits) { return fabsf(scale(bits)); }
+
+    // Codes of four elements from j < 16 on, and of the four 16 further, a byte each.
+    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
+        low = high = 0;
+#pragma unroll
+        for (int p = 0; p < BITS; p++) {
+            low |= spread(block[p * 4 + j / 8], j) << p;
+            high |= spread(block[p * 4 + 2 + j / 8], j) << p;
+        }
+    }
+
+    // What byte j of such codes reads as: the formula in float32.
+    static DEVICE float read(u32 codes, int j, u32 scale_bits, const float* codebook) {
+        return __fmul_rn(codebook[codes >> 8 * j & 0xff], scale(scale_bits));
+    }
+
+    // The words of a block in shared memory, and up to three bytes beyond it.
+    static DEVICE void load_planes(const u8* block, u32 (&planes)[BITS]) {
+        const u32 shift = u32(reinterpret_cast<u64>(block)) % 4 * 8;
+        const u32* from = reinterpret_cast<const u32*>(block - shift / 8);
+#pragma unroll
+        for (int p = 0; p < BITS; p++) planes[p] = __funnelshift_r(from[p], from[p + 1], shift);
+    }
+
+    static DEVICE void store_plane(u8* block, int p, u32 bits) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) block[p * 4 + j] = u8(bits >> 8 * j);
+    }
+
+    // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    static DEVICE LaneShare<KbitBlock> gather(const u8* row, const u8* row8, int lane) {
+        LaneShare<KbitBlock> share = {};
+        const int i = lane % 4;
+        share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES);
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int j = part / 2, b = part % 2;
+            const u8* block = (j ? row8 : row) + b * BLOCK_BYTES;
+            u32 planes[BITS], pairs = 0;  // byte m: a pair, of 5 bits without the fifth ones
+            load_planes(block, planes);
+#pragma unroll
+            for (int p = 0; p < BITS; p++) planes[p] = planes[p] >> 2 * i & 0x03030303;
+#pragma unroll
+            for (int p = 0; p < BITS && p < 4; p++) pairs |= planes[p] << 2 * p;
+            if constexpr (BITS % 2) {
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const u32 fifth = BITS == 5 ? planes[BITS - 1] >> 8 * m & 3 : 0;
+                    put_pair(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | fifth << 8);
+                }
+            } else {
+                share.low[BITS == 2 ? b : 2 * b + j] |= BITS == 2 ? pairs << 4 * j : pairs;
+            }
+        }
+        return share;
+    }
+
+    // ... and back.
+    static DEVICE void scatter(const LaneShare<KbitBlock>& share, u8* row, u8* row8, int lane) {
+        const int i = lane % 4;
+        u32 own[BITS];
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const int j = part / 2, b = part % 2;
+            u32 pairs = 0, fifths = 0;
+            if constexpr (BITS % 2) {
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const u32 pair = get_pair(share, 8 * b + 4 * j + m);
+                    pairs |= (pair & 0xff) << 8 * m, fifths |= pair >> 8 << 8 * m;
+                }
+            } else {
+                pairs = BITS == 2 ? share.low[b] >> 4 * j : share.low[2 * b + j];
+            }
+#pragma unroll
+            for (int p = 0; p < BITS; p++) {
+                const u32 bits = or_of_row((p == 4 ? fifths : pairs >> 2 * p & 0x03030303) << 2 * i);
+                if (i == part) own[p] = bits;
+            }
+        }
+        u8* block = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+#pragma unroll
+        for (int p = 0; p < BITS; p++) store_plane(block, p, own[p]);
+        store_scale_bits(block, share.scale);
+    }
+
+private:
+    // Pair p among the words, of 3 and 5 bits (core/codebook.cuh).
+    static constexpr int PAIR = 2 * BITS, PER_WORD = 32 / PAIR, WORDS = LOW_BYTES / 128 + 1;
+
+    static DEVICE u32& word_of(LaneShare<KbitBlock>& share, int w) {
+        return w < WORDS - 1 ? share.low[w] : share.high;
+    }
+
+    static DEVICE void put_pair(LaneShare<KbitBlock>& share, int p, u32 bits) {
+        if (p < 15) {
+            word_of(share, p / PER_WORD) |= bits << p % PER_WORD * PAIR;
+        } else {
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) word_of(share, w) |= bits >> 2 * w << 30;
+        }
+    }
+
+    static DEVICE u32 get_pair(LaneShare<KbitBlock> share, int p) {
+        if (p < 15) return word_of(share, p / PER_WORD) >> p % PER_WORD * PAIR & ((1 << PAIR) - 1);
+        u32 bits = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; w++) bits |= word_of(share, w) >> 30 << 2 * w;
+        return bits;
+    }
+};

@@ -1,0 +1,184 @@
+"""k-bit formats on a GPU: every variant's bits as on the CPU, the layout, products of all magnitudes."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+import pytest
+from formats_table import FLOATS, random_blocks
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import device, testing
+from cuquant.testing import as_numpy, nmse, worst_element
+
+pytestmark = pytest.mark.gpu
+F = np.float32
+SKEWED = np.array([-0.1, -0.02, 0.0, 1e-3, 0.2, 0.5, 0.9, 1.0], F)
+SCALES: list[Literal["absmax", "decoded"]] = ["absmax", "decoded"]
+STORED: list[Literal["e4m4", "float16"]] = ["e4m4", "float16"]
+FORMATS = [
+    *(cq.KBit(k, scale=scale, absmax=absmax) for k, scale, absmax in product((2, 3, 4, 5), SCALES, STORED)),
+    cq.KBit(2, [0.25, 0.5, 0.75, 1.0]),
+    cq.KBit(3, SKEWED),
+    cq.KBit(3, np.sort(SKEWED)[::-1] * -1, absmax="float16"),
+    cq.KBit(4, np.linspace(0, 1, 16)),
+    cq.KBit(5, np.sort(np.random.default_rng(1).uniform(-1, 1, 32)) ** 3),
+    cq.KBit(2, [0, 0, 0, 1]),
+]
+
+
+def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, F)
+
+
+def on_gpu(x: Any, fmt: Any) -> cq.QuantizedArray:
+    return cq.quantize(device.cupy().asarray(x), fmt)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_quantize_and_dequantize_as_on_the_cpu(fmt: cq.KBit) -> None:
+    """Ties, zeros, subnormal numbers, magnitudes at both ends of the scales."""
+    x = gauss((600, 512))
+    x[3], x[4] = 0, -0.0
+    for row, magnitude in enumerate((1e-38, 1e-41, 2.0**-15, 1.7 * 2.0**-14, 1e-5, 1e-8, 3e-9, 1e-12), 5):
+        x[row] *= F(magnitude)
+    x[20, 0] = x[21, 40] = 31.5
+    x[22, 5], x[23, 70] = np.nextafter(F(31.5), F(0)), -31
+    grid = np.concatenate([fmt.codebook, fmt.thresholds, np.nextafter(fmt.thresholds, F(2))])
+    x[30:40] = np.resize(grid, (10, 512))
+    x[30:40, ::32] = 1
+    x[40:60] = np.resize(grid, (20, 512)) * np.exp2(np.arange(20)).astype(F)[:, None] / F(2**17)
+    x[40:60, 7::32] = (np.exp2(np.arange(20)) / 2**17).astype(F)[:, None]
+    x[60:80] *= 10 ** np.random.default_rng(2).uniform(-30, 0, (20, 512)).astype(F)
+    if fmt.absmax == "float16":
+        x[80:90] *= F(1e4)
+    for dtype in FLOATS:
+        with np.errstate(all="ignore"):
+            given = x.astype(dtype)
+        expected = cq.quantize(given, fmt)
+        got = on_gpu(given, fmt)
+        np.testing.assert_array_equal(as_numpy(got.blocks), expected.blocks)
+        for wanted in FLOATS:
+            numbers = as_numpy(got.dequantize(wanted))
+            np.testing.assert_array_equal(numbers.astype(F), expected.dequantize(wanted).astype(F))
+    strided = device.cupy().zeros((600, 1024), F)
+    strided[:, ::2] = device.cupy().asarray(x)
+    np.testing.assert_array_equal(
+        as_numpy(cq.quantize(strided[:, ::2], fmt).blocks), cq.quantize(x, fmt).blocks
+    )
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_many_weights_as_on_the_cpu(k: int) -> None:
+    """Division and search of four million weights, bit for bit."""
+    x = gauss((1024, 4096), k) * F(0.02)
+    np.testing.assert_array_equal(as_numpy(on_gpu(x, f"kbit{k}").blocks), cq.quantize(x, f"kbit{k}").blocks)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 31.500002, -40, 1e30])
+@pytest.mark.parametrize("absmax", STORED)
+def test_refuses_in_the_same_words(value: float, absmax: Any) -> None:
+    fmt = cq.KBit(4, absmax=absmax)
+    x = gauss((3, 5, 64))
+    x[1, 2, 40] = x[2, 1, 3] = value
+    if absmax == "float16" and abs(value) < 100:
+        np.testing.assert_array_equal(as_numpy(on_gpu(x, fmt).blocks), cq.quantize(x, fmt).blocks)
+        return
+    with pytest.raises(ValueError, match="row") as on_cpu:
+        cq.quantize(x, fmt)
+    with pytest.raises(ValueError, match="row") as on_cuda:
+        on_gpu(x, fmt)
+    assert str(on_cpu.value) == str(on_cuda.value)
+
+
+def pair(codes: NDArray[np.integer[Any]], k: int, lane: int, p: int) -> int:
+    """Pair 8 b + 4 j + m: rows g + 8 j, columns 2i and 2i + 1 of the m-th 8 of block b, bit by bit."""
+    (g, i), (b, j, m) = divmod(lane, 4), (p // 8, p // 4 % 2, p % 4)
+    two = codes[g + 8 * j, 32 * b + 8 * m + 2 * i : 32 * b + 8 * m + 2 * i + 2]
+    return sum((int(q) >> bit & 1) << (2 * bit + e) for e, q in enumerate(two) for bit in range(k))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_the_fragment_layout_is_the_picture(k: int) -> None:
+    """Words of each lane, made anew from kernels/core/codebook.cuh's description."""
+    name = f"kbit{k}"
+    raw = random_blocks(name, (32, 128))
+    w = cq.from_blocks(raw, name, (32, 128)).to_device("cuda")
+    planes = raw.view(w.format.storage)["planes"].reshape(32, 4, k)
+    bits = planes[..., None] >> np.arange(32, dtype=np.uint32) & 1
+    codes = (bits << np.arange(k)[:, None]).sum(axis=2).reshape(32, 128)
+    f = w.fragments()
+    low, high = k // 2 * 64, k % 2 * 32  # words of a tile
+    buffer = as_numpy(f.buffer)
+    lows = buffer[: 4 * low * 4].view(np.uint32).reshape(2, 2, low)
+    highs = buffer[f.high : f.high + 4 * high * 4].view(np.uint32).reshape(2, 2, high)
+    for rows, columns, lane in product((0, 1), (0, 1), range(32)):
+        tile = codes[rows * 16 : rows * 16 + 16, columns * 64 : columns * 64 + 64]
+        at = [32 * word + lane for word in (0, 1)] if k < 4 else [4 * lane + word for word in range(4)]
+        words = [int(lows[rows, columns, place]) for place in at]
+        if k % 2:
+            words.append(int(highs[rows, columns, lane]))
+        pairs = [pair(tile, k, lane, p) for p in range(16)]
+        expected = [0] * k
+        if k == 2:
+            for p, bits_of_pair in enumerate(pairs):
+                expected[p // 8] |= bits_of_pair << (8 * (p % 4) + 4 * (p // 4 % 2))
+        else:
+            fit = 32 // (2 * k)
+            for p in range(fit * k):
+                expected[p // fit] |= pairs[p] << (p % fit * 2 * k)
+            if k % 2:
+                for word in range(k):
+                    expected[word] |= (pairs[15] >> (2 * word) & 3) << 30
+        assert words == expected
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_products_of_every_variant(fmt: cq.KBit) -> None:
+    cupy = device.cupy()
+    for n, k in ((70, 160), (200, 2048)):
+        w = on_gpu(gauss((n, k), 1), fmt)
+        before = as_numpy(w.blocks)
+        for m in (1, 8, 12, 40, 300):
+            for dtype in FLOATS:
+                x = cupy.asarray(gauss((m, k), 2)).astype(dtype)
+                y, exact = cq.matmul(x, w.T, dtype=F), testing.linear(x, w)
+                assert nmse(y, exact) < 1e-6, (m, n, dtype)
+                assert worst_element(y, exact) < 0.01
+            q = cq.quantize(x, "q8_1")
+            assert nmse(q @ w.T, testing.linear(q, w)) < 1e-6
+        np.testing.assert_array_equal(as_numpy(w.blocks), before)
+
+
+@pytest.mark.parametrize("absmax", STORED)
+@pytest.mark.parametrize("magnitude", [2e-4, 1e-3, 1e-2, 1, 5])
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_magnitudes_of_weights(k: int, magnitude: float, absmax: Any) -> None:
+    """Small weights are lifted in float16: nothing of them is lost, in any core."""
+    cupy = device.cupy()
+    fmt = cq.KBit(k, absmax=absmax)
+    w = on_gpu(gauss((96, 256), 1) * F(magnitude), fmt)
+    assert (w.fragments().lift > 0) == (magnitude < 5e-3)
+    assert w.fragments().half
+    for m in (2, 40, 200):
+        for dtype in (np.float16, ml_dtypes.bfloat16):
+            x = cupy.asarray(gauss((m, 256), 2)).astype(dtype)
+            y = cq.linear(x, w, bias=cupy.ones(96, F) * F(magnitude), dtype=F)
+            assert nmse(y, testing.linear(x, w, bias=np.ones(96) * magnitude)) < 1e-6, m
+
+
+def test_scales_beyond_float16() -> None:
+    """A foreign float16 scale of NaN or infinity stays in its row."""
+    fmt = cq.KBit(4, absmax="float16")
+    raw = cq.quantize(gauss((40, 64)), fmt).blocks.copy()
+    raw.view(fmt.storage)["absmax"][7, 1] = np.inf
+    w = cq.from_blocks(device.cupy().asarray(raw), fmt, (40, 64))
+    assert not w.fragments().half
+    for m in (4, 40):
+        y = as_numpy(device.cupy().asarray(gauss((m, 64))) @ w.T)
+        assert not np.isfinite(y[:, 7]).any()
+        assert np.isfinite(np.delete(y, 7, axis=1)).all()
