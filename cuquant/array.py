@@ -31,19 +31,22 @@ class QuantizedArray:
     format : Format
         What the bytes mean.
     blocks : NumPy or CuPy uint8 array, shape (..., N, K / format.block_size * format.block_bytes)
-        The storage bytes, kept as they are.
+        The storage bytes, kept as they are; K / format.block_size is rounded up.
     rows : optional
         Of activations on the GPU: the float16 rows made with the blocks, for the product that follows.
+    k : int, optional
+        K, where the last block is not full.
     """
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ W` to __rmatmul__.
     __slots__ = ("_blocks", "_format", "_fragments", "_shape", "rows")
     is_quantized_array = True
 
-    def __init__(self, format: Format, blocks: Any, rows: Rows | None = None) -> None:
+    def __init__(self, format: Format, blocks: Any, rows: Rows | None = None, k: int | None = None) -> None:
         *lead, row_bytes = blocks.shape
         self._format = format
-        self._shape: tuple[int, ...] = (*lead, row_bytes // format.block_bytes * format.block_size)
+        whole = row_bytes // format.block_bytes * format.block_size
+        self._shape: tuple[int, ...] = (*lead, whole if k is None else k)
         # One of the two is there: on a GPU the first product replaces blocks by fragments.
         self._blocks: Any = blocks
         self._fragments: Fragments | None = None
@@ -77,9 +80,9 @@ class QuantizedArray:
         """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
 
         The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
-        nothing to do. Returns the array itself.
+        nothing to do, nor for a vector, which no product reads. Returns the array itself.
         """
-        if self.device == "cuda":
+        if self.device == "cuda" and self.ndim > 1:
             self.fragments()
         return self
 
@@ -112,7 +115,8 @@ class QuantizedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the storage blocks."""
-        return math.prod(self._shape[:-1]) * self._format.row_bytes(self._shape[-1])
+        *lead, k = self._shape
+        return math.prod(lead) * self._format.row_bytes(k + -k % self._format.block_size)
 
     @property
     def bits_per_weight(self) -> float:
@@ -158,7 +162,8 @@ class QuantizedArray:
         Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
         and cannot be indexed.
         """
-        return QuantizedArray(self._format, self.blocks[check.row_index(index, self.shape)].copy())
+        blocks = self.blocks[check.row_index(index, self.shape)].copy()
+        return QuantizedArray(self._format, blocks, k=self._shape[-1])
 
     def __len__(self) -> int:
         return self.shape[0]

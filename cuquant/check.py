@@ -138,14 +138,18 @@ def same_device(**operands: Any) -> bool:
 
 
 def whole_blocks(shape: tuple[int, ...], fmt: Format) -> None:
-    """A quantized shape has at least one axis, and a last one of whole blocks."""
+    """A quantized shape has at least one axis, and a last one of whole blocks.
+
+    A vector may end within a block, but not in ggml's formats, which have whole blocks only.
+    """
     if not shape:
         raise ValueError(f"{fmt} needs an array of at least one axis, not a scalar")
     k = shape[-1]
-    if k == 0 or k % fmt.block_size:
+    multiple = 1 if len(shape) == 1 and fmt.ggml_type is None else fmt.block_size
+    if k == 0 or k % multiple:
         raise ValueError(
             f"{fmt} stores blocks of {fmt.block_size} along the last axis, which has {k} elements "
-            f"(shape {shape}): a positive multiple of {fmt.block_size} is needed"
+            f"(shape {shape}): a positive multiple of {multiple} is needed"
         )
 
 
@@ -192,27 +196,28 @@ def _row(flat: int, shape: tuple[int, ...]) -> str:
     return str(index[0]) if len(index) == 1 else str(tuple(index))
 
 
-def raw_blocks(raw: Any, fmt: Format, shape: Any) -> Any:
+def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
     """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`; a view if `raw` is contiguous."""
     blocks = array(
         np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
     )
     if blocks.dtype != np.uint8:
         raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
-    shape = _shape(shape)
     whole_blocks(shape, fmt)
-    wanted = (*shape[:-1], fmt.row_bytes(shape[-1]))
+    *lead, k = shape
+    wanted = (*lead, fmt.row_bytes(k + -k % fmt.block_size))
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:
         raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
     return blocks.reshape(wanted)
 
 
-def _shape(shape: Any) -> tuple[int, ...]:
+def shape(value: Any) -> tuple[int, ...]:
+    """A tuple of dimensions; one may stand for itself."""
     try:
-        result = tuple(operator.index(n) for n in ((shape,) if isinstance(shape, int) else shape))
+        result = tuple(operator.index(n) for n in ((value,) if isinstance(value, int) else value))
     except TypeError:
-        raise TypeError(f"shape {shape!r} is not a tuple of integers") from None
+        raise TypeError(f"shape {value!r} is not a tuple of integers") from None
     if any(n < 0 for n in result):
         raise ValueError(f"shape {result} has a negative dimension")
     return result
@@ -399,6 +404,8 @@ def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
 def not_a_product(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{_kind(a)} @ {_kind(b)}"
+    if is_weight(b) and b.ndim < 2:
+        return TypeError(f"{given}: a quantized vector has no rows to multiply by; dequantize it first")
     if is_weight(b) or (_is_transposed(a) and is_weight(a.T)):
         return TypeError(
             f"{given} contracts the weight along N, but its blocks run along K: x @ W.T and W @ x do not"

@@ -32,7 +32,7 @@ empty = np.empty
 
 def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
     """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked, activations are not."""
-    k = x.shape[-1]
+    k = x.shape[-1] if x.ndim > 1 else fmt.block_size  # a vector may be long: block by block
     rows = x.reshape(-1, k)
     blocks = np.empty((len(rows), fmt.row_bytes(k)), np.uint8)
     for part in slabs(len(rows), k):
@@ -45,17 +45,18 @@ def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
         if not fmt.for_activations:
             check.scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)
-    return blocks.reshape(*x.shape[:-1], fmt.row_bytes(k))
+    return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1]))
 
 
 def dequantize(blocks: NDArray[np.uint8], fmt: Format, dtype: np.dtype[Any]) -> NDArray[Any]:
     """Numbers (..., N, K) of blocks (..., N, row bytes)."""
-    rows = blocks.reshape(-1, blocks.shape[-1])
-    k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
+    row_bytes = blocks.shape[-1] if blocks.ndim > 1 else fmt.block_bytes  # as in quantize
+    rows = blocks.reshape(-1, row_bytes)
+    k = row_bytes // fmt.block_bytes * fmt.block_size
     out = np.empty((len(rows), k), dtype)
     for part in slabs(len(rows), k):
         out[part] = _decode(rows[part], fmt)
-    return out.reshape(*blocks.shape[:-1], k)
+    return out.reshape(*blocks.shape[:-1], blocks.shape[-1] // row_bytes * k)
 
 
 def product(p: Product, out: NDArray[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,12 @@ def test_blocks_of_a_read_only_map(tmp_path: Any) -> None:
 def test_from_blocks_refuses(raw: Any, shape: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         cq.from_blocks(raw, "q4_0", shape)
+
+
+def test_preparing_a_vector_does_nothing(xp: ModuleType) -> None:
+    w = cq.quantize(xp.ones(64, xp.float32), "q4_0")
+    assert w.prepare() is w
+    assert w.blocks is w.storage
 
 
 def test_is_no_buffer_of_numbers() -> None:

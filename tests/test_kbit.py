@@ -406,12 +406,31 @@ def test_error_bound_of_every_block(fmt: cq.KBit, spread: float) -> None:
 @pytest.mark.parametrize(("k", "least"), [(2, 5), (3, 10), (4, 15), (5, 20)])
 def test_sqnr_of_normal_weights(k: int, least: float) -> None:
     """E4M4 scales cost less than 1.5 dB; dividing by the decoded scale costs less than by the peak."""
-    x = rng().standard_normal((256, 1024), F)
+    x = rng().standard_normal((1024, 1024), F)
     exact = sqnr_db(float32_absmax(x, cq.normal_float_codebook(k)), x)
     peak, decoded, half = (sqnr_db(cq.quantize(x, cq.KBit(k, **v)), x) for v in VARIANTS[:3])
     assert least < peak < decoded < exact + 0.01
     assert exact - peak < 1.5
     assert half == pytest.approx(exact, abs=0.01)
+
+
+@pytest.mark.parametrize("k", BITS)
+def test_mean_square_error_of_even_codebooks(k: int) -> None:
+    """gap^2 / 12 times the mean square of a block's peak, n / (n + 2) of n uniform weights.
+
+    All weights of a block but its peak have an error. So a bit more leaves about a quarter of it.
+    """
+    x = rng().uniform(-1, 1, (512, 1024)).astype(F)
+    w = cq.quantize(x, cq.KBit(k, np.linspace(-1, 1, 2**k), absmax="float16")).dequantize()
+    expected = (2 / (2**k - 1)) ** 2 / 12 * 32 / 34 * 31 / 32
+    assert np.mean((w - x) ** 2) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("parameters", VARIANTS)
+def test_a_bit_more_is_worth_at_least_4_db(parameters: dict[str, Any]) -> None:
+    x = rng().standard_normal((256, 1024), F)
+    db = [sqnr_db(cq.quantize(x, cq.KBit(k, **parameters)), x) for k in BITS]
+    assert (np.diff(db) > 4).all()
 
 
 @pytest.mark.parametrize("own", [np.linspace(0, 1, 16, dtype=F), np.linspace(1 / 16, 1, 16, dtype=F) ** 2])
@@ -429,6 +448,62 @@ def test_an_asymmetric_codebook_serves_asymmetric_weights() -> None:
     own = np.linspace(-0.25, 1, 32, dtype=F)
     x = rng().uniform(-0.25, 1, (64, 256)).astype(F)
     assert sqnr_db(cq.quantize(x, cq.KBit(5, own)), x) > sqnr_db(cq.quantize(x, cq.KBit(5)), x) + 1
+
+
+# Vectors
+
+
+@pytest.mark.parametrize("fmt", [*CODEBOOKS, cq.KBit(3, absmax="float16"), cq.KBit(4, NF4)], ids=str)
+def test_vectors_of_any_length(fmt: str | cq.KBit) -> None:
+    x = rng().standard_normal(2000, F)
+    for n in (*range(1, 100), 1000, 1023, 1024, 1025, 2000):
+        w = cq.quantize(x[:n], fmt)
+        filled = np.zeros(-(-n // 32) * 32, F)
+        filled[:n] = x[:n]
+        whole = cq.quantize(filled, fmt)
+        assert (w.shape, w.size, len(w), w.nbytes) == ((n,), n, n, w.blocks.nbytes)
+        np.testing.assert_array_equal(w.blocks, whole.blocks)
+        np.testing.assert_array_equal(w.dequantize(), whole.dequantize()[:n])
+        for other in (cq.from_blocks(w.blocks, fmt, n), w[...], pickle.loads(pickle.dumps(w))):
+            assert (other.shape, other.format) == ((n,), w.format)
+            np.testing.assert_array_equal(other.blocks, w.blocks)
+
+
+@pytest.mark.parametrize("k", BITS)
+def test_a_long_vector(k: int) -> None:
+    """Its blocks are those of a matrix, and reading them back has the error of such weights."""
+    x = rng().standard_normal(10**7 - 1, F)
+    w = cq.quantize(x, cq.KBit(k))
+    assert w.blocks.shape == (10**7 // 32 * w.format.block_bytes,)
+    matrix = cq.quantize(x[:9_984_000].reshape(-1, 32_000), cq.KBit(k)).blocks
+    np.testing.assert_array_equal(w.blocks[: matrix.size], matrix.reshape(-1))
+    assert sqnr_db(w.dequantize(), x) == pytest.approx((7.4, 15.0, 21.1, 26.0)[k - 2], abs=0.1)
+
+
+def test_matrices_and_ggml_vectors_have_whole_blocks() -> None:
+    for shape, fmt in (((1, 33), "kbit4"), ((33,), "q4_0"), ((33,), "q8_1")):
+        with pytest.raises(
+            ValueError, match=f"{fmt} stores blocks of 32 .* has 33 elements .*multiple of 32"
+        ):
+            cq.quantize(np.zeros(shape, F), fmt)
+    with pytest.raises(ValueError, match="which has 0 elements"):
+        cq.quantize(np.zeros(0, F), "kbit4")
+    with pytest.raises(ValueError, match=r"raw has 34 bytes; kbit4 of shape \(65,\) has 51"):
+        cq.from_blocks(bytes(34), "kbit4", (65,))
+
+
+def test_vectors_have_no_products() -> None:
+    x = np.ones(33, F)
+    w = cq.quantize(x, "kbit4")
+    no_matrix = r"W has shape \(33,\); a weight is \(\.\.\., N, K\)"
+    with pytest.raises(ValueError, match=no_matrix):
+        w @ x
+    with pytest.raises(ValueError, match=no_matrix):
+        cq.linear(x, w)
+    with pytest.raises(ValueError, match="no rows and columns to swap"):
+        w.T  # noqa: B018
+    with pytest.raises(TypeError, match=r"kbit4 array \(33,\): a quantized vector has no rows"):
+        x @ w
 
 
 # As a QuantizedArray

@@ -15,14 +15,16 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     Parameters
     ----------
     x : NumPy or CuPy array of float32, float16 or bfloat16, shape (..., K), any strides
-        K is a multiple of the format's block size (32).
+        K is a multiple of the format's block size (32). A vector (K,) may have any length in a k-bit format:
+        its last block is filled up with zeros.
     format : str or Format
-        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0" for weights, "q8_1" for activations.
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "kbit2" .. "kbit5" or a `KBit` for weights, "q8_1" for
+        activations.
 
     Returns
     -------
-    QuantizedArray of x's shape, where x lives; its bytes equal those of llama.cpp's reference quantizers
-    (without importance matrix).
+    QuantizedArray of x's shape, where x lives; in ggml's formats its bytes equal those of llama.cpp's
+    reference quantizers (without importance matrix).
 
     Raises
     ------
@@ -30,7 +32,7 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
         x is not an array of those dtypes.
     ValueError
         K is not a multiple of the block size; or, for weight formats, x holds NaN or infinity or needs a
-        scale that overflows float16 (the message names the first such row). q8_1 propagates them instead.
+        scale that overflows its type (the message names the first such row). q8_1 propagates them instead.
     """
     fmt = formats.get(format)
     x = check.floats(x, "x")
@@ -40,7 +42,13 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
         from .. import cuda
 
         return QuantizedArray(fmt, *cuda.quantize_activations(x, fmt))
-    return QuantizedArray(fmt, device.backend(on_gpu).quantize(x, fmt))
+    backend = device.backend(on_gpu)
+    k = x.shape[-1]
+    if missing := -k % fmt.block_size:
+        filled = backend.empty((k + missing,), x.dtype)
+        filled[:k], filled[k:] = x, 0
+        x = filled
+    return QuantizedArray(fmt, backend.quantize(x, fmt), k=k)
 
 
 def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:
@@ -53,7 +61,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
         scale of NaN or infinity gives NaN or infinity in its own row.
     format : str or Format
     shape : tuple of int
-        Shape (..., N, K) of the numbers; K is a multiple of the block size.
+        Shape (..., N, K) of the numbers; K as in `quantize`.
 
     Raises
     ------
@@ -61,13 +69,15 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
         Not uint8; the byte count differs from what format and shape need (both are stated).
     """
     fmt = formats.get(format)
-    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape))
+    shape = check.shape(shape)
+    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), k=shape[-1])
 
 
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
-    return device.backend(w.device == "cuda").dequantize(w.blocks, w.format, wanted)
+    whole = device.backend(w.device == "cuda").dequantize(w.blocks, w.format, wanted)
+    return whole[..., : w.shape[-1]]
 
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
@@ -75,4 +85,5 @@ def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
     if check.device_name(name) == w.device:
         return w
     cupy = device.cupy()
-    return QuantizedArray(w.format, cupy.asarray(w.blocks) if name == "cuda" else cupy.asnumpy(w.blocks))
+    blocks = cupy.asarray(w.blocks) if name == "cuda" else cupy.asnumpy(w.blocks)
+    return QuantizedArray(w.format, blocks, k=w.shape[-1])
