@@ -15,6 +15,7 @@ from .formats.kbit import KBit, normal_float_codebook
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
+from .io.safetensors import load, save
 from .ops.matmul import linear, matmul
 from .ops.quantize import from_blocks, quantize
 
@@ -34,9 +35,11 @@ __all__ = [
     "evaluate",
     "from_blocks",
     "linear",
+    "load",
     "matmul",
     "normal_float_codebook",
     "open",
     "quantize",
     "quantize_file",
+    "save",
 ]

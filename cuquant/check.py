@@ -7,6 +7,7 @@ thing is, ValueError about the values and shapes it has, as in NumPy.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +258,18 @@ def can_transpose(shape: tuple[int, ...]) -> None:
     """At least two axes."""
     if len(shape) < 2:
         raise ValueError(f"shape {shape} has no rows and columns to swap")
+
+
+def tensors(value: Any) -> Mapping[str, Any]:
+    """A mapping whose keys are names that tensors can have in a safetensors file."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"tensors is a {type(value).__name__}; a mapping of names to arrays is needed")
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor is named {name!r}; names are str")
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):  # reserved; no UTF-8
+            raise ValueError(f"a safetensors file can have no tensor named {name!r}")
+    return value
 
 
 def device_name(name: Any) -> str:

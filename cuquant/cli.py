@@ -147,16 +147,19 @@ def _load_ids(path: Path) -> Any:
 
 def _add_quantize(commands: Any) -> None:
     command = _command(
-        commands, "quantize", _quantize, "Quantize a float model to a file that llama.cpp loads."
+        commands,
+        "quantize",
+        _quantize,
+        "Quantize a float model to a GGUF file that llama.cpp loads, or its tensors to a safetensors file.",
     )
     command.add_argument("source", metavar="IN.gguf")
-    command.add_argument("target", metavar="OUT.gguf")
+    command.add_argument("target", metavar="OUT", help="OUT.gguf, or OUT.safetensors for cuquant.load")
     command.add_argument(
         "--format",
         required=True,
         type=str.lower,
-        choices=[str(f) for f in map(formats.get, formats.names()) if f.file_type is not None],
-        help="of the weight matrices",
+        choices=[str(f) for f in map(formats.get, formats.names()) if not f.for_activations],
+        help="of the weight matrices; GGUF files have the q formats only",
     )
     command.add_argument(
         "--keep",
@@ -168,7 +171,7 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to quantize (the GPU where one can be used)"
     )
-    command.add_argument("--force", action="store_true", help="replace OUT.gguf")
+    command.add_argument("--force", action="store_true", help="replace OUT")
 
 
 def _quantize(arguments: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 
 def random_blocks(
-    name: str, shape: tuple[int, ...], seed: int = 0, *, finite: bool = False
+    name: str | cq.Format, shape: tuple[int, ...], seed: int = 0, *, finite: bool = False
 ) -> np.ndarray[Any, Any]:
     """Random bytes; with `finite`, float16 scales are kept between 2^-8 and 2^-3 (and of both signs)."""
     fmt = cq.formats.get(name)

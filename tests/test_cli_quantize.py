@@ -24,6 +24,22 @@ def test_quantize(run: Run, tmp_path: Path) -> None:
     assert kinds["token_embd.weight"] == kinds["blk.2.attn_q.weight"] == Type.Q4_0
 
 
+def test_quantize_to_a_format_that_gguf_lacks(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", "kbit4", "--device", "cpu")
+    assert_one_line_error(done)
+    assert "kbit4 has no GGUF type: such weights cannot be stored in a GGUF file" in done.err
+    assert not list(tmp_path.iterdir())
+    target = tmp_path / "q.safetensors"
+    done = run("quantize", NANO, target, "--format", "kbit4", "--device", "cpu")
+    sizes = f"{NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
+    assert done == (0, "", f"{target}: 30 tensors to kbit4, 9 copied, {sizes}\n")
+    source, made = cq.open(NANO, "cpu"), cq.load(target, "cpu")
+    assert made.keys() == source.keys()
+    blocks = cq.quantize(source["output.weight"], "kbit4").blocks
+    np.testing.assert_array_equal(made["output.weight"].blocks, blocks)
+    np.testing.assert_array_equal(made["output_norm.weight"], source["output_norm.weight"])
+
+
 def test_quantize_shows_no_progress_in_a_pipe(tmp_path: Path) -> None:
     done = finish(start("quantize", NANO, tmp_path / "q.gguf", "--format", "q8_0"))
     assert (done.status, done.out) == (0, "")

@@ -555,13 +555,15 @@ def test_foreign_scales_that_are_not_finite_stay_in_their_row(bits: int) -> None
     assert not np.isfinite(y[:, 1]).any()
 
 
-def test_no_gguf_file_holds_them(model: Any, tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="kbit4 has no GGUF type"):
-        cq.quantize_file(model, tmp_path / "out.gguf", "kbit4", device="cpu")
-
-
 def test_a_model_is_evaluated_in_them(model: Any) -> None:
-    tokens = rng().integers(3, 40, 130)
-    result = cq.evaluate(model, tokens=tokens, formats=["kbit5", "kbit2"], ctx=64, device="cpu")
-    rows = {row.format: row for row in result.rows}
-    assert 0 < (rows["kbit5"].mean_kld or 0) < (rows["kbit2"].mean_kld or 0)
+    tokens, fmt = rng().integers(3, 40, 130), cq.KBit(4, scale="decoded", absmax="float16")
+    formats: list[str | cq.Format] = ["kbit5", "kbit4", "kbit3", "kbit2", fmt]
+    result = cq.evaluate(model, tokens=tokens, formats=formats, ctx=64, device="cpu")
+    assert [row.format for row in result.rows] == ["f16", *map(str, formats)]
+    klds = [row.mean_kld or 0.0 for row in result.rows[:-1]]
+    assert klds == sorted(klds)
+    for row, chosen in zip(result.rows[1:], map(cq.formats.get, formats), strict=True):
+        assert {error.format for error in row.tensors} == {chosen.name}
+        assert {error.bits_per_weight for error in row.tensors} == {chosen.bits_per_weight}
+    (alone,) = cq.evaluate(model, tokens=tokens, formats=fmt, ctx=64, device="cpu").rows[1:]
+    assert alone == result.rows[-1]

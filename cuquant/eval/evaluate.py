@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .. import device as device_info
 from ..array import QuantizedArray
+from ..formats import Format
 from ..io import convert
 from ..io.model import Model
 from ..io.model import open as open_model
@@ -36,7 +37,7 @@ def evaluate(
     text: str | os.PathLike[str] | None = None,
     tokens: Any = None,
     base: str | os.PathLike[str] | Model | None = None,
-    formats: str | Iterable[str] = (),
+    formats: str | Format | Iterable[str | Format] = (),
     ctx: int = 512,
     chunks: int | None = None,
     activations: str = "f16",
@@ -58,7 +59,7 @@ def evaluate(
         Token ids, in place of a text.
     base : path or Model, optional
         The model to compare with (same vocabulary), usually the float original.
-    formats : names of weight formats, optional
+    formats : weight formats or their names, optional
         Requantize every weight matrix of a float model to each format in turn and compare with the original.
     ctx, chunks : int
         Tokens of a chunk; how many chunks to use (by default all whole ones).
@@ -84,7 +85,7 @@ def evaluate(
     """
     if activations not in ("f16", "q8_1"):
         raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
-    formats = [formats] if isinstance(formats, str) else list(formats)
+    formats = [formats] if isinstance(formats, (str, Format)) else list(formats)
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
     source = _opened(model, device)
@@ -138,7 +139,7 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return model if isinstance(model, Model) else open_model(model, device)
 
 
-def _contenders(source: Model, base: Model | None, formats: Sequence[str]) -> list[_Contender]:
+def _contenders(source: Model, base: Model | None, formats: Sequence[str | Format]) -> list[_Contender]:
     """The models to score, the original first."""
     tensors = dict(source)
     if base is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,6 +17,8 @@ from .. import formats
 from ..device import as_numpy
 from ..formats import Format
 from ..ops.quantize import quantize
+from . import safetensors
+from .atomic import replacing
 from .gguf import TensorInfo
 from .model import Model
 from .model import open as open_model
@@ -119,16 +120,18 @@ def quantize_file(
     device: str | None = None,
     progress: bool = False,
 ) -> Selection:
-    """Quantize a GGUF model into a new file that llama.cpp loads.
+    """Quantize a GGUF model into a new file: GGUF that llama.cpp loads, or safetensors.
 
     Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
-    its place only when complete. Metadata is copied; a split model becomes one file.
+    its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file has
+    the tensors only, for `cuquant.load`.
 
     Parameters
     ----------
     source, target : path
+        A target whose name ends in .safetensors becomes such a file, any other a GGUF file.
     format : str or Format
-        A weight format with a GGUF type.
+        A weight format; one with a GGUF type for a GGUF file.
     keep : iterable of str
         Shell patterns of tensor names to copy unchanged.
     force : bool
@@ -148,41 +151,42 @@ def quantize_file(
     FileExistsError
         `target` exists and `force` is false.
     GGUFError, ValueError
-        See `cuquant.open` and `select`; a tensor cannot be quantized (its name and row are in the message).
+        See `cuquant.open` and `select`; the format has no GGUF type; a tensor cannot be quantized (its name
+        and row are in the message).
     """
     target = Path(target)
     with open_model(source, device) as model:
         todo = select(model, format, keep)
         ggml_type = todo.format.ggml_type
-        if ggml_type is None:
-            raise ValueError(f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file")
+        to_gguf = target.suffix.lower() != ".safetensors"
+        if to_gguf and ggml_type is None:
+            raise ValueError(
+                f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file "
+                "(in one named *.safetensors they can)"
+            )
         if any(target.exists() and target.samefile(path) for path in model.paths):
             raise ValueError(f"{target} is the file being read")
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"{target.parent} is no folder: {target.name} cannot be written there")
-        if target.is_dir():
-            raise IsADirectoryError(f"{target} is a folder")
-        if target.exists() and not force:
+        if target.exists() and not target.is_dir() and not force:
             raise FileExistsError(f"{target} exists")
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-        os.close(handle)
-        try:
-            _write(model, todo, ggml_type, Path(name), progress)
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(target) as temporary:
+            if ggml_type is not None and to_gguf:
+                _write_gguf(model, todo, ggml_type, temporary, progress)
+            else:
+                _write_safetensors(model, todo, temporary, progress)
     return todo
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool) -> None:
+    def entry(name: str) -> safetensors.Tensor:
+        if name not in todo.quantized:
+            return safetensors.entry(name, model[name])
+        shape = model.tensors[name].shape
+        return safetensors.quantized(todo.format, shape, lambda: _quantized(model, name, todo.format))
+
+    safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))
 
 
-def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
+def _write_gguf(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
     """Write the header, then each tensor as it is made."""
     with closing(_writer(path, model)) as writer:
         _copy_metadata(model, todo.format, writer)
@@ -190,10 +194,9 @@ def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: 
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        _write_tensors(model, todo, writer, progress)
-        for stream in writer.fout or ():
-            stream.flush()
-            os.fsync(stream.fileno())
+        for name in _shown(model, progress):
+            made = _quantized(model, name, todo.format) if name in todo.quantized else model.raw(name)
+            writer.write_tensor_data(as_numpy(made))
 
 
 def _writer(path: Path, model: Model) -> Any:
@@ -226,21 +229,20 @@ def _announce_tensors(model: Model, todo: Selection, ggml_type: int, writer: Any
         writer.add_tensor_info(info.name, info.shape, np.dtype(np.void), nbytes, kind)
 
 
-def _write_tensors(model: Model, todo: Selection, writer: Any, progress: bool) -> None:
+def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
+    """The names, behind a progress bar."""
     from tqdm import tqdm
 
-    with tqdm(model.tensors, unit="tensor", disable=None if progress else True) as names:
-        for name in names:
-            names.set_postfix_str(name)
-            fmt = todo.format if name in todo.quantized else None
-            writer.write_tensor_data(_tensor_bytes(model, name, fmt))
+    with tqdm(names, unit="tensor", disable=None if progress else True) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            yield name
 
 
-def _tensor_bytes(model: Model, name: str, fmt: Format | None) -> Any:
-    if fmt is None:
-        return model.raw(name)
+def _quantized(model: Model, name: str, fmt: Format) -> Any:
+    """Storage bytes of a tensor in that format."""
     try:
-        return as_numpy(quantize(model[name], fmt).blocks)
+        return quantize(model[name], fmt).blocks
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
 

@@ -1,0 +1,55 @@
+"""Formats as JSON describes them: by name, or by the parameters of those that have some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .base import Format, get
+from .kbit import KBit
+
+_FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
+    "kbit": (KBit, ("bits", "codebook", "scale", "absmax"))
+}
+"""Classes of formats with parameters, which are arguments of the class and attributes of the format."""
+
+
+def describe(fmt: Format) -> dict[str, Any]:
+    """What a file says of a format, for `described`: ``{"name": "q4_0"}``, or all parameters too.
+
+    A codebook is described by its entries, so that a file can be read without knowing where they come from.
+
+    Raises
+    ------
+    ValueError
+        The format has no known name and is of no class that has parameters: it could not be read back.
+    """
+    for family, (kind, names) in _FAMILIES.items():
+        if type(fmt) is kind:
+            return {"name": family} | {name: _as_json(getattr(fmt, name)) for name in names}
+    return {"name": get(fmt.name).name}
+
+
+def described(description: Mapping[str, Any]) -> Format:
+    """The format that `describe` described.
+
+    Raises
+    ------
+    TypeError, ValueError
+        There is no such format.
+    """
+    if not isinstance(description, Mapping):
+        raise TypeError(f"a format is described by a mapping, not by {description!r:.80}")
+    parameters = {key: value for key, value in description.items() if key != "name"}
+    name = description.get("name")
+    if isinstance(name, str) and name in _FAMILIES:
+        return _FAMILIES[name][0](**parameters)
+    if parameters:
+        raise ValueError(f"{name!r} is no format with parameters; known are {', '.join(_FAMILIES)}")
+    return get(name)  # type: ignore[arg-type]
+
+
+def _as_json(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,43 @@
+"""Files that are there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A temporary file beside `target` to be written; it takes the target's place when the block ends.
+
+    An exception inside leaves the target as it was, and nothing else behind.
+
+    Raises
+    ------
+    OSError
+        Before the block: the target's folder is missing, or the target is a folder.
+    """
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} is no folder: {target.name} cannot be written there")
+    if target.is_dir():
+        raise IsADirectoryError(f"{target} is a folder")
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    os.close(handle)
+    try:
+        yield Path(name)
+        with open(name, "r+b") as file:  # else a crash could leave the new name with bytes missing
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

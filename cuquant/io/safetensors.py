@@ -1,0 +1,218 @@
+"""Weights of any format, and plain arrays, in safetensors files: GGUF has no types for k-bit weights.
+
+A quantized array is a uint8 tensor of its storage bytes (..., N, row bytes). The file's metadata has one
+entry of ours, "cuquant", which is JSON:
+
+    {"version": 1, "weights": {tensor name: {"shape": [N, K], "format": {"name": "kbit", "bits": 4, ...}}}}
+
+with all parameters of the formats, entries of codebooks too. Other tensors are arrays of numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .. import check, formats
+from .. import device as devices
+from ..array import QuantizedArray
+from ..formats import Format
+from ..ops.quantize import from_blocks
+from .atomic import replacing
+
+KEY = "cuquant"
+VERSION = 1
+TYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype(bool),
+}
+"""Types of tensors that hold plain numbers."""
+
+
+class Tensor(NamedTuple):
+    """A tensor to be written: what it will be, known before it is made."""
+
+    type: str
+    """One of `TYPES`."""
+    shape: tuple[int, ...]
+    make: Callable[[], Any]
+    """Returns the NumPy or CuPy array."""
+    weight: dict[str, Any] | None = None
+    """What the metadata says of a quantized array."""
+
+
+def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
+    """Write quantized arrays and plain ones to a safetensors file, replacing what is there.
+
+    The file is written under a temporary name beside `path` and takes its place only when complete.
+
+    Parameters
+    ----------
+    path : str or path
+    tensors : mapping of str to QuantizedArray or array
+        Quantized arrays of any format; plain ones of floats, integers or bools; NumPy's or CuPy's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A tensor is something else, or cannot have this name in a file (the message names it).
+    OSError
+        The file cannot be written.
+    """
+    entries = {name: entry(name, tensor) for name, tensor in check.tensors(tensors).items()}
+    with replacing(Path(path)) as temporary:
+        write(temporary, entries)
+
+
+def entry(name: str, tensor: Any) -> Tensor:
+    """An array that is there already; TypeError where it is none, or of another type."""
+    if check.is_quantized(tensor):
+        return quantized(tensor.format, tensor.shape, lambda: tensor.blocks)
+    array = check.array(tensor, f"tensor {name!r}")
+    for kind, dtype in TYPES.items():
+        if array.dtype == dtype:
+            return Tensor(kind, array.shape, lambda: array)
+    raise TypeError(f"tensor {name!r} has dtype {array.dtype}; allowed are {', '.join(TYPES)}")
+
+
+def quantized(fmt: Format, shape: tuple[int, ...], make: Callable[[], Any]) -> Tensor:
+    """A quantized array of that format and shape; `make` returns its storage bytes."""
+    *lead, k = shape
+    row_bytes = fmt.row_bytes(k + -k % fmt.block_size)
+    return Tensor("U8", (*lead, row_bytes), make, {"shape": shape, "format": formats.describe(fmt)})
+
+
+def write(
+    path: Path, tensors: Mapping[str, Tensor], shown: Callable[[Iterable[str]], Iterable[str]] = iter
+) -> None:
+    """Write a file, a tensor at a time as each is made; their names pass through `shown`."""
+    # Wide types first: then no number lies across its alignment.
+    order = sorted(tensors, key=lambda name: -TYPES[tensors[name].type].itemsize)
+    places, end = {}, 0
+    for name in order:
+        start, end = end, end + math.prod(tensors[name].shape) * TYPES[tensors[name].type].itemsize
+        places[name] = start, end
+    weights = {name: tensor.weight for name, tensor in tensors.items() if tensor.weight is not None}
+    note = json.dumps({"version": VERSION, "weights": weights})
+    infos = {
+        name: {"dtype": tensor.type, "shape": tensor.shape, "data_offsets": places[name]}
+        for name, tensor in tensors.items()
+    }
+    text = json.dumps({"__metadata__": {KEY: note}} | infos).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shown(order):
+            array = devices.as_numpy(tensors[name].make())
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, Any]:
+    """Tensors of a file that `save` wrote.
+
+    Parameters
+    ----------
+    path : str or path
+    device : "cpu" or "cuda", optional
+        Where tensors are put: by default on the GPU where one can be used.
+
+    Returns
+    -------
+    dict of str to QuantizedArray or array, in the order in which they were saved
+        On the CPU they share the memory-mapped file and are read-only.
+
+    Raises
+    ------
+    ValueError
+        Not a safetensors file, not one of this library's, or one that is damaged (the message says how).
+    OSError
+        The file cannot be read.
+    """
+    target = devices.default() if device is None else check.device_name(device)
+    to_device = devices.cupy().asarray if target == "cuda" else _itself
+    path = Path(path)
+    metadata, arrays = _read(path)
+    weights = _weights(path, metadata)
+    missing = weights.keys() - arrays.keys()
+    if missing:
+        raise ValueError(f"{path}: the weight {min(missing)!r} is listed, but there is no such tensor")
+    return {
+        name: _weight(path, name, to_device(array), weights[name]) if name in weights else to_device(array)
+        for name, array in arrays.items()
+    }
+
+
+def _itself(array: Any) -> Any:
+    return array
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Metadata, and tensors as views of the file."""
+    import safetensors
+
+    with path.open("rb") as stream:
+        try:
+            with safetensors.safe_open(path, "np") as file:  # validates the header
+                metadata = file.metadata() or {}
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} is not a safetensors file that can be read: {error}") from None
+        buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    start = 8 + int.from_bytes(buffer[:8], "little")
+    header = json.loads(buffer[8:start])
+    header.pop("__metadata__", None)
+    return metadata, {name: _view(path, name, buffer, start, info) for name, info in header.items()}
+
+
+def _view(path: Path, name: str, buffer: mmap.mmap, start: int, info: Mapping[str, Any]) -> Any:
+    """A tensor as a read-only array; its data begins `start` bytes after its offset."""
+    if info["dtype"] not in TYPES:
+        raise ValueError(f"{path}: tensor {name!r} has the type {info['dtype']}; read are {', '.join(TYPES)}")
+    dtype = TYPES[info["dtype"]]
+    offset = start + info["data_offsets"][0]
+    return np.frombuffer(buffer, dtype, math.prod(info["shape"]), offset).reshape(info["shape"])
+
+
+def _weights(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the file's metadata says of its quantized arrays, by name."""
+    if KEY not in metadata:
+        raise ValueError(
+            f"{path} is not a file of cuquant.save: its metadata has no {KEY!r} "
+            "(safetensors.numpy.load_file reads its tensors as plain arrays)"
+        )
+    try:
+        note = json.loads(metadata[KEY])
+        version, weights = note["version"], dict(note["weights"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{path}: the metadata {KEY!r} is damaged: {metadata[KEY][:80]!r}") from None
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version!r}; this cuquant reads version {VERSION}")
+    return weights
+
+
+def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:
+    """The quantized array of a tensor's bytes."""
+    try:
+        return from_blocks(raw, formats.described(weight["format"]), tuple(weight["shape"]))
+    except KeyError as error:
+        raise ValueError(f"{path}: the weight {name!r} is damaged: no {error} is given") from None
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path}: the weight {name!r} is damaged: {error}") from None

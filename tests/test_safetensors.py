@@ -1,0 +1,404 @@
+"""Saving and loading: every format with its parameters, no half-written file, and words for foreign ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from formats_table import ACTIVATIONS, CODEBOOKS, NAMES, random_blocks
+from gguf import GGMLQuantizationType as Type
+from numpy.typing import NDArray
+from test_convert import small, untouched
+
+import cuquant as cq
+from cuquant.formats import describe, described
+
+F = np.float32
+OWN = [
+    cq.KBit(2, [-1, -1e-30, 1 / 3, 1]),
+    cq.KBit(3, scale="decoded"),
+    cq.KBit(4, np.linspace(0, 1, 16), absmax="float16"),
+    cq.KBit(5, scale="decoded", absmax="float16"),
+]
+FORMATS = [*NAMES, *CODEBOOKS, *(row.name for row in ACTIVATIONS), *OWN]
+
+
+def gauss(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, F)
+
+
+def same(a: Any, b: Any) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, cq.QuantizedArray):
+        assert (a.format, a.shape, a.device) == (b.format, b.shape, b.device)
+        a, b = a.blocks, b.blocks
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    assert a.tobytes() == b.tobytes()
+
+
+def note_of(path: Path) -> Any:
+    with safetensors.safe_open(path, "np") as file:
+        return json.loads(file.metadata()["cuquant"])
+
+
+def rewrite(path: Path, note: Any) -> None:
+    """The same tensors under other metadata, by another program."""
+    tensors = safetensors.numpy.load_file(path)
+    text = note if isinstance(note, str) else json.dumps(note)
+    safetensors.numpy.save_file(tensors, path, {"cuquant": text})
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_every_format(tmp_path: Path, fmt: Any) -> None:
+    tensors: dict[str, Any] = {
+        "matrix": cq.from_blocks(random_blocks(fmt, (5, 64)), fmt, (5, 64)),
+        "experts": cq.from_blocks(random_blocks(fmt, (2, 3, 32)), fmt, (2, 3, 32)),
+        "none": cq.from_blocks(b"", fmt, (0, 32)),
+        "bias": gauss(5),
+    }
+    cq.save(tmp_path / "w.safetensors", tensors)
+    loaded = cq.load(str(tmp_path / "w.safetensors"), "cpu")
+    assert list(loaded) == list(tensors)
+    for name, tensor in tensors.items():
+        same(loaded[name], tensor)
+    if isinstance(fmt, cq.KBit):
+        np.testing.assert_array_equal(loaded["matrix"].format.codebook, fmt.codebook)
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_formats_go_through_json(fmt: Any) -> None:
+    fmt = cq.formats.get(fmt)
+    again = described(json.loads(json.dumps(describe(fmt))))
+    assert (type(again), again) == (type(fmt), fmt)
+    assert again.storage == fmt.storage
+
+
+def test_a_description_is_all_that_reading_takes() -> None:
+    assert describe(cq.formats.get("q4_0")) == {"name": "q4_0"}
+    assert describe(cq.KBit(2)) == {
+        "name": "kbit",
+        "bits": 2,
+        "codebook": cq.normal_float_codebook(2).tolist(),
+        "scale": "absmax",
+        "absmax": "e4m4",
+    }
+
+
+def test_a_format_that_could_not_be_read_back(tmp_path: Path) -> None:
+    class Nameless(type(cq.formats.get("q4_0"))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.name = "of one's own"
+
+    w = cq.QuantizedArray(Nameless(), np.zeros((1, 18), np.uint8))
+    with untouched(tmp_path), pytest.raises(ValueError, match='unknown format "of one\'s own"'):
+        cq.save(tmp_path / "w.safetensors", {"w": w})
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000])
+def test_vectors_keep_their_length(tmp_path: Path, n: int) -> None:
+    w = cq.quantize(gauss(n), "kbit3")
+    cq.save(tmp_path / "w.safetensors", {"w": w})
+    loaded = cq.load(tmp_path / "w.safetensors", "cpu")["w"]
+    same(loaded, w)
+    np.testing.assert_array_equal(loaded.dequantize(), w.dequantize())
+
+
+def test_plain_arrays(tmp_path: Path) -> None:
+    g = np.random.default_rng(0)
+    types = [np.float64, F, np.float16, ml_dtypes.bfloat16, bool, np.longlong]
+    types += [np.dtype(f"{kind}{size}") for kind in "iu" for size in (1, 2, 4, 8)]
+    tensors = {str(np.dtype(t)): g.integers(0, 2, (3, 5)).astype(t) for t in types}
+    tensors |= {"scalar": np.array(2.5), "empty": np.zeros((0, 3), F), "odd": np.arange(7, dtype=np.uint8)}
+    strided = {"fortran": np.asfortranarray(gauss(3, 4)), "every other": gauss(3, 8)[:, ::2]}
+    cq.save(tmp_path / "w.safetensors", tensors | strided)
+    loaded = cq.load(tmp_path / "w.safetensors", "cpu")
+    assert list(loaded) == [*tensors, *strided]
+    for name, tensor in (tensors | strided).items():
+        same(loaded[name], np.ascontiguousarray(tensor).reshape(tensor.shape))
+        assert loaded[name].flags.aligned
+        assert not loaded[name].flags.writeable
+
+
+def test_names_of_any_text(tmp_path: Path) -> None:
+    tensors = {name: gauss(1) for name in ("", "a/b", "naïve ☃ 🦙", '"\\\n\0', "cuquant")}
+    cq.save(tmp_path / "w.safetensors", tensors)
+    assert list(cq.load(tmp_path / "w.safetensors", "cpu")) == list(tensors)
+    assert safetensors.numpy.load_file(tmp_path / "w.safetensors").keys() == tensors.keys()
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    cq.save(tmp_path / "w.safetensors", {})
+    assert cq.load(tmp_path / "w.safetensors", "cpu") == {}
+
+
+def test_a_model_is_a_mapping_of_tensors(tmp_path: Path) -> None:
+    with cq.open(small(tmp_path / "s.gguf"), "cpu") as model:
+        cq.save(tmp_path / "w.safetensors", model)
+        for name, tensor in cq.load(tmp_path / "w.safetensors", "cpu").items():
+            same(tensor, model[name])
+
+
+def test_other_programs_read_the_bytes(tmp_path: Path) -> None:
+    """By what the file says of them: planes, absmax and the codebook's entries."""
+    fmt = cq.KBit(3, scale="decoded")
+    w = cq.quantize(gauss(4, 64), fmt)
+    cq.save(tmp_path / "w.safetensors", {"w": w, "b": gauss(4)})
+    raw = safetensors.numpy.load_file(tmp_path / "w.safetensors")
+    same(raw["b"], gauss(4))
+    assert raw["w"].shape == (4, 2 * 13)
+    note = note_of(tmp_path / "w.safetensors")
+    assert note == {"version": 1, "weights": {"w": {"shape": [4, 64], "format": describe(fmt)}}}
+    blocks = raw["w"].reshape(-1, 13)
+    bits = np.unpackbits(blocks[:, :12], axis=1, bitorder="little").reshape(-1, 3, 32)
+    indices = bits[:, 0] + 2 * bits[:, 1] + 4 * bits[:, 2]
+    codebook = np.array(note["weights"]["w"]["format"]["codebook"], F)
+    numbers = codebook[indices] * cq.e4m4_decode(blocks[:, 12:])
+    np.testing.assert_array_equal(numbers.reshape(4, 64), w.dequantize())
+
+
+def test_a_loaded_array_works(tmp_path: Path) -> None:
+    w, x = cq.quantize(gauss(40, 96), "kbit4"), gauss(3, 96, seed=1)
+    cq.save(tmp_path / "w.safetensors", {"w": w})
+    loaded = cq.load(tmp_path / "w.safetensors", "cpu")["w"]
+    np.testing.assert_array_equal(x @ loaded.T, x @ w.T)
+    np.testing.assert_array_equal(loaded[3:5].dequantize(), w.dequantize()[3:5])
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_arrays(tmp_path: Path) -> None:
+    path, b = tmp_path / "w.safetensors", gauss(5)
+    w = cq.quantize(gauss(32, 64), "q4_0")
+    cq.save(path, {"w": w.to_device("cuda").prepare(), "b": cq.device.cupy().asarray(b)})
+    same(cq.load(path, "cpu")["w"], w)
+    loaded = cq.load(path)
+    assert loaded["w"].device == "cuda"
+    same(loaded["w"].to_device("cpu"), w)
+    same(loaded["b"].get(), b)
+
+
+# Files that are there as a whole or not at all.
+
+
+def test_a_file_replaces_the_one_that_it_was_loaded_from(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    w = cq.quantize(gauss(40, 96), "kbit4")
+    cq.save(path, {"w": w})
+    loaded = cq.load(path, "cpu")
+    cq.save(path, loaded | {"b": gauss(3)})
+    same(cq.load(path, "cpu")["w"], w)
+    same(loaded["w"], w)  # still the old file's
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_interruption_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], existing: bool
+) -> None:
+    path = tmp_path / "w.safetensors"
+    if existing:
+        path.write_text("precious")
+
+    def interrupted(array: Any) -> None:
+        assert len(list(tmp_path.iterdir())) == 1 + existing
+        raise error
+
+    monkeypatch.setattr(cq.device, "as_numpy", interrupted)
+    with untouched(tmp_path), pytest.raises(error):
+        cq.save(path, {"w": gauss(3)})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "kind", "message"),
+    [
+        ([gauss(2)], TypeError, "tensors is a list; a mapping of names to arrays is needed"),
+        ({"w": [1.0]}, TypeError, "tensor 'w' is a list"),
+        ({"w": cq.quantize(np.zeros((2, 32), F), "q4_0").T}, TypeError, "tensor 'w' is a Transposed"),
+        ({"w": np.zeros(2, complex)}, TypeError, "tensor 'w' has dtype complex128; allowed are F64, F32"),
+        ({"w": np.zeros(2, ">f4")}, TypeError, "tensor 'w' has dtype >f4"),
+        ({"w": np.array(["a"])}, TypeError, "tensor 'w' has dtype <U1"),
+        ({1: np.zeros(2)}, TypeError, "a tensor is named 1; names are str"),
+        ({"__metadata__": np.zeros(2)}, ValueError, "can have no tensor named '__metadata__'"),
+        ({"a\ud800": np.zeros(2)}, ValueError, r"can have no tensor named 'a\\ud800'"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path: Path, tensors: Any, kind: type[Exception], message: str) -> None:
+    with untouched(tmp_path), pytest.raises(kind, match=message):
+        cq.save(tmp_path / "w.safetensors", tensors)
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="missing is no folder: w cannot be written there"):
+        cq.save(tmp_path / "missing" / "w", {})
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        cq.save(tmp_path, {})
+
+
+# Files that are something else, or damaged.
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"w\.safetensors"):
+        cq.load(path, "cpu")
+    with pytest.raises(IsADirectoryError):
+        cq.load(tmp_path, "cpu")
+    small(path)  # a GGUF file
+    contents = b"", b"GGUF", b"\xff" * 100, (10**6).to_bytes(8, "little") + b"{}", path.read_bytes()
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"w\.safetensors is not a safetensors file that can be read: "):
+            cq.load(path, "cpu")
+    for metadata in (None, {"format": "pt"}):
+        safetensors.numpy.save_file({"w": gauss(3)}, path, metadata)
+        with pytest.raises(
+            ValueError, match=r"is not a file of cuquant\.save: its metadata has no 'cuquant'"
+        ):
+            cq.load(path, "cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", None])
+def test_devices(tmp_path: Path, device: str | None) -> None:
+    cq.save(tmp_path / "w", {"w": gauss(3)})
+    if device is None:
+        assert cq.device.of(cq.load(tmp_path / "w")["w"]) == cq.device.default()
+    else:
+        with pytest.raises(ValueError, match="unknown device 'gpu'; allowed are 'cpu' and 'cuda'"):
+            cq.load(tmp_path / "w", device)
+
+
+KBIT4 = {"name": "kbit", "bits": 4}
+DAMAGED_NOTES: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "the metadata 'cuquant' is damaged: '{'"),
+    "nested": ("[" * 10**5, r"the metadata 'cuquant' is damaged: '\[{80}'"),
+    "a list": ([], r"the metadata 'cuquant' is damaged: '\[\]'"),
+    "no version": ({"weights": {}}, "is damaged"),
+    "weights are a number": ({"version": 1, "weights": 3}, "is damaged"),
+    "another version": ({"version": 2, "weights": {}}, "has version 2; this cuquant reads version 1"),
+    "no such tensor": ({"version": 1, "weights": {"v": {}}}, "'v' is listed, but there is no such tensor"),
+}
+DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "no format": ({"shape": [2, 32]}, "no 'format' is given"),
+    "no shape": ({"format": KBIT4}, "no 'shape' is given"),
+    "not a weight": (3, ""),
+    "format is a word": ({"shape": [2, 32], "format": "kbit4"}, "by a mapping, not by 'kbit4'"),
+    "unknown format": ({"shape": [2, 32], "format": {"name": "q9"}}, "unknown format 'q9'"),
+    "no name": ({"shape": [2, 32], "format": {}}, "a format is a name"),
+    "parameters of none": (
+        {"shape": [2, 32], "format": {"name": "q4_0", "bits": 4}},
+        "'q4_0' is no format with parameters; known are kbit",
+    ),
+    "bits": ({"shape": [2, 32], "format": KBIT4 | {"bits": 9}}, "bits is 9"),
+    "unknown parameter": ({"shape": [2, 32], "format": KBIT4 | {"colour": 1}}, "unexpected keyword .*colour"),
+    "codebook": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [1, 0]}}, r"codebook has shape \(2,\)"),
+    "large entry": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [10**400] * 16}}, "too large"),
+    "shape": ({"shape": [3, 32], "format": KBIT4}, r"raw has 34 bytes; kbit4 of shape \(3, 32\) has 51"),
+    "large shape": ({"shape": [2**70, 32], "format": KBIT4}, "raw has 34 bytes"),
+    "shape of words": ({"shape": ["a"], "format": KBIT4}, "is not a tuple of integers"),
+    "shape is a number": ({"shape": 64, "format": KBIT4}, "is not a tuple of integers|not iterable"),
+    "no axes": ({"shape": [], "format": KBIT4}, "at least one axis"),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(gauss(2, 32), "kbit4")})
+    return tmp_path / "w.safetensors"
+
+
+@pytest.mark.parametrize("case", DAMAGED_NOTES)
+def test_damaged_notes(saved: Path, case: str) -> None:
+    note, message = DAMAGED_NOTES[case]
+    rewrite(saved, note)
+    with pytest.raises(ValueError, match=rf"w\.safetensors.*{message}"):
+        cq.load(saved, "cpu")
+
+
+@pytest.mark.parametrize("case", DAMAGED_WEIGHTS)
+def test_damaged_weights(saved: Path, case: str) -> None:
+    weight, message = DAMAGED_WEIGHTS[case]
+    rewrite(saved, {"version": 1, "weights": {"w": weight}})
+    with pytest.raises(ValueError, match=rf"w\.safetensors: the weight 'w' is damaged: .*({message})"):
+        cq.load(saved, "cpu")
+
+
+def test_a_weight_that_is_no_bytes(saved: Path) -> None:
+    cq.save(saved, {"w": gauss(17)})
+    rewrite(saved, {"version": 1, "weights": {"w": {"shape": [128], "format": KBIT4}}})
+    with pytest.raises(ValueError, match="the weight 'w' is damaged: raw has dtype float32"):
+        cq.load(saved, "cpu")
+
+
+def test_types_that_are_not_read(saved: Path) -> None:
+    content = saved.read_bytes().replace(b'"dtype": "U8"', b'"dtype":"F8_E5M2"')
+    size = int.from_bytes(content[:8], "little") + len('"dtype":"F8_E5M2"') - len('"dtype": "U8"')
+    saved.write_bytes(size.to_bytes(8, "little") + content[8:])
+    with pytest.raises(ValueError, match="tensor 'w' has the type F8_E5M2; read are F64, F32"):
+        cq.load(saved, "cpu")
+
+
+def test_a_cut_file(saved: Path) -> None:
+    content = saved.read_bytes()
+    for size in (0, 7, 100, len(content) - 1):
+        saved.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="is not a safetensors file that can be read"):
+            cq.load(saved, "cpu")
+
+
+# Models.
+
+
+@pytest.mark.parametrize("fmt", ["kbit4", "q4_0", cq.KBit(3, absmax="float16")], ids=str)
+@pytest.mark.parametrize("suffix", [".safetensors", ".SafeTensors"])
+def test_a_quantized_model(tmp_path: Path, fmt: Any, suffix: str) -> None:
+    source, target = small(tmp_path / "s.gguf", odd__weight=gauss(4, 48)), tmp_path / f"t{suffix}"
+    done = cq.quantize_file(source, target, fmt, device="cpu")
+    assert done.ragged == {"odd.weight"}
+    before, after = cq.open(source, "cpu"), cq.load(target, "cpu")
+    assert list(after) == list(before)
+    for name in before:
+        same(after[name], cq.quantize(before[name], fmt) if name in done.quantized else before[name])
+
+
+def test_kept_matrices_may_be_quantized_already(tmp_path: Path) -> None:
+    stored = random_blocks("q8_0", (2, 64)), Type.Q8_0
+    source = small(tmp_path / "s.gguf", token_embd__weight=stored)
+    cq.quantize_file(source, tmp_path / "t.safetensors", "kbit4", keep=["token_embd.weight"], device="cpu")
+    same(
+        cq.load(tmp_path / "t.safetensors", "cpu")["token_embd.weight"],
+        cq.open(source, "cpu")["token_embd.weight"],
+    )
+
+
+def test_a_model_for_gguf_needs_a_gguf_type(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    message = r"kbit4 has no GGUF type: .* \(in one named \*\.safetensors they can\)"
+    for name in ("t.gguf", "t", "safetensors"):
+        with untouched(tmp_path), pytest.raises(ValueError, match=message):
+            cq.quantize_file(source, tmp_path / name, "kbit4", device="cpu")
+
+
+def test_a_model_does_not_replace_another(tmp_path: Path) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.safetensors"
+    target.write_text("precious")
+    with untouched(tmp_path), pytest.raises(FileExistsError, match=r"t\.safetensors exists"):
+        cq.quantize_file(source, target, "kbit4", device="cpu")
+    cq.quantize_file(source, target, "kbit4", force=True, device="cpu")
+    assert cq.load(target, "cpu")["output.weight"].format == "kbit4"
+
+
+def test_a_tensor_that_cannot_be_quantized_leaves_no_file(tmp_path: Path) -> None:
+    bad = gauss(8, 64)
+    bad[5, 3] = 32
+    source = small(tmp_path / "s.gguf", bad__weight=bad)
+    with untouched(tmp_path), pytest.raises(ValueError, match=r"tensor 'bad\.weight': .*beyond 31\.5"):
+        cq.quantize_file(source, tmp_path / "t.safetensors", "kbit4", device="cpu")
