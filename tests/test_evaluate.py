@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from formats_table import CODEBOOKS
 from gguf import GGMLQuantizationType as Type
 from gguf_files import HELD_OUT, NANO
 from scoring import (
@@ -213,7 +214,7 @@ def test_progress_is_for_terminals(model: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_real_model() -> None:
-    result = evaluate(NANO, text=HELD_OUT, formats=FORMATS)
+    result = evaluate(NANO, text=HELD_OUT, formats=[*FORMATS, *CODEBOOKS])
     assert (result.ctx, result.chunks, result.scored_tokens) == (512, 119, 119 * 255)
     for row in result.rows:
         expected = REFERENCE["float32"][row.format]
