@@ -109,8 +109,9 @@ def codebook(value: Any, count: int) -> Any:
     if device.is_cuda(value):
         on_cpu(value, "codebook")
     try:
-        result = np.array(value, np.float32)
-    except (TypeError, ValueError) as error:
+        with np.errstate(over="ignore"):
+            result = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"codebook is no array of {count} numbers: {error}") from None
     if result.shape != (count,):
         raise ValueError(f"codebook has shape {result.shape}; {count} numbers are needed")

@@ -188,6 +188,8 @@ def test_a_codebook_is_copied_and_cannot_be_written() -> None:
         ({"codebook": np.zeros((2, 2))}, ValueError, r"codebook has shape \(2, 2\)"),
         ({"codebook": [-1, 0, 1, 2]}, ValueError, r"codebook holds 2.0; entries are in \[-1, 1\]"),
         ({"codebook": [-1, 0, 1, np.nan]}, ValueError, "codebook holds nan"),
+        ({"codebook": [-1, 0, 1, 1e99]}, ValueError, "codebook holds inf"),
+        ({"codebook": [-1, 0, 1, 10**400]}, TypeError, "codebook is no array of 4 numbers: int too large"),
         ({"codebook": [-np.inf, 0, 0, 1]}, ValueError, "codebook holds -inf"),
         ({"codebook": "nf4"}, ValueError, "codebook is 'nf4'; allowed are \"normal\" and 4 numbers"),
         ({"codebook": [object()] * 4}, TypeError, "codebook is no array of 4 numbers"),

@@ -354,6 +354,26 @@ def test_a_cut_file(saved: Path) -> None:
             cq.load(saved, "cpu")
 
 
+def test_any_damage_is_a_value_error(saved: Path) -> None:
+    """Or goes unseen, as other numbers do."""
+    content, g = saved.read_bytes(), np.random.default_rng(0)
+    header = 8 + int.from_bytes(content[:8], "little")
+    refused = []
+    for _ in range(500):
+        damaged = bytearray(content)
+        for at in g.integers(0, header, 2):
+            damaged[at] = g.choice([*b'0123456789"[]{},:.-eE', *g.integers(0, 256, 4)])
+        saved.write_bytes(damaged)
+        try:
+            for tensor in cq.load(saved, "cpu").values():
+                if isinstance(tensor, cq.QuantizedArray):
+                    tensor.dequantize()
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 400
+    assert all(str(saved) in error for error in refused)
+
+
 # Models.
 
 
