@@ -95,6 +95,16 @@ def test_preparing_a_vector_does_nothing(xp: ModuleType) -> None:
     assert w.blocks is w.storage
 
 
+def test_a_vector_may_end_within_a_block(xp: ModuleType) -> None:
+    x = np.random.default_rng(0).standard_normal(1001, np.float32)
+    expected = cq.quantize(x, "kbit3")
+    w = cq.quantize(xp.asarray(x), "kbit3")
+    assert w.shape == w[...].shape == w.to_device("cpu").shape == (1001,)
+    assert w.nbytes == w.blocks.nbytes == expected.nbytes
+    for made, wanted in ((w.blocks, expected.blocks), (w.dequantize(), expected.dequantize())):
+        np.testing.assert_array_equal(cq.device.as_numpy(made), wanted)
+
+
 def test_is_no_buffer_of_numbers() -> None:
     w = make()
     assert w.__array_ufunc__ is w.T.__array_ufunc__ is None
