@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
 _FLOAT_NAMES = "float16, bfloat16 or float32"
+_DIVIDE = "divide the weights by a number, and multiply products by it"
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -168,9 +169,10 @@ def magnitudes(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...])
     bad = peaks > fmt.largest
     if bad.any():
         row = int(bad.argmax())
+        other = 'use cuquant.KBit(..., absmax="float16")' if fmt.scales == ("absmax",) else _DIVIDE
         raise ValueError(
             f"{fmt}: a weight of magnitude {peaks[row]} in row {_row(first_row + row, shape)} is beyond "
-            f'{fmt.largest}, what an E4M4 scale holds: use cuquant.KBit(..., absmax="float16")'
+            f"{fmt.largest}, what an 8-bit scale holds: {other}"
         )
 
 

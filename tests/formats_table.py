@@ -24,6 +24,7 @@ WEIGHTS = [
     Row("q5_1", 24, 7, 28.0),
     Row("q8_0", 34, 8, 42.0),
 ]
+FP4 = [Row("mxfp4", 17, 39, 18.5), Row("nvfp4", 36, 40, 20.0)]  # tested in test_fp4.py
 CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]  # tested in test_kbit.py
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]

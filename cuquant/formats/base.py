@@ -27,7 +27,7 @@ class Format(ABC):
     """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
     bits: int
     """Bits of a weight's code."""
-    block_size: ClassVar[int] = 32
+    block_size: int = 32
     """Weights in a block."""
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
