@@ -26,6 +26,7 @@ WEIGHTS = [
 ]
 FP4 = [Row("mxfp4", 17, 39, 18.5), Row("nvfp4", 36, 40, 20.0)]  # tested in test_fp4.py
 CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]  # tested in test_kbit.py
+INT4 = [f"int4-{group}{zeros}" for zeros in ("", "-zeros") for group in (32, 64, 128)]  # in test_int4.py
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

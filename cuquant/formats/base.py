@@ -65,6 +65,10 @@ class Format(ABC):
         """Storage bits per weight, scales included."""
         return 8 * self.block_bytes / self.block_size
 
+    def for_row(self, k: int) -> Format:
+        """The format of rows of k weights: this one, unless its blocks are whole rows."""
+        return self
+
     @abstractmethod
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         """Quantize blocks: float32 [n, block_size] -> `storage` records [n]."""
