@@ -101,7 +101,7 @@ def test_awq(n: int, k: int, group: int) -> None:
 def test_gptq_by_hand() -> None:
     """Weights 0 to 7 of column 1 are codes 0 to 7: word [0, 1] is 0x76543210.
 
-    Zero points 1 to 8 of the columns are stored minus 1, so qzeros is 0x76543210 too; 0x87654321 in version 2.
+    Zero points 1 to 8 of the columns are stored minus 1: qzeros is 0x76543210 too, in version 2 0x87654321.
     """
     qweight = np.zeros((4, 8), np.int32)
     qweight[0, 1] = 0x76543210
