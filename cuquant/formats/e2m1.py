@@ -22,8 +22,8 @@ _SIGN = np.uint8(8)
 def nearest(x: NDArray[np.float32], half: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Codes whose numbers times a scale are nearest to weights, of two equally near the smaller one.
 
-    A number that overflows is never taken, and what becomes 0 is code 0, whatever its sign. So does llama.cpp's
-    best_index_mxfp4, which takes the first code of the least distance in float32.
+    A number that overflows is never taken, and what becomes 0 is code 0, whatever its sign. So does
+    llama.cpp's best_index_mxfp4, which takes the first code of the least distance in float32.
 
     Parameters
     ----------
