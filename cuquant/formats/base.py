@@ -66,7 +66,7 @@ class Format(ABC):
         return 8 * self.block_bytes / self.block_size
 
     def for_row(self, k: int) -> Format:
-        """The format of rows of k weights: this one, unless its blocks are whole rows."""
+        """The format of rows of k weights, whole blocks: this one, unless its blocks are rows."""
         return self
 
     @abstractmethod

@@ -63,9 +63,7 @@ class Int4(Format):
     on_gpu = False
 
     def for_row(self, k: int) -> Int4:
-        if self.group_size != WHOLE_ROW or k == 0 or k % self.block_size:
-            return self
-        return Int4(k, self.symmetric)
+        return Int4(k, self.symmetric) if self.group_size == WHOLE_ROW else self
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         low, high = x.min(axis=1, keepdims=True), x.max(axis=1, keepdims=True)
