@@ -11,11 +11,14 @@ from .array import QuantizedArray
 from .eval import Evaluation, evaluate
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
+from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
+from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
+from .ops.int4 import int4_from_parts, int4_parts
 from .ops.matmul import linear, matmul
 from .ops.quantize import from_blocks, quantize
 
@@ -26,6 +29,7 @@ __all__ = [
     "FallbackWarning",
     "Format",
     "GGUFError",
+    "Int4",
     "KBit",
     "Model",
     "QuantizedArray",
@@ -33,7 +37,11 @@ __all__ = [
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",
+    "from_awq",
     "from_blocks",
+    "from_gptq",
+    "int4_from_parts",
+    "int4_parts",
     "linear",
     "load",
     "matmul",
@@ -41,5 +49,6 @@ __all__ = [
     "open",
     "quantize",
     "quantize_file",
+    "read_safetensors",
     "save",
 ]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
 _FLOAT_NAMES = "float16, bfloat16 or float32"
+_DIVIDE = "divide the weights by a number, and multiply products by it"
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -35,7 +36,7 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
     return given
 
 
-def array(value: Any, what: str) -> Any:
+def array(value: Any, what: str, of: str = _FLOAT_NAMES) -> Any:
     """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor)."""
     if type(value) is np.ndarray or device.is_cuda(value):
         return value
@@ -50,7 +51,7 @@ def array(value: Any, what: str) -> Any:
             return np.from_dlpack(value)
         except (TypeError, RuntimeError, BufferError) as error:
             raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
-    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {_FLOAT_NAMES} is needed")
+    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed")
 
 
 def floats(value: Any, what: str) -> Any:
@@ -58,6 +59,14 @@ def floats(value: Any, what: str) -> Any:
     result = array(value, what)
     if result.dtype not in FLOATS:
         raise TypeError(f"{what} has dtype {result.dtype}; allowed are {_FLOAT_NAMES}")
+    return result
+
+
+def typed(value: Any, what: str, dtype: Any) -> Any:
+    """`array` of NumPy's, of one dtype."""
+    result = on_cpu(array(value, what, str(np.dtype(dtype))), what)
+    if result.dtype != dtype:
+        raise TypeError(f"{what} has dtype {result.dtype}; {np.dtype(dtype)} is needed")
     return result
 
 
@@ -93,6 +102,26 @@ def codebook_bits(value: Any, allowed: tuple[int, ...]) -> int:
     if bits not in allowed:
         raise ValueError(f"bits is {bits}; allowed are {choices}")
     return bits
+
+
+def group_size(value: Any) -> int:
+    """Weights that share a scale: a multiple of 32, or -1 for a row."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"group_size is a {type(value).__name__}, not an integer") from None
+    if size != -1 and (size < 1 or size % 32):
+        raise ValueError(
+            f"group_size is {size}; allowed are 32, 64, 128, other multiples of 32, and -1 for a row"
+        )
+    return size
+
+
+def flag(value: Any, what: str) -> bool:
+    """True or False, of Python or NumPy."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} is a {type(value).__name__}; allowed are True and False")
+    return bool(value)
 
 
 def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
@@ -139,20 +168,21 @@ def same_device(**operands: Any) -> bool:
     return on_gpu[0]
 
 
-def whole_blocks(shape: tuple[int, ...], fmt: Format) -> None:
-    """A quantized shape has at least one axis, and a last one of whole blocks.
+def whole_blocks(shape: tuple[int, ...], fmt: Format) -> Format:
+    """A quantized shape has at least one axis, and a last one of whole blocks; the format of such rows.
 
-    A vector may end within a block, but not in ggml's formats, which have whole blocks only.
+    A vector may end within a block in some formats.
     """
     if not shape:
         raise ValueError(f"{fmt} needs an array of at least one axis, not a scalar")
     k = shape[-1]
-    multiple = 1 if len(shape) == 1 and fmt.ggml_type is None else fmt.block_size
+    multiple = 1 if len(shape) == 1 and fmt.ragged_vectors else fmt.block_size
     if k == 0 or k % multiple:
         raise ValueError(
             f"{fmt} stores blocks of {fmt.block_size} along the last axis, which has {k} elements "
             f"(shape {shape}): a positive multiple of {multiple} is needed"
         )
+    return fmt.for_row(k)
 
 
 def finite(values: Any, first_row: int, shape: tuple[int, ...]) -> None:
@@ -174,9 +204,10 @@ def magnitudes(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...])
     bad = peaks > fmt.largest
     if bad.any():
         row = int(bad.argmax())
+        other = 'use cuquant.KBit(..., absmax="float16")' if fmt.scales == ("absmax",) else _DIVIDE
         raise ValueError(
             f"{fmt}: a weight of magnitude {peaks[row]} in row {_row(first_row + row, shape)} is beyond "
-            f'{fmt.largest}, what an E4M4 scale holds: use cuquant.KBit(..., absmax="float16")'
+            f"{fmt.largest}, what an 8-bit scale holds: {other}"
         )
 
 
@@ -223,6 +254,80 @@ def shape(value: Any) -> tuple[int, ...]:
     if any(n < 0 for n in result):
         raise ValueError(f"shape {result} has a negative dimension")
     return result
+
+
+def int4_parts(codes: Any, scales: Any, zeros: Any, group: Any) -> tuple[Any, Any, Any, int]:
+    """Codes (..., K / 2), and scales and zeros (..., K / group) as NumPy arrays, and the group size."""
+    codes, scales = typed(codes, "codes", np.uint8), typed(scales, "scales", np.float16)
+    zeros = None if zeros is None else typed(zeros, "zeros", np.uint8)
+    if codes.ndim < 1 or codes.shape[:-1] != scales.shape[:-1]:
+        raise ValueError(
+            f"codes {codes.shape} and scales {scales.shape} are not of one weight: "
+            "(..., N, K / 2) and (..., N, K / group_size)"
+        )
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros has shape {zeros.shape}; that of scales is {scales.shape}")
+    size = _group_of(2 * codes.shape[-1], scales.shape[-1])
+    wanted = size if group is None else group_size(group)
+    if wanted not in (size, -1) or (wanted == -1 and scales.shape[-1] > 1):
+        raise ValueError(f"group_size is {group}; codes {codes.shape} and scales {scales.shape} have {size}")
+    return codes, scales, zeros, size
+
+
+def _group_of(k: int, count: int) -> int:
+    """Size of `count` groups of k weights."""
+    if k == 0 or count == 0 or k % count:
+        raise ValueError(f"{k} weights along K are not {count} groups of one size")
+    return group_size(k // count)
+
+
+def int4_format(w: Any, kind: type[Format]) -> Any:
+    """The format of an int4 weight in NumPy's memory."""
+    if not is_quantized(w) or not isinstance(w.format, kind):
+        raise TypeError(f"w is {_kind(w)}; a QuantizedArray of a format cuquant.Int4 is needed")
+    on_cpu(storage(w), "w")
+    return w.format
+
+
+def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, Any, Any, int]:
+    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, and the group size."""
+    qweight, qzeros = typed(qweight, "qweight", np.int32), typed(qzeros, "qzeros", np.int32)
+    scales = typed(scales, "scales", np.float16)
+    given = qweight.shape, qzeros.shape, scales.shape
+    if any(len(extents) != 2 for extents in given) or not (
+        given[1][0] == given[2][0] and 8 * given[1][1] == given[2][1] == 8 // along_k * given[0][1]
+    ):
+        words = "(K / 8, N)" if along_k == 8 else "(K, N / 8)"
+        raise ValueError(
+            f"qweight {given[0]}, qzeros {given[1]} and scales {given[2]} are not codes of 4 bits in words: "
+            f"{words}, (G, N / 8) and (G, N)"
+        )
+    return qweight, qzeros, scales, _group_of(along_k * given[0][0], given[2][0])
+
+
+def gptq_version(value: Any) -> int:
+    """1 or 2."""
+    if value not in (1, 2):
+        raise ValueError(f"version is {value!r}; GPTQ checkpoints have 1 or 2")
+    return int(value)
+
+
+def group_index(value: Any, k: int, group: int) -> None:
+    """Group of each of k weights, in their own order; None says so too."""
+    if value is None:
+        return
+    g_idx = on_cpu(array(value, "g_idx", "integers"), "g_idx")
+    if g_idx.dtype.kind not in "iu":
+        raise TypeError(f"g_idx has dtype {g_idx.dtype}; groups are numbered by integers")
+    if g_idx.shape != (k,):
+        raise ValueError(f"g_idx has shape {g_idx.shape}; there are {k} weights along K")
+    other = g_idx != np.arange(k) // group
+    if other.any():
+        at = int(other.argmax())
+        raise ValueError(
+            f"g_idx puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
+            "(act-order, desc_act) cannot be read"
+        )
 
 
 def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:

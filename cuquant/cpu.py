@@ -92,7 +92,7 @@ def weight_rows(w: Any, index: tuple[int, ...], part: slice) -> NDArray[np.float
 
 def _decode(rows: NDArray[np.uint8], fmt: Format) -> NDArray[np.float32]:
     """Block bytes [n, row bytes] -> float32 [n, K]."""
-    with np.errstate(invalid="ignore"):  # scales of infinity or NaN propagate
+    with np.errstate(over="ignore", invalid="ignore"):  # scales of infinity or NaN, or near them, propagate
         return fmt.decode(np.ascontiguousarray(rows).view(fmt.storage).reshape(-1)).reshape(len(rows), -1)
 
 

@@ -24,8 +24,12 @@ WEIGHTS = [
     Row("q5_1", 24, 7, 28.0),
     Row("q8_0", 34, 8, 42.0),
 ]
+FP4 = [Row("mxfp4", 17, 39, 18.5), Row("nvfp4", 36, 40, 20.0)]
+"""On the CPU tested in test_fp4.py."""
 CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]
 """On the CPU tested in test_kbit.py."""
+INT4 = [f"int4-{group}{zeros}" for zeros in ("", "-zeros") for group in (32, 64, 128)]
+"""On the CPU tested in test_int4.py."""
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]
 ON_GPU = [*NAMES, *CODEBOOKS]

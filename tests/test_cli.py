@@ -18,7 +18,10 @@ import cuquant as cq
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("eval", NANO, *FEW, "--formats", "q4_0,zz"), "unknown format 'zz'; known are kbit2, kbit3, kbit4"),
+        (
+            ("eval", NANO, *FEW, "--formats", "q4_0,zz"),
+            "unknown format 'zz'; known are int4-128, int4-128-zeros",
+        ),
         (("eval", NANO, *FEW, "--formats", "q4_0,"), "unknown format ''"),
         (("eval", NANO, *FEW, "--formats", ""), "unknown format ''"),
         (("eval", NANO), "one of the arguments --text --tokens is required"),

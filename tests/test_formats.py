@@ -13,7 +13,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from formats_table import ACTIVATIONS, CODEBOOKS, FLOATS, NAMES, WEIGHTS, Row, random_blocks
+from formats_table import ACTIVATIONS, CODEBOOKS, FLOATS, FP4, INT4, NAMES, WEIGHTS, Row, random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -44,7 +44,8 @@ def test_table(row: Row) -> None:
 
 
 def test_names_are_those_of_the_table() -> None:
-    assert set(cq.formats.names()) == {row.name for row in WEIGHTS + ACTIVATIONS} | set(CODEBOOKS)
+    rows = {row.name for row in WEIGHTS + FP4 + ACTIVATIONS}
+    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4)
 
 
 @pytest.mark.parametrize("name", NAMES)

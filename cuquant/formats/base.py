@@ -27,7 +27,7 @@ class Format(ABC):
     """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
     bits: int
     """Bits of a weight's code."""
-    block_size: ClassVar[int] = 32
+    block_size: int = 32
     """Weights in a block."""
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
@@ -45,6 +45,8 @@ class Format(ABC):
     """True for a format of activations: made in the hot path, so values are never checked."""
     on_gpu: ClassVar[bool] = True
     """Whether kernels/formats has it; the NumPy backend has every format."""
+    ragged_vectors: ClassVar[bool] = False
+    """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False
     """Whether codes are looked up in `codebook`; else they are integers."""
     codebook: NDArray[np.float32]
@@ -79,6 +81,10 @@ class Format(ABC):
     def bits_per_weight(self) -> float:
         """Storage bits per weight, scales included."""
         return 8 * self.block_bytes / self.block_size
+
+    def for_row(self, k: int) -> Format:
+        """The format of rows of k weights, whole blocks: this one, unless its blocks are rows."""
+        return self
 
     @abstractmethod
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:

@@ -48,12 +48,13 @@ def round_half_away(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def pack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Codes [n, 32] -> bytes [n, 16]: byte j holds code j in its low nibble, code j + 16 in its high one."""
-    return (q[:, :16] & _NIBBLE) | (q[:, 16:] << _SHIFT)
+    """Codes [n, b] -> bytes [n, b / 2]: code j, low, and code j + b / 2, high, are byte j."""
+    half = q.shape[1] // 2
+    return (q[:, :half] & _NIBBLE) | (q[:, half:] << _SHIFT)
 
 
 def unpack_nibbles(qs: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Bytes [n, 16] -> codes [n, 32] (see pack_nibbles)."""
+    """Bytes [n, b / 2] -> codes [n, b] (see pack_nibbles)."""
     return np.concatenate([qs & _NIBBLE, qs >> _SHIFT], axis=1)
 
 

@@ -120,7 +120,7 @@ class KBit(Format):
 
     scales = ("absmax",)
     formula = "W = codebook[q] * absmax"
-    lookup = True
+    lookup = ragged_vectors = True
 
     @property
     def header(self) -> str:

@@ -15,15 +15,15 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     Parameters
     ----------
     x : NumPy or CuPy array of float32, float16 or bfloat16, shape (..., K), any strides
-        K is a multiple of the format's block size (32). A vector (K,) may have any length in a k-bit format:
-        its last block is filled up with zeros.
+        K is a multiple of the format's block size (32 for most). A vector (K,) may have any length in a k-bit
+        format: its last block is filled up with zeros.
     format : str or Format
-        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "kbit2" .. "kbit5" or a `KBit` for weights, "q8_1" for
-        activations.
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "nvfp4", "kbit4", "int4-128", ... for weights, "q8_1"
+        for activations; or a format with parameters, as `KBit` and `Int4`.
 
     Returns
     -------
-    QuantizedArray of x's shape, where x lives; in ggml's formats its bytes equal those of llama.cpp's
+    QuantizedArray of x's shape, where x lives; of ggml's formats its bytes equal those of llama.cpp's
     reference quantizers (without importance matrix).
 
     Raises
@@ -36,7 +36,7 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     """
     fmt = formats.get(format)
     x = check.floats(x, "x")
-    check.whole_blocks(x.shape, fmt)
+    fmt = check.whole_blocks(x.shape, fmt)
     on_gpu = device.is_cuda(x)
     if on_gpu and fmt.for_activations:
         from .. import cuda
@@ -68,8 +68,8 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     TypeError, ValueError
         Not uint8; the byte count differs from what format and shape need (both are stated).
     """
-    fmt = formats.get(format)
     shape = check.shape(shape)
+    fmt = check.whole_blocks(shape, formats.get(format))
     return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), k=shape[-1])
 
 

@@ -1,0 +1,161 @@
+"""Weights of 4 bits as GPTQ and AWQ checkpoints store them.
+
+Both keep a weight transposed, in three tensors: codes and zero points of 4 bits, eight in an int32, and
+float16 scales. With G groups along K:
+
+            qweight     qzeros      scales    code i of a word, from its lowest bits
+    GPTQ    [K/8, N]    [G, N/8]    [G, N]    i
+    AWQ     [K, N/8]    [G, N/8]    [G, N]    column 0, 2, 4, 6, 1, 3, 5, 7 of its eight
+
+Layouts are those of AutoGPTQ and GPTQModel (qweight packed along K, qzeros along N) and of AutoAWQ's GEMM
+kernels (both along N). A weight is read as (q - zero) * scale.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import check
+from ..array import QuantizedArray
+from ..formats.int4 import pack_pairs, unpack_pairs
+from ..ops.int4 import int4_from_parts
+
+_PER_WORD = 8
+_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
+_SYMMETRIC_ZERO = 8
+
+
+def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version: int = 1) -> QuantizedArray:
+    """A weight of a GPTQ checkpoint of 4 bits, without rounding.
+
+    Parameters
+    ----------
+    qweight : NumPy array of int32, shape (K / 8, N)
+        Eight codes along K in a word, the first in its lowest bits.
+    qzeros : NumPy array of int32, shape (G, N / 8)
+        Eight zero points along N in a word.
+    scales : NumPy array of float16, shape (G, N)
+    g_idx : NumPy array of integers, shape (K,), optional
+        Group of each weight along K; only k // (K / G) is taken, which is what it is without act-order.
+    version : 1 or 2
+        The checkpoint format: "gptq" (1) stores zero points minus 1, "gptq_v2" (2) stores them as they are.
+
+    Returns
+    -------
+    QuantizedArray of shape (N, K), of the format Int4(K / G), symmetric where all zero points are 8
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dtypes, devices or shapes are not those; weights are permuted (g_idx); K / G is no multiple of 32.
+    """
+    minus = 2 - check.gptq_version(version)
+    qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=_PER_WORD)
+    check.group_index(g_idx, _PER_WORD * len(qweight), group)
+    return _weight(_words_as_bytes(qweight.T), scales, _codes(qzeros) + np.uint8(minus), group)
+
+
+def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
+    """A weight of an AWQ checkpoint of 4 bits (the GEMM layout), without rounding.
+
+    Parameters
+    ----------
+    qweight : NumPy array of int32, shape (K, N / 8)
+        Eight codes along N in a word, those of columns 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on.
+    qzeros : NumPy array of int32, shape (G, N / 8)
+        Zero points in the same order.
+    scales : NumPy array of float16, shape (G, N)
+
+    Returns
+    -------
+    QuantizedArray of shape (N, K), of the format Int4(K / G), symmetric where all zero points are 8
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dtypes, devices or shapes are not those; K / G is no multiple of 32.
+    """
+    qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=1)
+    codes, zeros = (_columns_in_order(_codes(words)) for words in (qweight, qzeros))
+    return _weight(pack_pairs(np.ascontiguousarray(codes.T)), scales, zeros, group)
+
+
+def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str, QuantizedArray]:
+    """The quantized weights of a GPTQ or AWQ checkpoint, or of one file of it.
+
+    Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales" beside it; which of the two
+    layouts it has is told from the shapes. Other tensors of the file are left alone.
+
+    Parameters
+    ----------
+    path : str or path
+        A safetensors file.
+    version : 1 or 2
+        Of GPTQ weights, see `from_gptq`: 2 where the checkpoint's configuration says "gptq_v2".
+
+    Returns
+    -------
+    dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
+
+    Raises
+    ------
+    TypeError, ValueError
+        The file is no safetensors file; a weight lacks a tensor, or `from_gptq` or `from_awq` refuse it (the
+        message names it).
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(Path(path), framework="numpy") as file:
+            names = set(file.keys())
+            prefixes = sorted(n.removesuffix("qweight") for n in names if n.endswith(".qweight"))
+            return {f"{prefix}weight": _read(file, names, prefix, version) for prefix in prefixes}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file that can be read: {error}") from None
+
+
+def _read(file: Any, names: set[str], prefix: str, version: int) -> QuantizedArray:
+    """The weight of an open file whose tensors' names begin with `prefix`."""
+    missing = [part for part in ("qzeros", "scales") if prefix + part not in names]
+    if missing:
+        raise ValueError(f"{prefix}qweight has no {' and no '.join(missing)} beside it")
+    try:
+        qweight, qzeros, scales = (file.get_tensor(prefix + part) for part in ("qweight", "qzeros", "scales"))
+        if qweight.shape[-1:] == qzeros.shape[-1:]:
+            return from_awq(qweight, qzeros, scales)
+        g_idx = file.get_tensor(f"{prefix}g_idx") if f"{prefix}g_idx" in names else None
+        return from_gptq(qweight, qzeros, scales, g_idx, version)
+    except TypeError as error:
+        raise TypeError(f"{prefix}qweight: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{prefix}qweight: {error}") from None
+
+
+def _weight(
+    codes: NDArray[np.uint8], scales: NDArray[np.float16], zeros: NDArray[np.uint8], group: int
+) -> QuantizedArray:
+    """A weight of code bytes [N, K / 2], and of scales and zero points [G, N]."""
+    symmetric = bool((zeros == _SYMMETRIC_ZERO).all())
+    return int4_from_parts(codes, scales.T, None if symmetric else zeros.T, group)
+
+
+def _codes(words: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Codes [rows, 8 * columns] of words [rows, columns], from the lowest bits on."""
+    return unpack_pairs(_words_as_bytes(words))
+
+
+def _words_as_bytes(words: NDArray[np.int32]) -> NDArray[np.uint8]:
+    """Bytes [rows, 4 * columns] of words [rows, columns], low ones first."""
+    return np.ascontiguousarray(words, "<i4").view(np.uint8)
+
+
+def _columns_in_order(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Codes of AWQ words [rows, N] in the order of their columns."""
+    result = np.empty_like(codes)
+    result.reshape(len(codes), -1, _PER_WORD)[..., _AWQ_COLUMNS] = codes.reshape(len(codes), -1, _PER_WORD)
+    return result

@@ -1,0 +1,416 @@
+"""mxfp4 and nvfp4: against ml_dtypes's code tables, gguf, scalar loops of ggml's definition, and by hand."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from commands import Run
+from formats_table import FLOATS, FP4, Row, random_blocks
+from gguf import GGMLQuantizationType as Type
+from gguf_files import write, write_blocks
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import plan, testing
+
+F = np.float32
+NAMES = [row.name for row in FP4]
+BYTES = np.arange(256, dtype=np.uint8)
+E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(F) + F(0)  # ggml has no -0
+E8M0 = BYTES.view(ml_dtypes.float8_e8m0fnu).astype(F)
+E4M3 = (BYTES & 0x7F).view(ml_dtypes.float8_e4m3fn).astype(F)
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+# The formats as things
+
+
+@pytest.mark.parametrize("row", FP4, ids=lambda row: row.name)
+def test_table(row: Row) -> None:
+    fmt = cq.formats.get(row.name)
+    assert (fmt.name, fmt.block_bytes, fmt.ggml_type, fmt.bits) == (*row[:3], 4)
+    assert (fmt.block_size, row.block_bytes) == gguf.GGML_QUANT_SIZES[Type(row.ggml_type)]
+    assert cq.formats.by_ggml_type(row.ggml_type) is fmt
+    x = rng().standard_normal((64, 1024), F)
+    assert -10 * np.log10(testing.nmse(cq.quantize(x, row.name), x)) > row.sqnr_db
+
+
+# Code tables
+
+
+def test_every_mxfp4_scale_and_code() -> None:
+    """All E8M0 scales times all E2M1 codes. ggml reads 255 as 2^128, not as NaN."""
+    raw = np.zeros((256, 17), np.uint8)
+    raw[:, 0] = BYTES
+    raw[:, 1:] = np.arange(16) | (15 - np.arange(16)) << 4
+    scales = E8M0.astype(np.float64)
+    assert np.isnan(scales[255])
+    scales[255] = 2.0**128
+    codes = np.concatenate([E2M1, E2M1[::-1]]).astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = (codes * scales[:, None]).astype(F)
+    got = cq.from_blocks(raw, "mxfp4", (256, 32)).dequantize()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+    assert got[0, 1] == 2.0**-128  # a subnormal result
+
+
+def test_every_nvfp4_scale_and_code() -> None:
+    """All scales, the sign left out, times all codes. ggml reads E4M3's NaN as 0, with a sign as 480."""
+    raw = np.zeros((64, 36), np.uint8)
+    raw[:, :4] = BYTES.reshape(64, 4)
+    raw[:, 4:] = np.tile(np.arange(8) | np.arange(8, 16) << 4, 4)
+    scales = E4M3.copy()
+    assert np.flatnonzero(np.isnan(scales)).tolist() == [0x7F, 0xFF]
+    scales[[0x7F, 0xFF]] = 0, 480
+    expected = (E2M1 * scales[:, None]).reshape(64, 64)
+    got = cq.from_blocks(raw, "nvfp4", (64, 64)).dequantize()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+# Against gguf
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dequantize_random_bytes_as_gguf(name: str) -> None:
+    raw = random_blocks(name, (64, 4096))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the largest scales overflow
+        expected = gguf.quants.dequantize(raw, Type[name.upper()])
+    got = cq.from_blocks(raw, name, (64, 4096)).dequantize()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+
+
+@cache
+def cases() -> dict[str, NDArray[Any]]:
+    g = rng(1)
+    gauss = g.standard_normal((16, 256), F)
+    outlier = gauss * F(1e-3)
+    outlier[:, 7] = F(100)
+    powers = np.ldexp(F(1), np.arange(-149, 128)).astype(F)
+    powers = np.concatenate([np.nextafter(powers, F(0)), powers, np.nextafter(powers, F(np.inf))])
+    grid = (g.integers(-24, 25, (16, 256)) / 4).astype(F)
+    return {
+        "gauss": gauss,
+        "uniform": g.uniform(-3, 5, (16, 256)).astype(F),
+        "outlier": outlier,
+        "grid": grid,
+        "beside the grid": np.nextafter(grid, F(np.inf)),
+        "below the grid": np.nextafter(grid, F(-np.inf)),
+        "any exponent": (g.integers(0, 2**32, (64, 256), np.uint32) & 0xBFFFFFFF).view(F),
+        "constant": np.full((4, 256), F(-0.3)),
+        "zeros": np.zeros((4, 256), F),
+        "signed zeros": np.where(g.random((4, 256)) < 0.5, F(0), F(-0.0)),
+        "peaks around powers of two": np.multiply.outer(powers, g.uniform(-1, 1, 64).astype(F)),
+        "powers of two": np.repeat(powers, 64).reshape(-1, 64),
+        "typical": gauss * F(0.02),
+        "smallest nvfp4 scales": gauss * F(2e-3),
+        "smallest mxfp4 scales": gauss * F(2**-125),
+        "below the smallest mxfp4 scale": gauss * F(2**-128),
+        "subnormal": gauss * F(1e-40),
+        "large": gauss / np.abs(gauss).max() * F(2688),
+    }
+
+
+HUGE = {
+    "float32's end": rng(2).uniform(-1, 1, (16, 256)).astype(F) * np.finfo(F).max,
+    "the largest float32": np.full((2, 64), np.finfo(F).max, F),
+    "its neighbours": np.full((2, 64), -np.nextafter(F(2**127), F(0)), F),
+}
+"""Beyond nvfp4."""
+
+
+@pytest.mark.parametrize("case", [*cases(), *HUGE])
+def test_quantize_mxfp4_as_gguf(case: str) -> None:
+    x = (cases() | HUGE)[case]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        expected = gguf.quants.quantize(x, Type.MXFP4)
+    np.testing.assert_array_equal(cq.quantize(x, "mxfp4").blocks, expected)
+
+
+# As ggml's C defines it
+
+
+def ue4m3(x: np.float32) -> int:
+    """ggml_fp32_to_ue4m3, a step at a time."""
+    if not x > 0:
+        return 0
+    bits = int(min(x, F(448)).view(np.uint32))
+    exponent, mantissa = (bits >> 23) - 127 + 7, bits >> 20 & 7
+    if exponent <= 0:
+        return min(7, int(x * F(512) + F(0.5)))
+    mantissa += bits >> 19 & 1
+    exponent, mantissa = exponent + mantissa // 8, mantissa % 8
+    return 0x7E if exponent >= 15 else exponent * 8 + mantissa
+
+
+def half_of(code: int) -> np.float32:
+    """ggml_ue4m3_to_fp32, from ml_dtypes's table."""
+    return F(0) if code == 0x7F else E4M3[code] * F(0.5)
+
+
+def best_code(x: np.float32, half: np.float32) -> int:
+    """best_index_mxfp4: the first code of the least distance, in float32."""
+    distances = [abs(F(2) * value * half - x) for value in E2M1]
+    return distances.index(min(distances))
+
+
+def nvfp4_block(x: NDArray[np.float32]) -> bytes:
+    """quantize_row_nvfp4_ref, a scalar at a time."""
+    scales, nibbles = b"", b""
+    for group in x.reshape(4, 16):
+        code = ue4m3(F(max(abs(v) for v in group)) / F(6))
+        codes = [best_code(v, half_of(code)) for v in group]
+        scales += bytes([code])
+        nibbles += bytes(codes[j] | codes[j + 8] << 4 for j in range(8))
+    return scales + nibbles
+
+
+@pytest.mark.parametrize("case", [c for c in cases() if "powers" not in c and c != "any exponent"])
+def test_quantize_nvfp4_as_the_definition(case: str) -> None:
+    x = cases()[case][:4]
+    assert cq.quantize(x, "nvfp4").blocks.tobytes() == b"".join(map(nvfp4_block, x.reshape(-1, 64)))
+
+
+def test_every_nvfp4_scale_is_rounded_as_the_definition() -> None:
+    """Peaks at 6 times each scale, halfway between neighbours, and one float32 beside each."""
+    scales = np.unique(E4M3[np.isfinite(E4M3)])
+    halfway = (scales[1:] + scales[:-1]) / 2
+    peaks = np.concatenate([scales, halfway, np.geomspace(1e-4, 448, 999, dtype=F)]) * F(6)
+    peaks = np.concatenate([np.nextafter(peaks, F(0)), peaks, np.nextafter(peaks, F(np.inf))])
+    peaks = np.minimum(peaks, F(2688))
+    x = np.zeros((len(peaks), 64), F)
+    x[:, 5] = -peaks
+    got = cq.quantize(x, "nvfp4").blocks[:, 0]
+    np.testing.assert_array_equal(got, [ue4m3(peak / F(6)) for peak in peaks])
+
+
+@pytest.mark.parametrize(
+    ("peak", "code"),
+    [
+        (0, 0x00),
+        (0.0058, 0x00),  # 0.495 steps of 2^-9
+        (6 * 2**-10, 0x01),  # half a step: up
+        (6 * 2**-9, 0x01),
+        (6 * 7.49 * 2**-9, 0x07),
+        (6 * 7.99 * 2**-9, 0x07),  # nearest is 2^-6, but a subnormal never becomes normal
+        (6 * 2**-6, 0x08),
+        (6 * 1.0625, 0x39),  # halfway between 1 and 1.125: up, where E4M3's own rounding would give 1
+        (6 * 1.0624, 0x38),
+        (6 * 1.9375, 0x40),  # halfway between 1.875 and 2: the mantissa carries
+        (6 * 240, 0x77),
+        (6 * 247.9, 0x77),
+        (6 * 248, 0x7E),  # it carries into the last exponent, all of which is 448
+        (6 * 256, 0x7E),
+        (6 * 448, 0x7E),
+    ],
+)
+def test_nvfp4_scales_by_hand(peak: float, code: int) -> None:
+    x = np.zeros(64, F)
+    x[63] = peak
+    assert cq.quantize(x, "nvfp4").blocks.tobytes()[:4] == bytes([0, 0, 0, code])
+
+
+def test_nvfp4_by_hand() -> None:
+    """Four groups of 16, with scales 1, 2, 0.5 and 0.
+
+    The first holds all codes and ties: halfway between two numbers the smaller one wins, 0 without a sign.
+    0.25 is 0, 0.75 is 0.5, 1.25 is 1, 1.75 is 1.5, 2.5 is 2, 3.5 is 3, 5 is 4. Byte j is weight j and j + 8.
+    """
+    x = np.zeros((4, 16), F)
+    x[0] = 6, 4, 3, 2, 1.5, 1, 0.5, 0, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -0.0
+    x[1, 0], x[1, 8] = -12, 1
+    x[2, 7], x[2, 15] = 3, -0.26
+    x[3] = 0.005
+    expected = bytes([0x38, 0x40, 0x30, 0x00])
+    expected += bytes([0x07, 0x96, 0xA5, 0xB4, 0xC3, 0xD2, 0xE1, 0x00])
+    expected += bytes([0x1F, 0, 0, 0, 0, 0, 0, 0])
+    expected += bytes([0, 0, 0, 0, 0, 0, 0, 0x97])
+    expected += bytes(8)
+    w = cq.quantize(x.reshape(64), "nvfp4")
+    assert w.blocks.tobytes() == expected
+    read = x.copy()
+    read[0, 8:] = 0, -0.5, -1, -1.5, -2, -3, -4, 0
+    read[2, 15], read[3] = -0.25, 0
+    np.testing.assert_array_equal(w.dequantize(), read.reshape(64))
+
+
+def test_mxfp4_by_hand() -> None:
+    """Peak 7: floor(log2 7) = 2, so the scale is 2^0, e = 127; 7 becomes 6. Byte j is weight j and j + 16."""
+    x = np.zeros(32, F)
+    x[:6] = 7, -6, 0.25, 0.26, -5, 5.01
+    x[16:20] = 1.5, -0.5, -0.2, 3.5
+    w = cq.quantize(x, "mxfp4")
+    assert w.blocks.tobytes() == bytes([127, 0x37, 0x9F, 0x00, 0x51, 0x0E, 0x07, *bytes(10)])
+    x[[0, 2, 3, 4, 5, 18, 19]] = 6, 0, 0.5, -4, 6, 0, 3
+    np.testing.assert_array_equal(w.dequantize(), x)
+
+
+@pytest.mark.parametrize(
+    ("peak", "code"),
+    [
+        (0, 0),
+        (2.0**-125, 0),
+        (2.0**-124, 1),
+        (2.0**-123, 2),
+        (4, 127),
+        (8 * (1 - 2.0**-24), 128),  # its logarithm rounds to 3
+        (8 * (1 - 2.0**-20), 127),
+        (2.0**127, 252),
+        (float(np.finfo(F).max), 253),
+    ],
+)
+def test_mxfp4_scales_by_hand(peak: float, code: int) -> None:
+    x = np.zeros(32, F)
+    x[9] = -peak
+    assert cq.quantize(x, "mxfp4").blocks[0] == code
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_weights_read_as_zero(name: str) -> None:
+    for size in ({"mxfp4": F(0.999 * 2**-125), "nvfp4": F(0.999 * 6 * 2**-10)}[name], F(1e-45)):
+        x = np.where(np.arange(64) % 2, size, -size)
+        np.testing.assert_array_equal(cq.quantize(x, name).dequantize().view(np.uint32), np.zeros(64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizing_what_was_quantized_changes_nothing(name: str) -> None:
+    """Where a group's peak is 6 or 4 (of mxfp4) times its scale; scales that ggml's rounding reaches."""
+    x = cq.quantize(rng(5).standard_normal((64, 256), F) * F(3), name).dequantize()
+    np.testing.assert_array_equal(cq.quantize(x, name).dequantize(), x)
+
+
+def test_nvfp4_refuses_what_its_scales_cannot_hold() -> None:
+    x = np.zeros((3, 64), F)
+    x[2, 7] = -2688
+    assert cq.quantize(x, "nvfp4").dequantize()[2, 7] == -2688
+    x[2, 7] = np.nextafter(F(-2688), F(-3000))
+    with pytest.raises(
+        ValueError, match=r"nvfp4: a weight of magnitude 2688.0002.* in row 2 is beyond 2688.0, .*div"
+    ):
+        cq.quantize(x, "nvfp4")
+
+
+def test_a_scale_of_a_tensor_makes_small_weights_precise() -> None:
+    """As the docstring says: the weight is divided by a number, the product multiplied by it."""
+    w = rng().standard_normal((64, 1024), F) * F(0.002)
+    x = rng(1).standard_normal((8, 1024), F)
+    s = np.abs(w).max() / F(6 * 448)
+    scaled = cq.quantize(w / s, "nvfp4")
+    plain = cq.quantize(w, "nvfp4")
+    assert testing.nmse(scaled.dequantize() * s, w) < 0.012 < 0.2 < testing.nmse(plain, w)
+    y = (x @ scaled.T) * s
+    assert testing.nmse(y, x.astype(np.float64) @ (scaled.dequantize().astype(np.float64) * s).T) < 1e-6
+
+
+# As other formats
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_any_strides_and_leading_axes(name: str, dtype: np.dtype[Any]) -> None:
+    x = rng(2).standard_normal((3, 5, 128), F).astype(dtype)
+    expected = cq.quantize(x.astype(F), name).blocks
+    assert expected.shape == (3, 5, cq.formats.get(name).row_bytes(128))
+    wide = np.zeros((3, 5, 256), dtype)
+    wide[..., ::2] = x
+    for value in (x, wide[..., ::2], np.asfortranarray(x)):
+        np.testing.assert_array_equal(cq.quantize(value, name).blocks, expected)
+    assert cq.quantize(x[:0], name).shape == (0, 5, 128)
+    w = cq.quantize(x, name)
+    np.testing.assert_array_equal(w[1:, 2].dequantize(), w.dequantize()[1:, 2])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products_against_float64(name: str) -> None:
+    w = cq.quantize(rng(1).standard_normal((3, 40, 192), F), name)
+    dense = w.dequantize().astype(np.float64)
+    for dtype, most in ((F, 1e-6), (np.float16, 1e-6), (ml_dtypes.bfloat16, 1e-5)):
+        x = rng(2).standard_normal((3, 7, 192), F).astype(dtype)
+        y = x @ w.T
+        assert (y.shape, y.dtype) == ((3, 7, 40), np.dtype(dtype))
+        assert testing.nmse(y, x.astype(np.float64) @ dense.swapaxes(1, 2)) <= most
+    x8 = cq.quantize(rng(3).standard_normal((5, 192), F), "q8_1")
+    assert testing.nmse(x8 @ w[1].T, testing.linear(x8, w[1])) <= 1e-6
+
+
+@pytest.mark.parametrize("k", [0, 32, 48, 96])
+def test_nvfp4_refuses_half_blocks(k: int) -> None:
+    with pytest.raises(ValueError, match=f"nvfp4 stores blocks of 64 .* has {k} .* multiple of 64 is needed"):
+        cq.quantize(np.zeros((2, k), F), "nvfp4")
+    with pytest.raises(ValueError, match="multiple of 64"):
+        cq.from_blocks(np.zeros(36, np.uint8), "nvfp4", (1, k))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_refuses_what_is_not_finite(name: str, bad: float) -> None:
+    x = np.zeros((3, 4, 64), F)
+    x[2, 1, 7] = bad
+    with pytest.raises(ValueError, match=rf"{bad} in row \(2, 1\): weights must be finite"):
+        cq.quantize(x, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_refuses_them_by_name(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} has no kernels yet: .*NumPy arrays only"):
+        plan.layout(cq.formats.get(name))
+
+
+# Files
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 128), (2, 1, 3, 64)], ids=str)
+@pytest.mark.parametrize("row", FP4, ids=lambda row: row.name)
+def test_opens_from_a_gguf_file(tmp_path: Path, row: Row, shape: tuple[int, ...]) -> None:
+    raw = random_blocks(row.name, shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is not foreign
+        w = cq.open(write_blocks(tmp_path / "m.gguf", shape, row.ggml_type, raw), "cpu")["w.weight"]
+    assert (w.format, w.shape) == (row.name, shape)
+    assert np.array_equal(w.blocks, raw)
+    assert not w.blocks.flags.writeable
+
+
+def test_a_gguf_file_of_ragged_rows_is_refused(tmp_path: Path) -> None:
+    path = write_blocks(tmp_path / "m.gguf", (2, 96), Type.NVFP4, np.zeros(108, np.uint8))
+    with pytest.raises(cq.GGUFError, match="rows of 96 weights; NVFP4 needs blocks of 64"):
+        cq.open(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantize_writes_a_file(run: Run, tmp_path: Path, name: str) -> None:
+    """Types, sizes and keys as the gguf package and llama.cpp's loader know them."""
+    tensors = {"a.weight": rng().standard_normal((4, 128), F), "ragged.weight": np.ones((2, 40), F)}
+    tensors |= {"exps.weight": rng().standard_normal((3, 4, 64), F), "a.bias": np.ones(4, F)}
+    source, target = write(tmp_path / "s.gguf", tensors), tmp_path / "t.gguf"
+    assert run("quantize", source, target, "--format", name, "--device", "cpu").status == 0
+    made = gguf.GGUFReader(target)
+    kind = Type[name.upper()]
+    kinds = {"a.weight": kind, "exps.weight": kind, "ragged.weight": Type.F32, "a.bias": Type.F32}
+    assert {t.name: t.tensor_type for t in made.tensors} == kinds
+    file_type = {"mxfp4": gguf.LlamaFileType.MOSTLY_MXFP4_MOE, "nvfp4": gguf.LlamaFileType.MOSTLY_NVFP4}[name]
+    assert made.fields["general.file_type"].contents() == file_type
+    assert made.fields["general.quantization_version"].contents() == gguf.GGML_QUANT_VERSION
+    for t in made.tensors:
+        if t.tensor_type == kind:
+            np.testing.assert_array_equal(t.data, cq.quantize(tensors[t.name], name).blocks)
+            assert t.data_offset % made.alignment == 0
+
+
+def test_a_model_is_evaluated_in_them(model: Path) -> None:
+    tokens = rng().integers(3, 40, 130)
+    with pytest.warns(UserWarning, match="nvfp4: kept in float, as K is ragged: blk.0.ffn_down.weight"):
+        result = cq.evaluate(model, tokens=tokens, formats=NAMES, ctx=64, device="cpu")
+    rows = {row.format: row for row in result.rows}
+    assert 0 < (rows["nvfp4"].mean_kld or 0) < (rows["mxfp4"].mean_kld or 0) < 2

@@ -1,0 +1,277 @@
+"""Weights of GPTQ and AWQ checkpoints: packed here a code at a time, as the layouts are published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import cuquant as cq
+
+F = np.float32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+IN_ORDER = tuple(range(8))
+
+
+class Weight(NamedTuple):
+    """Codes [N, K], zero points [N, G] and scales [N, G]."""
+
+    q: NDArray[np.uint8]
+    zeros: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+
+    @property
+    def numbers(self) -> NDArray[np.float32]:
+        group = self.q.shape[1] // self.zeros.shape[1]
+        zeros, scales = (a.repeat(group, axis=1).astype(F) for a in (self.zeros, self.scales))
+        return (self.q.astype(F) - zeros) * scales
+
+
+def weight(n: int, k: int, group: int, zeros: tuple[int, int] = (0, 16), seed: int = 0) -> Weight:
+    """A random one, of zero points in a range."""
+    g = np.random.default_rng(seed)
+    shape = n, k // group
+    return Weight(
+        g.integers(0, 16, (n, k), np.uint8),
+        g.integers(*zeros, shape, np.uint8),
+        g.standard_normal(shape).astype(np.float16),
+    )
+
+
+def words(codes: NDArray[np.uint8], axis: int, order: tuple[int, ...]) -> NDArray[np.int32]:
+    """Eight codes along an axis to an int32: its i-th lowest nibble is code order[i] of the eight."""
+    codes = codes.swapaxes(axis, -1).astype(np.int64)
+    eights = codes.reshape(*codes.shape[:-1], -1, 8)
+    packed = sum(eights[..., code] << 4 * i for i, code in enumerate(order))
+    signed = np.asarray(packed, np.int64).astype(np.uint32).view(np.int32)
+    return np.ascontiguousarray(signed.swapaxes(axis, -1))
+
+
+def gptq(w: Weight, version: int = 1) -> dict[str, Any]:
+    stored = w.zeros - np.uint8(version == 1)
+    return {
+        "qweight": words(w.q.T, 0, IN_ORDER),
+        "qzeros": words(stored.T, 1, IN_ORDER),
+        "scales": np.ascontiguousarray(w.scales.T),
+    }
+
+
+def awq(w: Weight) -> dict[str, Any]:
+    return {
+        "qweight": words(w.q.T, 1, AWQ_ORDER),
+        "qzeros": words(w.zeros.T, 1, AWQ_ORDER),
+        "scales": np.ascontiguousarray(w.scales.T),
+    }
+
+
+def assert_is(made: cq.QuantizedArray, w: Weight, *, symmetric: bool = False) -> None:
+    """The same codes, scales and zero points, in a format of their group."""
+    assert made.format == cq.Int4(w.q.shape[1] // w.zeros.shape[1], symmetric)
+    codes, scales, zeros = cq.int4_parts(made)
+    np.testing.assert_array_equal(np.stack([codes & 15, codes >> 4], axis=-1).reshape(w.q.shape), w.q)
+    np.testing.assert_array_equal(scales.view(np.uint16), w.scales.view(np.uint16))
+    if not symmetric:
+        assert zeros is not None
+        np.testing.assert_array_equal(zeros, w.zeros)
+    np.testing.assert_array_equal(made.dequantize(), w.numbers)
+
+
+SHAPES = [(8, 32, 32), (16, 128, 32), (24, 256, 128), (8, 192, 64), (8, 160, 160)]
+
+
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_gptq(n: int, k: int, group: int) -> None:
+    one, two = weight(n, k, group, (1, 17)), weight(n, k, group, (0, 16))
+    assert_is(cq.from_gptq(**gptq(one)), one)
+    assert_is(cq.from_gptq(**gptq(two, 2), version=2), two)
+    assert_is(cq.from_gptq(**gptq(one), g_idx=np.arange(k, dtype=np.int32) // group), one)
+
+
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_awq(n: int, k: int, group: int) -> None:
+    w = weight(n, k, group)
+    assert_is(cq.from_awq(**awq(w)), w)
+
+
+def test_gptq_by_hand() -> None:
+    """Weights 0 to 7 of column 1 are codes 0 to 7: word [0, 1] is 0x76543210.
+
+    Zero points 1 to 8 of the columns are stored minus 1: qzeros is 0x76543210 too, in version 2 0x87654321.
+    """
+    qweight = np.zeros((4, 8), np.int32)
+    qweight[0, 1] = 0x76543210
+    scales = np.full((1, 8), 0.5, np.float16)
+    w = cq.from_gptq(qweight, np.array([[0x76543210]], np.int32), scales).dequantize()
+    assert w.shape == (8, 32)
+    np.testing.assert_array_equal(w[1, :9], (np.array([0, 1, 2, 3, 4, 5, 6, 7, 0]) - 2) / 2)
+    np.testing.assert_array_equal(w[:, 31], -np.arange(1, 9) / 2)
+    qzeros = np.array([[0x87654321]], np.uint32).view(np.int32)
+    np.testing.assert_array_equal(cq.from_gptq(qweight, qzeros, scales, version=2).dequantize(), w)
+
+
+def test_awq_by_hand() -> None:
+    """Columns 0 to 7 of a row are codes 0 to 7: nibbles from the lowest are 0, 2, 4, 6, 1, 3, 5, 7."""
+    qweight = np.zeros((32, 1), np.int32)
+    qweight[3] = 0x75316420
+    w = cq.from_awq(qweight, np.array([[0x75316420]], np.int32), np.ones((1, 8), np.float16)).dequantize()
+    assert w.shape == (8, 32)
+    np.testing.assert_array_equal(w[:, 3], np.zeros(8))
+    np.testing.assert_array_equal(w[:, 4], -np.arange(8))
+
+
+@pytest.mark.parametrize("code", range(16))
+def test_every_code_at_every_place(code: int) -> None:
+    """A word of eight equal zero points, and of codes that are all different from their neighbours."""
+    q = ((np.arange(64)[:, None] + np.arange(16) + code) % 16).astype(np.uint8).T
+    w = Weight(q, np.full((16, 2), code, np.uint8), np.ones((16, 2), np.float16))
+    assert_is(cq.from_awq(**awq(w)), w, symmetric=code == 8)
+    assert_is(cq.from_gptq(**gptq(w, 2), version=2), w, symmetric=code == 8)
+
+
+def test_zero_points_of_8_make_a_symmetric_weight() -> None:
+    w = weight(16, 128, 64, (8, 9))
+    for made in (cq.from_gptq(**gptq(w)), cq.from_gptq(**gptq(w, 2), version=2), cq.from_awq(**awq(w))):
+        assert_is(made, w, symmetric=True)
+    w.zeros[15, 1] = 9
+    assert_is(cq.from_awq(**awq(w)), w)
+
+
+def test_version_1_has_zero_points_up_to_16() -> None:
+    w = weight(8, 64, 32, (16, 17))
+    assert_is(cq.from_gptq(**gptq(w)), w)
+
+
+def test_products() -> None:
+    w = weight(16, 128, 64)
+    x = np.random.default_rng(1).standard_normal((3, 128), F)
+    np.testing.assert_allclose(x @ cq.from_awq(**awq(w)).T, x @ w.numbers.T, rtol=1e-5, atol=1e-4)
+
+
+# Refused
+
+
+@pytest.mark.parametrize("order", [np.arange(128)[::-1] // 32, np.arange(128) % 4, np.zeros(128, int)])
+def test_refuses_permuted_weights(order: NDArray[np.integer[Any]]) -> None:
+    at = int((order != np.arange(128) // 32).argmax())
+    with pytest.raises(
+        ValueError, match=rf"g_idx puts weight {at} into .*\(act-order, desc_act\) cannot be read"
+    ):
+        cq.from_gptq(**gptq(weight(8, 128, 32)), g_idx=order)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"qweight": np.zeros((16, 8), np.int64)}, TypeError, "qweight has dtype int64; int32 is needed"),
+        ({"qzeros": np.zeros((4, 1), F)}, TypeError, "qzeros has dtype float32; int32 is needed"),
+        ({"scales": np.zeros((4, 8), F)}, TypeError, "scales has dtype float32; float16 is needed"),
+        ({"scales": [[1.0]]}, TypeError, "scales is a list; .* array of float16 is needed"),
+        (
+            {"qweight": np.zeros((32, 8), np.int32).T},
+            ValueError,
+            r"qweight \(8, 32\), qzeros \(4, 1\) and scales",
+        ),
+        (
+            {"qweight": np.zeros(16, np.int32)},
+            ValueError,
+            r"are not codes of 4 bits in words: \(K / 8, N\), ",
+        ),
+        ({"qweight": np.zeros((0, 8), np.int32)}, ValueError, "0 weights along K are not 4 groups"),
+        ({"qzeros": np.zeros((4, 2), np.int32)}, ValueError, "are not codes of 4 bits"),  # 8 bits
+        ({"qzeros": np.zeros((5, 1), np.int32)}, ValueError, "are not codes of 4 bits"),
+        ({"qweight": np.zeros((15, 8), np.int32)}, ValueError, "group_size is 30; allowed are 32"),
+        ({"qweight": np.zeros((17, 8), np.int32)}, ValueError, "group_size is 34; allowed are 32"),
+        (
+            {"scales": np.zeros((3, 8), np.float16), "qzeros": np.zeros((3, 1), np.int32)},
+            ValueError,
+            "128 weights along K are not 3 groups of one size",
+        ),
+        ({"version": 3}, ValueError, "version is 3; GPTQ checkpoints have 1 or 2"),
+        ({"g_idx": np.zeros(64, np.int32)}, ValueError, r"g_idx has shape \(64,\); there are 128 weights"),
+        ({"g_idx": np.zeros(128, F)}, TypeError, "g_idx has dtype float32; groups are numbered by integers"),
+    ],
+)
+def test_refuses_gptq(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        cq.from_gptq(**{**gptq(weight(8, 128, 32)), **change})
+
+
+def test_refuses_awq() -> None:
+    given = awq(weight(16, 128, 32))
+    with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K, N / 8\), \(G, N / 8\) and"):
+        cq.from_awq(given["qweight"].T, given["qzeros"], given["scales"])
+    with pytest.raises(TypeError, match="qweight has dtype int16"):
+        cq.from_awq(given["qweight"].astype(np.int16), given["qzeros"], given["scales"])
+
+
+# Files
+
+
+def save(path: Path, tensors: dict[str, NDArray[Any]]) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def named(name: str, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    return {f"{name}.{key}": value for key, value in tensors.items()}
+
+
+def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
+    a, b, c = weight(16, 128, 32, (1, 17)), weight(8, 64, 64, seed=1), weight(8, 256, 128, (8, 9), seed=2)
+    tensors = named("model.layers.1.q_proj", gptq(a)) | named("model.layers.0.k_proj", awq(b))
+    tensors |= named("lm_head", gptq(c)) | {"lm_head.g_idx": np.arange(256, dtype=np.int32) // 128}
+    tensors |= {"model.norm.weight": np.ones(4, F), "model.layers.1.q_proj.bias": np.ones(16, np.float16)}
+    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert list(made) == ["lm_head.weight", "model.layers.0.k_proj.weight", "model.layers.1.q_proj.weight"]
+    assert_is(made["model.layers.1.q_proj.weight"], a)
+    assert_is(made["model.layers.0.k_proj.weight"], b)
+    assert_is(made["lm_head.weight"], c, symmetric=True)
+
+
+def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
+    w = weight(8, 64, 32)
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))
+    assert_is(cq.read_safetensors(str(path), version=2)["a.weight"], w)
+
+
+def test_a_file_without_such_weights(tmp_path: Path) -> None:
+    assert cq.read_safetensors(save(tmp_path / "m.safetensors", {"a.weight": np.ones(3, F)})) == {}
+
+
+def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    tensors = named("good", awq(weight(8, 64, 32))) | named("x.bad", gptq(weight(8, 64, 32)))
+    for change, kind, message in (
+        (
+            {"x.bad.g_idx": np.arange(64)[::-1] // 32},
+            ValueError,
+            r"x\.bad\.qweight: g_idx puts weight 0 into",
+        ),
+        (
+            {"x.bad.scales": np.ones((2, 8), ml_dtypes.bfloat16)},
+            TypeError,
+            r"x\.bad\.qweight: scales has dtype bf",
+        ),
+        ({"x.bad.qzeros": np.ones((2, 2), np.int32)}, ValueError, r"x\.bad\.qweight: qweight .* 4 bits"),
+    ):
+        save(path, tensors | {k: np.ascontiguousarray(v) for k, v in change.items()})
+        with pytest.raises(kind, match=message):
+            cq.read_safetensors(path)
+    for missing, words in ((("scales",), "no scales"), (("qzeros", "scales"), "no qzeros and no scales")):
+        save(path, {k: v for k, v in tensors.items() if k not in [f"x.bad.{m}" for m in missing]})
+        with pytest.raises(ValueError, match=rf"x\.bad\.qweight has {words} beside it"):
+            cq.read_safetensors(path)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match=r"m\.safetensors is no safetensors file that can be read"):
+        cq.read_safetensors(path)
+    with pytest.raises(FileNotFoundError):
+        cq.read_safetensors(tmp_path / "none.safetensors")
