@@ -32,6 +32,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def quantize(x: Any, fmt: Format) -> Any:
     """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked (one synchronisation)."""
     cupy = device.cupy()
+    if not fmt.encodes_on_gpu:
+        return cupy.asarray(cpu.quantize(cupy.asnumpy(x), fmt))
     k = x.shape[-1]
     rows = _as_rows(x)
     out = cupy.empty((*x.shape[:-1], fmt.row_bytes(k)), np.uint8)
@@ -86,6 +88,7 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
     """Numbers (..., N, K) of blocks (..., N, row bytes)."""
+    blocks, fmt = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
     count = blocks.size // fmt.block_bytes
@@ -116,17 +119,19 @@ _codebooks: dict[tuple[int, Format], tuple[_Tables, Any]] = {}
 
 def _tables(fmt: Format) -> _Tables:
     """The codebook of a format on the current device, uploaded once."""
-    if not fmt.lookup:
+    if not fmt.lookup and fmt.codebook is None:
         return _Tables()
     cupy = device.cupy()
     key = (cupy.cuda.runtime.getDevice(), fmt)
     found = _codebooks.get(key)
     if found is None:
         tables = np.zeros((4, 32), np.float32)
+        assert fmt.codebook is not None
         tables[0, : len(fmt.codebook)] = fmt.codebook
         tables[1] = np.inf
-        tables[1, : len(fmt.thresholds)] = fmt.thresholds
-        for row, lift in ((2, 0), (3, LIFT)):
+        if fmt.lookup:
+            tables[1, : len(fmt.thresholds)] = fmt.thresholds
+        for row, lift in ((2, 0), (3, LIFT)) if fmt.lookup else ():
             halves = (fmt.codebook * np.float32(2.0**lift / fmt.scale_unit)).astype(np.float16)
             tables[row].view(np.float16)[: len(halves)] = halves
         buffer = cupy.asarray(tables)
@@ -155,11 +160,15 @@ class Fragments:
     """Whether no weight is beyond float16's largest number, so that kernels may hold it in float16."""
     lift: int = 0
     """Exponent of the power of two by which the weights are multiplied."""
+    offset: int = 0
+    """What has been added to scales that are exponents."""
+    exponents: Any = None
+    """What they were, as blocks have them, if that has lost some."""
 
     @cached_property
     def weight(self) -> problem.Weight:
         """What a product has to know of it."""
-        return problem.Weight(self.fmt, self.shape, self.half, self.lift)
+        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift)
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:
@@ -178,34 +187,66 @@ def to_fragments(blocks: Any, fmt: Format) -> Fragments:
     """Storage blocks (..., N, row bytes) to the fragment layout; waits, so that any stream may use it."""
     stream = device.cupy().cuda.get_current_stream()
     check.may_prepare(stream)
-    *lead, n, row_bytes = blocks.shape
-    per_row = row_bytes // fmt.block_bytes
-    count = plan.tiles(prod(lead), n, per_row * fmt.block_size)
-    low, high, scale, size = plan.layout(fmt).offsets(count)
+    fine, own = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels
+    *lead, n, row_bytes = fine.shape
+    k = row_bytes // own.block_bytes * own.block_size
+    count = plan.tiles(prod(lead), n, k)
+    low, high, scale, size = plan.layout(own).offsets(count)
     buffer = device.cupy().empty(size, np.uint8)
-    result = Fragments(fmt, (*lead, n, per_row * fmt.block_size), buffer, low, high, scale)
+    result = Fragments(fmt, (*lead, n, k), buffer, low, high, scale)
     _tables(fmt)  # now: the first product may be captured in a graph
     if not count:
         return result
     peak = device.cupy().zeros(1, np.float32)
-    _repack("to_fragments", result, blocks, count, peak)
+    _repack("to_fragments", result, fine, count, peak)
+    if fmt.has_exponents:
+        return _centered(result, blocks)
     greatest = float(peak.get(stream)[0])
     lift = LIFT if fmt.lookup and greatest < LIFTED_BELOW else 0
     return replace(result, half=greatest <= float(np.finfo(np.float16).max), lift=lift)
 
 
+_EXPONENTS, _EXACT = (96, 126), 24
+"""Bytes whose last five bits kernels take for a float16 number's exponent (kernels/core/tile.cuh); how far
+below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact."""
+
+
+def _centered(fragments: Fragments, blocks: Any) -> Fragments:
+    """E8M0 scales e of weights E2M1 * 2^(e - 127) in the range of float16's exponents, if they fit there."""
+    cupy = device.cupy()
+    records = blocks.reshape(-1, fragments.fmt.block_bytes)
+    e, used = records[:, 0], (records[:, 1:] & 0x77).any(axis=1)  # codes but for their signs
+    first, last = _EXPONENTS
+    # The least keeps the power of two that products are multiplied by a normal number.
+    greatest, least = int(cupy.where(used, e, 4).max()), int(cupy.where(used, e, 255).min())
+    # Sums with scales in float32, in units of 2^(e - 127), are 2^-14 times their own, times 2^16.
+    if greatest - least > _EXACT:
+        return replace(fragments, half=False, lift=16 - 14)
+    offset = last - greatest
+    lost = bool((e.astype(np.int16) + offset < first).any())  # of blocks of zeros
+    plane = fragments.buffer[fragments.scale :]
+    plane[...] = cupy.clip(plane.astype(np.int16) + offset, first, last)
+    cupy.cuda.get_current_stream().synchronize()
+    return replace(fragments, lift=16 - 14 + offset, offset=offset, exponents=e.copy() if lost else None)
+
+
 def from_fragments(fragments: Fragments) -> Any:
     """The storage blocks, exactly as they were."""
+    cupy, fmt = device.cupy(), fragments.fmt
     *lead, n, k = fragments.shape
-    blocks = device.cupy().empty((*lead, n, fragments.fmt.row_bytes(k)), np.uint8)
+    blocks = cupy.empty((*lead, n, fmt.for_kernels.row_bytes(k)), np.uint8)
     count = plan.tiles(prod(lead), n, k)
     if count:
         _repack("from_fragments", fragments, blocks, count)
-    return blocks
+    if fmt.has_exponents:
+        e = blocks.reshape(-1, fmt.block_bytes)[:, 0]
+        kept = fragments.exponents
+        e[...] = e - np.uint8(fragments.offset % 256) if kept is None else kept
+    return fmt.from_kernels(blocks, cupy)
 
 
 def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *peak: Any) -> None:
-    fmt, (n, k) = fragments.fmt, fragments.shape[-2:]
+    fmt, (n, k) = fragments.fmt.for_kernels, fragments.shape[-2:]
     planes = (np.uint64(address) for address in fragments.addresses)
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
     jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *peak)

@@ -107,16 +107,16 @@ class Layout:
 def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 
-    Of codes of 3 and 5 bits one bit has a plane of its own; scales and minimums are as in storage.
+    Of codes of 3 and 5 bits one bit has a plane of its own.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
     _has_kernels(fmt)
     if fmt.for_activations:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
-    scale = sum(fmt.storage[field].itemsize for field in fmt.scales)
+    scales = weights // fmt.block_size * fmt.kernel_scale_bytes
     high = fmt.bits % 2
-    return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, weights // fmt.block_size * scale)
+    return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, scales)
 
 
 def tiles(matrices: int, n: int, k: int) -> int:
@@ -465,8 +465,8 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
     found: set[Kernel] = set()
-    for fmt in (f for f in formats if f.on_gpu):
-        found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")}
+    for fmt in (f.for_kernels for f in formats if f.on_gpu):
+        found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")[not fmt.encodes_on_gpu :]}
         if fmt.for_activations:
             entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
             found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}

@@ -361,7 +361,7 @@ def test_refuses_what_is_not_finite(name: str, bad: float) -> None:
         cq.quantize(x, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["nvfp4"])
 def test_a_gpu_refuses_them_by_name(name: str) -> None:
     with pytest.raises(NotImplementedError, match=f"{name} has no kernels yet: .*NumPy arrays only"):
         plan.layout(cq.formats.get(name))

@@ -15,7 +15,7 @@ from formats_table import FLOATS, INT4
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import plan, testing
+from cuquant import testing
 
 F = np.float32
 FORMATS = [cq.Int4(group, symmetric) for symmetric in (True, False) for group in (32, 64, 128, 96, -1)]
@@ -367,12 +367,6 @@ def test_scales_that_are_not_finite_stay_in_their_row(bits: int) -> None:
     y = np.ones((2, 64), F) @ cq.int4_from_parts(codes, scales).T
     assert np.isfinite(y[:, [0, 2]]).all()
     assert not np.isfinite(y[:, 1]).any()
-
-
-def test_a_gpu_refuses_them_by_name() -> None:
-    for fmt in FORMATS:
-        with pytest.raises(NotImplementedError, match=f"{fmt} has no kernels yet: .*NumPy arrays only"):
-            plan.layout(fmt)
 
 
 def test_no_gguf_file_holds_them(model: Path, tmp_path: Path) -> None:

@@ -147,11 +147,13 @@ def _random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
     """Different random weights, prepared, more than the L2 cache holds."""
     cupy = device.cupy()
     fmt = formats.get(name)
-    dense = cupy.random.standard_normal((n, k), dtype=np.float32) * np.float32(0.02)
+    # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
+    dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
+    w = quantize(dense * np.float32(0.02), fmt)
     made = []
     for _ in range(rotation(n * fmt.row_bytes(k))):
-        made.append(quantize(dense, fmt).prepare())
-        dense = cupy.roll(dense, 1, axis=0)
+        rows = cupy.random.permutation(n) % len(w)
+        made.append(QuantizedArray(w.format, w.blocks[rows]).prepare())
     return made
 
 

@@ -48,9 +48,13 @@ class Format(ABC):
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False
-    """Whether codes are looked up in `codebook`; else they are integers."""
-    codebook: NDArray[np.float32]
-    """2^bits numbers in [-1, 1], ascending."""
+    """Whether kernels look codes up in `codebook`; else they take them by their bits."""
+    encodes_on_gpu: ClassVar[bool] = True
+    """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
+    has_exponents: ClassVar[bool] = False
+    """Whether scales are E8M0, bytes e that mean 2^(e - 127), before the codes."""
+    codebook: NDArray[np.float32] | None = None
+    """What codes are looked up in: 2^bits numbers, if `lookup` in [-1, 1] and ascending."""
     thresholds: NDArray[np.float32]
     """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i."""
     scale_unit: float = 1.0
@@ -85,6 +89,24 @@ class Format(ABC):
     def for_row(self, k: int) -> Format:
         """The format of rows of k weights, whole blocks: this one, unless its blocks are rows."""
         return self
+
+    @property
+    def kernel_scale_bytes(self) -> int:
+        """Bytes of a block's scales and minimums in the fragment layout."""
+        return sum(self.storage[field].itemsize for field in self.scales)
+
+    @property
+    def for_kernels(self) -> Format:
+        """The format as which a GPU keeps it: itself, but where blocks differ in their length alone."""
+        return self
+
+    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+        """Blocks (..., row bytes) of this format in that one, `xp` being the module of their arrays."""
+        return blocks
+
+    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+        """The way back from `to_kernels`."""
+        return blocks
 
     @abstractmethod
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:

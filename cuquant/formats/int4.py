@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from .. import check
 from .base import Format, register
 
+_KERNELS_GROUP = 32
+"""Weights of a scale on the GPU, where those of larger groups are repeated."""
 WHOLE_ROW = -1
 """As a group size: K, whatever it is."""
 _BIAS = np.float32(8)
@@ -60,7 +62,34 @@ class Int4(Format):
 
     bits = 4
     scales = ("scale",)
-    on_gpu = False
+    header = "int4"
+    encodes_on_gpu = False
+
+    @property
+    def kernel_scale_bytes(self) -> int:
+        return 2 if self.symmetric else 4  # zero points in float16
+
+    @property
+    def for_kernels(self) -> Int4:
+        return Int4(_KERNELS_GROUP, self.symmetric)
+
+    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+        *lead, row_bytes = blocks.shape
+        groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
+        parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
+        fine = xp.empty((*groups.shape[:-1], parts, scales + _KERNELS_GROUP // 2), np.uint8)
+        fine[..., :scales] = groups[..., None, :scales]
+        fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, _KERNELS_GROUP // 2)
+        return fine.reshape(*lead, -1)
+
+    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+        *lead, _ = blocks.shape
+        parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
+        fine = blocks.reshape(*lead, -1, parts, scales + _KERNELS_GROUP // 2)
+        groups = xp.empty((*fine.shape[:-2], self.block_bytes), np.uint8)
+        groups[..., :scales] = fine[..., 0, :scales]
+        groups[..., scales:] = fine[..., scales:].reshape(*fine.shape[:-2], self.block_size // 2)
+        return groups.reshape(*lead, -1)
 
     def for_row(self, k: int) -> Int4:
         return Int4(k, self.symmetric) if self.group_size == WHOLE_ROW else self

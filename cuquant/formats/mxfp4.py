@@ -34,7 +34,9 @@ class MXFP4(Format):
     formula = "W = E2M1[q] * 2^(e - 127)"
     ggml_type = 39
     file_type = 38
-    on_gpu = False
+    codebook = e2m1.TWICE
+    encodes_on_gpu = False
+    has_exponents = True
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1, keepdims=True)

@@ -2,16 +2,22 @@
 // `codes` without the block's scale and `weights` with it.
 #pragma once
 #include "codebook.cuh"
+#include "e2m1.cuh"
 #include "integer.cuh"
 
-template <class F, int COPIES, bool LOOKUP = F::LOOKUP>
+template <class F, int COPIES, Coding CODING = F::CODING>
 struct CodecOf {
     using Type = IntegerCodes<F>;
 };
 
 template <class F, int COPIES>
-struct CodecOf<F, COPIES, true> {
+struct CodecOf<F, COPIES, CODEBOOK> {
     using Type = Codebook<F, COPIES>;
+};
+
+template <class F, int COPIES>
+struct CodecOf<F, COPIES, E2M1> {
+    using Type = E2m1Codes<F>;
 };
 
 // COPIES: of a table in shared memory (codebook.cuh).

@@ -1,4 +1,4 @@
-// Codes that are integers: W = d (q - OFFSET) or d q + m.
+// Codes that are integers: W = d (q - OFFSET), d q + m or d (q - zero).
 //
 // The picture is in tile.cuh. A mask selects the two codes of a register, and their place in a float16 number is
 // their value: under the exponent of a subnormal number exactly q times a power of two, under that of 1024 a number
@@ -54,7 +54,12 @@ struct IntegerCodes {
                 q = sub_half2(masked(tile, h, r, 0x64006400), 0x64006400 + F::OFFSET * 0x00010001);
             }
             u32 d = tile.scale_pair(h / 2, r % 2);
-            a[r] = F::HAS_MIN ? fma_half2(q, d, tile.scale_pair(h / 2, r % 2, 1)) : mul_half2(q, d);
+            if constexpr (F::SCALING == HALF_AND_MIN)
+                a[r] = fma_half2(q, d, tile.scale_pair(h / 2, r % 2, 1));
+            else if constexpr (F::SCALING == HALF_AND_ZERO)
+                a[r] = mul_half2(sub_half2(q, tile.scale_pair(h / 2, r % 2, 1)), d);
+            else
+                a[r] = mul_half2(q, d);
         }
     }
 

@@ -51,7 +51,7 @@ struct Tile {
         } else if constexpr (F::BITS == 3) {
 #pragma unroll
             for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
-        } else if constexpr (F::BITS == 5 && F::LOOKUP) {
+        } else if constexpr (F::BITS == 5 && F::CODING == CODEBOOK) {
             set_low(0, reinterpret_cast<const uint4*>(low_at)[lane]);
         } else if constexpr (F::BITS == 8) {
             set_low(b, reinterpret_cast<const uint4*>(low_at)[b * 32 + lane]);
@@ -62,26 +62,40 @@ struct Tile {
         load_others(high_at, scale_at, lane);
     }
 
-    // Two copies of the scale of block b in float16, or (minimum) of its minimum; row8 = 1 for row g + 8. An E4M4
-    // byte is the float16 number with these exponent and mantissa bits, 2^-4 times its own, subnormal ones included.
+    // Two copies of the scale of block b in float16, or (minimum) of its minimum or zero point; row8 = 1 for row g + 8.
     DEVICE u32 scale_pair(int b, int row8, int minimum = 0) const {
         if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, minimum ? 0x3232 : 0x1010);
-        if constexpr (F::SCALE_BYTES == 32) return __byte_perm(e4m4_halves(b), 0, row8 ? 0x3232 : 0x1010);
+        if constexpr (F::SCALE_BYTES == 32) return __byte_perm(halves(b), 0, row8 ? 0x3232 : 0x1010);
         return __byte_perm(scale[row8], 0, b ? 0x3232 : 0x1010);
     }
 
+    // The same in float32; of E8M0 bytes their own powers of two.
     DEVICE float d(int b, int row8) const {
         if constexpr (F::HAS_MIN) return low_to_float(scale[row8 * 2 + b]);
-        const u32 pair = F::SCALE_BYTES == 32 ? e4m4_halves(b) : scale[row8];
+        if constexpr (F::SCALING == E8M0) return __int_as_float(exponent(row8 * 2 + b));
+        const u32 pair = F::SCALE_BYTES == 32 ? halves(b) : scale[row8];
         return (F::SCALE_BYTES == 32 ? row8 : b) ? high_to_float(pair) : low_to_float(pair);
     }
 
-    // Minimum of block b, in formats that have one.
-    DEVICE float m(int b, int row8) const { return high_to_float(scale[F::HAS_MIN ? row8 * 2 + b : 0]); }
+    // Minimum of block b, in formats that have one; with a zero point, -zero * d.
+    DEVICE float m(int b, int row8) const {
+        const float m = high_to_float(scale[F::HAS_MIN ? row8 * 2 + b : 0]);
+        return F::SCALING == HALF_AND_ZERO ? -m * d(b, row8) : m;
+    }
 
 private:
-    // Both rows' scales of block b.
-    DEVICE u32 e4m4_halves(int b) const { return masked(b ? scale[0] >> 2 : scale[0] << 6, 0x3fc03fc0); }
+    // Byte `at` as the exponent of a float32 number.
+    DEVICE u32 exponent(int at) const {
+        return masked(at < 3 ? scale[0] << (23 - 8 * at) : scale[0] >> 1, 0x7f800000);
+    }
+
+    // Both rows' scales of block b, from bytes. An E4M4 byte is the float16 number with these exponent and mantissa
+    // bits, 2^-4 times its own, subnormal ones included. Of an E8M0 byte the lowest five bits are the exponent: bytes
+    // from 96 to 126 read as 2^16 times their own number, 2^-31 to 2^-1.
+    DEVICE u32 halves(int b) const {
+        if constexpr (F::SCALING == E8M0) return masked(b ? scale[0] << 2 : scale[0] << 10, 0x7c007c00);
+        return masked(b ? scale[0] >> 2 : scale[0] << 6, 0x3fc03fc0);
+    }
 
     DEVICE void set_low(int part, uint4 v) {
         low[part * 4 + 0] = v.x, low[part * 4 + 1] = v.y, low[part * 4 + 2] = v.z, low[part * 4 + 3] = v.w;

@@ -63,7 +63,7 @@ DEVICE bool encode_lookup(const float (&x)[MINE], int half, u8* to, const Thresh
     for (int j = 0; j < MINE; j++) bits = max(bits, magnitude(x[j]));
     bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
     const float peak = __int_as_float(bits);
-    const u32 stored = F::E4M4 ? e4m4_of(peak) : float_to_half(peak);
+    const u32 stored = F::SCALING == E4M4 ? e4m4_of(peak) : float_to_half(peak);
     float v[MINE];
     divide(x, fmaxf(decoded ? F::scale(stored) : peak, 1e-8f), v);
     u32 low[2] = {}, fifth[2] = {};
@@ -79,5 +79,5 @@ DEVICE bool encode_lookup(const float (&x)[MINE], int half, u8* to, const Thresh
         for (int run = 0; run < 2; run++)
             to[p * 4 + run * 2 + half] = u8(byte_of(p == 4 ? fifth[run] : low[run] >> p));
     if (half == 0) F::store_scale_bits(to, stored);
-    return F::E4M4 ? peak <= 31.5f : (stored & 0x7c00) != 0x7c00;
+    return F::SCALING == E4M4 ? peak <= 31.5f : (stored & 0x7c00) != 0x7c00;
 }

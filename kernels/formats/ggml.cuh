@@ -11,7 +11,8 @@
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
 struct GgmlBlock {
     static constexpr int BITS = BITS_;
-    static constexpr bool LOOKUP = false;                               // codes are integers
+    static constexpr Coding CODING = INTEGERS;
+    static constexpr Scaling SCALING = HAS_MIN_ ? HALF_AND_MIN : HALF;
     static constexpr bool HAS_MIN = HAS_MIN_;                           // W = d * q + m, else W = d * (q - OFFSET)
     static constexpr bool HAS_SUM = HAS_SUM_;                           // d * sum(q) is stored after d
     static constexpr int OFFSET = HAS_MIN || BITS == 8 ? 0 : 1 << (BITS - 1);

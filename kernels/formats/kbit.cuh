@@ -8,23 +8,25 @@
 template <int BITS_, bool IS_E4M4>
 struct KbitBlock {
     static constexpr int BITS = BITS_;
-    static constexpr bool LOOKUP = true, HAS_MIN = false, E4M4 = IS_E4M4;
-    static constexpr int SCALE_AT = BITS * 4, BLOCK_BYTES = SCALE_AT + (E4M4 ? 1 : 2);
+    static constexpr Coding CODING = CODEBOOK;
+    static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
+    static constexpr bool HAS_MIN = false;
+    static constexpr int SCALE_AT = BITS * 4, BLOCK_BYTES = SCALE_AT + (IS_E4M4 ? 1 : 2);
 
     // Bytes of a 16 x 64 tile in each plane of the fragment layout (core/codebook.cuh).
-    static constexpr int LOW_BYTES = BITS / 2 * 256, HIGH_BYTES = BITS % 2 * 128, SCALE_BYTES = E4M4 ? 32 : 64;
+    static constexpr int LOW_BYTES = BITS / 2 * 256, HIGH_BYTES = BITS % 2 * 128, SCALE_BYTES = IS_E4M4 ? 32 : 64;
 
     static DEVICE u32 scale_bits(const u8* block) {
-        return block[SCALE_AT] | (E4M4 ? 0 : block[SCALE_AT + 1] << 8);
+        return block[SCALE_AT] | (IS_E4M4 ? 0 : block[SCALE_AT + 1] << 8);
     }
 
     static DEVICE void store_scale_bits(u8* block, u32 bits) {
         block[SCALE_AT] = u8(bits);
-        if constexpr (!E4M4) block[SCALE_AT + 1] = u8(bits >> 8);
+        if constexpr (!IS_E4M4) block[SCALE_AT + 1] = u8(bits >> 8);
     }
 
     // absmax: an E4M4 byte has the exponent and mantissa bits of a float16 number 2^-4 times its own.
-    static DEVICE float scale(u32 bits) { return E4M4 ? half_to_float(u16(bits << 6)) * 16 : half_to_float(u16(bits)); }
+    static DEVICE float scale(u32 bits) { return IS_E4M4 ? half_to_float(u16(bits << 6)) * 16 : half_to_float(u16(bits)); }
 
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
     static DEVICE float peak(u32 bits) { return fabsf(scale(bits)); }

@@ -1,6 +1,7 @@
 // What one lane has of a tile of the fragment layout: the words that core/tile.cuh describes, and of the scales that of
 // one block, row g + 8 j and block b for lane 4 g + 2 j + b: the order of the scale plane.
 #pragma once
+#include "../core/ieee.cuh"
 #include "../core/ptx.cuh"
 
 template <class F>

@@ -34,7 +34,7 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
 extern "C" __global__ void __launch_bounds__(256)
 dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codebook) {
     __shared__ float own[32];
-    if constexpr (Format::LOOKUP) {
+    if constexpr (Format::CODING != INTEGERS) {
         if (threadIdx.x < 32) own[threadIdx.x] = codebook[threadIdx.x];
         __syncthreads();
     }
