@@ -15,6 +15,7 @@ from .formats.kbit import KBit, normal_float_codebook
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
+from .kv import KVCache, attention
 from .ops.matmul import linear, matmul
 from .ops.quantize import from_blocks, quantize
 
@@ -26,9 +27,11 @@ __all__ = [
     "Format",
     "GGUFError",
     "KBit",
+    "KVCache",
     "Model",
     "QuantizedArray",
     "__version__",
+    "attention",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",

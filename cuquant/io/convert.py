@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from .. import formats
 from ..device import as_numpy
 from ..formats import Format
 from ..ops.quantize import quantize
+from .atomic import replacing
 from .gguf import TensorInfo
 from .model import Model
 from .model import open as open_model
@@ -164,22 +164,9 @@ def quantize_file(
             raise IsADirectoryError(f"{target} is a folder")
         if target.exists() and not force:
             raise FileExistsError(f"{target} exists")
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-        os.close(handle)
-        try:
-            _write(model, todo, ggml_type, Path(name), progress)
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, target)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with replacing(target) as temporary:
+            _write(model, todo, ggml_type, temporary, progress)
     return todo
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
@@ -191,9 +178,6 @@ def _write(model: Model, todo: Selection, ggml_type: int, path: Path, progress: 
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         _write_tensors(model, todo, writer, progress)
-        for stream in writer.fout or ():
-            stream.flush()
-            os.fsync(stream.fileno())
 
 
 def _writer(path: Path, model: Model) -> Any:
