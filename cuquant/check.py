@@ -465,11 +465,11 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
 
 
 def key_scales(value: Any, shape: tuple[int, int, int]) -> Any:
-    """float32 (batch, n_kv_heads, head_dim), a copy, ones for "auto"; None stays None."""
+    """float32 (batch, n_kv_heads, head_dim), a copy, ones for automatic ones; None stays None."""
     if value is None:
         return None
     if isinstance(value, str):
-        choice(value, "key_scales", ("auto",))
+        choice(value, "key_scales", ("pairs", "halves"))
         return np.ones(shape, np.float32)
     given = on_cpu(floats(value, "key_scales"), "key_scales")
     if given.shape not in (shape, shape[1:]):

@@ -36,10 +36,11 @@ class KVCache:
         Sequences, each with lengths of its own.
     bits : ints
         Widths of the buckets, of 16 (float16), 8, 4, 3 and 2.
-    key_scales : None, "auto", or float array (n_kv_heads, head_dim) or (batch, n_kv_heads, head_dim)
+    key_scales : None, "pairs", "halves", or float array ([batch, ]n_kv_heads, head_dim)
         Keys are divided by these channel by channel before they are quantized, and queries multiplied.
-        "auto" takes them for each sequence from the first tokens appended to it: the square root of the
-        channel's root mean square, rounded to a power of two, so that float16 tokens stay exact.
+        "pairs" and "halves" take them for each sequence from the first tokens appended to it: the square root
+        of the root mean square of the two channels that RoPE turns into one another (2i and 2i + 1; i and
+        i + head_dim / 2), rounded to a power of two, so that float16 tokens stay exact.
     rotate : bool
         Rotate keys and queries by a Hadamard transform of each 32 channels, after the key scales.
     track_attention : bool
@@ -50,8 +51,8 @@ class KVCache:
     ----------
     tiers : dict of int to Tier
         The buffers by bits, widest first.
-    auto_scales : bool
-        Whether `key_scales` are found from the first tokens.
+    auto_scales : "pairs", "halves" or None
+        How `key_scales` are found from the first tokens, if they are.
     next_slots : int32 [batch]
         The slot that the next token of each sequence gets.
     key_scales : float32 (batch, n_kv_heads, head_dim), or None
@@ -85,7 +86,7 @@ class KVCache:
         self.next_slots = np.zeros(self.batch, np.int32)
         self.rotate, self.track_attention = bool(rotate), bool(track_attention)
         shape = (self.batch, self.n_kv_heads, self.head_dim)
-        self.auto_scales = isinstance(key_scales, str)
+        self.auto_scales = key_scales if isinstance(key_scales, str) else None
         self.key_scales = check.key_scales(key_scales, shape)
 
     @property
@@ -152,7 +153,7 @@ class KVCache:
         k, v = k.astype(np.float32), v.astype(np.float32)
         for sequence in np.flatnonzero(new.any(axis=1)).tolist():
             if self.auto_scales and self.next_slots[sequence] == 0:
-                self.key_scales[sequence] = _automatic(k[sequence, new[sequence]])
+                self.key_scales[sequence] = _automatic(k[sequence, new[sequence]], self.auto_scales)
             for bits, tier in self.tiers.items():
                 chosen = new[sequence] & (wanted[sequence] == bits)
                 if chosen.any():
@@ -374,9 +375,15 @@ def _recoded(tokens: Bucket, held: int, bits: int) -> Bucket:
     return Bucket(*tokens[:3], *k, *v)
 
 
-def _automatic(k: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]; 1 for channels of zeros."""
+def _automatic(k: NDArray[np.float32], how: str) -> NDArray[np.float32]:
+    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]; 1 for channels of zeros.
+
+    A slow pair turns little over the first tokens: a channel of its own may be small there, and large later.
+    """
+    axis, pairs = (2, (-1, 2)) if how == "pairs" else (1, (2, -1))
     with np.errstate(all="ignore"):
-        exponent = np.rint(np.log2(np.mean(k * k, axis=0)) / 4)
+        power = np.mean(k * k, axis=0).reshape(k.shape[1], *pairs)
+        power = np.broadcast_to(power.mean(axis=axis, keepdims=True), power.shape).reshape(k.shape[1:])
+        exponent = np.rint(np.log2(power) / 4)
     exponent = np.where(np.isfinite(exponent), exponent, 0)
     return np.exp2(np.clip(exponent, -LARGEST_KEY_SCALE, LARGEST_KEY_SCALE)).astype(np.float32)

@@ -77,7 +77,8 @@ def _restored(kind: type[KVCache], settings: dict[str, Any], arrays: dict[str, A
         rotate=settings["rotate"],
         track_attention=settings["track_attention"],
     )
-    cache.auto_scales = bool(settings["auto_scales"]) and cache.key_scales is not None
+    if settings["auto_scales"] is not None and cache.key_scales is not None:
+        cache.auto_scales = check.choice(settings["auto_scales"], "auto_scales", ("pairs", "halves"))
     cache.next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
     for bits, tier in cache.tiers.items():
         lengths = _like(tier.lengths, arrays, f"{bits}.lengths")
