@@ -21,7 +21,7 @@ class KVBits:
     """Bit widths of a cache's tokens, parsed from a text.
 
     "4" is one width for all tokens; "8:64,4:256,2" is 8 bits for the newest 64, 4 for the 256 before them and
-    2 for the rest. "+scales" and "+rotate" at the end ask for automatic key scales and rotation (see KVCache).
+    2 for the rest. "+scales" and "+rotate" at the end ask for KVCache's automatic scales and rotation.
 
     Raises
     ------

@@ -51,7 +51,7 @@ def allocate(
     step = np.broadcast_to(np.arange(len(cost)), value.shape)
     newest = np.broadcast_to(-slots.astype(np.int64)[:, None], value.shape)
     order = np.lexsort((newest.ravel(), step.ravel(), -value.ravel()))
-    budget = np.floor((average_bits - widths[0]) * len(held))
+    budget = np.floor((average_bits - widths[0]) * len(held) + 1e-6)  # 0.4 * 30 is a little below 12
     taken = order[np.cumsum(cost[step.ravel()[order]]) <= budget]
     level = np.bincount(taken // max(len(cost), 1), minlength=len(held))
     return _fitted(widths[level], np.lexsort((slots, importance)), rooms)

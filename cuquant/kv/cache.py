@@ -187,10 +187,7 @@ class KVCache:
         wanted = check.token_bits(bits, ids.shape, self.bits)
         targets = []
         for sequence, named in enumerate(found):
-            target = {}
-            for held, index in named.items():
-                target[held] = np.where(index < 0, held, wanted[sequence, index])
-            targets.append(target)
+            targets.append({held: np.append(wanted[sequence], held)[index] for held, index in named.items()})
         return self._move(targets)
 
     def allocate(
@@ -297,13 +294,11 @@ class KVCache:
         ids, rows = check.named_tokens(token_ids, self.batch)
         found, seen = [], np.zeros(ids.shape, bool)
         for sequence, row in enumerate(ids):
-            order = np.argsort(row, kind="stable")
-            named = {}
+            order, named = np.argsort(row, kind="stable"), {}
             for bits, tier in self.tiers.items():
                 held = tier.bucket(sequence).token_ids
-                at = np.searchsorted(row, held, side="right", sorter=order) - 1
-                index = order[at] if len(row) else at
-                named[bits] = np.where((at >= 0) & (row[index] == held), index, -1) if len(row) else at
+                index = np.append(order, -1)[np.searchsorted(row, held, side="right", sorter=order) - 1]
+                named[bits] = np.where(np.append(row, -1)[index] == held, index, -1)
                 seen[sequence] |= np.isin(row, held)
             found.append(named)
         check.found(ids, seen, rows)

@@ -64,9 +64,9 @@ def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
     The same rotation of keys and queries leaves their products as they are, and spreads outliers.
     """
-    y = x.reshape(*x.shape[:-1], -1, HADAMARD)
+    y = x.reshape(*x.shape[:-1], x.shape[-1] // HADAMARD, HADAMARD)
     for step in (1, 2, 4, 8, 16):
-        pairs = y.reshape(*y.shape[:-1], -1, 2, step)
+        pairs = y.reshape(*y.shape[:-1], HADAMARD // (2 * step), 2, step)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         y = np.stack([a + b, a - b], axis=-2).reshape(y.shape)
     return y.reshape(x.shape) * np.float32(HADAMARD**-0.5)
@@ -83,15 +83,18 @@ def _pack(q: NDArray[np.int8], bits: int) -> NDArray[np.uint8]:
     """Code q is stored as q + 2^(bits-1), the first in the lowest bits of little-endian groups of bytes."""
     count, size = _GROUP[bits]
     stored = (q.astype(np.int32) + (1 << (bits - 1))).astype(np.uint32)
-    groups = stored.reshape(*q.shape[:-1], -1, count) << (bits * np.arange(count, dtype=np.uint32))
+    *lead, dim = q.shape
+    groups = stored.reshape(*lead, dim // count, count) << (bits * np.arange(count, dtype=np.uint32))
     words = np.bitwise_or.reduce(groups, axis=-1)[..., None]
-    return (words >> (8 * np.arange(size, dtype=np.uint32))).astype(np.uint8).reshape(*q.shape[:-1], -1)
+    packed = (words >> (8 * np.arange(size, dtype=np.uint32))).astype(np.uint8)
+    return packed.reshape(*lead, dim // count * size)
 
 
 def _unpack(packed: NDArray[np.uint8], bits: int) -> NDArray[np.float32]:
     """Codes as float32 (see `_pack`)."""
     count, size = _GROUP[bits]
-    groups = packed.reshape(*packed.shape[:-1], -1, size) << (8 * np.arange(size, dtype=np.uint32))
+    *lead, width = packed.shape
+    groups = packed.reshape(*lead, width // size, size) << (8 * np.arange(size, dtype=np.uint32))
     words = np.bitwise_or.reduce(groups, axis=-1)[..., None]
     stored = words >> (bits * np.arange(count, dtype=np.uint32)) & np.uint32((1 << bits) - 1)
-    return stored.reshape(*packed.shape[:-1], -1).astype(np.float32) - np.float32(1 << (bits - 1))
+    return stored.reshape(*lead, width // size * count).astype(np.float32) - np.float32(1 << (bits - 1))

@@ -44,7 +44,7 @@ def merge(parts: list[Partial]) -> Partial:
 
 def attend(p: Attention, out: NDArray[Any]) -> None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
-    q = p.cache.stored_queries(p.q.astype(np.float32)) * np.float32(p.scale)
+    q = p.cache.stored_queries(p.q.astype(np.float32, order="C")) * np.float32(p.scale)
     batch, n, heads, d = q.shape
     grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
     rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)

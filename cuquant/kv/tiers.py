@@ -76,8 +76,8 @@ class Tier:
         """Append tokens; there is room for them."""
         start = self.lengths[sequence]
         stop = start + len(tokens.token_ids)
-        for buffer, array in zip(self.buffers.select(sequence), tokens, strict=True):
-            buffer[start:stop] = array  # type: ignore[index]
+        for name in Bucket._fields:
+            getattr(self.buffers, name)[sequence, start:stop] = getattr(tokens, name)
         self.lengths[sequence] = stop
 
     def keep(self, sequence: int, kept: NDArray[np.bool_]) -> None:
