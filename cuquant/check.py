@@ -572,8 +572,8 @@ def importance(value: Any, shape: tuple[int, int]) -> Any:
         raise TypeError(f"importance has dtype {result.dtype}; numbers are needed")
     if result.ndim not in (1, 2) or result.shape[-1] < slots or result.shape[:-1] not in ((), (batch,)):
         raise ValueError(f"importance has shape {result.shape}; {(slots,)} or {shape} is needed, or wider")
-    if not (result >= 0).all():
-        raise ValueError("importance holds NaN or negative numbers")
+    if not ((result >= 0) & (result < np.inf)).all():
+        raise ValueError("importance must be finite and not negative")
     return np.broadcast_to(result, (batch, result.shape[-1]))
 
 

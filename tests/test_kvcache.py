@@ -522,7 +522,7 @@ def test_allocate_holds_each_sequence() -> None:
     assert cache.allocate(3.5, importance, recent=3) > 0
     for sequence, n in ((0, 40), (1, 20)):
         held = widths(cache, sequence)
-        assert [held[i] for i in range(n - 3, n)] == [8, 8, 8]
+        assert min(held[i] for i in range(n - 3, n)) >= max(held.values())
         assert 3.5 - 4 / n <= np.mean([*held.values()]) <= 3.5
     before = state(cache)
     assert cache.allocate(3.5, importance * 1.2, recent=3) == 0
@@ -707,7 +707,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no average": (lambda: filled().allocate("4 bits"), TypeError, "average_bits is a str"),  # type: ignore[arg-type]
     "hysteresis": (lambda: filled().allocate(4, hysteresis=-1), ValueError, "hysteresis is -1"),
     "importance": (lambda: filled().allocate(4, [1.0] * 19), ValueError, r"\(19,\); \(20,\) or \(2, 20\)"),
-    "negative importance": (lambda: filled().allocate(4, [-1.0] * 20), ValueError, "NaN or negative"),
+    "negative importance": (lambda: filled().allocate(4, [-1.0] * 20), ValueError, "finite and not negative"),
     "text importance": (lambda: filled().trim(4, ["a"] * 20), TypeError, "importance has dtype <U1"),
     "recent": (lambda: filled().trim(4, recent=-1), ValueError, "recent is -1; allowed are 0"),
 }

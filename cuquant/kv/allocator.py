@@ -28,7 +28,7 @@ def allocate(
     Parameters
     ----------
     importance : float [T]
-        Not negative; infinity for tokens that must come first.
+        Not negative.
     held : int [T]
         The widths that the tokens have now.
     slots : int [T]
@@ -46,8 +46,7 @@ def allocate(
     cost = np.diff(widths)
     gain = (4.0 ** -widths[:-1] - 4.0 ** -widths[1:]) / cost
     taken_before = held[:, None] >= widths[1:]
-    with np.errstate(over="ignore"):
-        value = importance[:, None].astype(np.float64) * gain * np.where(taken_before, 1 + hysteresis, 1.0)
+    value = importance[:, None].astype(np.float64) * gain * np.where(taken_before, 1 + hysteresis, 1.0)
     step = np.broadcast_to(np.arange(len(cost)), value.shape)
     newest = np.broadcast_to(-slots.astype(np.int64)[:, None], value.shape)
     order = np.lexsort((newest.ravel(), step.ravel(), -value.ravel()))

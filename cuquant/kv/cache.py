@@ -205,7 +205,7 @@ class KVCache:
         importance : float array (batch, slots) or (slots,), optional
             Not negative, by global slot; by default the attention that was tracked.
         recent : int
-            The newest tokens come before all others.
+            So many of the newest tokens count as much as the most important one.
         hysteresis : float
             By what share a token must be more important than one that holds a width to take it.
 
@@ -315,7 +315,7 @@ class KVCache:
             slots = np.concatenate([b.global_slots for b in buckets])
             tracked = np.concatenate([b.importance for b in buckets])
             weights = (tracked if given is None else given[sequence, slots]).astype(np.float64)
-            weights[np.argsort(-slots)[:recent]] = np.inf
+            weights[np.argsort(-slots)[:recent]] = weights.max(initial=0) or 1
             ranked.append((held, slots, weights))
         return ranked
 
