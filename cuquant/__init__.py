@@ -18,6 +18,7 @@ from .io.convert import quantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
+from .kv import KVCache, attention
 from .ops.int4 import int4_from_parts, int4_parts
 from .ops.matmul import linear, matmul
 from .ops.quantize import from_blocks, quantize
@@ -31,9 +32,11 @@ __all__ = [
     "GGUFError",
     "Int4",
     "KBit",
+    "KVCache",
     "Model",
     "QuantizedArray",
     "__version__",
+    "attention",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",

@@ -66,6 +66,15 @@ def _format_list(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _kv_bits(text: str) -> str:
+    from .eval.kv import KVBits
+
+    try:
+        return KVBits(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_eval(commands: Any) -> None:
     command = _command(
         commands,
@@ -95,6 +104,15 @@ def _add_eval(commands: Any) -> None:
         "--activations", choices=("f16", "q8_1"), default="f16", help="quantize activations, or not (f16)"
     )
     command.add_argument(
+        "--kv-bits",
+        metavar="BITS",
+        action="append",
+        default=[],
+        type=_kv_bits,
+        help='evaluate also with quantized keys and values: 16, 8, 4, 3, 2, or by age as "8:64,4:256,2" (the '
+        "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated; on the CPU only",
+    )
+    command.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
     )
     command.add_argument(
@@ -120,6 +138,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         ctx=arguments.ctx,
         chunks=arguments.chunks,
         activations=arguments.activations,
+        kv_bits=arguments.kv_bits,
         device=arguments.device,
         progress=True,
     )

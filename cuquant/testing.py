@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from . import check, device
 from .array import QuantizedArray
+from .kv import KVCache
 
 CANARY = 0xFF
 """Byte that fills and surrounds a guarded array: a NaN in every float type, so that reading it shows too."""
@@ -91,6 +92,38 @@ def linear(
         elif activation is not None:
             raise ValueError(f"unknown activation {activation!r}; known are {', '.join(check.ACTIVATIONS)}")
     return y if residual is None else y + as_numpy(residual).astype(np.float64)
+
+
+def attention(
+    q: Any,
+    cache: KVCache,
+    scale: float | None = None,
+    mask: Any = None,
+    causal: bool = True,
+    positions: Any = None,
+) -> NDArray[Any]:
+    """`cuquant.attention` in float64 on the dequantized tokens, a query and head at a time."""
+    q = as_numpy(q).astype(np.float64)
+    batch, q_len, heads, dim = q.shape
+    scale = dim**-0.5 if scale is None else scale
+    mask = True if mask is None else as_numpy(mask)
+    out = np.zeros(q.shape)
+    for b in range(batch):
+        _, slots, k, v = cache.dequantize(b)
+        last = int(cache.next_slots[b])
+        at = range(last - q_len, last) if positions is None else np.broadcast_to(positions, q.shape[:2])[b]
+        allowed = np.broadcast_to(mask, (batch, heads, q_len, np.shape(mask)[-1] if np.ndim(mask) else last))
+        for j, h in np.ndindex(q_len, heads):
+            own = allowed[b, h, j][slots]
+            bias = np.where(own, 0, -np.inf) if own.dtype == bool else own.astype(np.float64)
+            seen = (bias != -np.inf) & ((slots <= at[j]) | (not causal))
+            if not seen.any():
+                continue
+            shared = h // (heads // cache.n_kv_heads)
+            s = scale * (k[seen, shared].astype(np.float64) @ q[b, j, h]) + bias[seen]
+            weights = np.exp(s - s.max())
+            out[b, j, h] = weights @ v[seen, shared].astype(np.float64) / weights.sum()
+    return out
 
 
 class Guarded:

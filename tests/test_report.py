@@ -38,7 +38,7 @@ def test_json_has_the_documented_keys(result: Evaluation) -> None:
     assert read == result.to_dict()
     assert list(read) == KEYS
     for row, original in zip(read["rows"], result.rows, strict=True):
-        assert sorted(row) == sorted([*COLUMNS, "tensors"])
+        assert sorted(row) == sorted([*COLUMNS, "kv_bits", "tensors"])
         assert row["ppl"] == original.ppl
         for error in row["tensors"]:
             assert sorted(error) == sorted(TENSOR_COLUMNS)

@@ -20,6 +20,7 @@ from ..io.model import Model
 from ..io.model import open as open_model
 from ..ops.quantize import quantize
 from . import config
+from .kv import KVBits
 from .llama import Llama
 from .report import Evaluation, Row
 from .scores import TensorError, Tokens, log_softmax, tensor_error
@@ -41,6 +42,7 @@ def evaluate(
     ctx: int = 512,
     chunks: int | None = None,
     activations: str = "f16",
+    kv_bits: str | int | Iterable[str | int] = (),
     device: str | None = None,
     progress: bool = False,
 ) -> Evaluation:
@@ -66,6 +68,12 @@ def evaluate(
     activations : "f16" or "q8_1"
         "q8_1" quantizes the input of every product with a quantized weight to 8 bits, as integer kernels
         do; "f16" stands for activations that are not quantized (on NumPy they are float32).
+    kv_bits : text, int, or several, optional
+        Evaluate each model (except `base`) once more for each of these, with the keys and values of attention
+        quantized: "8", "4", "3" or "2" bits, "16" for float16, or widths by age as "8:64,4:256,2": the newest
+        64 tokens at 8 bits, the 256 before at 4, the rest at 2. "+scales" and "+rotate" at the end turn on
+        KVCache's automatic key scales and its rotation. Tokens go through in steps of 16, whose own keys and
+        values are read back from the cache too. On NumPy only.
     device : "cpu" or "cuda", optional
         Where to compute; by default on the GPU where one can be used.
     progress : bool
@@ -88,10 +96,16 @@ def evaluate(
     formats = [formats] if isinstance(formats, (str, Format)) else list(formats)
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
+    caches = [KVBits(kv) for kv in ([kv_bits] if isinstance(kv_bits, (str, int)) else kv_bits)]
     source = _opened(model, device)
+    if caches and source.device != "cpu":
+        raise ValueError("kv_bits works on NumPy only so far: open the model on the CPU (device='cpu')")
     ids, bos, label = _token_ids(source, text, tokens)
     pieces = _cut(ids, bos, ctx, chunks)
     contenders = _contenders(source, None if base is None else _opened(base, device), formats)
+    for plain in contenders[::-1][: len(contenders) - (base is not None)]:
+        at = contenders.index(plain) + 1
+        contenders[at:at] = [_Contender(plain.model, plain.label, plain.tensors, kv) for kv in caches]
     trained = min(config.read(c.model.metadata).n_ctx for c in contenders)
     if ctx > trained:
         warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
@@ -100,7 +114,13 @@ def evaluate(
     scores = _score(models, pieces, compare=len(models) > 1, progress=progress)
     original = contenders[0]
     rows = [
-        Row(c.label, **s.summary(), bits_per_weight=c.bits_per_weight, tensors=c.errors(original))  # type: ignore[arg-type]
+        Row(
+            c.label,
+            **s.summary(),  # type: ignore[arg-type]
+            bits_per_weight=c.bits_per_weight,
+            tensors=c.errors(original),
+            kv_bits=None if c.kv is None else c.kv.text,
+        )
         for c, s in zip(contenders, scores, strict=True)
     ]
     scored = len(pieces) * len(range(*_scored(ctx).indices(ctx - 1)))
@@ -109,10 +129,10 @@ def evaluate(
 
 
 class _Contender:
-    """A model to be scored: its tensors in memory, under a label."""
+    """A model to be scored: its tensors in memory, under a label, and how it caches keys and values."""
 
-    def __init__(self, model: Model, label: str, tensors: dict[str, Any]) -> None:
-        self.model, self.label, self.tensors = model, label, tensors
+    def __init__(self, model: Model, label: str, tensors: dict[str, Any], kv: KVBits | None = None) -> None:
+        self.model, self.label, self.tensors, self.kv = model, label, tensors, kv
 
     @property
     def bits_per_weight(self) -> float:
@@ -124,8 +144,11 @@ class _Contender:
         return 8 * sum(stored) / sum(t.size for t in self.tensors.values())
 
     def errors(self, original: _Contender) -> list[TensorError]:
-        """Errors of the quantized tensors against the original's of the same name and shape."""
-        if original is self:
+        """Errors of the quantized tensors against the original's of the same name and shape.
+
+        None with a quantized cache: they are those of the model without.
+        """
+        if original is self or self.kv is not None:
             return []
         return [
             tensor_error(name, original.tensors[name], tensor)
@@ -174,7 +197,7 @@ def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
             f"attention in this model slides over {settings.window} tokens, which is not implemented: "
             f"use a ctx of at most that, not {ctx}"
         )
-    return Llama(settings, contender.tensors, activations)
+    return Llama(settings, contender.tensors, activations, contender.kv)
 
 
 def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.integer[Any]], int | None, str]:

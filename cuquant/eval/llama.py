@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from .. import device
 from ..array import QuantizedArray
+from ..kv import KVCache, attention
 from ..ops.matmul import linear
 from ..ops.quantize import quantize
 from .config import Config, UnsupportedModel
+from .kv import STEP, KVBits
 
 Array = NDArray[np.float32]
 
@@ -38,10 +40,18 @@ class Llama:
         QuantizedArrays or float arrays. Every tensor must be one that the forward pass uses.
     activations : "f16" or "q8_1"
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
+    kv : KVBits, optional
+        Attend to quantized keys and values; on NumPy only.
     """
 
-    def __init__(self, config: Config, tensors: Mapping[str, Any], activations: str = "f16") -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        tensors: Mapping[str, Any],
+        activations: str = "f16",
+        kv: KVBits | None = None,
+    ) -> None:
+        self.config, self.kv = config, kv
         self.activations = activations
         self._tensors = tensors
         self._used: set[str] = set()
@@ -80,13 +90,33 @@ class Llama:
         -------
         float32 [B, T - first, d_model]
         """
-        h = _to_float32(self._embedding[self._xp.asarray(tokens.reshape(-1))]).reshape(*tokens.shape, -1)
         turn = self._turn(tokens.shape[1])
+        if self.kv is not None:
+            return self._through_caches(tokens, turn, self.kv)[:, first:]
+        h = self._embedded(tokens)
         for block in self._blocks[:-1]:
             h = block(h, turn, 0)
         # Nothing after the last attention mixes positions: only the wanted ones go on.
         h = self._blocks[-1](h, turn, first)
         return _norm(h, self._output_norm, self.config.rms_eps)
+
+    def _through_caches(
+        self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], kv: KVBits
+    ) -> Array:
+        """Final states of all positions, a step of them after the other, all keys and values from caches."""
+        caches = [kv.cache(self.config, *tokens.shape) for _ in self._blocks]
+        states = []
+        for start in range(0, tokens.shape[1], STEP):
+            step = slice(start, start + STEP)
+            h = self._embedded(tokens[:, step])
+            for block, cache in zip(self._blocks, caches, strict=True):
+                h = block(h, (turn[0][step], turn[1][step]), 0, cache)
+            states.append(_norm(h, self._output_norm, self.config.rms_eps))
+        return np.concatenate(states, axis=1)
+
+    def _embedded(self, tokens: NDArray[np.integer[Any]]) -> Array:
+        rows = self._embedding[self._xp.asarray(tokens.reshape(-1))]
+        return _to_float32(rows).reshape(*tokens.shape, -1)
 
     def logits(self, hidden: Array) -> Array:
         """Logits [n, vocab_size] of final states [n, d_model]."""
@@ -169,10 +199,16 @@ class _Block:
             rows = first[0].shape[0]
             self._ffn = [first, pair("ffn_up", rows, d), pair("ffn_down", d, rows)]
 
-    def __call__(self, h: Array, turn: tuple[Array, Array], first: int) -> Array:
-        """States [B, T, d] -> states [B, T - first, d] of positions `first` and later."""
+    def __call__(
+        self, h: Array, turn: tuple[Array, Array], first: int, cache: KVCache | None = None
+    ) -> Array:
+        """States [B, T, d] -> states [B, T - first, d] of positions `first` and later.
+
+        With a cache, whose tokens come before these, `turn` begins at their position and `first` is 0.
+        """
         x = _norm(h, self._attn_norm, self._config.rms_eps)
-        h = h[:, first:] + self._attention(x, turn, first)
+        mixed = self._attention(x, turn, first) if cache is None else self._cached(x, turn, cache)
+        h = h[:, first:] + mixed
         x = _norm(h, self._ffn_norm, self._config.rms_eps)
         if not self._config.n_experts:
             return h + self._swiglu(x, *self._ffn)
@@ -199,6 +235,16 @@ class _Block:
             out[:, :, :, block] = scores @ v[:, :, None, :seen]
         merged = out.reshape(batch, c.n_heads, queries, c.head_dim).swapaxes(1, 2)
         return self._model.project(merged.reshape(batch, queries, -1), *self._o)
+
+    def _cached(self, x: Array, turn: tuple[Array, Array], cache: KVCache) -> Array:
+        """Attention of all queries over a cache, which takes their keys and values first."""
+        c, kv = self._config, self._model.kv
+        q = self._heads(x, self._q, self._q_norm, c.n_heads, turn, 0).swapaxes(1, 2)
+        k = self._heads(x, self._k, self._k_norm, c.n_kv_heads, turn, 0).swapaxes(1, 2)
+        v = self._heads(x, self._v, None, c.n_kv_heads, None, 0).swapaxes(1, 2)
+        assert kv is not None
+        kv.append(cache, k, v)
+        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), *self._o)
 
     def _heads(
         self,

@@ -10,6 +10,7 @@ from .scores import TensorError
 
 _COLUMNS = {
     "format": ("format", ""),
+    "kv_bits": ("KV bits", ""),
     "bits_per_weight": ("bits/weight", ".3f"),
     "ppl": ("PPL", ".4f"),
     "ppl_stderr": ("±", ".4f"),
@@ -43,6 +44,8 @@ class Row:
     """Bits of all tensors of the model over all its weights, norms included."""
     tensors: list[TensorError] = field(default_factory=list)
     """Errors of the quantized tensors against the base model's; empty where there is nothing to compare."""
+    kv_bits: str | None = None
+    """Widths of the cached keys and values, as they were asked for; None where they are not quantized."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class Evaluation:
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
         columns = _TENSOR_COLUMNS if tensors else _COLUMNS
         items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
+        if not tensors and all(row.kv_bits is None for row in self.rows):
+            columns = {key: column for key, column in columns.items() if key != "kv_bits"}
         return [{key: getattr(item, key) for key in columns} for item in items], columns
 
     def __str__(self) -> str:

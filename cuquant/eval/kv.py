@@ -1,0 +1,73 @@
+"""How an evaluation quantizes keys and values: the width of a token by its age."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..kv import KVCache
+from ..kv.codes import BITS
+from .config import Config
+
+STEP = 16
+"""Tokens that a sequence takes at a time. Ages count from the last of them."""
+
+_SPEC = re.compile(r"(?P<widths>\d+(:\d+)?(,\d+(:\d+)?)*)(?P<options>(\+(scales|rotate))*)")
+
+
+class KVBits:
+    """Bit widths of a cache's tokens, parsed from a text.
+
+    "4" is one width for all tokens; "8:64,4:256,2" is 8 bits for the newest 64, 4 for the 256 before them and
+    2 for the rest. "+scales" and "+rotate" at the end ask for KVCache's automatic scales and rotation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The text is nothing of the kind.
+    """
+
+    def __init__(self, text: str | int) -> None:
+        if not isinstance(text, (str, int)) or isinstance(text, bool):
+            raise TypeError(f"kv_bits is a {type(text).__name__}; a text or an integer is needed")
+        self.text = str(text).replace(" ", "")
+        match = _SPEC.fullmatch(self.text)
+        parts = [part.split(":") for part in match["widths"].split(",")] if match else []
+        self.widths = np.array([int(part[0]) for part in parts])
+        counts = [int(part[1]) for part in parts if len(part) > 1]
+        fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
+        if not match or not fits or len({*self.widths}) < len(parts) or not {*self.widths} <= {*BITS}:
+            raise ValueError(
+                f"kv_bits is {self.text!r}; it is a width of {', '.join(map(str, BITS))}, or widths with how "
+                'many of the newest tokens have them, as "8:64,4:256,2"; "+scales" and "+rotate" may follow'
+            )
+        self._ages = np.cumsum(counts)
+        self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]
+
+    def cache(self, config: Config, batch: int, capacity: int) -> KVCache:
+        """An empty cache for a layer."""
+        return KVCache(
+            config.n_kv_heads,
+            config.head_dim,
+            capacity,
+            batch,
+            self.widths.tolist(),
+            key_scales=("pairs" if config.rope_interleaved else "halves") if self._scales else None,
+            rotate=self._rotate,
+        )
+
+    def append(self, cache: KVCache, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+        """Move tokens that k and v (batch, n, n_kv_heads, head_dim) make too old, then append those."""
+        held, n = cache.slots, k.shape[1]
+        slots = np.arange(held + n)
+        before, after = (self._width(stop - slots) for stop in (held, held + n))
+        aged = slots[:held][(before != after)[:held]]
+        if len(aged):
+            cache.assign(aged, after[aged])
+        cache.append(k, v, after[held:])
+
+    def _width(self, ages: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Widths of tokens by age; the newest one's age is 1."""
+        return self.widths[np.searchsorted(self._ages, ages)]

@@ -1,0 +1,384 @@
+"""KVCache: the keys and values of one attention layer, each token at a bit width of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import check
+from . import allocator, codes, file
+from .tiers import Bucket, Tier
+
+LARGEST_KEY_SCALE = 8
+"""Binary logarithm of the largest automatic key scale, and of one over the smallest."""
+
+
+class KVCache:
+    """A quantized cache of keys and values, in fixed buffers: one bucket per bit width and sequence.
+
+    A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
+    stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
+    global slot, its position in the sequence: the first token appended is at 0, and slots are never reused.
+
+    Parameters
+    ----------
+    n_kv_heads : int
+    head_dim : int
+        A multiple of 8 up to 256; of 32 with `rotate`.
+    capacity : int, or mapping of bits to int
+        How many tokens a sequence has room for. For an int every width has room for all of them; a mapping
+        gives each width its own room, and `bits` are its keys.
+    batch : int
+        Sequences, each with lengths of its own.
+    bits : ints
+        Widths of the buckets, of 16 (float16), 8, 4, 3 and 2.
+    key_scales : None, "pairs", "halves", or float array ([batch, ]n_kv_heads, head_dim)
+        Keys are divided by these channel by channel before they are quantized, and queries multiplied.
+        "pairs" and "halves" take them for each sequence from the first tokens appended to it: the square root
+        of the root mean square of the two channels that RoPE turns into one another (2i and 2i + 1; i and
+        i + head_dim / 2), rounded to a power of two, so that float16 tokens stay exact.
+    rotate : bool
+        Rotate keys and queries by a Hadamard transform of each 32 channels, after the key scales.
+    track_attention : bool
+        Let `attention` add to each token's importance the probability that it receives: the sum over
+        queries of the mean over heads.
+
+    Attributes
+    ----------
+    tiers : dict of int to Tier
+        The buffers by bits, widest first.
+    auto_scales : "pairs", "halves" or None
+        How `key_scales` are found from the first tokens, if they are.
+    next_slots : int32 [batch]
+        The slot that the next token of each sequence gets.
+    key_scales : float32 (batch, n_kv_heads, head_dim), or None
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is none of these.
+    """
+
+    is_kv_cache = True
+
+    def __init__(
+        self,
+        n_kv_heads: int,
+        head_dim: int,
+        capacity: int | Mapping[int, int],
+        batch: int = 1,
+        bits: Sequence[int] = (8, 4, 3, 2),
+        *,
+        key_scales: Any = None,
+        rotate: bool = False,
+        track_attention: bool = False,
+    ) -> None:
+        self.n_kv_heads = check.count(n_kv_heads, "n_kv_heads")
+        self.head_dim = check.head_dim(head_dim, codes.HADAMARD if rotate else 8)
+        self.batch = check.count(batch, "batch")
+        rooms = check.rooms(capacity, bits, codes.BITS)
+        self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
+        self.tiers = {b: Tier(b, self.batch, room, n_kv_heads, head_dim) for b, room in rooms.items()}
+        self.next_slots = np.zeros(self.batch, np.int32)
+        self.rotate, self.track_attention = bool(rotate), bool(track_attention)
+        shape = (self.batch, self.n_kv_heads, self.head_dim)
+        self.auto_scales = key_scales if isinstance(key_scales, str) else None
+        self.key_scales = check.key_scales(key_scales, shape)
+
+    @property
+    def bits(self) -> tuple[int, ...]:
+        """Widths of the buckets, widest first."""
+        return tuple(self.tiers)
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """Tokens held of each sequence, int32 [batch]."""
+        return np.sum([tier.lengths for tier in self.tiers.values()], axis=0, dtype=np.int32)
+
+    @property
+    def slots(self) -> int:
+        """Slots given out so far in the longest sequence: the columns that a mask needs."""
+        return int(self.next_slots.max())
+
+    @property
+    def average_bits(self) -> float:
+        """Mean bits of a stored number over all tokens, scales not counted; 0 for an empty cache."""
+        stored = sum(tier.bits * int(tier.lengths.sum()) for tier in self.tiers.values())
+        return stored / max(1, int(self.lengths.sum()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(tier.nbytes for tier in self.tiers.values())
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes of the codes and scales of the tokens held: what attention reads."""
+        return sum(tier.token_bytes * int(tier.lengths.sum()) for tier in self.tiers.values())
+
+    def append(self, k: Any, v: Any, bits: Any = None, *, token_ids: Any = None, lengths: Any = None) -> None:
+        """Add the next tokens of every sequence.
+
+        Parameters
+        ----------
+        k, v : arrays (batch, n, n_kv_heads, head_dim)
+            float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes beyond the width's
+            scale (see `codes.encode`) make a token's head NaN.
+        bits : int, or int array (n,) or (batch, n), optional
+            Width of the tokens; by default the widest.
+        token_ids : int array (n,) or (batch, n), optional
+            Not negative; by default the global slots. Tokens of one id are moved and evicted together.
+        lengths : int array (batch,), optional
+            How many of the n tokens each sequence gets, where they differ.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, or a sequence or bucket is full (named): nothing has changed then.
+        """
+        k, v = (check.on_cpu(check.floats(a, what), what) for a, what in ((k, "k"), (v, "v")))
+        check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
+        n = k.shape[1]
+        new = np.arange(n) < check.lengths(lengths, self.batch, n)[:, None]
+        wanted = check.token_bits(self.bits[0] if bits is None else bits, (self.batch, n), self.bits)
+        slots = self.next_slots[:, None] + np.arange(n)
+        ids = check.token_ids(slots if token_ids is None else token_ids, (self.batch, n))
+        adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in self.bits}
+        check.fits(adds, self.tiers, self.capacity)
+        check.slot_range(slots.max(initial=0))
+        k, v = k.astype(np.float32), v.astype(np.float32)
+        for sequence in np.flatnonzero(new.any(axis=1)).tolist():
+            if self.auto_scales and self.next_slots[sequence] == 0:
+                self.key_scales[sequence] = _automatic(k[sequence, new[sequence]], self.auto_scales)
+            for bits, tier in self.tiers.items():
+                chosen = new[sequence] & (wanted[sequence] == bits)
+                if chosen.any():
+                    keys = self._stored_keys(k[sequence, chosen], sequence)
+                    names = ids[sequence, chosen], slots[sequence, chosen], np.zeros(chosen.sum())
+                    coded = *codes.encode(keys, bits), *codes.encode(v[sequence, chosen], bits)
+                    tier.add(sequence, Bucket(*names, *coded))
+        self.next_slots += new.sum(axis=1, dtype=np.int32)
+
+    def assign(self, token_ids: Any, bits: Any) -> int:
+        """Move tokens to other bit widths: what the cache holds of them is quantized anew.
+
+        Parameters
+        ----------
+        token_ids : int array (n,), or (batch, n)
+            A vector names tokens of all sequences, each of which may lack some; rows name tokens of each
+            sequence, -1 none.
+        bits : int, or int array of token_ids' shape
+            If an id is named twice its last width counts.
+
+        Returns
+        -------
+        int: how many tokens have moved.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, an id is not there, or a bucket is full: nothing has changed then.
+        """
+        ids, found = self._found(token_ids)
+        wanted = check.token_bits(bits, ids.shape, self.bits)
+        targets = []
+        for sequence, named in enumerate(found):
+            targets.append({held: np.append(wanted[sequence], held)[index] for held, index in named.items()})
+        return self._move(targets)
+
+    def allocate(
+        self, average_bits: float, importance: Any = None, *, recent: int = 0, hysteresis: float = 0.5
+    ) -> int:
+        """Move tokens between bit widths so that each sequence holds an average, important tokens wide.
+
+        See `allocator.allocate` for the rule. Tokens move only for a change of importance that outweighs the
+        hysteresis, so buckets stay stable. Reads importances: on a GPU it would synchronise.
+
+        Parameters
+        ----------
+        average_bits : float
+            Most bits of a number in the mean over each sequence's tokens, scales not counted.
+        importance : float array (batch, slots) or (slots,), optional
+            Not negative, by global slot; by default the attention that was tracked.
+        recent : int
+            So many of the newest tokens count as much as the most important one.
+        hysteresis : float
+            By what share a token must be more important than one that holds a width to take it.
+
+        Returns
+        -------
+        int: how many tokens have moved.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit.
+        """
+        average = check.average_bits(average_bits, self.bits)
+        hysteresis = check.not_negative(hysteresis, "hysteresis")
+        targets = []
+        for sequence, (held, slots, weights) in enumerate(self._ranked(importance, recent)):
+            rooms = {bits: tier.room for bits, tier in self.tiers.items()}
+            wanted = allocator.allocate(weights, held, slots, rooms, average, hysteresis)
+            targets.append(self._by_tier(sequence, wanted))
+        return self._move(targets)
+
+    def evict(self, token_ids: Any) -> int:
+        """Remove tokens, named as in `assign`; returns how many. Their slots stay empty."""
+        _, found = self._found(token_ids)
+        return self._keep([{bits: index < 0 for bits, index in named.items()} for named in found])
+
+    def trim(self, length: int, importance: Any = None, *, recent: int = 0) -> int:
+        """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
+
+        importance and recent are those of `allocate`. Returns how many tokens were evicted.
+        """
+        length = check.count(length, "length", least=0)
+        keeps = []
+        for sequence, (_, slots, weights) in enumerate(self._ranked(importance, recent)):
+            kept = np.ones(len(slots), bool)
+            kept[np.lexsort((slots, weights))[: max(0, len(slots) - length)]] = False
+            keeps.append(self._by_tier(sequence, kept))
+        return self._keep(keeps)
+
+    def clear(self) -> None:
+        """Empty the cache; automatic key scales are found anew."""
+        for tier in self.tiers.values():
+            tier.lengths[:] = 0
+        self.next_slots[:] = 0
+
+    def dequantize(
+        self, sequence: int = 0
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
+        """Token ids [T], global slots [T] ascending, keys and values float32 [T, n_kv_heads, head_dim].
+
+        The numbers that attention computes with; rotation and key scales of the keys are undone.
+        """
+        buckets = [(bits, tier.bucket(sequence)) for bits, tier in self.tiers.items()]
+        ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
+        k = np.concatenate([codes.decode(b.k_qx, b.k_scale, bits) for bits, b in buckets])
+        v = np.concatenate([codes.decode(b.v_qx, b.v_scale, bits) for bits, b in buckets])
+        if self.rotate:
+            k = codes.rotate(k)
+        if self.key_scales is not None:
+            k = k * self.key_scales[sequence]
+        order = np.argsort(slots)
+        return ids[order], slots[order], k[order], v[order]
+
+    def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
+        if self.key_scales is not None:
+            q = q * np.repeat(self.key_scales, q.shape[2] // self.n_kv_heads, axis=1)[:, None]
+        return codes.rotate(q) if self.rotate else q
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the tokens and all settings to a safetensors file, atomically: it is whole or absent."""
+        file.save(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVCache:
+        """The cache that `save` wrote. ValueError where the file is none, or is damaged (it says how)."""
+        return file.load(cls, path)
+
+    def _stored_keys(self, k: NDArray[np.float32], sequence: int) -> NDArray[np.float32]:
+        if self.key_scales is not None:
+            k = k / self.key_scales[sequence]
+        return codes.rotate(k) if self.rotate else k
+
+    def _found(self, token_ids: Any) -> tuple[NDArray[np.int64], list[dict[int, NDArray[np.intp]]]]:
+        """Ids (batch, n), and for every sequence and width the last index there of each token's id, or -1."""
+        ids, rows = check.named_tokens(token_ids, self.batch)
+        found, seen = [], np.zeros(ids.shape, bool)
+        for sequence, row in enumerate(ids):
+            order, named = np.argsort(row, kind="stable"), {}
+            for bits, tier in self.tiers.items():
+                held = tier.bucket(sequence).token_ids
+                index = np.append(order, -1)[np.searchsorted(row, held, side="right", sorter=order) - 1]
+                named[bits] = np.where(np.append(row, -1)[index] == held, index, -1)
+                seen[sequence] |= np.isin(row, held)
+            found.append(named)
+        check.found(ids, seen, rows)
+        return ids, found
+
+    def _ranked(self, importance: Any, recent: int) -> list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
+        """Of every sequence: widths, slots and importances [T] of its tokens, in the order of the tiers."""
+        recent = check.count(recent, "recent", least=0)
+        given = check.importance(importance, (self.batch, self.slots))
+        ranked = []
+        for sequence in range(self.batch):
+            buckets = [tier.bucket(sequence) for tier in self.tiers.values()]
+            held = np.repeat(self.bits, [len(b.token_ids) for b in buckets])
+            slots = np.concatenate([b.global_slots for b in buckets])
+            tracked = np.concatenate([b.importance for b in buckets])
+            weights = (tracked if given is None else given[sequence, slots]).astype(np.float64)
+            weights[np.argsort(-slots)[:recent]] = weights.max(initial=0) or 1
+            ranked.append((held, slots, weights))
+        return ranked
+
+    def _by_tier(self, sequence: int, values: NDArray[Any]) -> dict[int, NDArray[Any]]:
+        """Values [T] of a sequence's tokens, in the order of the tiers, by width."""
+        ends = np.cumsum([tier.lengths[sequence] for tier in self.tiers.values()])[:-1]
+        return dict(zip(self.tiers, np.split(values, ends), strict=True))
+
+    def _move(self, targets: list[dict[int, NDArray[Any]]]) -> int:
+        """Bring the tokens of every sequence and width to the widths [T] of `targets`."""
+        zero = np.zeros(self.batch, np.int64)
+        adds = {bits: zero.copy() for bits in self.bits}
+        for sequence, target in enumerate(targets):
+            for held, wanted in target.items():
+                for bits in self.bits:
+                    adds[bits][sequence] += int((wanted == bits).sum()) - (bits == held) * len(wanted)
+        check.fits(adds, self.tiers, self.capacity)
+        moved = 0
+        for sequence, target in enumerate(targets):
+            leaving = []
+            for held, wanted in target.items():
+                bucket = self.tiers[held].bucket(sequence)
+                for bits in sorted({*wanted.tolist()} - {held}):
+                    leaving.append((bits, _recoded(bucket.select(wanted == bits), held, bits)))
+                if (wanted != held).any():
+                    self.tiers[held].keep(sequence, wanted == held)
+            for bits, tokens in leaving:
+                self.tiers[bits].add(sequence, tokens)
+                moved += len(tokens.token_ids)
+        return moved
+
+    def _keep(self, kept: list[dict[int, NDArray[np.bool_]]]) -> int:
+        before = int(self.lengths.sum())
+        for sequence, named in enumerate(kept):
+            for bits, tokens in named.items():
+                if not tokens.all():
+                    self.tiers[bits].keep(sequence, tokens)
+        return before - int(self.lengths.sum())
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{bits}: {int(tier.lengths.sum())}" for bits, tier in self.tiers.items())
+        return (
+            f"KVCache(n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}, "
+            f"batch={self.batch}, tokens={{{held}}}, average_bits={self.average_bits:.4g}, "
+            f"nbytes={self.nbytes})"
+        )
+
+
+def _recoded(tokens: Bucket, held: int, bits: int) -> Bucket:
+    k = codes.encode(codes.decode(tokens.k_qx, tokens.k_scale, held), bits)
+    v = codes.encode(codes.decode(tokens.v_qx, tokens.v_scale, held), bits)
+    return Bucket(*tokens[:3], *k, *v)
+
+
+def _automatic(k: NDArray[np.float32], how: str) -> NDArray[np.float32]:
+    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]; 1 for channels of zeros.
+
+    A slow pair turns little over the first tokens: a channel of its own may be small there, and large later.
+    """
+    axis, pairs = (2, (-1, 2)) if how == "pairs" else (1, (2, -1))
+    with np.errstate(all="ignore"):
+        power = np.mean(k * k, axis=0).reshape(k.shape[1], *pairs)
+        power = np.broadcast_to(power.mean(axis=axis, keepdims=True), power.shape).reshape(k.shape[1:])
+        exponent = np.rint(np.log2(power) / 4)
+    exponent = np.where(np.isfinite(exponent), exponent, 0)
+    return np.exp2(np.clip(exponent, -LARGEST_KEY_SCALE, LARGEST_KEY_SCALE)).astype(np.float32)

@@ -1,0 +1,115 @@
+"""Attention on NumPy: for every piece of a bucket a maximum, a sum and an output, then one merge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cpu import slabs
+from . import codes
+from .tiers import Bucket
+
+if TYPE_CHECKING:
+    from .attention import Attention
+
+Array = NDArray[np.float32]
+
+
+class Partial(NamedTuple):
+    """Softmax attention over some tokens, not normalised: with scores s, m = max(s), l = sum(exp(s - m)) and
+    o = sum(exp(s - m) v). m is -inf, l and o are 0 for a query that sees none of them.
+
+    m, l are [n_kv_heads, rows], o is [n_kv_heads, rows, head_dim]; rows are a key head's queries of all
+    positions.
+    """
+
+    m: Array
+    l: Array  # noqa: E741
+    o: Array
+
+
+def merge(parts: list[Partial]) -> Partial:
+    """The union of the parts' tokens, by log-sum-exp: a part counts exp(its m - the m of all) times."""
+    m = np.max([p.m for p in parts], axis=0)
+    weights = [np.exp(p.m - _finite(m)) for p in parts]
+    return Partial(
+        m,
+        sum(w * p.l for w, p in zip(weights, parts, strict=True)),
+        sum(w[..., None] * p.o for w, p in zip(weights, parts, strict=True)),
+    )
+
+
+def attend(p: Attention, out: NDArray[Any]) -> None:
+    """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
+    q = p.cache.stored_queries(p.q.astype(np.float32, order="C")) * np.float32(p.scale)
+    batch, n, heads, d = q.shape
+    grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
+    rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)
+    with np.errstate(all="ignore"):  # infinity and NaN propagate
+        for sequence in range(batch):
+            parts = [
+                _partial(*_scores(p, sequence, rows[sequence], bits, piece), bits, piece)
+                for bits, piece in _pieces(p, sequence)
+            ]
+            if not parts:
+                out[sequence] = 0
+                continue
+            total = merge(parts)
+            divisor = np.where(total.l == 0, 1, total.l)
+            y = (total.o / divisor[..., None]).reshape(-1, n, d)
+            out[sequence] = y.swapaxes(0, 1)
+            if p.cache.track_attention:
+                for bits, piece in _pieces(p, sequence):
+                    scores, _ = _scores(p, sequence, rows[sequence], bits, piece)
+                    share = np.exp(scores - _finite(total.m)[..., None]) / divisor[..., None]
+                    piece.importance[...] += np.nan_to_num(share.sum(axis=(0, 1)) / heads)
+
+
+def _pieces(p: Attention, sequence: int) -> Iterator[tuple[int, Bucket]]:
+    """Slices of all buckets of a sequence, and their bits."""
+    for bits, tier in p.cache.tiers.items():
+        bucket = tier.bucket(sequence)
+        for part in slabs(len(bucket.token_ids), p.cache.n_kv_heads * p.cache.head_dim):
+            yield bits, bucket.select(part)
+
+
+def _scores(
+    p: Attention, sequence: int, q: Array, bits: int, tokens: Bucket
+) -> tuple[Array, NDArray[np.bool_]]:
+    """Scores [n_kv_heads, rows, T], -inf where a token is hidden, and where it is not."""
+    k = codes.decode(tokens.k_qx, tokens.k_scale, bits)
+    scores = q @ k.transpose(1, 2, 0)
+    visible: Any = True
+    if p.positions is not None:
+        later = tokens.global_slots > p.positions[sequence][:, None]  # [q_len, T]
+        visible = np.tile(~later, (scores.shape[1] // len(later), 1))
+    if p.mask is not None:
+        mask = p.mask[sequence][..., tokens.global_slots].reshape(scores.shape)
+        if mask.dtype == bool:
+            visible = visible & mask
+        else:
+            visible = visible & (mask != -np.inf)
+            scores = scores + mask.astype(np.float32)
+    visible = np.broadcast_to(visible, scores.shape)
+    return np.where(visible, scores, -np.float32(np.inf)), visible
+
+
+def _partial(scores: Array, visible: NDArray[np.bool_], bits: int, tokens: Bucket) -> Partial:
+    v = codes.decode(tokens.v_qx, tokens.v_scale, bits).swapaxes(0, 1)
+    m = scores.max(axis=-1)
+    e = np.exp(scores - _finite(m)[..., None])
+    bad = ~np.isfinite(v).all(axis=-1)  # [n_kv_heads, T]
+    if not bad.any():
+        return Partial(m, e.sum(axis=-1), e @ v)
+    # A weight of 0 times NaN is NaN: such values reach only the queries that see them.
+    o = e @ np.where(bad[..., None], np.float32(0), v)
+    o[(visible & bad[:, None]).any(axis=-1)] = np.nan
+    return Partial(m, e.sum(axis=-1), o)
+
+
+def _finite(m: Array) -> Array:
+    """Maxima, 0 in place of -inf: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN."""
+    return np.where(m == -np.inf, np.float32(0), m)

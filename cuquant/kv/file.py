@@ -1,0 +1,104 @@
+"""A cache as a safetensors file: the tokens of every bucket, sequence after sequence, and the settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import check
+from ..io.atomic import replacing
+from .tiers import Bucket
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+VERSION = 1
+KEY = "cuquant.kv_cache"
+_SETTINGS = ("n_kv_heads", "head_dim", "batch", "rotate", "track_attention")
+
+
+def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
+    """See KVCache.save."""
+    from safetensors.numpy import save as to_bytes
+
+    arrays: dict[str, Any] = {"next_slots": cache.next_slots}
+    if cache.key_scales is not None:
+        arrays["key_scales"] = cache.key_scales
+    for bits, tier in cache.tiers.items():
+        arrays[f"{bits}.lengths"] = tier.lengths
+        buckets = [tier.bucket(sequence) for sequence in range(cache.batch)]
+        for name, parts in zip(Bucket._fields, zip(*buckets, strict=True), strict=True):
+            arrays[f"{bits}.{name}"] = np.concatenate(parts)
+    settings = {name: getattr(cache, name) for name in _SETTINGS}
+    settings |= {
+        "version": VERSION,
+        "capacity": cache.capacity,
+        "rooms": [[bits, tier.room] for bits, tier in cache.tiers.items()],
+        "auto_scales": cache.auto_scales,
+    }
+    raw = to_bytes(arrays, {KEY: json.dumps(settings)})
+    with replacing(Path(path)) as temporary:
+        temporary.write_bytes(raw)
+
+
+def load(kind: type[KVCache], path: str | os.PathLike[str]) -> KVCache:
+    """See KVCache.load."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as stored:
+            settings = json.loads((stored.metadata() or {})[KEY])
+            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        if settings["version"] != VERSION:
+            raise ValueError(f"its version is {settings['version']}; this is version {VERSION}")
+        return _restored(kind, settings, arrays)
+    except FileNotFoundError:
+        raise
+    except KeyError as error:
+        raise ValueError(f"{path} is no cache that cuquant saved: it has no {error}") from None
+    except (SafetensorError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no cache that cuquant saved: {error}") from None
+
+
+def _restored(kind: type[KVCache], settings: dict[str, Any], arrays: dict[str, Any]) -> KVCache:
+    rooms = {bits: room for bits, room in settings["rooms"]}
+    capacity = settings["capacity"]
+    cache = kind(
+        settings["n_kv_heads"],
+        settings["head_dim"],
+        capacity if {*rooms.values()} == {capacity} else rooms,
+        settings["batch"],
+        tuple(rooms),
+        key_scales=arrays.get("key_scales"),
+        rotate=settings["rotate"],
+        track_attention=settings["track_attention"],
+    )
+    if settings["auto_scales"] is not None and cache.key_scales is not None:
+        cache.auto_scales = check.choice(settings["auto_scales"], "auto_scales", ("pairs", "halves"))
+    cache.next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
+    for bits, tier in cache.tiers.items():
+        lengths = _like(tier.lengths, arrays, f"{bits}.lengths")
+        if ((lengths < 0) | (lengths > tier.room)).any():
+            raise ValueError(f"{bits}.lengths are beyond the {tier.room} tokens that the bucket has room for")
+        total = int(lengths.sum())
+        empty = [np.empty((total, *buffer.shape[2:]), buffer.dtype) for buffer in tier.buffers]
+        tokens = Bucket(
+            *(_like(a, arrays, f"{bits}.{name}") for a, name in zip(empty, Bucket._fields, strict=True))
+        )
+        for sequence, stop in enumerate(np.cumsum(lengths)):
+            tier.add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
+    check.restored(cache)
+    return cache
+
+
+def _like(array: Any, arrays: dict[str, Any], name: str) -> Any:
+    """The stored array of that name, of another's shape and type."""
+    stored = arrays[name]
+    if (stored.shape, stored.dtype) != (array.shape, array.dtype):
+        given, wanted = (f"{a.dtype} {a.shape}" for a in (stored, array))
+        raise ValueError(f"{name} is {given}; {wanted} is needed")
+    return stored

@@ -1,0 +1,98 @@
+"""The storage of a bit width: fixed buffers for every sequence, filled from the start."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import codes
+
+
+class Bucket(NamedTuple):
+    """T tokens of one sequence at one bit width, in no particular order.
+
+    Attributes
+    ----------
+    token_ids : int32 [T]
+        The caller's names of the tokens.
+    global_slots : int32 [T]
+        Positions in the sequence: what causality compares, and the tokens' columns in a mask.
+    importance : float32 [T]
+        Attention that the tokens received, where the cache tracks it.
+    k_qx, v_qx : [T, n_kv_heads, packed_dim]
+        Codes: int8; uint8, packed, for 4, 3 and 2 bits; for 16 bits float16 numbers.
+    k_scale, v_scale : float16 [T, n_kv_heads]
+        A number is its code times this; [T, 0] for 16 bits.
+    """
+
+    token_ids: NDArray[np.int32]
+    global_slots: NDArray[np.int32]
+    importance: NDArray[np.float32]
+    k_qx: NDArray[Any]
+    k_scale: NDArray[np.float16]
+    v_qx: NDArray[Any]
+    v_scale: NDArray[np.float16]
+
+    def select(self, index: Any) -> Bucket:
+        """Tokens, selected as NumPy selects along the first axis."""
+        return Bucket(*(array[index] for array in self))
+
+
+class Tier:
+    """Buffers of one bit width for a batch of sequences; allocated once, tokens move in and out.
+
+    Attributes
+    ----------
+    bits, room : int
+        The width, and how many tokens of a sequence the buffers hold.
+    buffers : Bucket
+        Arrays [batch, room, ...] of what a Bucket holds; what lies beyond a sequence's length is no token.
+    lengths : int32 [batch]
+    """
+
+    def __init__(self, bits: int, batch: int, room: int, n_kv_heads: int, head_dim: int) -> None:
+        self.bits, self.room = bits, room
+        tokens = (batch, room)
+        numbers = (*tokens, n_kv_heads, codes.packed_dim(head_dim, bits))
+        scales = (*tokens, n_kv_heads if bits < 16 else 0)
+        self.buffers = Bucket(
+            np.zeros(tokens, np.int32),
+            np.zeros(tokens, np.int32),
+            np.zeros(tokens, np.float32),
+            np.zeros(numbers, codes.dtype(bits)),
+            np.zeros(scales, np.float16),
+            np.zeros(numbers, codes.dtype(bits)),
+            np.zeros(scales, np.float16),
+        )
+        self.lengths = np.zeros(batch, np.int32)
+
+    def bucket(self, sequence: int) -> Bucket:
+        """The tokens of a sequence: views."""
+        return self.buffers.select((sequence, slice(self.lengths[sequence])))
+
+    def add(self, sequence: int, tokens: Bucket) -> None:
+        """Append tokens; there is room for them."""
+        start = self.lengths[sequence]
+        stop = start + len(tokens.token_ids)
+        for name in Bucket._fields:
+            getattr(self.buffers, name)[sequence, start:stop] = getattr(tokens, name)
+        self.lengths[sequence] = stop
+
+    def keep(self, sequence: int, kept: NDArray[np.bool_]) -> None:
+        """Drop all tokens of a sequence but those [T]; their order stays."""
+        tokens = self.bucket(sequence).select(kept)
+        self.lengths[sequence] = 0
+        self.add(sequence, tokens)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's codes and scales, of all heads."""
+        b = self.buffers
+        return sum(a[0, :1].nbytes for a in (b.k_qx, b.k_scale, b.v_qx, b.v_scale))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
