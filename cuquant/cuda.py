@@ -45,7 +45,8 @@ def quantize(x: Any, fmt: Format) -> Any:
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
     tables = _tables(fmt)
     codebook = (np.uint64(tables.thresholds), np.int32(fmt.divides_by_stored))
-    jit.launch(plan.per_block("quantize", fmt, 2 * count), *_float_rows(rows), *sizes, out, bad, *codebook)
+    step = plan.per_block("quantize", fmt, count * fmt.block_size // 16)
+    jit.launch(step, *_float_rows(rows), *sizes, out, bad, *codebook)
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)
     return out
@@ -91,7 +92,7 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
     blocks, fmt = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
-    count = blocks.size // fmt.block_bytes
+    count = out.size // 32
     if count:
         jit.launch(
             plan.per_block("dequantize", fmt, count * out.itemsize),  # a thread per 2 x 16 bytes
@@ -162,8 +163,8 @@ class Fragments:
     """Exponent of the power of two by which the weights are multiplied."""
     offset: int = 0
     """What has been added to scales that are exponents."""
-    exponents: Any = None
-    """What they were, as blocks have them, if that has lost some."""
+    kept: Any = None
+    """Scales as blocks have them, where what kernels read has lost some."""
 
     @cached_property
     def weight(self) -> problem.Weight:
@@ -199,8 +200,8 @@ def to_fragments(blocks: Any, fmt: Format) -> Fragments:
         return result
     peak = device.cupy().zeros(1, np.float32)
     _repack("to_fragments", result, fine, count, peak)
-    if fmt.has_exponents:
-        return _centered(result, blocks)
+    if fmt.scaling != "float":
+        return _centered(result, blocks) if fmt.scaling == "e8m0" else _canonical(result, blocks)
     greatest = float(peak.get(stream)[0])
     lift = LIFT if fmt.lookup and greatest < LIFTED_BELOW else 0
     return replace(result, half=greatest <= float(np.finfo(np.float16).max), lift=lift)
@@ -227,7 +228,20 @@ def _centered(fragments: Fragments, blocks: Any) -> Fragments:
     plane = fragments.buffer[fragments.scale :]
     plane[...] = cupy.clip(plane.astype(np.int16) + offset, first, last)
     cupy.cuda.get_current_stream().synchronize()
-    return replace(fragments, lift=16 - 14 + offset, offset=offset, exponents=e.copy() if lost else None)
+    return replace(fragments, lift=16 - 14 + offset, offset=offset, kept=e[:, None].copy() if lost else None)
+
+
+def _canonical(fragments: Fragments, blocks: Any) -> Fragments:
+    """E4M3 scales without their unused signs; 0x7F, which ggml reads as 0, as 0, but 0xFF, 480, as 0x7F."""
+    cupy = device.cupy()
+    d = blocks.reshape(-1, fragments.fmt.block_bytes)[:, : fragments.fmt.kernel_scale_bytes]
+    kept = None
+    if bool((d >= 0x7F).any()):
+        plane = fragments.buffer[fragments.scale :]
+        plane[...] = cupy.where(plane == 0x7F, 0, plane & 0x7F)
+        kept = d.copy()
+        cupy.cuda.get_current_stream().synchronize()
+    return replace(fragments, lift=-7, kept=kept)  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -238,10 +252,11 @@ def from_fragments(fragments: Fragments) -> Any:
     count = plan.tiles(prod(lead), n, k)
     if count:
         _repack("from_fragments", fragments, blocks, count)
-    if fmt.has_exponents:
-        e = blocks.reshape(-1, fmt.block_bytes)[:, 0]
-        kept = fragments.exponents
-        e[...] = e - np.uint8(fragments.offset % 256) if kept is None else kept
+    scales = blocks.reshape(-1, fmt.for_kernels.block_bytes)
+    if fragments.kept is not None:
+        scales[:, : fragments.kept.shape[1]] = fragments.kept
+    elif fragments.offset:
+        scales[:, 0] -= np.uint8(fragments.offset % 256)
     return fmt.from_kernels(blocks, cupy)
 
 

@@ -18,7 +18,7 @@ from gguf_files import write, write_blocks
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import plan, testing
+from cuquant import testing
 
 F = np.float32
 NAMES = [row.name for row in FP4]
@@ -359,12 +359,6 @@ def test_refuses_what_is_not_finite(name: str, bad: float) -> None:
     x[2, 1, 7] = bad
     with pytest.raises(ValueError, match=rf"{bad} in row \(2, 1\): weights must be finite"):
         cq.quantize(x, name)
-
-
-@pytest.mark.parametrize("name", ["nvfp4"])
-def test_a_gpu_refuses_them_by_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name} has no kernels yet: .*NumPy arrays only"):
-        plan.layout(cq.formats.get(name))
 
 
 # Files

@@ -1,4 +1,4 @@
-"""mxfp4 and int4 on a GPU: numbers and bytes as on the CPU, products of every range of scales."""
+"""FP4 and int4 on a GPU: numbers and bytes as on the CPU, products of every range of scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cuquant.testing import as_numpy, nmse, worst_element
 pytestmark = pytest.mark.gpu
 F = np.float32
 INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, -1) for symmetric in (True, False)]
-FORMATS = [cq.formats.get("mxfp4"), *INT4]
+FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), *INT4]
 SHAPES = [(1, 192), (16, 384), (33, 960), (130, 1152), (3, 17, 192)]
 
 
@@ -100,3 +100,48 @@ def test_mxfp4_scales_of_every_kind() -> None:
         y, exact = as_numpy(cq.matmul(x, there.T, dtype=F)), testing.linear(x, w)
         for column in range(48):
             assert nmse(y[:, column], exact[:, column]) < 1e-6
+
+
+def test_nvfp4_scales_of_every_kind() -> None:
+    """All bytes, signs that do not count and 0x7F, which reads as 0, among them."""
+    cupy = device.cupy()
+    raw = random_blocks("nvfp4", (64, 256))
+    raw.view(cq.formats.get("nvfp4").storage)["d"] = np.arange(1024, dtype=np.uint8).reshape(64, 4, 4)
+    w = cq.from_blocks(raw, "nvfp4", (64, 256))
+    there = w.to_device("cuda").prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), raw)
+    for m in (2, 40):
+        x = cupy.asarray(gauss((m, 256), 2).astype(np.float16))
+        y, exact = as_numpy(cq.matmul(x, there.T, dtype=F)), testing.linear(x, w)
+        for row in range(64):
+            assert nmse(y[:, row], exact[:, row]) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_fp4_is_quantized_as_on_the_cpu(name: str, dtype: np.dtype[np.generic]) -> None:
+    """Ties, zeros, powers of two and just below them, subnormal numbers, scales at both ends."""
+    cupy = device.cupy()
+    x = gauss((400, 512))
+    x[3], x[4] = 0, -0.0
+    x[5:205] *= 10 ** np.random.default_rng(2).uniform(-44, 3 if name == "nvfp4" else 38, (200, 1)).astype(F)
+    x[5:205] = np.clip(x[5:205], F(-2600), F(2600)) if name == "nvfp4" else x[5:205]
+    powers = np.exp2(np.arange(-30, 11)).astype(F)
+    for row, peak in enumerate([*powers, *np.nextafter(powers, F(0)), *np.nextafter(powers, F(1e9))], 210):
+        x[row] = np.resize(np.arange(-24, 25) / F(24), 512) * peak
+    x[340] = np.resize([0, 0.25, 0.5, 0.75, 1, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, -0.75, -5, -6], 512)
+    with np.errstate(over="ignore"):
+        given = x.astype(dtype)
+    given[~np.isfinite(given.astype(F))] = 1
+    expected = cq.quantize(given, name).blocks
+    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(given), name).blocks), expected)
+    strided = cupy.zeros((400, 1024), dtype)
+    strided[:, ::2] = cupy.asarray(given)
+    np.testing.assert_array_equal(as_numpy(cq.quantize(strided[:, ::2], name).blocks), expected)
+    for bad in (np.nan, np.inf, *([2700.0] if name == "nvfp4" else [])):
+        given[7, 9] = bad
+        with pytest.raises(ValueError, match="row 7") as on_cpu:
+            cq.quantize(given, name)
+        with pytest.raises(ValueError, match="row 7") as on_cuda:
+            cq.quantize(cupy.asarray(given), name)
+        assert str(on_cpu.value) == str(on_cuda.value)

@@ -8,7 +8,7 @@ parameters sets the attributes in its constructor and registers the instances th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +51,8 @@ class Format(ABC):
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
-    has_exponents: ClassVar[bool] = False
-    """Whether scales are E8M0, bytes e that mean 2^(e - 127), before the codes."""
+    scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
+    """What scales are to kernels: floats as they are, or bytes at the beginning of a block."""
     codebook: NDArray[np.float32] | None = None
     """What codes are looked up in: 2^bits numbers, if `lookup` in [-1, 1] and ascending."""
     thresholds: NDArray[np.float32]

@@ -35,8 +35,7 @@ class MXFP4(Format):
     ggml_type = 39
     file_type = 38
     codebook = e2m1.TWICE
-    encodes_on_gpu = False
-    has_exponents = True
+    scaling = "e8m0"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1, keepdims=True)

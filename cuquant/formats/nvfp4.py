@@ -55,7 +55,8 @@ class NVFP4(Format):
     formula = "W = E2M1[q] * d"
     ggml_type = 40
     file_type = 39
-    on_gpu = False
+    codebook = e2m1.TWICE
+    scaling = "e4m3"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         groups = x.reshape(-1, _GROUP)

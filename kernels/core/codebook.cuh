@@ -68,7 +68,7 @@ struct Codebook {
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
         codes(tile, h, a);
 #pragma unroll
-        for (int r = 0; r < 4; r++) a[r] = mul_half2(a[r], tile.scale_pair(h / 2, r % 2));
+        for (int r = 0; r < 4; r++) a[r] = mul_half2(a[r], tile.scale_pair(h, r % 2));
     }
 
 private:

@@ -106,7 +106,7 @@ DEVICE void decode(const Problem& p) {
                     u32 a0[4], a1[4];
                     codec.codes(tile, 2 * block, a0);
                     codec.codes(tile, 2 * block + 1, a1);
-                    const float d[2] = {tile.d(block, 0), tile.d(block, 1)};
+                    const float d[2] = {tile.d(2 * block, 0), tile.d(2 * block, 1)};
 #pragma unroll
                     for (int group = 0; group < GROUPS; group++) {
                         float c[4] = {};
@@ -114,6 +114,16 @@ DEVICE void decode(const Problem& p) {
                             mma_half(c, a0, x[group][0], x[group][1], c);
                         else
                             mma_half(c, a0, x[group][0], x[group][1], sums[group]);
+                        if constexpr (F::SCALING == E4M3) {  // every step has its own
+                            const float next[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
+#pragma unroll
+                            for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
+                            float other[4] = {};
+                            mma_half(other, a1, x[group][2], x[group][3], other);
+#pragma unroll
+                            for (int j = 0; j < 4; j++) acc[r][group][j] += next[j >> 1] * other[j];
+                            continue;
+                        }
                         mma_half(c, a1, x[group][2], x[group][3], c);
 #pragma unroll
                         for (int j = 0; j < 4; j++) {

@@ -15,8 +15,8 @@ template <class F>
 struct E2m1Codes {
     static constexpr int TABLE_BYTES = 0;
     static constexpr bool SUMS = false;
-    // Scales in float32 are 2^-16 times those in float16 (tile.cuh).
-    static constexpr float UNSCALE = 65536.f, UNSCALE_8 = UNSCALE;
+    // What scales in float32 lack of those in float16 (tile.cuh).
+    static constexpr float UNSCALE = F::SCALING == E8M0 ? 65536.f : 32768.f, UNSCALE_8 = UNSCALE;
 
     DEVICE E2m1Codes(const u16*, int) {}
     DEVICE void fill(int, int) {}
@@ -35,6 +35,6 @@ struct E2m1Codes {
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
         codes(tile, h, a);
 #pragma unroll
-        for (int r = 0; r < 4; r++) a[r] = mul_half2(a[r], tile.scale_pair(h / 2, r % 2));
+        for (int r = 0; r < 4; r++) a[r] = mul_half2(a[r], tile.scale_pair(h, r % 2));
     }
 };

@@ -53,11 +53,11 @@ struct IntegerCodes {
             } else {
                 q = sub_half2(masked(tile, h, r, 0x64006400), 0x64006400 + F::OFFSET * 0x00010001);
             }
-            u32 d = tile.scale_pair(h / 2, r % 2);
+            u32 d = tile.scale_pair(h, r % 2);
             if constexpr (F::SCALING == HALF_AND_MIN)
-                a[r] = fma_half2(q, d, tile.scale_pair(h / 2, r % 2, 1));
+                a[r] = fma_half2(q, d, tile.scale_pair(h, r % 2, 1));
             else if constexpr (F::SCALING == HALF_AND_ZERO)
-                a[r] = mul_half2(sub_half2(q, tile.scale_pair(h / 2, r % 2, 1)), d);
+                a[r] = mul_half2(sub_half2(q, tile.scale_pair(h, r % 2, 1)), d);
             else
                 a[r] = mul_half2(q, d);
         }

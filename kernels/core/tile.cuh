@@ -62,15 +62,22 @@ struct Tile {
         load_others(high_at, scale_at, lane);
     }
 
-    // Two copies of the scale of block b in float16, or (minimum) of its minimum or zero point; row8 = 1 for row g + 8.
-    DEVICE u32 scale_pair(int b, int row8, int minimum = 0) const {
+    // Two copies of the scale of step h in float16, or (minimum) of its minimum or zero point; row8 = 1 for row g + 8.
+    // Of E4M3 bytes 2^7 times their own numbers.
+    DEVICE u32 scale_pair(int h, int row8, int minimum = 0) const {
+        const int b = h / 2;
+        if constexpr (F::SCALING == E4M3)
+            return mul_half2(__byte_perm(step_halves(h, row8), 0, b ? 0x3232 : 0x1010), 0x78007800);
         if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, minimum ? 0x3232 : 0x1010);
         if constexpr (F::SCALE_BYTES == 32) return __byte_perm(halves(b), 0, row8 ? 0x3232 : 0x1010);
         return __byte_perm(scale[row8], 0, b ? 0x3232 : 0x1010);
     }
 
-    // The same in float32; of E8M0 bytes their own powers of two.
-    DEVICE float d(int b, int row8) const {
+    // The same in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
+    DEVICE float d(int h, int row8) const {
+        const int b = h / 2;
+        if constexpr (F::SCALING == E4M3)
+            return b ? high_to_float(step_halves(h, row8)) : low_to_float(step_halves(h, row8));
         if constexpr (F::HAS_MIN) return low_to_float(scale[row8 * 2 + b]);
         if constexpr (F::SCALING == E8M0) return __int_as_float(exponent(row8 * 2 + b));
         const u32 pair = F::SCALE_BYTES == 32 ? halves(b) : scale[row8];
@@ -80,10 +87,15 @@ struct Tile {
     // Minimum of block b, in formats that have one; with a zero point, -zero * d.
     DEVICE float m(int b, int row8) const {
         const float m = high_to_float(scale[F::HAS_MIN ? row8 * 2 + b : 0]);
-        return F::SCALING == HALF_AND_ZERO ? -m * d(b, row8) : m;
+        return F::SCALING == HALF_AND_ZERO ? -m * d(2 * b, row8) : m;
     }
 
 private:
+    // The scales of steps h % 2 and h % 2 + 2 of a row: E4M3 bytes, whose bits are a float16 number's.
+    DEVICE u32 step_halves(int h, int row8) const {
+        return masked(h % 2 ? scale[row8] >> 1 : scale[row8] << 7, 0x3f803f80);
+    }
+
     // Byte `at` as the exponent of a float32 number.
     DEVICE u32 exponent(int at) const {
         return masked(at < 3 ? scale[0] << (23 - 8 * at) : scale[0] >> 1, 0x7f800000);

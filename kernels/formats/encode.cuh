@@ -44,16 +44,17 @@ DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
 }
 
 // From an address aligned to 16 bytes.
+template <int APART>
 DEVICE void load_aligned(const void* x, s64 at, int dtype, float (&to)[MINE]) {
     if (dtype == FLOAT32) {
         const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
-        const float4 parts[4] = {from[0], from[1], from[4], from[5]};
+        const float4 parts[4] = {from[0], from[1], from[APART / 4], from[APART / 4 + 1]};
 #pragma unroll
         for (int p = 0; p < 4; p++)
             to[p * 4] = parts[p].x, to[p * 4 + 1] = parts[p].y, to[p * 4 + 2] = parts[p].z, to[p * 4 + 3] = parts[p].w;
     } else {
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at);
-        const uint4 a = from[0], b = from[2];
+        const uint4 a = from[0], b = from[APART / 8];
         const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
@@ -171,13 +172,14 @@ DEVICE u32 scale_bits(const Scales& scales, const u32 (&words)[4]) {
     return bits;
 }
 
-// A thread's elements: eight from `at` on, and the eight that are 16 further.
+// A thread's elements: eight from `at` on, and eight that are APART further.
+template <int APART = 16>
 DEVICE void load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
     const s64 row_bytes = row_stride * (dtype == FLOAT32 ? 4 : 2);
     if (column_stride == 1 && (reinterpret_cast<u64>(x) | row_bytes) % 16 == 0) {
-        load_aligned(x, at, dtype, to);
+        load_aligned<APART>(x, at, dtype, to);
     } else {
 #pragma unroll
-        for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j + j / 8 * 8) * column_stride, dtype);
+        for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j % 8 + j / 8 * APART) * column_stride, dtype);
     }
 }

@@ -10,7 +10,7 @@
 
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
 struct GgmlBlock {
-    static constexpr int BITS = BITS_;
+    static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = HAS_MIN_ ? HALF_AND_MIN : HALF;
     static constexpr bool HAS_MIN = HAS_MIN_;                           // W = d * q + m, else W = d * (q - OFFSET)

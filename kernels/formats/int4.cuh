@@ -5,7 +5,7 @@
 
 template <bool ASYMMETRIC>
 struct Int4Block {
-    static constexpr int BITS = 4, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + 16;
+    static constexpr int BITS = 4, COLUMNS = 32, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + 16;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = ASYMMETRIC ? HALF_AND_ZERO : HALF;
     static constexpr bool HAS_MIN = ASYMMETRIC;  // -zero * scale

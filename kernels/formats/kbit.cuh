@@ -7,7 +7,7 @@
 
 template <int BITS_, bool IS_E4M4>
 struct KbitBlock {
-    static constexpr int BITS = BITS_;
+    static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = CODEBOOK;
     static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
     static constexpr bool HAS_MIN = false;

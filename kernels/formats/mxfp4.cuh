@@ -1,10 +1,10 @@
 // mxfp4: see cuquant/formats/mxfp4.py. A block is an E8M0 byte and 16 bytes of nibbles, ordered as ggml's codes of four
 // bits. Blocks start at any address.
 #pragma once
-#include "share.cuh"
+#include "fp4.cuh"
 
 struct Mxfp4Block {
-    static constexpr int BITS = 4, BLOCK_BYTES = 17, CODES_AT = 1;
+    static constexpr int BITS = 4, COLUMNS = 32, BLOCK_BYTES = 17, CODES_AT = 1;
     static constexpr Coding CODING = E2M1;
     static constexpr Scaling SCALING = E8M0;
     static constexpr bool HAS_MIN = false;
@@ -21,9 +21,12 @@ struct Mxfp4Block {
         low &= 0x0f0f0f0f;
     }
 
-    // The codebook holds twice the numbers, for half of 2^(e - 127): the least halves are subnormal.
+    // Half of 2^(e - 127); the least are subnormal.
+    static DEVICE float half_of(u32 e) { return __int_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23); }
+
+    // The codebook holds twice the numbers.
     static DEVICE float read(u32 codes, int j, u32 e, const float* codebook) {
-        return ieee_mul(codebook[codes >> 8 * j & 0xff], __int_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23));
+        return ieee_mul(codebook[codes >> 8 * j & 0xff], half_of(e));
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -40,8 +43,8 @@ struct Mxfp4Block {
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const u32 two = codes[8 * t + e];
-                    share.low[2 * b] |= place(two & 15, 2 * t + j) << 16 * e;
-                    share.low[2 * b + 1] |= place(two >> 4, 2 * t + j) << 16 * e;
+                    share.low[2 * b] |= place_e2m1(two & 15, 2 * t + j) << 16 * e;
+                    share.low[2 * b + 1] |= place_e2m1(two >> 4, 2 * t + j) << 16 * e;
                 }
         }
         return share;
@@ -58,18 +61,12 @@ struct Mxfp4Block {
             for (int t = 0; t < 2; t++)
 #pragma unroll
                 for (int e = 0; e < 2; e++)
-                    codes[8 * t + e] = u8(code(share.low[2 * b] >> 16 * e, 2 * t + j) |
-                                          code(share.low[2 * b + 1] >> 16 * e, 2 * t + j) << 4);
+                    codes[8 * t + e] = u8(e2m1_at(share.low[2 * b] >> 16 * e, 2 * t + j) |
+                                          e2m1_at(share.low[2 * b + 1] >> 16 * e, 2 * t + j) << 4);
         }
         u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
         own[0] = u8(share.scale);
     }
-
-private:
-    // A code at its place in half a word (core/e2m1.cuh), and back.
-    static constexpr int SIGN_AT[4] = {15, 12, 14, 13};
-    static DEVICE u32 place(u32 code, int r) { return (code & 7) << (9 - 3 * r) | (code >> 3) << SIGN_AT[r]; }
-    static DEVICE u32 code(u32 word, int r) { return (word >> (9 - 3 * r) & 7) | (word >> SIGN_AT[r] & 1) << 3; }
 };
 
 using Format = Mxfp4Block;

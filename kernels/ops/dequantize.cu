@@ -12,16 +12,18 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
     const s64 thread = s64(blockIdx.x) * blockDim.x + threadIdx.x, index = thread / THREADS;
     if (index >= count) return;
     const int first = int(thread % THREADS) * N;
-    const u8* block = blocks + index * Format::BLOCK_BYTES;
+    const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
+    const int part = index % (Format::COLUMNS / 32);
     const u32 scale = Format::scale_bits(block);
     u32 codes[2][N / 4];
 #pragma unroll
-    for (int w = 0; w < N / 4; w++) Format::load_codes(block, first + 4 * w, codes[0][w], codes[1][w]);
+    for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
+        const u32 own = Format::SCALING == E4M3 ? scale >> 8 * (2 * part + half) & 0xff : scale;
         float x[N];
 #pragma unroll
-        for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, scale, codebook);
+        for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);
         u32 words[4];
 #pragma unroll
         for (int w = 0; w < 4; w++)

@@ -1,10 +1,12 @@
 // Floats to blocks.
+#include "../formats/encode_fp4.cuh"
 #include "../formats/encode_kbit.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-constexpr int THREADS = 256, BLOCKS = THREADS / 2;  // their bytes are a multiple of 16
+constexpr int THREADS = 256;
+constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
 // A thread's half of a block of integer codes to its place; false where a scale overflows float16.
 template <class F>
@@ -31,17 +33,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
     const s64 first = s64(blockIdx.x) * BLOCKS;
     const int count = int(min(rows * blocks_per_row - first, s64(BLOCKS)));
-    const int half = threadIdx.x % 2;
-    const int mine = min(int(threadIdx.x) / 2, count - 1);  // threads beyond the last block repeat it
+    const int half = threadIdx.x % 2, part = threadIdx.x / 2 % PARTS;
+    const int mine = min(int(threadIdx.x) / 2 / PARTS, count - 1);  // threads beyond the last block repeat it
+    constexpr int APART = Format::SCALING == E4M3 ? 8 : 16;         // a scale's elements in one thread
 
     // The thread's first element. Dense rows are one row: a 64-bit division is a function call.
-    s64 at = first * 32 + (mine * 32 + half * 8);
-    if (column_stride != 1 || row_stride != blocks_per_row * 32) {
+    const int within = part * 32 + half * (24 - APART);
+    s64 at = first * Format::COLUMNS + (mine * Format::COLUMNS + within);
+    if (column_stride != 1 || row_stride != blocks_per_row * Format::COLUMNS) {
         s64 row = (first + mine) / blocks_per_row;
-        at = row * row_stride + ((first + mine - row * blocks_per_row) * 32 + half * 8) * column_stride;
+        at = row * row_stride + ((first + mine - row * blocks_per_row) * Format::COLUMNS + within) * column_stride;
     }
     float values[MINE];
-    load_elements(x, at, row_stride, column_stride, dtype, values);
+    load_elements<APART>(x, at, row_stride, column_stride, dtype, values);
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
     if constexpr (Format::CODING == CODEBOOK) {
@@ -49,6 +53,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         if (threadIdx.x < 32) own.value[threadIdx.x] = thresholds->value[threadIdx.x];
         __syncthreads();
         good = encode_lookup<Format>(values, half, to, own, decoded);
+    } else if constexpr (Format::CODING == E2M1) {
+        good = encode_e2m1<Format>(values, part, half, to);
     } else {
         good = encode_integers<Format>(values, half, to);
     }

@@ -14,7 +14,8 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 
 constexpr int THREADS = 256, ROWS = 16, ROW_THREADS = THREADS / ROWS;
 constexpr int RUN = 16;                                            // tiles along K
-constexpr int TILE_ROW = 2 * Format::BLOCK_BYTES;                  // bytes of storage
+constexpr int TILE_BLOCKS = 64 / Format::COLUMNS;                  // of a row
+constexpr int TILE_ROW = TILE_BLOCKS * Format::BLOCK_BYTES;        // bytes of storage
 constexpr int PITCH = ((RUN * TILE_ROW + 15) / 16 + 1) * 16;
 static_assert(PITCH / 16 % 2 == 1, "eight rows should fall into different banks");
 
@@ -26,14 +27,14 @@ struct Run {
 };
 
 DEVICE Run run_of(u32 index, int N, int blocks) {
-    u32 tiles_k = (u32(blocks) + 1) / 2, runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
+    u32 tiles_k = (u32(blocks) + TILE_BLOCKS - 1) / TILE_BLOCKS, runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
     u32 band = index / runs, first = index % runs * RUN, row = band % bands * ROWS;
     Run run;
     run.first_tile = s64(band) * tiles_k + first;
     run.first_row = s64(band / bands) * N + row;
     run.rows = min(N - int(row), ROWS);
     run.tiles = min(int(tiles_k - first), RUN);
-    run.bytes = min(blocks - int(first) * 2, RUN * 2) * Format::BLOCK_BYTES;
+    run.bytes = min(blocks - int(first) * TILE_BLOCKS, RUN * TILE_BLOCKS) * Format::BLOCK_BYTES;
     run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
     run.column = s64(first) * TILE_ROW;
     return run;
