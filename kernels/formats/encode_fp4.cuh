@@ -38,8 +38,9 @@ DEVICE bool encode_e2m1(const float (&x)[MINE], int part, int half, u8* block) {
     for (int j = 0; j < MINE; j++) bits = max(bits, magnitude(x[j]));
     if constexpr (F::SCALING == E8M0) {
         bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
-        // In float64 and rounded, as the reference.
-        const int e = bits ? int(floorf(float(log2(double(__int_as_float(bits)))))) + 125 : 0;
+        // In float64 and rounded, as the reference; conversions flush subnormal numbers.
+        const double peak = bits < 0x00800000 ? bits * 0x1p-149 : double(__int_as_float(bits));
+        const int e = bits ? int(floorf(float(log2(peak)))) + 125 : 0;
         nearest_e2m1(x, F::half_of(e & 0xff), q);
         if (half == 0) block[0] = u8(e);
     } else {
