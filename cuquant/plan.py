@@ -400,8 +400,8 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
         stages = min(8, ring // _stage_bytes(fmt, tile))
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
-        if fmt.lookup and tile.batch == 64 and tile.k_groups == 4:
-            continue  # 640 threads with so many sums have no registers left for a lookup
+        if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
+            continue  # 640 threads have no registers left for a lookup, so many sums and results
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
         step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US

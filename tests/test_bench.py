@@ -33,11 +33,13 @@ def header(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 # Records.
 
 
-def test_the_committed_record_reads_and_writes_as_it_is() -> None:
-    record = Record.read(RECORD)
-    assert [list(c)[: len(KEYS)] for c in record.cells] == [KEYS] * 650
-    assert record.to_json() + "\n" == RECORD.read_text(encoding="utf-8")
-    assert record.render("md") + "\n" == RECORD.with_suffix(".md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "formats"), [("matmul", 5), ("kbit", 4), ("fp4-int4", 5)])
+def test_the_committed_records_read_and_write_as_they_are(name: str, formats: int) -> None:
+    path = RECORD.with_name(f"h200-{name}.json")
+    record = Record.read(path)
+    assert [list(c)[: len(KEYS)] for c in record.cells] == [KEYS] * (formats * 2 * 5 * 13)
+    assert record.to_json() + "\n" == path.read_text(encoding="utf-8")
+    assert record.render("md") + "\n" == path.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_record_without_peers_reads_and_writes_as_it_is(tmp_path: Path) -> None:

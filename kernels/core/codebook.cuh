@@ -32,17 +32,20 @@ struct Codebook {
     DEVICE Codebook(const u16* values, int lane)
         : value(values[lane % (1 << BITS)]), own(shared_address(dynamic_shared()) + lane % COPIES * ENTRY) {}
 
-    // Make the table, by `threads` threads in whole warps, which must meet before it is used.
+    // Make the table, by `threads` threads in whole warps, which must meet before it is used. A thread makes an entry
+    // and stores its copies, 16 bytes at a time, in an order in which the threads of a warp meet different banks.
     DEVICE void fill(int thread, int threads) {
         auto of = [&](u32 first, u32 second) {
             return __shfl_sync(~0u, value, first) | __shfl_sync(~0u, value, second) << 16;
         };
 #pragma unroll 1
-        for (int i = thread; i < TABLE_BYTES / 16; i += threads) {
-            const u32 index = i / (STEP / 16);
+        for (int index = thread; index < 1 << INDEX_BITS; index += threads) {
             const u32 v = of(code(index, 0), code(index, 1));
             const u32 next = BITS == 2 ? of(code(index >> 4, 0), code(index >> 4, 1)) : v;
-            reinterpret_cast<uint4*>(dynamic_shared())[i] = make_uint4(v, next, v, next);
+            uint4* const to = reinterpret_cast<uint4*>(dynamic_shared()) + index * (STEP / 16);
+#pragma unroll
+            for (int c = 0; c < STEP / 16; c++)
+                to[(c + thread * STEP / 128) % (STEP / 16)] = make_uint4(v, next, v, next);
         }
     }
 

@@ -69,9 +69,8 @@ private:
         const u32 mask = r % 2 ? 0x00f000f0 : 0x000f000f;
         u32 q = and_or(r < 2 ? tile.low[h] : tile.low[h] >> 8, mask, bits);
         if constexpr (F::HIGH_BYTES > 0) {
-            const int from = 2 * h + r % 2 + r / 2 * 8, to = r % 2 ? 8 : 4;
-            q = and_or(from < to ? tile.high << (to - from) : tile.high >> (from - to),
-                       r % 2 ? 0x01000100 : 0x00100010, q);
+            const u32 turned = __funnelshift_r(tile.high, tile.high, 2 * (h & 1) + 8 * (h >> 1));
+            q = and_or(r < 2 ? turned : turned >> 1, r % 2 ? 0x01000100 : 0x00100010, q);
         }
         return q;
     }

@@ -9,7 +9,8 @@
 //     a2         g       2i+8, 2i+9       2, 6                  1, 3 of row g's
 //     a3         g + 8   2i+8, 2i+9       3, 7                  1, 3 of row g + 8's
 //
-// One-bit plane: bit 2h + (r & 1) + 8 (r >> 1) + 16 e of the lane's word is element e of register r at step h.
+// One-bit plane: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word, turned left
+// by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the others'.
 #pragma once
 #include "ptx.cuh"
 
@@ -168,7 +169,8 @@ struct WeightCopy {
         const s64 first = s64(first_row) * tiles + tile;
         const int last = row_tiles - 1 - first_row;
         low.start(w.low + first * F::LOW_BYTES, last, tiles * F::LOW_BYTES, thread);
-        if constexpr (F::HIGH_BYTES > 0) high.start(w.high + first * F::HIGH_BYTES, last, tiles * F::HIGH_BYTES, thread);
+        if constexpr (F::HIGH_BYTES > 0)
+            high.start(w.high + first * F::HIGH_BYTES, last, tiles * F::HIGH_BYTES, thread);
         scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
     }
 

@@ -93,8 +93,11 @@ struct GgmlBlock {
             }
             if constexpr (HAS_FIFTH) {
                 u32 bits = __shfl_sync(~0u, own_fifth, g * 4 + part) >> 2 * i;  // bits 0, 1, 8, 9 of each half
-                share.high |= (__byte_perm(bits, bits >> 1, 0x5410) & 0x01010101) << (4 * b + j);
-                share.high |= (__byte_perm(bits, bits >> 1, 0x7632) & 0x01010101) << (4 * b + 2 + j);
+#pragma unroll
+                for (int h = 2 * b; h < 2 * b + 2; h++, bits >>= 16) {
+                    const u32 pairs = (bits & 1) | (bits >> 7 & 2) | ((bits >> 1 & 1) | (bits >> 8 & 2)) << 16;
+                    share.high |= turned_left(pairs << (4 + 4 * j), h);
+                }
             }
         }
         return share;
@@ -116,9 +119,14 @@ struct GgmlBlock {
                 scatter_bytes(codes, even | odd << 4);
             }
             if constexpr (HAS_FIFTH) {
-                u32 even = share.high >> (4 * b + j) & 0x01010101, odd = share.high >> (4 * b + 2 + j) & 0x01010101;
-                u32 bits = (((even | even >> 15) & 0x0303) | ((odd | odd >> 15) & 0x0303) << 16) << 2 * i;
-                bits = or_of_row(bits);
+                u32 bits = 0;
+#pragma unroll
+                for (int h = 2 * b; h < 2 * b + 2; h++) {
+                    const u32 pairs = turned_right(share.high, h) >> (4 + 4 * j);
+                    const u32 four = (pairs & 1) | (pairs & 2) << 7 | (pairs >> 15 & 2) | (pairs >> 8 & 0x200);
+                    bits |= four << 16 * (h % 2);
+                }
+                bits = or_of_row(bits << 2 * i);
                 if (i == part) own_fifth = bits;
             }
         }
@@ -128,6 +136,10 @@ struct GgmlBlock {
     }
 
 private:
+    // Of step h's fifth bits in the lane's word (core/tile.cuh).
+    static DEVICE u32 turned_left(u32 bits, int h) { return __funnelshift_l(bits, bits, 2 * (h & 1) + 8 * (h >> 1)); }
+    static DEVICE u32 turned_right(u32 bits, int h) { return __funnelshift_r(bits, bits, 2 * (h & 1) + 8 * (h >> 1)); }
+
     // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.
     static DEVICE u32 gather_bytes(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }
 

@@ -26,7 +26,9 @@ struct KbitBlock {
     }
 
     // absmax: an E4M4 byte has the exponent and mantissa bits of a float16 number 2^-4 times its own.
-    static DEVICE float scale(u32 bits) { return IS_E4M4 ? half_to_float(u16(bits << 6)) * 16 : half_to_float(u16(bits)); }
+    static DEVICE float scale(u32 bits) {
+        return IS_E4M4 ? half_to_float(u16(bits << 6)) * 16 : half_to_float(u16(bits));
+    }
 
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
     static DEVICE float peak(u32 bits) { return fabsf(scale(bits)); }

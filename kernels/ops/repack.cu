@@ -27,7 +27,8 @@ struct Run {
 };
 
 DEVICE Run run_of(u32 index, int N, int blocks) {
-    u32 tiles_k = (u32(blocks) + TILE_BLOCKS - 1) / TILE_BLOCKS, runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
+    u32 tiles_k = (u32(blocks) + TILE_BLOCKS - 1) / TILE_BLOCKS;
+    u32 runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
     u32 band = index / runs, first = index % runs * RUN, row = band % bands * ROWS;
     Run run;
     run.first_tile = s64(band) * tiles_k + first;
