@@ -14,7 +14,8 @@ from .formats import Format
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from .cuda import Fragments, Rows
+    from .cuda import Rows
+    from .fragments import Fragments
 
 _preparing = threading.Lock()
 
@@ -66,9 +67,9 @@ class QuantizedArray:
         blocks = self._blocks  # read once: another thread may be preparing
         if blocks is not None:
             return blocks
-        from . import cuda
+        from .fragments import from_fragments
 
-        return cuda.from_fragments(self.fragments())
+        return from_fragments(self.fragments())
 
     @property
     def storage(self) -> Any:
@@ -89,11 +90,11 @@ class QuantizedArray:
     def fragments(self) -> Fragments:
         """The weight in the GPU kernels' layout, made (and waited for, once) on first use."""
         if self._fragments is None:
-            from . import cuda
+            from .fragments import to_fragments
 
             with _preparing:
                 if self._fragments is None:
-                    self._fragments = cuda.to_fragments(self._blocks, self._format)
+                    self._fragments = to_fragments(self._blocks, self._format)
                     self._blocks = None
         return self._fragments
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
 _FLOAT_NAMES = "float16, bfloat16 or float32"
-_DIVIDE = "divide the weights by a number, and multiply products by it"
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
@@ -185,34 +184,27 @@ def whole_blocks(shape: tuple[int, ...], fmt: Format) -> Format:
     return fmt.for_row(k)
 
 
-def finite(values: Any, first_row: int, shape: tuple[int, ...]) -> None:
-    """No NaN or infinity in rows [n, K] that start at row `first_row` of an array of `shape`."""
+def to_quantize(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """Rows [n, K] that start at row `first_row` of an array of `shape` hold finite numbers, none of them
+    larger than the format takes; the first row that does not is named."""
     bad = ~np.isfinite(values).all(axis=1)
-    if bad.any():
-        row = int(bad.argmax())
-        value = values[row][~np.isfinite(values[row])][0]
-        raise ValueError(
-            f"cannot quantize {value} in row {_row(first_row + row, shape)}: weights must be finite"
-        )
-
-
-def magnitudes(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
-    """No weight is larger than the format takes in rows [n, K] (rows as in `finite`)."""
-    if fmt.largest is None:
-        return
     peaks = np.abs(values).max(axis=1)
-    bad = peaks > fmt.largest
-    if bad.any():
-        row = int(bad.argmax())
-        other = 'use cuquant.KBit(..., absmax="float16")' if fmt.scales == ("absmax",) else _DIVIDE
-        raise ValueError(
-            f"{fmt}: a weight of magnitude {peaks[row]} in row {_row(first_row + row, shape)} is beyond "
-            f"{fmt.largest}, what an 8-bit scale holds: {other}"
-        )
+    large = bad if fmt.largest is None else bad | (peaks > fmt.largest)
+    if not large.any():
+        return
+    row = int(large.argmax())
+    where = f"in row {_row(first_row + row, shape)}"
+    if bad[row]:
+        value = values[row][~np.isfinite(values[row])][0]
+        raise ValueError(f"cannot quantize {value} {where}: weights must be finite")
+    raise ValueError(
+        f"{fmt}: a weight of magnitude {peaks[row]} {where} is beyond {fmt.largest}, "
+        f"what an 8-bit scale holds: {fmt.beyond}"
+    )
 
 
 def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
-    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `finite`)."""
+    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `to_quantize`)."""
     for field in fmt.scales:
         bad = ~np.isfinite(records[field]).all(axis=1)
         if bad.any():
@@ -230,7 +222,10 @@ def _row(flat: int, shape: tuple[int, ...]) -> str:
 
 
 def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
-    """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`; a view if `raw` is contiguous."""
+    """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`, contiguous; a view if `raw` is.
+
+    On a GPU they are copied from an odd address, too: kernels read pairs of bytes.
+    """
     blocks = array(
         np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
     )
@@ -242,7 +237,9 @@ def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:
         raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
-    return blocks.reshape(wanted)
+    blocks = blocks.reshape(wanted)
+    odd = device.is_cuda(blocks) and blocks.data.ptr % 2
+    return blocks.copy() if odd or not blocks.flags.c_contiguous else blocks
 
 
 def shape(value: Any) -> tuple[int, ...]:

@@ -38,8 +38,7 @@ def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
     for part in slabs(len(rows), k):
         values = np.ascontiguousarray(rows[part], np.float32)
         if not fmt.for_activations:
-            check.finite(values, part.start, x.shape)
-            check.magnitudes(values, fmt, part.start, x.shape)
+            check.to_quantize(values, fmt, part.start, x.shape)
         with np.errstate(all="ignore"):
             records = fmt.encode(values.reshape(-1, fmt.block_size)).reshape(len(values), -1)
         if not fmt.for_activations:

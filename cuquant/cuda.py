@@ -7,15 +7,16 @@ reads back whether its values were good.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import check, cpu, device, jit, plan, problem
 from .formats import Format, get
+from .fragments import Fragments, tables
 
 if TYPE_CHECKING:
     from .ops.matmul import Product
@@ -43,8 +44,7 @@ def quantize(x: Any, fmt: Format) -> Any:
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    tables = _tables(fmt)
-    codebook = (np.uint64(tables.thresholds), np.int32(fmt.divides_by_stored))
+    codebook = (np.uint64(tables(fmt).thresholds), np.int32(fmt.divides_by_stored))
     step = plan.per_block("quantize", fmt, count * fmt.block_size // 16)
     jit.launch(step, *_float_rows(rows), *sizes, out, bad, *codebook)
     if bad is not None:
@@ -81,8 +81,7 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
     """The error of the first row that cannot be quantized, in the words of the NumPy backend."""
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
-        check.finite(row, first_bad, shape)
-        check.magnitudes(row, fmt, first_bad, shape)
+        check.to_quantize(row, fmt, first_bad, shape)
         with np.errstate(all="ignore"):
             check.scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
 
@@ -100,171 +99,9 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
             np.int64(count),
             out,
             np.int32(problem.DTYPES[dtype]),
-            np.uint64(_tables(fmt).codebook),
+            np.uint64(tables(fmt).codebook),
         )
     return out
-
-
-class _Tables(NamedTuple):
-    """Addresses of a codebook on a device: float32 entries, thresholds, and float16 entries, also times the
-    power of two by which products lift small weights; 0 for formats without one."""
-
-    codebook: int = 0
-    thresholds: int = 0
-    values: int = 0
-    lifted: int = 0
-
-
-_codebooks: dict[tuple[int, Format], tuple[_Tables, Any]] = {}
-
-
-def _tables(fmt: Format) -> _Tables:
-    """The codebook of a format on the current device, uploaded once."""
-    if not fmt.lookup and fmt.codebook is None:
-        return _Tables()
-    cupy = device.cupy()
-    key = (cupy.cuda.runtime.getDevice(), fmt)
-    found = _codebooks.get(key)
-    if found is None:
-        tables = np.zeros((4, 32), np.float32)
-        assert fmt.codebook is not None
-        tables[0, : len(fmt.codebook)] = fmt.codebook
-        tables[1] = np.inf
-        if fmt.lookup:
-            tables[1, : len(fmt.thresholds)] = fmt.thresholds
-        for row, lift in ((2, 0), (3, LIFT)) if fmt.lookup else ():
-            halves = (fmt.codebook * np.float32(2.0**lift / fmt.scale_unit)).astype(np.float16)
-            tables[row].view(np.float16)[: len(halves)] = halves
-        buffer = cupy.asarray(tables)
-        cupy.cuda.get_current_stream().synchronize()  # other streams may use it
-        starts = (int(buffer.data.ptr) + row * 128 for row in range(4))
-        found = _codebooks.setdefault(key, (_Tables(*starts), buffer))
-    return found[0]
-
-
-LIFT, LIFTED_BELOW = 11, 2.0**-5
-"""Where all weights of a codebook are below this in magnitude, products multiply them by 2^LIFT, since
-float16 loses bits of small numbers, and take it back in float32. (Integers times a scale lose none.)"""
-
-
-@dataclass(frozen=True)
-class Fragments:
-    """A weight of shape (..., N, K) in the fragment layout: one buffer, and where its planes start."""
-
-    fmt: Format
-    shape: tuple[int, ...]
-    buffer: Any
-    low: int
-    high: int
-    scale: int
-    half: bool = True
-    """Whether no weight is beyond float16's largest number, so that kernels may hold it in float16."""
-    lift: int = 0
-    """Exponent of the power of two by which the weights are multiplied."""
-    offset: int = 0
-    """What has been added to scales that are exponents."""
-    kept: Any = None
-    """Scales as blocks have them, where what kernels read has lost some."""
-
-    @cached_property
-    def weight(self) -> problem.Weight:
-        """What a product has to know of it."""
-        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift)
-
-    @cached_property
-    def addresses(self) -> tuple[int, int, int]:
-        """Device addresses of the planes."""
-        start = self.buffer.data.ptr
-        return start + self.low, start + self.high, start + self.scale
-
-    @cached_property
-    def values(self) -> int:
-        """Device address of the codebook in float16, or 0."""
-        tables = _tables(self.fmt)
-        return tables.lifted if self.lift else tables.values
-
-
-def to_fragments(blocks: Any, fmt: Format) -> Fragments:
-    """Storage blocks (..., N, row bytes) to the fragment layout; waits, so that any stream may use it."""
-    stream = device.cupy().cuda.get_current_stream()
-    check.may_prepare(stream)
-    fine, own = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels
-    *lead, n, row_bytes = fine.shape
-    k = row_bytes // own.block_bytes * own.block_size
-    count = plan.tiles(prod(lead), n, k)
-    low, high, scale, size = plan.layout(own).offsets(count)
-    buffer = device.cupy().empty(size, np.uint8)
-    result = Fragments(fmt, (*lead, n, k), buffer, low, high, scale)
-    _tables(fmt)  # now: the first product may be captured in a graph
-    if not count:
-        return result
-    peak = device.cupy().zeros(1, np.float32)
-    _repack("to_fragments", result, fine, count, peak)
-    if fmt.scaling != "float":
-        return _centered(result, blocks) if fmt.scaling == "e8m0" else _canonical(result, blocks)
-    greatest = float(peak.get(stream)[0])
-    lift = LIFT if fmt.lookup and greatest < LIFTED_BELOW else 0
-    return replace(result, half=greatest <= float(np.finfo(np.float16).max), lift=lift)
-
-
-_EXPONENTS, _EXACT = (96, 126), 24
-"""Bytes whose last five bits kernels take for a float16 number's exponent (kernels/core/tile.cuh); how far
-below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact."""
-
-
-def _centered(fragments: Fragments, blocks: Any) -> Fragments:
-    """E8M0 scales e of weights E2M1 * 2^(e - 127) in the range of float16's exponents, if they fit there."""
-    cupy = device.cupy()
-    records = blocks.reshape(-1, fragments.fmt.block_bytes)
-    e, used = records[:, 0], (records[:, 1:] & 0x77).any(axis=1)  # codes but for their signs
-    first, last = _EXPONENTS
-    # The least keeps the power of two that products are multiplied by a normal number.
-    greatest, least = int(cupy.where(used, e, 4).max()), int(cupy.where(used, e, 255).min())
-    # Sums with scales in float32, in units of 2^(e - 127), are 2^-14 times their own, times 2^16.
-    if greatest - least > _EXACT:
-        return replace(fragments, half=False, lift=16 - 14)
-    offset = last - greatest
-    lost = bool((e.astype(np.int16) + offset < first).any())  # of blocks of zeros
-    plane = fragments.buffer[fragments.scale :]
-    plane[...] = cupy.clip(plane.astype(np.int16) + offset, first, last)
-    cupy.cuda.get_current_stream().synchronize()
-    return replace(fragments, lift=16 - 14 + offset, offset=offset, kept=e[:, None].copy() if lost else None)
-
-
-def _canonical(fragments: Fragments, blocks: Any) -> Fragments:
-    """E4M3 scales without their unused signs; 0x7F, which ggml reads as 0, as 0, but 0xFF, 480, as 0x7F."""
-    cupy = device.cupy()
-    d = blocks.reshape(-1, fragments.fmt.block_bytes)[:, : fragments.fmt.kernel_scale_bytes]
-    kept = None
-    if bool((d >= 0x7F).any()):
-        plane = fragments.buffer[fragments.scale :]
-        plane[...] = cupy.where(plane == 0x7F, 0, plane & 0x7F)
-        kept = d.copy()
-        cupy.cuda.get_current_stream().synchronize()
-    return replace(fragments, lift=-7, kept=kept)  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
-
-
-def from_fragments(fragments: Fragments) -> Any:
-    """The storage blocks, exactly as they were."""
-    cupy, fmt = device.cupy(), fragments.fmt
-    *lead, n, k = fragments.shape
-    blocks = cupy.empty((*lead, n, fmt.for_kernels.row_bytes(k)), np.uint8)
-    count = plan.tiles(prod(lead), n, k)
-    if count:
-        _repack("from_fragments", fragments, blocks, count)
-    scales = blocks.reshape(-1, fmt.for_kernels.block_bytes)
-    if fragments.kept is not None:
-        scales[:, : fragments.kept.shape[1]] = fragments.kept
-    elif fragments.offset:
-        scales[:, 0] -= np.uint8(fragments.offset % 256)
-    return fmt.from_kernels(blocks, cupy)
-
-
-def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *peak: Any) -> None:
-    fmt, (n, k) = fragments.fmt.for_kernels, fragments.shape[-2:]
-    planes = (np.uint64(address) for address in fragments.addresses)
-    sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *peak)
 
 
 def product(p: Product, out: Any) -> None:

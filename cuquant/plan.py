@@ -119,6 +119,11 @@ def layout(fmt: Format) -> Layout:
     return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, scales)
 
 
+def _has_minimum(fmt: Format) -> bool:
+    """Whether kernels have a minimum or a zero point beside every scale."""
+    return fmt.kernel_scale_bytes * 32 > 2 * fmt.block_size
+
+
 def tiles(matrices: int, n: int, k: int) -> int:
     """Tiles of a stack of matrices."""
     return matrices * ceil(n / TILE_ROWS) * ceil(k / TILE_COLUMNS)
@@ -259,14 +264,14 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
-    batch, ring = min(m, groups * 8), (72 if capability >= 90 else 24) << 10
+    batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
     two = groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
     many = (share <= 2 and m <= 4) or (fmt.lookup and groups == 1 and not two)
     warps = 16 if many and capability >= 80 else 8
     if two:
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
-    most = 4 if groups == 1 or len(fmt.scales) > 1 else 7
+    most = 4 if groups == 1 or _has_minimum(fmt) else 7
     most = min(most, max(1, limit // (4 * warps * layout(fmt).tile)))
     row_warps = min(warps, 1 << (ceil(share / most) - 1).bit_length())
     rows = min(most, ceil(share / row_warps))
@@ -363,7 +368,7 @@ class _Choice(NamedTuple):
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
     work = (_LOOKUPS if fmt.lookup else _INSTRUCTIONS)[fmt.bits] + 0.15 * (fmt.scaling == "e4m3")
-    work += 0.05 * (fmt.kernel_scale_bytes * 32 // fmt.block_size > 2)
+    work += 0.05 * _has_minimum(fmt)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
@@ -448,10 +453,11 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     multiprocessor, with 99 KB two.
     """
     row_tiles, warps = ceil(n / TILE_ROWS), 4
-    cheap = fmt.bits == 4 and not fmt.lookup and len(fmt.scales) == 1
+    cheap = fmt.bits == 4 and not fmt.lookup and not _has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
     groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
-    if m > 128 and spared and not cheap and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
+    wide = spared and not cheap and not fmt.has_zero_points  # which take more registers again
+    if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
     stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).tile

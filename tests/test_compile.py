@@ -9,7 +9,7 @@ from math import ceil
 
 import nvrtc
 import pytest
-from formats_table import NAMES
+from formats_table import NAMES, ON_GPU
 
 import cuquant as cq
 from cuquant import plan, sources
@@ -29,12 +29,12 @@ def kernels(arch: str) -> list[plan.Kernel]:
 
 
 def one_of_each(arch: str) -> list[plan.Kernel]:
-    """One tile of each core and value codec: 4, 5 and 8 bits."""
+    """One tile of each core and codec: integers of 4, 5 and 8 bits, a codebook, E2M1."""
     chosen = {}
     for kernel in kernels(arch):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
-        if kernel.format in ("q4_0", "q5_1", "q8_0", "q8_1"):
+        if kernel.format in ("q4_0", "q5_1", "q8_0", "q8_1", "kbit4", "nvfp4"):
             chosen[route] = kernel
     return list(chosen.values())
 
@@ -116,7 +116,7 @@ def test_activations_have_no_weight_layout() -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_plans_cover_the_problem(capability: int, half: bool) -> None:
     """The grid's tiles cover all rows of W and of the batch, and the hardware has room for each block."""
-    for name in NAMES:
+    for name in [*ON_GPU, "kbit5", "mxfp4", "nvfp4", "int4-32-zeros"]:
         for m, n, k in product(
             (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096),
             (1, 16, 17, 4096, 14336, 100_000),

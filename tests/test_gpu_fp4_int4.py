@@ -102,6 +102,56 @@ def test_mxfp4_scales_of_every_kind() -> None:
             assert nmse(y[:, column], exact[:, column]) < 1e-6
 
 
+def test_mxfp4_blocks_of_zeros_keep_their_scales() -> None:
+    """Above and below the scales that count, and 255, which float32 has no number for."""
+    cupy = device.cupy()
+    for rest in ([1, 1e-38, 1], [1, 1e-10, 1.5e-38], [1, 1.5e-38, 1.5e-38], [0, 1e-38, 0]):
+        x = np.ones((16, 96), F) * np.repeat(np.array(rest, F), 32)
+        w = cq.quantize(x, "mxfp4")
+        there = cq.quantize(cupy.asarray(x), "mxfp4").prepare()
+        np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+        for m in (2, 40):
+            a = cupy.asarray(gauss((m, 96), 2).astype(np.float16))
+            assert nmse(cq.matmul(a, there.T, dtype=F), testing.linear(a, w)) < 1e-6
+    raw = cq.quantize(np.full((3, 64), 0.01, F), "mxfp4").blocks.copy()
+    raw.view(cq.formats.get("mxfp4").storage)[1, 1] = (127, 0)
+    there = cq.from_blocks(cupy.asarray(raw), "mxfp4", (3, 64)).prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), raw)
+
+
+@pytest.mark.parametrize(("w", "x"), [(1e34, 1e-30), (1e-36, 1e30), (1e-30, 1e-5), (1e30, 1e-36)])
+def test_factors_that_only_together_fit_float32(w: float, x: float) -> None:
+    cupy = device.cupy()
+    there = cq.quantize(gauss((300, 64), 1) * F(w), "mxfp4").to_device("cuda")
+    for m in (2, 40, 300):
+        a = cupy.asarray(gauss((m, 64), 2) * F(x)).astype(ml_dtypes.bfloat16)
+        exact = testing.linear(a, there)
+        assert nmse(cq.matmul(a, there.T, dtype=F), exact) < 1e-6
+        bias = cupy.ones(300, F) * F(np.abs(exact).max())
+        y = cq.linear(a, there, bias=bias, activation="relu", dtype=F)
+        assert nmse(y, np.maximum(exact + as_numpy(bias), 0)) < 1e-6
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_empty_stacked_and_strided(fmt: cq.Format) -> None:
+    cupy = device.cupy()
+    empty = cq.quantize(cupy.zeros((0, 384), F), fmt)
+    assert empty.dequantize().shape == (0, 384)
+    assert empty.prepare().blocks.shape == empty.blocks.shape
+    w = weight(fmt, (3, 40, 384))
+    there = w.to_device("cuda")
+    for m in (3, 40):
+        x = cupy.asarray(gauss((3, m, 384), 2).astype(np.float16))
+        assert nmse(cq.matmul(x, there.T, dtype=F), testing.linear(x, w)) < 1e-6
+    wide = cupy.zeros((40, 2 * w.blocks.shape[-1] + 1), np.uint8)
+    for start in (0, 1):
+        part = wide[:, start : start + w.blocks.shape[-1]]
+        part[...] = cupy.asarray(w.blocks[0])
+        again = cq.from_blocks(part, w.format, (40, 384))
+        np.testing.assert_array_equal(as_numpy(again.dequantize()), w[0].dequantize())
+        assert nmse(cq.matmul(x[0], again.T, dtype=F), testing.linear(x[0], w[0])) < 1e-6
+
+
 def test_nvfp4_scales_of_every_kind() -> None:
     """All bytes, signs that do not count and 0x7F, which reads as 0, among them."""
     cupy = device.cupy()

@@ -182,3 +182,44 @@ def test_scales_beyond_float16() -> None:
         y = as_numpy(device.cupy().asarray(gauss((m, 64))) @ w.T)
         assert not np.isfinite(y[:, 7]).any()
         assert np.isfinite(np.delete(y, 7, axis=1)).all()
+
+
+def test_small_experts_beside_large_ones() -> None:
+    """Magnitudes far apart in a stack: float16 keeps what counts, or is not used."""
+    cupy = device.cupy()
+    for fmt, spread in ((cq.KBit(4), 1e-4), *((cq.KBit(k, absmax="float16"), 1e-6) for k in (2, 4, 5))):
+        for scale in (1, 100 if fmt.absmax == "float16" else 5):
+            w = gauss((2, 64, 256), 1) * F(scale)
+            w[1] *= F(spread)
+            there = on_gpu(w, fmt)
+            for m in (2, 40, 200):
+                x = cupy.asarray(gauss((m, 256), 2).astype(np.float16))
+                y, exact = as_numpy(cq.matmul(x, there.T, dtype=F)), testing.linear(x, there)
+                for expert in (0, 1):
+                    assert nmse(y[expert], exact[expert]) < 2e-6, (str(fmt), scale, m)
+
+
+def test_codebooks_of_tiny_entries() -> None:
+    cupy = device.cupy()
+    for absmax in STORED:
+        w = on_gpu(gauss((64, 256), 1), cq.KBit(2, [0, 1e-6, 2e-6, 3e-6], absmax=absmax))
+        for m in (2, 40):
+            x = cupy.asarray(gauss((m, 256), 2).astype(np.float16))
+            assert nmse(cq.matmul(x, w.T, dtype=F), testing.linear(x, w)) < 1e-6
+
+
+def test_captured_in_a_graph() -> None:
+    """The codebook is on the GPU before, and the captured product needs nothing more."""
+    cupy = device.cupy()
+    w = on_gpu(gauss((200, 512), 1), cq.KBit(3, SKEWED)).prepare()
+    x, out = cupy.asarray(gauss((40, 512)).astype(np.float16)), cupy.empty((40, 200), np.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cq.matmul(x, cq.quantize(gauss((200, 512), 2), "kbit3").to_device("cuda").T, out=out)  # compile
+        stream.begin_capture()
+        cq.matmul(x, w.T, out=out)
+        graph = stream.end_capture()
+        out.fill(np.nan)
+        graph.launch(stream)
+        stream.synchronize()
+    assert nmse(out, testing.linear(x, w)) < 1e-6

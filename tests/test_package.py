@@ -120,7 +120,7 @@ def test_ci_runs_the_readme_s_test_command() -> None:
 def test_readme_times_are_the_record_s() -> None:
     """The table of times against the committed records, whose commit it also names."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    cells = {}
+    cells: dict[tuple[str, str, int, int], dict[str, float]] = {}
     for path in (ROOT / "examples/benchmarks").glob("h200-*.json"):
         record = json.loads(path.read_text())
         assert f"`{record['commit'][:12]}`" in readme

@@ -35,6 +35,8 @@ class Format(ABC):
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None
     """The largest magnitude of a weight that it takes; None where only its float16 scales set a limit."""
+    beyond: ClassVar[str] = ""
+    """What to do about larger ones."""
     formula: str
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
     ggml_type: ClassVar[int | None] = None
@@ -45,6 +47,8 @@ class Format(ABC):
     """True for a format of activations: made in the hot path, so values are never checked."""
     on_gpu: ClassVar[bool] = True
     """Whether kernels/formats has it; the NumPy backend has every format."""
+    has_zero_points: bool = False
+    """Whether every scale has a zero point."""
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False

@@ -52,6 +52,7 @@ class Int4(Format):
     def __init__(self, group_size: int = 128, symmetric: bool = True) -> None:
         self.group_size = check.group_size(group_size)
         self.symmetric = check.flag(symmetric, "symmetric")
+        self.has_zero_points = not self.symmetric
         # Of Int4(-1), which holds no array, the block size is what K must be a multiple of.
         self.block_size = 32 if self.group_size == WHOLE_ROW else self.group_size
         zero = [] if self.symmetric else [("zero", "u1")]
@@ -67,7 +68,7 @@ class Int4(Format):
 
     @property
     def kernel_scale_bytes(self) -> int:
-        return 2 if self.symmetric else 4  # zero points in float16
+        return 4 if self.has_zero_points else 2  # in float16
 
     @property
     def for_kernels(self) -> Int4:
@@ -80,16 +81,17 @@ class Int4(Format):
         fine = xp.empty((*groups.shape[:-1], parts, scales + _KERNELS_GROUP // 2), np.uint8)
         fine[..., :scales] = groups[..., None, :scales]
         fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, _KERNELS_GROUP // 2)
-        return fine.reshape(*lead, -1)
+        return fine.reshape(*lead, groups.shape[-2] * parts * fine.shape[-1])
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
-        *lead, _ = blocks.shape
+        *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
-        fine = blocks.reshape(*lead, -1, parts, scales + _KERNELS_GROUP // 2)
+        part_bytes = scales + _KERNELS_GROUP // 2
+        fine = blocks.reshape(*lead, row_bytes // (parts * part_bytes), parts, part_bytes)
         groups = xp.empty((*fine.shape[:-2], self.block_bytes), np.uint8)
         groups[..., :scales] = fine[..., 0, :scales]
         groups[..., scales:] = fine[..., scales:].reshape(*fine.shape[:-2], self.block_size // 2)
-        return groups.reshape(*lead, -1)
+        return groups.reshape(*lead, fine.shape[-3] * self.block_bytes)
 
     def for_row(self, k: int) -> Int4:
         return Int4(k, self.symmetric) if self.group_size == WHOLE_ROW else self

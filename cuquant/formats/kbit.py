@@ -119,6 +119,7 @@ class KBit(Format):
         self.name = "-".join(parts)
 
     scales = ("absmax",)
+    beyond = 'use cuquant.KBit(..., absmax="float16")'
     formula = "W = codebook[q] * absmax"
     lookup = ragged_vectors = True
 

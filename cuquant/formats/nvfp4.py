@@ -52,6 +52,7 @@ class NVFP4(Format):
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
     largest = e2m1.LARGEST * _LARGEST_SCALE
+    beyond = "divide the weights by a number, and multiply products by it"
     formula = "W = E2M1[q] * d"
     ggml_type = 40
     file_type = 39

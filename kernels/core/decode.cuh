@@ -115,13 +115,13 @@ DEVICE void decode(const Problem& p) {
                         else
                             mma_half(c, a0, x[group][0], x[group][1], sums[group]);
                         if constexpr (F::SCALING == E4M3) {  // every step has its own
-                            const float next[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
+                            const float odd[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
 #pragma unroll
                             for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
                             float other[4] = {};
                             mma_half(other, a1, x[group][2], x[group][3], other);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) acc[r][group][j] += next[j >> 1] * other[j];
+                            for (int j = 0; j < 4; j++) acc[r][group][j] += odd[j >> 1] * other[j];
                             continue;
                         }
                         mma_half(c, a1, x[group][2], x[group][3], c);

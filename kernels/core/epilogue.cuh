@@ -28,10 +28,14 @@ DEVICE void activate(float (&x)[COUNT], int activation) {
     }
 }
 
+// Two powers of two as two others with the same product, so that a number times the first and the second leaves
+// float32's range only if the result does: where one is below 1 and the other is not, their product is one of them.
+DEVICE float2 safe_factors(float a, float b) { return (a < 1) == (b < 1) ? make_float2(a, b) : make_float2(a * b, 1); }
+
 // Element (m, n) of y, from its accumulator.
 DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value) {
-    value *= p.lift;
-    if (at.unscale) value *= at.unscale[m];
+    const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
+    value = value * factors.x * factors.y;
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
     if (p.activation) {
         float one[1] = {value};
@@ -68,9 +72,9 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
         const int m = first_m + row;
         const float4 low = load(row, column), high = load(row, column + 4);
         float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const float unscale = at.unscale ? at.unscale[m] : 1;
+        const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
 #pragma unroll
-        for (int j = 0; j < 8; j++) v[j] = v[j] * p.lift * unscale + bias[j];
+        for (int j = 0; j < 8; j++) v[j] = v[j] * factors.x * factors.y + bias[j];
         if (p.activation) activate(v, p.activation);
         if (p.residual)
 #pragma unroll

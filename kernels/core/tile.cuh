@@ -104,7 +104,7 @@ private:
 
     // Both rows' scales of block b, from bytes. An E4M4 byte is the float16 number with these exponent and mantissa
     // bits, 2^-4 times its own, subnormal ones included. Of an E8M0 byte the lowest five bits are the exponent: bytes
-    // from 96 to 126 read as 2^16 times their own number, 2^-31 to 2^-1.
+    // from 97 to 126 read as 2^16 times their own number, 2^-30 to 2^-1, and 96 as 0.
     DEVICE u32 halves(int b) const {
         if constexpr (F::SCALING == E8M0) return masked(b ? scale[0] << 2 : scale[0] << 10, 0x7c007c00);
         return masked(b ? scale[0] >> 2 : scale[0] << 6, 0x3fc03fc0);

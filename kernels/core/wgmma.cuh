@@ -227,27 +227,24 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
                        int first_n, u8* shared, int group) {
     constexpr int BATCH = SUMS * 2, CHUNK = ROOM < BATCH ? ROOM / 2 : BATCH, BOX = CHUNK * 128, BUFFERS = ROOM / CHUNK;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-    if (at.unscale) {  // a lane loads one of every 32 rows'
+    auto scale_rows = [&](bool second) {  // a lane loads one of every 32 rows' factors
 #pragma unroll
         for (int row = 0; row < BATCH; row += WARP) {
-            const float factor = at.unscale[min(first_m + row + lane, p.M - 1)];
+            const float2 both =
+                safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, p.M - 1)] : 1, p.lift);
+            const float factor = second ? both.y : both.x;
 #pragma unroll
             for (int j = row / 8; j < (row + WARP) / 8; j++)
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
-                    const float unscale = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
+                    const float own = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
 #pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++)
-                        acc[b][j * 4 + e] *= unscale, acc[b][j * 4 + e + 2] *= unscale;
+                    for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= own, acc[b][j * 4 + e + 2] *= own;
                 }
         }
-    }
-    if (p.lift != 1) {
-#pragma unroll
-        for (int b = 0; b < ROW_BLOCKS; b++)
-#pragma unroll
-            for (int j = 0; j < SUMS; j++) acc[b][j] *= p.lift;
-    }
+    };
+    if (at.unscale || p.lift != 1) scale_rows(false);
+    if (p.lift != 1) scale_rows(true);
     const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
     if (p.bias) {
 #pragma unroll

@@ -110,13 +110,13 @@ DEVICE void load_low(u32 (&words)[WORDS], const u8* tile, int lane) {
     }
 }
 
-// `peak` becomes the bits of the greatest magnitude that a weight may have, if that is more; those of NaN are greater
-// than any number's.
+// `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
+// that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u32* peak) {
+to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u32* peaks) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
-    u32 greatest = 0;
+    u32 greatest = 0, least = ~0u;
     for (u32 index = blockIdx.x;; index += gridDim.x) {
         const Run run = run_of(index, N, blocks);
         if (run.first_tile >= tiles) break;
@@ -147,7 +147,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         for (int t = threadIdx.x / WARP; t < run.tiles; t += THREADS / WARP) {
             const s64 tile = run.first_tile + t;
             const LaneShare<Format> share = Format::gather(rows[0] + t * TILE_ROW, rows[1] + t * TILE_ROW, lane);
-            greatest = max(greatest, u32(__float_as_int(Format::peak(share.scale))));
+            const u32 peak = __float_as_int(Format::peak(share.scale));
+            greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
             if constexpr (Format::HIGH_BYTES > 0)
                 reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[lane] = share.high;
@@ -162,9 +163,14 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         __syncthreads();  // all have read this run
     }
 #pragma unroll
-    for (int step = 16; step; step /= 2) greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
+    for (int step = 16; step; step /= 2) {
+        greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
+        least = min(least, __shfl_xor_sync(~0u, least, step));
+    }
     // Few of them are: a read is cheaper than an atomic operation.
-    if (lane == 0 && greatest > *static_cast<volatile u32*>(peak)) atomicMax(peak, greatest);
+    volatile u32* const known = peaks;
+    if (lane == 0 && greatest > known[0]) atomicMax(peaks, greatest);
+    if (lane == 0 && least < known[1]) atomicMin(peaks + 1, least);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
