@@ -51,6 +51,8 @@ class Format(ABC):
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
+    takes_importance: ClassVar[bool] = False
+    """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     has_exponents: ClassVar[bool] = False
     """Whether scales are E8M0, bytes e that mean 2^(e - 127), before the codes."""
     codebook: NDArray[np.float32] | None = None
