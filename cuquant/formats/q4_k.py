@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant
-from .kquant import F, Floats, KQuant
+from .kquant import Codes, F, Floats, KQuant
 
 
 class Q4_K(KQuant):
@@ -37,7 +37,7 @@ class Q4_K(KQuant):
 
 def with_minimums(
     x: Floats, importance: Floats | None, most: int, search: tuple[float, float, int]
-) -> tuple[dict[str, NDArray[Any]], NDArray[np.uint8]]:
+) -> tuple[dict[str, NDArray[Any]], Codes]:
     """d, dmin and scales of q4_k and q5_k, and codes [n, 256] of blocks [n, 256]."""
     n, g = len(x), kquant.groups(x, 32)
     if importance is None:
@@ -57,7 +57,7 @@ def with_minimums(
     return {"d": d, "dmin": dmin, "scales": kquant.pack_scales(s, m)}, kquant.ungrouped(q, n)
 
 
-def read(records: NDArray[Any], q: NDArray[np.uint8]) -> Floats:
+def read(records: NDArray[Any], q: Codes) -> Floats:
     """Weights of q4_k and q5_k records [n], of their codes."""
     s, m = kquant.unpack_scales(records["scales"])
     steps, below = kquant.scaled(records["d"], s), kquant.scaled(records["dmin"], m)
