@@ -248,7 +248,7 @@ def of_least_error(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:
 
 def of_largest(scales: Floats, most: int) -> tuple[Floats, Codes]:
     """Numbers from 0 on as codes of the block's largest: [n, m] -> scale [n], codes up to `most` [n, m]."""
-    top = scales.max(axis=1)
+    top = scales.max(axis=1) + F(0)  # -0 becomes 0
     inverse = finite(F(most) / top)[:, None]
     return top / F(most), np.clip(np.rint(inverse * scales), F(0), F(most)).astype(np.uint8)
 
