@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .. import formats
 from ..formats import Format
 from .gguf import TensorInfo
@@ -145,8 +147,10 @@ class _Model:
         architecture = str(metadata.get("general.architecture", ""))
 
         def number(key: str, default: int) -> int:
-            value = metadata.get(f"{architecture}.{key}", default)
-            return int(value if isinstance(value, (int, float)) else value[0])
+            value = metadata.get(f"{architecture}.{key}")
+            if isinstance(value, np.ndarray) and value.size:  # one for each block
+                value = value.flat[0]
+            return int(value) if isinstance(value, (int, np.integer)) else default
 
         layers, heads = number("block_count", 0), number("attention.head_count", 1)
         key_heads = number("attention.head_count_kv", heads)
