@@ -203,6 +203,21 @@ def to_quantize(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]
     )
 
 
+def column_importance(value: Any, fmt: Format, k: int) -> Any:
+    """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
+    if not fmt.takes_importance:
+        raise ValueError(f"{fmt} takes no importance; k-quants (q4_k, ...) and iq4_nl, iq4_xs do")
+    given = device.as_numpy(array(value, "importance", "numbers"))
+    if given.dtype.kind not in "fiu" and given.dtype not in FLOATS:
+        raise TypeError(f"importance has dtype {given.dtype}; numbers are needed")
+    if given.shape != (k,):
+        raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")
+    result = given.astype(np.float64)
+    if not ((result >= 0) & (result < np.inf)).all() or not result.any():
+        raise ValueError("importance must be finite, not negative, and above 0 somewhere")
+    return np.maximum(np.ldexp(result, 1 - np.frexp(result.max())[1]), 2.0**-40).astype(np.float32)
+
+
 def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
     """No scale overflowed float16 in block records [n, K / block_size] (rows as in `to_quantize`)."""
     for field in fmt.scales:

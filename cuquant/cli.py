@@ -66,6 +66,15 @@ def _format_list(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _file_format_list(text: str) -> list[str]:
+    from .io import mixture
+
+    try:
+        return [str(mixture.get(name.strip())) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _kv_bits(text: str) -> str:
     from .eval.kv import KVBits
 
@@ -89,7 +98,7 @@ def _add_eval(commands: Any) -> None:
     command.add_argument(
         "--formats",
         metavar="F,F,...",
-        type=_format_list,
+        type=_file_format_list,
         default=[],
         help="requantize a float model's weight matrices to each of these, and compare with the original",
     )
@@ -165,6 +174,8 @@ def _load_ids(path: Path) -> Any:
 
 
 def _add_quantize(commands: Any) -> None:
+    from .io import mixture
+
     command = _command(
         commands,
         "quantize",
@@ -177,8 +188,11 @@ def _add_quantize(commands: Any) -> None:
         "--format",
         required=True,
         type=str.lower,
-        choices=[str(f) for f in map(formats.get, formats.names()) if not f.for_activations],
-        help="of the weight matrices; GGUF files have the q formats only",
+        choices=mixture.names(),
+        help="of the weight matrices, or llama.cpp's mixtures (q4_k_m); GGUF has no kbit and int4 formats",
+    )
+    command.add_argument(
+        "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"
     )
     command.add_argument(
         "--keep",
@@ -195,12 +209,13 @@ def _add_quantize(commands: Any) -> None:
 
 def _quantize(arguments: argparse.Namespace) -> None:
     from .io.convert import quantize_file
+    from .io.mixture import pure
 
     try:
         done = quantize_file(
             arguments.source,
             arguments.target,
-            arguments.format,
+            pure(arguments.format) if arguments.pure else arguments.format,
             keep=arguments.keep,
             force=arguments.force,
             device=arguments.device,
@@ -215,6 +230,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
     )
     if done.ragged:
         print(f"kept in float, rows are not whole blocks: {', '.join(sorted(done.ragged))}", file=sys.stderr)
+    if done.replaced:
+        others = (f"{name} ({done.formats[name]})" for name in sorted(done.replaced))
+        print(f"in another format, rows are not whole blocks: {', '.join(others)}", file=sys.stderr)
 
 
 def _add_dump(commands: Any) -> None:

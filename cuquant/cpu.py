@@ -30,17 +30,25 @@ def slabs(rows: int, k: int, size: int = SLAB) -> Iterator[slice]:
 empty = np.empty
 
 
-def quantize(x: NDArray[Any], fmt: Format) -> NDArray[np.uint8]:
-    """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked, activations are not."""
+def quantize(
+    x: NDArray[Any], fmt: Format, importance: NDArray[np.float32] | None = None
+) -> NDArray[np.uint8]:
+    """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked, activations are not.
+
+    `importance` [K] is that of every row, for formats that take it.
+    """
     k = x.shape[-1] if x.ndim > 1 else fmt.block_size  # a vector may be long: block by block
     rows = x.reshape(-1, k)
+    weights = None if importance is None else np.broadcast_to(importance.reshape(-1, k), rows.shape)
     blocks = np.empty((len(rows), fmt.row_bytes(k)), np.uint8)
     for part in slabs(len(rows), k):
         values = np.ascontiguousarray(rows[part], np.float32)
         if not fmt.for_activations:
             check.to_quantize(values, fmt, part.start, x.shape)
         with np.errstate(all="ignore"):
-            records = fmt.encode(values.reshape(-1, fmt.block_size)).reshape(len(values), -1)
+            given = [values] if weights is None else [values, weights[part]]
+            records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
+        records = records.reshape(len(values), -1)
         if not fmt.for_activations:
             check.scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)

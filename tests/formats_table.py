@@ -26,6 +26,16 @@ WEIGHTS = [
 ]
 FP4 = [Row("mxfp4", 17, 39, 18.5), Row("nvfp4", 36, 40, 20.0)]
 """On the CPU tested in test_fp4.py."""
+K_QUANTS = [
+    Row("q2_k", 84, 10, 10.5),
+    Row("q3_k", 110, 11, 16.2),
+    Row("q4_k", 144, 12, 22.7),
+    Row("q5_k", 176, 13, 28.6),
+    Row("q6_k", 210, 14, 34.8),
+    Row("iq4_nl", 18, 20, 22.2),
+    Row("iq4_xs", 136, 23, 22.1),
+]
+"""Tested in test_kquants.py."""
 CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]
 """On the CPU tested in test_kbit.py."""
 INT4 = [f"int4-{group}{zeros}" for zeros in ("", "-zeros") for group in (32, 64, 128)]

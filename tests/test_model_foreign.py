@@ -1,4 +1,4 @@
-"""Types of the gguf package only: dequantized to float16 when read, and one warning about it."""
+"""Types without a format, or on a GPU without kernels: read as float16 numbers, and one warning about it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from formats_table import FP4, WEIGHTS, random_blocks
+from formats_table import FP4, K_QUANTS, WEIGHTS, random_blocks
 from gguf import GGMLQuantizationType as Type
 from gguf_files import Stored, write, write_blocks
 from numpy.typing import NDArray
 
 import cuquant as cq
+import cuquant.io.model
 from cuquant import FallbackWarning, GGUFError
 
 # The bytes of a block are random below 60, which keeps scales small.
-FOREIGN = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.TQ1_0, Type.TQ2_0, Type.IQ4_NL]
-FOREIGN += [Type.IQ4_XS, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S, Type.IQ3_XXS]
-FOREIGN += [Type.IQ3_S]
+FOREIGN = [Type.TQ1_0, Type.TQ2_0, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S]
+FOREIGN += [Type.IQ3_XXS, Type.IQ3_S]
 
 
 def foreign_rows(kind: Type, rows: int, blocks: int = 1) -> NDArray[np.uint8]:
@@ -43,22 +43,22 @@ def test_a_foreign_type_is_float16_of_the_gguf_package_s_numbers(tmp_path: Path,
 
 def test_a_foreign_tensor_of_many_slabs(tmp_path: Path) -> None:
     """5000 rows of 256 weights are more than are converted at a time."""
-    raw = foreign_rows(Type.Q4_K, 5000)
+    raw = foreign_rows(Type.TQ2_0, 5000)
     with pytest.warns(FallbackWarning):
-        model = cq.open(write(tmp_path / "m.gguf", {"w": (raw, Type.Q4_K)}))
-    assert np.array_equal(model["w"], gguf.quants.dequantize(raw, Type.Q4_K).astype(np.float16))
+        model = cq.open(write(tmp_path / "m.gguf", {"w": (raw, Type.TQ2_0)}))
+    assert np.array_equal(model["w"], gguf.quants.dequantize(raw, Type.TQ2_0).astype(np.float16))
 
 
 def test_one_warning_names_types_and_tensors(tmp_path: Path) -> None:
-    tensors: dict[str, Stored] = {f"k.{i}": (foreign_rows(Type.Q4_K, 1), Type.Q4_K) for i in range(5)}
-    tensors |= {"six": (foreign_rows(Type.Q6_K, 1), Type.Q6_K), "native": np.zeros(3)}
+    tensors: dict[str, Stored] = {f"k.{i}": (foreign_rows(Type.TQ2_0, 1), Type.TQ2_0) for i in range(5)}
+    tensors |= {"six": (foreign_rows(Type.TQ1_0, 1), Type.TQ1_0), "native": np.zeros(3)}
     path = write(tmp_path / "m.gguf", tensors)
     with pytest.warns(FallbackWarning) as record:
         model = cq.open(path)
     (warning,) = record
     assert warning.filename == __file__
     text = str(warning.message)
-    assert "Q4_K: k.0, k.1, k.2 and 2 more; Q6_K: six" in text
+    assert "TQ2_0: k.0, k.1, k.2 and 2 more; TQ1_0: six" in text
     assert "m.gguf" in text
     assert text.count("native") == 1  # the tensor of that name is not listed
     with warnings.catch_warnings():
@@ -68,12 +68,12 @@ def test_one_warning_names_types_and_tensors(tmp_path: Path) -> None:
 
 def test_no_warning_where_all_types_are_native(tmp_path: Path) -> None:
     tensors: dict[str, Stored] = {
-        row.name: (random_blocks(row.name, (64,)), Type(row.ggml_type)) for row in WEIGHTS + FP4
+        row.name: (random_blocks(row.name, (256,)), Type(row.ggml_type)) for row in WEIGHTS + FP4 + K_QUANTS
     }
     path = write(tmp_path / "m.gguf", tensors | {"x": np.zeros(3, np.int8)})
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        dict(cq.open(path))
+        dict(cq.open(path, "cpu"))
     assert record == []
 
 
@@ -105,17 +105,37 @@ def q6_k_rows(d: float) -> NDArray[np.uint8]:
     return rows
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets NumPy stand for CuPy, where plain arrays go to."""
+    monkeypatch.setattr(cuquant.io.model, "cupy", lambda: np)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", [row.name for row in K_QUANTS])
+def test_a_format_without_kernels_is_float16_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """On the CPU the same file opens natively, as the test of no warning says."""
+    raw, kind = foreign_rows(Type[name.upper()], 6, 2), Type[name.upper()]
+    path = write(tmp_path / "m.gguf", {"w": (raw, kind), "q": (random_blocks("q8_0", (64,)), Type.Q8_0)})
+    with pytest.warns(FallbackWarning, match=f"on a GPU, dequantized .* \\({kind.name}: w\\)"):
+        w = cq.open(path, "cuda")["w"]
+    assert w.dtype == np.float16
+    assert np.array_equal(w, gguf.quants.dequantize(raw, kind).astype(np.float16))
+
+
+@pytest.mark.usefixtures("gpu")
 def test_the_largest_float16_survives_the_fallback(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", {"w": (q6_k_rows(65504), Type.Q6_K)})
     with pytest.warns(FallbackWarning):
-        w = cq.open(path)["w"]
+        w = cq.open(path, "cuda")["w"]
     assert w.min(axis=1).tolist() == w.max(axis=1).tolist() == [0, -65504, 0]
 
 
+@pytest.mark.usefixtures("gpu")
 def test_values_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
     rows = q6_k_rows(65504)
     rows[1, 192:208] = 2
     with pytest.warns(FallbackWarning):
-        model = cq.open(write(tmp_path / "m.gguf", {"huge": (rows, Type.Q6_K)}))
+        model = cq.open(write(tmp_path / "m.gguf", {"huge": (rows, Type.Q6_K)}), "cuda")
     with pytest.raises(GGUFError, match=r"tensor 'huge' \(Q6_K\) has values beyond float16's 65504"):
         model["huge"]

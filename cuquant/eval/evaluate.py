@@ -61,8 +61,8 @@ def evaluate(
         Token ids, in place of a text.
     base : path or Model, optional
         The model to compare with (same vocabulary), usually the float original.
-    formats : weight formats or their names, optional
-        Requantize every weight matrix of a float model to each format in turn and compare with the original.
+    formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
+        Requantize every weight matrix of a float model to each in turn and compare with the original.
     ctx, chunks : int
         Tokens of a chunk; how many chunks to use (by default all whole ones).
     activations : "f16" or "q8_1"
@@ -175,7 +175,7 @@ def _contenders(source: Model, base: Model | None, formats: Sequence[str | Forma
                 f"{chosen.format}: kept in float, as K is ragged: {', '.join(sorted(chosen.ragged))}",
                 stacklevel=3,
             )
-        made = {n: quantize(t, chosen.format) if n in chosen.quantized else t for n, t in tensors.items()}
+        made = {n: quantize(t, chosen.formats[n]) if n in chosen.formats else t for n, t in tensors.items()}
         result.append(_Contender(source, str(chosen.format), made))
     return result
 

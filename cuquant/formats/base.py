@@ -57,6 +57,8 @@ class Format(ABC):
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
     """What scales are to kernels: floats as they are, or bytes at the beginning of a block."""
+    takes_importance: ClassVar[bool] = False
+    """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     codebook: NDArray[np.float32] | None = None
     """What codes are looked up in: 2^bits numbers, if `lookup` in [-1, 1] and ascending."""
     thresholds: NDArray[np.float32]

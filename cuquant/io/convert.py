@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from .. import formats
 from ..device import as_numpy
 from ..formats import Format
 from ..ops.quantize import quantize
-from . import safetensors
+from . import mixture, safetensors
 from .atomic import replacing
 from .gguf import TensorInfo
+from .mixture import Mixture
 from .model import Model
 from .model import open as open_model
 
@@ -58,26 +58,38 @@ def is_weight_matrix(info: TensorInfo) -> bool:
 
 @dataclass(frozen=True)
 class Selection:
-    """What happens to each tensor of a model: quantized to `format`, or copied as it is."""
+    """What happens to each tensor of a model: quantized to a format, or copied as it is."""
 
-    format: Format
-    quantized: frozenset[str]
+    format: Format | Mixture
+    """What was asked for."""
+    formats: Mapping[str, Format]
+    """Of the tensors that are quantized."""
     kept: frozenset[str]
     ragged: frozenset[str]
     """Those of `kept` that stay float only because K is not a multiple of the block size."""
+    replaced: frozenset[str]
+    """Those of `formats` that have another format because K is not a multiple of the block size."""
     source_bytes: int
     """Size of the model's file, or of all parts of a split one."""
 
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Names of the tensors that are quantized."""
+        return frozenset(self.formats)
+
 
 def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Selection:
-    """Decide which tensors of a float model are quantized.
+    """Decide which tensors of a float model are quantized, and to what.
 
     Parameters
     ----------
     model : Model
         A model of F32, F16 or BF16 weights.
     format : str or Format
-        A weight format.
+        "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl" and
+        "iq4_xs" are llama-quantize's mixtures of formats. Any other name, and a Format object, is a weight
+        format: that of every matrix. Rows that are no multiple of 256 have formats of blocks of 32 then,
+        those that llama-quantize takes.
     keep : iterable of str
         Shell patterns (``*``, ``?``, ``[...]``) of tensor names to copy unchanged.
 
@@ -87,14 +99,14 @@ def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Sele
         The format is one of activations; a matrix is quantized already (quantizing twice adds both errors);
         or nothing is left to quantize.
     """
-    fmt = formats.get(format)
-    if fmt.for_activations:
-        raise ValueError(f"{fmt} is a format of activations, not of weights")
+    wanted_format = mixture.get(format)
+    if isinstance(wanted_format, Format) and wanted_format.for_activations:
+        raise ValueError(f"{wanted_format} is a format of activations, not of weights")
     keep = tuple(keep)
     idle = [pattern for pattern in keep if not any(fnmatchcase(name, pattern) for name in model.tensors)]
     if idle:
         raise ValueError(f"no tensor of {model.path.name} is named like {idle[0]!r} (keep)")
-    matrices = filter(is_weight_matrix, model.tensors.values())
+    matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
     wanted = [i for i in matrices if not any(fnmatchcase(i.name, pattern) for pattern in keep)]
     already = [f"{i.name} ({i.type_name})" for i in wanted if i.type_name not in FLOAT_TYPES]
     if already:
@@ -102,12 +114,22 @@ def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Sele
             f"{model.path.name} is quantized already: {', '.join(already[:3])}"
             f"{', ...' if len(already) > 3 else ''}; quantize from a float16, bfloat16 or float32 file"
         )
-    ragged = frozenset(i.name for i in wanted if i.shape[-1] % fmt.block_size)
-    quantized = frozenset(i.name for i in wanted) - ragged
-    if not quantized:
-        raise ValueError(f"{model.path.name} has no weight matrix to quantize to {fmt}")
-    size = sum(path.stat().st_size for path in model.paths)
-    return Selection(fmt, quantized, frozenset(model.tensors) - quantized, ragged, size)
+    if isinstance(wanted_format, Mixture):
+        asked = wanted_format.formats_of(matrices, model, model.metadata)
+    else:
+        asked = {info.name: wanted_format for info in wanted}
+    given = {info.name: mixture.fallback(asked[info.name], info.shape[-1]) for info in wanted}
+    made = {name: fmt for name, fmt in given.items() if fmt is not None}
+    if not made:
+        raise ValueError(f"{model.path.name} has no weight matrix to quantize to {wanted_format}")
+    return Selection(
+        wanted_format,
+        made,
+        kept=frozenset(model.tensors) - made.keys(),
+        ragged=frozenset(given) - made.keys(),
+        replaced=frozenset(name for name, fmt in made.items() if fmt != asked[name]),
+        source_bytes=sum(path.stat().st_size for path in model.paths),
+    )
 
 
 def quantize_file(
@@ -131,7 +153,8 @@ def quantize_file(
     source, target : path
         A target whose name ends in .safetensors becomes such a file, any other a GGUF file.
     format : str or Format
-        A weight format; one with a GGUF type for a GGUF file.
+        A weight format, one with a GGUF type for a GGUF file; or llama.cpp's mixtures "q4_k_m" and so on (see
+        `select`).
     keep : iterable of str
         Shell patterns of tensor names to copy unchanged.
     force : bool
@@ -157,9 +180,8 @@ def quantize_file(
     target = Path(target)
     with open_model(source, device) as model:
         todo = select(model, format, keep)
-        ggml_type = todo.format.ggml_type
         to_gguf = target.suffix.lower() != ".safetensors"
-        if to_gguf and ggml_type is None:
+        if to_gguf and any(fmt.ggml_type is None for fmt in todo.formats.values()):
             raise ValueError(
                 f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file "
                 "(in one named *.safetensors they can)"
@@ -169,8 +191,8 @@ def quantize_file(
         if target.exists() and not target.is_dir() and not force:
             raise FileExistsError(f"{target} exists")
         with replacing(target) as temporary:
-            if ggml_type is not None and to_gguf:
-                _write_gguf(model, todo, ggml_type, temporary, progress)
+            if to_gguf:
+                _write_gguf(model, todo, temporary, progress)
             else:
                 _write_safetensors(model, todo, temporary, progress)
     return todo
@@ -178,25 +200,27 @@ def quantize_file(
 
 def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool) -> None:
     def entry(name: str) -> safetensors.Tensor:
-        if name not in todo.quantized:
+        fmt = todo.formats.get(name)
+        if fmt is None:
             return safetensors.entry(name, model[name])
-        shape = model.tensors[name].shape
-        return safetensors.quantized(todo.format, shape, lambda: _quantized(model, name, todo.format))
+        return safetensors.quantized(fmt, model.tensors[name].shape, lambda: _quantized(model, name, fmt))
 
     safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))
 
 
-def _write_gguf(model: Model, todo: Selection, ggml_type: int, path: Path, progress: bool) -> None:
+def _write_gguf(model: Model, todo: Selection, path: Path, progress: bool) -> None:
     """Write the header, then each tensor as it is made."""
     with closing(_writer(path, model)) as writer:
-        _copy_metadata(model, todo.format, writer)
-        _announce_tensors(model, todo, ggml_type, writer)
+        _copy_metadata(model, todo.format.file_type, writer)
+        _announce_tensors(model, todo, writer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name in _shown(model, progress):
-            made = _quantized(model, name, todo.format) if name in todo.quantized else model.raw(name)
-            writer.write_tensor_data(as_numpy(made))
+            fmt = todo.formats.get(name)
+            writer.write_tensor_data(
+                as_numpy(model.raw(name) if fmt is None else _quantized(model, name, fmt))
+            )
 
 
 def _writer(path: Path, model: Model) -> Any:
@@ -215,15 +239,14 @@ def _writer(path: Path, model: Model) -> Any:
     return writer
 
 
-def _announce_tensors(model: Model, todo: Selection, ggml_type: int, writer: Any) -> None:
+def _announce_tensors(model: Model, todo: Selection, writer: Any) -> None:
     """Names, shapes and types of all tensors."""
     import gguf
 
     for info in model.tensors.values():
-        nbytes, number = info.nbytes, info.ggml_type
-        if info.name in todo.quantized:
-            nbytes = math.prod(info.shape[:-1]) * todo.format.row_bytes(info.shape[-1])
-            number = ggml_type
+        nbytes, number, fmt = info.nbytes, info.ggml_type, todo.formats.get(info.name)
+        if fmt is not None and fmt.ggml_type is not None:  # all have one, see quantize_file
+            nbytes, number = math.prod(info.shape[:-1]) * fmt.row_bytes(info.shape[-1]), fmt.ggml_type
         kind = gguf.GGMLQuantizationType(number)
         # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
         writer.add_tensor_info(info.name, info.shape, np.dtype(np.void), nbytes, kind)
@@ -247,7 +270,7 @@ def _quantized(model: Model, name: str, fmt: Format) -> Any:
         raise ValueError(f"tensor {name!r}: {error}") from None
 
 
-def _copy_metadata(model: Model, fmt: Format, writer: Any) -> None:
+def _copy_metadata(model: Model, file_type: int | None, writer: Any) -> None:
     """All keys with their types; those that speak of the file itself are the new file's."""
     import gguf
 
@@ -262,6 +285,6 @@ def _copy_metadata(model: Model, fmt: Format, writer: Any) -> None:
         writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
     if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
         writer.add_custom_alignment(model.alignment)
-    if fmt.file_type is not None:
-        writer.add_file_type(fmt.file_type)
+    if file_type is not None:
+        writer.add_file_type(file_type)
     writer.add_quantization_version(QUANTIZATION_VERSION)

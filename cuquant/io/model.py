@@ -20,14 +20,14 @@ from .. import check, cpu
 from ..array import QuantizedArray
 from ..device import cupy
 from ..device import default as default_device
-from ..formats import by_ggml_type
+from ..formats import Format, by_ggml_type
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 class FallbackWarning(UserWarning):
-    """Some tensors are of GGUF types without a format here; they are dequantized to float16 when read."""
+    """Some tensors are of GGUF types without a format on this device: they are read as float16 numbers."""
 
 
 class Model(Mapping[str, Any]):
@@ -35,7 +35,8 @@ class Model(Mapping[str, Any]):
 
     ``model[name]`` is a QuantizedArray for the formats of this library and a plain array for F32, F16, BF16
     and the integer types, in NumPy's axis order (rows first). On the CPU both share the file's memory and
-    are read-only. Other quantized types are dequantized to float16 at every access.
+    are read-only. Other quantized types are dequantized to float16 at every access; on a GPU so are formats
+    that have no kernels.
 
     Attributes
     ----------
@@ -84,7 +85,7 @@ class Model(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         info, raw = self._info(name), self.raw(name)
-        fmt = by_ggml_type(info.ggml_type)
+        fmt = _native(info, self._device)
         if fmt is not None:
             return QuantizedArray(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
         if info.ggml_type in PLAIN_TYPES:
@@ -174,7 +175,8 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     Warns
     -----
     FallbackWarning
-        Once, naming types and tensors that have no format here and are dequantized to float16 when read.
+        Once, naming types and tensors that have no format here, or on a GPU no kernels, and are dequantized
+        to float16 when read.
     """
     target = default_device() if device is None else check.device_name(device)
     if target == "cuda":
@@ -232,11 +234,17 @@ def _check_parts(parts: list[File]) -> None:
         raise GGUFError(f"{parts[0].path}: {total} tensors are announced, the parts hold {len(seen)}")
 
 
+def _native(info: TensorInfo, device: str) -> Format | None:
+    """The format of a tensor, where arrays of it can be used on that device."""
+    fmt = by_ggml_type(info.ggml_type)
+    return fmt if fmt is not None and (fmt.on_gpu or device == "cpu") else None
+
+
 def _warn_of_fallback(model: Model) -> None:
     """One warning that names the types without a format, and their tensors."""
     by_type: dict[str, list[str]] = {}
     for info in model.tensors.values():
-        if info.ggml_type not in PLAIN_TYPES and by_ggml_type(info.ggml_type) is None:
+        if info.ggml_type not in PLAIN_TYPES and _native(info, model.device) is None:
             by_type.setdefault(info.type_name, []).append(info.name)
     if by_type:
         listed = "; ".join(
@@ -244,8 +252,8 @@ def _warn_of_fallback(model: Model) -> None:
             for kind, names in by_type.items()
         )
         warnings.warn(
-            f"{model.path.name} has tensors of types without a native format, dequantized to float16 "
-            f"when read ({listed})",
+            f"{model.path.name} has tensors of types without a native format"
+            f"{' on a GPU' if model.device == 'cuda' else ''}, dequantized to float16 when read ({listed})",
             FallbackWarning,
             stacklevel=3,
         )

@@ -9,7 +9,7 @@ from ..array import QuantizedArray
 from ..formats import Format
 
 
-def quantize(x: Any, format: str | Format) -> QuantizedArray:
+def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedArray:
     """Quantize an array along its last axis.
 
     Parameters
@@ -18,8 +18,12 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
         K is a multiple of the format's block size (32 for most). A vector (K,) may have any length in a k-bit
         format: its last block is filled up with zeros.
     format : str or Format
-        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4", "nvfp4", "kbit4", "int4-128", ... for weights, "q8_1"
-        for activations; or a format with parameters, as `KBit` and `Int4`.
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "iq4_nl", "mxfp4", "nvfp4", "kbit4", "int4-128", ...
+        for weights, "q8_1" for activations; or a format with parameters, as `KBit` and `Int4`.
+    importance : array of numbers, shape (K,), optional
+        How much errors of each column matter: the mean square of what it is multiplied by. Finite, not
+        negative, not all 0; only proportions count. For k-quants and IQ4, whose scales are then searched for
+        as llama.cpp does with an importance matrix.
 
     Returns
     -------
@@ -29,15 +33,20 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     Raises
     ------
     TypeError
-        x is not an array of those dtypes.
+        x is not an array of those dtypes, importance not of numbers.
     ValueError
-        K is not a multiple of the block size; or, for weight formats, x holds NaN or infinity or needs a
-        scale that overflows its type (the message names the first such row). q8_1 propagates them instead.
+        K is not a multiple of the block size; importance does not fit, or the format takes none; or, for
+        weight formats, x holds NaN or infinity or needs a scale that overflows its type (the message names
+        the first such row). q8_1 propagates them instead.
     """
     fmt = formats.get(format)
     x = check.floats(x, "x")
     fmt = check.whole_blocks(x.shape, fmt)
     on_gpu = device.is_cuda(x)
+    if importance is not None:
+        weights = check.column_importance(importance, fmt, x.shape[-1])
+        blocks = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
+        return QuantizedArray(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
         from .. import cuda
 
