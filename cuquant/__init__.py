@@ -21,12 +21,14 @@ from .io.safetensors import load, save
 from .kv import KVCache, attention
 from .ops.int4 import int4_from_parts, int4_parts
 from .ops.matmul import linear, matmul
+from .ops.moe import Experts, moe, route
 from .ops.quantize import from_blocks, quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Evaluation",
+    "Experts",
     "FallbackWarning",
     "Format",
     "GGUFError",
@@ -48,10 +50,12 @@ __all__ = [
     "linear",
     "load",
     "matmul",
+    "moe",
     "normal_float_codebook",
     "open",
     "quantize",
     "quantize_file",
     "read_safetensors",
+    "route",
     "save",
 ]

@@ -397,22 +397,22 @@ def activations(x: Any) -> Any:
     return floats(x, "x")
 
 
-def weights(w: Any) -> Any:
+def weights(w: Any, what: str = "W") -> Any:
     """The right operand, not transposed: a quantized weight, or a plain float one."""
     if is_quantized(w):
         if w.format.for_activations:
             raise TypeError(
-                f"W is quantized to {w.format}, a format of activations: weights are quantized otherwise"
+                f"{what} is quantized to {w.format}, a format of activations: weights are quantized otherwise"
             )
     elif _is_transposed(w):
         raise TypeError(
-            f"W is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes x @ W.T "
-            f"itself: pass W of shape {w.T.shape}, or write x @ W.T"
+            f"{what} is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes "
+            f"x @ W.T itself: pass W of shape {w.T.shape}, or write x @ W.T"
         )
     else:
-        w = floats(w, "W")
+        w = floats(w, what)
     if w.ndim < 2:
-        raise ValueError(f"W has shape {w.shape}; a weight is (..., N, K)")
+        raise ValueError(f"{what} has shape {w.shape}; a weight is (..., N, K)")
     return w
 
 
@@ -550,6 +550,47 @@ def _kind(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = f"{value.format} array" if is_quantized(value) or _is_transposed(value) else type(value).__name__
     return name if shape is None else f"{name} {tuple(shape)}" + ".T" * _is_transposed(value)
+
+
+# Mixtures of experts.
+
+
+def experts(value: Any) -> tuple[Any, Any, Any]:
+    """Stacks gate (E, F, K), up (E, F, K) and down (E, N, F) of weights, as an `Experts` has them."""
+    if not all(hasattr(value, name) for name in ("gate", "up", "down")):
+        raise TypeError(f"experts is a {type(value).__name__}; a cuquant.Experts(gate, up, down) is needed")
+    gate, up, down = (weights(getattr(value, name), f"experts.{name}") for name in ("gate", "up", "down"))
+    shapes = gate.shape, up.shape, down.shape
+    if any(len(s) != 3 for s in shapes) or up.shape != gate.shape or down.shape[::2] != gate.shape[:2]:
+        raise ValueError(
+            f"experts have gate {shapes[0]}, up {shapes[1]} and down {shapes[2]}; "
+            "(E, F, K), (E, F, K) and (E, N, F) are needed"
+        )
+    return gate, up, down
+
+
+def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
+    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take; NumPy's."""
+    ids = on_cpu(array(ids, "expert_ids", "integers"), "expert_ids")
+    probs = on_cpu(floats(probs, "expert_probs"), "expert_probs")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
+    if not x or x[-1] != gate[-1]:
+        raise ValueError(f"x {x} and experts.gate {gate} differ in K, their last axis")
+    if ids.shape[:-1] != x[:-1] or ids.ndim != len(x) or probs.shape != ids.shape:
+        raise ValueError(
+            f"expert_ids {ids.shape} and expert_probs {probs.shape} do not fit x {x}: both are (..., top_k), "
+            "with the leading axes of x"
+        )
+    return ids, probs
+
+
+def top_k(value: Any, logits: tuple[int, ...]) -> None:
+    """An integer from 1 to the number of experts."""
+    if not logits:
+        raise ValueError("logits is a scalar; (..., E) is needed")
+    if not 1 <= count(value, "top_k") <= logits[-1]:
+        raise ValueError(f"top_k is {value}; logits {logits} are of {logits[-1]} experts")
 
 
 # Caches of keys and values.
