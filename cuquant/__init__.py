@@ -13,6 +13,7 @@ from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
+from .formats.trellis import Trellis
 from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
@@ -23,6 +24,7 @@ from .ops.int4 import int4_from_parts, int4_parts
 from .ops.matmul import linear, matmul
 from .ops.moe import Experts, moe, route
 from .ops.quantize import from_blocks, quantize
+from .ops.trellis import trellis_from_parts, trellis_parts, trellis_quantize
 
 __version__ = "0.1.0"
 
@@ -37,6 +39,7 @@ __all__ = [
     "KVCache",
     "Model",
     "QuantizedArray",
+    "Trellis",
     "__version__",
     "attention",
     "e4m4_decode",
@@ -58,4 +61,7 @@ __all__ = [
     "read_safetensors",
     "route",
     "save",
+    "trellis_from_parts",
+    "trellis_parts",
+    "trellis_quantize",
 ]

@@ -117,6 +117,18 @@ def group_size(value: Any) -> int:
     return size
 
 
+def one_of(value: Any, what: str, allowed: tuple[int, ...]) -> int:
+    """One of some integers."""
+    choices = " and ".join(map(str, allowed))
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a {type(value).__name__}; allowed are {choices}") from None
+    if number not in allowed:
+        raise ValueError(f"{what} is {number}; allowed are {choices}")
+    return number
+
+
 def flag(value: Any, what: str) -> bool:
     """True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
@@ -154,6 +166,107 @@ def codebook(value: Any, count: int) -> Any:
             "pass numpy.sort(codebook)"
         )
     return result
+
+
+def grid(value: Any, most: int) -> Any:
+    """1 to `most` finite numbers, as a new float32 array."""
+    if device.is_cuda(value):
+        on_cpu(value, "grid")
+    try:
+        with np.errstate(over="ignore"):
+            result = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"grid is no array of numbers: {error}") from None
+    if result.ndim != 1 or not 1 <= result.size <= most:
+        raise ValueError(f"grid has shape {result.shape}; 1 to {most} numbers are needed")
+    if not np.isfinite(result).all():
+        raise ValueError(f"grid holds {result[~np.isfinite(result)][0]}; its numbers must be finite")
+    return result
+
+
+def trellis_scales(scales: Any, fmt: Format) -> None:
+    """No scale of quantized weights is beyond float32, as with tiny grids."""
+    if not np.isfinite(scales).all():
+        raise ValueError(f"{fmt}: a scale overflows float32: the weights are too large for this grid")
+
+
+def not_signs(**arrays: Any) -> list[tuple[str, Any]]:
+    """Names of arrays with an element that is neither +1 nor -1, and the first such element."""
+    bad = {name: a[np.abs(a.astype(np.float32)) != 1] for name, a in arrays.items()}
+    return [(name, elements[0]) for name, elements in bad.items() if elements.size]
+
+
+def same_signs(su: Any) -> None:
+    """Matrices whose signs along K, su [n, K], are one: rows of theirs can be put into one matrix."""
+    if (su != su[0]).any():
+        raise IndexError(
+            "rows of several trellis matrices whose su differ cannot be one matrix: dequantize, then index"
+        )
+
+
+def trellis_parts(
+    packed: Any, scales: Any, su: Any, sv: Any, shape: tuple[int, ...], groups: tuple[int, ...], given: Any
+) -> tuple[Any, Any, Any, Any, int, int]:
+    """The arrays of a trellis weight (..., N, K) as NumPy's, bits of its indices, and the group size.
+
+    That is the one given, or the first of `groups` that fits the shape of scales.
+    """
+    packed, scales = typed(packed, "packed", np.uint8), typed(scales, "scales", np.float32)
+    if len(shape) < 2 or 0 in shape[-2:]:
+        raise ValueError(f"shape is {shape}; a trellis weight is (..., N, K), with N and K from 1 on")
+    *lead, n, k = shape
+    tiles = (*lead, -(-k // 16), -(-n // 16))
+    if packed.shape[:-1] != tiles or packed.shape[-1] not in (64, 96, 128):
+        raise ValueError(
+            f"packed has shape {packed.shape}; a weight {shape} has {tiles} tiles of 64, 96 or 128 bytes "
+            "(2, 3 or 4 bits)"
+        )
+    sizes = groups if given is None else (one_of(given, "group_size", groups),)
+    fits = [size for size in sizes if scales.shape == (*lead, -(-k // size), n)]
+    if not fits:
+        wanted = " or ".join(f"{(*lead, -(-k // size), n)} for groups of {size}" for size in sizes)
+        raise ValueError(f"scales has shape {scales.shape}; {wanted} is needed")
+    su, sv = signs(su, "su", (*lead, k)), signs(sv, "sv", (*lead, n))
+    if not np.isfinite(scales).all():
+        raise ValueError(f"scales holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
+    return packed, scales, su, sv, packed.shape[-1] // 32, fits[0]
+
+
+def trellis_weight(w: Any, kind: type[Format]) -> Any:
+    """The format of a trellis weight in NumPy's memory."""
+    if not is_quantized(w) or not isinstance(w.format, kind):
+        raise TypeError(f"w is {_kind(w)}; a QuantizedArray of a format cuquant.Trellis is needed")
+    on_cpu(storage(w), "w")
+    return w.format
+
+
+def is_trellis(fmt: Format, kind: type[Format]) -> Any:
+    """A format of that kind."""
+    if not isinstance(fmt, kind):
+        raise TypeError(f"format is {fmt}; a cuquant.Trellis is needed")
+    return fmt
+
+
+def moments(value: Any, k: int) -> Any:
+    """Second moments of k inputs in float32, or None."""
+    if value is None:
+        return None
+    result = on_cpu(floats(value, "moments"), "moments").astype(np.float32)
+    if result.shape != (k,):
+        raise ValueError(f"moments has shape {result.shape}; one for each of K = {k} inputs is needed")
+    if not (np.isfinite(result) & (result >= 0)).all():
+        raise ValueError("moments must be finite and not negative")
+    return result
+
+
+def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
+    """+1 and -1 as NumPy's int8."""
+    result = on_cpu(array(value, what, "+1 and -1"), what)
+    if result.shape != shape:
+        raise ValueError(f"{what} has shape {result.shape}; {shape} is needed")
+    for _, bad in not_signs(**{what: result}):
+        raise ValueError(f"{what} holds {bad}; signs are +1 and -1")
+    return result.astype(np.int8)
 
 
 def same_device(**operands: Any) -> bool:
@@ -237,12 +350,14 @@ def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
     if blocks.dtype != np.uint8:
         raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
     whole_blocks(shape, fmt)
-    *lead, k = shape
-    wanted = (*lead, fmt.row_bytes(k + -k % fmt.block_size))
+    wanted = fmt.stored(shape)
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:
         raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
-    return blocks.reshape(wanted)
+    blocks = blocks.reshape(wanted)
+    if fmt.whole_matrices and (flaws := fmt.flaws(device.as_numpy(blocks), shape)):
+        raise ValueError(f"{fmt} of shape {shape}: {flaws[0]}")
+    return blocks
 
 
 def shape(value: Any) -> tuple[int, ...]:

@@ -180,8 +180,8 @@ def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool
     def entry(name: str) -> safetensors.Tensor:
         if name not in todo.quantized:
             return safetensors.entry(name, model[name])
-        shape = model.tensors[name].shape
-        return safetensors.quantized(todo.format, shape, lambda: _quantized(model, name, todo.format))
+        shape, fmt = model.tensors[name].shape, todo.format.fitted(model[name])
+        return safetensors.quantized(fmt, shape, lambda: _quantized(model, name, fmt))
 
     safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))
 
