@@ -6,6 +6,7 @@ Quantized rows become float32 a slab at a time, so a weight is never dense as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def quantize_matrices(
     x: NDArray[Any], fmt: Format, encode: Callable[[NDArray[np.float32]], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
     """Storage bytes of weights (..., N, K) in a format that takes a matrix [N, K] at a time."""
-    matrices = x.reshape(-1, *(x.shape[-2:] if x.ndim > 1 else (1, x.shape[-1])))
+    sides = x.shape[-2:] if x.ndim > 1 else (1, x.shape[-1])
+    matrices = x.reshape(prod(x.shape[:-2]), *sides)
     out = np.empty((len(matrices), fmt.stored(matrices.shape)[-1]), np.uint8)
     for i, matrix in enumerate(matrices):
         values = np.ascontiguousarray(matrix, np.float32)

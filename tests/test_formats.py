@@ -13,7 +13,18 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from formats_table import ACTIVATIONS, CODEBOOKS, FLOATS, FP4, INT4, NAMES, WEIGHTS, Row, random_blocks
+from formats_table import (
+    ACTIVATIONS,
+    CODEBOOKS,
+    FLOATS,
+    FP4,
+    INT4,
+    NAMES,
+    TRELLIS,
+    WEIGHTS,
+    Row,
+    random_blocks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -45,7 +56,7 @@ def test_table(row: Row) -> None:
 
 def test_names_are_those_of_the_table() -> None:
     rows = {row.name for row in WEIGHTS + FP4 + ACTIVATIONS}
-    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4)
+    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4) | set(TRELLIS)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -33,7 +33,7 @@ _SAMPLE = 1 << 16
 """Weights that a grid is fitted to, in groups drawn from rows of sixteen times as many."""
 _FIT_STEPS, _FIT_SEARCHES = 24, 4
 """Steps of fitting a grid; in every so many scales are searched anew, else refined."""
-_CANDIDATES = np.geomspace(0.15, 1.0, 16, dtype=np.float32)
+_CANDIDATES = np.geomspace(0.15, 1.5, 20, dtype=np.float32)
 """Scales tried for a group, over the one at which the grid just covers its largest weight."""
 _REFINEMENTS = 3
 
@@ -66,7 +66,7 @@ class Trellis(Format):
     1. Signs are drawn from a generator (or given), and taken off the weights.
     2. Without a grid, one is fitted to them by Lloyd's iteration: groups in units of their scales, each level
        the h-weighted mean of the weights nearest to it, each scale its group's least squares solution.
-    3. Each group takes of 16 scales (32 where the grid is not symmetric: negative ones too) that one whose
+    3. Each group takes of 20 scales (40 where the grid is not symmetric: negative ones too) that one whose
        nearest levels fit the group best, with the scale solved for by least squares, and refines it thrice.
 
     Parameters
@@ -240,8 +240,7 @@ class Trellis(Format):
             return ["the format has no grid: pass Trellis(bits, group_size, grid)"]
         parts = self.parts(blocks, shape)
         found = [f"{name} holds {bad}" for name, bad in check.not_signs(su=parts.su, sv=parts.sv)]
-        finite = np.isfinite(parts.scales)
-        return found + [f"scales holds {parts.scales[~finite][0]}"] * (not finite.all())
+        return found + [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
         raise NotImplementedError(f"{self} has no kernels yet: it works on NumPy arrays only")
@@ -352,7 +351,8 @@ def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[
         scales = np.divide(cross, power, out=np.zeros_like(cross), where=power > 0)
         return scales, scales * cross
 
-    unit = peak / (largest if largest > 0 else np.float32(1))
+    with np.errstate(over="ignore"):
+        unit = peak / (largest if largest > 0 else np.float32(1))
     best, gain = np.zeros(len(v), np.float32), np.full(len(v), -1, np.float32)
     tried: list[Any] = [*_CANDIDATES]
     if not np.allclose(levels, -levels[::-1]):
@@ -363,7 +363,7 @@ def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[
         scales, explained = solved(codes(best if scale is None else np.broadcast_to(scale, best.shape)))
         better = explained > gain
         best, gain = np.where(better, scales, best), np.where(better, explained, gain)
-    with np.errstate(over="ignore"):  # beyond float32 with the smallest grids: refused by its maker
+    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 with tiny grids: the caller refuses
         return order.astype(np.uint8)[codes(best)], best * unit
 
 
