@@ -8,6 +8,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 """
 
 from .array import QuantizedArray
+from .debug import config
 from .eval import Evaluation, evaluate
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
@@ -42,6 +43,7 @@ __all__ = [
     "Trellis",
     "__version__",
     "attention",
+    "config",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",

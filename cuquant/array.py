@@ -153,6 +153,24 @@ class QuantizedArray:
 
         return dequantize(self, dtype)
 
+    def validate(self) -> QuantizedArray:
+        """Look through all storage bytes for what would spoil products; on a GPU, copied to the host first.
+
+        Returns
+        -------
+        The array itself.
+
+        Raises
+        ------
+        ValueError
+            Weights that are NaN or infinite (of which row first, and in how many), and what the format knows
+            more of: signs other than +1 and -1, indices beyond a grid.
+        """
+        from .ops.quantize import validate
+
+        validate(self)
+        return self
+
     def to_device(self, device: str) -> QuantizedArray:
         """This array on "cpu" or "cuda" (the current CuPy device); itself where it is there already."""
         from .ops.quantize import to_device

@@ -667,6 +667,16 @@ def _kind(value: Any) -> str:
     return name if shape is None else f"{name} {tuple(shape)}" + ".T" * _is_transposed(value)
 
 
+def sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
+    """A quantized array without flaws, and whose rows, by flat numbers, are all finite."""
+    found = list(flaws)
+    if len(bad_rows):
+        first = _row(int(bad_rows[0]), w.shape)
+        found.append(f"{len(bad_rows)} rows hold weights that are NaN or infinite, the first is row {first}")
+    if found:
+        raise ValueError(f"{_kind(w)}: {'; '.join(found)}")
+
+
 # Mixtures of experts.
 
 

@@ -84,6 +84,18 @@ def dequantize(w: QuantizedArray, dtype: np.dtype[Any]) -> NDArray[Any]:
     return out.reshape(*blocks.shape[:-1], blocks.shape[-1] // row_bytes * k)[..., : w.shape[-1]]
 
 
+def rows_not_finite(w: QuantizedArray) -> NDArray[np.int64]:
+    """Flat numbers of the rows of a quantized array that hold NaN or infinity."""
+    n, k = w.shape[-2:] if w.ndim > 1 else (1, w.shape[-1])
+    blocks = w.blocks if w.format.whole_matrices or w.ndim > 1 else w.blocks[None]
+    found = [np.empty(0, np.int64)]
+    for i, index in enumerate(np.ndindex(w.shape[:-2])):
+        for part in slabs(n, k):
+            finite = np.isfinite(_rows(w.format, blocks[index], (n, k), part)).all(axis=1)
+            found.append(i * n + part.start + np.flatnonzero(~finite))
+    return np.concatenate(found)
+
+
 def product(p: Product, out: NDArray[Any]) -> None:
     """Write act(x @ W.T + bias) + residual to `out` (..., M, N), one matrix of W after the other."""
     x = _as_float32(p.x)

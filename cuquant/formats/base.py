@@ -115,9 +115,15 @@ class Format(ABC):
         chosen = blocks[index].copy()
         return chosen, (*chosen.shape[:-1], shape[-1])
 
-    def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> list[str]:
-        """What is wrong with storage bytes that an array cannot be made of; every block is some weights."""
+    def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
+        """What is wrong with storage bytes that an array cannot be made of, if `strict` also what has a
+        meaning but is not what a quantizer writes; every block is some weights."""
         return []
+
+    def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """The fields of the storage bytes of an array of that shape, by name."""
+        records = np.ascontiguousarray(blocks).reshape(-1).view(self.storage)
+        return {name: records[name] for name in self.storage.names or ()}
 
     @property
     def kernel_scale_bytes(self) -> int:

@@ -235,12 +235,32 @@ class Trellis(Format):
             codes = _unpack(packed, self.bits)[where.reshape(-1) * TILE + ids[part] % TILE]
             new.packed[:, start // TILE : -(-min(start + step, len(ids)) // TILE)] = _pack(codes, self.bits)
 
-    def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> list[str]:
+    def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        assert self.grid is not None
+        return {"grid": self.grid, **self.parts(blocks, shape)._asdict()}
+
+    def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
         if self.grid is None:
             return ["the format has no grid: pass Trellis(bits, group_size, grid)"]
         parts = self.parts(blocks, shape)
         found = [f"{name} holds {bad}" for name, bad in check.not_signs(su=parts.su, sv=parts.sv)]
-        return found + [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]
+        found += [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]
+        if strict and (beyond := self._beyond(parts.packed, shape)):
+            found.append(
+                f"{beyond} indices are beyond the grid of {len(self.grid)} levels and read as index 0"
+            )
+        return found
+
+    def _beyond(self, packed: NDArray[np.uint8], shape: tuple[int, ...]) -> int:
+        """How many weights have an index that the grid lacks."""
+        assert self.grid is not None
+        n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
+        count = 0
+        for tiles in packed.reshape(-1, *packed.shape[-3:]):
+            for row in range(tiles.shape[1]):
+                codes = _unpack(tiles[:, row : row + 1], self.bits)[: n - row * TILE, :k]
+                count += int((codes >= len(self.grid)).sum())
+        return count
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
         raise NotImplementedError(f"{self} has no kernels yet: it works on NumPy arrays only")

@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import check, cpu, device
 from ..array import QuantizedArray
+from ..debug import shown
 from .matmul import linear
 from .quantize import quantize
 
@@ -30,6 +31,7 @@ class Experts(NamedTuple):
     """Shape (E, N, F); N is K in a transformer."""
 
 
+@shown
 def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     """Choose the experts of each token: softmax over all experts, then the top_k most probable.
 
@@ -68,6 +70,7 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     return ids.astype(np.int32), chosen
 
 
+@shown
 def moe(
     x: Any,
     experts: Experts,

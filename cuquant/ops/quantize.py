@@ -6,9 +6,11 @@ from typing import Any
 
 from .. import check, cpu, device, formats
 from ..array import QuantizedArray
+from ..debug import shown
 from ..formats import Format
 
 
+@shown
 def quantize(x: Any, format: str | Format) -> QuantizedArray:
     """Quantize an array along its last axis.
 
@@ -51,6 +53,7 @@ def quantize(x: Any, format: str | Format) -> QuantizedArray:
     return QuantizedArray(fmt, backend.quantize(x, fmt), shape=shape)
 
 
+@shown
 def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:
     """A quantized array from storage bytes, shared where `raw` is contiguous.
 
@@ -73,6 +76,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
 
 
+@shown
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
@@ -81,6 +85,13 @@ def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     from .. import cuda
 
     return cuda.dequantize(w.blocks, w.format, wanted)[..., : w.shape[-1]]
+
+
+def validate(w: QuantizedArray) -> None:
+    """See QuantizedArray.validate."""
+    w = to_device(w, "cpu")
+    flaws = w.format.flaws(w.blocks, w.shape, strict=True)
+    check.sound(w, flaws, cpu.rows_not_finite(w))
 
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:

@@ -8,10 +8,12 @@ import numpy as np
 
 from .. import check, cpu, device, formats
 from ..array import QuantizedArray
+from ..debug import shown
 from ..formats import Format
 from ..formats.trellis import GROUP_SIZES, Parts, Trellis, random_signs
 
 
+@shown
 def trellis_from_parts(
     packed: Any,
     scales: Any,
@@ -83,6 +85,7 @@ def trellis_parts(w: QuantizedArray) -> tuple[Any, Any, Any, Any, Any]:
     return parts.packed.copy(), parts.scales.copy(), fmt.grid.copy(), *signs
 
 
+@shown
 def trellis_quantize(
     w: Any,
     format: str | Format = "trellis3",
