@@ -8,11 +8,13 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 """
 
 from .array import QuantizedArray
+from .debug import config
 from .eval import Evaluation, evaluate
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
+from .formats.trellis import Trellis
 from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
 from .io.gguf import GGUFError
@@ -20,13 +22,17 @@ from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
 from .kv import KVCache, attention
 from .ops.int4 import int4_from_parts, int4_parts
+from .ops.kbit import kbit_from_tiles, kbit_tiles
 from .ops.matmul import linear, matmul
+from .ops.moe import Experts, moe, route
 from .ops.quantize import from_blocks, quantize
+from .ops.trellis import trellis_from_parts, trellis_parts, trellis_quantize
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Evaluation",
+    "Experts",
     "FallbackWarning",
     "Format",
     "GGUFError",
@@ -35,8 +41,10 @@ __all__ = [
     "KVCache",
     "Model",
     "QuantizedArray",
+    "Trellis",
     "__version__",
     "attention",
+    "config",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",
@@ -45,13 +53,20 @@ __all__ = [
     "from_gptq",
     "int4_from_parts",
     "int4_parts",
+    "kbit_from_tiles",
+    "kbit_tiles",
     "linear",
     "load",
     "matmul",
+    "moe",
     "normal_float_codebook",
     "open",
     "quantize",
     "quantize_file",
     "read_safetensors",
+    "route",
     "save",
+    "trellis_from_parts",
+    "trellis_parts",
+    "trellis_quantize",
 ]

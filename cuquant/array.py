@@ -31,23 +31,27 @@ class QuantizedArray:
     ----------
     format : Format
         What the bytes mean.
-    blocks : NumPy or CuPy uint8 array, shape (..., N, K / format.block_size * format.block_bytes)
-        The storage bytes, kept as they are; K / format.block_size is rounded up.
+    blocks : NumPy or CuPy uint8 array, shape `format.stored(shape)`
+        The storage bytes, kept as they are: (..., N, K / format.block_size * format.block_bytes) for most
+        formats, K / format.block_size being rounded up.
     rows : optional
         Of activations on the GPU: the float16 rows made with the blocks, for the product that follows.
-    k : int, optional
-        K, where the last block is not full.
+    shape : tuple of int, optional
+        Shape of the array, where the last block of a row is not full or the format stores whole matrices.
     """
 
     __array_ufunc__ = None  # NumPy and CuPy then leave `x @ W` to __rmatmul__.
     __slots__ = ("_blocks", "_format", "_fragments", "_shape", "rows")
     is_quantized_array = True
 
-    def __init__(self, format: Format, blocks: Any, rows: Rows | None = None, k: int | None = None) -> None:
-        *lead, row_bytes = blocks.shape
+    def __init__(
+        self, format: Format, blocks: Any, rows: Rows | None = None, shape: tuple[int, ...] | None = None
+    ) -> None:
+        if shape is None:
+            *lead, row_bytes = blocks.shape
+            shape = (*lead, row_bytes // format.block_bytes * format.block_size)
         self._format = format
-        whole = row_bytes // format.block_bytes * format.block_size
-        self._shape: tuple[int, ...] = (*lead, whole if k is None else k)
+        self._shape = shape
         # One of the two is there: on a GPU the first product replaces blocks by fragments.
         self._blocks: Any = blocks
         self._fragments: Fragments | None = None
@@ -60,7 +64,7 @@ class QuantizedArray:
 
     @property
     def blocks(self) -> Any:
-        """The storage bytes: uint8, shape (..., N, bytes of a row).
+        """The storage bytes: uint8, shape (..., N, bytes of a row), or as the format has them.
 
         Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
         """
@@ -116,13 +120,12 @@ class QuantizedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of the storage blocks."""
-        *lead, k = self._shape
-        return math.prod(lead) * self._format.row_bytes(k + -k % self._format.block_size)
+        return math.prod(self._format.stored(self._shape))
 
     @property
     def bits_per_weight(self) -> float:
         """Storage bits per element, scales included."""
-        return self._format.bits_per_weight
+        return 8 * self.nbytes / self.size if self.size else self._format.bits_per_weight
 
     @property
     def device(self) -> str:
@@ -151,6 +154,24 @@ class QuantizedArray:
 
         return dequantize(self, dtype)
 
+    def validate(self) -> QuantizedArray:
+        """Look through all storage bytes for what would spoil products; on a GPU, copied to the host first.
+
+        Returns
+        -------
+        The array itself.
+
+        Raises
+        ------
+        ValueError
+            Weights that are NaN or infinite (of which row first, and in how many), and what the format knows
+            more of: signs other than +1 and -1, indices beyond a grid.
+        """
+        from .ops.quantize import validate
+
+        validate(self)
+        return self
+
     def to_device(self, device: str) -> QuantizedArray:
         """This array on "cpu" or "cuda" (the current CuPy device); itself where it is there already."""
         from .ops.quantize import to_device
@@ -163,8 +184,11 @@ class QuantizedArray:
         Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
         and cannot be indexed.
         """
-        blocks = self.blocks[check.row_index(index, self.shape)].copy()
-        return QuantizedArray(self._format, blocks, k=self._shape[-1])
+        return self._selected(self.blocks, check.row_index(index, self.shape))
+
+    def _selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
+        chosen, shape = self._format.select(blocks, self._shape, index)
+        return QuantizedArray(self._format, chosen, shape=shape)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -173,7 +197,7 @@ class QuantizedArray:
         """Along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
         check.can_iterate(self.shape)
         blocks = self.blocks  # once: on a GPU they may have to be made
-        return (QuantizedArray(self._format, block.copy()) for block in blocks)
+        return (self._selected(blocks, (i,)) for i in range(len(self)))
 
     def __matmul__(self, other: Any) -> Any:
         from .ops.matmul import matmul

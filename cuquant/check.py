@@ -116,6 +116,18 @@ def group_size(value: Any) -> int:
     return size
 
 
+def one_of(value: Any, what: str, allowed: tuple[int, ...]) -> int:
+    """One of some integers."""
+    choices = " and ".join(map(str, allowed))
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a {type(value).__name__}; allowed are {choices}") from None
+    if number not in allowed:
+        raise ValueError(f"{what} is {number}; allowed are {choices}")
+    return number
+
+
 def flag(value: Any, what: str) -> bool:
     """True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
@@ -153,6 +165,148 @@ def codebook(value: Any, count: int) -> Any:
             "pass numpy.sort(codebook)"
         )
     return result
+
+
+def kbit_format(fmt: Any, kind: type[Format]) -> Any:
+    """A k-bit format."""
+    if not isinstance(fmt, kind):
+        raise TypeError(f"format is {fmt}; a cuquant.KBit is needed")
+    return fmt
+
+
+def kbit_matrix(w: Any, kind: type[Format]) -> Any:
+    """The format of a k-bit weight (N, K)."""
+    if not is_quantized(w) or not isinstance(w.format, kind) or w.ndim != 2:
+        raise TypeError(f"w is {_kind(w)}; a QuantizedArray (N, K) of a format cuquant.KBit is needed")
+    return w.format
+
+
+def tile_sizes(tile_n: Any, tile_k: Any, block: int) -> None:
+    """Sides of tiles, whole blocks along K."""
+    for what, value, multiple in (("tile_n", tile_n, 1), ("tile_k", tile_k, block)):
+        if count(value, what) % multiple:
+            raise ValueError(f"{what} is {value}; a positive multiple of {multiple} is needed")
+
+
+def kbit_tiled(packed: Any, absmax: Any, fmt: Format, shape: Any) -> tuple[int, int]:
+    """Bit planes and scales in tiles that hold a k-bit weight of shape (N, K)."""
+    scale = fmt.storage["absmax"]
+    packed, absmax = typed(packed, "packed", np.uint32), typed(absmax, "absmax", scale)
+    if packed.ndim != 5 or packed.shape[:-1] != absmax.shape or packed.shape[-1] != fmt.bits:
+        raise ValueError(
+            f"packed has shape {packed.shape}, absmax {absmax.shape}; "
+            f"(k tiles, n tiles, tile_n, tile_k / 32) is needed, and for packed {fmt.bits} more"
+        )
+    whole_blocks(shape, fmt)
+    k_tiles, n_tiles, tile_n, blocks = absmax.shape
+    sides = (tile_n, 32 * blocks)
+    needed = tuple(-(-extent // max(side, 1)) for extent, side in zip(shape, sides, strict=False))
+    if len(shape) != 2 or needed != (n_tiles, k_tiles):
+        raise ValueError(
+            f"{n_tiles} x {k_tiles} tiles of {tile_n} x {32 * blocks} do not hold a weight of shape {shape}"
+        )
+    return shape
+
+
+def grid(value: Any, most: int) -> Any:
+    """1 to `most` finite numbers, as a new float32 array."""
+    if device.is_cuda(value):
+        on_cpu(value, "grid")
+    try:
+        with np.errstate(over="ignore"):
+            result = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"grid is no array of numbers: {error}") from None
+    if result.ndim != 1 or not 1 <= result.size <= most:
+        raise ValueError(f"grid has shape {result.shape}; 1 to {most} numbers are needed")
+    if not np.isfinite(result).all():
+        raise ValueError(f"grid holds {result[~np.isfinite(result)][0]}; its numbers must be finite")
+    return result
+
+
+def trellis_scales(scales: Any, fmt: Format) -> None:
+    """No scale of quantized weights is beyond float32, as with tiny grids."""
+    if not np.isfinite(scales).all():
+        raise ValueError(f"{fmt}: a scale overflows float32: the weights are too large for this grid")
+
+
+def not_signs(**arrays: Any) -> list[tuple[str, Any]]:
+    """Names of arrays with an element that is neither +1 nor -1, and the first such element."""
+    bad = {name: a[np.abs(a.astype(np.float32)) != 1] for name, a in arrays.items()}
+    return [(name, elements[0]) for name, elements in bad.items() if elements.size]
+
+
+def same_signs(su: Any) -> None:
+    """Matrices whose signs along K, su [n, K], are one: rows of theirs can be put into one matrix."""
+    if (su != su[0]).any():
+        raise IndexError(
+            "rows of several trellis matrices whose su differ cannot be one matrix: dequantize, then index"
+        )
+
+
+def trellis_parts(
+    packed: Any, scales: Any, su: Any, sv: Any, shape: tuple[int, ...], groups: tuple[int, ...], given: Any
+) -> tuple[Any, Any, Any, Any, int, int]:
+    """The arrays of a trellis weight (..., N, K) as NumPy's, bits of its indices, and the group size.
+
+    That is the one given, or the first of `groups` that fits the shape of scales.
+    """
+    packed, scales = typed(packed, "packed", np.uint8), typed(scales, "scales", np.float32)
+    if len(shape) < 2 or 0 in shape[-2:]:
+        raise ValueError(f"shape is {shape}; a trellis weight is (..., N, K), with N and K from 1 on")
+    *lead, n, k = shape
+    tiles = (*lead, -(-k // 16), -(-n // 16))
+    if packed.shape[:-1] != tiles or packed.shape[-1] not in (64, 96, 128):
+        raise ValueError(
+            f"packed has shape {packed.shape}; a weight {shape} has {tiles} tiles of 64, 96 or 128 bytes "
+            "(2, 3 or 4 bits)"
+        )
+    sizes = groups if given is None else (one_of(given, "group_size", groups),)
+    fits = [size for size in sizes if scales.shape == (*lead, -(-k // size), n)]
+    if not fits:
+        wanted = " or ".join(f"{(*lead, -(-k // size), n)} for groups of {size}" for size in sizes)
+        raise ValueError(f"scales has shape {scales.shape}; {wanted} is needed")
+    su, sv = signs(su, "su", (*lead, k)), signs(sv, "sv", (*lead, n))
+    if not np.isfinite(scales).all():
+        raise ValueError(f"scales holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
+    return packed, scales, su, sv, packed.shape[-1] // 32, fits[0]
+
+
+def trellis_weight(w: Any, kind: type[Format]) -> Any:
+    """The format of a trellis weight in NumPy's memory."""
+    if not is_quantized(w) or not isinstance(w.format, kind):
+        raise TypeError(f"w is {_kind(w)}; a QuantizedArray of a format cuquant.Trellis is needed")
+    on_cpu(storage(w), "w")
+    return w.format
+
+
+def is_trellis(fmt: Format, kind: type[Format]) -> Any:
+    """A format of that kind."""
+    if not isinstance(fmt, kind):
+        raise TypeError(f"format is {fmt}; a cuquant.Trellis is needed")
+    return fmt
+
+
+def moments(value: Any, k: int) -> Any:
+    """Second moments of k inputs in float32, or None."""
+    if value is None:
+        return None
+    result = on_cpu(floats(value, "moments"), "moments").astype(np.float32)
+    if result.shape != (k,):
+        raise ValueError(f"moments has shape {result.shape}; one for each of K = {k} inputs is needed")
+    if not (np.isfinite(result) & (result >= 0)).all():
+        raise ValueError("moments must be finite and not negative")
+    return result
+
+
+def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
+    """+1 and -1 as NumPy's int8."""
+    result = on_cpu(array(value, what, "+1 and -1"), what)
+    if result.shape != shape:
+        raise ValueError(f"{what} has shape {result.shape}; {shape} is needed")
+    for _, bad in not_signs(**{what: result}):
+        raise ValueError(f"{what} holds {bad}; signs are +1 and -1")
+    return result.astype(np.int8)
 
 
 def same_device(**operands: Any) -> bool:
@@ -247,14 +401,16 @@ def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
     if blocks.dtype != np.uint8:
         raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
     whole_blocks(shape, fmt)
-    *lead, k = shape
-    wanted = (*lead, fmt.row_bytes(k + -k % fmt.block_size))
+    wanted = fmt.stored(shape)
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:
         raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
     blocks = blocks.reshape(wanted)
     odd = device.is_cuda(blocks) and blocks.data.ptr % 2
-    return blocks.copy() if odd or not blocks.flags.c_contiguous else blocks
+    blocks = blocks.copy() if odd or not blocks.flags.c_contiguous else blocks
+    if fmt.whole_matrices and (flaws := fmt.flaws(device.as_numpy(blocks), shape)):
+        raise ValueError(f"{fmt} of shape {shape}: {flaws[0]}")
+    return blocks
 
 
 def shape(value: Any) -> tuple[int, ...]:
@@ -409,22 +565,22 @@ def activations(x: Any) -> Any:
     return floats(x, "x")
 
 
-def weights(w: Any) -> Any:
+def weights(w: Any, what: str = "W") -> Any:
     """The right operand, not transposed: a quantized weight, or a plain float one."""
     if is_quantized(w):
         if w.format.for_activations:
             raise TypeError(
-                f"W is quantized to {w.format}, a format of activations: weights are quantized otherwise"
+                f"{what} is quantized to {w.format}, a format of activations: weights are quantized otherwise"
             )
     elif _is_transposed(w):
         raise TypeError(
-            f"W is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes x @ W.T "
-            f"itself: pass W of shape {w.T.shape}, or write x @ W.T"
+            f"{what} is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes "
+            f"x @ W.T itself: pass W of shape {w.T.shape}, or write x @ W.T"
         )
     else:
-        w = floats(w, "W")
+        w = floats(w, what)
     if w.ndim < 2:
-        raise ValueError(f"W has shape {w.shape}; a weight is (..., N, K)")
+        raise ValueError(f"{what} has shape {w.shape}; a weight is (..., N, K)")
     return w
 
 
@@ -562,6 +718,57 @@ def _kind(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = f"{value.format} array" if is_quantized(value) or _is_transposed(value) else type(value).__name__
     return name if shape is None else f"{name} {tuple(shape)}" + ".T" * _is_transposed(value)
+
+
+def sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
+    """A quantized array without flaws, and whose rows, by flat numbers, are all finite."""
+    found = list(flaws)
+    if len(bad_rows):
+        first = _row(int(bad_rows[0]), w.shape)
+        found.append(f"{len(bad_rows)} rows hold weights that are NaN or infinite, the first is row {first}")
+    if found:
+        raise ValueError(f"{_kind(w)}: {'; '.join(found)}")
+
+
+# Mixtures of experts.
+
+
+def experts(value: Any) -> tuple[Any, Any, Any]:
+    """Stacks gate (E, F, K), up (E, F, K) and down (E, N, F) of weights, as an `Experts` has them."""
+    if not all(hasattr(value, name) for name in ("gate", "up", "down")):
+        raise TypeError(f"experts is a {type(value).__name__}; a cuquant.Experts(gate, up, down) is needed")
+    gate, up, down = (weights(getattr(value, name), f"experts.{name}") for name in ("gate", "up", "down"))
+    shapes = gate.shape, up.shape, down.shape
+    if any(len(s) != 3 for s in shapes) or up.shape != gate.shape or down.shape[::2] != gate.shape[:2]:
+        raise ValueError(
+            f"experts have gate {shapes[0]}, up {shapes[1]} and down {shapes[2]}; "
+            "(E, F, K), (E, F, K) and (E, N, F) are needed"
+        )
+    return gate, up, down
+
+
+def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
+    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take; NumPy's."""
+    ids = on_cpu(array(ids, "expert_ids", "integers"), "expert_ids")
+    probs = on_cpu(floats(probs, "expert_probs"), "expert_probs")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
+    if not x or x[-1] != gate[-1]:
+        raise ValueError(f"x {x} and experts.gate {gate} differ in K, their last axis")
+    if ids.shape[:-1] != x[:-1] or ids.ndim != len(x) or probs.shape != ids.shape:
+        raise ValueError(
+            f"expert_ids {ids.shape} and expert_probs {probs.shape} do not fit x {x}: both are (..., top_k), "
+            "with the leading axes of x"
+        )
+    return ids, probs
+
+
+def top_k(value: Any, logits: tuple[int, ...]) -> None:
+    """An integer from 1 to the number of experts."""
+    if not logits:
+        raise ValueError("logits is a scalar; (..., E) is needed")
+    if not 1 <= count(value, "top_k") <= logits[-1]:
+        raise ValueError(f"top_k is {value}; logits {logits} are of {logits[-1]} experts")
 
 
 # Caches of keys and values.

@@ -6,6 +6,7 @@ Quantized rows become float32 a slab at a time, so a weight is never dense as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from . import check
 from .formats import Format
 
 if TYPE_CHECKING:
+    from .array import QuantizedArray
     from .ops.matmul import Product
 
 SLAB = 1 << 20
@@ -33,10 +35,12 @@ empty = np.empty
 def quantize(
     x: NDArray[Any], fmt: Format, importance: NDArray[np.float32] | None = None
 ) -> NDArray[np.uint8]:
-    """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked, activations are not.
+    """Storage bytes of floats (..., N, K); weights are checked, activations are not.
 
     `importance` [K] is that of every row, for formats that take it.
     """
+    if fmt.whole_matrices:
+        return quantize_matrices(x, fmt, fmt.encode)
     k = x.shape[-1] if x.ndim > 1 else fmt.block_size  # a vector may be long: block by block
     rows = x.reshape(-1, k)
     weights = None if importance is None else np.broadcast_to(importance.reshape(-1, k), rows.shape)
@@ -55,15 +59,48 @@ def quantize(
     return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1]))
 
 
-def dequantize(blocks: NDArray[np.uint8], fmt: Format, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Numbers (..., N, K) of blocks (..., N, row bytes)."""
+def quantize_matrices(
+    x: NDArray[Any], fmt: Format, encode: Callable[[NDArray[np.float32]], NDArray[np.uint8]]
+) -> NDArray[np.uint8]:
+    """Storage bytes of weights (..., N, K) in a format that takes a matrix [N, K] at a time."""
+    sides = x.shape[-2:] if x.ndim > 1 else (1, x.shape[-1])
+    matrices = x.reshape(prod(x.shape[:-2]), *sides)
+    out = np.empty((len(matrices), fmt.stored(matrices.shape)[-1]), np.uint8)
+    for i, matrix in enumerate(matrices):
+        values = np.ascontiguousarray(matrix, np.float32)
+        check.to_quantize(values, fmt, i * len(values), x.shape)
+        out[i] = encode(values)
+    return out.reshape(fmt.stored(x.shape))
+
+
+def dequantize(w: QuantizedArray, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Numbers (..., N, K) of a quantized array."""
+    blocks, fmt = w.blocks, w.format
+    if fmt.whole_matrices:
+        out = np.empty(w.shape if w.ndim > 1 else (1, *w.shape), dtype)
+        for index in np.ndindex(w.shape[:-2]):
+            for part in slabs(*out.shape[-2:]):
+                out[index][part] = _rows(fmt, blocks[index], out.shape[-2:], part)
+        return out.reshape(w.shape)
     row_bytes = blocks.shape[-1] if blocks.ndim > 1 else fmt.block_bytes  # as in quantize
     rows = blocks.reshape(-1, row_bytes)
     k = row_bytes // fmt.block_bytes * fmt.block_size
     out = np.empty((len(rows), k), dtype)
     for part in slabs(len(rows), k):
-        out[part] = _decode(rows[part], fmt)
-    return out.reshape(*blocks.shape[:-1], blocks.shape[-1] // row_bytes * k)
+        out[part] = _rows(fmt, rows, out.shape, part)
+    return out.reshape(*blocks.shape[:-1], blocks.shape[-1] // row_bytes * k)[..., : w.shape[-1]]
+
+
+def rows_not_finite(w: QuantizedArray) -> NDArray[np.int64]:
+    """Flat numbers of the rows of a quantized array that hold NaN or infinity."""
+    n, k = w.shape[-2:] if w.ndim > 1 else (1, w.shape[-1])
+    blocks = w.blocks if w.format.whole_matrices or w.ndim > 1 else w.blocks[None]
+    found = [np.empty(0, np.int64)]
+    for i, index in enumerate(np.ndindex(w.shape[:-2])):
+        for part in slabs(n, k):
+            finite = np.isfinite(_rows(w.format, blocks[index], (n, k), part)).all(axis=1)
+            found.append(i * n + part.start + np.flatnonzero(~finite))
+    return np.concatenate(found)
 
 
 def product(p: Product, out: NDArray[Any]) -> None:
@@ -93,21 +130,22 @@ def product(p: Product, out: NDArray[Any]) -> None:
 
 def weight_rows(w: Any, index: tuple[int, ...], part: slice) -> NDArray[np.float32]:
     """Rows `part` of the matrix `index` of a stack, quantized or float, in float32 [n, K]."""
-    rows = check.storage(w)[index][part]
-    return rows.astype(np.float32, copy=False) if isinstance(w, np.ndarray) else _decode(rows, w.format)
+    if isinstance(w, np.ndarray):
+        return w[index][part].astype(np.float32, copy=False)
+    return _rows(w.format, w.blocks[index], w.shape[-2:], part)
 
 
-def _decode(rows: NDArray[np.uint8], fmt: Format) -> NDArray[np.float32]:
-    """Block bytes [n, row bytes] -> float32 [n, K]."""
+def _rows(fmt: Format, blocks: NDArray[np.uint8], shape: tuple[int, ...], part: slice) -> NDArray[np.float32]:
+    """Rows `part` of a matrix (N, K) from its storage bytes: float32 [n, K]."""
     with np.errstate(over="ignore", invalid="ignore"):  # scales of infinity or NaN, or near them, propagate
-        return fmt.decode(np.ascontiguousarray(rows).view(fmt.storage).reshape(-1)).reshape(len(rows), -1)
+        return fmt.rows(blocks, shape, part)
 
 
 def _as_float32(x: Any) -> NDArray[np.float32]:
     """Activations, floats or q8_1, in float32."""
     if isinstance(x, np.ndarray):
         return x.astype(np.float32, copy=False)
-    return dequantize(x.blocks, x.format, np.dtype(np.float32))
+    return dequantize(x, np.dtype(np.float32))
 
 
 def _relu(x: NDArray[np.float32]) -> NDArray[np.float32]:

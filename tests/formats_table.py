@@ -40,6 +40,8 @@ CODEBOOKS = ["kbit2", "kbit3", "kbit4", "kbit5"]
 """On the CPU tested in test_kbit.py."""
 INT4 = [f"int4-{group}{zeros}" for zeros in ("", "-zeros") for group in (32, 64, 128)]
 """On the CPU tested in test_int4.py."""
+TRELLIS = [f"trellis{bits}{group}" for bits in (2, 3, 4) for group in ("", "-32")]
+"""On the CPU tested in test_trellis.py."""
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]
 ON_GPU = [*NAMES, *CODEBOOKS]

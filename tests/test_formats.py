@@ -21,6 +21,7 @@ from formats_table import (
     INT4,
     K_QUANTS,
     NAMES,
+    TRELLIS,
     WEIGHTS,
     Row,
     random_blocks,
@@ -56,7 +57,7 @@ def test_table(row: Row) -> None:
 
 def test_names_are_those_of_the_table() -> None:
     rows = {row.name for row in WEIGHTS + FP4 + K_QUANTS + ACTIVATIONS}
-    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4)
+    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4) | set(TRELLIS)
 
 
 @pytest.mark.parametrize("name", NAMES)

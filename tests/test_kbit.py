@@ -6,7 +6,7 @@ import copy
 import pickle
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -575,3 +575,43 @@ def test_a_model_is_evaluated_in_them(model: Any) -> None:
         assert {error.bits_per_weight for error in row.tensors} == {chosen.bits_per_weight}
     (alone,) = cq.evaluate(model, tokens=tokens, formats=fmt, ctx=64, device="cpu").rows[1:]
     assert alone == result.rows[-1]
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("absmax", ["e4m4", "float16"])
+@pytest.mark.parametrize("k", BITS)
+def test_tiles_are_as_documented(k: int, absmax: Any) -> None:
+    """[k tile][n tile][row][block][plane], padded with zeros, and back exactly."""
+    fmt = cq.KBit(k, absmax=absmax)
+    w = cq.quantize(rng().standard_normal((150, 224), F), fmt)
+    records = w.blocks.view(fmt.storage)
+    for tile_n, tile_k in ((128, 64), (64, 32), (16, 96)):
+        packed, scales = cq.kbit_tiles(w, tile_n, tile_k)
+        assert packed.shape == (-(-224 // tile_k), -(-150 // tile_n), tile_n, tile_k // 32, k)
+        for n, block in ((0, 0), (149, 6), (64, 3), (17, 2)):
+            at = (block * 32 // tile_k, n // tile_n, n % tile_n, block % (tile_k // 32))
+            np.testing.assert_array_equal(packed[at], records["planes"][n, block])
+            assert scales[at] == records["absmax"][n, block]
+        assert not packed[-1, -1, 150 % tile_n or tile_n :].any()
+        again = cq.kbit_from_tiles(packed, scales, fmt, (150, 224))
+        np.testing.assert_array_equal(again.blocks, w.blocks)
+        assert again.format == fmt
+
+
+def test_tiles_that_do_not_fit_are_refused() -> None:
+    w = cq.quantize(rng().standard_normal((40, 64), F), "kbit3")
+    packed, scales = cq.kbit_tiles(w)
+    three, shape, name = cq.KBit(3), (40, 64), cast(Any, "kbit3")
+    for make, error, message in (
+        (lambda: cq.kbit_tiles(cq.quantize(np.ones((4, 32), F), "q4_0")), TypeError, "format cuquant.KBit"),
+        (lambda: cq.kbit_tiles(w, 128, 48), ValueError, "tile_k is 48; a positive multiple of 32 is needed"),
+        (lambda: cq.kbit_tiles(w, 0), ValueError, "tile_n is 0"),
+        (lambda: cq.kbit_from_tiles(packed, scales, name, shape), TypeError, "a cuquant.KBit is needed"),
+        (lambda: cq.kbit_from_tiles(packed, scales, cq.KBit(4), shape), ValueError, "for packed 4 more"),
+        (lambda: cq.kbit_from_tiles(packed, scales, three, (140, 64)), ValueError, "do not hold a weight"),
+        (lambda: cq.kbit_from_tiles(packed.view(np.int32), scales, three, shape), TypeError, "int32"),
+    ):
+        with pytest.raises(error, match=message):
+            make()

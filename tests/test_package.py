@@ -95,7 +95,8 @@ def test_readme_lists_every_format() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in cuquant.formats.names():
         fmt = cuquant.formats.get(name)
-        row = rf"^\| {name} \|.*\| {fmt.block_bytes} \| {fmt.bits_per_weight:g} \|$"
+        size = 32 * fmt.bits if fmt.whole_matrices else fmt.block_bytes  # of a tile
+        row = rf"^\| {name} \|.*\| {size} \| {fmt.bits_per_weight:g} \|$"
         assert re.search(row, readme, re.MULTILINE)
 
 

@@ -5,7 +5,7 @@ Weights stay as they are stored; everything else is float32. A block is
     h = h + Wo · attention(rope(Wq · norm(h)), rope(Wk · norm(h)), Wv · norm(h))
     h = h + Wdown · (silu(Wgate · norm(h)) * (Wup · norm(h)))
 
-with a mixture of experts in place of the second line where the model has experts.
+with a mixture of such networks, `cuquant.moe`, in place of the second line where the model has experts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .. import device
 from ..array import QuantizedArray
 from ..kv import KVCache, attention
 from ..ops.matmul import linear
+from ..ops.moe import Experts, moe, route
 from ..ops.quantize import quantize
 from .config import Config, UnsupportedModel
 from .kv import STEP, KVBits
@@ -267,18 +268,11 @@ class _Block:
 
     def _experts(self, x: Array) -> Array:
         """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
-        logits = self._model.project(x, self._router)
-        top = np.argsort(-logits, axis=1, kind="stable")[:, : self._config.n_experts_used]
-        chosen = np.take_along_axis(logits, top, axis=1)
-        weights = np.exp(chosen - chosen[:, :1])
-        weights /= weights.sum(axis=1, keepdims=True)
-        y = np.zeros_like(x)
-        for expert in range(self._config.n_experts):
-            token, slot = np.nonzero(top == expert)
-            if len(token):
-                one = [(w[expert], None) for w, _ in self._ffn]
-                y[token] += weights[token, slot, None] * self._swiglu(x[token], *one)
-        return y
+        ids, probs = route(self._model.project(x, self._router), self._config.n_experts_used)
+        experts = Experts(*(stack for stack, _ in self._ffn))
+        as_blocks = self._model.activations == "q8_1" and any(isinstance(w, QuantizedArray) for w in experts)
+        given = quantize(x, "q8_1") if as_blocks else x
+        return moe(given, experts, device.as_numpy(ids), device.as_numpy(probs))
 
 
 def _to_float32(rows: Any) -> Array:

@@ -20,7 +20,9 @@ class Format(ABC):
     """One storage layout of quantized weights, with its NumPy reference conversions.
 
     A block holds `block_size` consecutive weights of a row (along K) in one record of type `storage`;
-    a row of K weights is K / block_size records, back to back. A format compares equal to its name.
+    a row of K weights is K / block_size records, back to back. A format that stores whole matrices in another
+    way says so by `whole_matrices`, and defines `stored`, `rows`, `select` and `flaws` itself. A format
+    compares equal to its name.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Format(ABC):
     """Whether kernels/formats has it; the NumPy backend has every format."""
     has_zero_points: bool = False
     """Whether every scale has a zero point."""
+    whole_matrices: ClassVar[bool] = False
+    """Whether a matrix is one record: `encode` then takes it whole, [N, K], and returns its bytes."""
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False
@@ -95,6 +99,37 @@ class Format(ABC):
     def for_row(self, k: int) -> Format:
         """The format of rows of k weights, whole blocks: this one, unless its blocks are rows."""
         return self
+
+    def fitted(self, x: Any) -> Format:
+        """The format for the weights x: this one, unless parameters that it lacks follow from them."""
+        return self
+
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the storage bytes of an array of that shape: (..., N, K) -> (..., N, bytes of a row)."""
+        *lead, k = shape
+        return (*lead, self.row_bytes(k + -k % self.block_size))
+
+    def rows(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], part: slice) -> NDArray[np.float32]:
+        """Rows `part` of the matrix of shape (N, K) that has these storage bytes: float32 [n, K]."""
+        raw = np.ascontiguousarray(blocks[part])
+        return self.decode(raw.view(self.storage).reshape(-1)).reshape(len(raw), -1)
+
+    def select(
+        self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Storage bytes, copied, and shape of rows that an index of all axes but the last selects."""
+        chosen = blocks[index].copy()
+        return chosen, (*chosen.shape[:-1], shape[-1])
+
+    def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
+        """What is wrong with storage bytes that an array cannot be made of, if `strict` also what has a
+        meaning but is not what a quantizer writes; every block is some weights."""
+        return []
+
+    def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        """The fields of the storage bytes of an array of that shape, by name."""
+        records = np.ascontiguousarray(blocks).reshape(-1).view(self.storage)
+        return {name: records[name] for name in self.storage.names or ()}
 
     @property
     def kernel_scale_bytes(self) -> int:

@@ -9,9 +9,11 @@ import numpy as np
 
 from .base import Format, get
 from .kbit import KBit
+from .trellis import Trellis
 
 _FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
-    "kbit": (KBit, ("bits", "codebook", "scale", "absmax"))
+    "kbit": (KBit, ("bits", "codebook", "scale", "absmax")),
+    "trellis": (Trellis, ("bits", "group_size", "grid")),
 }
 """Classes of formats with parameters, which are arguments of the class and attributes of the format."""
 

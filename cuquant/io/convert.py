@@ -203,7 +203,8 @@ def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool
         fmt = todo.formats.get(name)
         if fmt is None:
             return safetensors.entry(name, model[name])
-        return safetensors.quantized(fmt, model.tensors[name].shape, lambda: _quantized(model, name, fmt))
+        shape, fitted = model.tensors[name].shape, fmt.fitted(model[name])
+        return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
 
     safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))
 

@@ -96,9 +96,7 @@ def entry(name: str, tensor: Any) -> Tensor:
 
 def quantized(fmt: Format, shape: tuple[int, ...], make: Callable[[], Any]) -> Tensor:
     """A quantized array of that format and shape; `make` returns its storage bytes."""
-    *lead, k = shape
-    row_bytes = fmt.row_bytes(k + -k % fmt.block_size)
-    return Tensor("U8", (*lead, row_bytes), make, {"shape": shape, "format": formats.describe(fmt)})
+    return Tensor("U8", fmt.stored(shape), make, {"shape": shape, "format": formats.describe(fmt)})
 
 
 def write(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import check
+from ..debug import shown
 from . import cpu
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Attention(NamedTuple):
     positions: Any
 
 
+@shown
 def attention(
     q: Any,
     cache: KVCache,

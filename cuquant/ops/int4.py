@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..array import QuantizedArray
+from ..debug import shown
 from ..formats.int4 import Int4
 
 
+@shown
 def int4_from_parts(
     codes: Any, scales: Any, zeros: Any = None, group_size: int | None = None
 ) -> QuantizedArray:

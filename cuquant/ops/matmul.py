@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from .. import check, device
 from ..array import QuantizedArray, Transposed
+from ..debug import shown
 
 
 class Product(NamedTuple):
@@ -22,6 +23,7 @@ class Product(NamedTuple):
     residual: Any
 
 
+@shown
 def linear(
     x: Any,
     w: Any,

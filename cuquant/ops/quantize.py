@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import check, device, formats
+from .. import check, cpu, device, formats
 from ..array import QuantizedArray
+from ..debug import shown
 from ..formats import Format
 
 
+@shown
 def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedArray:
     """Quantize an array along its last axis.
 
@@ -41,7 +43,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     """
     fmt = formats.get(format)
     x = check.floats(x, "x")
-    fmt = check.whole_blocks(x.shape, fmt)
+    fmt = check.whole_blocks(x.shape, fmt).fitted(x)
     on_gpu = device.is_cuda(x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
@@ -52,14 +54,15 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 
         return QuantizedArray(fmt, *cuda.quantize_activations(x, fmt))
     backend = device.backend(on_gpu)
-    k = x.shape[-1]
+    *_, k = shape = x.shape
     if missing := -k % fmt.block_size:
         filled = backend.empty((k + missing,), x.dtype)
         filled[:k], filled[k:] = x, 0
         x = filled
-    return QuantizedArray(fmt, backend.quantize(x, fmt), k=k)
+    return QuantizedArray(fmt, backend.quantize(x, fmt), shape=shape)
 
 
+@shown
 def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> QuantizedArray:
     """A quantized array from storage bytes, shared where `raw` is contiguous.
 
@@ -79,14 +82,25 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     """
     shape = check.shape(shape)
     fmt = check.whole_blocks(shape, formats.get(format))
-    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), k=shape[-1])
+    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
 
 
+@shown
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
-    whole = device.backend(w.device == "cuda").dequantize(w.blocks, w.format, wanted)
-    return whole[..., : w.shape[-1]]
+    if w.device == "cpu":
+        return cpu.dequantize(w, wanted)
+    from .. import cuda
+
+    return cuda.dequantize(w.blocks, w.format, wanted)[..., : w.shape[-1]]
+
+
+def validate(w: QuantizedArray) -> None:
+    """See QuantizedArray.validate."""
+    w = to_device(w, "cpu")
+    flaws = w.format.flaws(w.blocks, w.shape, strict=True)
+    check.sound(w, flaws, cpu.rows_not_finite(w))
 
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
@@ -95,4 +109,4 @@ def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
         return w
     cupy = device.cupy()
     blocks = cupy.asarray(w.blocks) if name == "cuda" else cupy.asnumpy(w.blocks)
-    return QuantizedArray(w.format, blocks, k=w.shape[-1])
+    return QuantizedArray(w.format, blocks, shape=w.shape)

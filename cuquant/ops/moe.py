@@ -1,0 +1,169 @@
+"""Mixtures of experts: routing, and feed-forward networks of which each token passes a few."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import check, cpu, device
+from ..array import QuantizedArray
+from ..debug import shown
+from .matmul import linear
+from .quantize import quantize
+
+_HIDDEN = 1 << 24
+"""Hidden numbers of an expert's tokens that are held at a time: 64 MB of float32, for gate and up each."""
+
+
+class Experts(NamedTuple):
+    """The weights of E gated feed-forward networks, down(act(gate x) * up x), as stacks.
+
+    Each is a QuantizedArray of any weight format or a float array; formats may differ.
+    """
+
+    gate: Any
+    """Shape (E, F, K)."""
+    up: Any
+    """Shape (E, F, K)."""
+    down: Any
+    """Shape (E, N, F); N is K in a transformer."""
+
+
+@shown
+def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
+    """Choose the experts of each token: softmax over all experts, then the top_k most probable.
+
+    Parameters
+    ----------
+    logits : NumPy or CuPy array (..., E) of float16, bfloat16 or float32
+    top_k : int
+        1 to E.
+    normalize : bool
+        Divide the probabilities of the chosen by their sum.
+
+    Returns
+    -------
+    ids : int32 array (..., top_k)
+        Most probable first; of equal logits the lower index first.
+    probs : float32 array (..., top_k)
+        A row whose logits hold NaN, positive infinity or nothing above negative infinity gives NaN.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Dtype, shape or top_k do not fit.
+    """
+    logits = check.floats(logits, "logits")
+    check.top_k(top_k, logits.shape)
+    check.flag(normalize, "normalize")
+    logits = logits.astype(np.float32)
+    # By logits, not by probabilities: the softmax rounds different ones to one number.
+    ids = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k]
+    with np.errstate(over="ignore", invalid="ignore"):
+        probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        probs /= probs.sum(axis=-1, keepdims=True)
+        chosen = np.take_along_axis(probs, ids, axis=-1)
+        if normalize:
+            chosen /= chosen.sum(axis=-1, keepdims=True)
+    return ids.astype(np.int32), chosen
+
+
+@shown
+def moe(
+    x: Any,
+    experts: Experts,
+    expert_ids: Any,
+    expert_probs: Any,
+    activation: str | None = "silu",
+    out: Any = None,
+) -> Any:
+    """A mixture of experts: sum over j of probs[t, j] * down_e(act(gate_e x[t]) * up_e x[t]), e = ids[t, j].
+
+    Tokens are grouped by expert; one without tokens costs nothing. All sums are float32, over a token's
+    experts in ascending order of their ids, and y is rounded once: the same call gives the same bits.
+
+    Parameters
+    ----------
+    x : array (..., K)
+        float16, bfloat16 or float32; or a QuantizedArray of format q8_1: then what `down` multiplies is
+        quantized to q8_1 too, if `down` is quantized.
+    experts : Experts
+    expert_ids : NumPy array (..., top_k) of integers, leading axes as x's
+        A token with an id below 0 or from E on gives NaN; an id may stand several times.
+    expert_probs : NumPy array (..., top_k) of float16, bfloat16 or float32
+        Ids and probabilities are NumPy's for CuPy's x too: tokens are grouped on the host.
+    activation : None, "relu", "gelu" (tanh form), "gelu_erf" or "silu"
+    out : float array (..., N), optional
+        Written in place, whatever its strides, and returned; must not overlap an operand.
+
+    Returns
+    -------
+    y : array (..., N) of out's dtype, else x's (float32 for q8_1), where x is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
+    """
+    x = check.activations(x)
+    gate, up, down = check.experts(experts)
+    ids, probs = check.routing(expert_ids, expert_probs, x.shape, gate.shape)
+    check.activation(activation)
+    shape = (*x.shape[:-1], down.shape[1])
+    y = None if out is None else check.floats(out, "out")
+    arrays = {"x": x, "experts.gate": gate, "experts.up": up, "experts.down": down}
+    arrays = {name: check.storage(array) for name, array in arrays.items()}
+    on_gpu = check.same_device(**arrays, out=y)
+    if y is None:
+        y = device.backend(on_gpu).empty(shape, check.result_dtype(x, None, None))
+    else:
+        reads = {} if on_gpu else {"expert_ids": ids, "expert_probs": probs}
+        check.output(y, shape, arrays | reads, None, on_gpu)
+    mixed = _mixed(x, Experts(gate, up, down), ids, probs, activation)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
+        y[...] = mixed.reshape(shape)
+    return y if out is None else out
+
+
+def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | None) -> Any:
+    """The mixture of checked operands in float32 [tokens, N], where x is."""
+    xp: Any = device.cupy() if device.is_cuda(check.storage(x)) else np
+    rows, tokens, top_k = _rows(x), math.prod(x.shape[:-1]), ids.shape[-1]
+    ids, probs = ids.reshape(tokens, top_k), probs.astype(np.float32).reshape(tokens, top_k, 1)
+    count, width = experts.gate.shape[:2]
+    lost = ((ids < 0) | (ids >= count)).any(axis=1)
+    flat = np.where(lost[:, None], count, ids).reshape(-1)
+    order = np.argsort(flat, kind="stable")
+    starts = np.searchsorted(flat[order], np.arange(count + 1))
+    y = xp.zeros((tokens, experts.down.shape[1]), np.float32)
+    for expert in np.flatnonzero(np.diff(starts)):
+        one = Experts(*(stack[int(expert)] for stack in experts))
+        mine = order[starts[expert] : starts[expert + 1]]
+        for part in cpu.slabs(len(mine), width, _HIDDEN):
+            token, slot = np.divmod(mine[part], top_k)
+            with np.errstate(over="ignore", invalid="ignore"):
+                result = _feed_forward(rows[xp.asarray(token)], one, activation)
+                result *= xp.asarray(probs[token, slot])
+                for j in range(top_k):  # a token may have the expert in several slots: += takes it once
+                    here = np.flatnonzero(slot == j)
+                    y[xp.asarray(token[here])] += result[xp.asarray(here)]
+    y[xp.asarray(np.flatnonzero(lost))] = np.nan
+    return y
+
+
+def _feed_forward(x: Any, one: Experts, activation: str | None) -> Any:
+    """down(act(gate x) * up x) of one expert, float32 [n, N]."""
+    hidden = linear(x, one.gate, activation=activation, dtype=np.float32)
+    hidden *= linear(x, one.up, dtype=np.float32)
+    if check.is_quantized(x) and check.is_quantized(one.down):
+        hidden = quantize(hidden, x.format)
+    return linear(hidden, one.down, dtype=np.float32)
+
+
+def _rows(x: Any) -> Any:
+    """Activations (..., K) as rows [n, K]."""
+    if check.is_quantized(x):
+        return QuantizedArray(x.format, x.blocks.reshape(-1, x.blocks.shape[-1]))
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
