@@ -302,6 +302,8 @@ def moments(value: Any, k: int) -> Any:
 def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
     """+1 and -1 as NumPy's int8."""
     result = on_cpu(array(value, what, "+1 and -1"), what)
+    if result.dtype.kind not in "iuf" and result.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {result.dtype}; +1 and -1 are integers or floats")
     if result.shape != shape:
         raise ValueError(f"{what} has shape {result.shape}; {shape} is needed")
     for _, bad in not_signs(**{what: result}):
@@ -428,7 +430,7 @@ def int4_parts(codes: Any, scales: Any, zeros: Any, group: Any) -> tuple[Any, An
     """Codes (..., K / 2), and scales and zeros (..., K / group) as NumPy arrays, and the group size."""
     codes, scales = typed(codes, "codes", np.uint8), typed(scales, "scales", np.float16)
     zeros = None if zeros is None else typed(zeros, "zeros", np.uint8)
-    if codes.ndim < 1 or codes.shape[:-1] != scales.shape[:-1]:
+    if min(codes.ndim, scales.ndim) < 1 or codes.shape[:-1] != scales.shape[:-1]:
         raise ValueError(
             f"codes {codes.shape} and scales {scales.shape} are not of one weight: "
             "(..., N, K / 2) and (..., N, K / group_size)"
@@ -818,7 +820,7 @@ def key_scales(value: Any, shape: tuple[int, int, int]) -> Any:
     given = on_cpu(floats(value, "key_scales"), "key_scales")
     if given.shape not in (shape, shape[1:]):
         raise ValueError(f"key_scales has shape {given.shape}; {shape[1:]} or {shape} is needed")
-    result = np.broadcast_to(given, shape).astype(np.float32)
+    result = np.broadcast_to(given, shape).astype(np.float32, order="C")
     if not (np.isfinite(result) & (result > 0)).all():
         raise ValueError("key_scales must be finite and positive: keys are divided by them")
     return result

@@ -600,6 +600,13 @@ def test_tiles_are_as_documented(k: int, absmax: Any) -> None:
         assert again.format == fmt
 
 
+def test_tiles_of_no_rows() -> None:
+    w = cq.quantize(np.ones((0, 96), F), "kbit3")
+    packed, scales = cq.kbit_tiles(w)
+    assert (packed.shape, scales.shape) == ((2, 0, 128, 2, 3), (2, 0, 128, 2))
+    assert cq.kbit_from_tiles(packed, scales, cq.KBit(3), (0, 96)).shape == (0, 96)
+
+
 def test_tiles_that_do_not_fit_are_refused() -> None:
     w = cq.quantize(rng().standard_normal((40, 64), F), "kbit3")
     packed, scales = cq.kbit_tiles(w)

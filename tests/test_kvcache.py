@@ -718,3 +718,15 @@ def test_refused(case: str) -> None:
     call, kind, message = REFUSED[case]
     with pytest.raises(kind, match=message):
         call()
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_key_scales_survive_a_file(order: Any, batch: int, tmp_path: Path) -> None:
+    """Also those that a batch shares, or that lie column by column."""
+    scales = np.asarray(np.random.default_rng(0).uniform(0.5, 2, (2, 32)), np.float32, order=order)
+    cache = cq.KVCache(2, 32, 10, batch, key_scales=scales)
+    cache.save(tmp_path / "c.safetensors")
+    again = cq.KVCache.load(tmp_path / "c.safetensors")
+    np.testing.assert_array_equal(again.key_scales, cache.key_scales)
+    np.testing.assert_array_equal(again.key_scales[0], scales)

@@ -295,7 +295,7 @@ DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
     "no name": ({"shape": [2, 32], "format": {}}, "a format is a name"),
     "parameters of none": (
         {"shape": [2, 32], "format": {"name": "q4_0", "bits": 4}},
-        "'q4_0' is no format with parameters; known are kbit",
+        "'q4_0' is no format with parameters; known are int4, kbit",
     ),
     "bits": ({"shape": [2, 32], "format": KBIT4 | {"bits": 9}}, "bits is 9"),
     "unknown parameter": ({"shape": [2, 32], "format": KBIT4 | {"colour": 1}}, "unexpected keyword .*colour"),
@@ -422,3 +422,21 @@ def test_a_tensor_that_cannot_be_quantized_leaves_no_file(tmp_path: Path) -> Non
     source = small(tmp_path / "s.gguf", bad__weight=bad)
     with untouched(tmp_path), pytest.raises(ValueError, match=r"tensor 'bad\.weight': .*beyond 31\.5"):
         cq.quantize_file(source, tmp_path / "t.safetensors", "kbit4", device="cpu")
+
+
+@pytest.mark.parametrize("fmt", [cq.Int4(-1), cq.Int4(96, False), cq.Int4(64)], ids=str)
+def test_int4_of_any_group(fmt: cq.Int4, tmp_path: Path) -> None:
+    w = cq.quantize(np.random.default_rng(0).standard_normal((3, 192), np.float32), fmt)
+    cq.save(tmp_path / "w.safetensors", {"w": w})
+    again = cq.load(tmp_path / "w.safetensors", "cpu")["w"]
+    assert (again.format, again.shape) == (w.format, (3, 192))
+    np.testing.assert_array_equal(again.blocks, w.blocks)
+
+
+def test_a_model_in_one_group_per_row(tmp_path: Path) -> None:
+    model = Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf"
+    cq.quantize_file(model, tmp_path / "m.safetensors", cq.Int4(-1), device="cpu")
+    name = "blk.0.ffn_down.weight"
+    w = cq.load(tmp_path / "m.safetensors", "cpu")[name]
+    assert w.format == f"int4-{w.shape[-1]}"
+    np.testing.assert_array_equal(w.blocks, cq.quantize(cq.open(model, "cpu")[name], cq.Int4(-1)).blocks)

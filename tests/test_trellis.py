@@ -524,3 +524,18 @@ def test_a_gpu_refuses_them_by_name() -> None:
     for use in (w.dequantize, w.prepare, lambda: cupy.ones((1, 64), np.float16) @ w.T):
         with pytest.raises(NotImplementedError, match="trellis3 has no kernels yet"):
             use()
+
+
+def test_no_rows(tmp_path: Path) -> None:
+    w = cq.quantize(np.random.default_rng(0).standard_normal((4, 64), np.float32), "trellis3")
+    cq.save(tmp_path / "w.safetensors", {"w": w[:0]})
+    assert cq.load(tmp_path / "w.safetensors", "cpu")["w"].validate().shape == (0, 64)
+    assert cq.quantize(np.ones((3, 0, 64), np.float32), "trellis3").validate().shape == (3, 0, 64)
+
+
+def test_small_moments_count() -> None:
+    w = np.random.default_rng(0).standard_normal((16, 256), np.float32)
+    moments = np.full(256, 1e-30, np.float32)
+    moments[130] = 1e16
+    error = cq.trellis_quantize(w, "trellis4", moments=moments).dequantize() - w
+    assert (error[:, :128] ** 2).mean() < 0.05

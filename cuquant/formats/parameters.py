@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from .base import Format, get
+from .int4 import Int4
 from .kbit import KBit
 from .trellis import Trellis
 
 _FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
+    "int4": (Int4, ("group_size", "symmetric")),
     "kbit": (KBit, ("bits", "codebook", "scale", "absmax")),
     "trellis": (Trellis, ("bits", "group_size", "grid")),
 }

@@ -27,6 +27,8 @@ GROUP_SIZES = (32, 128)
 TILE = 16
 _ALIGNMENT = 16
 """Bytes: a stack's matrices begin on multiples of it."""
+_LEAST_MOMENT = np.float32(2.0**-40)
+"""Of inputs that are not 0, relative to the greatest."""
 _SLAB = 1 << 20
 """Weights unpacked or encoded at a time."""
 _SAMPLE = 1 << 16
@@ -153,7 +155,9 @@ class Trellis(Format):
         missing = -k % self.group_size
         if moments is None and not missing:
             return u.reshape(-1, self.group_size), np.ones((1, self.group_size), np.float32)
-        h = np.ones(k, np.float32) if moments is None or not moments.any() else moments / moments.max()
+        h = np.ones(k, np.float32)
+        if moments is not None and moments.any():  # small ones count at least so much that none is lost
+            h = np.where(moments > 0, np.maximum(moments / moments.max(), _LEAST_MOMENT), 0)
         filled = (np.pad(a, ((0, 0), (0, missing))) for a in (u, np.broadcast_to(h, (n, k))))
         groups, weights = (a.reshape(-1, self.group_size).astype(np.float32, copy=False) for a in filled)
         return groups, weights
@@ -223,6 +227,7 @@ class Trellis(Format):
         parts, k = self.parts(sources, shape), shape[1]
         new = self.parts(target, (len(ids), k))
         if len(ids) == 0:
+            new.su[...] = 1
             return
         check.same_signs(parts.su[np.unique(home)])
         new.su[...], new.sv[...] = parts.su[home[0]], parts.sv[home, ids]
@@ -256,7 +261,7 @@ class Trellis(Format):
         assert self.grid is not None
         n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
         count = 0
-        for tiles in packed.reshape(-1, *packed.shape[-3:]):
+        for tiles in packed.reshape(prod(packed.shape[:-3]), *packed.shape[-3:]):
             for row in range(tiles.shape[1]):
                 codes = _unpack(tiles[:, row : row + 1], self.bits)[: n - row * TILE, :k]
                 count += int((codes >= len(self.grid)).sum())

@@ -203,7 +203,8 @@ def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool
         fmt = todo.formats.get(name)
         if fmt is None:
             return safetensors.entry(name, model[name])
-        shape, fitted = model.tensors[name].shape, fmt.fitted(model[name])
+        shape = model.tensors[name].shape
+        fitted = fmt.for_row(shape[-1]).fitted(model[name])
         return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
 
     safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))

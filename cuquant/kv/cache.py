@@ -127,7 +127,7 @@ class KVCache:
         ----------
         k, v : arrays (batch, n, n_kv_heads, head_dim)
             float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes beyond the width's
-            scale (see `codes.encode`) make a token's head NaN.
+            scale (see `codes.encode`) make a token's head NaN (at 16 bits the element alone infinite).
         bits : int, or int array (n,) or (batch, n), optional
             Width of the tokens; by default the widest.
         token_ids : int array (n,) or (batch, n), optional

@@ -65,7 +65,7 @@ def attend(p: Attention, out: NDArray[Any]) -> None:
                 for bits, piece in _pieces(p, sequence):
                     scores, _ = _scores(p, sequence, rows[sequence], bits, piece)
                     share = np.exp(scores - _finite(total.m)[..., None]) / divisor[..., None]
-                    piece.importance[...] += np.nan_to_num(share.sum(axis=(0, 1)) / heads)
+                    piece.importance[...] += np.nan_to_num(share).sum(axis=(0, 1)) / heads
 
 
 def _pieces(p: Attention, sequence: int) -> Iterator[tuple[int, Bucket]]:

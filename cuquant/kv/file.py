@@ -40,7 +40,9 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "rooms": [[bits, tier.room] for bits, tier in cache.tiers.items()],
         "auto_scales": cache.auto_scales,
     }
-    raw = to_bytes(arrays, {KEY: json.dumps(settings)})
+    raw = to_bytes(
+        {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {KEY: json.dumps(settings)}
+    )
     with replacing(Path(path)) as temporary:
         temporary.write_bytes(raw)
 

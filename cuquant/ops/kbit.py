@@ -44,7 +44,8 @@ def kbit_tiles(w: QuantizedArray, tile_n: int = 128, tile_k: int = 64) -> tuple[
         """[N, K / 32, bytes] -> shape + (numbers,)."""
         whole = np.zeros((shape[1] * tile_n, shape[0] * shape[3], part.shape[-1]), np.uint8)
         whole[:n, : k // _BLOCK] = part
-        ordered = whole.reshape(shape[1], tile_n, shape[0], shape[3], -1).transpose(2, 0, 1, 3, 4)
+        sides = (shape[1], tile_n, shape[0], shape[3], part.shape[-1])
+        ordered = whole.reshape(sides).transpose(2, 0, 1, 3, 4)
         return np.ascontiguousarray(ordered).view(dtype)
 
     planes = fmt.bits * 4
@@ -72,9 +73,10 @@ def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, in
     n, k = check.kbit_tiled(packed, absmax, fmt, shape)
 
     def rows(part: Any) -> Any:
-        part = np.ascontiguousarray(part)
-        ordered = part.reshape(*part.shape[:4], -1).view(np.uint8).transpose(1, 2, 0, 3, 4)
-        return ordered.reshape(part.shape[1] * part.shape[2], part.shape[0] * part.shape[3], -1)
+        """Tiles of numbers, five axes -> [n tiles * tile_n, k tiles * blocks, bytes]."""
+        raw = np.ascontiguousarray(part).view(np.uint8)
+        k_tiles, n_tiles, tile_n, blocks, width = raw.shape
+        return raw.transpose(1, 2, 0, 3, 4).reshape(n_tiles * tile_n, k_tiles * blocks, width)
 
     whole = np.concatenate([rows(packed), rows(absmax[..., None])], axis=2)
-    return QuantizedArray(fmt, np.ascontiguousarray(whole[:n, : k // _BLOCK]).reshape(n, -1))
+    return QuantizedArray(fmt, np.ascontiguousarray(whole[:n, : k // _BLOCK]).reshape(n, fmt.row_bytes(k)))

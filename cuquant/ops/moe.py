@@ -109,6 +109,8 @@ def moe(
     """
     x = check.activations(x)
     gate, up, down = check.experts(experts)
+    if check.is_quantized(x) and check.is_quantized(down):
+        check.whole_blocks(down.shape, x.format)  # as what it multiplies is quantized
     ids, probs = check.routing(expert_ids, expert_probs, x.shape, gate.shape)
     check.activation(activation)
     shape = (*x.shape[:-1], down.shape[1])
