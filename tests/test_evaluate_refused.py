@@ -11,6 +11,8 @@ from synthetic import VOCABULARY, Spec, some_tokens, write
 
 from cuquant.eval import config, evaluate
 
+MODEL = Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf"
+
 
 @pytest.mark.parametrize("given", [{}, {"text": "a", "tokens": [1]}], ids=["neither", "both"])
 def test_either_text_or_tokens(model: Path, given: dict[str, Any]) -> None:
@@ -94,3 +96,10 @@ def test_context_beyond_training(folder: Path) -> None:
     ) as seen:
         evaluate(path, tokens=some_tokens(66), ctx=33, formats=["q8_0", "q4_0"])
     assert [warning.filename for warning in seen] == [__file__]
+
+
+def test_a_file_s_name_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("some words")
+    with pytest.raises(ValueError, match=r"text is a str, and so the text itself: .*pathlib\.Path"):
+        evaluate(MODEL, text=str(path), device="cpu")

@@ -440,3 +440,16 @@ def test_a_model_in_one_group_per_row(tmp_path: Path) -> None:
     w = cq.load(tmp_path / "m.safetensors", "cpu")[name]
     assert w.format == f"int4-{w.shape[-1]}"
     np.testing.assert_array_equal(w.blocks, cq.quantize(cq.open(model, "cpu")[name], cq.Int4(-1)).blocks)
+
+
+def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
+    cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
+    with pytest.raises(cq.GGUFError, match=r"cuquant\.load reads safetensors files"):
+        cq.open(tmp_path / "w.safetensors", "cpu")
+    with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):
+        cq.load(Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf")
+
+
+def test_near_names_are_offered() -> None:
+    with pytest.raises(ValueError, match=r"unknown format 'q4-0'; known are .*; did you mean q4_0"):
+        cq.formats.get("q4-0")

@@ -93,9 +93,11 @@ class Evaluation:
         return _table(records, columns, TABLE_STYLES[style])
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
-        """A pandas DataFrame of what `render` shows (pandas comes with the notebook extra)."""
-        import pandas
-
+        """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(f"pandas is needed ({error}): pip install 'cuquant[notebook]'") from None
         records, columns = self._records(tensors)
         return pandas.DataFrame(records, columns=list(columns))
 

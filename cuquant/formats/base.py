@@ -8,6 +8,7 @@ parameters sets the attributes in its constructor and registers the instances th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -191,7 +192,9 @@ def get(name: str | Format) -> Format:
     try:
         return _BY_NAME[name.lower()]
     except KeyError:
-        raise ValueError(f"unknown format {name!r}; known are {', '.join(names())}") from None
+        near = get_close_matches(name.lower(), names(), 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown format {name!r}; known are {', '.join(names())}{hint}") from None
 
 
 def by_ggml_type(number: int) -> Format | None:

@@ -174,7 +174,8 @@ class _Scanner:
         """The version, of a file that can be read here."""
         magic = bytes(self.buffer[:4])
         if magic != b"GGUF":
-            self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
+            hint = " (cuquant.load reads safetensors files)" if bytes(self.buffer[8:9]) == b"{" else ""
+            self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'{hint}")
         self.pos = self.entry = 4
         (version,) = self.unpack(_U32, "the version")
         if version == 1:

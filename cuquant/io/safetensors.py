@@ -172,7 +172,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             with safetensors.safe_open(path, "np") as file:  # validates the header
                 metadata = file.metadata() or {}
         except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is not a safetensors file that can be read: {error}") from None
+            stream.seek(0)
+            hint = " (cuquant.open reads GGUF files)" if stream.read(4) == b"GGUF" else ""
+            raise ValueError(f"{path} is not a safetensors file that can be read: {error}{hint}") from None
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(buffer[:8], "little")
     header = json.loads(buffer[8:start])
