@@ -48,7 +48,7 @@ def normal_float_codebook(k: int) -> NDArray[np.float32]:
     TypeError, ValueError
         k is none of 2, 3, 4, 5.
     """
-    return _normal(check.codebook_bits(k, BITS))
+    return _normal(check.one_of(k, "bits", BITS))
 
 
 @cache
@@ -103,7 +103,7 @@ class KBit(Format):
         scale: Literal["absmax", "decoded"] = "absmax",
         absmax: Literal["e4m4", "float16"] = "e4m4",
     ) -> None:
-        self.bits = check.codebook_bits(bits, BITS)
+        self.bits = check.one_of(bits, "bits", BITS)
         self.scale = check.choice(scale, "scale", ("absmax", "decoded"))
         self.absmax = check.choice(absmax, "absmax", ("e4m4", "float16"))
         self._own = None if isinstance(codebook, str) and codebook == "normal" else self._checked(codebook)
@@ -165,7 +165,8 @@ class KBit(Format):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, KBit):
             return super().__eq__(other)
-        return self.name == other.name and np.array_equal(self.codebook, other.codebook)
+        same = self._own is other._own or np.array_equal(self.codebook, other.codebook)
+        return same and self.name == other.name
 
     __hash__ = Format.__hash__
 

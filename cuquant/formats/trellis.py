@@ -86,7 +86,7 @@ class Trellis(Format):
     """
 
     def __init__(self, bits: int, group_size: int = 128, grid: ArrayLike | None = None) -> None:
-        self.bits = check.codebook_bits(bits, BITS)
+        self.bits = check.one_of(bits, "bits", BITS)
         self.group_size = check.one_of(group_size, "group_size", GROUP_SIZES)
         self.grid: F32 | None = None
         """float32 [n_levels], read-only; None where it is to be fitted."""

@@ -67,7 +67,7 @@ def int4_parts(w: QuantizedArray) -> tuple[NDArray[np.uint8], NDArray[np.float16
     TypeError
         w is no such array.
     """
-    fmt = check.int4_format(w, Int4)
+    fmt = check.format_of(w, Int4)
     records = np.ascontiguousarray(w.blocks).view(fmt.storage)
     codes = records["codes"].reshape(*w.shape[:-1], w.shape[-1] // 2)
     zeros = None if fmt.symmetric else records["zero"].copy()

@@ -69,7 +69,7 @@ def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, in
     TypeError, ValueError
         Shapes and dtypes are not those of such a weight.
     """
-    fmt = check.kbit_format(format, KBit)
+    fmt = check.of_kind(format, KBit)
     n, k = check.kbit_tiled(packed, absmax, fmt, shape)
 
     def rows(part: Any) -> Any:

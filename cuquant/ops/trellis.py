@@ -79,7 +79,7 @@ def trellis_parts(w: QuantizedArray) -> tuple[Any, Any, Any, Any, Any]:
     TypeError
         w is no such array.
     """
-    fmt = check.trellis_weight(w, Trellis)
+    fmt = check.format_of(w, Trellis)
     parts: Parts = fmt.parts(w.blocks, w.shape)
     signs = (a.astype(np.float32) for a in (parts.su, parts.sv))
     return parts.packed.copy(), parts.scales.copy(), fmt.grid.copy(), *signs
@@ -117,7 +117,7 @@ def trellis_quantize(
     TypeError, ValueError
         As `cuquant.quantize`; or the format is another, or moments or signs do not fit.
     """
-    fmt = check.is_trellis(formats.get(format), Trellis)
+    fmt = check.of_kind(formats.get(format), Trellis)
     w = check.floats(w, "w")
     check.whole_blocks(w.shape, fmt)
     k, n = w.shape[-1], w.shape[-2] if w.ndim > 1 else 1

@@ -1,0 +1,246 @@
+"""Caches of keys and values, and attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array, choice, count, floats, on_cpu
+
+MOST_QUERIES = 64
+
+
+def head_dim(value: Any, multiple: int) -> int:
+    """Whole groups of codes and rotations, up to 256."""
+    number = count(value, "head_dim")
+    if number % multiple or number > 256:
+        raise ValueError(
+            f"head_dim is {number}; a multiple of {multiple} up to 256 is needed"
+            + " to rotate keys" * (multiple > 8)
+        )
+    return number
+
+
+def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
+    """Tokens that each width has room for, widest first."""
+    widths = list(capacity) if isinstance(capacity, Mapping) else list(bits)
+    if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
+        raise ValueError(f"bits are {widths}; one or more of {', '.join(map(str, allowed))}, each once")
+    given = capacity if isinstance(capacity, Mapping) else dict.fromkeys(widths, capacity)
+    return {b: count(given[b], "capacity") for b in allowed if b in given}
+
+
+def key_scales(value: Any, shape: tuple[int, int, int]) -> Any:
+    """float32 (batch, n_kv_heads, head_dim), a copy, ones for automatic ones; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        choice(value, "key_scales", ("pairs", "halves"))
+        return np.ones(shape, np.float32)
+    given = on_cpu(floats(value, "key_scales"), "key_scales")
+    if given.shape not in (shape, shape[1:]):
+        raise ValueError(f"key_scales has shape {given.shape}; {shape[1:]} or {shape} is needed")
+    result = np.broadcast_to(given, shape).astype(np.float32, order="C")
+    if not (np.isfinite(result) & (result > 0)).all():
+        raise ValueError("key_scales must be finite and positive: keys are divided by them")
+    return result
+
+
+def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
+    """Shapes of new keys and values fit a cache of (batch, n_kv_heads, head_dim)."""
+    batch, heads, dim = cache
+    for what, shape in (("k", k), ("v", v)):
+        if len(shape) != 4 or (shape[0], *shape[2:]) != cache:
+            raise ValueError(f"{what} has shape {shape}; this cache takes ({batch}, n, {heads}, {dim})")
+    if k != v:
+        raise ValueError(f"k {k} and v {v} differ in their number of tokens")
+
+
+def lengths(value: Any, batch: int, n: int) -> Any:
+    """int64 [batch], 0 to n each; n for None."""
+    if value is None:
+        return np.full(batch, n)
+    result = _integers(value, "lengths")
+    if result.shape != (batch,):
+        raise ValueError(f"lengths has shape {result.shape}; one for each of {batch} sequences is needed")
+    if ((result < 0) | (result > n)).any():
+        raise ValueError(f"lengths are {result.tolist()}; allowed are 0 to {n}, the tokens given")
+    return result
+
+
+def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...]) -> Any:
+    """Widths that a cache has, int64 of `shape`."""
+    result = _broadcast(_integers(value, "bits"), shape, "bits")
+    bad = ~np.isin(result, allowed)
+    if bad.any():
+        raise ValueError(f"bits is {result[bad][0]}; this cache has {', '.join(map(str, allowed))}")
+    return result
+
+
+def token_ids(value: Any, shape: tuple[int, int]) -> Any:
+    """Names of new tokens, int64 of `shape`."""
+    result = _broadcast(_integers(value, "token_ids"), shape, "token_ids")
+    if ((result < 0) | (result > LARGEST_INDEX)).any():
+        raise ValueError(f"token_ids run from {result.min()} to {result.max()}; they are int32, not negative")
+    return result
+
+
+def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
+    """Ids int64 (batch, n), and whether each sequence has its own."""
+    ids = _integers(value, "token_ids")
+    own = ids.ndim == 2
+    if ids.ndim not in (1, 2) or (own and len(ids) != batch):
+        raise ValueError(f"token_ids has shape {ids.shape}; (n,) or ({batch}, n) is needed")
+    return np.broadcast_to(ids, (batch, ids.shape[-1])), own
+
+
+def found(ids: Any, seen: Any, own: bool) -> None:
+    """Every id (batch, n) names a token: of its sequence, or of any for ids that are all sequences'."""
+    missing = ~seen & (ids >= 0) if own else ~seen.any(axis=0, keepdims=True) & np.ones_like(ids, bool)
+    if missing.any():
+        sequence, index = (int(i) for i in np.argwhere(missing)[0])
+        where = f"sequence {sequence}" if own else "the cache"
+        raise ValueError(f"{where} holds no token of id {ids[sequence, index]}")
+
+
+def fits(adds: Mapping[int, Any], tiers: Mapping[int, Any], capacity: int) -> None:
+    """Room for what comes to each width's bucket (less what leaves), [batch] tokens."""
+    held, new = sum(t.lengths.astype(np.int64) for t in tiers.values()), sum(adds.values())
+    _room(held, new, capacity, "this cache", "evict some, or make the cache larger")
+    for bits, tier in tiers.items():
+        hint = "move or evict some, or give the width a larger capacity"
+        _room(tier.lengths.astype(np.int64), adds[bits], tier.room, f"its {bits}-bit bucket", hint)
+
+
+def _room(held: Any, new: Any, room: int, place: str, hint: str) -> None:
+    full = (held + new > room) & (new > 0)
+    if full.any():
+        sequence = int(full.argmax())
+        raise ValueError(
+            f"sequence {sequence} holds {held[sequence]} tokens of the {room} that {place} has room for: "
+            f"{new[sequence]} more do not fit; {hint}"
+        )
+
+
+def slot_range(last: int) -> None:
+    """Slots are int32."""
+    if last > LARGEST_INDEX:
+        raise ValueError(f"slot {last} is beyond int32: clear the cache")
+
+
+def importance(value: Any, shape: tuple[int, int]) -> Any:
+    """Weights by global slot, (batch, slots) or more columns; None stays None."""
+    if value is None:
+        return None
+    result = np.asarray(value)
+    batch, slots = shape
+    if result.dtype.kind not in "fiu" and result.dtype not in FLOATS:
+        raise TypeError(f"importance has dtype {result.dtype}; numbers are needed")
+    if result.ndim not in (1, 2) or result.shape[-1] < slots or result.shape[:-1] not in ((), (batch,)):
+        raise ValueError(f"importance has shape {result.shape}; {(slots,)} or {shape} is needed, or wider")
+    if not ((result >= 0) & (result < np.inf)).all():
+        raise ValueError("importance must be finite and not negative")
+    return np.broadcast_to(result, (batch, result.shape[-1]))
+
+
+def average_bits(value: Any, bits: tuple[int, ...]) -> float:
+    """A mean that a cache's widths can have."""
+    number = _number(value, "average_bits")
+    if not bits[-1] <= number <= bits[0]:
+        raise ValueError(f"average_bits is {number:g}; this cache's widths allow {bits[-1]} to {bits[0]}")
+    return number
+
+
+def not_negative(value: Any, what: str) -> float:
+    """A finite number, 0 or above."""
+    number = _number(value, what)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{what} is {number}; a finite number, 0 or above, is needed")
+    return number
+
+
+def kv_cache(value: Any) -> None:
+    """A KVCache (known by a class attribute: that module imports this one)."""
+    if not getattr(type(value), "is_kv_cache", False):
+        raise TypeError(f"cache is a {type(value).__name__}; a cuquant.KVCache is needed")
+
+
+def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
+    """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
+    batch, heads, dim = cache
+    if len(q) != 4 or (q[0], q[3]) != (batch, dim):
+        raise ValueError(f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim})")
+    if not 1 <= q[1] <= MOST_QUERIES:
+        raise ValueError(f"q has {q[1]} queries in a sequence; allowed are 1 to {MOST_QUERIES}")
+    if q[2] == 0 or q[2] % heads:
+        raise ValueError(f"q has {q[2]} heads, which cannot share {heads} key heads evenly")
+
+
+def score_scale(value: Any, dim: int) -> float:
+    """What scores are multiplied by: 1 / sqrt(head_dim) for None."""
+    if value is None:
+        return float(dim**-0.5)
+    number = _number(value, "scale")
+    if not np.isfinite(number):
+        raise ValueError(f"scale is {number}; a finite number is needed")
+    return number
+
+
+def attention_mask(value: Any, q: tuple[int, ...], slots: int) -> Any:
+    """bool or floats (batch, heads, q_len, slots or more), broadcast; None stays None."""
+    if value is None:
+        return None
+    mask = on_cpu(array(value, "mask"), "mask")
+    if mask.dtype != bool and mask.dtype not in FLOATS:
+        raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}")
+    lead = (q[0], q[2], q[1])
+    if mask.ndim == 0 or mask.shape[-1] < slots:
+        raise ValueError(
+            f"mask has shape {mask.shape}; its last axis needs {slots} columns, one for each slot"
+        )
+    try:
+        return np.broadcast_to(mask, (*lead, mask.shape[-1]))
+    except ValueError:
+        raise ValueError(f"mask has shape {mask.shape}; it does not broadcast to {(*lead, slots)}") from None
+
+
+def positions(value: Any, q: tuple[int, ...]) -> Any:
+    """Positions of queries, int64 (batch, q_len); None stays None."""
+    return None if value is None else _broadcast(_integers(value, "positions"), q[:2], "positions")
+
+
+def restored(cache: Any) -> None:
+    """A cache read from a file: its capacity holds, slots are given out and used once, no id is negative."""
+    if (cache.lengths > cache.capacity).any():
+        raise ValueError(f"a sequence has {cache.lengths.max()} tokens, beyond the capacity {cache.capacity}")
+    for sequence in range(cache.batch):
+        buckets = [tier.bucket(sequence) for tier in cache.tiers.values()]
+        slots = np.concatenate([b.global_slots for b in buckets])
+        if len(np.unique(slots)) < len(slots) or ((slots < 0) | (slots >= cache.next_slots[sequence])).any():
+            raise ValueError(f"global slots of sequence {sequence} are out of range, or taken twice")
+        if any((b.token_ids < 0).any() for b in buckets):
+            raise ValueError(f"sequence {sequence} has a negative token id")
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} is a {type(value).__name__}; a number is needed") from None
+
+
+def _integers(value: Any, what: str) -> Any:
+    """int64 numbers; an empty list is such an array too."""
+    result = np.asarray(value)
+    if result.dtype.kind not in "iu" and result.size:
+        raise TypeError(f"{what} has dtype {result.dtype}; integers are needed")
+    return result.astype(np.int64)
+
+
+def _broadcast(value: Any, shape: tuple[int, ...], what: str) -> Any:
+    try:
+        return np.broadcast_to(value, shape)
+    except ValueError:
+        raise ValueError(f"{what} has shape {value.shape}, which does not broadcast to {shape}") from None

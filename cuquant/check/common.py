@@ -1,0 +1,175 @@
+"""Arrays, numbers, words and devices, wherever they are arguments."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .. import device
+
+FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+FLOAT_NAMES = "float16, bfloat16 or float32"
+
+
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """One of float16, bfloat16, float32, from anything NumPy takes as a dtype, or the name "bfloat16"."""
+    try:
+        given = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype {dtype!r} is not one of {FLOAT_NAMES}") from None
+    if given not in FLOATS:
+        raise TypeError(f"dtype {given} is not one of {FLOAT_NAMES}")
+    return given
+
+
+def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
+    """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor)."""
+    if type(value) is np.ndarray or device.is_cuda(value):
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{what} is a masked array; its mask would be lost: pass .filled(value)")
+    if isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__cuda_array_interface__"):
+        return device.cupy().asarray(value)
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
+        try:
+            return np.from_dlpack(value)
+        except (TypeError, RuntimeError, BufferError) as error:
+            raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
+    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed")
+
+
+def floats(value: Any, what: str) -> Any:
+    """`array`, of dtype float16, bfloat16 or float32."""
+    result = array(value, what)
+    if result.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}")
+    return result
+
+
+def typed(value: Any, what: str, dtype: Any) -> Any:
+    """`array` of NumPy's, of one dtype."""
+    result = on_cpu(array(value, what, str(np.dtype(dtype))), what)
+    if result.dtype != dtype:
+        raise TypeError(f"{what} has dtype {result.dtype}; {np.dtype(dtype)} is needed")
+    return result
+
+
+def on_cpu(value: Any, what: str) -> Any:
+    """An array that is NumPy's."""
+    if device.is_cuda(value):
+        raise TypeError(f"{what} is a CuPy array, and this works on NumPy arrays only: pass {what}.get()")
+    return value
+
+
+def one_of(value: Any, what: str, allowed: tuple[int, ...]) -> int:
+    """One of some integers."""
+    choices = (" and " if len(allowed) == 2 else ", ").join(map(str, allowed))
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a {type(value).__name__}; allowed are {choices}") from None
+    if number not in allowed:
+        raise ValueError(f"{what} is {number}; allowed are {choices}")
+    return number
+
+
+def flag(value: Any, what: str) -> bool:
+    """True or False, of Python or NumPy."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{what} is a {type(value).__name__}; allowed are True and False")
+    return bool(value)
+
+
+def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
+    """One of some words."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{what} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    return value
+
+
+def same_device(**operands: Any) -> bool:
+    """All arrays on one device, and whether it is a GPU; None is skipped."""
+    on_gpu = [device.is_cuda(a) for a in operands.values() if a is not None]
+    if True in on_gpu and False in on_gpu:
+        where = {name: device.of(a) for name, a in operands.items() if a is not None}
+        places = ", ".join(f"{name} on {place}" for name, place in where.items())
+        raise TypeError(
+            f"operands are on different devices: {places}; move them with to_device or cupy.asarray"
+        )
+    return on_gpu[0]
+
+
+def row_name(flat: int, shape: tuple[int, ...]) -> str:
+    """Index of a flat row number, as a person would write it: 5, or (1, 5) for stacks."""
+    index = [int(i) for i in np.unravel_index(flat, shape[:-1])] if len(shape) > 1 else [0]
+    return str(index[0]) if len(index) == 1 else str(tuple(index))
+
+
+def shape(value: Any) -> tuple[int, ...]:
+    """A tuple of dimensions; one may stand for itself."""
+    try:
+        result = tuple(operator.index(n) for n in ((value,) if isinstance(value, int) else value))
+    except TypeError:
+        raise TypeError(f"shape {value!r} is not a tuple of integers") from None
+    if any(n < 0 for n in result):
+        raise ValueError(f"shape {result} has a negative dimension")
+    return result
+
+
+def tensors(value: Any) -> Mapping[str, Any]:
+    """A mapping whose keys are names that tensors can have in a safetensors file."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"tensors is a {type(value).__name__}; a mapping of names to arrays is needed")
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor is named {name!r}; names are str")
+        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):  # reserved; no UTF-8
+            raise ValueError(f"a safetensors file can have no tensor named {name!r}")
+    return value
+
+
+def device_name(name: Any) -> str:
+    """ "cpu" or "cuda"."""
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}; allowed are 'cpu' and 'cuda'")
+    return str(name)
+
+
+def storage(operand: Any) -> Any:
+    """The array that holds an operand's bytes: a quantized array's own, or the array itself."""
+    return operand.storage if is_quantized(operand) else operand
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a value is a QuantizedArray (known by a class attribute: that module imports this one)."""
+    return getattr(type(value), "is_quantized_array", False)
+
+
+def is_transposed(value: Any) -> bool:
+    return getattr(type(value), "is_transposed_array", False)
+
+
+def described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    name = f"{value.format} array" if is_quantized(value) or is_transposed(value) else type(value).__name__
+    return name if shape is None else f"{name} {tuple(shape)}" + ".T" * is_transposed(value)
+
+
+LARGEST_INDEX = np.iinfo(np.int32).max
+
+
+def count(value: Any, what: str, least: int = 1) -> int:
+    """An integer from `least` up to what int32 holds."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is a {type(value).__name__}; an integer is needed") from None
+    if not least <= number <= LARGEST_INDEX:
+        raise ValueError(f"{what} is {number}; allowed are {least} to {LARGEST_INDEX}")
+    return number

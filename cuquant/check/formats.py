@@ -1,0 +1,380 @@
+"""Parameters of formats, storage bytes, and weights that are to be quantized."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import device
+from .common import (
+    FLOATS,
+    array,
+    count,
+    described,
+    floats,
+    is_quantized,
+    on_cpu,
+    one_of,
+    row_name,
+    storage,
+    typed,
+)
+
+if TYPE_CHECKING:
+    from ..formats import Format
+
+
+def codes(value: Any) -> Any:
+    """`array`, of dtype uint8."""
+    result = array(value, "codes")
+    if result.dtype != np.uint8:
+        raise TypeError(f"codes has dtype {result.dtype}; E4M4 codes are uint8")
+    return result
+
+
+def e4m4(x: Any) -> None:
+    """Numbers that E4M4 has codes for: finite and not negative."""
+    bad = ~((x >= 0) & np.isfinite(x))
+    if bad.any():
+        raise ValueError(f"E4M4 has no code for {x[bad][0]}: numbers must be finite and not negative")
+
+
+def group_size(value: Any) -> int:
+    """Weights that share a scale: a multiple of 32, or -1 for a row."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise TypeError(f"group_size is a {type(value).__name__}, not an integer") from None
+    if size != -1 and (size < 1 or size % 32):
+        raise ValueError(
+            f"group_size is {size}; allowed are 32, 64, 128, other multiples of 32, and -1 for a row"
+        )
+    return size
+
+
+def codebook(value: Any, count: int) -> Any:
+    """`count` numbers in [-1, 1], ascending, as a new float32 array."""
+    if isinstance(value, str):
+        raise ValueError(f'codebook is {value!r}; allowed are "normal" and {count} numbers')
+    if device.is_cuda(value):
+        on_cpu(value, "codebook")
+    try:
+        with np.errstate(over="ignore"):
+            result = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"codebook is no array of {count} numbers: {error}") from None
+    if result.shape != (count,):
+        raise ValueError(f"codebook has shape {result.shape}; {count} numbers are needed")
+    if not (np.abs(result) <= 1).all():
+        worst = result[~(np.abs(result) <= 1)][0]
+        raise ValueError(f"codebook holds {worst}; entries are in [-1, 1]: blocks are divided by their peak")
+    if (result[1:] < result[:-1]).any():
+        at = int((result[1:] < result[:-1]).argmax())
+        raise ValueError(
+            f"codebook is not sorted: entry {at + 1} ({result[at + 1]}) is below entry {at} ({result[at]}); "
+            "pass numpy.sort(codebook)"
+        )
+    return result
+
+
+def of_kind(fmt: Any, kind: type[Format]) -> Any:
+    """A format of that class."""
+    if not isinstance(fmt, kind):
+        raise TypeError(f"format is {fmt}; a cuquant.{kind.__name__} is needed")
+    return fmt
+
+
+def kbit_matrix(w: Any, kind: type[Format]) -> Any:
+    """The format of a k-bit weight (N, K)."""
+    if not is_quantized(w) or not isinstance(w.format, kind) or w.ndim != 2:
+        raise TypeError(f"w is {described(w)}; a QuantizedArray (N, K) of a format cuquant.KBit is needed")
+    return w.format
+
+
+def tile_sizes(tile_n: Any, tile_k: Any, block: int) -> None:
+    """Sides of tiles, whole blocks along K."""
+    for what, value, multiple in (("tile_n", tile_n, 1), ("tile_k", tile_k, block)):
+        if count(value, what) % multiple:
+            raise ValueError(f"{what} is {value}; a positive multiple of {multiple} is needed")
+
+
+def kbit_tiled(packed: Any, absmax: Any, fmt: Format, shape: Any) -> tuple[int, int]:
+    """Bit planes and scales in tiles that hold a k-bit weight of shape (N, K)."""
+    scale = fmt.storage["absmax"]
+    packed, absmax = typed(packed, "packed", np.uint32), typed(absmax, "absmax", scale)
+    if packed.ndim != 5 or packed.shape[:-1] != absmax.shape or packed.shape[-1] != fmt.bits:
+        raise ValueError(
+            f"packed has shape {packed.shape}, absmax {absmax.shape}; "
+            f"(k tiles, n tiles, tile_n, tile_k / 32) is needed, and for packed {fmt.bits} more"
+        )
+    whole_blocks(shape, fmt)
+    k_tiles, n_tiles, tile_n, blocks = absmax.shape
+    sides = (tile_n, 32 * blocks)
+    needed = tuple(-(-extent // max(side, 1)) for extent, side in zip(shape, sides, strict=False))
+    if len(shape) != 2 or needed != (n_tiles, k_tiles):
+        raise ValueError(
+            f"{n_tiles} x {k_tiles} tiles of {tile_n} x {32 * blocks} do not hold a weight of shape {shape}"
+        )
+    return shape
+
+
+def grid(value: Any, most: int) -> Any:
+    """1 to `most` finite numbers, as a new float32 array."""
+    if device.is_cuda(value):
+        on_cpu(value, "grid")
+    try:
+        with np.errstate(over="ignore"):
+            result = np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"grid is no array of numbers: {error}") from None
+    if result.ndim != 1 or not 1 <= result.size <= most:
+        raise ValueError(f"grid has shape {result.shape}; 1 to {most} numbers are needed")
+    if not np.isfinite(result).all():
+        raise ValueError(f"grid holds {result[~np.isfinite(result)][0]}; its numbers must be finite")
+    return result
+
+
+def trellis_scales(scales: Any, fmt: Format) -> None:
+    """No scale of quantized weights is beyond float32, as with tiny grids."""
+    if not np.isfinite(scales).all():
+        raise ValueError(f"{fmt}: a scale overflows float32: the weights are too large for this grid")
+
+
+def not_signs(**arrays: Any) -> list[tuple[str, Any]]:
+    """Names of arrays with an element that is neither +1 nor -1, and the first such element."""
+    bad = {name: a[np.abs(a.astype(np.float32)) != 1] for name, a in arrays.items()}
+    return [(name, elements[0]) for name, elements in bad.items() if elements.size]
+
+
+def same_signs(su: Any) -> None:
+    """Matrices whose signs along K, su [n, K], are one: rows of theirs can be put into one matrix."""
+    if (su != su[0]).any():
+        raise IndexError(
+            "rows of several trellis matrices whose su differ cannot be one matrix: dequantize, then index"
+        )
+
+
+def trellis_parts(
+    packed: Any, scales: Any, su: Any, sv: Any, shape: tuple[int, ...], groups: tuple[int, ...], given: Any
+) -> tuple[Any, Any, Any, Any, int, int]:
+    """The arrays of a trellis weight (..., N, K) as NumPy's, bits of its indices, and the group size.
+
+    That is the one given, or the first of `groups` that fits the shape of scales.
+    """
+    packed, scales = typed(packed, "packed", np.uint8), typed(scales, "scales", np.float32)
+    if len(shape) < 2 or 0 in shape[-2:]:
+        raise ValueError(f"shape is {shape}; a trellis weight is (..., N, K), with N and K from 1 on")
+    *lead, n, k = shape
+    tiles = (*lead, -(-k // 16), -(-n // 16))
+    if packed.shape[:-1] != tiles or packed.shape[-1] not in (64, 96, 128):
+        raise ValueError(
+            f"packed has shape {packed.shape}; a weight {shape} has {tiles} tiles of 64, 96 or 128 bytes "
+            "(2, 3 or 4 bits)"
+        )
+    sizes = groups if given is None else (one_of(given, "group_size", groups),)
+    fits = [size for size in sizes if scales.shape == (*lead, -(-k // size), n)]
+    if not fits:
+        wanted = " or ".join(f"{(*lead, -(-k // size), n)} for groups of {size}" for size in sizes)
+        raise ValueError(f"scales has shape {scales.shape}; {wanted} is needed")
+    su, sv = signs(su, "su", (*lead, k)), signs(sv, "sv", (*lead, n))
+    if not np.isfinite(scales).all():
+        raise ValueError(f"scales holds {scales[~np.isfinite(scales)][0]}; scales must be finite")
+    return packed, scales, su, sv, packed.shape[-1] // 32, fits[0]
+
+
+def format_of(w: Any, kind: type[Format]) -> Any:
+    """The format, of that class, of a weight in NumPy's memory."""
+    if not is_quantized(w) or not isinstance(w.format, kind):
+        raise TypeError(
+            f"w is {described(w)}; a QuantizedArray of a format cuquant.{kind.__name__} is needed"
+        )
+    on_cpu(storage(w), "w")
+    return w.format
+
+
+def moments(value: Any, k: int) -> Any:
+    """Second moments of k inputs in float32, or None."""
+    if value is None:
+        return None
+    result = on_cpu(floats(value, "moments"), "moments").astype(np.float32)
+    if result.shape != (k,):
+        raise ValueError(f"moments has shape {result.shape}; one for each of K = {k} inputs is needed")
+    if not (np.isfinite(result) & (result >= 0)).all():
+        raise ValueError("moments must be finite and not negative")
+    return result
+
+
+def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
+    """+1 and -1 as NumPy's int8."""
+    result = on_cpu(array(value, what, "+1 and -1"), what)
+    if result.dtype.kind not in "iuf" and result.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {result.dtype}; +1 and -1 are integers or floats")
+    if result.shape != shape:
+        raise ValueError(f"{what} has shape {result.shape}; {shape} is needed")
+    for _, bad in not_signs(**{what: result}):
+        raise ValueError(f"{what} holds {bad}; signs are +1 and -1")
+    return result.astype(np.int8)
+
+
+def whole_blocks(shape: tuple[int, ...], fmt: Format) -> Format:
+    """A quantized shape has at least one axis, and a last one of whole blocks; the format of such rows.
+
+    A vector may end within a block in some formats.
+    """
+    if not shape:
+        raise ValueError(f"{fmt} needs an array of at least one axis, not a scalar")
+    k = shape[-1]
+    multiple = 1 if len(shape) == 1 and fmt.ragged_vectors else fmt.block_size
+    if k == 0 or k % multiple:
+        raise ValueError(
+            f"{fmt} stores blocks of {fmt.block_size} along the last axis, which has {k} elements "
+            f"(shape {shape}): a positive multiple of {multiple} is needed"
+        )
+    return fmt.for_row(k)
+
+
+def to_quantize(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """Rows [n, K] that start at row `first_row` of an array of `shape` hold finite numbers, none of them
+    larger than the format takes; the first row that does not is named."""
+    bad = ~np.isfinite(values).all(axis=1)
+    peaks = np.abs(values).max(axis=1)
+    large = bad if fmt.largest is None else bad | (peaks > fmt.largest)
+    if not large.any():
+        return
+    row = int(large.argmax())
+    where = f"in row {row_name(first_row + row, shape)}"
+    if bad[row]:
+        value = values[row][~np.isfinite(values[row])][0]
+        raise ValueError(f"cannot quantize {value} {where}: weights must be finite")
+    raise ValueError(
+        f"{fmt}: a weight of magnitude {peaks[row]} {where} is beyond {fmt.largest}, "
+        f"what an 8-bit scale holds: {fmt.beyond}"
+    )
+
+
+def column_importance(value: Any, fmt: Format, k: int) -> Any:
+    """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
+    if not fmt.takes_importance:
+        raise ValueError(f"{fmt} takes no importance; k-quants (q4_k, ...) and iq4_nl, iq4_xs do")
+    given = device.as_numpy(array(value, "importance", "numbers"))
+    if given.dtype.kind not in "fiu" and given.dtype not in FLOATS:
+        raise TypeError(f"importance has dtype {given.dtype}; numbers are needed")
+    if given.shape != (k,):
+        raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")
+    result = given.astype(np.float64)
+    if not ((result >= 0) & (result < np.inf)).all() or not result.any():
+        raise ValueError("importance must be finite, not negative, and above 0 somewhere")
+    return np.maximum(np.ldexp(result, 1 - np.frexp(result.max())[1]), 2.0**-40).astype(np.float32)
+
+
+def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `to_quantize`)."""
+    for field in fmt.scales:
+        bad = ~np.isfinite(records[field]).all(axis=1)
+        if bad.any():
+            row = row_name(first_row + int(bad.argmax()), shape)
+            raise ValueError(
+                f"{fmt}: the scale {field!r} of a block in row {row} overflows float16 "
+                "(largest 65504): the weights are too large for this format"
+            )
+
+
+def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
+    """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`, contiguous; a view if `raw` is.
+
+    On a GPU they are copied from an odd address, too: kernels read pairs of bytes.
+    """
+    blocks = array(
+        np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
+    )
+    if blocks.dtype != np.uint8:
+        raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
+    whole_blocks(shape, fmt)
+    wanted = fmt.stored(shape)
+    need = int(np.prod(wanted, dtype=object))
+    if blocks.size != need:
+        raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
+    blocks = blocks.reshape(wanted)
+    odd = device.is_cuda(blocks) and blocks.data.ptr % 2
+    blocks = blocks.copy() if odd or not blocks.flags.c_contiguous else blocks
+    if fmt.whole_matrices and (flaws := fmt.flaws(device.as_numpy(blocks), shape)):
+        raise ValueError(f"{fmt} of shape {shape}: {flaws[0]}")
+    return blocks
+
+
+def int4_parts(codes: Any, scales: Any, zeros: Any, group: Any) -> tuple[Any, Any, Any, int]:
+    """Codes (..., K / 2), and scales and zeros (..., K / group) as NumPy arrays, and the group size."""
+    codes, scales = typed(codes, "codes", np.uint8), typed(scales, "scales", np.float16)
+    zeros = None if zeros is None else typed(zeros, "zeros", np.uint8)
+    if min(codes.ndim, scales.ndim) < 1 or codes.shape[:-1] != scales.shape[:-1]:
+        raise ValueError(
+            f"codes {codes.shape} and scales {scales.shape} are not of one weight: "
+            "(..., N, K / 2) and (..., N, K / group_size)"
+        )
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(f"zeros has shape {zeros.shape}; that of scales is {scales.shape}")
+    size = _group_of(2 * codes.shape[-1], scales.shape[-1])
+    wanted = size if group is None else group_size(group)
+    if wanted not in (size, -1) or (wanted == -1 and scales.shape[-1] > 1):
+        raise ValueError(f"group_size is {group}; codes {codes.shape} and scales {scales.shape} have {size}")
+    return codes, scales, zeros, size
+
+
+def _group_of(k: int, count: int) -> int:
+    """Size of `count` groups of k weights."""
+    if k == 0 or count == 0 or k % count:
+        raise ValueError(f"{k} weights along K are not {count} groups of one size")
+    return group_size(k // count)
+
+
+def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, Any, Any, int]:
+    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, and the group size."""
+    qweight, qzeros = typed(qweight, "qweight", np.int32), typed(qzeros, "qzeros", np.int32)
+    scales = typed(scales, "scales", np.float16)
+    given = qweight.shape, qzeros.shape, scales.shape
+    if any(len(extents) != 2 for extents in given) or not (
+        given[1][0] == given[2][0] and 8 * given[1][1] == given[2][1] == 8 // along_k * given[0][1]
+    ):
+        words = "(K / 8, N)" if along_k == 8 else "(K, N / 8)"
+        raise ValueError(
+            f"qweight {given[0]}, qzeros {given[1]} and scales {given[2]} are not codes of 4 bits in words: "
+            f"{words}, (G, N / 8) and (G, N)"
+        )
+    return qweight, qzeros, scales, _group_of(along_k * given[0][0], given[2][0])
+
+
+def gptq_version(value: Any) -> int:
+    """1 or 2."""
+    if value not in (1, 2):
+        raise ValueError(f"version is {value!r}; GPTQ checkpoints have 1 or 2")
+    return int(value)
+
+
+def group_index(value: Any, k: int, group: int) -> None:
+    """Group of each of k weights, in their own order; None says so too."""
+    if value is None:
+        return
+    g_idx = on_cpu(array(value, "g_idx", "integers"), "g_idx")
+    if g_idx.dtype.kind not in "iu":
+        raise TypeError(f"g_idx has dtype {g_idx.dtype}; groups are numbered by integers")
+    if g_idx.shape != (k,):
+        raise ValueError(f"g_idx has shape {g_idx.shape}; there are {k} weights along K")
+    other = g_idx != np.arange(k) // group
+    if other.any():
+        at = int(other.argmax())
+        raise ValueError(
+            f"g_idx puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
+            "(act-order, desc_act) cannot be read"
+        )
+
+
+def sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
+    """A quantized array without flaws, and whose rows, by flat numbers, are all finite."""
+    found = list(flaws)
+    if len(bad_rows):
+        first = row_name(int(bad_rows[0]), w.shape)
+        found.append(f"{len(bad_rows)} rows hold weights that are NaN or infinite, the first is row {first}")
+    if found:
+        raise ValueError(f"{described(w)}: {'; '.join(found)}")

@@ -1,0 +1,245 @@
+"""Operands of products and of mixtures of experts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import memory
+from .common import (
+    FLOAT_NAMES,
+    FLOATS,
+    array,
+    count,
+    described,
+    float_dtype,
+    floats,
+    is_quantized,
+    is_transposed,
+    on_cpu,
+)
+
+ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
+
+
+def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """An index of every axis but the last, which must stay whole."""
+    parts = tuple(
+        np.asarray(p, None if p else np.intp) if isinstance(p, list) else p
+        for p in (index if isinstance(index, tuple) else (index,))
+    )
+    if any(p is None for p in parts):
+        raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")
+    dots = [i for i, p in enumerate(parts) if p is Ellipsis]
+    used = sum(
+        p.ndim if getattr(p, "dtype", None) == np.dtype(bool) else 1 for p in parts if p is not Ellipsis
+    )
+    reaches_last = used >= len(shape) or bool(dots and dots[-1] != len(parts) - 1)
+    if reaches_last and not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
+        raise IndexError(
+            f"the last axis of shape {shape} is stored in blocks and cannot be indexed: "
+            "index the axes before it, or dequantize first"
+        )
+    return parts
+
+
+def can_iterate(shape: tuple[int, ...]) -> None:
+    """At least two axes: rows to go through."""
+    if len(shape) < 2:
+        raise TypeError(
+            f"a QuantizedArray of shape {shape} has no rows to iterate over, and its numbers are packed in "
+            "blocks: iterate over .dequantize()"
+        )
+
+
+def can_transpose(shape: tuple[int, ...]) -> None:
+    """At least two axes."""
+    if len(shape) < 2:
+        raise ValueError(f"shape {shape} has no rows and columns to swap")
+
+
+def activations(x: Any) -> Any:
+    """The left operand of a product: floats, or activations quantized to q8_1."""
+    if is_quantized(x):
+        if not x.format.for_activations:
+            raise TypeError(
+                f"x is quantized to {x.format}; activations are {FLOAT_NAMES}, or q8_1 "
+                "by cuquant.quantize(x, 'q8_1')"
+            )
+        return x
+    return floats(x, "x")
+
+
+def weights(w: Any, what: str = "W") -> Any:
+    """The right operand, not transposed: a quantized weight, or a plain float one."""
+    if is_quantized(w):
+        if w.format.for_activations:
+            raise TypeError(
+                f"{what} is quantized to {w.format}, a format of activations: weights are quantized otherwise"
+            )
+    elif is_transposed(w):
+        raise TypeError(
+            f"{what} is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes "
+            f"x @ W.T itself: pass W of shape {w.T.shape}, or write x @ W.T"
+        )
+    else:
+        w = floats(w, what)
+    if w.ndim < 2:
+        raise ValueError(f"{what} has shape {w.shape}; a weight is (..., N, K)")
+    return w
+
+
+@lru_cache(maxsize=4096)
+def product_shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of x (..., M, K) @ W (..., N, K) transposed: leading axes broadcast as in numpy.matmul."""
+    if not x:
+        raise ValueError("x is a scalar; activations are (..., K)")
+    if x[-1] != w[-1]:
+        raise ValueError(f"x {x} and W {w} differ in K, their last axis: {x[-1]} and {w[-1]}")
+    try:
+        lead = np.broadcast_shapes(x[:-2], w[:-2])
+    except ValueError:
+        raise ValueError(f"the leading axes of x {x} and W {w} do not broadcast") from None
+    return (*lead, *x[-2:-1], w[-2])
+
+
+def activation(name: Any) -> None:
+    """None or one of ACTIVATIONS."""
+    if name is not None and name not in ACTIVATIONS:
+        raise ValueError(
+            f"unknown activation {name!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS))}"
+        )
+
+
+def bias(value: Any, w: tuple[int, ...]) -> Any:
+    """Floats of shape (N,), or (..., N) with the leading axes of W; None stays None."""
+    if value is None:
+        return None
+    value = floats(value, "bias")
+    if value.shape not in {w[-2:-1], w[:-1]}:
+        raise ValueError(
+            f"bias has shape {value.shape}; for W {w} it is {w[-2:-1]}" + f" or {w[:-1]}" * (len(w) > 2)
+        )
+    return value
+
+
+def residual(value: Any, shape: tuple[int, ...]) -> Any:
+    """Floats of the result's shape; None stays None."""
+    if value is None:
+        return None
+    value = floats(value, "residual")
+    if value.shape != shape:
+        raise ValueError(f"residual has shape {value.shape}; the result has {shape}")
+    return value
+
+
+def result_dtype(x: Any, out: Any, dtype: Any) -> np.dtype[Any]:
+    """`dtype` if given, else that of out, else the activations' own (float32 for quantized ones)."""
+    if dtype is not None:
+        wanted = float_dtype(dtype)
+        if out is not None and out.dtype != wanted:
+            raise TypeError(f"out has dtype {out.dtype}, but dtype={wanted} was asked for")
+        return wanted
+    if out is not None:
+        return out.dtype
+    return FLOATS[2] if is_quantized(x) else x.dtype
+
+
+def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool) -> None:
+    """`out` can take the result: its shape, writable, and apart from what is read while it is written.
+
+    The residual may be `out` itself (an update in place), as every element is read before it is written.
+    """
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the result has {shape}")
+    if not getattr(out.flags, "writeable", True):
+        raise ValueError("out is read-only")
+    if not out.flags.c_contiguous and memory.overlaps_itself(out):
+        raise ValueError(f"out has strides {out.strides} that put several elements in one place")
+    if residual is not None and not memory.same_view(out, residual):
+        reads = {**reads, "residual": residual}
+    for name, operand in reads.items():
+        if operand is not None and memory.may_overlap(out, operand, on_gpu):
+            raise ValueError(
+                f"out may share memory with {name}: the result would overwrite what is still read"
+            )
+
+
+def is_weight(value: Any) -> bool:
+    """Whether a value is a quantized array of a weight format."""
+    return is_quantized(value) and not value.format.for_activations
+
+
+def may_prepare(stream: Any) -> None:
+    """A weight is not brought into its layout while a graph is captured: the graph would repeat it."""
+    if stream.is_capturing():
+        raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
+
+
+def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
+    """Leading axes that a kernel can walk, those counted as one that strides join."""
+    if count > most:
+        raise ValueError(
+            f"the result {shape} has {count} leading axes that do not merge; at most {most} are possible"
+        )
+
+
+def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
+    """Blocks along an axis of a launch: matrices of a stack, or tiles of batch rows."""
+    if blocks > most:
+        raise ValueError(
+            f"the result {shape} takes {blocks} blocks along an axis of one launch; "
+            f"at most {most} are possible"
+        )
+
+
+def not_a_product(a: Any, b: Any) -> TypeError:
+    """The error for a product that no quantized operand makes possible."""
+    given = f"{described(a)} @ {described(b)}"
+    if is_weight(b) and b.ndim < 2:
+        return TypeError(f"{given}: a quantized vector has no rows to multiply by; dequantize it first")
+    if is_weight(b) or (is_transposed(a) and is_weight(a.T)):
+        return TypeError(
+            f"{given} contracts the weight along N, but its blocks run along K: x @ W.T and W @ x do not"
+        )
+    return TypeError(f"{given} has no quantized weight on either side: x @ W.T or W @ x is needed")
+
+
+def experts(value: Any) -> tuple[Any, Any, Any]:
+    """Stacks gate (E, F, K), up (E, F, K) and down (E, N, F) of weights, as an `Experts` has them."""
+    if not all(hasattr(value, name) for name in ("gate", "up", "down")):
+        raise TypeError(f"experts is a {type(value).__name__}; a cuquant.Experts(gate, up, down) is needed")
+    gate, up, down = (weights(getattr(value, name), f"experts.{name}") for name in ("gate", "up", "down"))
+    shapes = gate.shape, up.shape, down.shape
+    if any(len(s) != 3 for s in shapes) or up.shape != gate.shape or down.shape[::2] != gate.shape[:2]:
+        raise ValueError(
+            f"experts have gate {shapes[0]}, up {shapes[1]} and down {shapes[2]}; "
+            "(E, F, K), (E, F, K) and (E, N, F) are needed"
+        )
+    return gate, up, down
+
+
+def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
+    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take; NumPy's."""
+    ids = on_cpu(array(ids, "expert_ids", "integers"), "expert_ids")
+    probs = on_cpu(floats(probs, "expert_probs"), "expert_probs")
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
+    if not x or x[-1] != gate[-1]:
+        raise ValueError(f"x {x} and experts.gate {gate} differ in K, their last axis")
+    if ids.shape[:-1] != x[:-1] or ids.ndim != len(x) or probs.shape != ids.shape:
+        raise ValueError(
+            f"expert_ids {ids.shape} and expert_probs {probs.shape} do not fit x {x}: both are (..., top_k), "
+            "with the leading axes of x"
+        )
+    return ids, probs
+
+
+def top_k(value: Any, logits: tuple[int, ...]) -> None:
+    """An integer from 1 to the number of experts."""
+    if not logits:
+        raise ValueError("logits is a scalar; (..., E) is needed")
+    if not 1 <= count(value, "top_k") <= logits[-1]:
+        raise ValueError(f"top_k is {value}; logits {logits} are of {logits[-1]} experts")
