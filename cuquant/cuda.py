@@ -44,12 +44,17 @@ def quantize(x: Any, fmt: Format) -> Any:
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    codebook = (np.uint64(tables(fmt).thresholds), np.int32(fmt.divides_by_stored))
-    step = plan.per_block("quantize", fmt, count * fmt.block_size // 16)
-    jit.launch(step, *_float_rows(rows), *sizes, out, bad, *codebook)
+    jit.launch(plan.quantize(fmt, count), *_float_rows(rows), *sizes, out, bad, *_encoder(fmt))
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)
     return out
+
+
+def _encoder(fmt: Format) -> tuple[Any, ...]:
+    """What the kernel that quantizes has to know of the format."""
+    if fmt.encodes_groups:
+        return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
+    return np.uint64(tables(fmt).thresholds), np.int32(fmt.divides_by_stored)
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,27 @@ def _per_format(op: str, entry: str, fmt: Format) -> Kernel:
 
 @lru_cache(maxsize=1024)
 def per_block(op: str, fmt: Format, threads: int) -> Plan:
-    """Quantize or dequantize, with as many threads as the operation wants for its blocks."""
+    """Quantize or dequantize blocks, with as many threads as the operation wants for its blocks."""
     return Plan(_per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op == "quantize")
+
+
+def quantize(fmt: Format, blocks: int) -> Plan:
+    """Quantize to that many blocks: a thread takes 16 weights, of large groups several times."""
+    if fmt.encodes_groups:
+        return _quantize_groups(fmt.has_zero_points, blocks * group_lanes(fmt))
+    return per_block("quantize", fmt, blocks * fmt.block_size // 16)
+
+
+def group_lanes(fmt: Format) -> int:
+    """Lanes of a warp that quantize a group: a power of two, so that they can exchange its extremes."""
+    return min(WARP, 1 << (fmt.block_size // 16).bit_length() - 1)
+
+
+@lru_cache(maxsize=1024)
+def _quantize_groups(has_zero_points: bool, threads: int) -> Plan:
+    constants = (("ASYMMETRIC", int(has_zero_points)),)
+    kernel = Kernel("quantize_int4", "quantize_int4", constants=constants)
+    return Plan(kernel, (ceil(threads / 256), 1, 1), 256, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
@@ -473,7 +492,9 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
     found: set[Kernel] = set()
     for fmt in (f.for_kernels for f in formats if f.on_gpu):
-        found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")[not fmt.encodes_on_gpu :]}
+        found.add(per_block("dequantize", fmt, 1).kernel)
+        if fmt.encodes_on_gpu:
+            found.add(quantize(fmt, 1).kernel)
         if fmt.for_activations:
             entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
             found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}

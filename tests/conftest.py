@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 # Before they are imported: their asserts then explain themselves as those of test files do.
-pytest.register_assert_rewrite("commands", "scoring")
+pytest.register_assert_rewrite("commands", "products", "scoring")
 
 from commands import Done, Run  # noqa: E402
 from commands import run as run_here  # noqa: E402

@@ -201,8 +201,11 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
 
 def test_quantizing_plans_cover_all_threads() -> None:
     fmt = cq.formats.get("q4_0")
-    assert plan.per_block("quantize", fmt, 1).grid == (1, 1, 1)
-    assert plan.per_block("quantize", fmt, 257).grid == (2, 1, 1)
+    assert plan.quantize(fmt, 128).grid == (1, 1, 1)
+    assert plan.quantize(fmt, 129).grid == (2, 1, 1)
+    for size, lanes in ((32, 2), (64, 4), (96, 4), (128, 8), (512, 32), (14336, 32)):
+        assert plan.group_lanes(cq.Int4(size)) == lanes
+        assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
     assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
     for rows, k in product((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):

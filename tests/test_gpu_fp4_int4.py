@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
 from numpy.typing import NDArray
+from products import assert_products
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.testing import as_numpy, nmse, worst_element
+from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F = np.float32
@@ -57,18 +58,10 @@ def test_bytes_and_numbers_are_those_of_the_cpu(fmt: cq.Format) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_products(fmt: cq.Format) -> None:
-    cupy = device.cupy()
     for n, k in ((70, 384), (200, 1920)):
         w = weight(fmt, (n, k)).to_device("cuda")
         assert w.fragments().half
-        for m in (1, 8, 12, 40, 300):
-            for dtype in FLOATS:
-                x = cupy.asarray(gauss((m, k), 2)).astype(dtype)
-                y, exact = cq.matmul(x, w.T, dtype=F), testing.linear(x, w)
-                assert nmse(y, exact) < 1e-6, (m, n, dtype)
-                assert worst_element(y, exact) < 0.01
-            q = cq.quantize(x, "q8_1")
-            assert nmse(q @ w.T, testing.linear(q, w)) < 1e-6
+        assert_products(w)
 
 
 @pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1e-4, 1, 1e4, 1e30])
@@ -194,4 +187,36 @@ def test_fp4_is_quantized_as_on_the_cpu(name: str, dtype: np.dtype[np.generic]) 
             cq.quantize(given, name)
         with pytest.raises(ValueError, match="row 7") as on_cuda:
             cq.quantize(cupy.asarray(given), name)
+        assert str(on_cpu.value) == str(on_cuda.value)
+
+
+@pytest.mark.parametrize("fmt", [*INT4, *(cq.Int4(size, sym) for size in (512, 1536) for sym in (True, False))], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int4_is_quantized_as_on_the_cpu(fmt: cq.Int4, dtype: np.dtype[np.generic]) -> None:
+    """Ties, zeros of both signs, one sign only, peaks where lanes end, scales at both ends of float16."""
+    cupy = device.cupy()
+    x = gauss((400, 1536))
+    x[3], x[4], x[5, ::2] = 0, -0.0, -0.0
+    x[6], x[7] = np.abs(x[6]), -np.abs(x[7])
+    x[8:40] = np.resize(np.arange(-16, 16) / F(2), 1536) * np.exp2(np.arange(-26, 6)).astype(F)[:, None]
+    x[40:72, ::32] = np.resize([7, -8, 15], 48)
+    for lane in range(32):
+        x[72 + lane, lane::32] = -9 if lane % 2 else 9
+    x[104:304] *= 10 ** np.random.default_rng(2).uniform(-44, 5, (200, 1)).astype(F)
+    with np.errstate(over="ignore"):
+        given = x.astype(dtype)
+    given[~np.isfinite(given.astype(F))] = 1
+    expected = cq.quantize(given, fmt).blocks
+    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(given), fmt).blocks), expected)
+    wide = cupy.zeros((400, 3072), dtype)
+    wide[:, 1::2] = cupy.asarray(given)
+    np.testing.assert_array_equal(as_numpy(cq.quantize(wide[:, 1::2], fmt).blocks), expected)
+    wide[:, 1:1537] = cupy.asarray(given)
+    np.testing.assert_array_equal(as_numpy(cq.quantize(wide[:, 1:1537], fmt).blocks), expected)
+    for bad in (np.nan, -np.inf, *([F(1e6)] if dtype != np.float16 else [])):
+        given[7, 1009] = bad
+        with pytest.raises(ValueError, match="row 7") as on_cpu:
+            cq.quantize(given, fmt)
+        with pytest.raises(ValueError, match="row 7") as on_cuda:
+            cq.quantize(cupy.asarray(given), fmt)
         assert str(on_cpu.value) == str(on_cuda.value)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
 from numpy.typing import NDArray
+from products import assert_products
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.testing import as_numpy, nmse, worst_element
+from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F = np.float32
@@ -139,18 +140,10 @@ def test_the_fragment_layout_is_the_picture(k: int) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_products_of_every_variant(fmt: cq.KBit) -> None:
-    cupy = device.cupy()
     for n, k in ((70, 160), (200, 2048)):
         w = on_gpu(gauss((n, k), 1), fmt)
         before = as_numpy(w.blocks)
-        for m in (1, 8, 12, 40, 300):
-            for dtype in FLOATS:
-                x = cupy.asarray(gauss((m, k), 2)).astype(dtype)
-                y, exact = cq.matmul(x, w.T, dtype=F), testing.linear(x, w)
-                assert nmse(y, exact) < 1e-6, (m, n, dtype)
-                assert worst_element(y, exact) < 0.01
-            q = cq.quantize(x, "q8_1")
-            assert nmse(q @ w.T, testing.linear(q, w)) < 1e-6
+        assert_products(w)
         np.testing.assert_array_equal(as_numpy(w.blocks), before)
 
 

@@ -64,7 +64,7 @@ class Int4(Format):
     bits = 4
     scales = ("scale",)
     header = "int4"
-    encodes_on_gpu = False
+    encodes_groups = True
 
     @property
     def kernel_scale_bytes(self) -> int:

@@ -1,0 +1,24 @@
+"""Products on a GPU, held against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+from formats_table import FLOATS
+
+import cuquant as cq
+from cuquant import device, testing
+from cuquant.testing import nmse, worst_element
+
+
+def assert_products(w: cq.QuantizedArray) -> None:
+    """x @ w.T is right for batches of every core, every type of activations, and those of 8 bits."""
+    cupy = device.cupy()
+    for m in (1, 8, 12, 40, 300):
+        given = cupy.asarray(np.random.default_rng(2).standard_normal((m, w.shape[-1]), np.float32))
+        for dtype in FLOATS:
+            x = given.astype(dtype)
+            y, exact = cq.matmul(x, w.T, dtype=np.float32), testing.linear(x, w)
+            assert nmse(y, exact) < 1e-6, (m, w.shape, dtype)
+            assert worst_element(y, exact) < 0.01, (m, w.shape, dtype)
+        q = cq.quantize(x, "q8_1")
+        assert nmse(q @ w.T, testing.linear(q, w)) < 1e-6, (m, w.shape)
