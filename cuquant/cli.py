@@ -258,6 +258,14 @@ def _add_bench(commands: Any) -> None:
         _bench,
         "Time x @ W.T on this GPU, next to cuBLAS, other libraries and the bytes' floor; show a record.",
     )
+    command.add_argument(
+        "what",
+        nargs="?",
+        choices=("matmul", "dequant"),
+        default="matmul",
+        help="products (the default), or ways to convert small codes to 16-bit floats: by bits, tables and "
+        "byte permutes, in registers and inside the decode kernel",
+    )
     command.add_argument("--formats", metavar="F,F,...", type=_format_list, help="of W (all)")
     command.add_argument(
         "--activations",
@@ -265,8 +273,15 @@ def _add_bench(commands: Any) -> None:
         type=_activation_list,
         help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1)",
     )
-    command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W (five)")
-    command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x (1,2,4,...,4096)")
+    command.add_argument(
+        "--shapes",
+        metavar="NxK,...",
+        type=_shape_list,
+        help="rows by columns of W (five; dequant: 14336x4096)",
+    )
+    command.add_argument(
+        "--batches", metavar="M,M,...", type=_int_list, help="rows of x (1,2,4,...,4096; dequant: 1,8)"
+    )
     command.add_argument(
         "--peers",
         metavar="P,P",
@@ -290,6 +305,7 @@ def _add_bench(commands: Any) -> None:
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
     )
+    command.set_defaults(wrong_usage=command.error)
 
 
 def _activation_list(text: str) -> list[str]:
@@ -329,6 +345,11 @@ def _shape_list(text: str) -> list[tuple[int, int]]:
 def _bench(arguments: argparse.Namespace) -> None:
     from .bench.record import Record, plotter
 
+    if arguments.what == "dequant":
+        given = (arguments.formats, arguments.activations, arguments.peers, arguments.plot)
+        names = ("--formats", "--activations", "--peers", "--plot")
+        for name in (name for name, value in zip(names, given, strict=True) if value is not None):
+            arguments.wrong_usage(f"dequant takes no {name}")
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
@@ -348,6 +369,20 @@ def _measured(arguments: argparse.Namespace) -> Any:
     """The record of what the arguments ask for, and of what it held before."""
     from tqdm import tqdm
 
+    from .bench import Record
+
+    if arguments.what == "dequant":
+        record = Record.start(arguments.record)
+        cells, count = _dequant_cells(arguments, record)
+    else:
+        record, cells, count = _product_cells(arguments)
+    for cell in tqdm(cells, total=count, unit="cell", disable=None):
+        tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
+    return record
+
+
+def _product_cells(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The record, cells of products as they are measured, and how many there will be."""
     from .bench import Record, matmul, peers
     from .bench.matmul import BATCHES, SHAPES
 
@@ -357,13 +392,17 @@ def _measured(arguments: argparse.Namespace) -> Any:
     names = arguments.formats or [str(f) for f in known if f.on_gpu and not f.for_activations]
     activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
-    count = len(shapes) * len(batches) * len(names) * len(activations)
     cells = matmul(record, names, activations, shapes, batches, others)
-    for cell in tqdm(cells, total=count, unit="cell", disable=None):
-        tqdm.write(
-            f"{cell.format} {cell.activation} {cell.M}x{cell.N}x{cell.K}: {cell.us} us", file=sys.stderr
-        )
-    return record
+    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+
+
+def _dequant_cells(arguments: argparse.Namespace, record: Any) -> tuple[Any, int]:
+    from .bench.conversions import CONVERSIONS
+    from .bench.dequant import BATCHES, SHAPES, dequant
+
+    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
+    in_decode = sum(conversion.weights is not None for conversion in CONVERSIONS.values())
+    return dequant(record, shapes, batches), len(CONVERSIONS) + len(shapes) * len(batches) * in_decode
 
 
 def _add_info(commands: Any) -> None:

@@ -45,7 +45,7 @@ class Kernel:
     op: str
     entry: str
     format: str | None = None
-    constants: tuple[tuple[str, int], ...] = ()
+    constants: tuple[tuple[str, int | str], ...] = ()
     max_shared: int = 0
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ def _table(fmt: Format, core: Core, capability: int) -> tuple[int, int]:
 
 def core_of(kernel: Kernel) -> str:
     """Name of the core that a kernel of the matrix product is made of."""
-    return Core(dict(kernel.constants)["CORE"]).name.lower()
+    return Core(int(dict(kernel.constants)["CORE"])).name.lower()
 
 
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}

@@ -190,7 +190,9 @@ def test_fp4_is_quantized_as_on_the_cpu(name: str, dtype: np.dtype[np.generic]) 
         assert str(on_cpu.value) == str(on_cuda.value)
 
 
-@pytest.mark.parametrize("fmt", [*INT4, *(cq.Int4(size, sym) for size in (512, 1536) for sym in (True, False))], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [*INT4, *(cq.Int4(size, sym) for size in (512, 1536) for sym in (True, False))], ids=str
+)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_int4_is_quantized_as_on_the_cpu(fmt: cq.Int4, dtype: np.dtype[np.generic]) -> None:
     """Ties, zeros of both signs, one sign only, peaks where lanes end, scales at both ends of float16."""

@@ -62,6 +62,8 @@ Lines = dict[str, tuple[dict[str, Any], list[Point]]]
 
 def figure(record: Record) -> Figure:
     """See Record.plot."""
+    if record.op != "matmul":
+        raise ValueError(f"a plot shows products, not a record of {record.op}")
     shapes = sorted({(cell["N"], cell["K"]) for cell in record.cells}, key=lambda s: (s[0] * s[1], s))
     if not shapes:
         raise ValueError("the record has no cells to plot")

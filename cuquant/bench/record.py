@@ -72,6 +72,8 @@ class Record:
     path: Path | None
     header: dict[str, Any]
     cells: list[dict[str, Any]] = field(default_factory=list)
+    verdict: str | None = None
+    """What the cells say, where a benchmark sums them up: a sentence a line."""
 
     @classmethod
     def start(cls, path: Path | None, packages: Iterable[str] = ()) -> Record:
@@ -92,12 +94,17 @@ class Record:
         path = Path(path)
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
-            cells = header.pop("cells")
-            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS for cell in cells)):
+            cells, said = header.pop("cells"), header.pop("verdict", None)
+            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
-        return cls(path, header, cells)
+        return cls(path, header, cells, said)
+
+    @property
+    def op(self) -> str:
+        """What was measured: "matmul" or "dequant"."""
+        return str(self.cells[0]["op"]) if self.cells else "matmul"
 
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
@@ -108,7 +115,7 @@ class Record:
             cell
             for cell in self.cells
             for values in [cell | {"shape": (cell["N"], cell["K"])}]
-            if all(allowed is None or values[name] in allowed for name, allowed in wanted.items())
+            if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not kept:
             raise ValueError("the record has no such cells")
@@ -120,6 +127,14 @@ class Record:
     def add(self, cell: Any) -> None:
         """Append a cell (a dataclass) and save."""
         self.cells.append(asdict(cell))
+        self._save()
+
+    def conclude(self, verdict: str) -> None:
+        """Say what the cells show, and save."""
+        self.verdict = verdict
+        self._save()
+
+    def _save(self) -> None:
         if self.path is not None:
             temporary = self.path.with_name(f".{self.path.name}.part")
             temporary.write_text(self.to_json() + "\n", encoding="utf-8")
@@ -127,7 +142,8 @@ class Record:
 
     def to_json(self) -> str:
         """The whole record, a cell a line."""
-        head = json.dumps(self.header, indent=1)[:-2]
+        said = {} if self.verdict is None else {"verdict": self.verdict}
+        head = json.dumps(self.header | said, indent=1)[:-2]
         lines = ",\n".join("  " + json.dumps(cell) for cell in self.cells)
         return f'{head},\n "cells": [\n{lines}\n ]\n}}'
 
@@ -135,7 +151,7 @@ class Record:
         """A matplotlib Figure: for each shape a roofline, and below it times as multiples of the floor.
 
         ``record.plot().savefig("bench.svg")``; a notebook shows it. matplotlib comes with the notebook extra:
-        ImportError without. ValueError for a record without cells.
+        ImportError without. ValueError for a record without cells, or of something else than products.
         """
         return plotter()(self)
 
@@ -151,11 +167,25 @@ class Record:
         shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]
         rows = [[cell.get(name) for name in shown] + _ratios(cell, shown) for cell in self.cells]
         headers = shown + [title for name, title in _RATIOS.items() if name in shown]
-        return tabulate(rows, headers, tablefmt=TABLE_STYLES[style], disable_numparse=True)
+        table = tabulate(rows, headers, tablefmt=TABLE_STYLES[style], disable_numparse=True)
+        return table if self.verdict is None else f"{table}\n\n{_paragraphs(self.verdict, style)}"
+
+
+def rounded(value: float | None) -> Any:
+    """To the five digits that a record has."""
+    return None if value is None else float(f"{value:.5g}")
+
+
+def _paragraphs(text: str, style: str) -> str:
+    return "\n".join(f"- {line}" for line in text.splitlines()) if style == "md" else text
 
 
 _HEADER = {"device", "versions", "commit"}
-_KEYS = {"op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
+_KEYS = {
+    "matmul": {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"},
+    "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_second", "instructions"},
+}
+"""What cells have, by what was measured."""
 _RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {
     peer.key: f"x {name}" for name, peer in PEERS.items()
 }

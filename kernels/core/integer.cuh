@@ -4,6 +4,7 @@
 // their value: under the exponent of a subnormal number exactly q times a power of two, under that of 1024 a number
 // from which little has to be subtracted.
 #pragma once
+#include "convert.cuh"
 #include "tile.cuh"
 
 template <class F>
@@ -45,13 +46,11 @@ struct IntegerCodes {
         for (int r = 0; r < 4; r++) {
             u32 q;
             if constexpr (F::BITS == 8) {
-                u32 word = tile.low[h / 2 * 4 + h % 2 * 2 + r % 2] ^ 0x80808080;  // signed to offset 128
-                q = sub_half2(__byte_perm(word, 0x64646464, r < 2 ? 0x4240 : 0x4341), 0x64806480);
+                q = int8_to_half2(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2], r / 2);
             } else if (r % 2) {
-                constexpr u32 sixteenth = 0x2c002c00, base = 0xd400 + F::OFFSET * 16;  // -(64 + offset)
-                q = fma_half2(masked(tile, h, r, 0x64006400), sixteenth, base * 0x00010001);
+                q = corrected_16<F::OFFSET>(masked(tile, h, r, 0x64006400));
             } else {
-                q = sub_half2(masked(tile, h, r, 0x64006400), 0x64006400 + F::OFFSET * 0x00010001);
+                q = corrected<F::OFFSET>(masked(tile, h, r, 0x64006400));
             }
             u32 d = tile.scale_pair(h, r % 2);
             if constexpr (F::SCALING == HALF_AND_MIN)

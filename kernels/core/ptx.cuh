@@ -35,6 +35,31 @@ DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
     return r;
 }
 
+// Pairs of bfloat16. Before sm_90 a product is a fused multiplication and addition of -0, which keeps -0; before sm_80
+// there is none, and each half is the upper one of a float32 number.
+DEVICE u32 mul_bfloat2(u32 a, u32 b) {
+    u32 r;
+#if __CUDA_ARCH__ >= 900
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#elif __CUDA_ARCH__ >= 800
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(0x80008000));
+#else
+    asm("{.reg .f32 x, y;\n"
+        "mul.rn.f32 x, %1, %2;\nmul.rn.f32 y, %3, %4;\nprmt.b32 %0, x, y, 0x7632;}"
+        : "=r"(r) : "f"(__int_as_float(a << 16)), "f"(__int_as_float(b << 16)),
+                    "f"(__int_as_float(a & 0xffff0000)), "f"(__int_as_float(b & 0xffff0000)));
+#endif
+    return r;
+}
+
+// Four of the eight bytes of b and a, numbers 7 .. 0, by four bits of the selector each; the highest of them repeats the
+// byte's sign. (The intrinsic promises three bits.)
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+    u32 r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
+
 // The dynamic shared memory, at an address that the compiler knows.
 DEVICE u8* dynamic_shared() {
     extern __shared__ __align__(1024) u8 dynamic[];

@@ -1,0 +1,262 @@
+"""Ways to convert small codes to 16-bit floats, alone in registers and inside the decode core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import device, formats, jit, plan, problem, testing
+from ..formats.kbit import KBit
+from .conversions import CONVERSIONS, Conversion
+from .matmul import CEILINGS, LAUNCH_US
+from .record import Record, rounded
+from .sass import tensor_loop
+from .timing import graph_us, rotation, warm_up
+
+SHAPES = ((14336, 4096),)
+BATCHES = (1, 8)
+ROUNDS = 1024
+"""Of 16 codes, that a thread converts: so few that float32 sums of whatever registers hold are exact."""
+THREADS, RESIDENT = 256, 4
+"""Of a block, and blocks of a multiprocessor."""
+CHECKED_WARPS, CHECKED_TILES = 4, 4
+VALUES_PER_ROUND = 16
+
+
+@dataclass(frozen=True)
+class DequantCell:
+    """One measurement.
+
+    `where` is "registers" (without N and K) or "decode", a product of M rows of x by an (N, K) weight with
+    float16 scales for every 32 codes. `instructions` are those of the loop per value: in registers without
+    what the loop takes for itself, in decode with all that goes with the product. None where there is no
+    disassembler.
+    """
+
+    op: str
+    where: str
+    codes: str
+    method: str
+    M: int | None
+    N: int | None
+    K: int | None
+    us: float
+    values_per_second: float
+    instructions: float | None
+    floor_us: float | None = None
+
+    def __str__(self) -> str:
+        place = self.where if self.M is None else f"{self.where} {self.M}x{self.N}x{self.K}"
+        return f"{self.codes} by {self.method}, {place}"
+
+
+def dequant(
+    record: Record,
+    shapes: Iterable[tuple[int, int]] = SHAPES,
+    batches: Iterable[int] = BATCHES,
+    conversions: Iterable[Conversion] = tuple(CONVERSIONS.values()),
+) -> Iterator[DequantCell]:
+    """Measure what the record lacks, cell by cell, adding each to it, and the verdict at the end.
+
+    RuntimeError where what a kernel computed is wrong: nothing is recorded then.
+    """
+    conversions, batches = list(conversions), list(batches)
+    warm_up()
+    for conversion in conversions:
+        key = _key("registers", conversion)
+        if key not in record:
+            cell = _in_registers(key, conversion)
+            record.add(cell)
+            yield cell
+    for n, k in shapes:
+        for conversion in (c for c in conversions if c.weights is not None):
+            for m in batches:
+                key = _key("decode", conversion, m, n, k)
+                if key not in record:
+                    cell = _in_decode(key, conversion, m, n, k)
+                    record.add(cell)
+                    yield cell
+    record.conclude(verdict(record.cells))
+
+
+def _key(where: str, c: Conversion, *sizes: int) -> dict[str, Any]:
+    m, n, k = sizes or (None, None, None)
+    return {"op": "dequant", "where": where, "codes": c.kind, "method": c.method, "M": m, "N": n, "K": k}
+
+
+def verdict(cells: list[dict[str, Any]]) -> str:
+    """How the document's bits compare with tables and byte permutes: one sentence a line."""
+    bits = CONVERSIONS["E2m1Uncorrected"]
+    others = [CONVERSIONS[codec] for codec in ("Pairs", "Values", "E2m1Permutes", "Permutes")]
+    places = dict.fromkeys((c["where"], c["M"], c["N"], c["K"]) for c in cells)
+    lines = []
+    for place in places:
+        us = {
+            c["codes"] + c["method"]: c["us"] for c in cells if (c["where"], c["M"], c["N"], c["K"]) == place
+        }
+        own = us.get(bits.kind + bits.method)
+        compared = [
+            f"{us[o.kind + o.method] / own:.2f} times with {o.kind} by {o.method}"
+            for o in others
+            if own and o.kind + o.method in us
+        ]
+        if compared:
+            where, m, n, k = place
+            name = "in registers" if where == "registers" else f"in the decode core, {m} x {n} x {k}"
+            lines.append(f"{name}: the time of {bits.kind} by {bits.method}, {', '.join(compared)}")
+    return "\n".join(lines)
+
+
+# In registers.
+
+
+def _in_registers(key: dict[str, Any], conversion: Conversion) -> DequantCell:
+    cupy = device.cupy()
+    kernel = conversion_kernel("registers", conversion)
+    blocks = RESIDENT * cupy.cuda.Device().attributes["MultiProcessorCount"]
+    sums = cupy.full((blocks * THREADS, 8), np.nan, np.float32)
+    values = cupy.asarray(conversion.values)
+    launch = plan.Plan(kernel, (blocks, 1, 1), THREADS, table_bytes(conversion))
+
+    def call() -> None:
+        jit.launch(launch, sums, np.int32(ROUNDS), values)
+
+    call()
+    lanes = np.arange(CHECKED_WARPS * plan.WARP) * (len(sums) // (CHECKED_WARPS * plan.WARP))
+    if not np.array_equal(testing.as_numpy(sums[lanes]), _expected_sums(conversion, lanes)):
+        raise RuntimeError(f"wrong result: {conversion.codec} in registers")
+    warm_up(0.05)
+    us = graph_us([call])
+    values_per_second = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e6
+    loop, empty = tensor_loop(kernel), tensor_loop(conversion_kernel("registers", None))
+    instructions = None
+    if loop is not None and empty is not None:
+        instructions = loop.instructions / loop.operands - empty.instructions / empty.operands
+    return DequantCell(
+        **key, us=rounded(us), values_per_second=rounded(values_per_second), instructions=_short(instructions)
+    )
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _expected_sums(conversion: Conversion, threads: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What kernels/ops/convert.cu's `registers` leaves for these threads."""
+    steps = np.arange(ROUNDS * conversion.words, dtype=np.uint64) * 0x9E3779B9
+    words = ((threads.astype(np.uint64) * 0x85EBCA6B)[:, None] + steps).astype(np.uint32)
+    converted = conversion.convert(words.reshape(len(threads), ROUNDS, conversion.words))
+    totals = converted.view(np.float16).astype(np.float64).sum(axis=1)  # [threads, 8 registers, 2]
+    a = totals.reshape(len(threads), 2, 2, 2, 2)  # step, register / 2, row, element
+    return (a[:, :, 0] + 2 * a[:, :, 1]).reshape(len(threads), 8).astype(np.float32)
+
+
+def conversion_kernel(entry: str, conversion: Conversion | None) -> plan.Kernel:
+    """An entry of kernels/ops/convert.cu that is no product; without a conversion, one that does nothing."""
+    name = "Nothing" if conversion is None else conversion.codec
+    copies = 0 if conversion is None else _copies(conversion)
+    return plan.Kernel("convert", entry, constants=(("COPIES", copies), ("CONVERSION", name)))
+
+
+def table_bytes(conversion: Conversion) -> int:
+    """Bytes of shared memory that its table takes."""
+    return conversion.table * max(1, _copies(conversion))
+
+
+def _copies(conversion: Conversion) -> int:
+    """Of its table, as products have them."""
+    kernel = plan.decode(_format(conversion), 1, 16, 64, 1, jit.capability()).plan.kernel
+    return int(dict(kernel.constants)["COPIES"])
+
+
+# In the decode core.
+
+
+def _format(conversion: Conversion) -> formats.Format:
+    """A format of as many bytes, with the same kind of codec."""
+    return formats.get(KBit(4, absmax="float16") if conversion.copied else "q4_0")
+
+
+def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: int) -> DequantCell:
+    cupy = device.cupy()
+    x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
+    out = cupy.empty((m, n), np.float16)
+    launch = _product(conversion, x, out)
+    values = cupy.asarray(conversion.values)
+    weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
+
+    def call(w: _RandomWeight) -> None:
+        ends = (x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0, values.data.ptr, 0)
+        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, *w.addresses, *ends)
+        jit.launch_packed(launch.plan, argument)
+
+    out.fill(np.nan)
+    call(weights[-1])
+    exact = testing.as_numpy(x).astype(np.float64) @ weights[-1].rows(conversion).T
+    error = testing.nmse(testing.as_numpy(out)[:, : exact.shape[1]], exact)
+    if not error <= testing.BOUNDS[out.dtype][0]:
+        raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
+    warm_up(0.05)
+    us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
+    constants, loop = dict(launch.plan.kernel.constants), tensor_loop(launch.plan.kernel)
+    instructions = None
+    if loop is not None:  # some of its products sum up x, and groups of 8 rows share the weights
+        tiles = int(constants["ROW_TILES"])
+        values_of_loop = loop.operands * tiles / (tiles + conversion.sums) / int(constants["GROUPS"])
+        instructions = loop.instructions / values_of_loop
+    ceilings = CEILINGS.get(device.name("cuda"))
+    moved = n * k // 2 + n * k // 32 * 2 + x.nbytes + out.nbytes
+    floor = None if ceilings is None else rounded(moved / ceilings[0] * 1e6 + LAUNCH_US)
+    rates = {"us": rounded(us), "values_per_second": rounded(n * k / us * 1e6), "floor_us": floor}
+    return DequantCell(**key, **rates, instructions=_short(instructions))
+
+
+def _product(conversion: Conversion, x: Any, out: Any) -> problem.Launch:
+    """The product that `conversion` is the codec of: the core's tile for a format of that kind."""
+    weight = problem.Weight(_format(conversion), (out.shape[-1], x.shape[-1]), half=False)  # the decode core
+    source = problem.source(x.shape, x.strides, True)
+    output = problem.Output(out.shape, (out.shape[-1], 1), problem.DTYPES[out.dtype])
+    end = problem.Epilogue(0, False, None, 0, None)
+    found = problem.resolve(weight, source, output, end, jit.capability())
+    kernel = found.plan.kernel
+    constants = (*kernel.constants, ("CONVERSION", conversion.codec))
+    shared = found.plan.shared + (0 if conversion.copied else conversion.table)
+    return found._replace(
+        plan=replace(
+            found.plan,
+            kernel=plan.Kernel("convert", "product", None, constants, kernel.max_shared),
+            shared=shared,
+        )
+    )
+
+
+class _RandomWeight:
+    """Random codes and scales of an (N, K) weight in the fragment layout, 18 bytes for 32 of them."""
+
+    def __init__(self, n: int, k: int) -> None:
+        cupy = device.cupy()
+        self._columns = -(-k // plan.TILE_COLUMNS)
+        layout = plan.layout(formats.get("q4_0"))
+        self._low, high, self._scale, size = layout.offsets(plan.tiles(1, n, k))
+        self._buffer = cupy.random.randint(0, 256, size, np.uint8)
+        scales = self._buffer[self._scale :].view(np.float16)
+        scales[...] = cupy.random.uniform(0.01, 0.02, scales.size)
+        start = int(self._buffer.data.ptr)
+        self.addresses = (start + self._low, start + high, start + self._scale)
+
+    def rows(self, conversion: Conversion) -> NDArray[np.float64]:
+        """The first rows that a conversion makes of it, [CHECKED_TILES * 16, K]."""
+        assert conversion.weights is not None
+        tiles = CHECKED_TILES * self._columns
+        words = testing.as_numpy(self._buffer[self._low :][: tiles * 512]).view(np.uint32)
+        codes = conversion.order(words.reshape(tiles * 32, 2, 2))
+        # Row tile, tile; lanes g, i; block, step, register / 2, row / 8, element (kernels/core/tile.cuh).
+        w = conversion.weights[codes].reshape(CHECKED_TILES, self._columns, 8, 4, 2, 2, 2, 2, 2)
+        w = w.transpose(0, 7, 2, 1, 4, 5, 6, 3, 8).reshape(CHECKED_TILES * 16, -1, 32)
+        halves = testing.as_numpy(self._buffer[self._scale :][: tiles * 64]).view(np.float16)
+        d = halves.reshape(CHECKED_TILES, self._columns, 8, 2, 2).transpose(0, 3, 2, 1, 4)
+        return (w.astype(np.float64) * d.reshape(CHECKED_TILES * 16, -1, 1)).reshape(len(w), -1)
