@@ -14,6 +14,7 @@ from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
+from .formats.nvfp4 import NvFp4
 from .formats.trellis import Trellis
 from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
@@ -40,6 +41,7 @@ __all__ = [
     "KBit",
     "KVCache",
     "Model",
+    "NvFp4",
     "QuantizedArray",
     "Trellis",
     "__version__",

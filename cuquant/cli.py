@@ -402,7 +402,7 @@ def _dequant_cells(arguments: argparse.Namespace, record: Any) -> tuple[Any, int
 
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     in_decode = sum(conversion.weights is not None for conversion in CONVERSIONS.values())
-    return dequant(record, shapes, batches), len(CONVERSIONS) + len(shapes) * len(batches) * in_decode
+    return dequant(record, shapes, batches), 1 + len(CONVERSIONS) + len(shapes) * len(batches) * in_decode
 
 
 def _add_info(commands: Any) -> None:

@@ -54,7 +54,8 @@ def _encoder(fmt: Format) -> tuple[Any, ...]:
     """What the kernel that quantizes has to know of the format."""
     if fmt.encodes_groups:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
-    return np.uint64(tables(fmt).thresholds), np.int32(fmt.divides_by_stored)
+    thresholds = tables(fmt.for_kernels).thresholds
+    return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
     """Numbers (..., N, K) of blocks (..., N, row bytes)."""
-    blocks, fmt = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels
+    blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
     count = out.size // 32
@@ -105,6 +106,7 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
             out,
             np.int32(problem.DTYPES[dtype]),
             np.uint64(tables(fmt).codebook),
+            np.float32(scale),
         )
     return out
 

@@ -83,7 +83,7 @@ class Fragments:
     @cached_property
     def weight(self) -> problem.Weight:
         """What a product has to know of it."""
-        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift)
+        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, self.fmt.tensor_scale)
 
     @cached_property
     def addresses(self) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import product
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .formats import Format
 
@@ -37,7 +37,7 @@ class Kernel:
     format : str or None
         The format whose header the file includes.
     constants : tuple of (name, value)
-        Defined as CUQUANT_name.
+        Defined as CUQUANT_name: integers, or names that the file knows.
     max_shared : int
         Bytes of dynamic shared memory that a launch may ask for.
     """
@@ -45,7 +45,7 @@ class Kernel:
     op: str
     entry: str
     format: str | None = None
-    constants: tuple[tuple[str, int | str], ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
     max_shared: int = 0
 
     def __post_init__(self) -> None:
@@ -256,7 +256,7 @@ def _table(fmt: Format, core: Core, capability: int) -> tuple[int, int]:
 
 def core_of(kernel: Kernel) -> str:
     """Name of the core that a kernel of the matrix product is made of."""
-    return Core(int(dict(kernel.constants)["CORE"])).name.lower()
+    return Core(dict(kernel.constants)["CORE"]).name.lower()
 
 
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}

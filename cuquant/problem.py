@@ -28,13 +28,15 @@ Shape = tuple[int, ...]
 class Weight(NamedTuple):
     """A weight (..., N, K) in the fragment layout.
 
-    `half` tells whether its numbers fit float16, `lift` that they have been multiplied by 2^lift.
+    `half` tells whether its numbers fit float16, `lift` that they have been multiplied by 2^lift; `scale` is
+    what they are to be multiplied by.
     """
 
     format: Format
     shape: Shape
     half: bool = True
     lift: int = 0
+    scale: float = 1.0
 
 
 class Source(NamedTuple):
@@ -137,7 +139,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
         *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
-        2.0**-w.lift,
+        2.0**-w.lift * w.scale,
     )
     tensor = None
     if gemm.box:  # axes that x lacks have extent 1, and any stride

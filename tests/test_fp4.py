@@ -296,21 +296,80 @@ def test_nvfp4_refuses_what_its_scales_cannot_hold() -> None:
     assert cq.quantize(x, "nvfp4").dequantize()[2, 7] == -2688
     x[2, 7] = np.nextafter(F(-2688), F(-3000))
     with pytest.raises(
-        ValueError, match=r"nvfp4: a weight of magnitude 2688.0002.* in row 2 is beyond 2688.0, .*div"
+        ValueError, match=r"nvfp4: a weight of magnitude 2688.0002.* in row 2 is beyond 2688.0, .*NvFp4"
     ):
         cq.quantize(x, "nvfp4")
 
 
 def test_a_scale_of_a_tensor_makes_small_weights_precise() -> None:
-    """As the docstring says: the weight is divided by a number, the product multiplied by it."""
     w = rng().standard_normal((64, 1024), F) * F(0.002)
-    x = rng(1).standard_normal((8, 1024), F)
-    s = np.abs(w).max() / F(6 * 448)
-    scaled = cq.quantize(w / s, "nvfp4")
-    plain = cq.quantize(w, "nvfp4")
-    assert testing.nmse(scaled.dequantize() * s, w) < 0.012 < 0.2 < testing.nmse(plain, w)
-    y = (x @ scaled.T) * s
-    assert testing.nmse(y, x.astype(np.float64) @ (scaled.dequantize().astype(np.float64) * s).T) < 1e-6
+    plain, scaled = cq.quantize(w, "nvfp4"), cq.quantize(w, cq.NvFp4())
+    assert testing.nmse(scaled, w) < 0.012 < 0.2 < testing.nmse(plain, w)
+    assert scaled.format.scale == np.abs(w).max() / F(2688)  # type: ignore[attr-defined]
+    assert repr(scaled).startswith(f"QuantizedArray(shape=(64, 1024), format=nvfp4*{scaled.format.scale:.9g}")  # type: ignore[attr-defined]
+    assert "* d *" in scaled._repr_html_()
+    scaled.validate()
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 1 / 3, 1.0, 2, 2.0**100])
+def test_the_scale_is_divided_by_and_multiplied_by(scale: float) -> None:
+    """Each once in float32, around blocks that are nvfp4's own; products are those of the numbers."""
+    fmt = cq.NvFp4(scale)
+    w = rng().standard_normal((16, 128), F) * F(scale)
+    got, own = cq.quantize(w, fmt), cq.quantize(w / F(scale), "nvfp4")
+    np.testing.assert_array_equal(got.blocks, own.blocks)
+    np.testing.assert_array_equal(got.dequantize(), own.dequantize() * F(scale))
+    assert got[3:5].format == fmt != cq.NvFp4()
+    x = rng(1).standard_normal((8, 128), F)
+    assert testing.nmse(x @ got.T, testing.linear(x, got)) < 1e-6
+    assert (fmt == "nvfp4") == (scale == 1)
+    assert (fmt.ggml_type, fmt.block_bytes) == (40 if scale == 1 else None, 36)
+    again = cq.formats.described(cq.formats.describe(fmt))
+    assert (again, again.scale) == (fmt, float(F(scale)))  # type: ignore[attr-defined]
+    assert cq.formats.described({"name": "nvfp4"}) == "nvfp4"
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_scale_is_fitted_to_the_greatest_magnitude(dtype: np.dtype[Any]) -> None:
+    for seed, size in enumerate(10 ** rng(3).uniform(-4, 4, 200)):
+        x = (rng(seed).standard_normal((1, 64)) * size).astype(dtype)
+        w = cq.quantize(x[:, ::1], cq.NvFp4())
+        peak = np.abs(x.astype(F)).max()
+        assert np.abs(w.dequantize()).max() == pytest.approx(peak, rel=1e-6)
+        assert w.format.scale == pytest.approx(peak / 2688, rel=3e-7)  # type: ignore[attr-defined]
+    assert cq.quantize(np.zeros((1, 64), dtype), cq.NvFp4()).format == "nvfp4"
+    with pytest.raises(ValueError, match="cannot quantize nan in row 0"):
+        cq.quantize(np.full((1, 64), np.nan, dtype), cq.NvFp4())
+
+
+def test_the_largest_weight_of_a_scale() -> None:
+    """The bound holds after the division, as on a GPU."""
+    for scale in (F(s) for s in 10 ** rng(4).uniform(-30, 30, 100)):
+        largest = F(cq.NvFp4(float(scale)).largest)
+        assert largest / scale <= 2688 < np.nextafter(largest, F(np.inf)) / scale
+
+
+@pytest.mark.parametrize(
+    ("scale", "problem"),
+    [
+        (0, "scale is 0; allowed"),
+        (-1, "-1"),
+        (np.nan, "nan"),
+        (1e31, "1e\\+31"),
+        ("1", "a str"),
+        (True, "a bool"),
+    ],
+)
+def test_scales_that_are_none(scale: Any, problem: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=problem):
+        cq.NvFp4(scale)
+
+
+def test_blocks_need_a_scale() -> None:
+    w = cq.from_blocks(np.zeros(36, np.uint8), cq.NvFp4(), (1, 64))
+    with pytest.raises(ValueError, match=r"NvFp4\(\) has no scale yet"):
+        w.dequantize()
+    assert repr(cq.NvFp4()) == "NvFp4()"
 
 
 # As other formats
@@ -374,6 +433,30 @@ def test_opens_from_a_gguf_file(tmp_path: Path, row: Row, shape: tuple[int, ...]
     assert (w.format, w.shape) == (row.name, shape)
     assert np.array_equal(w.blocks, raw)
     assert not w.blocks.flags.writeable
+
+
+def test_a_gguf_file_has_scales_of_tensors(tmp_path: Path) -> None:
+    """Beside the blocks, under llama.cpp's names; one for each expert has no format of its own."""
+    raw = random_blocks("nvfp4", (2, 3, 128))
+    tensors: dict[str, Any] = {"a.weight": (raw[0], Type.NVFP4), "b.weight": (raw, Type.NVFP4)}
+    tensors |= {"a.scale": np.array([0.25 / 3], F), "b.scale": np.array([2, -3], F), "c.scale": np.ones(3, F)}
+    with pytest.warns(cq.FallbackWarning, match=r"NVFP4: b\.weight\)"):
+        model = cq.open(write(tmp_path / "m.gguf", tensors), "cpu")
+    assert model["a.weight"].format == cq.NvFp4(0.25 / 3)
+    np.testing.assert_array_equal(model["a.weight"].blocks, raw[0])
+    own = cq.from_blocks(raw, "nvfp4", (2, 3, 128)).dequantize()
+    expected = (own * np.array([2, -3], F)[:, None, None]).astype(np.float16)
+    np.testing.assert_array_equal(model["b.weight"], expected)
+    cq.save(tmp_path / "w.safetensors", {"a": model["a.weight"]})
+    a = cq.load(tmp_path / "w.safetensors", "cpu")["a"]
+    np.testing.assert_array_equal(a.dequantize(), own[0] * F(0.25 / 3))
+    for scale, problem in (
+        (np.ones(2, F), "'a.scale' is no scale of 'a.weight'"),
+        (np.zeros(1, F), "0.0; allowed"),
+    ):
+        path = write(tmp_path / "bad.gguf", {"a.weight": tensors["a.weight"], "a.scale": scale})
+        with pytest.raises(cq.GGUFError, match=problem):
+            cq.open(path, "cpu")["a.weight"]
 
 
 def test_a_gguf_file_of_ragged_rows_is_refused(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_the_benchmark_checks_and_measures() -> None:
     record = Record(None, {})
     chosen = [CONVERSIONS[codec] for codec in ("E2m1Uncorrected", "Pairs", "FragmentIntegers", "Int8")]
     cells = list(dequant(record, [(2048, 512)], [1, 8], chosen))
-    assert [c.where for c in cells] == ["registers"] * 4 + ["decode"] * 6
+    assert [c.where for c in cells] == ["registers"] * 5 + ["decode"] * 6
     for c in cells:
         assert c.us > 0.5
         assert c.instructions is None or 0 < c.instructions < 20

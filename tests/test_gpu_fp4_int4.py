@@ -16,7 +16,7 @@ from cuquant.testing import as_numpy, nmse
 pytestmark = pytest.mark.gpu
 F = np.float32
 INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, -1) for symmetric in (True, False)]
-FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), *INT4]
+FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), cq.NvFp4(0.003), *INT4]
 SHAPES = [(1, 192), (16, 384), (33, 960), (130, 1152), (3, 17, 192)]
 
 
@@ -158,6 +158,49 @@ def test_nvfp4_scales_of_every_kind() -> None:
         y, exact = as_numpy(cq.matmul(x, there.T, dtype=F)), testing.linear(x, w)
         for row in range(64):
             assert nmse(y[:, row], exact[:, row]) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 0.02, 300, 1e30])
+def test_nvfp4_with_scales_of_tensors(magnitude: float, dtype: np.dtype[np.generic]) -> None:
+    """Fitted, divided by and multiplied by as on the CPU; any range of both factors in products."""
+    cupy = device.cupy()
+    if dtype == np.float16 and not 1e-7 < magnitude < 1e4:
+        pytest.skip("beyond float16")
+    x = (gauss((300, 384), 1) * F(magnitude)).astype(dtype)
+    w, there = cq.quantize(x, cq.NvFp4()), cq.quantize(cupy.asarray(x), cq.NvFp4())
+    assert there.format == w.format
+    np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+    np.testing.assert_array_equal(as_numpy(there.dequantize()), w.dequantize())
+    strided = cq.quantize(cupy.asarray(x.repeat(2, axis=1))[:, ::2], cq.NvFp4())
+    np.testing.assert_array_equal(as_numpy(strided.blocks), w.blocks)
+    there.prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+    for m in (2, 40, 300):
+        for a in (1, 1e-4 / magnitude):
+            given = cupy.asarray(gauss((m, 384), 2) * F(a)).astype(ml_dtypes.bfloat16)
+            exact = testing.linear(given, w)
+            assert nmse(cq.matmul(given, there.T, dtype=F), exact) < 1e-6, (m, a)
+    x[7, 9] = np.nan
+    with pytest.raises(ValueError, match="cannot quantize nan in row 7"):
+        cq.quantize(cupy.asarray(x), cq.NvFp4())
+
+
+def test_nvfp4_refuses_what_a_scale_cannot_hold() -> None:
+    cupy = device.cupy()
+    for scale in 10 ** np.random.default_rng(0).uniform(-20, 20, 20):
+        fmt, x = cq.NvFp4(scale), np.zeros((9, 64), F)
+        assert fmt.largest is not None
+        x[7, 9] = fmt.largest
+        np.testing.assert_array_equal(
+            as_numpy(cq.quantize(cupy.asarray(x), fmt).dequantize())[7, 9], F(2688) * F(scale)
+        )
+        x[7, 9] = np.nextafter(F(fmt.largest), F(np.inf))
+        with pytest.raises(ValueError, match="row 7") as on_cpu:
+            cq.quantize(x, fmt)
+        with pytest.raises(ValueError, match="row 7") as on_cuda:
+            cq.quantize(cupy.asarray(x), fmt)
+        assert str(on_cpu.value) == str(on_cuda.value)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])

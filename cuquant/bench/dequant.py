@@ -23,8 +23,8 @@ ROUNDS = 1024
 """Of 16 codes, that a thread converts: so few that float32 sums of whatever registers hold are exact."""
 THREADS, RESIDENT = 256, 4
 """Of a block, and blocks of a multiprocessor."""
-CHECKED_WARPS, CHECKED_TILES = 4, 4
 VALUES_PER_ROUND = 16
+CHECKED_THREADS, CHECKED_TILES = 128, 4
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class DequantCell:
 
     `where` is "registers" (without N and K) or "decode", a product of M rows of x by an (N, K) weight with
     float16 scales for every 32 codes. `instructions` are those of the loop per value: in registers without
-    what the loop takes for itself, in decode with all that goes with the product. None where there is no
-    disassembler.
+    what the loop takes by itself (which is the cell of codes "none"), in decode with all that goes with the
+    product. None where there is no disassembler.
     """
 
     op: str
@@ -45,7 +45,7 @@ class DequantCell:
     N: int | None
     K: int | None
     us: float
-    values_per_second: float
+    values_per_ns: float
     instructions: float | None
     floor_us: float | None = None
 
@@ -66,10 +66,10 @@ def dequant(
     """
     conversions, batches = list(conversions), list(batches)
     warm_up()
-    for conversion in conversions:
-        key = _key("registers", conversion)
+    for alone in (None, *conversions):
+        key = _key("registers", alone)
         if key not in record:
-            cell = _in_registers(key, conversion)
+            cell = _in_registers(key, alone)
             record.add(cell)
             yield cell
     for n, k in shapes:
@@ -83,9 +83,10 @@ def dequant(
     record.conclude(verdict(record.cells))
 
 
-def _key(where: str, c: Conversion, *sizes: int) -> dict[str, Any]:
+def _key(where: str, c: Conversion | None, *sizes: int) -> dict[str, Any]:
     m, n, k = sizes or (None, None, None)
-    return {"op": "dequant", "where": where, "codes": c.kind, "method": c.method, "M": m, "N": n, "K": k}
+    kind, method = ("none", "the loop alone") if c is None else (c.kind, c.method)
+    return {"op": "dequant", "where": where, "codes": kind, "method": method, "M": m, "N": n, "K": k}
 
 
 def verdict(cells: list[dict[str, Any]]) -> str:
@@ -114,31 +115,36 @@ def verdict(cells: list[dict[str, Any]]) -> str:
 # In registers.
 
 
-def _in_registers(key: dict[str, Any], conversion: Conversion) -> DequantCell:
+def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> DequantCell:
     cupy = device.cupy()
     kernel = conversion_kernel("registers", conversion)
     blocks = RESIDENT * cupy.cuda.Device().attributes["MultiProcessorCount"]
     sums = cupy.full((blocks * THREADS, 8), np.nan, np.float32)
-    values = cupy.asarray(conversion.values)
-    launch = plan.Plan(kernel, (blocks, 1, 1), THREADS, table_bytes(conversion))
+    values = None if conversion is None else cupy.asarray(conversion.values)
+    shared = 0 if conversion is None else table_bytes(conversion)
+    launch = plan.Plan(kernel, (blocks, 1, 1), THREADS, shared)
 
     def call() -> None:
         jit.launch(launch, sums, np.int32(ROUNDS), values)
 
     call()
-    lanes = np.arange(CHECKED_WARPS * plan.WARP) * (len(sums) // (CHECKED_WARPS * plan.WARP))
-    if not np.array_equal(testing.as_numpy(sums[lanes]), _expected_sums(conversion, lanes)):
-        raise RuntimeError(f"wrong result: {conversion.codec} in registers")
+    if conversion is not None:
+        threads = np.arange(CHECKED_THREADS) * (len(sums) // CHECKED_THREADS)
+        if not np.array_equal(testing.as_numpy(sums[threads]), _expected_sums(conversion, threads)):
+            raise RuntimeError(f"wrong result: {conversion.codec} in registers")
     warm_up(0.05)
     us = graph_us([call])
-    values_per_second = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e6
-    loop, empty = tensor_loop(kernel), tensor_loop(conversion_kernel("registers", None))
-    instructions = None
-    if loop is not None and empty is not None:
-        instructions = loop.instructions / loop.operands - empty.instructions / empty.operands
-    return DequantCell(
-        **key, us=rounded(us), values_per_second=rounded(values_per_second), instructions=_short(instructions)
-    )
+    rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
+    instructions, loop = _per_value(kernel), _per_value(conversion_kernel("registers", None))
+    if instructions is not None and loop is not None and conversion is not None:
+        instructions -= loop
+    return DequantCell(**key, us=rounded(us), values_per_ns=rounded(rate), instructions=_short(instructions))
+
+
+def _per_value(kernel: plan.Kernel) -> float | None:
+    """Instructions of the kernel's loop for a number that it gives to the tensor cores."""
+    loop = tensor_loop(kernel)
+    return None if loop is None else loop.instructions / loop.operands
 
 
 def _short(value: float | None) -> float | None:
@@ -202,16 +208,14 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
         raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
     warm_up(0.05)
     us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
-    constants, loop = dict(launch.plan.kernel.constants), tensor_loop(launch.plan.kernel)
-    instructions = None
-    if loop is not None:  # some of its products sum up x, and groups of 8 rows share the weights
-        tiles = int(constants["ROW_TILES"])
-        values_of_loop = loop.operands * tiles / (tiles + conversion.sums) / int(constants["GROUPS"])
-        instructions = loop.instructions / values_of_loop
+    instructions = _per_value(launch.plan.kernel)
+    if instructions is not None:  # groups of 8 rows of x share the weights; some products sum up x
+        tile = dict(launch.plan.kernel.constants)
+        instructions *= tile["GROUPS"] * (tile["ROW_TILES"] + conversion.sums) / tile["ROW_TILES"]
     ceilings = CEILINGS.get(device.name("cuda"))
     moved = n * k // 2 + n * k // 32 * 2 + x.nbytes + out.nbytes
     floor = None if ceilings is None else rounded(moved / ceilings[0] * 1e6 + LAUNCH_US)
-    rates = {"us": rounded(us), "values_per_second": rounded(n * k / us * 1e6), "floor_us": floor}
+    rates = {"us": rounded(us), "values_per_ns": rounded(n * k / us * 1e-3), "floor_us": floor}
     return DequantCell(**key, **rates, instructions=_short(instructions))
 
 

@@ -119,7 +119,7 @@ class Record:
         ]
         if not kept:
             raise ValueError("the record has no such cells")
-        return Record(None, self.header, kept)
+        return Record(None, self.header, kept, self.verdict if len(kept) == len(self.cells) else None)
 
     def __contains__(self, key: dict[str, Any]) -> bool:
         return any(all(cell[name] == value for name, value in key.items()) for cell in self.cells)
@@ -183,7 +183,7 @@ def _paragraphs(text: str, style: str) -> str:
 _HEADER = {"device", "versions", "commit"}
 _KEYS = {
     "matmul": {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"},
-    "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_second", "instructions"},
+    "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
 }
 """What cells have, by what was measured."""
 _RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {

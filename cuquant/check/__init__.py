@@ -194,6 +194,9 @@ from .formats import (
     sound as sound,
 )
 from .formats import (
+    tensor_scale as tensor_scale,
+)
+from .formats import (
     tile_sizes as tile_sizes,
 )
 from .formats import (

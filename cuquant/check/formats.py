@@ -54,6 +54,15 @@ def group_size(value: Any) -> int:
     return size
 
 
+def tensor_scale(value: Any, bounds: tuple[float, float]) -> float:
+    """A number that all weights of a tensor are multiplied by, rounded to float32."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"scale is a {type(value).__name__}, not a number")
+    if not bounds[0] <= np.float32(value) <= bounds[1]:
+        raise ValueError(f"scale is {value}; allowed are numbers from {bounds[0]:g} to {bounds[1]:g}")
+    return float(np.float32(value))
+
+
 def codebook(value: Any, count: int) -> Any:
     """`count` numbers in [-1, 1], ascending, as a new float32 array."""
     if isinstance(value, str):

@@ -42,9 +42,9 @@ class Format(ABC):
     """What to do about larger ones."""
     formula: str
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
-    ggml_type: ClassVar[int | None] = None
+    ggml_type: int | None = None
     """Type number in GGUF files; None where GGUF has no such type."""
-    file_type: ClassVar[int | None] = None
+    file_type: int | None = None
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
@@ -135,13 +135,19 @@ class Format(ABC):
         return {name: records[name] for name in self.storage.names or ()}
 
     @property
+    def tensor_scale(self) -> float:
+        """A float32 number beside the blocks, by which all that they read as is multiplied."""
+        return 1.0
+
+    @property
     def kernel_scale_bytes(self) -> int:
         """Bytes of a block's scales and minimums in the fragment layout."""
         return sum(self.storage[field].itemsize for field in self.scales)
 
     @property
     def for_kernels(self) -> Format:
-        """The format as which a GPU keeps it: itself, but where blocks differ in their length alone."""
+        """The format as which a GPU keeps it: itself, but where blocks differ in their length alone, or it is
+        another tensor's too."""
         return self
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:

@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
 from . import e2m1, ggml
-from .base import Format
+from .base import Format, get, register
 
 _GROUP = 16
 """Weights of one scale."""
-_LARGEST_SCALE = 448.0
+_LARGEST = np.float32(e2m1.LARGEST * 448)
+"""Of a weight, in units of the tensor's scale."""
+SCALES = (2.0**-100, 2.0**100)
+"""Of tensors: that products multiply their sums by, also times a power of two."""
 _LARGEST_CODE = 0x7E
 _TOP_EXPONENT = 0x78
 """Code of 256, the least scale of the largest exponent."""
@@ -33,41 +37,103 @@ def _halves() -> NDArray[np.float32]:
 _HALVES = _halves()
 
 
-class NVFP4(Format):
-    """64 weights in 36 bytes: 4 unsigned E4M3 scales, then 4 x 8 bytes of nibbles; W = E2M1[q] * d.
+class NvFp4(Format):
+    """64 weights in 36 bytes: 4 unsigned E4M3 scales, then 4 x 8 bytes of nibbles; W = E2M1[q] * d * scale.
 
     Scale g and bytes 8 g to 8 g + 7 of the nibbles belong to weights 16 g to 16 g + 15; of these bytes, byte
     j holds weight j in its low nibble and weight j + 8 in its high one. The scale is absmax / 6, rounded as
     ggml does: to nearest, ties up; but below 2^-6 to at most 7 * 2^-9, and from 248 on to 448. 0x7F, E4M3's
     NaN, reads as 0, and 0xFF as 480. Source: quantize_row_nvfp4_ref and ggml_fp32_to_ue4m3 of ggml.
 
-    16 weights below 0.0058 read as 0, since the least scale is 2^-9. Weights of language models want the
-    float32 scale that NVIDIA's NVFP4 keeps per tensor. It is no part of these blocks; multiply by it:
-    ``s = abs(w).max() / (6 * 448); y = (x @ cuquant.quantize(w / s, "nvfp4").T) * s``.
+    16 weights below 0.0058 would read as 0, since the least of these scales is 2^-9. So a tensor may have a
+    float32 `scale` beside its blocks: weights are divided by it before they are quantized, and what blocks
+    read as is multiplied by it, each with one rounding in float32; products multiply their float32 sums. It
+    is that of NVIDIA's NVFP4 (weight_scale_2), and in GGUF files a tensor "name.scale". "nvfp4" is
+    `NvFp4(1)`: blocks alone.
+
+    Parameters
+    ----------
+    scale : float, optional
+        From 2^-100 to 2^100, rounded to float32. Without one, quantizing gives arrays of a format whose scale
+        is the least that holds their greatest magnitude: that over 6 * 448.
+
+    Raises
+    ------
+    TypeError, ValueError
+        scale is no such number.
     """
 
-    name = "nvfp4"
+    def __init__(self, scale: float | None = None) -> None:
+        self.scale = None if scale is None else check.tensor_scale(scale, SCALES)
+        """The tensor's scale; None where it is to be fitted."""
+        of_tensor = "scale" if self.scale is None else f"{self.scale:.9g}"
+        if self.scale == 1:
+            self.ggml_type, self.file_type = 40, 39
+        self.name = "nvfp4" if self.scale == 1 else f"nvfp4*{of_tensor}"
+        self.formula = "W = E2M1[q] * d" + ("" if self.scale == 1 else f" * {of_tensor}")
+        self.largest = None if self.scale is None else _largest(np.float32(self.scale))
+
+    header = "nvfp4"
     bits = 4
     block_size = 4 * _GROUP
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
-    largest = e2m1.LARGEST * _LARGEST_SCALE
-    beyond = "divide the weights by a number, and multiply products by it"
-    formula = "W = E2M1[q] * d"
-    ggml_type = 40
-    file_type = 39
+    beyond = "use cuquant.NvFp4(), which has a scale for the tensor"
     codebook = e2m1.TWICE
     scaling = "e4m3"
 
+    @property
+    def tensor_scale(self) -> float:
+        if self.scale is None:
+            raise ValueError("NvFp4() has no scale yet: quantizing an array gives it one, or pass it")
+        return self.scale
+
+    @property
+    def for_kernels(self) -> Format:
+        return get("nvfp4")
+
+    def fitted(self, x: Any) -> NvFp4:
+        if self.scale is not None:
+            return self
+        # By their bits floats are ordered as their magnitudes, NaN last, in NumPy and CuPy.
+        bits = x.view(f"u{x.itemsize}") & ((1 << (8 * x.itemsize - 1)) - 1)
+        greatest = np.array(int(bits.max()) if bits.size else 0, bits.dtype).view(x.dtype)
+        peak = np.float32(greatest.astype(np.float32))
+        if peak == 0 or not np.isfinite(peak):  # which quantizing refuses
+            return NvFp4(1)
+        scale = np.clip(peak / _LARGEST, np.float32(SCALES[0]), np.float32(SCALES[1]))
+        return NvFp4(float(scale if peak / scale <= _LARGEST else np.nextafter(scale, np.float32(np.inf))))
+
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
-        groups = x.reshape(-1, _GROUP)
+        groups = x.reshape(-1, _GROUP) / np.float32(self.tensor_scale)
         d = _codes(np.abs(groups).max(axis=1, keepdims=True) / np.float32(e2m1.LARGEST))
         qs = ggml.pack_nibbles(e2m1.nearest(groups, _HALVES[d]))
         return ggml.records_of(self.storage, d=d.reshape(-1, 4), qs=qs.reshape(-1, 32))
 
     def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
         q = ggml.unpack_nibbles(records["qs"].reshape(-1, _GROUP // 2))
-        return (e2m1.TWICE[q] * _HALVES[records["d"].reshape(-1, 1)]).reshape(-1, self.block_size)
+        blocks = e2m1.TWICE[q] * _HALVES[records["d"].reshape(-1, 1)]
+        return (blocks * np.float32(self.tensor_scale)).reshape(-1, self.block_size)
+
+    def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]:
+        return super().numbers(blocks, shape) | {"scale": np.array(self.scale, np.float32)}
+
+    def __repr__(self) -> str:
+        return (
+            super().__repr__()
+            if self.scale == 1
+            else f"NvFp4({'' if self.scale is None else f'{self.scale:.9g}'})"
+        )
+
+
+def _largest(scale: np.float32) -> float:
+    """The greatest float32 number that over the scale is at most 6 * 448."""
+    x = _LARGEST * scale
+    while x / scale > _LARGEST:
+        x = np.nextafter(x, np.float32(0))
+    while (above := np.nextafter(x, np.float32(np.inf))) / scale <= _LARGEST:
+        x = above
+    return float(x)
 
 
 def _codes(scales: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -77,3 +143,6 @@ def _codes(scales: NDArray[np.float32]) -> NDArray[np.uint8]:
     normal = np.where(normal >= _TOP_EXPONENT, _LARGEST_CODE, normal)
     subnormal = np.minimum((scales * _STEPS + ggml.HALF).astype(np.int32), 7)
     return np.where(scales < _SMALLEST_NORMAL, subnormal, normal).astype(np.uint8)
+
+
+register(NvFp4(1))

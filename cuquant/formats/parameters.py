@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from .base import Format, get
+from .base import Format, get, names
 from .int4 import Int4
 from .kbit import KBit
+from .nvfp4 import NvFp4
 from .trellis import Trellis
 
 _FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
     "int4": (Int4, ("group_size", "symmetric")),
     "kbit": (KBit, ("bits", "codebook", "scale", "absmax")),
+    "nvfp4": (NvFp4, ("scale",)),
     "trellis": (Trellis, ("bits", "group_size", "grid")),
 }
 """Classes of formats with parameters, which are arguments of the class and attributes of the format."""
@@ -30,9 +32,9 @@ def describe(fmt: Format) -> dict[str, Any]:
     ValueError
         The format has no known name and is of no class that has parameters: it could not be read back.
     """
-    for family, (kind, names) in _FAMILIES.items():
+    for family, (kind, given) in _FAMILIES.items():
         if type(fmt) is kind:
-            return {"name": family} | {name: _as_json(getattr(fmt, name)) for name in names}
+            return {"name": family} | {name: _as_json(getattr(fmt, name)) for name in given}
     return {"name": get(fmt.name).name}
 
 
@@ -48,7 +50,7 @@ def described(description: Mapping[str, Any]) -> Format:
         raise TypeError(f"a format is described by a mapping, not by {description!r:.80}")
     parameters = {key: value for key, value in description.items() if key != "name"}
     name = description.get("name")
-    if isinstance(name, str) and name in _FAMILIES:
+    if isinstance(name, str) and name in _FAMILIES and (parameters or name not in names()):
         return _FAMILIES[name][0](**parameters)
     if parameters:
         raise ValueError(f"{name!r} is no format with parameters; known are {', '.join(_FAMILIES)}")

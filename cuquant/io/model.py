@@ -21,6 +21,7 @@ from ..array import QuantizedArray
 from ..device import cupy
 from ..device import default as default_device
 from ..formats import Format, by_ggml_type
+from ..formats.nvfp4 import NvFp4
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -35,8 +36,9 @@ class Model(Mapping[str, Any]):
 
     ``model[name]`` is a QuantizedArray for the formats of this library and a plain array for F32, F16, BF16
     and the integer types, in NumPy's axis order (rows first). On the CPU both share the file's memory and
-    are read-only. Other quantized types are dequantized to float16 at every access; on a GPU so are formats
-    that have no kernels.
+    are read-only. Weights in nvfp4 have the scale that the file has beside them (``model["a.scale"]`` of
+    ``model["a.weight"]``) in their format. Other quantized types are dequantized to float16 at every access;
+    on a GPU so are formats that have no kernels, and anywhere nvfp4 with a scale for each expert.
 
     Attributes
     ----------
@@ -85,14 +87,47 @@ class Model(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         info, raw = self._info(name), self.raw(name)
-        fmt = _native(info, self._device)
+        fmt = self._format(info)
         if fmt is not None:
+            fmt = self._scaled(fmt, info)
             return QuantizedArray(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
         if info.ggml_type in PLAIN_TYPES:
             array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
         else:
-            array = _fallback(raw, info)
+            scales = self._scales(info)
+            of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
+            array = _fallback(raw, info, of_experts)
         return array if self._device == "cpu" else cupy().asarray(array)
+
+    def _format(self, info: TensorInfo) -> Format | None:
+        """The format of a tensor, where arrays of it can be used on the model's device."""
+        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
+        if fmt is None or not (fmt.on_gpu or self._device == "cpu"):
+            return None
+        return None if scales is not None and scales.shape not in ((), (1,)) else fmt
+
+    def _scales(self, info: TensorInfo) -> TensorInfo | None:
+        """The float32 scale beside the blocks of an nvfp4 tensor, or one for each expert, if it has any.
+
+        llama.cpp's names: "blk.0.ffn_up.weight" has "blk.0.ffn_up.scale".
+        """
+        scales = self.tensors.get(f"{info.name.removesuffix('weight')}scale")
+        if scales is None or by_ggml_type(info.ggml_type) != "nvfp4":
+            return None
+        if scales.type_name != "F32" or scales.shape not in ((), (1,), info.shape[:-2]):
+            kind = f"{scales.type_name} {scales.shape}"
+            raise GGUFError(f"{self.path}: {scales.name!r} is no scale of {info.name!r} {info.shape}: {kind}")
+        return scales
+
+    def _scaled(self, fmt: Format, info: TensorInfo) -> Format:
+        """The format with the scale that the tensor has beside its blocks, if any."""
+        scales = self._scales(info)
+        if scales is None:
+            return fmt
+        try:
+            return NvFp4(float(self.raw(scales.name).view(np.float32)[0]))
+        except ValueError as error:
+            raise GGUFError(f"{self.path}: {scales.name!r}: {error}") from None
 
     def _info(self, name: str) -> TensorInfo:
         try:
@@ -234,17 +269,11 @@ def _check_parts(parts: list[File]) -> None:
         raise GGUFError(f"{parts[0].path}: {total} tensors are announced, the parts hold {len(seen)}")
 
 
-def _native(info: TensorInfo, device: str) -> Format | None:
-    """The format of a tensor, where arrays of it can be used on that device."""
-    fmt = by_ggml_type(info.ggml_type)
-    return fmt if fmt is not None and (fmt.on_gpu or device == "cpu") else None
-
-
 def _warn_of_fallback(model: Model) -> None:
     """One warning that names the types without a format, and their tensors."""
     by_type: dict[str, list[str]] = {}
     for info in model.tensors.values():
-        if info.ggml_type not in PLAIN_TYPES and _native(info, model.device) is None:
+        if info.ggml_type not in PLAIN_TYPES and model._format(info) is None:
             by_type.setdefault(info.type_name, []).append(info.name)
     if by_type:
         listed = "; ".join(
@@ -259,8 +288,10 @@ def _warn_of_fallback(model: Model) -> None:
         )
 
 
-def _fallback(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[np.float16]:
-    """A tensor of a foreign quantized type in float16, through the gguf package."""
+def _fallback(
+    raw: NDArray[np.uint8], info: TensorInfo, scales: NDArray[np.float32] | None
+) -> NDArray[np.float16]:
+    """A tensor of a foreign quantized type in float16, through the gguf package, times scales of experts."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(info.ggml_type)
@@ -269,7 +300,8 @@ def _fallback(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[np.float16]:
     for part in cpu.slabs(len(rows), info.shape[-1]):
         try:
             with np.errstate(over="raise", invalid="ignore"):
-                out[part] = gguf.quants.dequantize(rows[part], kind)
+                numbers = gguf.quants.dequantize(rows[part], kind)
+                out[part] = numbers if scales is None else numbers * _of_rows(scales, part, len(rows))
         except NotImplementedError:
             raise GGUFError(
                 f"tensor {info.name!r}: the gguf package cannot dequantize {info.type_name}"
@@ -279,3 +311,8 @@ def _fallback(raw: NDArray[np.uint8], info: TensorInfo) -> NDArray[np.float16]:
                 f"tensor {info.name!r} ({info.type_name}) has values beyond float16's 65504"
             ) from None
     return out.reshape(info.shape)
+
+
+def _of_rows(scales: NDArray[np.float32], part: slice, rows: int) -> NDArray[np.float32]:
+    """The scales of these rows, of which each matrix has as many."""
+    return scales[np.arange(part.start, part.stop) // (rows // scales.size), None]

@@ -93,7 +93,7 @@ DEVICE void e2m1_to_half2_by_permutes(u32 word, u32 (&pairs)[4]) {
 }
 
 // Any 16 float16 numbers, by byte permutes: their lower and their upper bytes, four to a word. Three bits of a code
-// select a byte of eight, the fourth one of the two halves of the table. Pairs of neighbouring nibbles, 2 r and 2 r + 1.
+// select a byte of eight, the fourth one of the two halves of the table. Pairs are of neighbouring nibbles.
 struct PermuteTable {
     u32 low[4], high[4];
 
@@ -117,8 +117,8 @@ struct PermuteTable {
     }
 };
 
-// Any 16 float16 numbers, by a table in shared memory with a bank for each: lanes that read the same one get it at once,
-// and no two of them ever wait for each other. Pairs as of bits. (Tables of pairs are in codebook.cuh.)
+// Any 16 float16 numbers, by a table in shared memory with a bank for each: lanes that read the same one get it at
+// once, and no two of them ever wait for each other. Pairs as of bits. (Tables of pairs are in codebook.cuh.)
 struct SharedTable {
     static constexpr int BYTES = 64;
 

@@ -28,8 +28,9 @@ DEVICE void activate(float (&x)[COUNT], int activation) {
     }
 }
 
-// Two powers of two as two others with the same product, so that a number times the first and the second leaves
-// float32's range only if the result does: where one is below 1 and the other is not, their product is one of them.
+// Two factors, the first one a power of two, as two others with the same product, so that a number times the first and
+// the second leaves float32's range only if the result does: where one is below 1 and the other is not, their product,
+// which is between them, is one of them.
 DEVICE float2 safe_factors(float a, float b) { return (a < 1) == (b < 1) ? make_float2(a, b) : make_float2(a * b, 1); }
 
 // Element (m, n) of y, from its accumulator.

@@ -28,7 +28,7 @@ struct Problem {
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
     int box;               // batch rows that a copy of x brings (wgmma core)
-    float lift;            // power of two that takes back by what the weights were multiplied
+    float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.

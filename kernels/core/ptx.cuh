@@ -52,8 +52,8 @@ DEVICE u32 mul_bfloat2(u32 a, u32 b) {
     return r;
 }
 
-// Four of the eight bytes of b and a, numbers 7 .. 0, by four bits of the selector each; the highest of them repeats the
-// byte's sign. (The intrinsic promises three bits.)
+// Four of the eight bytes of b and a, numbers 7 .. 0, by four bits of the selector each; the highest of them repeats
+// the byte's sign. (The intrinsic promises three bits.)
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));

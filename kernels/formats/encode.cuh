@@ -36,7 +36,7 @@ DEVICE u32 pack_bytes(int low, int high, u32 rest) {
     return r;
 }
 
-// rest << 8 | min(high, 15) << 4 | min(low, 15).
+// rest << 8 | high << 4 | low, both brought to 0 .. 15.
 DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
     u32 r;
     asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(high), "r"(low), "r"(rest));

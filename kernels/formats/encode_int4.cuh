@@ -1,5 +1,5 @@
-// Floats to int4 groups of any size, bit for bit as the reference in cuquant/formats/int4.py. A few lanes of a warp take
-// a group, each 16 weights at a time, which become 8 bytes: byte j of a group has codes 2 j and 2 j + 1.
+// Floats to int4 groups of any size, bit for bit as the reference in cuquant/formats/int4.py. A few lanes of a warp
+// take a group, each 16 weights at a time, which become 8 bytes: byte j of a group has codes 2 j and 2 j + 1.
 //
 //     group   | scale | zero | lane 0 | lane 1 | ... | lane 0 | lane 1 | ...    zero: of asymmetric groups, a byte
 #pragma once
@@ -12,23 +12,27 @@ DEVICE float int4_scale(float low, float high) {
     return ieee_add(scale, 0);
 }
 
-// x / scale to the nearest integer, ties to even, and 0 where the scale is.
-DEVICE float rounded_quotient(float x, float scale) { return scale > 0 ? rintf(ieee_div(x, scale)) : 0; }
+// x / scale to the nearest integer, ties to even; with `inverse`, 1 / scale or 0 where the scale is. A remainder
+// corrects the quotient to the one that is rounded once, as scales have 11 bits; what is flushed on the way is far
+// below 1/2. Adding 3 * 2^22 rounds to integers.
+DEVICE int rounded_quotient(float x, float scale, float inverse) {
+    const float q = x * inverse;
+    return __float_as_int(__fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q) + 12582912.f) - 0x4b400000;
+}
 
 // What is added to such quotients, from 0 to 15.
 template <bool ASYMMETRIC>
-DEVICE float int4_zero(float low, float scale) {
-    return ASYMMETRIC ? fminf(fmaxf(rounded_quotient(-low, scale), 0), 15) : 8;
+DEVICE int int4_zero(float low, float scale, float inverse) {
+    return ASYMMETRIC ? min(max(rounded_quotient(-low, scale, inverse), 0), 15) : 8;
 }
 
 // Eight bytes of 16 codes.
-DEVICE void store_int4(const float (&x)[MINE], float scale, float zero, u8* to) {
+DEVICE void store_int4(const float (&x)[MINE], float scale, float inverse, int zero, u8* to) {
     u32 words[2] = {};
 #pragma unroll
-    for (int j = 0; j < MINE; j++) {
-        const float q = fminf(fmaxf(rounded_quotient(x[j], scale) + zero, 0), 15);
-        words[j / 8] |= u32(__float2int_rz(q)) << j % 8 * 4;
-    }
+    for (int j = MINE - 2; j >= 0; j -= 2)
+        words[j / 8] = pack_nibbles(rounded_quotient(x[j], scale, inverse) + zero,
+                                    rounded_quotient(x[j + 1], scale, inverse) + zero, words[j / 8]);
     if (reinterpret_cast<u64>(to) % 2 == 0) {
         store_u32(to, words[0]);
         store_u32(to + 4, words[1]);

@@ -5,25 +5,29 @@
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-// N: elements in 16 bytes. `codebook` is in shared memory, a bank for each of its entries.
+// N: elements in 16 bytes. `codebook` is in shared memory, a bank for each of its entries. `scale`: of the tensor
+// (nvfp4).
 template <int N>
-DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, const float* codebook) {
+DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, const float* codebook, float scale) {
     constexpr int THREADS = 16 / N;  // per block
     const s64 thread = s64(blockIdx.x) * blockDim.x + threadIdx.x, index = thread / THREADS;
     if (index >= count) return;
     const int first = int(thread % THREADS) * N;
     const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
     const int part = index % (Format::COLUMNS / 32);
-    const u32 scale = Format::scale_bits(block);
+    const u32 scales = Format::scale_bits(block);
     u32 codes[2][N / 4];
 #pragma unroll
     for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const u32 own = Format::SCALING == E4M3 ? scale >> 8 * (2 * part + half) & 0xff : scale;
+        const u32 own = Format::SCALING == E4M3 ? scales >> 8 * (2 * part + half) & 0xff : scales;
         float x[N];
 #pragma unroll
-        for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);
+        for (int j = 0; j < N; j++) {
+            x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);
+            if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
+        }
         u32 words[4];
 #pragma unroll
         for (int w = 0; w < 4; w++)
@@ -34,14 +38,14 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codebook) {
+dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codebook, float scale) {
     __shared__ float own[32];
     if constexpr (Format::CODING != INTEGERS) {
         if (threadIdx.x < 32) own[threadIdx.x] = codebook[threadIdx.x];
         __syncthreads();
     }
     if (dtype == FLOAT32)
-        dequantize_as<4>(blocks, count, out, dtype, own);
+        dequantize_as<4>(blocks, count, out, dtype, own, scale);
     else
-        dequantize_as<8>(blocks, count, out, dtype, own);
+        dequantize_as<8>(blocks, count, out, dtype, own, scale);
 }

@@ -23,10 +23,10 @@ DEVICE bool encode_integers(const float (&x)[MINE], int half, u8* to) {
 
 // Rows of K floats, with strides in elements, to blocks. `first_bad`, if given, becomes the lowest row that holds
 // NaN or infinity or has a scale that overflows (it starts as the greatest u64). `thresholds` and `decoded`: of a
-// codebook (encode_kbit.cuh).
+// codebook (encode_kbit.cuh); `scale`: what the elements of a tensor are divided by first (nvfp4).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
-    u64* first_bad, const Thresholds* thresholds, int decoded) {
+    u64* first_bad, const Thresholds* thresholds, int decoded, float scale) {
     let_successor_start();
     wait_for_predecessor();
     // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
@@ -46,6 +46,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     float values[MINE];
     load_elements<APART>(x, at, row_stride, column_stride, dtype, values);
+    if constexpr (Format::SCALING == E4M3)
+#pragma unroll
+        for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
     if constexpr (Format::CODING == CODEBOOK) {

@@ -39,14 +39,15 @@ extern "C" __global__ void __launch_bounds__(256) quantize_int4(
         high = ieee_max(high, __shfl_xor_sync(~0u, high, step));
     }
     const u32 stored = float_to_half(int4_scale<ASYMMETRIC>(low, high));
-    const float scale = half_to_float(u16(stored)), zero = int4_zero<ASYMMETRIC>(low, scale);
+    const float scale = half_to_float(u16(stored)), inverse = scale > 0 ? ieee_div(1, scale) : 0;
+    const int zero = int4_zero<ASYMMETRIC>(low, scale, inverse);
     u8* const to = out + index * (CODES_AT + group / 2);
     for (int piece = lane; piece < pieces; piece += lanes) {
         if (pieces > lanes) load(piece);  // else it is still there
-        store_int4(values, scale, zero, to + CODES_AT + piece * (MINE / 2));
+        store_int4(values, scale, inverse, zero, to + CODES_AT + piece * (MINE / 2));
     }
     if (lane) return;
     to[0] = u8(stored), to[1] = u8(stored >> 8);
-    if constexpr (ASYMMETRIC) to[2] = u8(__float2int_rz(zero));
+    if constexpr (ASYMMETRIC) to[2] = u8(zero);
     if ((stored & 0x7c00) == 0x7c00) atomicMin(first_bad, u64(index / groups_per_row));
 }
