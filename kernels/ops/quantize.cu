@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     float values[MINE];
     load_elements<APART>(x, at, row_stride, column_stride, dtype, values);
-    if constexpr (Format::SCALING == E4M3)
+    if (Format::SCALING == E4M3 && scale != 1)
 #pragma unroll
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
     u8* const to = staged + mine * Format::BLOCK_BYTES;
