@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import product as combinations
 from math import ceil
 
+import numpy as np
 import nvrtc
 import pytest
 from formats_table import NAMES, ON_GPU
 
 import cuquant as cq
 from cuquant import plan, sources
+from cuquant.bench.conversions import CONVERSIONS
+from cuquant.bench.dequant import conversion_kernel, product
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
@@ -63,6 +66,20 @@ def test_every_core_and_codec_elsewhere(arch: str) -> None:
 @pytest.mark.parametrize("arch", OTHERS)
 def test_every_kernel_elsewhere(arch: str) -> None:
     check(kernels(arch), arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_90a", *OTHERS])
+def test_conversions(arch: str) -> None:
+    """Each in registers and, where there is one, as the decode core's codec."""
+    capability = int("".join(c for c in arch if c.isdigit()))
+    x, out = np.empty((1, 4096), np.float16), np.empty((1, 14336), np.float16)
+    todo = []
+    for conversion in CONVERSIONS.values():
+        todo.append(conversion_kernel("registers", conversion, capability))
+        if conversion.weights is not None:
+            todo.append(product(conversion, x, out, capability).plan.kernel)
+    check(todo, arch)
 
 
 def test_sources_are_self_contained() -> None:
@@ -117,7 +134,7 @@ def test_activations_have_no_weight_layout() -> None:
 def test_plans_cover_the_problem(capability: int, half: bool) -> None:
     """The grid's tiles cover all rows of W and of the batch, and the hardware has room for each block."""
     for name in [*ON_GPU, "kbit5", "mxfp4", "nvfp4", "int4-32-zeros"]:
-        for m, n, k in product(
+        for m, n, k in combinations(
             (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096),
             (1, 16, 17, 4096, 14336, 100_000),
             (32, 4096, 30_000),
@@ -208,7 +225,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
         assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
     assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
-    for rows, k in product((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
+    for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
         assert launch.grid == (rows, 1, 1)
         assert launch.block % 32 == 0

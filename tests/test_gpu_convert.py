@@ -88,8 +88,9 @@ def test_all_codes_at_all_places(conversion: Conversion) -> None:
     cupy = device.cupy()
     given = all_words(conversion.words)
     out = cupy.zeros((len(given), 8), np.uint32)
-    kernel = conversion_kernel("words", conversion)
-    launch = plan.Plan(kernel, (len(given) // 256, 1, 1), 256, table_bytes(conversion))
+    capability = jit.capability()
+    kernel = conversion_kernel("words", conversion, capability)
+    launch = plan.Plan(kernel, (len(given) // 256, 1, 1), 256, table_bytes(conversion, capability))
     jit.launch(launch, cupy.asarray(given), out, cupy.asarray(ANY))
     got = as_numpy(out).view(np.uint16).reshape(-1, 8, 2)
     codes, expected = conversion.order(given), EXPECTED[conversion.codec]

@@ -117,11 +117,12 @@ def verdict(cells: list[dict[str, Any]]) -> str:
 
 def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> DequantCell:
     cupy = device.cupy()
-    kernel = conversion_kernel("registers", conversion)
+    capability = jit.capability()
+    kernel = conversion_kernel("registers", conversion, capability)
     blocks = RESIDENT * cupy.cuda.Device().attributes["MultiProcessorCount"]
     sums = cupy.full((blocks * THREADS, 8), np.nan, np.float32)
     values = None if conversion is None else cupy.asarray(conversion.values)
-    shared = 0 if conversion is None else table_bytes(conversion)
+    shared = 0 if conversion is None else table_bytes(conversion, capability)
     launch = plan.Plan(kernel, (blocks, 1, 1), THREADS, shared)
 
     def call() -> None:
@@ -135,7 +136,7 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
     warm_up(0.05)
     us = graph_us([call])
     rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
-    instructions, loop = _per_value(kernel), _per_value(conversion_kernel("registers", None))
+    instructions, loop = _per_value(kernel), _per_value(conversion_kernel("registers", None, capability))
     if instructions is not None and loop is not None and conversion is not None:
         instructions -= loop
     return DequantCell(**key, us=rounded(us), values_per_ns=rounded(rate), instructions=_short(instructions))
@@ -161,21 +162,21 @@ def _expected_sums(conversion: Conversion, threads: NDArray[np.int64]) -> NDArra
     return (a[:, :, 0] + 2 * a[:, :, 1]).reshape(len(threads), 8).astype(np.float32)
 
 
-def conversion_kernel(entry: str, conversion: Conversion | None) -> plan.Kernel:
+def conversion_kernel(entry: str, conversion: Conversion | None, capability: int) -> plan.Kernel:
     """An entry of kernels/ops/convert.cu that is no product; without a conversion, one that does nothing."""
     name = "Nothing" if conversion is None else conversion.codec
-    copies = 0 if conversion is None else _copies(conversion)
+    copies = 0 if conversion is None else _copies(conversion, capability)
     return plan.Kernel("convert", entry, constants=(("COPIES", copies), ("CONVERSION", name)))
 
 
-def table_bytes(conversion: Conversion) -> int:
+def table_bytes(conversion: Conversion, capability: int) -> int:
     """Bytes of shared memory that its table takes."""
-    return conversion.table * max(1, _copies(conversion))
+    return conversion.table * max(1, _copies(conversion, capability))
 
 
-def _copies(conversion: Conversion) -> int:
+def _copies(conversion: Conversion, capability: int) -> int:
     """Of its table, as products have them."""
-    kernel = plan.decode(_format(conversion), 1, 16, 64, 1, jit.capability()).plan.kernel
+    kernel = plan.decode(_format(conversion), 1, 16, 64, 1, capability).plan.kernel
     return int(dict(kernel.constants)["COPIES"])
 
 
@@ -191,7 +192,7 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     cupy = device.cupy()
     x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
     out = cupy.empty((m, n), np.float16)
-    launch = _product(conversion, x, out)
+    launch = product(conversion, x, out, jit.capability())
     values = cupy.asarray(conversion.values)
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
@@ -219,13 +220,13 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     return DequantCell(**key, **rates, instructions=_short(instructions))
 
 
-def _product(conversion: Conversion, x: Any, out: Any) -> problem.Launch:
+def product(conversion: Conversion, x: Any, out: Any, capability: int) -> problem.Launch:
     """The product that `conversion` is the codec of: the core's tile for a format of that kind."""
     weight = problem.Weight(_format(conversion), (out.shape[-1], x.shape[-1]), half=False)  # the decode core
     source = problem.source(x.shape, x.strides, True)
     output = problem.Output(out.shape, (out.shape[-1], 1), problem.DTYPES[out.dtype])
     end = problem.Epilogue(0, False, None, 0, None)
-    found = problem.resolve(weight, source, output, end, jit.capability())
+    found = problem.resolve(weight, source, output, end, capability)
     kernel = found.plan.kernel
     constants = (*kernel.constants, ("CONVERSION", conversion.codec))
     shared = found.plan.shared + (0 if conversion.copied else conversion.table)
