@@ -50,9 +50,10 @@ SASS = """
 
 
 def test_innermost_loops_of_a_function() -> None:
-    """Those with instructions of the tensor cores; NOP counts as none."""
-    assert list(sass.loops(SASS, "registers")) == [sass.Loop(3, 8), sass.Loop(4, 12)]
-    assert list(sass.loops(SASS, "nothing")) == []
+    """Those with the instructions asked for; NOP counts as none."""
+    assert list(sass.loops(SASS, "registers", "HMMA")) == [sass.Loop(3, 1), sass.Loop(4, 3)]
+    assert list(sass.loops(SASS, "registers", "IADD3")) == [sass.Loop(2, 1)]
+    assert list(sass.loops(SASS, "nothing", "HMMA")) == []
 
 
 def cell(codec: str, us: float, **changes: Any) -> DequantCell:
@@ -74,11 +75,11 @@ def test_verdict() -> None:
     ):
         record.add(made)
     record.conclude(verdict(record.cells))
-    bits = "the time of e2m1 by bits, uncorrected"
     assert record.verdict == (
-        f"in registers: {bits}, 1.50 times with any 16 by shared table of pairs, "
-        "2.50 times with any 16 by byte-permute table\n"
-        f"in the decode core, 1 x 64 x 128: {bits}, 1.10 times with any 16 by shared table of values"
+        "in registers, times over that of e2m1 by bits, uncorrected: 1.50 any 16 by shared table of pairs; "
+        "2.50 any 16 by byte-permute table\n"
+        "in the decode core, 1 x 64 x 128, times over that of e2m1 by bits, uncorrected: "
+        "1.10 any 16 by shared table of values"
     )
     assert record.render("md").endswith("of values")
     assert "\n- in registers" in record.render("md")

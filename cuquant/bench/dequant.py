@@ -14,16 +14,16 @@ from ..formats.kbit import KBit
 from .conversions import CONVERSIONS, Conversion
 from .matmul import CEILINGS, LAUNCH_US
 from .record import Record, rounded
-from .sass import tensor_loop
+from .sass import hot_loop
 from .timing import graph_us, rotation, warm_up
 
 SHAPES = ((14336, 4096),)
 BATCHES = (1, 8)
 ROUNDS = 1024
-"""Of 16 codes, that a thread converts: so few that float32 sums of whatever registers hold are exact."""
+"""Of 16 codes, that a thread converts."""
 THREADS, RESIDENT = 256, 4
 """Of a block, and blocks of a multiprocessor."""
-VALUES_PER_ROUND = 16
+VALUES_PER_ROUND, VALUES_PER_TURN = 16, 64
 CHECKED_THREADS, CHECKED_TILES = 128, 4
 
 
@@ -92,7 +92,7 @@ def _key(where: str, c: Conversion | None, *sizes: int) -> dict[str, Any]:
 def verdict(cells: list[dict[str, Any]]) -> str:
     """How the document's bits compare with tables and byte permutes: one sentence a line."""
     bits = CONVERSIONS["E2m1Uncorrected"]
-    others = [CONVERSIONS[codec] for codec in ("Pairs", "Values", "E2m1Permutes", "Permutes")]
+    others = [CONVERSIONS[c] for c in ("FragmentE2m1", "Pairs", "Values", "E2m1Permutes", "Permutes")]
     places = dict.fromkeys((c["where"], c["M"], c["N"], c["K"]) for c in cells)
     lines = []
     for place in places:
@@ -101,14 +101,14 @@ def verdict(cells: list[dict[str, Any]]) -> str:
         }
         own = us.get(bits.kind + bits.method)
         compared = [
-            f"{us[o.kind + o.method] / own:.2f} times with {o.kind} by {o.method}"
+            f"{us[o.kind + o.method] / own:.2f} {o.kind} by {o.method}"
             for o in others
             if own and o.kind + o.method in us
         ]
         if compared:
             where, m, n, k = place
             name = "in registers" if where == "registers" else f"in the decode core, {m} x {n} x {k}"
-            lines.append(f"{name}: the time of {bits.kind} by {bits.method}, {', '.join(compared)}")
+            lines.append(f"{name}, times over that of {bits.kind} by {bits.method}: {'; '.join(compared)}")
     return "\n".join(lines)
 
 
@@ -120,7 +120,7 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
     capability = jit.capability()
     kernel = conversion_kernel("registers", conversion, capability)
     blocks = RESIDENT * cupy.cuda.Device().attributes["MultiProcessorCount"]
-    sums = cupy.full((blocks * THREADS, 8), np.nan, np.float32)
+    sums = cupy.full((blocks * THREADS, 8), 0xFFFFFFFF, np.uint32)
     values = None if conversion is None else cupy.asarray(conversion.values)
     shared = 0 if conversion is None else table_bytes(conversion, capability)
     launch = plan.Plan(kernel, (blocks, 1, 1), THREADS, shared)
@@ -136,30 +136,23 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
     warm_up(0.05)
     us = graph_us([call])
     rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
-    instructions, loop = _per_value(kernel), _per_value(conversion_kernel("registers", None, capability))
-    if instructions is not None and loop is not None and conversion is not None:
-        instructions -= loop
-    return DequantCell(**key, us=rounded(us), values_per_ns=rounded(rate), instructions=_short(instructions))
+    loop, alone = (hot_loop(k, "HFMA2") for k in (kernel, conversion_kernel("registers", None, capability)))
+    instructions = None
+    if loop is not None and alone is not None:
+        own = 0 if conversion is None else alone.instructions
+        instructions = round((loop.instructions - own) / VALUES_PER_TURN, 3)
+    return DequantCell(**key, us=rounded(us), values_per_ns=rounded(rate), instructions=instructions)
 
 
-def _per_value(kernel: plan.Kernel) -> float | None:
-    """Instructions of the kernel's loop for a number that it gives to the tensor cores."""
-    loop = tensor_loop(kernel)
-    return None if loop is None else loop.instructions / loop.operands
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)
-
-
-def _expected_sums(conversion: Conversion, threads: NDArray[np.int64]) -> NDArray[np.float32]:
+def _expected_sums(conversion: Conversion, threads: NDArray[np.int64]) -> NDArray[np.uint32]:
     """What kernels/ops/convert.cu's `registers` leaves for these threads."""
     steps = np.arange(ROUNDS * conversion.words, dtype=np.uint64) * 0x9E3779B9
     words = ((threads.astype(np.uint64) * 0x85EBCA6B)[:, None] + steps).astype(np.uint32)
-    converted = conversion.convert(words.reshape(len(threads), ROUNDS, conversion.words))
-    totals = converted.view(np.float16).astype(np.float64).sum(axis=1)  # [threads, 8 registers, 2]
-    a = totals.reshape(len(threads), 2, 2, 2, 2)  # step, register / 2, row, element
-    return (a[:, :, 0] + 2 * a[:, :, 1]).reshape(len(threads), 8).astype(np.float32)
+    converted = conversion.convert(words.reshape(len(threads), ROUNDS, conversion.words)).view(np.float16)
+    total = np.zeros((len(threads), 8, 2), np.float16)
+    for round_ in range(ROUNDS):  # exact in float64, so rounded once
+        total = (total.astype(np.float64) / 2 + converted[:, round_]).astype(np.float16)
+    return total.view(np.uint32)[..., 0]
 
 
 def conversion_kernel(entry: str, conversion: Conversion | None, capability: int) -> plan.Kernel:
@@ -209,15 +202,16 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
         raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
     warm_up(0.05)
     us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
-    instructions = _per_value(launch.plan.kernel)
-    if instructions is not None:  # groups of 8 rows of x share the weights; some products sum up x
-        tile = dict(launch.plan.kernel.constants)
-        instructions *= tile["GROUPS"] * (tile["ROW_TILES"] + conversion.sums) / tile["ROW_TILES"]
+    instructions, loop = None, hot_loop(launch.plan.kernel, "HMMA")
+    if loop is not None:  # groups of 8 rows of x share the weights; some products sum up x
+        tile, columns = dict(launch.plan.kernel.constants), 16 if jit.capability() >= 80 else 8
+        products = loop.marked / tile["GROUPS"] * tile["ROW_TILES"] / (tile["ROW_TILES"] + conversion.sums)
+        instructions = round(loop.instructions / (products * columns / 2), 3)
     ceilings = CEILINGS.get(device.name("cuda"))
     moved = n * k // 2 + n * k // 32 * 2 + x.nbytes + out.nbytes
     floor = None if ceilings is None else rounded(moved / ceilings[0] * 1e6 + LAUNCH_US)
     rates = {"us": rounded(us), "values_per_ns": rounded(n * k / us * 1e-3), "floor_us": floor}
-    return DequantCell(**key, **rates, instructions=_short(instructions))
+    return DequantCell(**key, **rates, instructions=instructions)
 
 
 def product(conversion: Conversion, x: Any, out: Any, capability: int) -> problem.Launch:

@@ -17,15 +17,13 @@ from ..plan import Kernel
 _NAME = "nvdisasm"
 _LABEL = re.compile(r"^(\.L\w+):", re.MULTILINE)
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
-_VALUES = {"HMMA.16816": 8, "HMMA.1688": 4}
-"""Numbers of operand A that a lane gives to an instruction of the tensor cores."""
 
 
 class Loop(NamedTuple):
-    """An innermost loop: its instructions, and the numbers of operand A that a lane has in it."""
+    """An innermost loop: its instructions, and how many of them are those that were asked for."""
 
     instructions: int
-    operands: int
+    marked: int
 
 
 def disassembler() -> str | None:
@@ -40,8 +38,8 @@ def disassembler() -> str | None:
     return next((found for found in candidates if found), None)
 
 
-def tensor_loop(kernel: Kernel) -> Loop | None:
-    """The loop of a kernel with the most work for tensor cores, as compiled for the current GPU.
+def hot_loop(kernel: Kernel, mark: str) -> Loop | None:
+    """The loop of a kernel that has the most instructions "HMMA" or so, as compiled for the current GPU.
 
     None where there is no disassembler, or no such loop.
     """
@@ -52,12 +50,12 @@ def tensor_loop(kernel: Kernel) -> Loop | None:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(_cubin(kernel))
         done = subprocess.run((program, "-c", str(path)), capture_output=True, text=True, check=False)
-    found = list(loops(done.stdout, kernel.entry)) if done.returncode == 0 else []
-    return max(found, key=lambda loop: loop.operands, default=None)
+    found = list(loops(done.stdout, kernel.entry, mark)) if done.returncode == 0 else []
+    return max(found, key=lambda loop: loop.marked, default=None)
 
 
-def loops(text: str, entry: str) -> Iterator[Loop]:
-    """Innermost loops with instructions of the tensor cores, in what nvdisasm says of a function."""
+def loops(text: str, entry: str, mark: str) -> Iterator[Loop]:
+    """Innermost loops with such instructions, in what nvdisasm says of a function."""
     start = text.find(f"\n.text.{entry}:")
     if start < 0:
         return
@@ -69,17 +67,16 @@ def loops(text: str, entry: str) -> Iterator[Loop]:
         if match and match[1].startswith("BRA"):
             target = re.search(r"`\((\.L\w+)\)", match[2])
             begin = labels.get(target[1], at) if target else at
-            if begin < at and _count(lines[begin : at + 1]).operands:
+            if begin < at and _count(lines[begin : at + 1], mark).marked:
                 spans.append((begin, at + 1))
     for begin, end in spans:
         if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in spans):
-            yield _count(lines[begin:end])
+            yield _count(lines[begin:end], mark)
 
 
-def _count(lines: list[str]) -> Loop:
+def _count(lines: list[str], mark: str) -> Loop:
     names = [match[1] for line in lines if (match := _INSTRUCTION.search(line))]
-    operands = sum(count for name in names for start, count in _VALUES.items() if name.startswith(start))
-    return Loop(sum(name != "NOP" for name in names), operands)
+    return Loop(sum(name != "NOP" for name in names), sum(name.startswith(mark) for name in names))
 
 
 def _cubin(kernel: Kernel) -> bytes:

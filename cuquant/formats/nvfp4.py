@@ -99,8 +99,10 @@ class NvFp4(Format):
         bits = x.view(f"u{x.itemsize}") & ((1 << (8 * x.itemsize - 1)) - 1)
         greatest = np.array(int(bits.max()) if bits.size else 0, bits.dtype).view(x.dtype)
         peak = np.float32(greatest.astype(np.float32))
-        if peak == 0 or not np.isfinite(peak):  # which quantizing refuses
+        if peak == 0:
             return NvFp4(1)
+        if not np.isfinite(peak):  # which quantizing refuses
+            return NvFp4(SCALES[1])
         scale = np.clip(peak / _LARGEST, np.float32(SCALES[0]), np.float32(SCALES[1]))
         return NvFp4(float(scale if peak / scale <= _LARGEST else np.nextafter(scale, np.float32(np.inf))))
 

@@ -138,33 +138,35 @@ extern "C" __global__ void __launch_bounds__(256) words(const u32* in, u32* out,
     }
 }
 
-// Words that follow from the thread's number, by additions, converted and summed by the tensor cores: each pair is
-// multiplied by numbers that leave it with the lane that has it. `sums` of a thread and step h: with a_r for both
-// elements of register r, a0 + 2 a2 and a1 + 2 a3.
-extern "C" __global__ void __launch_bounds__(256, 4) registers(float* sums, int rounds, const u16* values) {
-    constexpr u32 STEP = 0x9e3779b9;
+// Words that follow from the thread's number by additions, converted, and added up: half of each sum and the register,
+// one instruction for a pair, rounded to float16. A turn of the loop is UNROLLED rounds of 16 codes.
+constexpr int UNROLLED = 4;
+
+extern "C" __global__ void __launch_bounds__(256, 4) registers(u32* sums, int rounds, const u16* values) {
+    constexpr u32 STEP = 0x9e3779b9, ONE_HALF = 0x38003800;
     Conversion conversion(values, threadIdx.x % WARP);
     conversion.fill(threadIdx.x, 256);
     __syncthreads();
     const s64 thread = s64(blockIdx.x) * 256 + threadIdx.x;
-    const int g = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const u32 one = column == g ? 1 : column + 1 == g ? 1 << 16 : 0, b0 = one * 0x3c00, b1 = one * 0x4000;  // 1, 2
-    u32 word = u32(thread) * 0x85ebca6b;
-    float c[2][4] = {};
-#pragma unroll 2
-    for (int round = 0; round < rounds; round++) {
-        Tile<Format> tile;
+    u32 word = u32(thread) * 0x85ebca6b, total[2][4] = {};
+#pragma unroll 1
+    for (int round = 0; round < rounds; round += UNROLLED) {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) tile.low[w] = word, word += STEP;
+        for (int i = 0; i < UNROLLED; i++) {
+            Tile<Format> tile;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32 a[4];
-            conversion.codes(tile, h, a);
-            mma_half(c[h], a, b0, b1, c[h]);
+            for (int w = 0; w < WORDS; w++) tile.low[w] = word, word += STEP;
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                u32 a[4];
+                conversion.codes(tile, h, a);
+#pragma unroll
+                for (int r = 0; r < 4; r++) total[h][r] = fma_half2(total[h][r], ONE_HALF, a[r]);
+            }
         }
     }
     for (int h = 0; h < 2; h++)
-        for (int j = 0; j < 4; j++) sums[thread * 8 + h * 4 + j] = c[h][j];
+        for (int r = 0; r < 4; r++) sums[thread * 8 + h * 4 + r] = total[h][r];
 }
 
 // The decode core of products, with the conversion for its codec.
