@@ -9,7 +9,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 
 from .array import QuantizedArray
 from .debug import config
-from .eval import Evaluation, evaluate
+from .eval import Comparison, Evaluation, compare, evaluate
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
@@ -31,6 +31,7 @@ from .ops.trellis import trellis_from_parts, trellis_parts, trellis_quantize
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "Evaluation",
     "Experts",
     "FallbackWarning",
@@ -44,6 +45,7 @@ __all__ = [
     "Trellis",
     "__version__",
     "attention",
+    "compare",
     "config",
     "e4m4_decode",
     "e4m4_encode",

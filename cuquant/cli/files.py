@@ -1,4 +1,4 @@
-"""`cuquant quantize` and `cuquant dump`."""
+"""`cuquant quantize`, `cuquant dump` and `cuquant compare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .arguments import subcommand
 
 def add(commands: Any) -> None:
     """Add the commands to the parser's."""
-    for each in (_add_quantize, _add_dump):
+    for each in (_add_quantize, _add_dump, _add_compare):
         each(commands)
 
 
@@ -93,3 +93,27 @@ def _dump(arguments: argparse.Namespace) -> None:
         warnings.simplefilter("ignore", FallbackWarning)  # no tensor is read
         model = open(arguments.model)
     print(dump.as_json(model) if arguments.json else dump.as_text(model))
+
+
+def _add_compare(commands: Any) -> None:
+    command = subcommand(
+        commands,
+        "compare",
+        _compare,
+        "Compare two GGUF files: types, sizes and numbers of every tensor, and the metadata.",
+    )
+    command.add_argument("a", metavar="A.gguf", help="the reference, usually the float original")
+    command.add_argument("b", metavar="B.gguf")
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from ..eval import compare
+
+    found = compare(arguments.a, arguments.b, progress=True)
+    print(found.render(arguments.style))
+    print(found.summary(), file=sys.stderr)
+    for key, (a, b) in found.metadata.items():
+        print(f"{key}: {a or 'missing'} -> {b or 'missing'}", file=sys.stderr)

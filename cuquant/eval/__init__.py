@@ -1,7 +1,8 @@
 """Evaluation of GGUF models: a Llama forward pass on quantized weights, its scores and tables."""
 
+from .compare import Comparison, Difference, compare
 from .evaluate import evaluate
 from .report import Evaluation, Row
 from .scores import TensorError
 
-__all__ = ["Evaluation", "Row", "TensorError", "evaluate"]
+__all__ = ["Comparison", "Difference", "Evaluation", "Row", "TensorError", "compare", "evaluate"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..render import TABLE_STYLES, rows_to_csv, to_json
+from ..render import Columns, render_records, to_json, to_pandas
 from .scores import TensorError
 
 _COLUMNS = {
@@ -85,23 +85,14 @@ class Evaluation:
         """
         if style == "json":
             return to_json(self.to_dict())
-        records, columns = self._records(tensors)
-        if style == "csv":
-            return rows_to_csv(records, list(columns))
-        if style not in TABLE_STYLES:
-            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
-        return _table(records, columns, TABLE_STYLES[style])
+        return render_records(*self._records(tensors), style)
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(f"pandas is needed ({error}): pip install 'cuquant[notebook]'") from None
         records, columns = self._records(tensors)
-        return pandas.DataFrame(records, columns=list(columns))
+        return to_pandas(records, list(columns))
 
-    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns = _TENSOR_COLUMNS if tensors else _COLUMNS
         items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
         if not tensors and all(row.kv_bits is None for row in self.rows):
@@ -113,15 +104,3 @@ class Evaluation:
 
     def _repr_html_(self) -> str:
         return self.render("html")
-
-
-def _table(records: list[dict[str, Any]], columns: dict[str, tuple[str, str]], style: str) -> str:
-    from tabulate import tabulate
-
-    cells = [
-        ["" if record[key] is None else format(record[key], spec) for key, (_, spec) in columns.items()]
-        for record in records
-    ]
-    align = ["right" if spec else "left" for _, spec in columns.values()]
-    headers = [title for title, _ in columns.values()]
-    return tabulate(cells, headers, tablefmt=style, colalign=align if cells else None, disable_numparse=True)
