@@ -9,7 +9,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 
 from .array import QuantizedArray
 from .debug import config
-from .eval import Comparison, Evaluation, compare, evaluate
+from .eval import Comparison, Evaluation, Evaluations, compare, evaluate, evaluate_files
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Comparison",
     "Evaluation",
+    "Evaluations",
     "Experts",
     "FallbackWarning",
     "Format",
@@ -50,6 +51,7 @@ __all__ = [
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",
+    "evaluate_files",
     "from_awq",
     "from_blocks",
     "from_gptq",

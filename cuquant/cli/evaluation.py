@@ -16,9 +16,15 @@ def add(commands: Any) -> None:
         commands,
         "eval",
         _eval,
-        "Perplexity, KL divergence and tensor errors of a model, or of its quantizations.",
+        "Perplexity, KL divergence and tensor errors of models, or of their quantizations.",
     )
-    command.add_argument("model", metavar="MODEL.gguf")
+    command.add_argument("models", metavar="MODEL.gguf", nargs="+")
+    command.add_argument(
+        "--results",
+        metavar="FILE.json",
+        type=Path,
+        help="write each model's result there at once; models that it holds are not evaluated again",
+    )
     command.add_argument(
         "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
     )
@@ -62,11 +68,12 @@ def add(commands: Any) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
-    from ..eval import evaluate
+    from ..eval import evaluate_files
 
     started = time.perf_counter()
-    result = evaluate(
-        arguments.model,
+    several = evaluate_files(
+        arguments.models,
+        results=arguments.results,
         text=arguments.text,
         tokens=None if arguments.tokens is None else _load_ids(arguments.tokens),
         base=arguments.base,
@@ -78,17 +85,19 @@ def _eval(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         progress=True,
     )
+    result = several.each[0]
     print(
-        f"{result.model}: {result.chunks} chunks of {result.ctx} tokens, {result.scored_tokens} scored, "
-        f"{result.backend}, {time.perf_counter() - started:.1f} s",
+        f"{', '.join(arguments.models)}: {result.chunks} chunks of {result.ctx} tokens, "
+        f"{result.scored_tokens} scored, {result.backend}, {time.perf_counter() - started:.1f} s",
         file=sys.stderr,
     )
+    shown: Any = several if len(arguments.models) > 1 else result
     if arguments.tensors and arguments.style == "csv":
-        print(result.render("csv", tensors=True))
+        print(shown.render("csv", tensors=True))
         return
-    print(result.render(arguments.style))
+    print(shown.render(arguments.style))
     if arguments.tensors and arguments.style != "json":
-        print(f"\n{result.render(arguments.style, tensors=True)}")
+        print(f"\n{shown.render(arguments.style, tensors=True)}")
 
 
 def _load_ids(path: Path) -> Any:

@@ -2,7 +2,18 @@
 
 from .compare import Comparison, Difference, compare
 from .evaluate import evaluate
-from .report import Evaluation, Row
+from .files import evaluate_files
+from .report import Evaluation, Evaluations, Row
 from .scores import TensorError
 
-__all__ = ["Comparison", "Difference", "Evaluation", "Row", "TensorError", "compare", "evaluate"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Evaluation",
+    "Evaluations",
+    "Row",
+    "TensorError",
+    "compare",
+    "evaluate",
+    "evaluate_files",
+]
