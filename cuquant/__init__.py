@@ -27,6 +27,7 @@ from .ops.matmul import linear, matmul
 from .ops.moe import Experts, moe, route
 from .ops.quantize import from_blocks, quantize
 from .ops.trellis import trellis_from_parts, trellis_parts, trellis_quantize
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
@@ -73,4 +74,5 @@ __all__ = [
     "trellis_from_parts",
     "trellis_parts",
     "trellis_quantize",
+    "warmup",
 ]
