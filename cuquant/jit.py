@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, lru_cache
@@ -199,13 +200,29 @@ def _compiled(device_id: int, kernel: Kernel) -> Any:
     target = ("-arch=sm_90a",) if _capability(device_id) == 90 else ()
     module = cupy.RawModule(code=code, options=("--std=c++17", *target, *kernel.defines))
     try:
-        module.compile()
+        _compile(module)
     except cupy.cuda.compiler.CompileException as error:
         options = " ".join(kernel.defines)
         raise KernelError(
             f"{kernel.op}.cu for {kernel.format} did not compile ({options}):\n{error}"
         ) from None
     return module
+
+
+def _compile(module: Any) -> None:
+    """Compile, or read what was compiled; without the disk where it cannot be written (full, read-only)."""
+    try:
+        module.compile()
+    except OSError as error:
+        if os.environ.get("CUPY_CACHE_IN_MEMORY"):
+            raise
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        warnings.warn(
+            f"compiled kernels cannot be kept in {device.kernel_cache()} ({error}): every "
+            "process will compile them anew",
+            stacklevel=2,
+        )
+        module.compile()
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> Iterator[Kernel]:

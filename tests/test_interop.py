@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant import device
+from cuquant import device, formats
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((32, 256)).astype(np.float32)
@@ -26,8 +26,10 @@ COPIES = {"pickle": lambda a: pickle.loads(pickle.dumps(a)), "copy": copy.copy, 
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_copies_of_arrays(xp: ModuleType, fmt: Any, how: str) -> None:
+    if xp is not np and not formats.get(fmt).on_gpu:
+        pytest.skip("no kernels")
     w = cq.quantize(xp.asarray(W), fmt)
-    if xp is not np and w.format.on_gpu:
+    if xp is not np:
         w.prepare()
     made = COPIES[how](w)
     assert (made.format, made.shape, made.device) == (w.format, w.shape, w.device)
