@@ -9,7 +9,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 
 from .array import QuantizedArray
 from .debug import config
-from .eval import Evaluation, evaluate
+from .eval import Comparison, Evaluation, Evaluations, compare, evaluate, evaluate_files
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.int4 import Int4
@@ -28,11 +28,14 @@ from .ops.matmul import linear, matmul
 from .ops.moe import Experts, moe, route
 from .ops.quantize import from_blocks, quantize
 from .ops.trellis import trellis_from_parts, trellis_parts, trellis_quantize
+from .warmup import warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "Evaluation",
+    "Evaluations",
     "Experts",
     "FallbackWarning",
     "Format",
@@ -46,10 +49,12 @@ __all__ = [
     "Trellis",
     "__version__",
     "attention",
+    "compare",
     "config",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",
+    "evaluate_files",
     "from_awq",
     "from_blocks",
     "from_gptq",
@@ -71,4 +76,5 @@ __all__ = [
     "trellis_from_parts",
     "trellis_parts",
     "trellis_quantize",
+    "warmup",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import threading
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import check, device
 from .formats import Format
+from .render import html_facts
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -222,17 +222,15 @@ class QuantizedArray:
         )
 
     def _repr_html_(self) -> str:
-        rows = {
-            "shape": " × ".join(map(str, self.shape)),  # noqa: RUF001
-            "format": f"{self._format}: {self._format.formula}",
-            "bits per weight": f"{self.bits_per_weight:g}",
-            "bytes": f"{self.nbytes:,}",
-            "device": self.device,
-        }
-        cells = "".join(
-            f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in rows.items()
+        return html_facts(
+            {
+                "shape": " × ".join(map(str, self.shape)),  # noqa: RUF001
+                "format": f"{self._format}: {self._format.formula}",
+                "bits per weight": f"{self.bits_per_weight:g}",
+                "bytes": f"{self.nbytes:,}",
+                "device": self.device,
+            }
         )
-        return f"<table>{cells}</table>"
 
 
 class Transposed:

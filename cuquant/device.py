@@ -6,8 +6,12 @@ imported when something first asks for it.
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import warnings
 from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +21,7 @@ INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver
 @cache
 def gpu_problem() -> str | None:
     """Why CUDA arrays cannot be used here, in one sentence; None where they can."""
+    _spare_kernel_cache()
     try:
         import cupy
     except ImportError as error:
@@ -34,6 +39,30 @@ def gpu_problem() -> str | None:
         found = f"CuPy {cupy.__version__} finds the {gpu}, but no NVRTC to compile kernels"
         return f"{found} ({error}): {INSTALL_HINT}"
     return None
+
+
+def kernel_cache() -> str:
+    """The folder where CuPy keeps compiled kernels."""
+    return os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+
+
+def _spare_kernel_cache() -> None:
+    """Give CuPy a temporary folder for compiled kernels where it could not use its own, nor be imported."""
+    if "cupy" in sys.modules or find_spec("cupy") is None:
+        return
+    folder = kernel_cache()
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        problem = error
+    os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cuquant-kernels-")
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder} ({problem}): every process will compile them anew; "
+        "set CUPY_CACHE_DIR to a folder that can be written",
+        stacklevel=2,
+    )
 
 
 def default() -> str:

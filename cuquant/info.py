@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -60,7 +59,7 @@ def _gpu() -> dict[str, str]:
         "CUDA driver": _cuda_version(runtime.driverGetVersion()),
         "CUDA runtime": _cuda_version(runtime.runtimeGetVersion()),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
-        "kernel cache": os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")),
+        "kernel cache": device.kernel_cache(),
     }
 
 

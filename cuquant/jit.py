@@ -9,9 +9,13 @@ host a few microseconds less.
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import sys
 import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, lru_cache
 from typing import Any
 
@@ -179,19 +183,63 @@ def _function(device_id: int, kernel: Kernel) -> Any:
 
 def _module(device_id: int, kernel: Kernel) -> Any:
     """The compiled module; kernels of one file with the same constants share it."""
-    key = (device_id, kernel.op, kernel.format, kernel.constants)
+    key = _key(device_id, kernel)
     if key not in _modules:
-        cupy = device.cupy()
-        code = sources.flatten(kernel.op, kernel.format)
-        # wgmma is in sm_90a alone; CuPy would ask for sm_90.
-        target = ("-arch=sm_90a",) if _capability(device_id) == 90 else ()
-        module = cupy.RawModule(code=code, options=("--std=c++17", *target, *kernel.defines))
-        try:
-            module.compile()
-        except cupy.cuda.compiler.CompileException as error:
-            options = " ".join(kernel.defines)
-            raise KernelError(
-                f"{kernel.op}.cu for {kernel.format} did not compile ({options}):\n{error}"
-            ) from None
-        _modules[key] = module
+        _modules[key] = _compiled(device_id, kernel)
     return _modules[key]
+
+
+def _key(device_id: int, kernel: Kernel) -> tuple[Any, ...]:
+    return device_id, kernel.op, kernel.format, kernel.constants
+
+
+def _compiled(device_id: int, kernel: Kernel) -> Any:
+    cupy = device.cupy()
+    code = sources.flatten(kernel.op, kernel.format)
+    # wgmma is in sm_90a alone; CuPy would ask for sm_90.
+    target = ("-arch=sm_90a",) if _capability(device_id) == 90 else ()
+    module = cupy.RawModule(code=code, options=("--std=c++17", *target, *kernel.defines))
+    try:
+        _compile(module)
+    except cupy.cuda.compiler.CompileException as error:
+        options = " ".join(kernel.defines)
+        raise KernelError(
+            f"{kernel.op}.cu for {kernel.format} did not compile ({options}):\n{error}"
+        ) from None
+    return module
+
+
+def _compile(module: Any) -> None:
+    """Compile, or read what was compiled; without the disk where it cannot be written (full, read-only)."""
+    try:
+        module.compile()
+    except OSError as error:
+        if os.environ.get("CUPY_CACHE_IN_MEMORY"):
+            raise
+        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        warnings.warn(
+            f"compiled kernels cannot be kept in {device.kernel_cache()} ({error}): every "
+            "process will compile them anew",
+            stacklevel=2,
+        )
+        module.compile()
+
+
+def compile_ahead(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
+    """Compile kernels for the current device, on all processors; yields each one that is ready.
+
+    Those that are ready already are left out.
+    """
+    device_id = device.cupy().cuda.runtime.getDevice()
+    wanted = {key: kernel for kernel in kernels for key in [_key(device_id, kernel)] if key not in _modules}
+
+    def one(key: tuple[Any, ...]) -> tuple[Any, ...]:
+        with device.cupy().cuda.Device(device_id):  # a thread has its own
+            module = _compiled(device_id, wanted[key])
+        with _lock:
+            _modules.setdefault(key, module)
+        return key
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in as_completed([pool.submit(one, key) for key in wanted]):
+            yield wanted[done.result()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import math
@@ -21,6 +22,48 @@ def rows_to_csv(rows: list[dict[str, Any]], columns: list[str]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return stream.getvalue().rstrip("\n")
+
+
+Columns = dict[str, tuple[str, str]]
+"""Titles and number formats by key; numbers are right-aligned, what has no format is text."""
+
+
+def render_records(records: list[dict[str, Any]], columns: Columns, style: str) -> str:
+    """Records as a table in one of TABLE_STYLES, or as "csv" in full precision; None is an empty cell."""
+    if style == "csv":
+        return rows_to_csv(records, list(columns))
+    if style not in TABLE_STYLES:
+        raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+    from tabulate import tabulate
+
+    cells = [
+        ["" if record[key] is None else format(record[key], spec) for key, (_, spec) in columns.items()]
+        for record in records
+    ]
+    align = ["right" if spec else "left" for _, spec in columns.values()]
+    headers = [title for title, _ in columns.values()]
+    return tabulate(
+        cells,
+        headers,
+        tablefmt=TABLE_STYLES[style],
+        colalign=align if cells else None,
+        disable_numparse=True,
+    )
+
+
+def to_pandas(records: list[dict[str, Any]], columns: list[str]) -> Any:
+    """Records as a pandas DataFrame; ImportError with advice where pandas is missing."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise ImportError(f"pandas is needed ({error}): pip install 'cuquant[notebook]'") from None
+    return pandas.DataFrame(records, columns=columns)
+
+
+def html_facts(facts: dict[str, str]) -> str:
+    """Names and values as a small HTML table."""
+    cells = "".join(f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in facts.items())
+    return f"<table>{cells}</table>"
 
 
 def to_json(value: Any) -> str:

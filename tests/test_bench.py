@@ -269,3 +269,10 @@ def test_a_peer_that_is_wrong_has_no_time(peer: peers.Peer, reason: str) -> None
     pytest.importorskip("torch")
     with pytest.warns(UserWarning, match=f"tinygemm, 2048x2048: 0 of 1 times: {reason}"):
         assert peers.measure(peer, 2048, 2048, [1]) == {}
+
+
+def test_records_in_a_notebook() -> None:
+    record = Record(None, {}, [])
+    record.add(cell(M=3))
+    assert "<table>" in record._repr_html_()
+    assert list(record.to_pandas()["M"]) == [3]

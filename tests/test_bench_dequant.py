@@ -84,6 +84,7 @@ def test_verdict() -> None:
     assert record.render("md").endswith("of values")
     assert "\n- in registers" in record.render("md")
     assert "\nin registers" in record.render("table")
+    assert "<p>in registers" in record._repr_html_()
 
 
 def test_a_record_of_conversions_is_read_and_shown(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant import device, info, sources
+from cuquant import device, info, jit, sources
 
 ROOT = Path(__file__).parents[1]
 
@@ -153,3 +154,35 @@ def test_the_sources_inside_an_installed_package_come_first(
         place.mkdir(parents=True)
         (place / "README.md").touch()
         assert sources.folder() == place
+
+
+def test_where_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy makes its folder when it is imported, and fails to be where it cannot."""
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(file / "kernels"))
+    with pytest.warns(UserWarning, match=r"cannot be kept in .*kernels \(.*; set CUPY_CACHE_DIR"):
+        device._spare_kernel_cache()
+    spare = Path(os.environ["CUPY_CACHE_DIR"])
+    assert spare.is_dir()
+    device._spare_kernel_cache()  # which can be written: no warning
+    assert device.kernel_cache() == str(spare)
+    spare.rmdir()
+
+
+def test_a_kernel_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    class Module:
+        def compile(self) -> None:
+            compiled.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
+            if not compiled[-1]:
+                raise PermissionError("read-only")
+
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "")
+    with pytest.warns(UserWarning, match=r"cannot be kept in .* \(read-only\)"):
+        jit._compile(Module())
+    jit._compile(Module())
+    assert compiled == ["", "1", "1"]

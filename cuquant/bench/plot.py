@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from ..picture import COLOURS, Picture
 from .matmul import CEILINGS, LAUNCH_US
 from .peers import BITS_PER_WEIGHT, PEERS
 from .record import Record
@@ -20,8 +19,6 @@ NAMED_BATCHES = (1, 4, 16, 64, 256, 1024, 4096)
 """Rows of x that are written beside their points."""
 MULTIPLES = (0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3, 4, 5)
 """Ticks of the lower panels; what is above the last is cut off."""
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#6a51a3", "#7f6000")
-"""One for a format, in order; told apart by colour-blind people too."""
 _BY_ACTIVATION: dict[str, dict[str, Any]] = {
     "f16": {"linestyle": "-", "marker": "o"},
     "q8_1": {"linestyle": "--", "marker": "o", "markerfacecolor": "white"},
@@ -35,15 +32,6 @@ _BY_OTHER: dict[str, dict[str, Any]] = {
 }
 _LINE: dict[str, Any] = {"linewidth": 1.1, "markersize": 4, "markeredgewidth": 1}
 _CEILING: dict[str, Any] = {"color": "#999999", "linewidth": 1.5, "zorder": 1}
-
-
-class Picture(Figure):
-    """A figure that a notebook shows wherever it came from."""
-
-    def _repr_png_(self) -> bytes:
-        stream = io.BytesIO()
-        self.savefig(stream, format="png")
-        return stream.getvalue()
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ Lines = dict[str, tuple[dict[str, Any], list[Point]]]
 """Style and points by label."""
 
 
-def figure(record: Record) -> Figure:
+def figure(record: Record) -> Picture:
     """See Record.plot."""
     if record.op != "matmul":
         raise ValueError(f"a plot shows products, not a record of {record.op}")

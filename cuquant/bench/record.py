@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, sources
-from ..render import TABLE_STYLES, rows_to_csv
+from ..render import TABLE_STYLES, rows_to_csv, to_pandas
 from .peers import PEERS
 
 
@@ -155,8 +155,15 @@ class Record:
         """
         return plotter()(self)
 
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame of the cells; pandas comes with the notebook extra."""
+        return to_pandas(self.cells, list(dict.fromkeys(name for cell in self.cells for name in cell)))
+
+    def _repr_html_(self) -> str:
+        return self.render("html")
+
     def render(self, style: str) -> str:
-        """The cells as a "table", as "md", "csv" or "json"; tables add the ratios."""
+        """The cells as a "table", as "md", "html", "csv" or "json"; tables add the ratios."""
         if style == "json":
             return self.to_json()
         columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
@@ -177,7 +184,8 @@ def rounded(value: float | None) -> Any:
 
 
 def _paragraphs(text: str, style: str) -> str:
-    return "\n".join(f"- {line}" for line in text.splitlines()) if style == "md" else text
+    pattern = {"md": "- {}", "html": "<p>{}</p>"}.get(style, "{}")
+    return "\n".join(pattern.format(line) for line in text.splitlines())
 
 
 _HEADER = {"device", "versions", "commit"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,10 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
         raise TypeError(f"{what} is a masked array; its mask would be lost: pass .filled(value)")
     if isinstance(value, np.ndarray):
         return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+        # NumPy's DLPack and the CUDA array interface lack the type: the same bytes go as integers.
+        return array(value.view(torch.int16), what).view(ml_dtypes.bfloat16)
     if hasattr(value, "__cuda_array_interface__"):
         return device.cupy().asarray(value)
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
@@ -102,7 +107,20 @@ def same_device(**operands: Any) -> bool:
         raise TypeError(
             f"operands are on different devices: {places}; move them with to_device or cupy.asarray"
         )
+    if on_gpu[0]:
+        _current_gpu(operands)
     return on_gpu[0]
+
+
+def _current_gpu(operands: dict[str, Any]) -> None:
+    """CuPy arrays are the current device's, where kernels are launched."""
+    current = device.cupy().cuda.runtime.getDevice()
+    if any(a is not None and a.data.device_id != current for a in operands.values()):
+        where = ", ".join(f"{n} on GPU {a.data.device_id}" for n, a in operands.items() if a is not None)
+        raise ValueError(
+            f"{where}; the current device is GPU {current}: move the arrays to one GPU, and make it the "
+            "current one (with cupy.cuda.Device(n):)"
+        )
 
 
 def row_name(flat: int, shape: tuple[int, ...]) -> str:

@@ -1,7 +1,19 @@
 """Evaluation of GGUF models: a Llama forward pass on quantized weights, its scores and tables."""
 
+from .compare import Comparison, Difference, compare
 from .evaluate import evaluate
-from .report import Evaluation, Row
+from .files import evaluate_files
+from .report import Evaluation, Evaluations, Row
 from .scores import TensorError
 
-__all__ = ["Evaluation", "Row", "TensorError", "evaluate"]
+__all__ = [
+    "Comparison",
+    "Difference",
+    "Evaluation",
+    "Evaluations",
+    "Row",
+    "TensorError",
+    "compare",
+    "evaluate",
+    "evaluate_files",
+]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from ..render import TABLE_STYLES, rows_to_csv, to_json
+from ..render import Columns, render_records, to_json, to_pandas
 from .scores import TensorError
 
 _COLUMNS = {
@@ -76,6 +78,22 @@ class Evaluation:
         """Everything as plain dictionaries and lists: what ``render("json")`` prints."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Evaluation:
+        """The evaluation that `to_dict` or ``render("json")`` gave; TypeError or KeyError where it is none.
+
+        JSON has no NaN: a perplexity that is null was none.
+        """
+        rows = [
+            Row(
+                **row
+                | {"ppl": float("nan") if row["ppl"] is None else row["ppl"]}
+                | {"tensors": [TensorError(**error) for error in row["tensors"]]}
+            )
+            for row in stored["rows"]
+        ]
+        return cls(**stored | {"rows": rows})
+
     def render(self, style: str = "table", *, tensors: bool = False) -> str:
         """The rows as text, or with `tensors` the errors of all quantized tensors.
 
@@ -85,23 +103,20 @@ class Evaluation:
         """
         if style == "json":
             return to_json(self.to_dict())
-        records, columns = self._records(tensors)
-        if style == "csv":
-            return rows_to_csv(records, list(columns))
-        if style not in TABLE_STYLES:
-            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
-        return _table(records, columns, TABLE_STYLES[style])
+        return render_records(*self._records(tensors), style)
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError(f"pandas is needed ({error}): pip install 'cuquant[notebook]'") from None
         records, columns = self._records(tensors)
-        return pandas.DataFrame(records, columns=list(columns))
+        return to_pandas(records, list(columns))
 
-    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    def plot(self, *, tensors: bool = False) -> Any:
+        """A matplotlib Figure: what each row loses over its bits per weight, or with `tensors` the signal to
+        noise ratio of every quantized tensor. matplotlib comes with the notebook extra: ImportError without.
+        ValueError where there is nothing to draw."""
+        return plotter().tensors(self.rows) if tensors else plotter().losses({"": self.rows})
+
+    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns = _TENSOR_COLUMNS if tensors else _COLUMNS
         items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
         if not tensors and all(row.kv_bits is None for row in self.rows):
@@ -115,13 +130,47 @@ class Evaluation:
         return self.render("html")
 
 
-def _table(records: list[dict[str, Any]], columns: dict[str, tuple[str, str]], style: str) -> str:
-    from tabulate import tabulate
+@dataclass(frozen=True)
+class Evaluations:
+    """Evaluations of several models on one text, as `evaluate_files` returns them."""
 
-    cells = [
-        ["" if record[key] is None else format(record[key], spec) for key, (_, spec) in columns.items()]
-        for record in records
-    ]
-    align = ["right" if spec else "left" for _, spec in columns.values()]
-    headers = [title for title, _ in columns.values()]
-    return tabulate(cells, headers, tablefmt=style, colalign=align if cells else None, disable_numparse=True)
+    each: list[Evaluation]
+
+    def render(self, style: str = "table", *, tensors: bool = False) -> str:
+        """One table of all rows, or of all tensors' errors, with the model's file name before each; styles
+        as in `Evaluation.render`. What the same base scored stands once."""
+        if style == "json":
+            return to_json([evaluation.to_dict() for evaluation in self.each])
+        return render_records(*self._records(tensors), style)
+
+    def to_pandas(self, *, tensors: bool = False) -> Any:
+        """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
+        records, columns = self._records(tensors)
+        return to_pandas(records, list(columns))
+
+    def plot(self) -> Any:
+        """As `Evaluation.plot`, with the rows of all models."""
+        return plotter().losses({Path(e.model).stem: e.rows for e in self.each})
+
+    def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
+        columns: Columns = {"model": ("model", "")}
+        records: list[dict[str, Any]] = []
+        for evaluation in self.each:
+            own, found = evaluation._records(tensors)
+            columns |= found
+            records += [{"model": Path(evaluation.model).name} | record for record in own]
+        return [{key: record.get(key) for key in columns} for record in records], columns
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def _repr_html_(self) -> str:
+        return self.render("html")
+
+
+def plotter() -> Any:
+    """The module that draws; ImportError with advice where matplotlib is missing."""
+    try:
+        return import_module(".plot", __package__)
+    except ImportError as error:
+        raise ImportError(f"a plot needs matplotlib ({error}): pip install 'cuquant[notebook]'") from None

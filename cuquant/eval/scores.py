@@ -86,17 +86,25 @@ class TensorError:
 
 def tensor_error(name: str, original: Any, quantized: QuantizedArray) -> TensorError:
     """Compare a quantized tensor (..., N, K) with its original, float or quantized itself."""
-    original, quantized = device.as_numpy(original), quantized.to_device("cpu")
-    if isinstance(original, QuantizedArray):
-        original = original.to_device("cpu")
+    errors = error_of(original, quantized)
+    return TensorError(name, str(quantized.format), quantized.bits_per_weight, *errors)
+
+
+def error_of(original: Any, other: Any) -> tuple[float, float | None, float]:
+    """nmse, its ratio in dB and the largest error of one tensor (..., N, K) against another; each is a float
+    array or quantized."""
+    original, other = _on_host(original), _on_host(other)
     noise = signal = largest = 0.0
-    for index in np.ndindex(quantized.shape[:-2]):
-        for part in cpu.slabs(*quantized.shape[-2:]):
+    for index in np.ndindex(other.shape[:-2]):
+        for part in cpu.slabs(*other.shape[-2:]):
             exact = cpu.weight_rows(original, index, part)
-            error = cpu.weight_rows(quantized, index, part) - exact
+            error = cpu.weight_rows(other, index, part) - exact
             noise += float(np.square(error, dtype=np.float64).sum())
             signal += float(np.square(exact, dtype=np.float64).sum())
             largest = max(largest, float(np.abs(error).max(initial=0.0)))
     nmse = noise / signal if signal else (float("inf") if noise else 0.0)
-    sqnr = -10 * float(np.log10(nmse)) if nmse else None
-    return TensorError(name, str(quantized.format), quantized.bits_per_weight, nmse, sqnr, largest)
+    return nmse, -10 * float(np.log10(nmse)) if nmse else None, largest
+
+
+def _on_host(tensor: Any) -> Any:
+    return tensor.to_device("cpu") if isinstance(tensor, QuantizedArray) else device.as_numpy(tensor)

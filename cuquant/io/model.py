@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import html
 import os
 import re
 import warnings
@@ -22,6 +21,7 @@ from ..device import cupy
 from ..device import default as default_device
 from ..formats import Format, by_ggml_type
 from ..formats.nvfp4 import NvFp4
+from ..render import html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -181,10 +181,7 @@ class Model(Mapping[str, Any]):
         head = ("architecture", "name")
         facts = {key: self._shown(f"general.{key}") for key in head}
         facts |= {"tensors": self._types(), "bytes": f"{self.nbytes:,}", "file": str(self.path)}
-        cells = "".join(
-            f"<tr><th>{key}</th><td>{html.escape(value)}</td></tr>" for key, value in facts.items()
-        )
-        return f"<table>{cells}</table>"
+        return html_facts(facts)
 
 
 def open(path: str | os.PathLike[str], device: str | None = None) -> Model:

@@ -44,7 +44,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     fmt = formats.get(format)
     x = check.floats(x, "x")
     fmt = check.whole_blocks(x.shape, fmt).fitted(x)
-    on_gpu = device.is_cuda(x)
+    on_gpu = check.same_device(x=x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
         blocks = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
@@ -89,7 +89,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
-    if w.device == "cpu":
+    if not check.same_device(W=check.storage(w)):
         return cpu.dequantize(w, wanted)
     from .. import cuda
 

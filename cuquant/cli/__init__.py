@@ -1,0 +1,52 @@
+"""The `cuquant` command: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from .. import __version__
+from . import bench, evaluation, files, system
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 0, or 1 for a failure. Wrong usage exits with 2."""
+    arguments = _parser().parse_args(argv)
+    warnings.showwarning = _show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        arguments.run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; keep Python from flushing into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
+        print(f"cuquant: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+    print(f"cuquant: warning: {message}", file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cuquant", description="Evaluate, convert and time quantized models."
+    )
+    parser.add_argument("--version", action="version", version=f"cuquant {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (evaluation, files, bench, system):
+        module.add(commands)
+    return parser

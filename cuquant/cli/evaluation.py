@@ -1,0 +1,118 @@
+"""`cuquant eval`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from .arguments import file_format_list, subcommand
+
+
+def add(commands: Any) -> None:
+    command = subcommand(
+        commands,
+        "eval",
+        _eval,
+        "Perplexity, KL divergence and tensor errors of models, or of their quantizations.",
+    )
+    command.add_argument("models", metavar="MODEL.gguf", nargs="+")
+    command.add_argument(
+        "--results",
+        metavar="FILE.json",
+        type=Path,
+        help="write each model's result there at once; models that it holds are not evaluated again",
+    )
+    command.add_argument(
+        "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
+    )
+    command.add_argument(
+        "--formats",
+        metavar="F,F,...",
+        type=file_format_list,
+        default=[],
+        help="requantize a float model's weight matrices to each of these, and compare with the original",
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--text", metavar="FILE", type=Path, help="UTF-8 text, tokenized with the model's vocabulary"
+    )
+    source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
+    command.add_argument("--ctx", type=int, default=512, metavar="N", help="tokens of a chunk (512)")
+    command.add_argument("--chunks", type=int, metavar="N", help="how many chunks to use (all)")
+    command.add_argument(
+        "--activations", choices=("f16", "q8_1"), default="f16", help="quantize activations, or not (f16)"
+    )
+    command.add_argument(
+        "--kv-bits",
+        metavar="BITS",
+        action="append",
+        default=[],
+        type=_kv_bits,
+        help='evaluate also with quantized keys and values: 16, 8, 4, 3, 2, or by age as "8:64,4:256,2" (the '
+        "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated; on the CPU only",
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
+    )
+    command.add_argument(
+        "--tensors",
+        action="store_true",
+        help="also print the errors of every tensor, as a second table (csv is one table: those instead)",
+    )
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from ..eval import evaluate_files
+
+    started = time.perf_counter()
+    several = evaluate_files(
+        arguments.models,
+        results=arguments.results,
+        text=arguments.text,
+        tokens=None if arguments.tokens is None else _load_ids(arguments.tokens),
+        base=arguments.base,
+        formats=arguments.formats,
+        ctx=arguments.ctx,
+        chunks=arguments.chunks,
+        activations=arguments.activations,
+        kv_bits=arguments.kv_bits,
+        device=arguments.device,
+        progress=True,
+    )
+    result = several.each[0]
+    print(
+        f"{', '.join(arguments.models)}: {result.chunks} chunks of {result.ctx} tokens, "
+        f"{result.scored_tokens} scored, {result.backend}, {time.perf_counter() - started:.1f} s",
+        file=sys.stderr,
+    )
+    shown: Any = several if len(arguments.models) > 1 else result
+    if arguments.tensors and arguments.style == "csv":
+        print(shown.render("csv", tensors=True))
+        return
+    print(shown.render(arguments.style))
+    if arguments.tensors and arguments.style != "json":
+        print(f"\n{shown.render(arguments.style, tensors=True)}")
+
+
+def _load_ids(path: Path) -> Any:
+    import numpy as np
+
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except ValueError as error:
+        raise ValueError(f"{path} is not a .npy file of token ids: {error}") from None
+
+
+def _kv_bits(text: str) -> str:
+    from ..eval.kv import KVBits
+
+    try:
+        return KVBits(text).text
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,119 @@
+"""`cuquant quantize`, `cuquant dump` and `cuquant compare`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from typing import Any
+
+from .arguments import subcommand
+
+
+def add(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    for each in (_add_quantize, _add_dump, _add_compare):
+        each(commands)
+
+
+def _add_quantize(commands: Any) -> None:
+    from ..io import mixture
+
+    command = subcommand(
+        commands,
+        "quantize",
+        _quantize,
+        "Quantize a float model to a GGUF file that llama.cpp loads, or its tensors to a safetensors file.",
+    )
+    command.add_argument("source", metavar="IN.gguf")
+    command.add_argument("target", metavar="OUT", help="OUT.gguf, or OUT.safetensors for cuquant.load")
+    command.add_argument(
+        "--format",
+        required=True,
+        type=str.lower,
+        choices=mixture.names(),
+        help="of the weight matrices, or llama.cpp's mixtures (q4_k_m); GGUF has no kbit and int4 formats",
+    )
+    command.add_argument(
+        "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"
+    )
+    command.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="copy tensors of these names unchanged (shell pattern; may be repeated)",
+    )
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to quantize (the GPU where one can be used)"
+    )
+    command.add_argument("--force", action="store_true", help="replace OUT")
+
+
+def _quantize(arguments: argparse.Namespace) -> None:
+    from ..io.convert import quantize_file
+    from ..io.mixture import pure
+
+    try:
+        done = quantize_file(
+            arguments.source,
+            arguments.target,
+            pure(arguments.format) if arguments.pure else arguments.format,
+            keep=arguments.keep,
+            force=arguments.force,
+            device=arguments.device,
+            progress=True,
+        )
+    except FileExistsError as error:
+        raise FileExistsError(f"{error}; --force replaces it") from None
+    print(
+        f"{arguments.target}: {len(done.quantized)} tensors to {done.format}, {len(done.kept)} copied, "
+        f"{done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
+        file=sys.stderr,
+    )
+    if done.ragged:
+        print(f"kept in float, rows are not whole blocks: {', '.join(sorted(done.ragged))}", file=sys.stderr)
+    if done.replaced:
+        others = (f"{name} ({done.formats[name]})" for name in sorted(done.replaced))
+        print(f"in another format, rows are not whole blocks: {', '.join(others)}", file=sys.stderr)
+
+
+def _add_dump(commands: Any) -> None:
+    command = subcommand(commands, "dump", _dump, "Show the metadata and tensors of a GGUF file.")
+    command.add_argument("model", metavar="MODEL.gguf")
+    command.add_argument("--json", action="store_true", help="one JSON object, arrays in full")
+
+
+def _dump(arguments: argparse.Namespace) -> None:
+    from ..io import dump
+    from ..io.model import FallbackWarning, open
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # no tensor is read
+        model = open(arguments.model)
+    print(dump.as_json(model) if arguments.json else dump.as_text(model))
+
+
+def _add_compare(commands: Any) -> None:
+    command = subcommand(
+        commands,
+        "compare",
+        _compare,
+        "Compare two GGUF files: types, sizes and numbers of every tensor, and the metadata.",
+    )
+    command.add_argument("a", metavar="A.gguf", help="the reference, usually the float original")
+    command.add_argument("b", metavar="B.gguf")
+    command.add_argument(
+        "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from ..eval import compare
+
+    found = compare(arguments.a, arguments.b, progress=True)
+    print(found.render(arguments.style))
+    print(found.summary(), file=sys.stderr)
+    for key, (a, b) in found.metadata.items():
+        print(f"{key}: {a or 'missing'} -> {b or 'missing'}", file=sys.stderr)

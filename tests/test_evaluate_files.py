@@ -1,0 +1,109 @@
+"""Several files on one text: one table, and results that survive an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Run, assert_one_line_error
+from synthetic import Spec, some_tokens, write
+
+import cuquant as cq
+
+OPTIONS: dict[str, Any] = {"tokens": some_tokens(64), "ctx": 16, "formats": ["q8_0"]}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write(folder / f"{name}.gguf", Spec(seed=seed)) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Models that are evaluated, as it happens."""
+    seen: list[Path] = []
+    real = cq.evaluate
+
+    def counted(model: Path, **options: Any) -> cq.Evaluation:
+        seen.append(model)
+        return real(model, **options)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", counted)
+    return seen
+
+
+def test_rows_are_those_of_each_model(models: list[Path]) -> None:
+    several = cq.evaluate_files(models, **OPTIONS)
+    assert several.each == [cq.evaluate(model, **OPTIONS) for model in models]
+    table = several.to_pandas()
+    assert list(table["model"]) == ["a.gguf", "a.gguf", "b.gguf", "b.gguf"]
+    assert list(table["format"]) == ["f16", "q8_0"] * 2
+    assert "b.gguf" in several.render()
+    assert "<table>" in several._repr_html_()
+    tensors = several.to_pandas(tensors=True)
+    assert {"model", "name", "nmse"} <= set(tensors)
+
+
+def test_an_interruption(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "results.json"
+    real = cq.evaluate
+
+    def interrupted(model: Path, **options: Any) -> cq.Evaluation:
+        if model == models[1]:
+            raise KeyboardInterrupt
+        return real(model, **options)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cq.evaluate_files(models, results=results, **OPTIONS)
+    assert len(json.loads(results.read_text(encoding="utf-8"))["evaluations"]) == 1
+    monkeypatch.setattr("cuquant.eval.files.evaluate", real)
+    assert cq.evaluate_files(models, results=results, **OPTIONS).each == [
+        cq.evaluate(model, **OPTIONS) for model in models
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_what_is_there_is_not_evaluated_again(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    results = tmp_path / "results.json"
+    first = cq.evaluate_files(models[:1], results=results, **OPTIONS)
+    both = cq.evaluate_files(models, results=results, **OPTIONS)
+    assert calls == models
+    assert both.each[0] == first.each[0]
+    write(models[0], Spec(seed=7))  # a changed file is another one
+    again = cq.evaluate_files(models, results=results, **OPTIONS)
+    assert calls == [*models, models[0]]
+    assert again.each[0].rows[0].ppl != first.each[0].rows[0].ppl
+
+
+def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    results = tmp_path / "results.json"
+    cq.evaluate_files(models[:1], results=results, **OPTIONS)
+    with pytest.raises(ValueError, match=r"another chunks, formats: remove it"):
+        cq.evaluate_files(models[:1], results=results, **OPTIONS | {"chunks": 2, "formats": "q4_0"})
+    with pytest.raises(ValueError, match=r"another text"):
+        cq.evaluate_files(models[:1], results=results, **OPTIONS | {"tokens": some_tokens(32)})
+    assert len(calls) == 1
+    for wrong in ("", "[]", '{"kind": "other"}', '{"kind": "cuquant evaluations"}'):
+        results.write_text(wrong, encoding="utf-8")
+        with pytest.raises(ValueError, match="not a file of cuquant's evaluations"):
+            cq.evaluate_files(models[:1], results=results, **OPTIONS)
+        assert results.read_text(encoding="utf-8") == wrong
+
+
+def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    options = ("--text", text, "--ctx", "32", "--chunks", "2", "--results", tmp_path / "results.json")
+    done = run("eval", *models, *options, "-o", "csv")
+    assert done.status == 0
+    assert done.out.splitlines()[0].startswith("model,format,")
+    assert len(done.out.splitlines()) == 3
+    assert run("eval", *models, *options, "-o", "csv").out == done.out
+    assert len(calls) == 2
+    failed = run("eval", models[0], tmp_path / "none.gguf", *options)
+    assert_one_line_error(failed)
+    assert "none.gguf" in failed.err

@@ -1,0 +1,112 @@
+"""Arrays among other libraries: torch's tensors, pickles and copies, several GPUs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuquant as cq
+from cuquant import device, formats
+
+RNG = np.random.default_rng(0)
+W = RNG.standard_normal((32, 256)).astype(np.float32)
+FORMATS = ["q4_0", "kbit3", cq.KBit(4, codebook=np.linspace(-1, 1, 16)), "int4-128", "trellis3", "q6_k"]
+COPIES = {"pickle": lambda a: pickle.loads(pickle.dumps(a)), "copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_copies_of_arrays(xp: ModuleType, fmt: Any, how: str) -> None:
+    if xp is not np and not formats.get(fmt).on_gpu:
+        pytest.skip("no kernels")
+    w = cq.quantize(xp.asarray(W), fmt)
+    if xp is not np:
+        w.prepare()
+    made = COPIES[how](w)
+    assert (made.format, made.shape, made.device) == (w.format, w.shape, w.device)
+    assert (made.blocks == w.blocks).all()
+    assert (made.dequantize() == w.dequantize()).all()
+
+
+def test_a_matrix_and_a_record_array_are_arrays() -> None:
+    for kind in (np.matrix, np.recarray):
+        given: Any = W.view(kind)
+        assert (cq.quantize(given, "q4_0").blocks == cq.quantize(W, "q4_0").blocks).all()
+
+
+class FakeTensor:
+    """What torch.Tensor has of what is asked for, of bfloat16 numbers."""
+
+    def __init__(self, array: Any, dtype: str) -> None:
+        self.array, self.dtype = array, dtype
+
+    def view(self, dtype: str) -> FakeTensor:
+        return FakeTensor(self.array.view(np.int16), dtype)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        if self.dtype == "bfloat16":
+            raise BufferError("no such type")
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_bfloat16_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = types.ModuleType("torch")
+    fake.Tensor, fake.bfloat16, fake.int16 = FakeTensor, "bfloat16", "int16"
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    x = W.astype(ml_dtypes.bfloat16)
+    made = cq.quantize(FakeTensor(x, "bfloat16"), "q8_0")
+    assert (made.blocks == cq.quantize(x, "q8_0").blocks).all()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch(where: str, name: str) -> None:
+    """Tensors go in and, as out, receive results."""
+    torch = pytest.importorskip("torch")
+    w = cq.quantize(W, "q4_0").to_device(where)
+    x = torch.randn(3, 256, dtype=getattr(torch, name), device=where)
+    y = torch.zeros(3, 32, dtype=x.dtype, device=where)
+    if where == "cuda":
+        torch.cuda.synchronize()
+    assert cq.matmul(x, w.T, out=y) is y
+    if where == "cuda":
+        device.cupy().cuda.Device().synchronize()
+    expected = x.double().cpu().numpy() @ w.to_device("cpu").dequantize().astype(np.float64).T
+    error = y.double().cpu().numpy() - expected
+    assert np.square(error).sum() / np.square(expected).sum() < 1e-5
+    result = x @ w.T
+    assert result.dtype == np.dtype(name if name != "bfloat16" else ml_dtypes.bfloat16)
+    if name != "bfloat16":
+        assert (torch.from_dlpack(result) == y).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: x @ w.T,
+        lambda x, w: cq.quantize(x, "q8_0"),
+        lambda x, w: cq.quantize(x, "q8_1"),
+        lambda x, w: w.dequantize(),
+    ],
+    ids=["product", "quantize", "activations", "dequantize"],
+)
+def test_another_gpu_is_refused(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = device.cupy()
+    w = cq.quantize(cupy.asarray(W), "q4_0")
+    x = cupy.ones((3, 256), cupy.float16)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 1)
+    with pytest.raises(ValueError, match=r"on GPU 0.*; the current device is GPU 1"):
+        call(x, w)

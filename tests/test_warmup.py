@@ -1,0 +1,67 @@
+"""Compiling ahead: what is compiled, and that products then find it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import Run, assert_one_line_error
+from gguf_files import NANO
+
+import cuquant as cq
+from cuquant import device, formats, plan
+from cuquant.warmup import BATCHES, kernels
+
+
+def test_kernels_of_a_weight() -> None:
+    found = kernels(formats.get("q4_0"), (14336, 4096), (1, 256), 90)
+    for m in (1, 256):
+        assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, 90).plan.kernel in found
+    assert {kernel.op for kernel in found} == {"repack", "activations", "gemm"}
+    assert len(found) == len(set(found))
+
+
+def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
+    found = kernels(formats.get("int4-128"), (256, 512), BATCHES, 80)
+    assert {k.format for k in found if k.op == "gemm"} == {formats.get("int4-128").for_kernels.header}
+
+
+@pytest.mark.skipif(device.gpu_problem() is None, reason="there is a GPU")
+def test_without_a_gpu(run: Run) -> None:
+    with pytest.raises(RuntimeError, match="no CUDA device can be used"):
+        cq.warmup(NANO)
+    assert_one_line_error(run("warmup", NANO))
+
+
+@pytest.mark.gpu
+def test_products_compile_nothing_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuquant import jit
+
+    cupy = device.cupy()
+    w = cq.quantize(cupy.random.standard_normal((48, 320), cupy.float32), "q5_1")
+    cq.warmup([w], (1, 3, 40))
+    assert cq.warmup([w], (1, 3, 40)) == 0
+
+    def compiled(device_id: int, kernel: plan.Kernel) -> Any:
+        raise AssertionError(kernel)
+
+    monkeypatch.setattr(jit, "_compiled", compiled)
+    for m in (1, 3, 40):
+        for dtype in (np.float16, np.float32):
+            x = cupy.random.standard_normal((m, 320), cupy.float32).astype(dtype)
+            assert (x @ w.T).shape == (m, 48)
+        assert (cq.quantize(x, "q8_1") @ w.T).shape == (m, 48)
+
+
+@pytest.mark.gpu
+def test_command_on_a_gpu(run: Run) -> None:
+    done = run("warmup", NANO, "--batches", "1")
+    assert (done.status, done.out) == (0, "")
+    assert "0 kernels ready" in done.err
+
+
+@pytest.mark.gpu
+def test_a_batch_of_nothing() -> None:
+    with pytest.raises(ValueError, match="at least one row"):
+        cq.warmup([], (0,))
