@@ -32,12 +32,12 @@ def kernels(arch: str) -> list[plan.Kernel]:
 
 
 def one_of_each(arch: str) -> list[plan.Kernel]:
-    """One tile of each core and codec: integers of 4, 5 and 8 bits, a codebook, E2M1."""
+    """One tile of each core and codec: integers of 4, 5 and 8 bits, a codebook, E2M1; and what has none."""
     chosen = {}
     for kernel in kernels(arch):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
-        if kernel.format in ("q4_0", "q5_1", "q8_0", "q8_1", "kbit4", "nvfp4"):
+        if kernel.format in (None, "q4_0", "q5_1", "q8_0", "q8_1", "kbit4", "nvfp4"):
             chosen[route] = kernel
     return list(chosen.values())
 
