@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     load_elements<APART>(x, at, row_stride, column_stride, dtype, values);
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
-    if constexpr (Format::CODING == CODEBOOK) {
+    if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
         __shared__ Thresholds own;
         if (threadIdx.x < 32) own.value[threadIdx.x] = thresholds->value[threadIdx.x];
         __syncthreads();
