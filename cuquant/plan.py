@@ -238,20 +238,30 @@ def _gemm_kernel(fmt: Format, core: Core, copies: int, tile: dict[str, int], sha
     return Kernel("gemm", "gemm", fmt.header, (*constants, *tile.items()), shared)
 
 
-def _table(fmt: Format, core: Core, capability: int) -> tuple[int, int]:
+def _table(fmt: Format, core: Core, capability: int, batch: int = 0) -> tuple[int, int]:
     """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
 
     Where weights are looked up at the speed of memory, so many copies that lanes (almost) never wait for
     another, in at most a third of the room. The mma core uses each weight so often that room matters more.
+    The wgmma core spares instructions by rows of 256 bytes, twice the copies' size, while its tiles have
+    room for them.
     """
     if not fmt.lookup:
         return 0, 0
-    copies, entries, size = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}[fmt.bits]
+    tables = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
+    copies, entries, size = tables[_looked_up(fmt)]
+    if core is Core.WGMMA and entries == 256 and batch <= ROOMY_BATCH:
+        return 256 // size, 256 * entries
     if core is Core.MMA:
         copies //= 4
     while copies * size > 16 and copies * entries * size > shared_limit(capability) // 3:
         copies //= 2
     return copies, copies * entries * size
+
+
+def _looked_up(fmt: Format) -> int:
+    """Bits of a code that are looked up."""
+    return fmt.bits - fmt.sign_bits
 
 
 def core_of(kernel: Kernel) -> str:
@@ -356,7 +366,7 @@ _STEP_US = {
 _INSTRUCTIONS = {4: 1.0, 5: 1.2, 8: 1.15}
 _LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook; a minimum
-adds 0.05, a scale for every 16 weights 0.15."""
+adds 0.05, a sign beside a code that is looked up 0.1, a scale for every 16 weights 0.15."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
@@ -368,6 +378,8 @@ _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+ROOMY_BATCH = 64
+"""Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
 BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 FLAGS = 4 * LARGE_GPU
@@ -386,8 +398,8 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
-    work = (_LOOKUPS if fmt.lookup else _INSTRUCTIONS)[fmt.bits] + 0.15 * (fmt.scaling == "e4m3")
-    work += 0.05 * _has_minimum(fmt)
+    work = _LOOKUPS[_looked_up(fmt)] + 0.1 * fmt.sign_bits if fmt.lookup else _INSTRUCTIONS[fmt.bits]
+    work += 0.15 * (fmt.scaling == "e4m3") + 0.05 * _has_minimum(fmt)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
@@ -411,7 +423,7 @@ def _room(fmt: Format, tile: _Tile, split: int) -> int:
     """
     if split > 1 or tile.batch < BOXED_BATCH:
         return 0
-    left = shared_limit(90) - _table(fmt, Core.WGMMA, 90)[1] - 4 * _stage_bytes(fmt, tile)
+    left = shared_limit(90) - _table(fmt, Core.WGMMA, 90, tile.batch)[1] - 4 * _stage_bytes(fmt, tile)
     return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
 
 
@@ -419,7 +431,7 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps = ceil(k / TILE_COLUMNS)
     for tile, (split, blocks) in product(_STEP_US, _PLACES.items()):
-        ring = shared_limit(90) - _table(fmt, Core.WGMMA, 90)[1]
+        ring = shared_limit(90) - _table(fmt, Core.WGMMA, 90, tile.batch)[1]
         ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
         stages = min(8, ring // _stage_bytes(fmt, tile))
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
@@ -450,7 +462,7 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     room = _room(fmt, tile, split)
     stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
-    copies, table = _table(fmt, Core.WGMMA, 90)
+    copies, table = _table(fmt, Core.WGMMA, 90, tile.batch)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
     constants |= {"STAGES": stages, "ROOM": room}

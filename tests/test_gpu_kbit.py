@@ -103,28 +103,35 @@ def pair(codes: NDArray[np.integer[Any]], k: int, lane: int, p: int) -> int:
     return sum((int(q) >> bit & 1) << (2 * bit + e) for e, q in enumerate(two) for bit in range(k))
 
 
-@pytest.mark.parametrize("k", [2, 3, 4, 5])
-def test_the_fragment_layout_is_the_picture(k: int) -> None:
+ONE_SIDED = cq.KBit(5, np.linspace(-0.9, 1, 32))
+"""Of 5 bits, with a codebook that is not its upper half with signs."""
+
+
+@pytest.mark.parametrize("fmt", [*map(cq.KBit, (2, 3, 4, 5)), ONE_SIDED], ids=str)
+def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
     """Words of each lane, made anew from kernels/core/codebook.cuh's description."""
-    name = f"kbit{k}"
-    raw = random_blocks(name, (32, 128))
-    w = cq.from_blocks(raw, name, (32, 128)).to_device("cuda")
-    planes = raw.view(w.format.storage)["planes"].reshape(32, 4, k)
+    raw = random_blocks(fmt, (32, 128))
+    w = cq.from_blocks(raw, fmt, (32, 128)).to_device("cuda")
+    planes = raw.view(w.format.storage)["planes"].reshape(32, 4, fmt.bits)
     bits = planes[..., None] >> np.arange(32, dtype=np.uint32) & 1
-    codes = (bits << np.arange(k)[:, None]).sum(axis=2).reshape(32, 128)
+    codes = (bits << np.arange(fmt.bits)[:, None]).sum(axis=2).reshape(32, 128)
+    signs = (codes < 16).astype(int)
+    signed, k = bool(fmt.sign_bits), fmt.bits - fmt.sign_bits
+    if signed:
+        codes = np.where(signs, 15 - codes, codes - 16)
     f = w.fragments()
-    low, high = k // 2 * 64, k % 2 * 32  # words of a tile
+    low, high = fmt.bits // 2 * 64, fmt.bits % 2 * 32  # words of a tile
     buffer = as_numpy(f.buffer)
     lows = buffer[: 4 * low * 4].view(np.uint32).reshape(2, 2, low)
     highs = buffer[f.high : f.high + 4 * high * 4].view(np.uint32).reshape(2, 2, high)
     for rows, columns, lane in product((0, 1), (0, 1), range(32)):
-        tile = codes[rows * 16 : rows * 16 + 16, columns * 64 : columns * 64 + 64]
+        here = np.s_[rows * 16 : rows * 16 + 16, columns * 64 : columns * 64 + 64]
         at = [32 * word + lane for word in (0, 1)] if k < 4 else [4 * lane + word for word in range(4)]
         words = [int(lows[rows, columns, place]) for place in at]
-        if k % 2:
+        if fmt.bits % 2:
             words.append(int(highs[rows, columns, lane]))
-        pairs = [pair(tile, k, lane, p) for p in range(16)]
-        expected = [0] * k
+        pairs = [pair(codes[here], k, lane, p) for p in range(16)]
+        expected = [0] * fmt.bits
         if k == 2:
             for p, bits_of_pair in enumerate(pairs):
                 expected[p // 8] |= bits_of_pair << (8 * (p % 4) + 4 * (p // 4 % 2))
@@ -135,6 +142,10 @@ def test_the_fragment_layout_is_the_picture(k: int) -> None:
             if k % 2:
                 for word in range(k):
                     expected[word] |= (pairs[15] >> (2 * word) & 3) << 30
+        if signed:
+            for p in range(16):
+                two = pair(signs[here], 1, lane, p)
+                expected[4] |= (two & 1) << (15 - p) | (two >> 1) << (31 - p)
         assert words == expected
 
 

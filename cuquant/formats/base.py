@@ -58,6 +58,9 @@ class Format(ABC):
     """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
+    sign_bits: int = 0
+    """Bits of a code that kernels do not look up: 1 where the codebook's lower half is its upper half with
+    signs, backwards, and kernels make use of it."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     encodes_groups: ClassVar[bool] = False

@@ -113,6 +113,9 @@ class KBit(Format):
         self.divides_by_stored = self.scale == "decoded"
         if self.absmax == "e4m4":
             self.largest, self.scale_unit = e4m4.LARGEST, 2.0**-4
+        if self.bits == 5:  # where it makes a table small
+            own = self._own
+            self.sign_bits = int(own is None or np.array_equal(own[:16], -own[:15:-1]))
         parts = [f"kbit{self.bits}"]
         parts += [] if self._own is None else [f"{zlib.crc32(self._own.tobytes()):08x}"]
         parts += [given for given in (self.scale, self.absmax) if given not in ("absmax", "e4m4")]
@@ -125,7 +128,7 @@ class KBit(Format):
 
     @property
     def header(self) -> str:
-        return f"kbit{self.bits}"
+        return f"kbit{self.bits}_signed" if self.sign_bits else f"kbit{self.bits}"
 
     @property
     def codebook(self) -> NDArray[np.float32]:  # type: ignore[override]

@@ -13,24 +13,33 @@
 // of 2 BITS bits, with number p = 8b + 4j + m. A lane's words hold them one after the other, as many as fit whole; of
 // 3 and 5 bits what is left, bits 30 and 31 of every word, is the last pair's (bits 2w, 2w + 1 in word w). Of 2 bits
 // pairs j = 0 and j = 1 are next to each other, and looked up at once: byte m of word b.
+//
+// Where the lower half of a codebook is its upper half with signs, backwards, codes of 5 bits are kept as a magnitude's
+// code, 4 bits in pairs as above, and a sign: a table of 256 entries instead of 1024, which leaves room for a copy for
+// every lane. The high plane has the signs of pair p at bits 15 - p and 31 - p, and no word anything left.
 #pragma once
 #include "tile.cuh"
 
-template <class F, int COPIES>
+// Where a row of the table is 256 bytes (BYTES), twice what the copies need, an index of 8 bits is a byte of an entry's
+// address within the table, and a byte permute brings it there.
+template <class F, int COPIES, bool SIGNED = false>
 struct Codebook {
-    static constexpr int BITS = F::BITS, INDEX_BITS = BITS == 2 ? 8 : 2 * BITS;
+    static constexpr int BITS = F::BITS - SIGNED, INDEX_BITS = BITS == 2 ? 8 : 2 * BITS;
     static constexpr int ENTRY = BITS == 2 ? 8 : 4, STEP = COPIES * ENTRY, TABLE_BYTES = STEP << INDEX_BITS;
-    static constexpr int SHIFT = STEP == 128 ? 7 : STEP == 64 ? 6 : STEP == 32 ? 5 : 4;
-    static_assert(1 << SHIFT == STEP, "16 to 128 bytes: stores are 16");
+    static constexpr int SHIFT = STEP == 256 ? 8 : STEP == 128 ? 7 : STEP == 64 ? 6 : STEP == 32 ? 5 : 4;
+    static constexpr int USED = STEP < WARP * ENTRY ? STEP : WARP * ENTRY;
+    static_assert(1 << SHIFT == STEP, "16 to 256 bytes: stores are 16");
+    static constexpr bool BYTES = STEP == 256 && INDEX_BITS == 8;
     static constexpr bool SUMS = false;
     static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
 
     u32 value;  // of code lane % 2^BITS, for the table
-    u32 own;    // shared address of this lane's copy
+    u32 own;    // shared address of this lane's copy of the first entry; BYTES: within the table
 
     // Ask for the values: early, before much else is on its way from memory.
     DEVICE Codebook(const u16* values, int lane)
-        : value(values[lane % (1 << BITS)]), own(shared_address(dynamic_shared()) + lane % COPIES * ENTRY) {}
+        : value(values[lane % (1 << BITS) + (SIGNED << BITS)]),
+          own(lane % COPIES * ENTRY + (BYTES ? 0 : shared_address(dynamic_shared()))) {}
 
     // Make the table, by `threads` threads in whole warps, which must meet before it is used. A thread makes an entry
     // and stores its copies, 16 bytes at a time, in an order in which the threads of a warp meet different banks.
@@ -44,8 +53,8 @@ struct Codebook {
             const u32 next = BITS == 2 ? of(code(index >> 4, 0), code(index >> 4, 1)) : v;
             uint4* const to = reinterpret_cast<uint4*>(dynamic_shared()) + index * (STEP / 16);
 #pragma unroll
-            for (int c = 0; c < STEP / 16; c++)
-                to[(c + thread * STEP / 128) % (STEP / 16)] = make_uint4(v, next, v, next);
+            for (int c = 0; c < USED / 16; c++)
+                to[(c + thread * STEP / 128) % (USED / 16)] = make_uint4(v, next, v, next);
         }
     }
 
@@ -62,7 +71,7 @@ struct Codebook {
             } else {
 #pragma unroll
                 for (int j = 0; j < 2; j++)
-                    asm("ld.shared.u32 %0, [%1];" : "=r"(a[2 * t + j]) : "r"(pair(tile, 8 * b + 4 * j + m)));
+                    a[2 * t + j] = value_pair(tile, 8 * b + 4 * j + m);
             }
         }
     }
@@ -85,8 +94,16 @@ private:
 
     // Of the entry for the index in these bits of a word. The mask first: shift and addition are one instruction.
     DEVICE u32 address(u32 word, int from) const {
+        if constexpr (BYTES)
+            return __byte_perm(word, own, 0x7604 | from / 8 << 4) + shared_address(dynamic_shared());
         const u32 bits = masked(word, (1 << INDEX_BITS) - 1 << from);
         return own + (from < SHIFT ? bits << (SHIFT - from) : bits >> (from - SHIFT));
+    }
+
+    DEVICE u32 value_pair(const Tile<F>& tile, int p) const {
+        u32 values;
+        asm("ld.shared.u32 %0, [%1];" : "=r"(values) : "r"(pair(tile, p)));
+        return SIGNED ? and_xor(tile.high << p, 0x80008000, values) : values;
     }
 
     DEVICE u32 pair(const Tile<F>& tile, int p) const {

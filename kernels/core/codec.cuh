@@ -16,6 +16,11 @@ struct CodecOf<F, COPIES, CODEBOOK> {
 };
 
 template <class F, int COPIES>
+struct CodecOf<F, COPIES, SIGNED_CODEBOOK> {
+    using Type = Codebook<F, COPIES, /* signed */ true>;
+};
+
+template <class F, int COPIES>
 struct CodecOf<F, COPIES, E2M1> {
     using Type = E2m1Codes<F>;
 };

@@ -17,6 +17,8 @@ DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
     constexpr int SLOT = SCALE_AT + ROW_TILES * F::SCALE_BYTES;
+    constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
+    constexpr int AT_ONCE = 4;              // pieces of x that a thread has on the way; more are more cold code
     // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
@@ -55,7 +57,7 @@ DEVICE void decode(const Problem& p) {
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
 #pragma unroll
-    for (int slot = 0; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
+    for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     codec.fill(threadIdx.x, WARPS * WARP);
     wait_for_predecessor();
 
@@ -69,14 +71,28 @@ DEVICE void decode(const Problem& p) {
         const int stop = min(chunk + p.chunk, end);
         if (chunk > begin) __syncthreads();
         const int pieces = (stop - chunk) * 8;
-        for (int i = threadIdx.x; i < batch * pieces; i += WARPS * WARP) {
-            int m = i / pieces, piece = i % pieces, column = chunk * 64 + piece * 8;
-            const bool exists = column < p.K;
-            const u16* from = operands.x + (first_m + m) * p.x_row + (exists ? column : 0);
-            copy_async(x_rows + m * row_bytes + piece * 16, from, exists);
-        }
-        copy_commit();
-        copy_wait<0>();
+        int piece = threadIdx.x;
+#pragma unroll 1
+        do {  // by way of registers: asynchronous copies are waited for in order, behind those of the rings
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = piece + j * WARPS * WARP, m = i / pieces, column = chunk * 64 + i % pieces * 8;
+                v[j] = make_uint4(0, 0, 0, 0);
+                if (i < batch * pieces && column < p.K)
+                    v[j] = *reinterpret_cast<const uint4*>(operands.x + (first_m + m) * p.x_row + column);
+            }
+            if (fetched == next + AHEAD * K_WARPS)
+#pragma unroll
+                for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                const int i = piece + j * WARPS * WARP;
+                if (i < batch * pieces)
+                    *reinterpret_cast<uint4*>(x_rows + i / pieces * row_bytes + i % pieces * 16) = v[j];
+            }
+            piece += AT_ONCE * WARPS * WARP;
+        } while (piece < batch * pieces);
         __syncthreads();
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll

@@ -13,6 +13,12 @@ DEVICE u32 and_or(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
+DEVICE u32 and_xor(u32 a, u32 mask, u32 bits) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(r) : "r"(a), "r"(mask), "r"(bits));
+    return r;
+}
+
 // a & mask, once: the compiler would split it among the uses of single halves or bytes.
 DEVICE u32 masked(u32 a, u32 mask) { return and_or(a, mask, 0); }
 

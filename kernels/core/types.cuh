@@ -13,7 +13,7 @@ typedef long long s64;
 constexpr int WARP = 32;
 
 // What a format's codes are (core/codec.cuh), and how a block's scale is stored in the fragment layout (core/tile.cuh).
-enum Coding { INTEGERS, CODEBOOK, E2M1 };
+enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1 };
 enum Scaling { HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3 };
 
 // Element types of the arrays that a user hands over, numbered as plan.py numbers them.

@@ -2,13 +2,15 @@
 //
 // Storage of a block: BITS words of 32 bits, bit j of word p being bit p of code j | absmax, an E4M4 byte or float16.
 // Blocks start at any address.
+//
+// SIGNED, of 5 bits: codebook[q] = -codebook[31 - q], so that a code is a magnitude's, q - 16 or 15 - q, and a sign.
 #pragma once
 #include "share.cuh"
 
-template <int BITS_, bool IS_E4M4>
+template <int BITS_, bool IS_E4M4, bool SIGNED = false>
 struct KbitBlock {
     static constexpr int BITS = BITS_, COLUMNS = 32;
-    static constexpr Coding CODING = CODEBOOK;
+    static constexpr Coding CODING = SIGNED ? SIGNED_CODEBOOK : CODEBOOK;
     static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
     static constexpr bool HAS_MIN = false;
     static constexpr int SCALE_AT = BITS * 4, BLOCK_BYTES = SCALE_AT + (IS_E4M4 ? 1 : 2);
@@ -74,9 +76,21 @@ struct KbitBlock {
             load_planes(block, planes);
 #pragma unroll
             for (int p = 0; p < BITS; p++) planes[p] = planes[p] >> 2 * i & 0x03030303;
+            if constexpr (SIGNED) {
+                planes[4] ^= 0x03030303;  // set: negative
+#pragma unroll
+                for (int p = 0; p < 4; p++) planes[p] ^= planes[4];
+            }
 #pragma unroll
             for (int p = 0; p < BITS && p < 4; p++) pairs |= planes[p] << 2 * p;
-            if constexpr (BITS % 2) {
+            if constexpr (SIGNED) {
+                share.low[2 * b + j] = pairs;
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const u32 signs = planes[4] >> 8 * m;
+                    share.high |= ((signs & 1) << 15 | (signs & 2) << 30) >> (8 * b + 4 * j + m);
+                }
+            } else if constexpr (BITS % 2) {
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
                     const u32 fifth = BITS == 5 ? planes[BITS - 1] >> 8 * m & 3 : 0;
@@ -96,8 +110,16 @@ struct KbitBlock {
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
-            u32 pairs = 0, fifths = 0;
-            if constexpr (BITS % 2) {
+            u32 pairs = 0, fifths = 0, flips = 0;
+            if constexpr (SIGNED) {
+                pairs = share.low[2 * b + j];
+#pragma unroll
+                for (int m = 0; m < 4; m++) {
+                    const u32 signs = share.high << (8 * b + 4 * j + m);
+                    flips |= ((signs >> 15 & 1) | (signs >> 30 & 2)) << 8 * m;
+                }
+                fifths = flips ^ 0x03030303;
+            } else if constexpr (BITS % 2) {
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
                     const u32 pair = get_pair(share, 8 * b + 4 * j + m);
@@ -108,7 +130,8 @@ struct KbitBlock {
             }
 #pragma unroll
             for (int p = 0; p < BITS; p++) {
-                const u32 bits = or_of_row((p == 4 ? fifths : pairs >> 2 * p & 0x03030303) << 2 * i);
+                const u32 two = p == 4 ? fifths : (pairs >> 2 * p & 0x03030303) ^ flips;
+                const u32 bits = or_of_row(two << 2 * i);
                 if (i == part) own[p] = bits;
             }
         }

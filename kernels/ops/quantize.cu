@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
-    if constexpr (Format::CODING == CODEBOOK) {
+    if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
         __shared__ Thresholds own;
         if (threadIdx.x < 32) own.value[threadIdx.x] = thresholds->value[threadIdx.x];
         __syncthreads();
