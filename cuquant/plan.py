@@ -84,24 +84,27 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of the fragment layout of a format: planes of tiles, each as long as all tiles need."""
+    """Bytes of the fragment layout of a format: of a tile in its planes, and of `group_tiles` along K in the
+    group plane."""
 
     low: int
     high: int
     scale: int
+    group: int = 0
+    group_tiles: int = 1
 
-    @property
-    def tile(self) -> int:
-        """Bytes of a tile in all planes."""
-        return self.low + self.high + self.scale
+    def step(self, tiles: int) -> int:
+        """Bytes of that many tiles along K, as the rings of kernels have them."""
+        return tiles * (self.low + self.high + self.scale) + ceil(tiles / self.group_tiles) * self.group
 
-    def offsets(self, tiles: int) -> tuple[int, int, int, int]:
-        """Where the planes of that many tiles start in one buffer, and its size; aligned to 256 bytes."""
-        ends, start = [], 0
-        for size in (self.low, self.high, self.scale):
-            ends.append(start)
-            start += ceil(tiles * size / 256) * 256
-        return ends[0], ends[1], ends[2], start
+    def offsets(self, row_tiles: int, tiles_k: int) -> tuple[int, int, int, int, int]:
+        """Where the planes start in one buffer, and its size; aligned to 256 bytes."""
+        tiles, groups = row_tiles * tiles_k, row_tiles * ceil(tiles_k / self.group_tiles)
+        starts, end = [], 0
+        for count, size in ((tiles, self.low), (tiles, self.high), (tiles, self.scale), (groups, self.group)):
+            starts.append(end)
+            end += ceil(count * size / 256) * 256
+        return starts[0], starts[1], starts[2], starts[3], end
 
 
 def layout(fmt: Format) -> Layout:
@@ -116,7 +119,9 @@ def layout(fmt: Format) -> Layout:
     weights = TILE_ROWS * TILE_COLUMNS
     scales = weights // fmt.block_size * fmt.kernel_scale_bytes
     high = fmt.bits % 2
-    return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, scales)
+    group = TILE_ROWS * fmt.kernel_group_bytes
+    low, high = weights * (fmt.bits - high) // 8, weights * high // 8
+    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1)
 
 
 def _has_minimum(fmt: Format) -> bool:
@@ -124,9 +129,9 @@ def _has_minimum(fmt: Format) -> bool:
     return fmt.kernel_scale_bytes * 32 > 2 * fmt.block_size
 
 
-def tiles(matrices: int, n: int, k: int) -> int:
-    """Tiles of a stack of matrices."""
-    return matrices * ceil(n / TILE_ROWS) * ceil(k / TILE_COLUMNS)
+def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
+    """Row tiles of a stack of matrices, and the tiles of each along K."""
+    return matrices * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
 
 
 def _has_kernels(fmt: Format) -> None:
@@ -272,11 +277,11 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or _has_minimum(fmt) else 7
-    most = min(most, max(1, limit // (4 * warps * layout(fmt).tile)))
+    most = min(most, max(1, limit // (4 * warps * layout(fmt).step(1))))
     row_warps = min(warps, 1 << (ceil(share / most) - 1).bit_length())
     rows = min(most, ceil(share / row_warps))
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot = warps * rows * layout(fmt).tile
+    slot = warps * rows * layout(fmt).step(1)
     depth = max(2, min(8, ring // slot))
     k_warps = warps // row_warps
     own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
@@ -374,8 +379,8 @@ def _step_us(fmt: Format, tile: _Tile) -> float:
 
 
 def _stage_bytes(fmt: Format, tile: _Tile) -> int:
-    step = tile.batch * 2 * TILE_COLUMNS + tile.rows // TILE_ROWS * layout(fmt).tile
-    return ceil(tile.width * step / 1024) * 1024
+    x, weights = tile.batch * 2 * TILE_COLUMNS, tile.rows // TILE_ROWS * layout(fmt).step(tile.width)
+    return ceil((tile.width * x + weights) / 1024) * 1024
 
 
 def _staged_bytes(tile: _Tile, split: int, room: int) -> int:
@@ -460,7 +465,7 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
-    stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).tile
+    stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).step(1)
     copies, table = _table(fmt, Core.MMA, capability)
     shared = table + max(stages * stage, 16 * (warps * rows * TILE_ROWS + 4) * 4)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages, "RESIDENT": resident}

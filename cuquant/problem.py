@@ -18,9 +18,9 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
-_ADDRESSES = struct.Struct("<12q")
-_NUMBERS = struct.Struct("<23q11if56x")
-"""`struct Problem`: the copy engine's maps, eleven addresses and a flag, then what `resolve` packs."""
+_ADDRESSES = struct.Struct("<13q")
+_NUMBERS = struct.Struct("<23q11if48x")
+"""`struct Problem`: the copy engine's maps, twelve addresses and a flag, then what `resolve` packs."""
 
 Shape = tuple[int, ...]
 

@@ -99,12 +99,12 @@ def test_layout_holds_every_code_and_scale(name: str) -> None:
     fmt = cq.formats.get(name)
     layout = plan.layout(fmt)
     assert layout.low + layout.high + layout.scale == 16 * fmt.row_bytes(64)
-    low, high, scale, size = layout.offsets(3)
+    low, high, scale, group, size = layout.offsets(1, 3)
     assert low == 0
     assert low + 3 * layout.low <= high
     assert high + 3 * layout.high <= scale
-    assert scale + 3 * layout.scale <= size
-    assert not any(start % 256 for start in (low, high, scale))
+    assert scale + 3 * layout.scale <= group <= size
+    assert not any(start % 256 for start in (low, high, scale, group))
 
 
 def test_activations_have_no_weight_layout() -> None:
@@ -204,7 +204,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
     assert plan.per_block("quantize", fmt, 1).grid == (1, 1, 1)
     assert plan.per_block("quantize", fmt, 257).grid == (2, 1, 1)
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
-    assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
+    assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
     for rows, k in product((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
         assert launch.grid == (rows, 1, 1)

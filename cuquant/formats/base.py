@@ -138,6 +138,16 @@ class Format(ABC):
         return sum(self.storage[field].itemsize for field in self.scales)
 
     @property
+    def kernel_group_bytes(self) -> int:
+        """Bytes that the fragment layout has, beside these, of a row and `kernel_group_size` weights."""
+        return 0
+
+    @property
+    def kernel_group_size(self) -> int:
+        """Weights that share them: a multiple of 64."""
+        return self.block_size
+
+    @property
     def for_kernels(self) -> Format:
         """The format as which a GPU keeps it: itself, but where blocks differ in their length alone."""
         return self

@@ -16,7 +16,7 @@ template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS,
 DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
-    constexpr int SLOT = SCALE_AT + ROW_TILES * F::SCALE_BYTES;
+    constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
     // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
@@ -24,7 +24,7 @@ DEVICE void decode(const Problem& p) {
     const Matrix operands = matrix_of<F>(p, blockIdx.z);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     C codec(p.values, lane);
-    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
+    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16, groups = groups_of<F>(tiles);
     const int block_row = blockIdx.x / CLUSTER * (ROWS / 16), first_row = block_row + warp / K_WARPS * ROW_TILES;
     const int first_m = blockIdx.y * WIDTH, batch = min(p.M - first_m, WIDTH);
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
@@ -37,19 +37,22 @@ DEVICE void decode(const Problem& p) {
     const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES;
     const u8* const high = operands.w.high + s64(first) * tiles * F::HIGH_BYTES;
     const u8* const scale = operands.w.scale + s64(first) * tiles * F::SCALE_BYTES;
+    const u8* const group = operands.w.group + s64(first) * groups * F::GROUP_BYTES;
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
             u8* const to = ring + slot * SLOT;
-            auto plane = [&](const u8* source, int bytes, u8* to) {
+            auto plane = [&](const u8* source, int bytes, u8* to, int count, int at) {
                 const int pieces = bytes / 16;
 #pragma unroll
                 for (int i = lane; i < ROW_TILES * pieces; i += WARP)
                     copy_async(to + i * 16,
-                               source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
+                               source + u32(min(i / pieces, last) * count + at) * bytes + i % pieces * 16, true);
             };
-            plane(low, F::LOW_BYTES, to);
-            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT);
-            plane(scale, F::SCALE_BYTES, to + SCALE_AT);
+            plane(low, F::LOW_BYTES, to, tiles, tile);
+            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT, tiles, tile);
+            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + SCALE_AT, tiles, tile);
+            if constexpr (F::GROUP_BYTES > 0)
+                plane(group, F::GROUP_BYTES, to + GROUP_AT, groups, tile / F::GROUP_TILES);
         }
         copy_commit();
     };
@@ -102,7 +105,8 @@ DEVICE void decode(const Problem& p) {
                 for (int r = 0; r < ROW_TILES; r++) {
                     Tile<F> tile;
                     tile.load_block(from + r * F::LOW_BYTES, from + HIGH_AT + r * F::HIGH_BYTES,
-                                    from + SCALE_AT + r * F::SCALE_BYTES, block, lane);
+                                    from + SCALE_AT + r * F::SCALE_BYTES, from + GROUP_AT + r * F::GROUP_BYTES, block,
+                                    lane);
                     u32 a0[4], a1[4];
                     codec.codes(tile, 2 * block, a0);
                     codec.codes(tile, 2 * block + 1, a1);

@@ -62,8 +62,10 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
         out += i * p.out_axis[axis], residual += i * p.residual_axis[axis];
         at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
-    s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.high + tiles * F::HIGH_BYTES, p.w.scale + tiles * F::SCALE_BYTES};
+    const int along = (p.K + 63) / 64;
+    const s64 rows = w * ((p.N + 15) / 16), tiles = rows * along, records = rows * groups_of<F>(along);
+    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.high + tiles * F::HIGH_BYTES, p.w.scale + tiles * F::SCALE_BYTES,
+            p.w.group + records * F::GROUP_BYTES};
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
     at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
     return at;

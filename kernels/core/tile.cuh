@@ -11,6 +11,9 @@
 //
 // One-bit plane: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word, turned left
 // by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the others'.
+//
+// Group plane: what scales of many columns share, one record of GROUP_BYTES bytes per row tile and GROUP_TILES tiles
+// along K. In the rings of shared memory it is a part of every slot, which has its tiles' records.
 #pragma once
 #include "ptx.cuh"
 
@@ -19,6 +22,7 @@ struct Planes {
     const u8* low;
     const u8* high;
     const u8* scale;
+    const u8* group;
 };
 
 // What a lane holds of a tile. Codes of 4 bits are a word for each step h, those of 8 bits two; of 5 bits the fifth
@@ -27,13 +31,14 @@ template <class F>
 struct Tile {
     u32 low[F::LOW_BYTES / 128];
     u32 high;
-    u32 scale[F::SCALE_BYTES / 32];  // rows g and g + 8, two blocks each
+    u32 scale[F::SCALE_BYTES ? F::SCALE_BYTES / 32 : 1];  // rows g and g + 8, two blocks each
+    u32 group[F::GROUP_BYTES ? F::GROUP_BYTES / 32 : 1];  // rows g and g + 8
 
     // Of the codes, the last one being the high plane's.
     DEVICE u32 word(int w) const { return w < F::LOW_BYTES / 128 ? low[w] : high; }
 
     // From shared memory: where the tile's share of each plane starts.
-    DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, int lane) {
+    DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
         if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
             for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
@@ -42,11 +47,12 @@ struct Tile {
             for (int part = 0; part < F::LOW_BYTES / 512; part++)
                 set_low(part, reinterpret_cast<const uint4*>(low_at)[part * 32 + lane]);
         }
-        load_others(high_at, scale_at, lane);
+        load_others(high_at, scale_at, group_at, lane);
     }
 
     // Of block b alone: the words of its two steps, and what belongs to both blocks.
-    DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, int b, int lane) {
+    DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
+                           int lane) {
         if constexpr (F::BITS == 2) {
             low[b] = reinterpret_cast<const u32*>(low_at)[b * 32 + lane];
         } else if constexpr (F::BITS == 3) {
@@ -60,7 +66,7 @@ struct Tile {
             uint2 v = reinterpret_cast<const uint2*>(low_at)[lane * 2 + b];
             low[2 * b] = v.x, low[2 * b + 1] = v.y;
         }
-        load_others(high_at, scale_at, lane);
+        load_others(high_at, scale_at, group_at, lane);
     }
 
     // Two copies of the scale of step h in float16, or (minimum) of its minimum or zero point; row8 = 1 for row g + 8.
@@ -114,7 +120,7 @@ private:
         low[part * 4 + 0] = v.x, low[part * 4 + 1] = v.y, low[part * 4 + 2] = v.z, low[part * 4 + 3] = v.w;
     }
 
-    DEVICE void load_others(const u8* high_at, const u8* scale_at, int lane) {
+    DEVICE void load_others(const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
         if constexpr (F::HIGH_BYTES > 0) high = reinterpret_cast<const u32*>(high_at)[lane];
         if constexpr (F::SCALE_BYTES == 128) {
             uint4 v = reinterpret_cast<const uint4*>(scale_at)[lane / 4];
@@ -122,8 +128,14 @@ private:
         } else if constexpr (F::SCALE_BYTES == 64) {
             uint2 v = reinterpret_cast<const uint2*>(scale_at)[lane / 4];
             scale[0] = v.x, scale[1] = v.y;
-        } else {
+        } else if constexpr (F::SCALE_BYTES > 0) {
             scale[0] = reinterpret_cast<const u32*>(scale_at)[lane / 4];
+        }
+        if constexpr (F::GROUP_BYTES == 64) {
+            uint2 v = reinterpret_cast<const uint2*>(group_at)[lane / 4];
+            group[0] = v.x, group[1] = v.y;
+        } else if constexpr (F::GROUP_BYTES > 0) {
+            group[0] = reinterpret_cast<const u32*>(group_at)[lane / 4];
         }
     }
 };
@@ -144,26 +156,31 @@ struct PlaneCopy {
         }
     }
 
-    // The next step, to shared address `to`.
-    DEVICE void copy(u32 to, int thread) {
+    // The next step, to shared address `to`; the one after it is `advance` bytes further.
+    DEVICE void copy(u32 to, int thread, int advance = BYTES) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES)
                 copy_async(to + (thread + j * THREADS) * 16, from[j]);
-            from[j] += BYTES;
+            from[j] += advance;
         }
     }
 };
 
-// All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step].
+// All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step], groups
+// [row tile][record].
 template <class F, int ROW_TILES, int THREADS, int WIDTH = 1>
 struct WeightCopy {
-    static constexpr int TILES = ROW_TILES * WIDTH;
+    static constexpr int TILES = ROW_TILES * WIDTH, RECORDS = (WIDTH + F::GROUP_TILES - 1) / F::GROUP_TILES;
+    static_assert(WIDTH % F::GROUP_TILES == 0 || F::GROUP_TILES % WIDTH == 0, "steps start where groups do");
     static constexpr int HIGH_AT = TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + TILES * F::HIGH_BYTES;
-    static constexpr int SIZE = SCALE_AT + TILES * F::SCALE_BYTES;  // of a step in shared memory
+    static constexpr int GROUP_AT = SCALE_AT + TILES * F::SCALE_BYTES;
+    static constexpr int SIZE = GROUP_AT + ROW_TILES * RECORDS * F::GROUP_BYTES;  // of a step in shared memory
     PlaneCopy<ROW_TILES, F::LOW_BYTES * WIDTH, THREADS> low;
     PlaneCopy<ROW_TILES, (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH, THREADS> high;
-    PlaneCopy<ROW_TILES, F::SCALE_BYTES * WIDTH, THREADS> scale;
+    PlaneCopy<ROW_TILES, (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH, THREADS> scale;
+    PlaneCopy<ROW_TILES, (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS, THREADS> group;
+    int next;  // tile, where there are groups
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
         const s64 first = s64(first_row) * tiles + tile;
@@ -171,19 +188,31 @@ struct WeightCopy {
         low.start(w.low + first * F::LOW_BYTES, last, tiles * F::LOW_BYTES, thread);
         if constexpr (F::HIGH_BYTES > 0)
             high.start(w.high + first * F::HIGH_BYTES, last, tiles * F::HIGH_BYTES, thread);
-        scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
+        if constexpr (F::SCALE_BYTES > 0)
+            scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
+        if constexpr (F::GROUP_BYTES > 0) {
+            const int groups = groups_of<F>(tiles);
+            const s64 record = s64(first_row) * groups + tile / F::GROUP_TILES;
+            group.start(w.group + record * F::GROUP_BYTES, last, groups * F::GROUP_BYTES, thread);
+            next = tile;
+        }
     }
 
     DEVICE void copy(u32 to, int thread) {
         low.copy(to, thread);
         if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread);
-        scale.copy(to + SCALE_AT, thread);
+        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread);
+        if constexpr (F::GROUP_BYTES > 0) {
+            next += WIDTH;
+            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : RECORDS * F::GROUP_BYTES);
+        }
     }
 
     // Row tile r, tile k of the step at `from`.
     static DEVICE void load(Tile<F>& tile, const u8* from, int r, int k, int lane) {
         const int i = r * WIDTH + k;
         tile.load_shared(from + i * F::LOW_BYTES, from + HIGH_AT + i * F::HIGH_BYTES,
-                         from + SCALE_AT + i * F::SCALE_BYTES, lane);
+                         from + SCALE_AT + i * F::SCALE_BYTES,
+                         from + GROUP_AT + (r * RECORDS + k / F::GROUP_TILES) * F::GROUP_BYTES, lane);
     }
 };

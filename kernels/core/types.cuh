@@ -16,6 +16,17 @@ constexpr int WARP = 32;
 enum Coding { INTEGERS, CODEBOOK, E2M1 };
 enum Scaling { HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3 };
 
+// A format whose scales share nothing over many columns: no group plane (core/tile.cuh).
+struct Ungrouped {
+    static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;
+};
+
+// Records of the group plane for so many tiles along K.
+template <class F>
+DEVICE int groups_of(int tiles) {
+    return (tiles + F::GROUP_TILES - 1) / F::GROUP_TILES;
+}
+
 // Element types of the arrays that a user hands over, numbered as plan.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 

@@ -9,7 +9,7 @@
 #include "share.cuh"
 
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
-struct GgmlBlock {
+struct GgmlBlock : Ungrouped {
     static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = HAS_MIN_ ? HALF_AND_MIN : HALF;
@@ -51,7 +51,8 @@ struct GgmlBlock {
     }
 
     // The greatest magnitude of a weight with these bits; NaN for NaN.
-    static DEVICE float peak(u32 scale) {
+    static DEVICE float peak(const LaneShare<GgmlBlock>& share) {
+        const u32 scale = share.scale;
         constexpr float code = HAS_MIN ? (1 << BITS) - 1 : OFFSET ? OFFSET : 128;
         const float m = HAS_MIN ? fabsf(half_to_float(u16(scale >> 16))) : 0;
         return fabsf(half_to_float(u16(scale))) * code + m;

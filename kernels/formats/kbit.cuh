@@ -6,7 +6,7 @@
 #include "share.cuh"
 
 template <int BITS_, bool IS_E4M4>
-struct KbitBlock {
+struct KbitBlock : Ungrouped {
     static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = CODEBOOK;
     static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
@@ -31,7 +31,7 @@ struct KbitBlock {
     }
 
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
-    static DEVICE float peak(u32 bits) { return fabsf(scale(bits)); }
+    static DEVICE float peak(const LaneShare<KbitBlock>& share) { return fabsf(scale(share.scale)); }
 
     // Codes of four elements from j < 16 on, and of the four 16 further, a byte each.
     static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
