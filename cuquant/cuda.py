@@ -149,9 +149,8 @@ def _launch(
         straight = ends[0] % 16 == 0
         if straight:
             to = _map(ends[0], launch.out_map)
-    argument = launch.packed(
-        tensor, to, *fragments.addresses, *x, *ends, *sums, fragments.values, int(straight)
-    )
+    *planes, group = fragments.addresses
+    argument = launch.packed(tensor, to, straight, *planes, *x, *ends, *sums, fragments.values, group)
     jit.launch_packed(launch.plan, argument)
 
 
