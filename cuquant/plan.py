@@ -110,7 +110,7 @@ class Layout:
 def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 
-    Of codes of 3 and 5 bits one bit has a plane of its own.
+    Of codes of 3, 5 and 6 bits what is beyond 2 or 4 has a plane of its own.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
     _has_kernels(fmt)
@@ -118,7 +118,7 @@ def layout(fmt: Format) -> Layout:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
     scales = weights // fmt.block_size * fmt.kernel_scale_bytes
-    high = fmt.bits % 2
+    high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
     group = TILE_ROWS * fmt.kernel_group_bytes
     low, high = weights * (fmt.bits - high) // 8, weights * high // 8
     return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1)
@@ -126,7 +126,7 @@ def layout(fmt: Format) -> Layout:
 
 def _has_minimum(fmt: Format) -> bool:
     """Whether kernels have a minimum or a zero point beside every scale."""
-    return fmt.kernel_scale_bytes * 32 > 2 * fmt.block_size
+    return len(fmt.scales) > 1 or fmt.has_zero_points
 
 
 def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
@@ -339,10 +339,10 @@ _STEP_US = {
     _Tile(256, 2, pair=2): 0.500,
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
-_INSTRUCTIONS = {4: 1.0, 5: 1.2, 8: 1.15}
+_INSTRUCTIONS = {2: 1.1, 3: 1.2, 4: 1.0, 5: 1.2, 6: 1.2, 8: 1.15}
 _LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook; a minimum
-adds 0.05, a scale for every 16 weights 0.15."""
+adds 0.05, so do scales that are products, a scale for every 16 weights 0.15."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
@@ -372,8 +372,8 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
-    work = (_LOOKUPS if fmt.lookup else _INSTRUCTIONS)[fmt.bits] + 0.15 * (fmt.scaling == "e4m3")
-    work += 0.05 * _has_minimum(fmt)
+    work = (_LOOKUPS if fmt.lookup else _INSTRUCTIONS)[fmt.bits] + 0.15 * (fmt.scale_size < 32)
+    work += 0.05 * _has_minimum(fmt) + 0.05 * (fmt.kernel_group_bytes > 0)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
@@ -412,6 +412,8 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
             continue
         if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
             continue  # 640 threads have no registers left for a lookup, so many sums and results
+        if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
+            continue  # nor for the words of such codes
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
         step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
@@ -461,7 +463,11 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     cheap = fmt.bits == 4 and not fmt.lookup and not _has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
     groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
-    wide = spared and not cheap and not fmt.has_zero_points  # which take more registers again
+    if fmt.bits == 6:
+        resident = 2
+    wide = (
+        spared and not cheap and not fmt.has_zero_points and fmt.bits < 6
+    )  # which take more registers again
     if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2

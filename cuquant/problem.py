@@ -86,8 +86,8 @@ class Launch(NamedTuple):
     partials: int
 
     def packed(self, map: bytes, out_map: bytes, straight: bool, *addresses: int) -> bytes:
-        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, bias, residual,
-        partial sums and their flags, W's codebook and its last plane."""
+        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, bias,
+        residual, partial sums and their flags, W's codebook and its last plane."""
         return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + _STRAIGHT.pack(straight)
 
 

@@ -34,6 +34,8 @@ class Format(ABC):
     """Weights in a block."""
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
+    scale_size: ClassVar[int] = 32
+    """Weights that a scale is for, to kernels; if these have one for more, they repeat it."""
     scales: ClassVar[tuple[str, ...]] = ("d",)
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None
@@ -65,7 +67,8 @@ class Format(ABC):
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     codebook: NDArray[np.float32] | None = None
-    """What codes are looked up in: 2^bits numbers, if `lookup` in [-1, 1] and ascending."""
+    """What codes are looked up in: 2^bits numbers, if `lookup` ascending, and in float16 times a power of two
+    that puts the largest magnitude between 1/2 and 1."""
     thresholds: NDArray[np.float32]
     """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i."""
     scale_unit: float = 1.0

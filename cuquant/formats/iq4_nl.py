@@ -34,6 +34,7 @@ class IQ4_NL(KQuant):
     ggml_type = 20
     file_type = 25
     codebook = LEVELS
+    lookup = True
 
     def fit(self, x: Floats, importance: Floats | None) -> dict[str, NDArray[Any]]:
         g = kquant.groups(x, 32)

@@ -49,6 +49,7 @@ class NVFP4(Format):
     name = "nvfp4"
     bits = 4
     block_size = 4 * _GROUP
+    scale_size = _GROUP
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
     largest = e2m1.LARGEST * _LARGEST_SCALE

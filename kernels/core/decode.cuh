@@ -92,14 +92,17 @@ DEVICE void decode(const Problem& p) {
 #pragma unroll
             for (int block = 0; block < 2; block++) {
                 u32 x[GROUPS][4];
-                float sums[GROUPS][4];
+                float sums[GROUPS][4], odd_sums[GROUPS][4];  // the latter of the second step, if scales are steps'
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     load_matrices(x[group], row[group] + (next - chunk) * 128 + block * 64);
                     if constexpr (!C::SUMS) continue;
                     const float zero[4] = {0, 0, 0, 0};
                     mma_half(sums[group], unit, x[group][0], x[group][1], zero);
-                    mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
+                    if constexpr (Tile<F>::STEP_SCALES)
+                        mma_half(odd_sums[group], unit, x[group][2], x[group][3], zero);
+                    else
+                        mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
@@ -118,21 +121,30 @@ DEVICE void decode(const Problem& p) {
                             mma_half(c, a0, x[group][0], x[group][1], c);
                         else
                             mma_half(c, a0, x[group][0], x[group][1], sums[group]);
-                        if constexpr (F::SCALING == E4M3) {  // every step has its own
+                        if constexpr (Tile<F>::STEP_SCALES) {
                             const float odd[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
 #pragma unroll
                             for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
                             float other[4] = {};
-                            mma_half(other, a1, x[group][2], x[group][3], other);
+                            if constexpr (F::HAS_MIN || !C::SUMS)
+                                mma_half(other, a1, x[group][2], x[group][3], other);
+                            else
+                                mma_half(other, a1, x[group][2], x[group][3], odd_sums[group]);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) acc[r][group][j] += odd[j >> 1] * other[j];
+                            for (int j = 0; j < 4; j++) {
+                                acc[r][group][j] += odd[j >> 1] * other[j];
+                                if constexpr (F::HAS_MIN) {
+                                    acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
+                                    acc[r][group][j] += tile.m(2 * block + 1, j >> 1) * odd_sums[group][j];
+                                }
+                            }
                             continue;
                         }
                         mma_half(c, a1, x[group][2], x[group][3], c);
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
                             acc[r][group][j] += d[j >> 1] * c[j];
-                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(block, j >> 1) * sums[group][j];
+                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
                         }
                     }
                 }

@@ -35,6 +35,23 @@ DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
     return r;
 }
 
+DEVICE u32 multiply_subtract_half2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("{.reg .b32 negated;\nneg.f16x2 negated, %3;\nfma.rn.f16x2 %0, %1, %2, negated;}"
+        : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// Two copies of the low or the high half, which an instruction of halves then takes as they are.
+DEVICE u32 twice(u32 pair, int high) {
+    u32 r;
+    if (high)
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(r) : "r"(pair));
+    else
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(r) : "r"(pair));
+    return r;
+}
+
 // The dynamic shared memory, at an address that the compiler knows.
 DEVICE u8* dynamic_shared() {
     extern __shared__ __align__(1024) u8 dynamic[];

@@ -123,7 +123,7 @@ private:
     static constexpr int PAIR = 2 * BITS, PER_WORD = 32 / PAIR, WORDS = LOW_BYTES / 128 + 1;
 
     static DEVICE u32& word_of(LaneShare<KbitBlock>& share, int w) {
-        return w < WORDS - 1 ? share.low[w] : share.high;
+        return w < WORDS - 1 ? share.low[w] : share.high[0];
     }
 
     static DEVICE void put_pair(LaneShare<KbitBlock>& share, int p, u32 bits) {

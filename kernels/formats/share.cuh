@@ -8,7 +8,7 @@
 template <class F>
 struct LaneShare {
     u32 low[F::LOW_BYTES / 128];
-    u32 high;
+    u32 high[F::HIGH_BYTES ? F::HIGH_BYTES / 128 : 1];
     u32 scale;
     u32 group;
 };

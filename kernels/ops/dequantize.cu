@@ -5,6 +5,17 @@
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
+// What half of 32 weights of a block share.
+template <class F>
+DEVICE auto scale_of(const u8* block, int part, int half) {
+    if constexpr (F::GROUP_BYTES > 0)
+        return F::scale_at(block, part, half);
+    else if constexpr (F::SCALING == E4M3)
+        return F::scale_bits(block) >> 8 * (2 * part + half) & 0xff;
+    else
+        return F::scale_bits(block);
+}
+
 // N: elements in 16 bytes. `codebook` is in shared memory, a bank for each of its entries.
 template <int N>
 DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, const float* codebook) {
@@ -14,13 +25,12 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
     const int first = int(thread % THREADS) * N;
     const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
     const int part = index % (Format::COLUMNS / 32);
-    const u32 scale = Format::scale_bits(block);
     u32 codes[2][N / 4];
 #pragma unroll
     for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const u32 own = Format::SCALING == E4M3 ? scale >> 8 * (2 * part + half) & 0xff : scale;
+        const auto own = scale_of<Format>(block, part, half);
         float x[N];
 #pragma unroll
         for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);

@@ -188,8 +188,9 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             const u32 peak = __float_as_int(Format::peak(share));
             greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
-            if constexpr (Format::HIGH_BYTES > 0)
-                reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[lane] = share.high;
+#pragma unroll
+            for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
+                reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane] = share.high[w];
             u8* const scales = scale + tile * Format::SCALE_BYTES;
             if constexpr (Format::SCALE_BYTES == 128)
                 reinterpret_cast<u32*>(scales)[lane] = share.scale;
@@ -226,8 +227,9 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = {};
             load_low(share.low, low + tile * Format::LOW_BYTES, lane);
-            if constexpr (Format::HIGH_BYTES > 0)
-                share.high = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[lane];
+#pragma unroll
+            for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
+                share.high[w] = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane];
             const u8* scales = scale + tile * Format::SCALE_BYTES;
             if constexpr (Format::SCALE_BYTES == 128)
                 share.scale = reinterpret_cast<const u32*>(scales)[lane];
