@@ -44,8 +44,9 @@ def quantize(x: Any, fmt: Format) -> Any:
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
+    kernel, each = fmt.encoder
+    step = plan.per_block(kernel, fmt, count * fmt.block_size // each)
     codebook = (np.uint64(tables(fmt).thresholds), np.int32(fmt.divides_by_stored))
-    step = plan.per_block("quantize", fmt, count * fmt.block_size // 16)
     jit.launch(step, *_float_rows(rows), *sizes, out, bad, *codebook)
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)

@@ -41,7 +41,7 @@ def tables(fmt: Format) -> Tables:
         rows[0, : len(fmt.codebook)] = fmt.codebook
         rows[1] = np.inf
         if fmt.lookup:
-            if fmt.encodes_on_gpu:
+            if fmt.encoder[0] == "quantize":
                 rows[1, : len(fmt.thresholds)] = fmt.thresholds
             for row, lift in ((2, 0), (3, _LIFT)):
                 halves = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(fmt.scale_unit)

@@ -147,7 +147,7 @@ def _per_format(op: str, entry: str, fmt: Format) -> Kernel:
 @lru_cache(maxsize=1024)
 def per_block(op: str, fmt: Format, threads: int) -> Plan:
     """Quantize or dequantize, with as many threads as the operation wants for its blocks."""
-    return Plan(_per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op == "quantize")
+    return Plan(_per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op != "dequantize")
 
 
 @lru_cache(maxsize=1024)
@@ -463,11 +463,10 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     cheap = fmt.bits == 4 and not fmt.lookup and not _has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
     groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
+    scarce = fmt.has_zero_points or fmt.bits == 6  # which take more registers again
     if fmt.bits == 6:
         resident = 2
-    wide = (
-        spared and not cheap and not fmt.has_zero_points and fmt.bits < 6
-    )  # which take more registers again
+    wide = spared and not cheap and not scarce
     if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
@@ -484,7 +483,8 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
     found: set[Kernel] = set()
     for fmt in (f.for_kernels for f in formats if f.on_gpu):
-        found |= {per_block(op, fmt, 1).kernel for op in ("quantize", "dequantize")[not fmt.encodes_on_gpu :]}
+        ops = (fmt.encoder[0], "dequantize")[not fmt.encodes_on_gpu :]
+        found |= {per_block(op, fmt, 1).kernel for op in ops}
         if fmt.for_activations:
             entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
             found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}

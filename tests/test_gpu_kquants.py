@@ -208,3 +208,52 @@ def test_quantized_weights_and_their_products() -> None:
         for m, mean in ((2, 0), (40, 0), (200, 2)):
             x = cupy.asarray((gauss((m, 512), 13) + F(mean)).astype(np.float16))
             assert nmse(cq.matmul(x, w.T, dtype=F), testing.linear(x, w)) < 1e-6, (name, m)
+
+
+def hard_weights() -> NDArray[np.float32]:
+    """Weights of all magnitudes, zeros of both signs, equal ones, ties, subnormal numbers."""
+    rng = np.random.default_rng(14)
+    x = gauss((640, 1024), 14)
+    x[:64] *= F(0.02)
+    x[64:128] *= 10 ** rng.uniform(-30, 3, (64, 1)).astype(F)
+    x[128:160] *= 10 ** rng.uniform(-6, 0, (32, 1024)).astype(F)
+    x[160], x[161], x[162], x[163] = 0, -0.0, 1, -0.5
+    for row, magnitude in enumerate((1e-38, 1e-41, 1e-44, 9e-16, 1.1e-15, 1e-7, 6e-8, 1e-10), 164):
+        x[row] *= F(magnitude)
+    x[180:200] = rng.integers(-8, 8, (20, 1024))
+    x[200:220] = rng.integers(-4, 5, (20, 1024)) * F(0.125)
+    x[220:240] = np.abs(x[220:240])
+    x[240:260] = -np.abs(x[240:260])
+    x[260:280, ::7] = 0
+    x[280:300] = np.where(rng.uniform(size=(20, 1024)) < 0.02, x[280:300], 0)
+    x[300:310, 40:300] = 0
+    x[310:320] = rng.standard_t(2, (10, 1024))
+    return x
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "iq4_nl"])
+def test_quantizing_as_on_the_cpu(name: str) -> None:
+    cupy = device.cupy()
+    x = hard_weights()
+    for dtype in FLOATS:
+        given = x.astype(dtype)
+        expected = cq.quantize(given, name).blocks
+        np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(given), name).blocks), expected)
+    expected = cq.quantize(x[:, :768], name).blocks
+    for strided in (cupy.zeros((640, 2048), F)[:, ::2], cupy.zeros((640, 1027), F)[:, 3:]):
+        strided[:] = cupy.asarray(x)
+        np.testing.assert_array_equal(as_numpy(cq.quantize(strided[:, :768], name).blocks), expected)
+    few = cq.quantize(cupy.asarray(x[:3, :256]), name)
+    np.testing.assert_array_equal(as_numpy(few.blocks), cq.quantize(x[:3, :256], name).blocks)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "iq4_nl"])
+@pytest.mark.parametrize("value", [np.nan, -np.inf, 1e9, 1e30])
+def test_quantizing_refuses_in_the_same_words(name: str, value: float) -> None:
+    x = gauss((3, 5, 512))
+    x[1, 2, 300] = x[2, 1, 3] = value
+    with pytest.raises(ValueError, match="row") as on_cpu:
+        cq.quantize(x, name)
+    with pytest.raises(ValueError, match="row") as on_cuda:
+        cq.quantize(device.cupy().asarray(x), name)
+    assert str(on_cpu.value) == str(on_cuda.value)

@@ -62,6 +62,8 @@ class Format(ABC):
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
+    encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
+    """That kernel (kernels/ops), and the weights that each of its threads takes."""
     scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
     """What scales are to kernels: floats as they are, or bytes at the beginning of a block."""
     takes_importance: ClassVar[bool] = False

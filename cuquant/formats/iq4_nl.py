@@ -30,6 +30,7 @@ class IQ4_NL(KQuant):
     bits = 4
     block_size = 32
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
+    encodes_on_gpu = True
     formula = "W = d * level[q]"
     ggml_type = 20
     file_type = 25

@@ -33,6 +33,7 @@ class KQuant(Format):
 
     block_size = SUPER
     encodes_on_gpu = False
+    encoder = ("search", 32)
     takes_importance = True
     integer_scales: ClassVar[int] = 0
     """Bytes of a block's integer scales and minimums in the fragment layout, which `scales` multiply."""

@@ -25,6 +25,7 @@ class Q5_K(KQuant):
     )
     scales = ("d", "dmin")
     integer_scales = 16
+    encodes_on_gpu = True
     formula = "W = d * s * q - dmin * m"
     ggml_type = 13
     file_type = 16

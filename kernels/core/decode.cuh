@@ -41,18 +41,22 @@ DEVICE void decode(const Problem& p) {
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
             u8* const to = ring + slot * SLOT;
-            auto plane = [&](const u8* source, int bytes, u8* to, int count, int at) {
+            auto plane = [&](const u8* source, int bytes, u8* to, int count, int at, bool again) {
                 const int pieces = bytes / 16;
 #pragma unroll
-                for (int i = lane; i < ROW_TILES * pieces; i += WARP)
-                    copy_async(to + i * 16,
-                               source + u32(min(i / pieces, last) * count + at) * bytes + i % pieces * 16, true);
+                for (int i = lane; i < ROW_TILES * pieces; i += WARP) {
+                    const u8* const from = source + u32(min(i / pieces, last) * count + at) * bytes + i % pieces * 16;
+                    if (again)
+                        copy_async_again(shared_address(to + i * 16), from);
+                    else
+                        copy_async(to + i * 16, from, true);
+                }
             };
-            plane(low, F::LOW_BYTES, to, tiles, tile);
-            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT, tiles, tile);
-            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + SCALE_AT, tiles, tile);
+            plane(low, F::LOW_BYTES, to, tiles, tile, false);
+            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT, tiles, tile, false);
+            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + SCALE_AT, tiles, tile, false);
             if constexpr (F::GROUP_BYTES > 0)
-                plane(group, F::GROUP_BYTES, to + GROUP_AT, groups, tile / F::GROUP_TILES);
+                plane(group, F::GROUP_BYTES, to + GROUP_AT, groups, tile / F::GROUP_TILES, true);
         }
         copy_commit();
     };

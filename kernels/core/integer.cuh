@@ -15,7 +15,8 @@ struct IntegerCodes {
     DEVICE void fill(int, int) {}
 
     // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 to 6 bits
-    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes, and the powers of two leave with the accumulators (UNSCALE).
+    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes, and the powers of two leave with the accumulators
+    // (UNSCALE).
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
@@ -93,14 +94,15 @@ private:
         }
     }
 
-    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 (or 2) in rows g + 8.
+    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 or 2 in rows g + 8.
     static DEVICE u32 masked(const Tile<F>& tile, int h, int r, u32 bits) {
         constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4, HIGH = F::BITS - LOW;
         const u32 mask = ((1 << LOW) - 1) * 0x00010001 << (r % 2 ? LOW : 0);
         const u32 word = LOW == 2 ? tile.low[h / 2] >> 4 * (h % 2) : tile.low[h];
         u32 q = and_or(r < 2 ? word : word >> 8, mask, bits);
         if constexpr (F::HIGH_BYTES > 0) {
-            const u32 other = tile.high[HIGH == 2 ? h / 2 : 0], turned = __funnelshift_r(other, other, turn_of<F::BITS>(h));
+            const u32 other = tile.high[HIGH == 2 ? h / 2 : 0];
+            const u32 turned = __funnelshift_r(other, other, turn_of<F::BITS>(h));
             const u32 high_mask = ((1 << HIGH) - 1) * 0x00010001 << (r % 2 ? 2 * LOW : LOW);
             q = and_or(r < 2 ? turned : turned >> HIGH, high_mask, q);
         }

@@ -29,7 +29,7 @@ struct Problem {
     int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
     int box;               // batch rows that a copy of x brings (wgmma core)
     float lift;            // power of two that takes back by what the weights were multiplied
-    int straight;          // whether scale, bias and one rounding make results, in rows that can be stored in whole pieces
+    int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.

@@ -88,6 +88,15 @@ DEVICE void copy_async(u32 shared, const void* global) {
 #endif
 }
 
+// The same of what this multiprocessor soon copies again: it stays in the L1 cache.
+DEVICE void copy_async_again(u32 shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
+#else
+    copy_async(shared, global);
+#endif
+}
+
 DEVICE void copy_commit() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");

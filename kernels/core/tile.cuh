@@ -190,8 +190,9 @@ private:
 };
 
 // One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step at a time: of the step's pieces
-// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead.
-template <int ROW_TILES, int BYTES, int THREADS>
+// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead. AGAIN: the next step may
+// well be the same bytes.
+template <int ROW_TILES, int BYTES, int THREADS, bool AGAIN = false>
 struct PlaneCopy {
     static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
     const u8* from[OWN ? OWN : 1];
@@ -209,8 +210,12 @@ struct PlaneCopy {
     DEVICE void copy(u32 to, int thread, int advance = BYTES) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES)
-                copy_async(to + (thread + j * THREADS) * 16, from[j]);
+            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
+                if constexpr (AGAIN)
+                    copy_async_again(to + (thread + j * THREADS) * 16, from[j]);
+                else
+                    copy_async(to + (thread + j * THREADS) * 16, from[j]);
+            }
             from[j] += advance;
         }
     }
@@ -228,7 +233,7 @@ struct WeightCopy {
     PlaneCopy<ROW_TILES, F::LOW_BYTES * WIDTH, THREADS> low;
     PlaneCopy<ROW_TILES, (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH, THREADS> high;
     PlaneCopy<ROW_TILES, (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH, THREADS> scale;
-    PlaneCopy<ROW_TILES, (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS, THREADS> group;
+    PlaneCopy<ROW_TILES, (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS, THREADS, true> group;
     int next;  // tile, where there are groups
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {

@@ -33,7 +33,8 @@ struct Field {
 
     static DEVICE void scatter(u8* block, int column, int i, u32 codes) {
         u16* const to = reinterpret_cast<u16*>(block + byte_of(column) + 2 * i);
-        const u32 bits = codes << shift_of(column), first = __byte_perm(bits, 0, 0x4420), last = __byte_perm(bits, 0, 0x4431);
+        const u32 bits = codes << shift_of(column);
+        const u32 first = __byte_perm(bits, 0, 0x4420), last = __byte_perm(bits, 0, 0x4431);
         to[0] = u16(shift_of(column) ? to[0] | first : first);
         to[4] = u16(shift_of(column) ? to[4] | last : last);
     }
@@ -65,7 +66,8 @@ struct Words {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             const int column = part * 64 + h * 16;
-            F::Low::scatter(block, column, i, share.low[low_word(h)] >> low_shift(h, j) & ((1 << LOW) - 1) * 0x01010101);
+            const u32 low = share.low[low_word(h)] >> low_shift(h, j);
+            F::Low::scatter(block, column, i, low & ((1 << LOW) - 1) * 0x01010101);
             if constexpr (HIGH > 0) {
                 const u32 word = share.high[high_word(h)];
                 const u32 pairs = __funnelshift_r(word, word, turn_of<F::BITS>(h)) >> LOW * (1 + j);

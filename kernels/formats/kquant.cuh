@@ -84,7 +84,9 @@ struct SignedBytes {
     static constexpr int D_AT = 208, AT = 192, SCALE_ZERO = 128;
 
     static DEVICE u32 lane_share(const u8* block, int part, int i) { return block[AT + 4 * part + i] ^ 0x80; }
-    static DEVICE void put_lane_share(u8* block, int part, int i, u32 value) { block[AT + 4 * part + i] = u8(value ^ 0x80); }
+    static DEVICE void put_lane_share(u8* block, int part, int i, u32 value) {
+        block[AT + 4 * part + i] = u8(value ^ 0x80);
+    }
 
     static DEVICE int scale_of(const u8* block, int number, int half) { return s8(block[AT + 2 * number + half]); }
 };

@@ -18,7 +18,8 @@ constexpr int SPAN_TILES = Format::COLUMNS > 64 ? Format::COLUMNS / 64 : 1;
 constexpr int SPAN_BLOCKS = Format::COLUMNS < 64 ? 64 / Format::COLUMNS : 1;
 constexpr int SPAN_BYTES = SPAN_BLOCKS * Format::BLOCK_BYTES;  // of a row in storage
 constexpr int RUN = SPAN_TILES > 1 ? 8 * SPAN_TILES : 16;     // tiles along K
-constexpr int PITCH = ((RUN / SPAN_TILES * SPAN_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
+constexpr int RUN_BLOCKS = RUN / SPAN_TILES * SPAN_BLOCKS;
+constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 
 struct Run {
@@ -38,7 +39,7 @@ DEVICE Run run_of(u32 index, int N, int blocks) {
     run.first_row = s64(band / bands) * N + row;
     run.rows = min(N - int(row), ROWS);
     run.tiles = min(int(tiles_k - first), RUN);
-    run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN / SPAN_TILES * SPAN_BLOCKS) * Format::BLOCK_BYTES;
+    run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
     run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
     run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
     return run;
