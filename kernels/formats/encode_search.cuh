@@ -40,7 +40,7 @@ DEVICE float most_of_block(float own) {
     return own;
 }
 
-// The four sums and the error of codes from 0 to MOST, made with a factor in place of 1 / scale.
+// Codes from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error.
 template <int MOST>
 struct Affinity {
     const float (&x)[OWN];
