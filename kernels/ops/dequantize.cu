@@ -25,15 +25,16 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
     const int first = int(thread % THREADS) * N;
     const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
     const int part = index % (Format::COLUMNS / 32);
+    const decltype(scale_of<Format>(block, part, 0)) scales[2] = {scale_of<Format>(block, part, 0),
+                                                                  scale_of<Format>(block, part, 1)};
     u32 codes[2][N / 4];
 #pragma unroll
     for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const auto own = scale_of<Format>(block, part, half);
         float x[N];
 #pragma unroll
-        for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);
+        for (int j = 0; j < N; j++) x[j] = Format::read(codes[half][j / 4], j % 4, scales[half], codebook);
         u32 words[4];
 #pragma unroll
         for (int w = 0; w < 4; w++)
