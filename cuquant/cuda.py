@@ -52,8 +52,11 @@ def quantize(x: Any, fmt: Format) -> Any:
 
 def _encoder(fmt: Format) -> tuple[Any, ...]:
     """What the kernel that quantizes has to know of the format."""
-    if fmt.encodes_groups:
+    kernel, _ = fmt.encoder
+    if kernel == plan.GROUPS_ENCODER:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
+    if kernel == "search":
+        return ()
     thresholds = tables(fmt.for_kernels).thresholds
     return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
 
@@ -156,9 +159,8 @@ def _launch(
         straight = ends[0] % 16 == 0
         if straight:
             to = _map(ends[0], launch.out_map)
-    argument = launch.packed(
-        tensor, to, *fragments.addresses, *x, *ends, *sums, fragments.values, int(straight)
-    )
+    *planes, group = fragments.addresses
+    argument = launch.packed(tensor, to, straight, *planes, *x, *ends, *sums, fragments.values, group)
     jit.launch_packed(launch.plan, argument)
 
 

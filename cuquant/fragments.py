@@ -41,7 +41,8 @@ def tables(fmt: Format) -> Tables:
         rows[0, : len(fmt.codebook)] = fmt.codebook
         rows[1] = np.inf
         if fmt.lookup:
-            rows[1, : len(fmt.thresholds)] = fmt.thresholds
+            if fmt.encoder[0] == "quantize":
+                rows[1, : len(fmt.thresholds)] = fmt.thresholds
             for row, lift in ((2, 0), (3, _LIFT)):
                 halves = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(fmt.scale_unit)
                 rows[row].view(np.float16)[: len(halves)] = halves.astype(np.float16)
@@ -69,6 +70,7 @@ class Fragments:
     low: int
     high: int
     scale: int
+    group: int
     half: bool = True
     """Whether float16 holds the weights, times 2^lift, with all their bits."""
     lift: int = 0
@@ -86,10 +88,10 @@ class Fragments:
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, self.fmt.tensor_scale)
 
     @cached_property
-    def addresses(self) -> tuple[int, int, int]:
+    def addresses(self) -> tuple[int, int, int, int]:
         """Device addresses of the planes."""
         start = self.buffer.data.ptr
-        return start + self.low, start + self.high, start + self.scale
+        return start + self.low, start + self.high, start + self.scale, start + self.group
 
 
 def to_fragments(blocks: Any, fmt: Format) -> Fragments:
@@ -101,11 +103,11 @@ def to_fragments(blocks: Any, fmt: Format) -> Fragments:
     fine, own = fmt.to_kernels(scales.blocks, cupy), fmt.for_kernels
     *lead, n, row_bytes = fine.shape
     k = row_bytes // own.block_bytes * own.block_size
-    count = plan.tiles(prod(lead), n, k)
-    low, high, scale, size = plan.layout(own).offsets(count)
-    place = (fmt, (*lead, n, k), cupy.empty(size, np.uint8), low, high, scale)
+    tiles = plan.tiles(prod(lead), n, k)
+    low, high, scale, group, size = plan.layout(own).offsets(*tiles)
+    place = (fmt, (*lead, n, k), cupy.empty(size, np.uint8), low, high, scale, group)
     half, lift, values = scales.half, scales.lift, 0
-    if count:
+    if count := prod(tiles):
         peaks = cupy.asarray(_NO_PEAKS)
         _repack("to_fragments", Fragments(*place), fine, count, peaks)
         greatest, least = (float(peak) for peak in peaks.get(stream).view(np.float32))
@@ -195,7 +197,7 @@ def from_fragments(fragments: Fragments) -> Any:
     cupy, fmt = device.cupy(), fragments.fmt
     *lead, n, k = fragments.shape
     blocks = cupy.empty((*lead, n, fmt.for_kernels.row_bytes(k)), np.uint8)
-    count = plan.tiles(prod(lead), n, k)
+    count = prod(plan.tiles(prod(lead), n, k))
     if not count:
         return fmt.from_kernels(blocks, cupy)
     _repack("from_fragments", fragments, blocks, count)

@@ -84,30 +84,33 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of the fragment layout of a format: planes of tiles, each as long as all tiles need."""
+    """Bytes of the fragment layout of a format: of a tile in its planes, and of `group_tiles` along K in the
+    group plane."""
 
     low: int
     high: int
     scale: int
+    group: int = 0
+    group_tiles: int = 1
 
-    @property
-    def tile(self) -> int:
-        """Bytes of a tile in all planes."""
-        return self.low + self.high + self.scale
+    def step(self, tiles: int) -> int:
+        """Bytes of that many tiles along K, as the rings of kernels have them."""
+        return tiles * (self.low + self.high + self.scale) + ceil(tiles / self.group_tiles) * self.group
 
-    def offsets(self, tiles: int) -> tuple[int, int, int, int]:
-        """Where the planes of that many tiles start in one buffer, and its size; aligned to 256 bytes."""
-        ends, start = [], 0
-        for size in (self.low, self.high, self.scale):
-            ends.append(start)
-            start += ceil(tiles * size / 256) * 256
-        return ends[0], ends[1], ends[2], start
+    def offsets(self, row_tiles: int, tiles_k: int) -> tuple[int, int, int, int, int]:
+        """Where the planes start in one buffer, and its size; aligned to 256 bytes."""
+        tiles, groups = row_tiles * tiles_k, row_tiles * ceil(tiles_k / self.group_tiles)
+        starts, end = [], 0
+        for count, size in ((tiles, self.low), (tiles, self.high), (tiles, self.scale), (groups, self.group)):
+            starts.append(end)
+            end += ceil(count * size / 256) * 256
+        return starts[0], starts[1], starts[2], starts[3], end
 
 
 def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 
-    Of codes of 3 and 5 bits one bit has a plane of its own.
+    Of codes of 3, 5 and 6 bits what is beyond 2 or 4 has a plane of its own.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
     _has_kernels(fmt)
@@ -115,18 +118,20 @@ def layout(fmt: Format) -> Layout:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
     scales = weights // fmt.block_size * fmt.kernel_scale_bytes
-    high = fmt.bits % 2
-    return Layout(weights * (fmt.bits - high) // 8, weights * high // 8, scales)
+    high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
+    group = TILE_ROWS * fmt.kernel_group_bytes
+    low, high = weights * (fmt.bits - high) // 8, weights * high // 8
+    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1)
 
 
 def _has_minimum(fmt: Format) -> bool:
     """Whether kernels have a minimum or a zero point beside every scale."""
-    return fmt.kernel_scale_bytes * 32 > 2 * fmt.block_size
+    return len(fmt.scales) > 1 or fmt.has_zero_points
 
 
-def tiles(matrices: int, n: int, k: int) -> int:
-    """Tiles of a stack of matrices."""
-    return matrices * ceil(n / TILE_ROWS) * ceil(k / TILE_COLUMNS)
+def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
+    """Row tiles of a stack of matrices, and the tiles of each along K."""
+    return matrices * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
 
 
 def _has_kernels(fmt: Format) -> None:
@@ -141,15 +146,20 @@ def _per_format(op: str, entry: str, fmt: Format) -> Kernel:
 
 @lru_cache(maxsize=1024)
 def per_block(op: str, fmt: Format, threads: int) -> Plan:
-    """Quantize or dequantize blocks, with as many threads as the operation wants for its blocks."""
-    return Plan(_per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op == "quantize")
+    """A kernel over the blocks of a format, with as many threads as the operation wants for them."""
+    return Plan(_per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op != "dequantize")
+
+
+GROUPS_ENCODER = "quantize_int4"
+"""The encoder of groups of any size: a thread takes 16 weights at a time, of large groups several times."""
 
 
 def quantize(fmt: Format, blocks: int) -> Plan:
-    """Quantize to that many blocks: a thread takes 16 weights, of large groups several times."""
-    if fmt.encodes_groups:
+    """Quantize to that many blocks."""
+    kernel, each = fmt.encoder
+    if kernel == GROUPS_ENCODER:
         return _quantize_groups(fmt.has_zero_points, blocks * group_lanes(fmt))
-    return per_block("quantize", fmt, blocks * fmt.block_size // 16)
+    return per_block(kernel, fmt, blocks * fmt.block_size // each)
 
 
 def group_lanes(fmt: Format) -> int:
@@ -160,7 +170,7 @@ def group_lanes(fmt: Format) -> int:
 @lru_cache(maxsize=1024)
 def _quantize_groups(has_zero_points: bool, threads: int) -> Plan:
     constants = (("ASYMMETRIC", int(has_zero_points)),)
-    kernel = Kernel("quantize_int4", "quantize_int4", constants=constants)
+    kernel = Kernel(GROUPS_ENCODER, GROUPS_ENCODER, constants=constants)
     return Plan(kernel, (ceil(threads / 256), 1, 1), 256, overlaps=True)
 
 
@@ -301,11 +311,11 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or _has_minimum(fmt) else 7
-    most = min(most, max(1, limit // (4 * warps * layout(fmt).tile)))
+    most = min(most, max(1, limit // (4 * warps * layout(fmt).step(1))))
     row_warps = min(warps, 1 << (ceil(share / most) - 1).bit_length())
     rows = min(most, ceil(share / row_warps))
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot = warps * rows * layout(fmt).tile
+    slot = warps * rows * layout(fmt).step(1)
     depth = max(2, min(8, ring // slot))
     k_warps = warps // row_warps
     own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
@@ -363,10 +373,11 @@ _STEP_US = {
     _Tile(256, 2, pair=2): 0.500,
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
-_INSTRUCTIONS = {4: 1.0, 5: 1.2, 8: 1.15}
+_INSTRUCTIONS = {2: 1.1, 3: 1.2, 4: 1.0, 5: 1.2, 6: 1.2, 8: 1.15}
 _LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook; a minimum
-adds 0.05, a sign beside a code that is looked up 0.1, a scale for every 16 weights 0.15."""
+adds 0.05, so do scales that are products, a sign beside a code that is looked up 0.1, a scale for every 16
+weights 0.15."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
@@ -399,14 +410,14 @@ class _Choice(NamedTuple):
 
 def _step_us(fmt: Format, tile: _Tile) -> float:
     work = _LOOKUPS[_looked_up(fmt)] + 0.1 * fmt.sign_bits if fmt.lookup else _INSTRUCTIONS[fmt.bits]
-    work += 0.15 * (fmt.scaling == "e4m3") + 0.05 * _has_minimum(fmt)
+    work += 0.15 * (fmt.scale_size < 32) + 0.05 * _has_minimum(fmt) + 0.05 * (fmt.kernel_group_bytes > 0)
     tensor = tile.batch * tile.rows * _TENSOR_US
     return max(_STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
 
 
 def _stage_bytes(fmt: Format, tile: _Tile) -> int:
-    step = tile.batch * 2 * TILE_COLUMNS + tile.rows // TILE_ROWS * layout(fmt).tile
-    return ceil(tile.width * step / 1024) * 1024
+    x, weights = tile.batch * 2 * TILE_COLUMNS, tile.rows // TILE_ROWS * layout(fmt).step(tile.width)
+    return ceil((tile.width * x + weights) / 1024) * 1024
 
 
 def _staged_bytes(tile: _Tile, split: int, room: int) -> int:
@@ -438,6 +449,8 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
             continue
         if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
             continue  # 640 threads have no registers left for a lookup, so many sums and results
+        if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
+            continue  # nor for the words of such codes
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
         step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
@@ -487,11 +500,14 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     cheap = fmt.bits == 4 and not fmt.lookup and not _has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
     groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap else 3) if spared else 2
-    wide = spared and not cheap and not fmt.has_zero_points  # which take more registers again
+    scarce = fmt.has_zero_points or fmt.bits == 6  # which take more registers again
+    if fmt.bits == 6:
+        resident = 2
+    wide = spared and not cheap and not scarce
     if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
         rows, resident = 4, 2
     stages = 3 if capability >= 80 else 2
-    stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).tile
+    stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).step(1)
     copies, table = _table(fmt, Core.MMA, capability)
     shared = table + max(stages * stage, 16 * (warps * rows * TILE_ROWS + 4) * 4)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages, "RESIDENT": resident}

@@ -19,8 +19,9 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
 _ADDRESSES = struct.Struct("<12q")
-_NUMBERS = struct.Struct("<23q11if56x")
-"""`struct Problem`: the copy engine's maps, eleven addresses and a flag, then what `resolve` packs."""
+_NUMBERS = struct.Struct("<23q11if")
+_STRAIGHT = struct.Struct("<i52x")
+"""`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag."""
 
 Shape = tuple[int, ...]
 
@@ -86,10 +87,10 @@ class Launch(NamedTuple):
     numbers: bytes
     partials: int
 
-    def packed(self, map: bytes, out_map: bytes, *addresses: int) -> bytes:
-        """The kernel's argument; addresses of W's planes, x, its row factors, out, bias, residual,
-        partial sums and their flags, W's codebook, and whether results are stored straight."""
-        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers
+    def packed(self, map: bytes, out_map: bytes, straight: bool, *addresses: int) -> bytes:
+        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, bias,
+        residual, partial sums and their flags, W's codebook and its last plane."""
+        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + _STRAIGHT.pack(straight)
 
 
 class Map(NamedTuple):

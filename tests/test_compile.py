@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 import nvrtc
 import pytest
-from formats_table import NAMES, ON_GPU
+from formats_table import K_QUANTS, NAMES, ON_GPU
 
 import cuquant as cq
 from cuquant import plan, sources
@@ -32,12 +32,12 @@ def kernels(arch: str) -> list[plan.Kernel]:
 
 
 def one_of_each(arch: str) -> list[plan.Kernel]:
-    """One tile of each core and codec: integers of 4, 5 and 8 bits, a codebook, E2M1; and what has none."""
+    """One tile of each core and codec: integers of 4, 5, 8 bits, integer scales, a codebook, E2M1, none."""
     chosen = {}
     for kernel in kernels(arch):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
-        if kernel.format in (None, "q4_0", "q5_1", "q8_0", "q8_1", "kbit4", "nvfp4"):
+        if kernel.format in (None, "q4_0", "q5_1", "q8_0", "q8_1", "q4_k", "q6_k", "kbit4", "nvfp4"):
             chosen[route] = kernel
     return list(chosen.values())
 
@@ -52,7 +52,11 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
 
 @needs_nvrtc
 def test_every_kernel_for_the_h200() -> None:
-    check(kernels("sm_90a"), "sm_90a")
+    """But of formats that differ in widths alone one tile of each core."""
+    alike = {"q2_k", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
+    every = kernels("sm_90a")
+    once = {(k.op, k.entry, k.format, dict(k.constants).get("CORE")): k for k in every if k.format in alike}
+    check([*(k for k in every if k.format not in alike), *once.values()], "sm_90a")
 
 
 @needs_nvrtc
@@ -63,8 +67,8 @@ def test_every_core_and_codec_elsewhere(arch: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.compile_all
-@pytest.mark.parametrize("arch", OTHERS)
-def test_every_kernel_elsewhere(arch: str) -> None:
+@pytest.mark.parametrize("arch", [*OTHERS, "sm_90a"])
+def test_every_kernel_of_every_format(arch: str) -> None:
     check(kernels(arch), arch)
 
 
@@ -110,18 +114,20 @@ def test_line_numbers_are_those_of_the_files() -> None:
             assert line == original[where[name] - 1] or "#include" in original[where[name] - 1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(row.name for row in K_QUANTS)])
 def test_layout_holds_every_code_and_scale(name: str) -> None:
-    """The planes have the storage's bytes: 16 x 64 weights, no more."""
+    """The planes have the storage's bytes, of 16 x 256 weights; but integer scales of 6 bits take bytes."""
     fmt = cq.formats.get(name)
     layout = plan.layout(fmt)
-    assert layout.low + layout.high + layout.scale == 16 * fmt.row_bytes(64)
-    low, high, scale, size = layout.offsets(3)
-    assert low == 0
-    assert low + 3 * layout.low <= high
-    assert high + 3 * layout.high <= scale
-    assert scale + 3 * layout.scale <= size
-    assert not any(start % 256 for start in (low, high, scale))
+    wider = {"q3_k": 4, "q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
+    assert layout.step(4) == 16 * (fmt.row_bytes(256) + wider)
+    *starts, size = layout.offsets(2, 3)
+    groups = ceil(3 / layout.group_tiles)
+    sizes = [6 * layout.low, 6 * layout.high, 6 * layout.scale, 2 * groups * layout.group]
+    assert starts[0] == 0
+    for start, nbytes, end in zip(starts, sizes, [*starts[1:], size], strict=True):
+        assert start % 256 == 0
+        assert start + nbytes <= end
 
 
 def test_activations_have_no_weight_layout() -> None:
@@ -133,7 +139,8 @@ def test_activations_have_no_weight_layout() -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_plans_cover_the_problem(capability: int, half: bool) -> None:
     """The grid's tiles cover all rows of W and of the batch, and the hardware has room for each block."""
-    for name in [*ON_GPU, "kbit5", "mxfp4", "nvfp4", "int4-32-zeros"]:
+    names = [*ON_GPU, "kbit5", "mxfp4", "nvfp4", "int4-32-zeros", "q2_k", "q4_k", "q6_k", "iq4_xs"]
+    for name in names:
         for m, n, k in combinations(
             (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096),
             (1, 16, 17, 4096, 14336, 100_000),
@@ -224,7 +231,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
         assert plan.group_lanes(cq.Int4(size)) == lanes
         assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
     assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
-    assert plan.tiles(3, 17, 65) == 3 * ceil(17 / 16) * ceil(65 / 64)
+    assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
     for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
         assert launch.grid == (rows, 1, 1)

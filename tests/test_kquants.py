@@ -24,7 +24,7 @@ from synthetic import EXPERTS, some_tokens
 from synthetic import write as write_model
 
 import cuquant as cq
-from cuquant import plan, testing
+from cuquant import testing
 from cuquant.formats import kquant
 from cuquant.io import mixture
 from cuquant.io.header import TensorInfo
@@ -194,12 +194,6 @@ def test_products_against_float64(name: str) -> None:
         assert testing.nmse(y, x.astype(np.float64) @ dense.swapaxes(1, 2)) <= most
     x8 = cq.quantize(rng(3).standard_normal((5, 512), F), "q8_1")
     assert testing.nmse(x8 @ w[1].T, testing.linear(x8, w[1])) <= 1e-6
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gpu_refuses_them_by_name(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name} has no kernels yet: .*NumPy arrays only"):
-        plan.layout(cq.formats.get(name))
 
 
 # Importance

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 import cuquant.io.model
 from cuquant import FallbackWarning, GGUFError
+from cuquant.formats import kquant
 
 # The bytes of a block are random below 60, which keeps scales small.
 FOREIGN = [Type.TQ1_0, Type.TQ2_0, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S]
@@ -107,8 +108,9 @@ def q6_k_rows(d: float) -> NDArray[np.uint8]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets NumPy stand for CuPy, where plain arrays go to."""
+    """Lets NumPy stand for CuPy, where plain arrays go to, and k-quants for formats without kernels."""
     monkeypatch.setattr(cuquant.io.model, "cupy", lambda: np)
+    monkeypatch.setattr(kquant.KQuant, "on_gpu", False)
 
 
 @pytest.mark.usefixtures("gpu")

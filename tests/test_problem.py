@@ -21,7 +21,7 @@ NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q11if56x", launch.numbers)
+    values = struct.unpack("<23q11if", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -162,11 +162,13 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), bytes(128), *range(1, 13))
+    packed = launch.packed(bytes(range(128)), bytes(128), True, *range(1, 13))
     assert len(packed) % 64 == 0  # as its alignment
     assert packed[:256] == bytes(range(128)) + bytes(128)
     assert struct.unpack("<12q", packed[256:352]) == tuple(range(1, 13))
-    assert packed[352:] == launch.numbers
+    numbers = packed[352 : 352 + len(launch.numbers)]
+    assert numbers == launch.numbers
+    assert struct.unpack("<i", packed[352 + len(numbers) :][:4]) == (True,)
 
 
 @pytest.mark.parametrize(

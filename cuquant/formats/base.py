@@ -34,6 +34,8 @@ class Format(ABC):
     """Weights in a block."""
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
+    scale_size: ClassVar[int] = 32
+    """Weights that a scale is for, to kernels; if these have one for more, they repeat it."""
     scales: ClassVar[tuple[str, ...]] = ("d",)
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None
@@ -63,14 +65,15 @@ class Format(ABC):
     signs, backwards, and kernels make use of it."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
-    encodes_groups: ClassVar[bool] = False
-    """Whether that kernel is one for blocks of any size (kernels/ops/quantize_int4.cu)."""
+    encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
+    """That kernel (kernels/ops), and the weights that each of its threads takes."""
     scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
     """What scales are to kernels: floats as they are, or bytes at the beginning of a block."""
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     codebook: NDArray[np.float32] | None = None
-    """What codes are looked up in: 2^bits numbers, if `lookup` in [-1, 1] and ascending."""
+    """What codes are looked up in: 2^bits numbers, if `lookup` ascending, and in float16 times a power of two
+    that puts the largest magnitude between 1/2 and 1."""
     thresholds: NDArray[np.float32]
     """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i."""
     scale_unit: float = 1.0
@@ -146,6 +149,16 @@ class Format(ABC):
     def kernel_scale_bytes(self) -> int:
         """Bytes of a block's scales and minimums in the fragment layout."""
         return sum(self.storage[field].itemsize for field in self.scales)
+
+    @property
+    def kernel_group_bytes(self) -> int:
+        """Bytes that the fragment layout has, beside these, of a row and `kernel_group_size` weights."""
+        return 0
+
+    @property
+    def kernel_group_size(self) -> int:
+        """Weights that share them: a multiple of 64."""
+        return self.block_size
 
     @property
     def for_kernels(self) -> Format:

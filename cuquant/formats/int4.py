@@ -64,7 +64,7 @@ class Int4(Format):
     bits = 4
     scales = ("scale",)
     header = "int4"
-    encodes_groups = True
+    encoder = ("quantize_int4", 16)
 
     @property
     def kernel_scale_bytes(self) -> int:

@@ -30,10 +30,12 @@ class IQ4_NL(KQuant):
     bits = 4
     block_size = 32
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
+    encodes_on_gpu = True
     formula = "W = d * level[q]"
     ggml_type = 20
     file_type = 25
     codebook = LEVELS
+    lookup = True
 
     def fit(self, x: Floats, importance: Floats | None) -> dict[str, NDArray[Any]]:
         g = kquant.groups(x, 32)

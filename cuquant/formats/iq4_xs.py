@@ -25,10 +25,12 @@ class IQ4_XS(KQuant):
     name = "iq4_xs"
     bits = 4
     storage = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", (4,)), ("qs", "u1", (128,))])
+    integer_scales = 8
     formula = "W = d * (s - 32) * level[q]"
     ggml_type = 23
     file_type = 30
     codebook = iq4_nl.LEVELS
+    lookup = True
 
     def fit(self, x: Floats, importance: Floats | None) -> dict[str, NDArray[Any]]:
         n, g = len(x), kquant.groups(x, 32)

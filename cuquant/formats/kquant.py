@@ -8,7 +8,7 @@ compiler that fuses multiplications and additions makes other last bits.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,19 @@ class KQuant(Format):
     """A format whose scales are searched for; `fit` quantizes a few blocks."""
 
     block_size = SUPER
-    on_gpu = encodes_on_gpu = False
+    encodes_on_gpu = False
+    encoder = ("search", 32)
     takes_importance = True
+    integer_scales: ClassVar[int] = 0
+    """Bytes of a block's integer scales and minimums in the fragment layout, which `scales` multiply."""
+
+    @property
+    def kernel_scale_bytes(self) -> int:
+        return self.integer_scales or super().kernel_scale_bytes
+
+    @property
+    def kernel_group_bytes(self) -> int:
+        return super().kernel_scale_bytes if self.integer_scales else 0
 
     def encode(self, x: Floats, importance: Floats | None = None) -> NDArray[Any]:
         """Quantize blocks, also by the importance of each weight, float32 [n, block_size]."""

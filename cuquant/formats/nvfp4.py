@@ -76,6 +76,7 @@ class NvFp4(Format):
     header = "nvfp4"
     bits = 4
     block_size = 4 * _GROUP
+    scale_size = _GROUP
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
     beyond = "use cuquant.NvFp4(), which has a scale for the tensor"

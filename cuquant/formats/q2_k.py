@@ -21,8 +21,10 @@ class Q2_K(KQuant):
 
     name = "q2_k"
     bits = 2
+    scale_size = 16
     storage = np.dtype([("scales", "u1", (16,)), ("qs", "u1", (64,)), ("d", "<f2"), ("dmin", "<f2")])
     scales = ("d", "dmin")
+    integer_scales = 16
     formula = "W = d * s * q - dmin * m"
     ggml_type = 10
     file_type = 10

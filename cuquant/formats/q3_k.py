@@ -22,7 +22,9 @@ class Q3_K(KQuant):
 
     name = "q3_k"
     bits = 3
+    scale_size = 16
     storage = np.dtype([("hmask", "u1", (32,)), ("qs", "u1", (64,)), ("scales", "u1", (12,)), ("d", "<f2")])
+    integer_scales = 16
     formula = "W = d * (s - 32) * (q - 4)"
     ggml_type = 11
     file_type = 11

@@ -23,6 +23,8 @@ class Q4_K(KQuant):
     bits = 4
     storage = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", (12,)), ("qs", "u1", (128,))])
     scales = ("d", "dmin")
+    integer_scales = 16
+    encodes_on_gpu = True
     formula = "W = d * s * q - dmin * m"
     ggml_type = 12
     file_type = 14

@@ -24,6 +24,8 @@ class Q5_K(KQuant):
         [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", (12,)), ("qh", "u1", (32,)), ("qs", "u1", (128,))]
     )
     scales = ("d", "dmin")
+    integer_scales = 16
+    encodes_on_gpu = True
     formula = "W = d * s * q - dmin * m"
     ggml_type = 13
     file_type = 16

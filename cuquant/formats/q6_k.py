@@ -21,7 +21,10 @@ class Q6_K(KQuant):
 
     name = "q6_k"
     bits = 6
+    scale_size = 16
     storage = np.dtype([("ql", "u1", (128,)), ("qh", "u1", (64,)), ("scales", "i1", (16,)), ("d", "<f2")])
+    integer_scales = 16
+    encodes_on_gpu = True
     formula = "W = d * s * (q - 32)"
     ggml_type = 14
     file_type = 18

@@ -103,7 +103,7 @@ private:
     DEVICE u32 value_pair(const Tile<F>& tile, int p) const {
         u32 values;
         asm("ld.shared.u32 %0, [%1];" : "=r"(values) : "r"(pair(tile, p)));
-        return SIGNED ? and_xor(tile.high << p, 0x80008000, values) : values;
+        return SIGNED ? and_xor(tile.high[0] << p, 0x80008000, values) : values;
     }
 
     DEVICE u32 pair(const Tile<F>& tile, int p) const {

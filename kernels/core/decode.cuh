@@ -16,7 +16,7 @@ template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS,
 DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
-    constexpr int SLOT = SCALE_AT + ROW_TILES * F::SCALE_BYTES;
+    constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
     constexpr int AT_ONCE = 4;              // pieces of x that a thread has on the way; more are more cold code
     // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
@@ -26,7 +26,7 @@ DEVICE void decode(const Problem& p) {
     const Matrix operands = matrix_of<F>(p, blockIdx.z);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     C codec(p.values, lane);
-    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
+    const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16, groups = groups_of<F>(tiles);
     const int block_row = blockIdx.x / CLUSTER * (ROWS / 16), first_row = block_row + warp / K_WARPS * ROW_TILES;
     const int first_m = blockIdx.y * WIDTH, batch = min(p.M - first_m, WIDTH);
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
@@ -39,19 +39,26 @@ DEVICE void decode(const Problem& p) {
     const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES;
     const u8* const high = operands.w.high + s64(first) * tiles * F::HIGH_BYTES;
     const u8* const scale = operands.w.scale + s64(first) * tiles * F::SCALE_BYTES;
+    const u8* const group = operands.w.group + s64(first) * groups * F::GROUP_BYTES;
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
             u8* const to = ring + slot * SLOT;
-            auto plane = [&](const u8* source, int bytes, u8* to) {
+            auto plane = [&](const u8* source, int bytes, u8* to, int count, int at, bool again) {
                 const int pieces = bytes / 16;
 #pragma unroll
-                for (int i = lane; i < ROW_TILES * pieces; i += WARP)
-                    copy_async(to + i * 16,
-                               source + u32(min(i / pieces, last) * tiles + tile) * bytes + i % pieces * 16, true);
+                for (int i = lane; i < ROW_TILES * pieces; i += WARP) {
+                    const u8* const from = source + u32(min(i / pieces, last) * count + at) * bytes + i % pieces * 16;
+                    if (again)
+                        copy_async_again(shared_address(to + i * 16), from);
+                    else
+                        copy_async(to + i * 16, from, true);
+                }
             };
-            plane(low, F::LOW_BYTES, to);
-            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT);
-            plane(scale, F::SCALE_BYTES, to + SCALE_AT);
+            plane(low, F::LOW_BYTES, to, tiles, tile, false);
+            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT, tiles, tile, false);
+            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + SCALE_AT, tiles, tile, false);
+            if constexpr (F::GROUP_BYTES > 0)
+                plane(group, F::GROUP_BYTES, to + GROUP_AT, groups, tile / F::GROUP_TILES, true);
         }
         copy_commit();
     };
@@ -105,20 +112,24 @@ DEVICE void decode(const Problem& p) {
 #pragma unroll
             for (int block = 0; block < 2; block++) {
                 u32 x[GROUPS][4];
-                float sums[GROUPS][4];
+                float sums[GROUPS][4], odd_sums[GROUPS][4];  // the latter of the second step, if scales are steps'
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
                     load_matrices(x[group], row[group] + (next - chunk) * 128 + block * 64);
                     if constexpr (!C::SUMS) continue;
                     const float zero[4] = {0, 0, 0, 0};
                     mma_half(sums[group], unit, x[group][0], x[group][1], zero);
-                    mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
+                    if constexpr (Tile<F>::STEP_SCALES)
+                        mma_half(odd_sums[group], unit, x[group][2], x[group][3], zero);
+                    else
+                        mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
                 }
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++) {
                     Tile<F> tile;
                     tile.load_block(from + r * F::LOW_BYTES, from + HIGH_AT + r * F::HIGH_BYTES,
-                                    from + SCALE_AT + r * F::SCALE_BYTES, block, lane);
+                                    from + SCALE_AT + r * F::SCALE_BYTES, from + GROUP_AT + r * F::GROUP_BYTES, block,
+                                    lane);
                     u32 a0[4], a1[4];
                     codec.codes(tile, 2 * block, a0);
                     codec.codes(tile, 2 * block + 1, a1);
@@ -130,21 +141,30 @@ DEVICE void decode(const Problem& p) {
                             mma_half(c, a0, x[group][0], x[group][1], c);
                         else
                             mma_half(c, a0, x[group][0], x[group][1], sums[group]);
-                        if constexpr (F::SCALING == E4M3) {  // every step has its own
+                        if constexpr (Tile<F>::STEP_SCALES) {
                             const float odd[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
 #pragma unroll
                             for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
                             float other[4] = {};
-                            mma_half(other, a1, x[group][2], x[group][3], other);
+                            if constexpr (F::HAS_MIN || !C::SUMS)
+                                mma_half(other, a1, x[group][2], x[group][3], other);
+                            else
+                                mma_half(other, a1, x[group][2], x[group][3], odd_sums[group]);
 #pragma unroll
-                            for (int j = 0; j < 4; j++) acc[r][group][j] += odd[j >> 1] * other[j];
+                            for (int j = 0; j < 4; j++) {
+                                acc[r][group][j] += odd[j >> 1] * other[j];
+                                if constexpr (F::HAS_MIN) {
+                                    acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
+                                    acc[r][group][j] += tile.m(2 * block + 1, j >> 1) * odd_sums[group][j];
+                                }
+                            }
                             continue;
                         }
                         mma_half(c, a1, x[group][2], x[group][3], c);
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
                             acc[r][group][j] += d[j >> 1] * c[j];
-                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(block, j >> 1) * sums[group][j];
+                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
                         }
                     }
                 }

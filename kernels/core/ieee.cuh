@@ -29,6 +29,11 @@ DEVICE float ieee_div(float a, float b) {
 
 DEVICE u32 magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
 
+// Compiled signs flush subnormal numbers, too.
+DEVICE float absolute(float x) { return __int_as_float(magnitude(x)); }
+
+DEVICE float negated(float x) { return __int_as_float(__float_as_int(x) ^ 0x80000000); }
+
 DEVICE bool is_finite(float x) { return magnitude(x) < 0x7f800000; }
 
 // Integers in the order of the floats, with -0 equal to +0.
@@ -42,3 +47,32 @@ DEVICE float inverse(float d) {
     float r = ieee_div(1, d);
     return is_finite(r) ? r : 0;
 }
+
+DEVICE float ieee_sqrt(float x) {
+    float r;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// To the nearest integer, halves to even; and to the next one below.
+DEVICE float ieee_rint(float x) {
+    float r;
+    asm("cvt.rni.f32.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE float ieee_floor(float x) {
+    float r;
+    asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// a < b; false for NaN.
+DEVICE bool ieee_less(float a, float b) {
+    u32 r;
+    asm("{.reg .pred less;\nsetp.lt.f32 less, %1, %2;\nselp.u32 %0, 1, 0, less;}" : "=r"(r) : "f"(a), "f"(b));
+    return r;
+}
+
+// x, and 0 where it overflowed.
+DEVICE float finite(float x) { return is_finite(x) ? x : 0; }

@@ -15,8 +15,9 @@ struct IntegerCodes {
     DEVICE IntegerCodes(const u16*, int) {}
     DEVICE void fill(int, int) {}
 
-    // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 and 5 bits
-    // q * 2^-20: masking is all it takes, and the powers of two leave with the accumulators (UNSCALE).
+    // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 to 6 bits
+    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes, and the powers of two leave with the accumulators
+    // (UNSCALE).
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
@@ -27,28 +28,38 @@ struct IntegerCodes {
         }
     }
 
-    static constexpr float UNSCALE = 16777216.f;                             // 2^24, of rows g
-    static constexpr float UNSCALE_8 = F::BITS == 8 ? 16777216.f : 1048576.f;  // of rows g + 8
+    // Row g + 8's codes stand so many times higher than row g's.
+    static constexpr int TIMES_8 = F::BITS == 8 ? 1 : F::LOW_BYTES == 256 ? 4 : 16;
+    static constexpr float UNSCALE = 16777216.f;             // 2^24, of rows g
+    static constexpr float UNSCALE_8 = UNSCALE / TIMES_8;  // of rows g + 8
 
     // What `codes` gives for the code -1 (OFFSET times it shifts codes to zero), or for 1 where there is a minimum.
     // As operand A it makes sums of the activations in the units of the accumulators.
     static DEVICE void unit(u32 (&a)[4]) {
         constexpr u32 one = F::HAS_MIN ? 1 : 0x8000 | F::ZERO;
-        constexpr u32 one_8 = F::HAS_MIN ? (F::BITS == 8 ? 1 : 16) : 0x8000 | F::ZERO * (F::BITS == 8 ? 1 : 16);
+        constexpr u32 one_8 = F::HAS_MIN ? TIMES_8 : 0x8000 | F::ZERO * TIMES_8;
 #pragma unroll
         for (int r = 0; r < 4; r++) a[r] = (r % 2 ? one_8 : one) * 0x00010001;
     }
 
     // The weights of step h in float16, rounded once. A code q in the mantissa under the exponent of 1024 reads
-    // 1024 + q, four bits higher 1024 + 16 q.
+    // 1024 + q, four bits higher 1024 + 16 q, two bits higher 1024 + 4 q.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
+        if constexpr (F::SCALING >= BYTES && F::HAS_MIN)
+            above_minimums(tile, h, a);
+        else
+            scaled(tile, h, a);
+    }
+
+private:
+    static DEVICE void scaled(const Tile<F>& tile, int h, u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             u32 q;
             if constexpr (F::BITS == 8) {
                 q = int8_to_half2(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2], r / 2);
             } else if (r % 2) {
-                q = corrected_16<F::OFFSET>(masked(tile, h, r, 0x64006400));
+                q = corrected_times<F::OFFSET, TIMES_8>(masked(tile, h, r, 0x64006400));
             } else {
                 q = corrected<F::OFFSET>(masked(tile, h, r, 0x64006400));
             }
@@ -62,14 +73,35 @@ struct IntegerCodes {
         }
     }
 
-private:
-    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 in rows g + 8.
+    // d * (s * q) - dmin * m with integers s and m (tile.cuh): s * q is exact. A minimum's rounding would be the same
+    // error for all its columns: the last of a lane's registers for these has what the others lack.
+    static DEVICE void above_minimums(const Tile<F>& tile, int h, u32 (&a)[4]) {
+        constexpr u32 part = TIMES_8 == 4 ? 0x34003c00 : 0x2c003c00, minus = TIMES_8 == 4 ? 0xdc00e400 : 0xd400e400;
+        const u32 s = fma_half2(tile.integer_pair(h, 0), part, minus);  // of row g + 8 what takes codes back, too
+        const u32 base = mul_half2(s, 0xe400e400);                      // -1024 times
+        const u32 m = sub_half2(tile.integer_pair(h, 1), 0x64006400), factor = tile.group[1];
+        const u32 first = mul_half2(m, factor);
+        const bool ends = Tile<F>::STEP_SCALES || h % 2;
+        const u32 registers = Tile<F>::STEP_SCALES ? 0x40004000 : 0x44004400;  // 2 or 4
+        const u32 last = fma_half2(multiply_subtract_half2(m, factor, first), registers, first);
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const u32 product = fma_half2(masked(tile, h, r, 0x64006400), twice(s, r % 2), twice(base, r % 2));
+            a[r] = fma_half2(product, twice(tile.group[0], r % 2), twice(ends && r >= 2 ? last : first, r % 2));
+        }
+    }
+
+    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 or 2 in rows g + 8.
     static DEVICE u32 masked(const Tile<F>& tile, int h, int r, u32 bits) {
-        const u32 mask = r % 2 ? 0x00f000f0 : 0x000f000f;
-        u32 q = and_or(r < 2 ? tile.low[h] : tile.low[h] >> 8, mask, bits);
+        constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4, HIGH = F::BITS - LOW;
+        const u32 mask = ((1 << LOW) - 1) * 0x00010001 << (r % 2 ? LOW : 0);
+        const u32 word = LOW == 2 ? tile.low[h / 2] >> 4 * (h % 2) : tile.low[h];
+        u32 q = and_or(r < 2 ? word : word >> 8, mask, bits);
         if constexpr (F::HIGH_BYTES > 0) {
-            const u32 turned = __funnelshift_r(tile.high, tile.high, 2 * (h & 1) + 8 * (h >> 1));
-            q = and_or(r < 2 ? turned : turned >> 1, r % 2 ? 0x01000100 : 0x00100010, q);
+            const u32 other = tile.high[HIGH == 2 ? h / 2 : 0];
+            const u32 turned = __funnelshift_r(other, other, turn_of<F::BITS>(h));
+            const u32 high_mask = ((1 << HIGH) - 1) * 0x00010001 << (r % 2 ? 2 * LOW : LOW);
+            q = and_or(r < 2 ? turned : turned >> HIGH, high_mask, q);
         }
         return q;
     }

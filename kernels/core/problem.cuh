@@ -7,7 +7,7 @@ constexpr int BATCH_AXES = 3;
 struct Problem {
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
-    Planes w;                 // fragment layout, all matrices of a stack one after the other in every plane
+    const u8 *low, *high, *scale;  // planes of W, all matrices of a stack one after the other in each
     const u16* x;             // rows of K float16 numbers
     const float* unscale;     // per batch row, the power of two that its float16 row was divided by; or null
     void* out;
@@ -16,7 +16,7 @@ struct Problem {
     float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
     u32* flags;
     const u16* values;  // of a codebook
-    u64 straight;       // whether scale, bias and one rounding make results, in rows that can be stored in whole pieces
+    const u8* group;    // the last plane of W
     s64 x_row;             // stride of x in elements
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out
@@ -29,6 +29,7 @@ struct Problem {
     int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
     int box;               // batch rows that a copy of x brings (wgmma core)
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
+    int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.
@@ -63,7 +64,9 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
         at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
     s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    at.w = {p.w.low + tiles * F::LOW_BYTES, p.w.high + tiles * F::HIGH_BYTES, p.w.scale + tiles * F::SCALE_BYTES};
+    at.w = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES, p.group};
+    if constexpr (F::GROUP_BYTES > 0)
+        at.w.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
     at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
     return at;

@@ -58,6 +58,23 @@ DEVICE u32 mul_bfloat2(u32 a, u32 b) {
     return r;
 }
 
+DEVICE u32 multiply_subtract_half2(u32 a, u32 b, u32 c) {
+    u32 r;
+    asm("{.reg .b32 negated;\nneg.f16x2 negated, %3;\nfma.rn.f16x2 %0, %1, %2, negated;}"
+        : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// Two copies of the low or the high half, which an instruction of halves then takes as they are.
+DEVICE u32 twice(u32 pair, int high) {
+    u32 r;
+    if (high)
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(r) : "r"(pair));
+    else
+        asm("{.reg .f16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(r) : "r"(pair));
+    return r;
+}
+
 // Four of the eight bytes of b and a, numbers 7 .. 0, by four bits of the selector each; the highest of them repeats
 // the byte's sign. (The intrinsic promises three bits.)
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
@@ -99,6 +116,15 @@ DEVICE void copy_async(u32 shared, const void* global) {
     uint4 v = *static_cast<const uint4*>(global);
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#endif
+}
+
+// The same of what this multiprocessor soon copies again: it stays in the L1 cache.
+DEVICE void copy_async_again(u32 shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
+#else
+    copy_async(shared, global);
 #endif
 }
 

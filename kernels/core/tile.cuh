@@ -9,8 +9,17 @@
 //     a2         g       2i+8, 2i+9       2, 6                  1, 3 of row g's
 //     a3         g + 8   2i+8, 2i+9       3, 7                  1, 3 of row g + 8's
 //
-// One-bit plane: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word, turned left
-// by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the others'.
+// Two-bit words, one for two steps: codes of registers r at step h are at bits 4 (h & 1) + 2 (r & 1) + 8 (r >> 1), their
+// second elements 16 higher.
+//
+// High plane, of one bit: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word,
+// turned left by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the
+// others'. Beside two-bit codes it is bit 2 + 2 (r & 1) + (r >> 1) + 16 e, turned left by 4 h. Of two bits it has a word
+// for two steps: bits from 4 + 4 (r & 1) + 2 (r >> 1) + 16 e on, turned left by 8 (h & 1).
+//
+// Group plane: what scales of many columns share, one record of GROUP_BYTES bytes per row tile and GROUP_TILES tiles
+// along K. In the rings of shared memory it is a part of every slot, which has its tiles' records. Of integer scales
+// (types.cuh) it has the float16 number d, and -dmin as a second word, of rows g and g + 8.
 #pragma once
 #include "ptx.cuh"
 
@@ -19,6 +28,7 @@ struct Planes {
     const u8* low;
     const u8* high;
     const u8* scale;
+    const u8* group;
 };
 
 // What a lane holds of a tile. Codes of 4 bits are a word for each step h, those of 8 bits two; of 5 bits the fifth
@@ -26,14 +36,15 @@ struct Planes {
 template <class F>
 struct Tile {
     u32 low[F::LOW_BYTES / 128];
-    u32 high;
-    u32 scale[F::SCALE_BYTES / 32];  // rows g and g + 8, two blocks each
+    u32 high[F::HIGH_BYTES ? F::HIGH_BYTES / 128 : 1];
+    u32 scale[F::SCALE_BYTES ? F::SCALE_BYTES / 32 : 1];  // rows g and g + 8, two blocks each
+    u32 group[F::GROUP_BYTES ? F::GROUP_BYTES / 32 : 1];  // rows g and g + 8
 
     // Of the codes, the last one being the high plane's.
-    DEVICE u32 word(int w) const { return w < F::LOW_BYTES / 128 ? low[w] : high; }
+    DEVICE u32 word(int w) const { return w < F::LOW_BYTES / 128 ? low[w] : high[0]; }
 
     // From shared memory: where the tile's share of each plane starts.
-    DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, int lane) {
+    DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
         if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
             for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
@@ -42,12 +53,14 @@ struct Tile {
             for (int part = 0; part < F::LOW_BYTES / 512; part++)
                 set_low(part, reinterpret_cast<const uint4*>(low_at)[part * 32 + lane]);
         }
-        load_others(high_at, scale_at, lane);
+        if constexpr (F::HIGH_BYTES == 256) high[1] = reinterpret_cast<const u32*>(high_at)[32 + lane];
+        load_others(high_at, scale_at, group_at, lane);
     }
 
     // Of block b alone: the words of its two steps, and what belongs to both blocks.
-    DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, int b, int lane) {
-        if constexpr (F::BITS == 2) {
+    DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
+                           int lane) {
+        if constexpr (F::LOW_BYTES == 256 && (F::BITS == 2 || F::CODING == INTEGERS)) {
             low[b] = reinterpret_cast<const u32*>(low_at)[b * 32 + lane];
         } else if constexpr (F::BITS == 3) {
 #pragma unroll
@@ -60,13 +73,15 @@ struct Tile {
             uint2 v = reinterpret_cast<const uint2*>(low_at)[lane * 2 + b];
             low[2 * b] = v.x, low[2 * b + 1] = v.y;
         }
-        load_others(high_at, scale_at, lane);
+        load_others(F::HIGH_BYTES == 256 ? high_at + b * 128 : high_at, scale_at, group_at, lane);
+        if constexpr (F::HIGH_BYTES == 256) high[1] = high[0];
     }
 
     // Two copies of the scale of step h in float16, or (minimum) of its minimum or zero point; row8 = 1 for row g + 8.
     // Of E4M3 bytes 2^7 times their own numbers.
     DEVICE u32 scale_pair(int h, int row8, int minimum = 0) const {
         const int b = h / 2;
+        if constexpr (F::SCALING >= BYTES) return twice(product_halves(h), row8);
         if constexpr (F::SCALING == E4M3)
             return mul_half2(__byte_perm(step_halves(h, row8), 0, b ? 0x3232 : 0x1010), 0x78007800);
         if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, minimum ? 0x3232 : 0x1010);
@@ -77,6 +92,7 @@ struct Tile {
     // The same in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
     DEVICE float d(int h, int row8) const {
         const int b = h / 2;
+        if constexpr (F::SCALING >= BYTES) return product(h, row8, 0);
         if constexpr (F::SCALING == E4M3)
             return b ? high_to_float(step_halves(h, row8)) : low_to_float(step_halves(h, row8));
         if constexpr (F::HAS_MIN) return low_to_float(scale[row8 * 2 + b]);
@@ -85,13 +101,52 @@ struct Tile {
         return (F::SCALE_BYTES == 32 ? row8 : b) ? high_to_float(pair) : low_to_float(pair);
     }
 
-    // Minimum of block b, in formats that have one; with a zero point, -zero * d.
-    DEVICE float m(int b, int row8) const {
+    // Minimum of step h, in formats that have one; with a zero point, -zero * d.
+    DEVICE float m(int h, int row8) const {
+        const int b = h / 2;
+        if constexpr (F::SCALING >= BYTES) return product(h, row8, 1);
         const float m = high_to_float(scale[F::HAS_MIN ? row8 * 2 + b : 0]);
         return F::SCALING == HALF_AND_ZERO ? -m * d(2 * b, row8) : m;
     }
 
+    // Both rows' integer scale of step h, or minimum, as 1024 + s: the byte s in the mantissa under 1024's exponent.
+    DEVICE u32 integer_pair(int h, int minimum) const {
+        const Integers s = integers(h, minimum);
+        return __byte_perm(s.word, 0x64646464, 0x4040 | s.at | s.at + 1 << 8);
+    }
+
+    // Whether every step has a scale of its own.
+    static constexpr bool STEP_SCALES =
+        F::SCALING == E4M3 || F::SCALING == STEP_BYTES || F::SCALING == STEP_NIBBLES_AND_MIN;
+
 private:
+    // Where the integer scale (or minimum) of step h and row g is: byte `at` of the word, row g + 8's being the next.
+    struct Integers {
+        u32 word;
+        int at;
+    };
+
+    DEVICE Integers integers(int h, int minimum) const {
+        const int b = h / 2;
+        if constexpr (F::SCALING == BYTES) return {scale[0], 2 * b};
+        if constexpr (F::SCALING == BYTES_AND_MIN) return {scale[b], 2 * minimum};
+        if constexpr (F::SCALING == STEP_BYTES) return {scale[b], 2 * (h % 2)};
+        return {masked(minimum ? scale[b] >> 4 : scale[b], 0x0f0f0f0f), 2 * (h % 2)};
+    }
+
+    // Both rows' scale, integer times d, in float16, rounded once.
+    DEVICE u32 product_halves(int h) const {
+        return mul_half2(sub_half2(integer_pair(h, 0), 0x64006400 + F::SCALE_ZERO * 0x10001), group[0]);
+    }
+
+    // The same, or the minimum, in float32, exact: as the second byte of 32768's bits s reads 32768 + s.
+    DEVICE float product(int h, int row8, int minimum) const {
+        const Integers s = integers(h, minimum);
+        const float read = __int_as_float(__byte_perm(s.word, 0x47000000, 0x7404 | s.at + row8 << 4));
+        const float factor = row8 ? high_to_float(group[minimum]) : low_to_float(group[minimum]);
+        return __fmaf_rn(read, factor, factor * -(32768.f + F::SCALE_ZERO));
+    }
+
     // The scales of steps h % 2 and h % 2 + 2 of a row: E4M3 bytes, whose bits are a float16 number's.
     DEVICE u32 step_halves(int h, int row8) const {
         return masked(h % 2 ? scale[row8] >> 1 : scale[row8] << 7, 0x3f803f80);
@@ -114,23 +169,30 @@ private:
         low[part * 4 + 0] = v.x, low[part * 4 + 1] = v.y, low[part * 4 + 2] = v.z, low[part * 4 + 3] = v.w;
     }
 
-    DEVICE void load_others(const u8* high_at, const u8* scale_at, int lane) {
-        if constexpr (F::HIGH_BYTES > 0) high = reinterpret_cast<const u32*>(high_at)[lane];
+    DEVICE void load_others(const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
+        if constexpr (F::HIGH_BYTES > 0) high[0] = reinterpret_cast<const u32*>(high_at)[lane];
         if constexpr (F::SCALE_BYTES == 128) {
             uint4 v = reinterpret_cast<const uint4*>(scale_at)[lane / 4];
             scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
         } else if constexpr (F::SCALE_BYTES == 64) {
             uint2 v = reinterpret_cast<const uint2*>(scale_at)[lane / 4];
             scale[0] = v.x, scale[1] = v.y;
-        } else {
+        } else if constexpr (F::SCALE_BYTES > 0) {
             scale[0] = reinterpret_cast<const u32*>(scale_at)[lane / 4];
+        }
+        if constexpr (F::GROUP_BYTES == 64) {
+            uint2 v = reinterpret_cast<const uint2*>(group_at)[lane / 4];
+            group[0] = v.x, group[1] = v.y;
+        } else if constexpr (F::GROUP_BYTES > 0) {
+            group[0] = reinterpret_cast<const u32*>(group_at)[lane / 4];
         }
     }
 };
 
 // One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step at a time: of the step's pieces
-// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead.
-template <int ROW_TILES, int BYTES, int THREADS>
+// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead. AGAIN: the next step may
+// well be the same bytes.
+template <int ROW_TILES, int BYTES, int THREADS, bool AGAIN = false>
 struct PlaneCopy {
     static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
     const u8* from[OWN ? OWN : 1];
@@ -144,26 +206,35 @@ struct PlaneCopy {
         }
     }
 
-    // The next step, to shared address `to`.
-    DEVICE void copy(u32 to, int thread) {
+    // The next step, to shared address `to`; the one after it is `advance` bytes further.
+    DEVICE void copy(u32 to, int thread, int advance = BYTES) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES)
-                copy_async(to + (thread + j * THREADS) * 16, from[j]);
-            from[j] += BYTES;
+            if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
+                if constexpr (AGAIN)
+                    copy_async_again(to + (thread + j * THREADS) * 16, from[j]);
+                else
+                    copy_async(to + (thread + j * THREADS) * 16, from[j]);
+            }
+            from[j] += advance;
         }
     }
 };
 
-// All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step].
+// All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step], groups
+// [row tile][record].
 template <class F, int ROW_TILES, int THREADS, int WIDTH = 1>
 struct WeightCopy {
-    static constexpr int TILES = ROW_TILES * WIDTH;
+    static constexpr int TILES = ROW_TILES * WIDTH, RECORDS = (WIDTH + F::GROUP_TILES - 1) / F::GROUP_TILES;
+    static_assert(WIDTH % F::GROUP_TILES == 0 || F::GROUP_TILES % WIDTH == 0, "steps start where groups do");
     static constexpr int HIGH_AT = TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + TILES * F::HIGH_BYTES;
-    static constexpr int SIZE = SCALE_AT + TILES * F::SCALE_BYTES;  // of a step in shared memory
+    static constexpr int GROUP_AT = SCALE_AT + TILES * F::SCALE_BYTES;
+    static constexpr int SIZE = GROUP_AT + ROW_TILES * RECORDS * F::GROUP_BYTES;  // of a step in shared memory
     PlaneCopy<ROW_TILES, F::LOW_BYTES * WIDTH, THREADS> low;
     PlaneCopy<ROW_TILES, (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH, THREADS> high;
-    PlaneCopy<ROW_TILES, F::SCALE_BYTES * WIDTH, THREADS> scale;
+    PlaneCopy<ROW_TILES, (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH, THREADS> scale;
+    PlaneCopy<ROW_TILES, (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS, THREADS, true> group;
+    int next;  // tile, where there are groups
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
         const s64 first = s64(first_row) * tiles + tile;
@@ -171,19 +242,31 @@ struct WeightCopy {
         low.start(w.low + first * F::LOW_BYTES, last, tiles * F::LOW_BYTES, thread);
         if constexpr (F::HIGH_BYTES > 0)
             high.start(w.high + first * F::HIGH_BYTES, last, tiles * F::HIGH_BYTES, thread);
-        scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
+        if constexpr (F::SCALE_BYTES > 0)
+            scale.start(w.scale + first * F::SCALE_BYTES, last, tiles * F::SCALE_BYTES, thread);
+        if constexpr (F::GROUP_BYTES > 0) {
+            const int groups = groups_of<F>(tiles);
+            const s64 record = s64(first_row) * groups + tile / F::GROUP_TILES;
+            group.start(w.group + record * F::GROUP_BYTES, last, groups * F::GROUP_BYTES, thread);
+            next = tile;
+        }
     }
 
     DEVICE void copy(u32 to, int thread) {
         low.copy(to, thread);
         if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread);
-        scale.copy(to + SCALE_AT, thread);
+        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread);
+        if constexpr (F::GROUP_BYTES > 0) {
+            next += WIDTH;
+            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : RECORDS * F::GROUP_BYTES);
+        }
     }
 
     // Row tile r, tile k of the step at `from`.
     static DEVICE void load(Tile<F>& tile, const u8* from, int r, int k, int lane) {
         const int i = r * WIDTH + k;
         tile.load_shared(from + i * F::LOW_BYTES, from + HIGH_AT + i * F::HIGH_BYTES,
-                         from + SCALE_AT + i * F::SCALE_BYTES, lane);
+                         from + SCALE_AT + i * F::SCALE_BYTES,
+                         from + GROUP_AT + (r * RECORDS + k / F::GROUP_TILES) * F::GROUP_BYTES, lane);
     }
 };

@@ -14,7 +14,28 @@ constexpr int WARP = 32;
 
 // What a format's codes are (core/codec.cuh), and how a block's scale is stored in the fragment layout (core/tile.cuh).
 enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1 };
-enum Scaling { HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3 };
+// The last four are integers that the group plane's float16 numbers multiply, a byte (but two NIBBLES) each: of blocks
+// of 32 columns, or of every STEP of 16.
+enum Scaling {
+    HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, BYTES, BYTES_AND_MIN, STEP_BYTES, STEP_NIBBLES_AND_MIN
+};
+
+// A format whose scales share nothing over many columns: no group plane (core/tile.cuh).
+struct Ungrouped {
+    static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;
+};
+
+// Records of the group plane for so many tiles along K.
+template <class F>
+DEVICE int groups_of(int tiles) {
+    return (tiles + F::GROUP_TILES - 1) / F::GROUP_TILES;
+}
+
+// By how many bits those of step h are turned left in a word of the high plane (core/tile.cuh).
+template <int BITS>
+DEVICE int turn_of(int h) {
+    return BITS == 3 ? 4 * h : BITS == 5 ? 2 * (h & 1) + 8 * (h >> 1) : 8 * (h & 1);
+}
 
 // Element types of the arrays that a user hands over, numbered as plan.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };

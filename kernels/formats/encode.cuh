@@ -183,3 +183,15 @@ DEVICE void load_elements(const void* x, s64 at, s64 row_stride, s64 column_stri
         for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j % 8 + j / 8 * APART) * column_stride, dtype);
     }
 }
+
+// The blocks of all threads, from shared memory. At most BYTES of them, a multiple of 16.
+template <int BYTES, int THREADS>
+DEVICE void store_staged(u8* to, const u8* staged, int bytes) {
+    __syncthreads();
+#pragma unroll
+    for (int byte = threadIdx.x * 16; byte < BYTES; byte += THREADS * 16)
+        if (byte + 16 <= bytes)
+            *reinterpret_cast<uint4*>(to + byte) = *reinterpret_cast<const uint4*>(staged + byte);
+        else
+            for (int rest = byte; rest < bytes; rest++) to[rest] = staged[rest];
+}

@@ -9,7 +9,7 @@
 #include "share.cuh"
 
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
-struct GgmlBlock {
+struct GgmlBlock : Ungrouped {
     static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = HAS_MIN_ ? HALF_AND_MIN : HALF;
@@ -51,7 +51,8 @@ struct GgmlBlock {
     }
 
     // The greatest magnitude of a weight with these bits; NaN for NaN.
-    static DEVICE float peak(u32 scale) {
+    static DEVICE float peak(const LaneShare<GgmlBlock>& share) {
+        const u32 scale = share.scale;
         constexpr float code = HAS_MIN ? (1 << BITS) - 1 : OFFSET ? OFFSET : 128;
         const float m = HAS_MIN ? fabsf(half_to_float(u16(scale >> 16))) : 0;
         return fabsf(half_to_float(u16(scale))) * code + m;
@@ -96,7 +97,7 @@ struct GgmlBlock {
 #pragma unroll
                 for (int h = 2 * b; h < 2 * b + 2; h++, bits >>= 16) {
                     const u32 pairs = (bits & 1) | (bits >> 7 & 2) | ((bits >> 1 & 1) | (bits >> 8 & 2)) << 16;
-                    share.high |= turned_left(pairs << (4 + 4 * j), h);
+                    share.high[0] |= turned_left(pairs << (4 + 4 * j), h);
                 }
             }
         }
@@ -122,7 +123,7 @@ struct GgmlBlock {
                 u32 bits = 0;
 #pragma unroll
                 for (int h = 2 * b; h < 2 * b + 2; h++) {
-                    const u32 pairs = turned_right(share.high, h) >> (4 + 4 * j);
+                    const u32 pairs = turned_right(share.high[0], h) >> (4 + 4 * j);
                     const u32 four = (pairs & 1) | (pairs & 2) << 7 | (pairs >> 15 & 2) | (pairs >> 8 & 0x200);
                     bits |= four << 16 * (h % 2);
                 }
@@ -137,8 +138,8 @@ struct GgmlBlock {
 
 private:
     // Of step h's fifth bits in the lane's word (core/tile.cuh).
-    static DEVICE u32 turned_left(u32 bits, int h) { return __funnelshift_l(bits, bits, 2 * (h & 1) + 8 * (h >> 1)); }
-    static DEVICE u32 turned_right(u32 bits, int h) { return __funnelshift_r(bits, bits, 2 * (h & 1) + 8 * (h >> 1)); }
+    static DEVICE u32 turned_left(u32 bits, int h) { return __funnelshift_l(bits, bits, turn_of<5>(h)); }
+    static DEVICE u32 turned_right(u32 bits, int h) { return __funnelshift_r(bits, bits, turn_of<5>(h)); }
 
     // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.
     static DEVICE u32 gather_bytes(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }

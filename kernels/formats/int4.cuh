@@ -4,7 +4,7 @@
 #include "share.cuh"
 
 template <bool ASYMMETRIC>
-struct Int4Block {
+struct Int4Block : Ungrouped {
     static constexpr int BITS = 4, COLUMNS = 32, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + 16;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = ASYMMETRIC ? HALF_AND_ZERO : HALF;
@@ -18,7 +18,8 @@ struct Int4Block {
         return ASYMMETRIC ? scale | u32(float_to_half(block[2])) << 16 : scale;
     }
 
-    static DEVICE float peak(u32 scale) {
+    static DEVICE float peak(const LaneShare<Int4Block>& share) {
+        const u32 scale = share.scale;
         const float zero = ASYMMETRIC ? half_to_float(u16(scale >> 16)) : 8;
         return fabsf(half_to_float(u16(scale))) * fmaxf(15 - zero, zero);
     }

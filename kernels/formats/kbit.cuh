@@ -8,7 +8,7 @@
 #include "share.cuh"
 
 template <int BITS_, bool IS_E4M4, bool SIGNED = false>
-struct KbitBlock {
+struct KbitBlock : Ungrouped {
     static constexpr int BITS = BITS_, COLUMNS = 32;
     static constexpr Coding CODING = SIGNED ? SIGNED_CODEBOOK : CODEBOOK;
     static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
@@ -33,7 +33,7 @@ struct KbitBlock {
     }
 
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
-    static DEVICE float peak(u32 bits) { return fabsf(scale(bits)); }
+    static DEVICE float peak(const LaneShare<KbitBlock>& share) { return fabsf(scale(share.scale)); }
 
     // Codes of four elements from j < 16 on, and of the four 16 further, a byte each.
     static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
@@ -88,7 +88,7 @@ struct KbitBlock {
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
                     const u32 signs = planes[4] >> 8 * m;
-                    share.high |= ((signs & 1) << 15 | (signs & 2) << 30) >> (8 * b + 4 * j + m);
+                    share.high[0] |= ((signs & 1) << 15 | (signs & 2) << 30) >> (8 * b + 4 * j + m);
                 }
             } else if constexpr (BITS % 2) {
 #pragma unroll
@@ -115,7 +115,7 @@ struct KbitBlock {
                 pairs = share.low[2 * b + j];
 #pragma unroll
                 for (int m = 0; m < 4; m++) {
-                    const u32 signs = share.high << (8 * b + 4 * j + m);
+                    const u32 signs = share.high[0] << (8 * b + 4 * j + m);
                     flips |= ((signs >> 15 & 1) | (signs >> 30 & 2)) << 8 * m;
                 }
                 fifths = flips ^ 0x03030303;
@@ -146,7 +146,7 @@ private:
     static constexpr int PAIR = 2 * BITS, PER_WORD = 32 / PAIR, WORDS = LOW_BYTES / 128 + 1;
 
     static DEVICE u32& word_of(LaneShare<KbitBlock>& share, int w) {
-        return w < WORDS - 1 ? share.low[w] : share.high;
+        return w < WORDS - 1 ? share.low[w] : share.high[0];
     }
 
     static DEVICE void put_pair(LaneShare<KbitBlock>& share, int p, u32 bits) {

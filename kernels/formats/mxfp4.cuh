@@ -3,7 +3,7 @@
 #pragma once
 #include "fp4.cuh"
 
-struct Mxfp4Block {
+struct Mxfp4Block : Ungrouped {
     static constexpr int BITS = 4, COLUMNS = 32, BLOCK_BYTES = 17, CODES_AT = 1;
     static constexpr Coding CODING = E2M1;
     static constexpr Scaling SCALING = E8M0;
@@ -12,7 +12,8 @@ struct Mxfp4Block {
 
     static DEVICE u32 scale_bits(const u8* block) { return block[0]; }
 
-    static DEVICE float peak(u32) { return 0; }  // the host brings exponents into float16's range
+    // The host brings exponents into float16's range.
+    static DEVICE float peak(const LaneShare<Mxfp4Block>&) { return 0; }
 
     static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
         const u8* from = block + CODES_AT + j;

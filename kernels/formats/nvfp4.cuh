@@ -3,7 +3,7 @@
 #pragma once
 #include "fp4.cuh"
 
-struct Nvfp4Block {
+struct Nvfp4Block : Ungrouped {
     static constexpr int BITS = 4, COLUMNS = 64, BLOCK_BYTES = 36, CODES_AT = 4;
     static constexpr Coding CODING = E2M1;
     static constexpr Scaling SCALING = E4M3;
@@ -12,7 +12,7 @@ struct Nvfp4Block {
 
     static DEVICE u32 scale_bits(const u8* block) { return load_u32(block); }
 
-    static DEVICE float peak(u32) { return 0; }  // every weight fits float16
+    static DEVICE float peak(const LaneShare<Nvfp4Block>&) { return 0; }  // every weight fits float16
 
     // Codes of elements j .. j + 3, and of the four 16 further, a byte each.
     static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {

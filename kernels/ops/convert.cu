@@ -5,7 +5,7 @@
 #include "../core/decode.cuh"
 
 // Weights of four and of eight bits with a float16 scale for every 32.
-struct FourBits {
+struct FourBits : Ungrouped {
     static constexpr int BITS = 4, OFFSET = 8, ZERO = 8, LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = 64;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = HALF;

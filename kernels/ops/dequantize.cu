@@ -5,6 +5,17 @@
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
+// What half of 32 weights of a block share.
+template <class F>
+DEVICE auto scale_of(const u8* block, int part, int half) {
+    if constexpr (F::GROUP_BYTES > 0)
+        return F::scale_at(block, part, half);
+    else if constexpr (F::SCALING == E4M3)
+        return F::scale_bits(block) >> 8 * (2 * part + half) & 0xff;
+    else
+        return F::scale_bits(block);
+}
+
 // N: elements in 16 bytes. `codebook` is in shared memory, a bank for each of its entries. `scale`: of the tensor
 // (nvfp4).
 template <int N>
@@ -15,17 +26,17 @@ DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, con
     const int first = int(thread % THREADS) * N;
     const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
     const int part = index % (Format::COLUMNS / 32);
-    const u32 scales = Format::scale_bits(block);
+    const decltype(scale_of<Format>(block, part, 0)) scales[2] = {scale_of<Format>(block, part, 0),
+                                                                  scale_of<Format>(block, part, 1)};
     u32 codes[2][N / 4];
 #pragma unroll
     for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const u32 own = Format::SCALING == E4M3 ? scales >> 8 * (2 * part + half) & 0xff : scales;
         float x[N];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            x[j] = Format::read(codes[half][j / 4], j % 4, own, codebook);
+            x[j] = Format::read(codes[half][j / 4], j % 4, scales[half], codebook);
             if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
         }
         u32 words[4];

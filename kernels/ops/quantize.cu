@@ -62,13 +62,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         good = encode_integers<Format>(values, half, to);
     }
     if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
-    __syncthreads();
-    u8* const blocks = out + first * Format::BLOCK_BYTES;
-    const int bytes = count * Format::BLOCK_BYTES;
-#pragma unroll
-    for (int byte = threadIdx.x * 16; byte < BLOCKS * Format::BLOCK_BYTES; byte += THREADS * 16)
-        if (byte + 16 <= bytes)
-            *reinterpret_cast<uint4*>(blocks + byte) = *reinterpret_cast<const uint4*>(staged + byte);
-        else
-            for (int rest = byte; rest < bytes; rest++) blocks[rest] = staged[rest];
+    store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,
+                                                        count * Format::BLOCK_BYTES);
 }

@@ -13,31 +13,35 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256, ROWS = 16, ROW_THREADS = THREADS / ROWS;
-constexpr int RUN = 16;                                            // tiles along K
-constexpr int TILE_BLOCKS = 64 / Format::COLUMNS;                  // of a row
-constexpr int TILE_ROW = TILE_BLOCKS * Format::BLOCK_BYTES;        // bytes of storage
-constexpr int PITCH = ((RUN * TILE_ROW + 15) / 16 + 1) * 16;
-static_assert(PITCH / 16 % 2 == 1, "eight rows should fall into different banks");
+// Whole tiles and whole blocks of a row, which a warp takes at once: more than one of the former or of the latter.
+constexpr int SPAN_TILES = Format::COLUMNS > 64 ? Format::COLUMNS / 64 : 1;
+constexpr int SPAN_BLOCKS = Format::COLUMNS < 64 ? 64 / Format::COLUMNS : 1;
+constexpr int SPAN_BYTES = SPAN_BLOCKS * Format::BLOCK_BYTES;  // of a row in storage
+constexpr int RUN = SPAN_TILES > 1 ? 8 * SPAN_TILES : 16;     // tiles along K
+constexpr int RUN_BLOCKS = RUN / SPAN_TILES * SPAN_BLOCKS;
+constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
+static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 
 struct Run {
-    s64 first_tile, first_row;  // over all matrices
+    s64 first_tile, first_group, first_row;  // over all matrices
     int rows, tiles;            // that the matrix has of it
     int bytes;                  // of each row
     s64 row_bytes, column;      // of the matrix in storage; where in its rows the run starts
 };
 
 DEVICE Run run_of(u32 index, int N, int blocks) {
-    u32 tiles_k = (u32(blocks) + TILE_BLOCKS - 1) / TILE_BLOCKS;
+    u32 tiles_k = (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES;
     u32 runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
     u32 band = index / runs, first = index % runs * RUN, row = band % bands * ROWS;
     Run run;
     run.first_tile = s64(band) * tiles_k + first;
+    run.first_group = s64(band) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
     run.first_row = s64(band / bands) * N + row;
     run.rows = min(N - int(row), ROWS);
     run.tiles = min(int(tiles_k - first), RUN);
-    run.bytes = min(blocks - int(first) * TILE_BLOCKS, RUN * TILE_BLOCKS) * Format::BLOCK_BYTES;
+    run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
     run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
-    run.column = s64(first) * TILE_ROW;
+    run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
     return run;
 }
 
@@ -82,6 +86,14 @@ DEVICE void clear_unit(u8* to) {
     if constexpr (UNIT == 2) to[1] = 0;
 }
 
+// Do `what` with every tile of a run, given where it (or the block of which it is a part) starts in a row.
+template <class Do>
+DEVICE void for_tiles(const Run& run, const Do& what) {
+    for (int span = threadIdx.x / WARP; span * SPAN_TILES < run.tiles; span += THREADS / WARP)
+#pragma unroll
+        for (int part = 0; part < SPAN_TILES; part++) what(span * SPAN_TILES + part, span * SPAN_BYTES, part);
+}
+
 // A lane's words of the low plane: 16 bytes at a time, or two words apart.
 template <int WORDS>
 DEVICE void store_low(u8* tile, const u32 (&words)[WORDS], int lane) {
@@ -110,10 +122,37 @@ DEVICE void load_low(u32 (&words)[WORDS], const u8* tile, int lane) {
     }
 }
 
+// Whether a lane has a part of the records of the group plane, and where it is in tile t's.
+constexpr int PARTS = Format::GROUP_BYTES / 16;  // of two bytes, of rows g and g + 8
+
+DEVICE bool in_group(int lane) { return lane % 4 < PARTS; }
+
+DEVICE u16* group_at(u8* group, const Run& run, int t, int lane) {
+    u8* const record = group + (run.first_group + t / Format::GROUP_TILES) * Format::GROUP_BYTES;
+    return reinterpret_cast<u16*>(record) + lane / 4 * PARTS + lane % 4;
+}
+
+// Formats whose blocks are several tiles are told which `part` of a block to take.
+template <class F>
+DEVICE LaneShare<F> gather(const u8* row, const u8* row8, int part, int lane) {
+    if constexpr (SPAN_TILES > 1)
+        return F::gather(row, row8, part, lane);
+    else
+        return F::gather(row, row8, lane);
+}
+
+template <class F>
+DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int lane) {
+    if constexpr (SPAN_TILES > 1)
+        F::scatter(share, row, row8, part, lane);
+    else
+        F::scatter(share, row, row8, lane);
+}
+
 // `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
 // that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u32* peaks) {
+to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group, u32* peaks) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     u32 greatest = 0, least = ~0u;
@@ -144,14 +183,15 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
                                    shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
         copy_wait<0>();
         __syncthreads();
-        for (int t = threadIdx.x / WARP; t < run.tiles; t += THREADS / WARP) {
+        for_tiles(run, [&](int t, int at, int part) {
             const s64 tile = run.first_tile + t;
-            const LaneShare<Format> share = Format::gather(rows[0] + t * TILE_ROW, rows[1] + t * TILE_ROW, lane);
-            const u32 peak = __float_as_int(Format::peak(share.scale));
+            const LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
+            const u32 peak = __float_as_int(Format::peak(share));
             greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
-            if constexpr (Format::HIGH_BYTES > 0)
-                reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[lane] = share.high;
+#pragma unroll
+            for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
+                reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane] = share.high[w];
             u8* const scales = scale + tile * Format::SCALE_BYTES;
             if constexpr (Format::SCALE_BYTES == 128)
                 reinterpret_cast<u32*>(scales)[lane] = share.scale;
@@ -159,7 +199,9 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
                 reinterpret_cast<u16*>(scales)[lane] = u16(share.scale);
             else
                 scales[lane] = u8(share.scale);
-        }
+            if constexpr (Format::GROUP_BYTES > 0)
+                if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
+        });
         __syncthreads();  // all have read this run
     }
 #pragma unroll
@@ -174,7 +216,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale) {
+from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     for (u32 index = blockIdx.x;; index += gridDim.x) {
@@ -182,12 +224,13 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         if (run.first_tile >= tiles) return;
         u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
                              shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
-        for (int t = threadIdx.x / WARP; t < run.tiles; t += THREADS / WARP) {
+        for_tiles(run, [&](int t, int at, int part) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = {};
             load_low(share.low, low + tile * Format::LOW_BYTES, lane);
-            if constexpr (Format::HIGH_BYTES > 0)
-                share.high = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[lane];
+#pragma unroll
+            for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
+                share.high[w] = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane];
             const u8* scales = scale + tile * Format::SCALE_BYTES;
             if constexpr (Format::SCALE_BYTES == 128)
                 share.scale = reinterpret_cast<const u32*>(scales)[lane];
@@ -195,8 +238,10 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                 share.scale = reinterpret_cast<const u16*>(scales)[lane];
             else
                 share.scale = scales[lane];
-            Format::scatter(share, rows[0] + t * TILE_ROW, rows[1] + t * TILE_ROW, lane);
-        }
+            if constexpr (Format::GROUP_BYTES > 0)
+                if (in_group(lane)) share.group = *group_at(group, run, t, lane);
+            scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
+        });
         __syncthreads();
         const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
         const Row row = row_of(storage, run, r);

@@ -1,0 +1,293 @@
+// Floats to the codes and scales of k-quants and IQ4: the searches of cuquant/formats/kquant.py and iq4_nl.py, rounding
+// for rounding. A thread has 32 consecutive weights, and a block of 256 the next eight threads.
+#pragma once
+#include "encode.cuh"
+#include "iq4.cuh"
+#include "kquant.cuh"
+
+constexpr int OWN = 32;
+constexpr float NEGLIGIBLE = 1e-15f;
+
+// Sums term after term start as the first term, whatever its sign: from -0.
+constexpr float NOTHING = -0.f;
+
+DEVICE float clipped(float x, float least, float most) { return ieee_min(ieee_max(x, least), most); }
+
+// The number of the largest magnitude with its sign, the first of equals.
+template <int N>
+DEVICE float largest(const float* x) {
+    float peak = x[0];
+#pragma unroll
+    for (int j = 1; j < N; j++)
+        if (magnitude(x[j]) > magnitude(peak)) peak = x[j];
+    return peak;
+}
+
+// The same of all numbers of the block's eight threads, thread after thread.
+DEVICE float largest_of_block(float own) {
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) {
+        const float other = __shfl_xor_sync(~0u, own, step);
+        const bool after = threadIdx.x & step;  // the other's come first
+        if (magnitude(other) > magnitude(own) || (after && magnitude(other) == magnitude(own))) own = other;
+    }
+    return own;
+}
+
+DEVICE float most_of_block(float own) {
+#pragma unroll
+    for (int step = 1; step < 8; step *= 2) own = ieee_max(own, __shfl_xor_sync(~0u, own, step));
+    return own;
+}
+
+// Codes from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error.
+template <int MOST>
+struct Affinity {
+    const float (&x)[OWN];
+    const float (&w)[OWN];
+
+    DEVICE float code(int j, float inverse, float low) const {
+        return clipped(ieee_rint(ieee_mul(ieee_sub(x[j], low), inverse)), 0, MOST);
+    }
+
+    DEVICE float error(float inverse, float origin, float scale, float low) const {
+        float sum = NOTHING;
+#pragma unroll
+        for (int j = 0; j < OWN; j++) {
+            const float off = ieee_sub(ieee_add(ieee_mul(code(j, inverse, origin), scale), low), x[j]);
+            sum = ieee_add(sum, ieee_mul(ieee_mul(off, off), w[j]));
+        }
+        return sum;
+    }
+};
+
+struct Fit {
+    float scale, minimum;  // the latter with its sign turned
+};
+
+// kquant.affine: scale and minimum of least weighted error, and codes.
+template <int MOST, int STEPS>
+DEVICE Fit affine(const float (&x)[OWN], const float (&w)[OWN], float first, int (&q)[OWN]) {
+    const Affinity<MOST> of = {x, w};
+    float high = x[0], low = x[0], sum_w = NOTHING, sum_x = NOTHING;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        high = ieee_max(high, x[j]), low = ieee_min(low, x[j]);
+        sum_w = ieee_add(sum_w, w[j]), sum_x = ieee_add(sum_x, ieee_mul(w[j], x[j]));
+    }
+    low = ieee_min(low, 0);
+    const bool flat = order(high) == order(low);
+    float best = finite(ieee_div(MOST, ieee_sub(high, low))), origin = low;
+    float scale = ieee_div(1, ieee_div(MOST, ieee_sub(high, low))), least = of.error(best, low, scale, low);
+#pragma unroll 1
+    for (int i = 0; i <= STEPS; i++) {
+        const float wanted = ieee_add(ieee_add(first, ieee_mul(0.1f, float(i))), MOST);
+        const float inverse = finite(ieee_div(wanted, ieee_sub(high, low)));
+        float sum_q = NOTHING, sum_xq = NOTHING, sum_q2 = NOTHING;
+#pragma unroll
+        for (int j = 0; j < OWN; j++) {
+            const float code = of.code(j, inverse, low), wq = ieee_mul(w[j], code);
+            sum_q = ieee_add(sum_q, wq), sum_xq = ieee_add(sum_xq, ieee_mul(wq, x[j]));
+            sum_q2 = ieee_add(sum_q2, ieee_mul(wq, code));
+        }
+        const float determinant = ieee_sub(ieee_mul(sum_w, sum_q2), ieee_mul(sum_q, sum_q));
+        float new_scale =
+            ieee_div(ieee_sub(ieee_mul(sum_w, sum_xq), ieee_mul(sum_x, sum_q)), determinant);
+        float new_low = ieee_div(ieee_sub(ieee_mul(sum_q2, sum_x), ieee_mul(sum_q, sum_xq)), determinant);
+        if (ieee_less(0, new_low)) new_scale = ieee_div(sum_xq, sum_q2), new_low = 0;
+        const float now = of.error(inverse, low, new_scale, new_low);
+        if (ieee_less(0, determinant) && ieee_less(now, least))
+            least = now, best = inverse, origin = low, scale = new_scale, low = new_low;
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; j++) q[j] = flat ? 0 : int(of.code(j, best, origin));
+    return {flat ? 0 : scale, negated(low)};
+}
+
+// Codes of x / d from `least` on, which becomes 0; where d is 0, those that the search made.
+template <int N>
+DEVICE void requantize(const float* x, float add, float d, int least, int most, int* q) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        if (d != 0) q[j] = int(clipped(ieee_rint(ieee_div(ieee_add(x[j], add), d)), least, most)) - least;
+}
+
+// One of the block's eight scales as a code up to 63 of the largest: kquant.of_largest.
+DEVICE int of_largest(float own, float& d) {
+    const float top = ieee_add(most_of_block(own), 0);
+    d = ieee_div(top, 63);
+    return int(clipped(ieee_rint(ieee_mul(finite(ieee_div(63, top)), own)), 0, 63));
+}
+
+// Whether these bits are a float16 number's.
+DEVICE bool fits_half(u32 bits) { return (bits & 0x7c00) != 0x7c00; }
+
+// A thread's 32 weights of a block of q4_k or q5_k, `block` in shared memory; false where a scale overflows.
+template <int BITS, class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, const float (&x)[OWN], u8* block) {
+    constexpr int MOST = (1 << BITS) - 1;
+    const int group = threadIdx.x % 8;
+    float w[OWN], square = NOTHING;
+#pragma unroll
+    for (int j = 0; j < OWN; j++) square = ieee_add(square, ieee_mul(x[j], x[j]));
+    const float spread = ieee_sqrt(ieee_div(square, OWN));
+#pragma unroll
+    for (int j = 0; j < OWN; j++) w[j] = ieee_add(spread, absolute(x[j]));
+    int q[OWN];
+    const Fit fit = affine<MOST, BITS == 4 ? 20 : 15>(x, w, BITS == 4 ? -1 : -0.5f, q);
+    float d, dmin;
+    const int s = of_largest(fit.scale, d), m = of_largest(fit.minimum, dmin);
+    const u32 d_bits = float_to_half(d), dmin_bits = float_to_half(dmin);
+    const float step = ieee_mul(half_to_float(u16(d_bits)), float(s));
+    requantize<OWN>(x, ieee_mul(half_to_float(u16(dmin_bits)), float(m)), step, 0, MOST, q);
+
+    // Scales 4 to 7 share bytes with scales 0 to 3.
+    const int upper_s = __shfl_xor_sync(~0u, s, 4), upper_m = __shfl_xor_sync(~0u, m, 4);
+    if (group < 4) {
+        block[4 + group] = u8(s | upper_s >> 4 << 6), block[8 + group] = u8(m | upper_m >> 4 << 6);
+        block[12 + group] = u8((upper_s & 15) | (upper_m & 15) << 4);
+    }
+    if (group == 0) {
+        *reinterpret_cast<u16*>(block) = u16(d_bits);
+        *reinterpret_cast<u16*>(block + 2) = u16(dmin_bits);
+    }
+    // Nibbles of weights j and j + 32 are a byte: one thread stores the first sixteen, the other the rest.
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        const int other = __shfl_xor_sync(~0u, q[j], 1);
+        const int low = group % 2 ? other : q[j], high = group % 2 ? q[j] : other;
+        if (j / 16 == group % 2) block[Low::byte_of(group / 2 * 64) + j] = u8((low & 15) | (high & 15) << 4);
+        if constexpr (BITS == 5) {
+            const u32 fifths = __ballot_sync(~0u, q[j] >> 4) >> threadIdx.x % 32 / 8 * 8;
+            if (j % 8 == group) block[High::byte_of(0) + j] = u8(fifths);
+        }
+    }
+    return fits_half(d_bits) && fits_half(dmin_bits);
+}
+
+// Scale and codes around zero of 16 weights: kquant.symmetric with the weights' squares.
+DEVICE float symmetric(const float* x, int* q) {
+    constexpr int MOST = 32;
+    const float peak = largest<16>(x);
+    auto code = [&](int j, float inverse) { return clipped(ieee_rint(ieee_mul(x[j], inverse)), -MOST, MOST - 1); };
+    float sum_xq, sum_q2;
+    auto sums = [&](float inverse) {
+        sum_xq = sum_q2 = NOTHING;
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const float w = ieee_mul(x[j], x[j]), c = code(j, inverse);
+            sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
+            sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
+        }
+    };
+    float best = ieee_div(-MOST, peak);
+    sums(best);
+    float scale = magnitude(sum_q2) ? ieee_div(sum_xq, sum_q2) : 0, gain = ieee_mul(scale, sum_xq);
+#pragma unroll 1
+    for (int i = -9; i < 10; i++) {
+        if (i == 0) continue;
+        const float inverse = ieee_div(-ieee_add(MOST, ieee_mul(0.1f, float(i))), peak);
+        sums(inverse);
+        if (ieee_less(0, sum_q2) && ieee_less(ieee_mul(gain, sum_q2), ieee_mul(sum_xq, sum_xq)))
+            scale = ieee_div(sum_xq, sum_q2), gain = ieee_mul(scale, sum_xq), best = inverse;
+    }
+    const bool zero = ieee_less(absolute(peak), NEGLIGIBLE);
+#pragma unroll
+    for (int j = 0; j < 16; j++) q[j] = zero ? 0 : int(code(j, best)) + MOST;
+    return zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, -MOST);
+}
+
+// The same for a block of q6_k.
+template <class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN], u8* block) {
+    const int group = threadIdx.x % 8;
+    int q[OWN];
+    float scale[2];
+#pragma unroll
+    for (int part = 0; part < 2; part++) scale[part] = symmetric(x + 16 * part, q + 16 * part);
+    const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-128, top);
+    const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
+    const u32 d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        const int s = zero ? 0 : int(ieee_min(ieee_rint(ieee_mul(inverse, scale[part])), 127));
+        requantize<16>(x + 16 * part, 0, ieee_mul(half_to_float(u16(d_bits)), float(s)), -32, 31, q + 16 * part);
+        block[SignedBytes::AT + 2 * group + part] = u8(s);
+    }
+    if (group == 0) *reinterpret_cast<u16*>(block + SignedBytes::D_AT) = u16(d_bits);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        if (zero) q[j] = 0;
+        // Nibbles of weights j and j + 64, upper bits of j, j + 32, j + 64 and j + 96.
+        const int other = __shfl_xor_sync(~0u, q[j], 2);
+        const int low = group & 2 ? other : q[j], high = group & 2 ? q[j] : other;
+        if (j / 16 == group / 2 % 2)
+            block[Low::byte_of(group / 4 * 128 + group % 2 * 32) + j] = u8((low & 15) | (high & 15) << 4);
+        u32 bits = u32(q[j] >> 4) << group % 4 * 2;
+        bits |= __shfl_xor_sync(~0u, bits, 1), bits |= __shfl_xor_sync(~0u, bits, 2);
+        if (j % 4 == group % 4) block[High::byte_of(group / 4 * 128) + j] = u8(bits);
+    }
+    return fits_half(d_bits);
+}
+
+// IQ4's levels, and the code nearest to every half integer from the first level to the last: of two levels equally near
+// the upper one.
+struct Levels {
+    static constexpr int COUNT = 2 * (113 + 127) + 1;
+    float level[16];
+    u8 nearest[COUNT];
+
+    DEVICE void fill(int thread, int threads) {
+        constexpr s8 LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        for (int step = thread; step < COUNT; step += threads) {
+            int code = 0;
+#pragma unroll
+            for (int i = 1; i < 16; i++) code += LEVELS[i - 1] + LEVELS[i] <= step - 254;
+            nearest[step] = u8(code);
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (thread == i) level[i] = LEVELS[i];
+    }
+
+    DEVICE int code(float x, float inverse) const {
+        const float steps = ieee_add(ieee_floor(ieee_mul(2, ieee_mul(x, finite(inverse)))), 254);
+        return nearest[int(clipped(steps, 0, COUNT - 1))];
+    }
+};
+
+// A thread's block of iq4_nl: iq4_nl.search with the weights' squares.
+DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block) {
+    __shared__ Levels levels;
+    levels.fill(threadIdx.x, blockDim.x);
+    __syncthreads();
+    const float peak = largest<OWN>(x);
+    float sum_xl, sum_l2;
+    auto sums = [&](float inverse) {
+        sum_xl = sum_l2 = NOTHING;
+#pragma unroll
+        for (int j = 0; j < OWN; j++) {
+            const float level = levels.level[levels.code(x[j], inverse)];
+            const float wl = ieee_mul(ieee_mul(x[j], x[j]), level);
+            sum_xl = ieee_add(sum_xl, ieee_mul(wl, x[j])), sum_l2 = ieee_add(sum_l2, ieee_mul(wl, level));
+        }
+    };
+    sums(ieee_div(1, ieee_div(negated(peak), -127)));
+    float scale = ieee_less(0, sum_l2) ? ieee_div(sum_xl, sum_l2) : 0, gain = ieee_mul(scale, sum_xl);
+#pragma unroll 1
+    for (int i = -7; i <= 7; i++) {
+        sums(ieee_div(float(i - 127), peak));
+        if (ieee_less(0, sum_l2) && ieee_less(ieee_mul(gain, sum_l2), ieee_mul(sum_xl, sum_xl)))
+            scale = ieee_div(sum_xl, sum_l2), gain = ieee_mul(scale, sum_xl);
+    }
+    if (!is_finite(scale)) scale = ieee_div(peak, -127);
+    if (ieee_less(absolute(peak), NEGLIGIBLE)) scale = 0;
+    const u32 d_bits = float_to_half(scale);
+    *reinterpret_cast<u16*>(block) = u16(d_bits);
+    const float inverse_scale = inverse(scale);
+#pragma unroll
+    for (int j = 0; j < 16; j++)
+        block[Iq4NlBlock::CODES_AT + j] =
+            u8(levels.code(x[j], inverse_scale) | levels.code(x[j + 16], inverse_scale) << 4);
+    return fits_half(d_bits);
+}

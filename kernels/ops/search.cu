@@ -1,0 +1,34 @@
+// Floats to blocks of k-quants and IQ4, whose scales are searched for.
+#include "../formats/encode_search.cuh"
+#include CUQUANT_FORMAT
+
+static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
+
+constexpr int THREADS = 256;
+constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
+
+// As `quantize` in quantize.cu.
+extern "C" __global__ void __launch_bounds__(THREADS) search(
+    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, u64* first_bad) {
+    let_successor_start();
+    wait_for_predecessor();
+    __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
+    const s64 first = s64(blockIdx.x) * BLOCKS;
+    const int count = int(min(rows * blocks_per_row - first, s64(BLOCKS)));
+    const int mine = min(int(threadIdx.x) / PARTS, count - 1);  // threads beyond the last block repeat it
+    const s64 row = (first + mine) / blocks_per_row, block = first + mine - row * blocks_per_row;
+    const s64 at = row * row_stride + (block * Format::COLUMNS + threadIdx.x % PARTS * OWN) * column_stride;
+    float values[OWN];
+    bool good = true;
+#pragma unroll
+    for (int half = 0; half < OWN; half += MINE) {
+        float (&own)[MINE] = reinterpret_cast<float (&)[MINE]>(values[half]);
+        load_elements<8>(x, at + half * column_stride, row_stride, column_stride, dtype, own);
+    }
+#pragma unroll
+    for (int j = 0; j < OWN; j++) good &= is_finite(values[j]);
+    good &= encode_block(Format(), values, staged + mine * Format::BLOCK_BYTES);
+    if (!good && first_bad) atomicMin(first_bad, u64(row));
+    store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,
+                                                        count * Format::BLOCK_BYTES);
+}
