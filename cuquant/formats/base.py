@@ -58,6 +58,8 @@ class Format(ABC):
     """Whether vectors may end within a block, whose rest is then zeros."""
     lookup: ClassVar[bool] = False
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
+    in_float16: bool = True
+    """Whether float16 holds what codes stand for; other weights are multiplied as float32 numbers."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
@@ -133,8 +135,13 @@ class Format(ABC):
         return {name: records[name] for name in self.storage.names or ()}
 
     @property
+    def kernel_block_size(self) -> int:
+        """Weights of a row that a scale in the fragment layout is for."""
+        return self.block_size
+
+    @property
     def kernel_scale_bytes(self) -> int:
-        """Bytes of a block's scales and minimums in the fragment layout."""
+        """Bytes of their scales and minimums."""
         return sum(self.storage[field].itemsize for field in self.scales)
 
     @property

@@ -12,6 +12,32 @@
 #pragma once
 #include "epilogue.cuh"
 
+// Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, with the signs of W's columns. Through
+// registers, a few at a time on their way together.
+template <int THREADS>
+DEVICE void stage_signed(const Problem& p, const Matrix& at, int first_m, int batch, int first, int pieces, u8* to,
+                         int row_bytes) {
+    constexpr int TOGETHER = 4;
+    for (int start = threadIdx.x; start < batch * pieces; start += TOGETHER * THREADS) {
+        uint4 x[TOGETHER], signs[TOGETHER];
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = start + u * THREADS, column = first + i % pieces * 8;
+            x[u] = signs[u] = make_uint4(0, 0, 0, 0);
+            if (i >= batch * pieces || column >= p.K) continue;
+            x[u] = *reinterpret_cast<const uint4*>(at.x + (first_m + i / pieces) * p.x_row + column);
+            signs[u] = *reinterpret_cast<const uint4*>(at.signs + column);
+        }
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = start + u * THREADS;
+            if (i < batch * pieces)
+                *reinterpret_cast<uint4*>(to + i / pieces * row_bytes + i % pieces * 16) =
+                    make_uint4(x[u].x ^ signs[u].x, x[u].y ^ signs[u].y, x[u].z ^ signs[u].z, x[u].w ^ signs[u].w);
+        }
+    }
+}
+
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
 DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
@@ -72,11 +98,15 @@ DEVICE void decode(const Problem& p) {
         const int stop = min(chunk + p.chunk, end);
         if (chunk > begin) __syncthreads();
         const int pieces = (stop - chunk) * 8;
-        for (int i = threadIdx.x; i < batch * pieces; i += WARPS * WARP) {
-            int m = i / pieces, piece = i % pieces, column = chunk * 64 + piece * 8;
-            const bool exists = column < p.K;
-            const u16* from = operands.x + (first_m + m) * p.x_row + (exists ? column : 0);
-            copy_async(x_rows + m * row_bytes + piece * 16, from, exists);
+        if (SIGNED_COLUMNS<F> && operands.signs) {
+            stage_signed<WARPS * WARP>(p, operands, first_m, batch, chunk * 64, pieces, x_rows, row_bytes);
+        } else {
+            for (int i = threadIdx.x; i < batch * pieces; i += WARPS * WARP) {
+                int m = i / pieces, piece = i % pieces, column = chunk * 64 + piece * 8;
+                const bool exists = column < p.K;
+                const u16* from = operands.x + (first_m + m) * p.x_row + (exists ? column : 0);
+                copy_async(x_rows + m * row_bytes + piece * 16, from, exists);
+            }
         }
         copy_commit();
         copy_wait<0>();

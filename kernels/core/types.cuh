@@ -14,7 +14,7 @@ constexpr int WARP = 32;
 
 // What a format's codes are (core/codec.cuh), and how a block's scale is stored in the fragment layout (core/tile.cuh).
 enum Coding { INTEGERS, CODEBOOK, E2M1 };
-enum Scaling { HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3 };
+enum Scaling { HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, SINGLE };
 
 // A format whose scales share nothing over many columns: no group plane (core/tile.cuh).
 struct Ungrouped {
