@@ -85,9 +85,10 @@ class QuantizedArray:
         """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
 
         The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
-        nothing to do, nor for a vector, which no product reads. Returns the array itself.
+        nothing to do, nor for a vector, which no product reads, nor for what float16 cannot hold. Returns the
+        array itself.
         """
-        if self.device == "cuda" and self.ndim > 1:
+        if self.device == "cuda" and self.ndim > 1 and self._format.in_float16:
             self.fragments()
         return self
 
@@ -98,7 +99,7 @@ class QuantizedArray:
 
             with _preparing:
                 if self._fragments is None:
-                    self._fragments = to_fragments(self._blocks, self._format)
+                    self._fragments = to_fragments(self._blocks, self._format, self._shape)
                     self._blocks = None
         return self._fragments
 

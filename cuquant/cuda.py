@@ -10,15 +10,17 @@ import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import check, cpu, device, jit, plan, problem
+from . import check, cpu, cuda_trellis, device, jit, plan, problem
 from .formats import Format, get
+from .formats.trellis import Trellis
 from .fragments import Fragments, tables
 
 if TYPE_CHECKING:
+    from .cuda_trellis import Signs
     from .ops.matmul import Product
 
 DENSE_SLAB = 1 << 24
@@ -33,6 +35,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 def quantize(x: Any, fmt: Format) -> Any:
     """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked (one synchronisation)."""
     cupy = device.cupy()
+    if isinstance(fmt, Trellis):
+        return cuda_trellis.quantize(x, fmt)
     if not fmt.encodes_on_gpu:
         return cupy.asarray(cpu.quantize(cupy.asnumpy(x), fmt))
     k = x.shape[-1]
@@ -95,8 +99,10 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
             check.scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
 
 
-def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any]) -> Any:
-    """Numbers (..., N, K) of blocks (..., N, row bytes)."""
+def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:
+    """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
+    if isinstance(fmt, Trellis):
+        return cuda_trellis.dequantize(blocks, fmt, shape, dtype)
     blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
@@ -121,46 +127,88 @@ def product(p: Product, out: Any) -> None:
     if not check.is_quantized(p.w):
         _dense(p, out)
         return
-    fragments = p.w.fragments()
-    rows: Rows | None = None
-    if check.is_quantized(p.x):
-        rows = p.x.rows
-        x = rows.buffer if rows else p.x.blocks
-        source = problem.quantized_source(p.x.shape, rows is not None)
-    else:
-        x = p.x
-        source = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0)
-    launch = problem.resolve(fragments.weight, source, _output(out), _epilogue(p), jit.capability())
+    if not p.w.format.in_float16:
+        _dense(p._replace(w=p.w.dequantize()), out)
+        return
+    fragments, x = p.w.fragments(), _operand(p.x)
+    to = (_output(out), _epilogue(p), jit.capability())
+    launch = problem.resolve(fragments.weight, x.source, *to)
+    signs = fragments.signs
+    if signs is not None and not launch.takes_signs:
+        x, signs = _signed(p.x, signs, out.shape[:-2]), None
+        launch = problem.resolve(fragments.weight, x.source, *to)
     ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
-    operand = (x.data.ptr, x.data.ptr + rows.factors if rows else 0)
-    if source.entry is None and not launch.partials:
-        _launch(launch, fragments, operand, ends, (0, 0))
+    if x.source.entry is None and not launch.partials:
+        _launch(launch, fragments, signs, x.addresses, ends, (0, 0))
         return
     with _scratch() as scratch:
-        converted = 0 if source.entry is None else _rows_bytes(source.shape)[1]
+        converted = 0 if x.source.entry is None else _rows_bytes(x.source.shape)[1]
         start = scratch.take(converted + launch.partials)
-        if source.entry is not None:
-            operand = _convert(x, source, start)
+        addresses = x.addresses if x.source.entry is None else _convert(x, start)
         sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
-        _launch(launch, fragments, operand, ends, sums)
+        _launch(launch, fragments, signs, addresses, ends, sums)
+
+
+class Operand(NamedTuple):
+    """Activations of a product.
+
+    `rows` are the float16 rows that were made with q8_1 blocks, else None; `signs` those that rows take as
+    they are converted, for `each` rows (0: all) another row of bits.
+    """
+
+    x: Any
+    source: problem.Source
+    rows: Rows | None = None
+    signs: Any = None
+    each: int = 0
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of rows that are as the kernel reads them, and of their factors."""
+        if self.rows is None:
+            return self.x.data.ptr, 0
+        start = self.rows.buffer.data.ptr
+        return start, start + self.rows.factors
+
+
+def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
+    """Activations that take the signs of W's columns, for matrices with these leading axes."""
+    if not signs.differ:
+        return Operand(x, problem.prepared(x.shape), getattr(x, "rows", None), signs.bits)
+    if check.is_quantized(x):
+        x = dequantize(x.blocks, x.format, check.FLOATS[2])
+    *own, m, k = x.shape
+    if tuple(own) != lead:
+        x = device.cupy().broadcast_to(x, (*lead, m, k))
+    return Operand(x, problem.prepared(x.shape), None, signs.over(lead), m)
+
+
+def _operand(x: Any) -> Operand:
+    if not check.is_quantized(x):
+        aligned = x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0
+        return Operand(x, problem.source(x.shape, x.strides, aligned))
+    return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
 
 
 def _launch(
     launch: problem.Launch,
     fragments: Fragments,
+    signs: Signs | None,
     x: tuple[int, int],
     ends: tuple[int, int, int],
     sums: tuple[int, int],
 ) -> None:
-    """Start the product with the rows of x and their factors at these addresses."""
+    """Start the product with the rows of x and their factors at these addresses; x still lacks `signs`."""
     tensor = problem.NO_MAP if launch.map is None else _map(x[0], launch.map)
     straight, to = launch.straight, problem.NO_MAP
     if launch.out_map is not None:
         straight = ends[0] % 16 == 0
         if straight:
             to = _map(ends[0], launch.out_map)
+    columns = 0 if signs is None else signs.address
     *planes, group = fragments.addresses
-    argument = launch.packed(tensor, to, straight, *planes, *x, *ends, *sums, fragments.values, group)
+    addresses = (*planes, *x, *ends, *sums, fragments.values, group)
+    argument = launch.packed(tensor, to, straight, columns, *addresses)
     jit.launch_packed(launch.plan, argument)
 
 
@@ -188,20 +236,43 @@ def _epilogue(p: Product) -> problem.Epilogue:
 
 def _rows_bytes(shape: tuple[int, ...]) -> tuple[int, int]:
     """Bytes of activations as float16 rows, and of these with the float32 factors of the rows behind them."""
-    halves = ceil(prod(shape) * 2 / 256) * 256
-    return halves, halves + ceil(prod(shape[:-1]) * 4 / 256) * 256
+    *rows, k = shape
+    halves = ceil(prod(rows) * (k + -k % problem.WHOLE) * 2 / 256) * 256
+    return halves, halves + ceil(prod(rows) * 4 / 256) * 256
 
 
-def _convert(x: Any, source: problem.Source, start: int) -> tuple[int, int]:
+def _convert(x: Operand, start: int) -> tuple[int, int]:
     """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
-    assert source.entry is not None
-    factors = start + _rows_bytes(source.shape)[0]
-    step = plan.activations(source.entry, get("q8_1"), prod(source.shape[:-1]), source.shape[-1])
-    to = (np.int32(source.shape[-1]), np.uint64(start), np.uint64(factors))
-    if source.entry == "blocks_to_half":
-        jit.launch(step, x, *to)
+    entry, k, count = x.source.entry, x.source.shape[-1], prod(x.source.shape[:-1])
+    assert entry is not None
+    factors = start + _rows_bytes(x.source.shape)[0]
+    if entry == "prepare_rows":
+        return _prepare_rows(x, start, factors)
+    to = (np.int32(k), np.uint64(start), np.uint64(factors))
+    step = plan.activations(entry, get("q8_1"), count, k)
+    if entry == "blocks_to_half":
+        jit.launch(step, x.x.blocks, *to)
     else:
-        jit.launch(step, *_float_rows(_as_rows(x)), *to)
+        jit.launch(step, *_float_rows(_as_rows(x.x)), *to)
+    return start, factors
+
+
+def _prepare_rows(x: Operand, start: int, factors: int) -> tuple[int, int]:
+    """Rows of any length, with signs: of floats, or of the float16 rows that stand for q8_1 blocks."""
+    k, count = x.source.shape[-1], prod(x.source.shape[:-1])
+    floats = not check.is_quantized(x.x)
+    half = not floats or x.x.dtype == check.FLOATS[0]
+    if floats:
+        given, unscale = _float_rows(_as_rows(x.x)), factors
+    else:
+        if x.rows is None:
+            at, factors = _convert(Operand(x.x, problem.quantized_source(x.source.shape, False)), start)
+        else:
+            at, factors = x.addresses
+        given, unscale = (np.uint64(at), np.int32(0), np.int64(k), np.int64(1)), 0
+    step = plan.activations("prepare_halves" if half else "prepare_rows", get("q8_1"), count, k)
+    to = (np.int32(k), np.uint64(start), np.uint64(unscale))
+    jit.launch(step, *given, *to, x.signs, np.int32(x.each or count))
     return start, factors
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import frexp, prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from . import check, device, jit, plan, problem
 from .formats import Format
+from .formats.trellis import Trellis
+
+if TYPE_CHECKING:
+    from .cuda_trellis import Signs
 
 
 class Tables(NamedTuple):
@@ -80,7 +84,11 @@ class Fragments:
     offset: int = 0
     """What has been added to scales that are exponents."""
     kept: Any = None
-    """Scales as blocks have them, where what kernels read has lost some."""
+    """Scales as blocks have them, where what kernels read has lost some; of trellis weights signs, too."""
+    held: Any = None
+    """What else must live as long: a codebook that is the array's own."""
+    signs: Signs | None = None
+    """Signs of columns, where some are -1."""
 
     @cached_property
     def weight(self) -> problem.Weight:
@@ -94,8 +102,12 @@ class Fragments:
         return start + self.low, start + self.high, start + self.scale, start + self.group
 
 
-def to_fragments(blocks: Any, fmt: Format) -> Fragments:
-    """Storage blocks (..., N, row bytes) to the fragment layout."""
+def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
+    """Storage bytes of an array (..., N, K) to the fragment layout."""
+    if isinstance(fmt, Trellis):
+        from . import cuda_trellis
+
+        return cuda_trellis.to_fragments(blocks, fmt, shape)
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
     check.may_prepare(stream)
@@ -194,6 +206,10 @@ def _canonical(blocks: Any, fmt: Format) -> _Scales:
 
 def from_fragments(fragments: Fragments) -> Any:
     """The storage blocks, exactly as they were."""
+    if fragments.fmt.whole_matrices:
+        from . import cuda_trellis
+
+        return cuda_trellis.from_fragments(fragments)
     cupy, fmt = device.cupy(), fragments.fmt
     *lead, n, k = fragments.shape
     blocks = cupy.empty((*lead, n, fmt.for_kernels.row_bytes(k)), np.uint8)

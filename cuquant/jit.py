@@ -36,9 +36,10 @@ class KernelError(RuntimeError):
 
 
 def launch(plan: Plan, *arguments: Any) -> None:
-    """Start a plan's kernel on the current device and stream. Arguments are arrays and NumPy scalars."""
+    """Start a plan's kernel on the current device and stream. Arguments are arrays, NumPy scalars, and bytes
+    of structs, behind what their alignment needs."""
     members = [_packed(argument) for argument in arguments]
-    packing, offsets = _layout("".join(code for code, _ in members))
+    packing, offsets = _layout(tuple(code for code, _ in members))
     launch_packed(plan, packing.pack(*(value for _, value in members)), offsets)
 
 
@@ -143,18 +144,20 @@ def encode_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], bo
 
 
 def _packed(argument: Any) -> tuple[str, Any]:
-    """A scalar of its own type, or the address of an array or None."""
+    """A scalar of its own type, a struct's bytes, or the address of an array or None."""
+    if isinstance(argument, bytes):
+        return f"{len(argument)}s", argument
     if isinstance(argument, np.generic):
         return argument.dtype.char, argument.item()
     return "Q", 0 if argument is None else argument.data.ptr
 
 
 @cache
-def _layout(codes: str) -> tuple[struct.Struct, tuple[int, ...]]:
+def _layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
     """A C struct of these members, and their offsets."""
-    ends = (struct.calcsize("@" + codes[: i + 1]) for i in range(len(codes)))
+    ends = (struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes)))
     offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
-    return struct.Struct("@" + codes), offsets
+    return struct.Struct("@" + "".join(codes)), offsets
 
 
 @cache

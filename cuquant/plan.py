@@ -117,7 +117,7 @@ def layout(fmt: Format) -> Layout:
     if fmt.for_activations:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
-    scales = weights // fmt.block_size * fmt.kernel_scale_bytes
+    scales = weights // fmt.kernel_block_size * fmt.kernel_scale_bytes
     high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
     group = TILE_ROWS * fmt.kernel_group_bytes
     low, high = weights * (fmt.bits - high) // 8, weights * high // 8
@@ -193,8 +193,9 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     """
     each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
     parts = 1
-    if entry == "quantize_half":
-        each, parts = 16, ceil(k / (16 * 256))
+    if entry in ("quantize_half", "prepare_halves"):
+        each = 16 if entry == "quantize_half" else 8
+        parts = ceil(k / (each * 256))
     threads = min(1024, max(128, ceil(k / (each * parts * WARP)) * WARP))
     return Plan(_per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
 
@@ -311,6 +312,8 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
         share = ceil(share / 2)
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or _has_minimum(fmt) else 7
+    if fmt.lookup and _has_minimum(fmt) and capability >= 100:
+        most = 3  # two words of scales a block, and more registers taken by the same code
     most = min(most, max(1, limit // (4 * warps * layout(fmt).step(1))))
     row_warps = min(warps, 1 << (ceil(share / most) - 1).bit_length())
     rows = min(most, ceil(share / row_warps))
@@ -463,6 +466,8 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
                 yield _Choice(us, tile, split, outputs, 0, stages)
             continue
         yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
+        if fmt.lookup and fmt.bits == 2 and fmt.kernel_group_bytes and tile.blocks > 1:
+            continue  # too few registers for shares of tiles, by a handful
         if waves and rest and tile.batch >= 128 and tile.width == 1 and m * k * 2 <= _STREAM_BYTES:
             us = start + outputs / places * steps * step + rounds * store + _STREAM_US
             yield _Choice(us, tile, 1, outputs, places + rest, stages)
@@ -516,18 +521,33 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     return Gemm(Plan(kernel, grid, warps * WARP, shared, overlaps=True))
 
 
+def _block_kernels(fmt: Format) -> set[Kernel]:
+    """What converts blocks of a format."""
+    found = {per_block("dequantize", fmt, 1).kernel} | (
+        {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
+    )
+    if not fmt.for_activations:
+        return found | {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
+    entries = (
+        "rows_to_half",
+        "prepare_rows",
+        "prepare_halves",
+        "blocks_to_half",
+        "quantize_rows",
+        "quantize_half",
+    )
+    return found | {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}
+
+
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
+    from . import plan_trellis
+
     found: set[Kernel] = set()
     for fmt in (f.for_kernels for f in formats if f.on_gpu):
-        found.add(per_block("dequantize", fmt, 1).kernel)
-        if fmt.encodes_on_gpu:
-            found.add(quantize(fmt, 1).kernel)
+        found |= plan_trellis.kernels(fmt) if fmt.whole_matrices else _block_kernels(fmt)
         if fmt.for_activations:
-            entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
-            found |= {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}
             continue
-        found |= {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
         batches, rows = (1, 9, 17, 33, 65, 129, 513, 4096), (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16)
         for m, n, k, half in product(batches, rows, (1 << 10, 1 << 12), (True, False)):
             found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)

@@ -18,10 +18,12 @@ DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
 _ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
+WHOLE = 8
+"""Columns of a piece of 16 bytes: kernels read rows of whole ones, longer ones than K ending in zeros."""
 _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
-_STRAIGHT = struct.Struct("<i52x")
-"""`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag."""
+_OTHERS = struct.Struct("<i4xq40x")
+"""`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and an address."""
 
 Shape = tuple[int, ...]
 
@@ -77,7 +79,8 @@ class Launch(NamedTuple):
     `map` describes x to the copy engine where the core uses it, `out_map` out where it can store results;
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
-    memory in which blocks leave sums to each other.
+    memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
+    signs of W's columns.
     """
 
     plan: plan.Plan
@@ -86,11 +89,13 @@ class Launch(NamedTuple):
     straight: bool
     numbers: bytes
     partials: int
+    takes_signs: bool
 
-    def packed(self, map: bytes, out_map: bytes, straight: bool, *addresses: int) -> bytes:
-        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, bias,
-        residual, partial sums and their flags, W's codebook and its last plane."""
-        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + _STRAIGHT.pack(straight)
+    def packed(self, map: bytes, out_map: bytes, straight: bool, signs: int, *addresses: int) -> bytes:
+        """The kernel's argument; addresses of the signs of W's columns, of W's planes but the last, of x, its
+        row factors, out, bias, residual, partial sums and their flags, of W's codebook and its last plane."""
+        others = _OTHERS.pack(straight, signs)
+        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + others
 
 
 class Map(NamedTuple):
@@ -111,9 +116,18 @@ def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
     Rows that run backwards or repeat each other are copied: the copy engine has no such strides.
     """
     forward = all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1])
-    if aligned_half and strides[-1] == 2 and forward and (shape[-2] == 1 or strides[-2] > 0):
+    whole = shape[-1] % WHOLE == 0
+    if aligned_half and strides[-1] == 2 and forward and whole and (shape[-2] == 1 or strides[-2] > 0):
         return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None, False)
+    if shape[-1] % 32:
+        return prepared(shape)
     return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half", True)
+
+
+@lru_cache(maxsize=4096)
+def prepared(shape: Shape, entry: str = "prepare_rows") -> Source:
+    """Activations that become rows of 16-byte pieces, and may take signs as they do."""
+    return Source(shape, _contiguous(shape[:-1], shape[-1] + -shape[-1] % WHOLE), entry, True)
 
 
 @lru_cache(maxsize=4096)
@@ -125,7 +139,7 @@ def quantized_source(shape: Shape, converted: bool) -> Source:
 @lru_cache(maxsize=4096)
 def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -> Launch:
     """Plan the product of x with a weight, and pack its numbers."""
-    n, k = w.shape[-2:]
+    n, k = w.shape[-2], w.shape[-1] + -w.shape[-1] % WHOLE
     residual = out.strides if end.residual_strides is None else end.residual_strides
     m, rows, axes = _merge(w.shape, x, out, residual)
     extents = [extent for extent, _ in axes]
@@ -159,7 +173,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
             row, *outer = (2 * step or 16 for step in steps_out)
             box = (plan.TILE_COLUMNS, gemm.out_box, 1, 1, 1)
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
-    return Launch(gemm.plan, tensor, out_map, straight, numbers, gemm.partials)
+    return Launch(gemm.plan, tensor, out_map, straight, numbers, gemm.partials, gemm.chunk > 0)
 
 
 def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shape, list[tuple[int, Shape]]]:

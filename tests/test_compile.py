@@ -10,10 +10,10 @@ from math import ceil
 import numpy as np
 import nvrtc
 import pytest
-from formats_table import K_QUANTS, NAMES, ON_GPU
+from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
 
 import cuquant as cq
-from cuquant import plan, sources
+from cuquant import plan, plan_trellis, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 
@@ -37,7 +37,8 @@ def one_of_each(arch: str) -> list[plan.Kernel]:
     for kernel in kernels(arch):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
-        if kernel.format in (None, "q4_0", "q5_1", "q8_0", "q8_1", "q4_k", "q6_k", "kbit4", "nvfp4"):
+        chosen_formats = (None, "q4_0", "q5_1", "q8_0", "q8_1", "q4_k", "q6_k", "kbit4", "nvfp4", "trellis")
+        if kernel.format in chosen_formats:
             chosen[route] = kernel
     return list(chosen.values())
 
@@ -130,6 +131,18 @@ def test_layout_holds_every_code_and_scale(name: str) -> None:
         assert start + nbytes <= end
 
 
+@pytest.mark.parametrize("name", TRELLIS)
+def test_layout_of_trellis_weights(name: str) -> None:
+    """Indices and float32 scales, those of 128 columns once for two tiles."""
+    fmt = cq.formats.get(name)
+    layout = plan.layout(fmt)
+    assert layout.low + layout.high == 128 * fmt.bits
+    assert (layout.scale, layout.group, layout.group_tiles) == ((128, 0, 1) if "-32" in name else (0, 64, 2))
+    assert layout.step(2) == 16 * 128 * fmt.bits // 8 + 16 * 4 * (4 if "-32" in name else 1)
+    assert plan_trellis.repack(fmt, "to_fragments", 3, 129, 257).grid == (3 * 2 * 2, 1, 1)
+    assert plan_trellis.take_rows(fmt, 17, 33).grid == (1, 1, 1)
+
+
 def test_activations_have_no_weight_layout() -> None:
     with pytest.raises(NotImplementedError, match="q8_1 has no fragment layout"):
         plan.layout(cq.formats.get("q8_1"))
@@ -139,8 +152,19 @@ def test_activations_have_no_weight_layout() -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_plans_cover_the_problem(capability: int, half: bool) -> None:
     """The grid's tiles cover all rows of W and of the batch, and the hardware has room for each block."""
-    names = [*ON_GPU, "kbit5", "mxfp4", "nvfp4", "int4-32-zeros", "q2_k", "q4_k", "q6_k", "iq4_xs"]
-    for name in names:
+    names = [
+        *ON_GPU,
+        "kbit5",
+        "mxfp4",
+        "nvfp4",
+        "int4-32-zeros",
+        "q2_k",
+        "q4_k",
+        "q6_k",
+        "iq4_xs",
+        "trellis2",
+    ]
+    for name in [*names, "trellis3-32"]:
         for m, n, k in combinations(
             (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096),
             (1, 16, 17, 4096, 14336, 100_000),
@@ -238,6 +262,9 @@ def test_quantizing_plans_cover_all_threads() -> None:
         assert launch.block % 32 == 0
         assert launch.block <= 1024
         assert 4 * 16 * launch.block >= k
+        halves = plan.activations("prepare_halves", cq.formats.get("q8_1"), rows, k)
+        assert halves.block <= 256  # as its launch bound
+        assert 8 * halves.block * halves.grid[1] >= k
 
 
 def test_kernels_are_keys() -> None:

@@ -41,6 +41,24 @@ def strides(array: Any) -> tuple[int, ...]:
     return tuple(stride // array.itemsize for stride in array.strides)
 
 
+def test_rows_of_any_length_are_filled_up() -> None:
+    """Kernels read pieces of 8 columns; rows that do not end with one are made anew."""
+    for k, entry in ((64, None), (72, None), (70, "prepare_rows"), (1, "prepare_rows")):
+        source = problem.source((3, k), (2 * k, 2), True)
+        assert source.entry == entry
+        assert source.strides == (k + -k % 8,)
+        w = problem.Weight(cq.formats.get("trellis3"), (40, k))
+        launch = problem.resolve(w, source, problem.Output((3, 40), (40, 1), 0), NOTHING, 90)
+        assert unpack(launch)["K"] == k + -k % 8
+        assert launch.takes_signs
+    assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
+    assert problem.source((3, 96), (384, 4), False).entry == "rows_to_half"
+    source = problem.prepared((300, 70))
+    w = problem.Weight(cq.formats.get("trellis3"), (40, 70))
+    launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, 90)
+    assert not launch.takes_signs
+
+
 @pytest.mark.parametrize(
     ("left", "right"), [case for case in LEADING if len(case[0]) > 1 and 0 not in sum(case, ())]
 )
@@ -162,13 +180,13 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), bytes(128), True, *range(1, 13))
+    packed = launch.packed(bytes(range(128)), bytes(128), True, 99, *range(1, 13))
     assert len(packed) % 64 == 0  # as its alignment
     assert packed[:256] == bytes(range(128)) + bytes(128)
     assert struct.unpack("<12q", packed[256:352]) == tuple(range(1, 13))
     numbers = packed[352 : 352 + len(launch.numbers)]
     assert numbers == launch.numbers
-    assert struct.unpack("<i", packed[352 + len(numbers) :][:4]) == (True,)
+    assert struct.unpack("<i4xq", packed[352 + len(numbers) :][:16]) == (True, 99)
 
 
 @pytest.mark.parametrize(

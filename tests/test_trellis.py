@@ -516,16 +516,6 @@ def test_a_model_is_evaluated_in_them(model: Path) -> None:
     assert {error.format for error in result.rows[2].tensors} == {"trellis3"}
 
 
-@pytest.mark.gpu
-def test_a_gpu_refuses_them_by_name() -> None:
-    cupy = pytest.importorskip("cupy")
-    w = cq.quantize(cupy.asarray(gauss(32, 64)), "trellis3")
-    np.testing.assert_array_equal(w.to_device("cpu").blocks, cq.quantize(gauss(32, 64), "trellis3").blocks)
-    for use in (w.dequantize, w.prepare, lambda: cupy.ones((1, 64), np.float16) @ w.T):
-        with pytest.raises(NotImplementedError, match="trellis3 has no kernels yet"):
-            use()
-
-
 def test_no_rows(tmp_path: Path) -> None:
     w = cq.quantize(np.random.default_rng(0).standard_normal((4, 64), np.float32), "trellis3")
     cq.save(tmp_path / "w.safetensors", {"w": w[:0]})
@@ -539,3 +529,71 @@ def test_small_moments_count() -> None:
     moments[130] = 1e16
     error = cq.trellis_quantize(w, "trellis4", moments=moments).dequantize() - w
     assert (error[:, :128] ** 2).mean() < 0.05
+
+
+# What the kernels are given
+
+
+@pytest.mark.parametrize(
+    ("grid", "lift", "least"),
+    [
+        ([-1.0, 0.5, 1.0, 0.25], -1, 0.125),
+        ([0.0, 3.0], -2, 0.75),
+        ([1e-5, 1.0], 14, 0.16384),
+        ([0.0], 0, 0.0),
+    ],
+)
+def test_levels_in_float16(grid: list[float], lift: int, least: float) -> None:
+    """The largest below 1, or below 2^15 where the least needs it."""
+    fmt = cq.Trellis(2, grid=grid)
+    halves = fmt.half_levels
+    assert halves is not None
+    assert fmt.codebook is not None
+    assert fmt.in_float16
+    assert halves.lift == lift
+    assert halves.least == pytest.approx(least, rel=1e-6)
+    np.testing.assert_allclose(halves.levels.astype(F), np.ldexp(fmt.codebook, lift), rtol=2**-11)
+
+
+def test_grids_beyond_float16() -> None:
+    assert not cq.Trellis(2, grid=[1e-30, 1, 3]).in_float16
+    assert cq.Trellis(2).in_float16
+    assert cq.Trellis(2, grid=[2.0**-28, 0.75]).in_float16
+    assert not cq.Trellis(2, grid=[2.0**-30, 0.75]).in_float16
+
+
+def test_scales_in_float16() -> None:
+    """Powers of two for them: all products are normal float16 numbers, or float32 takes the scales."""
+    from cuquant.cuda_trellis import _levels, _scale_lift
+
+    fmt = cq.Trellis(2, grid=[-1, -0.25, 0.5, 1])
+    assert fmt.half_levels is not None
+    for greatest, least in ((1.0, 1e-4), (3e38, 1e33), (1e-30, 1e-35), (7.0, 7.0)):
+        half, lift = _scale_lift(greatest, least, fmt)
+        assert half
+        assert 2.0**14 <= greatest * 2.0**lift < 2.0**15
+        assert least * 2.0**lift * fmt.half_levels.least >= 2.0**-14
+    for greatest, least in ((1.0, 1e-9), (1e30, 1e-30), (2.0**-149, 2.0**-149)):
+        half, lift = _scale_lift(greatest, least, fmt)
+        assert not half
+        assert abs(lift + fmt.half_levels.lift) <= 126
+        assert greatest * 2.0**lift < 2.0**40
+    assert _scale_lift(0.0, 0.0, fmt)[0]
+    assert not _scale_lift(1.0, 1.0, cq.Trellis(2, grid=[0.0]))[0]
+    from cuquant.formats.trellis import search_of
+
+    assert len(_levels(search_of(np.array([-1, 0.5, 1], F)), 2)) == 224  # struct Levels
+
+
+def test_arguments_of_kernels_have_their_offsets() -> None:
+    from cuquant import jit
+
+    assert jit._layout(("Q", "q", "i", "i", "Q", "i", "64s"))[1] == (0, 8, 16, 20, 24, 32, 36)
+    assert jit._packed(bytes(64)) == ("64s", bytes(64))
+
+
+def test_arrays_of_different_grids_share_their_plans() -> None:
+    a, b = cq.Trellis(3, 32, [0.0, 1.0]), cq.Trellis(3, 32, [2.0])
+    assert a.for_kernels is b.for_kernels
+    assert a.for_kernels.block_bytes == 16
+    assert cq.Trellis(4).for_kernels.block_bytes == 68

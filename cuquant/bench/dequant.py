@@ -192,7 +192,7 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     def call(w: _RandomWeight) -> None:
         *planes, group = w.addresses
         ends = (x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0, values.data.ptr, group)
-        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, False, *planes, *ends)
+        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, False, 0, *planes, *ends)
         jit.launch_packed(launch.plan, argument)
 
     out.fill(np.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -151,9 +152,8 @@ def _random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
     w = quantize(dense * np.float32(0.02), fmt)
     made = []
-    for _ in range(rotation(n * fmt.row_bytes(k))):
-        rows = cupy.random.permutation(n) % len(w)
-        made.append(QuantizedArray(w.format, w.blocks[rows]).prepare())
+    for _ in range(rotation(math.prod(fmt.stored((n, k))))):
+        made.append(w[cupy.random.permutation(n) % len(w)].prepare())
     return made
 
 

@@ -63,6 +63,8 @@ class Format(ABC):
     sign_bits: int = 0
     """Bits of a code that kernels do not look up: 1 where the codebook's lower half is its upper half with
     signs, backwards, and kernels make use of it."""
+    in_float16: bool = True
+    """Whether float16 holds what codes stand for; other weights are multiplied as float32 numbers."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
@@ -146,8 +148,13 @@ class Format(ABC):
         return 1.0
 
     @property
+    def kernel_block_size(self) -> int:
+        """Weights of a row that a scale in the fragment layout is for."""
+        return self.block_size
+
+    @property
     def kernel_scale_bytes(self) -> int:
-        """Bytes of a block's scales and minimums in the fragment layout."""
+        """Bytes of their scales and minimums."""
         return sum(self.storage[field].itemsize for field in self.scales)
 
     @property

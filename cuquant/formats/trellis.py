@@ -7,15 +7,16 @@ sign vectors suh and svh, Hadamard transforms of 128 on both sides, and tiles pe
 
 from __future__ import annotations
 
-from functools import cache
-from math import prod
+from collections.abc import Callable
+from functools import cache, cached_property
+from math import frexp, ldexp, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import Format, register
+from .base import Format, get, register
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -35,9 +36,13 @@ _SAMPLE = 1 << 16
 """Weights that a grid is fitted to, in groups drawn from rows of sixteen times as many."""
 _FIT_STEPS, _FIT_SEARCHES = 24, 4
 """Steps of fitting a grid; in every so many scales are searched anew, else refined."""
-_CANDIDATES = np.geomspace(0.15, 1.5, 20, dtype=np.float32)
+CANDIDATES = np.geomspace(0.15, 1.5, 20, dtype=np.float32)
 """Scales tried for a group, over the one at which the grid just covers its largest weight."""
 _REFINEMENTS = 3
+LEAST_HALF = 2.0**-14
+"""The least magnitude of a float16 number with all its bits."""
+_LARGEST_IN_TILE = 64
+"""Weights of a group up to which a tile of the kernels' layout has scales of its own."""
 
 
 class Parts(NamedTuple):
@@ -52,6 +57,16 @@ class Parts(NamedTuple):
     """(..., K): +1 and -1, int8 as stored."""
     sv: Any
     """(..., N): +1 and -1, int8 as stored."""
+
+
+class HalfLevels(NamedTuple):
+    """Levels of a grid as products look them up: float16 [2^bits], times 2^lift."""
+
+    levels: NDArray[np.float16]
+    lift: int
+    least: float
+    """Magnitude of the least of them that is not 0."""
+    largest: float
 
 
 class Trellis(Format):
@@ -96,7 +111,8 @@ class Trellis(Format):
         self.name = f"trellis{self.bits}" + ("" if self.group_size == 128 else f"-{self.group_size}")
 
     whole_matrices = True
-    on_gpu = encodes_on_gpu = False
+    lookup = True
+    header = "trellis"
     block_size = 1
     formula = "W = grid[q] * scale * su * sv"
 
@@ -112,20 +128,73 @@ class Trellis(Format):
             return None
         return np.concatenate([self.grid, np.repeat(self.grid[:1], (1 << self.bits) - len(self.grid))])
 
-    def fitted(self, x: Any) -> Trellis:
-        return self if self.grid is not None else self.with_grid_for(device.as_numpy(x), None)
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a group of a row: its indices and its scale."""
+        return self.group_size * self.bits // 8 + 4
 
-    def with_grid_for(self, x: NDArray[Any], moments: F32 | None) -> Trellis:
+    @property
+    def kernel_block_size(self) -> int:
+        return self.group_size
+
+    @property
+    def kernel_scale_bytes(self) -> int:
+        return 4 if self.group_size <= _LARGEST_IN_TILE else 0
+
+    @property
+    def kernel_group_bytes(self) -> int:
+        return 4 - self.kernel_scale_bytes
+
+    @property
+    def kernel_group_size(self) -> int:
+        return self.group_size
+
+    @property
+    def for_kernels(self) -> Format:
+        """The same without a grid, which is the array's: arrays of different grids share their plans."""
+        return get(self.name)
+
+    @property
+    def in_float16(self) -> bool:  # type: ignore[override]
+        return self.grid is None or self.half_levels is not None
+
+    @cached_property
+    def half_levels(self) -> HalfLevels | None:
+        """The grid in float16, times a power of two; None where that would lose bits of a level.
+
+        The largest is from 1/2 to 1 then, or up to 2^15 where the least needs it.
+        """
+        assert self.codebook is not None
+        sizes = np.abs(self.codebook[self.codebook != 0].astype(np.float64))
+        if not sizes.size:
+            return HalfLevels(np.zeros(1 << self.bits, np.float16), 0, 0.0, 0.0)
+        _, exponent = frexp(sizes.max())
+        for lift in (-exponent, 15 - exponent):
+            least, largest = ldexp(sizes.min(), lift), ldexp(sizes.max(), lift)
+            if least >= LEAST_HALF:
+                levels = np.ldexp(self.codebook.astype(np.float64), lift).astype(np.float16)
+                return HalfLevels(levels, lift, least, largest)
+        return None
+
+    def fitted(self, x: Any) -> Trellis:
+        return self if self.grid is not None else self.with_grid_for(x, None)
+
+    def with_grid_for(self, x: Any, moments: F32 | None) -> Trellis:
         """This format with a grid fitted to weights (..., N, K), by the importance of their columns."""
         rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-        sample = np.ascontiguousarray(rows[:: max(1, rows.size // (16 * _SAMPLE))], np.float32)
+        drawn_rows = device.as_numpy(rows[:: max(1, rows.size // (16 * _SAMPLE))])
+        sample = np.ascontiguousarray(drawn_rows, np.float32)
         su, sv = random_signs(*sample.shape)
         groups, h = self._groups(sample * su * sv[:, None], moments)
         h = np.broadcast_to(h, groups.shape)
         if groups.size > _SAMPLE:
             drawn = np.random.default_rng(0).choice(len(groups), _SAMPLE // self.group_size, replace=False)
             groups, h = groups[drawn], h[drawn]
-        return Trellis(self.bits, self.group_size, _fit(groups, h, 1 << self.bits))
+        if device.is_cuda(x):
+            from ..cuda_trellis import Nearest
+
+            return Trellis(self.bits, self.group_size, fit(groups, h, 1 << self.bits, Nearest(self)))
+        return Trellis(self.bits, self.group_size, fit(groups, h, 1 << self.bits))
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
         return self.encode_with(x, *random_signs(*x.shape), None)
@@ -148,6 +217,13 @@ class Trellis(Format):
             parts.packed[:, start // TILE : -(-part.stop // TILE)] = _pack(codes, self.bits)
         return raw
 
+    def importance(self, moments: F32) -> F32:
+        """Of columns, from their inputs' second moments: up to 1, or 1 of all where these are all 0."""
+        if not moments.any():
+            return np.ones_like(moments)
+        # Small ones count at least so much that none is lost.
+        return np.where(moments > 0, np.maximum(moments / moments.max(), _LEAST_MOMENT), 0).astype(np.float32)
+
     def _groups(self, u: F32, moments: F32 | None) -> tuple[F32, F32]:
         """Rows [n, K] as groups [n * groups, group_size], filled up with zeros, and the importance of their
         columns, up to 1, of the same shape or [1, group_size]."""
@@ -155,9 +231,7 @@ class Trellis(Format):
         missing = -k % self.group_size
         if moments is None and not missing:
             return u.reshape(-1, self.group_size), np.ones((1, self.group_size), np.float32)
-        h = np.ones(k, np.float32)
-        if moments is not None and moments.any():  # small ones count at least so much that none is lost
-            h = np.where(moments > 0, np.maximum(moments / moments.max(), _LEAST_MOMENT), 0)
+        h = np.ones(k, np.float32) if moments is None else self.importance(moments)
         filled = (np.pad(a, ((0, 0), (0, missing))) for a in (u, np.broadcast_to(h, (n, k))))
         groups, weights = (a.reshape(-1, self.group_size).astype(np.float32, copy=False) for a in filled)
         return groups, weights
@@ -200,10 +274,13 @@ class Trellis(Format):
     def select(
         self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
     ) -> tuple[Any, tuple[int, ...]]:
-        blocks = check.on_cpu(blocks, "W.blocks")
         n = shape[-2] if len(shape) > 1 else 1
-        chosen = np.arange(prod(shape[:-1])).reshape(shape[:-1])[index]
+        chosen = np.arange(prod(shape[:-1])).reshape(shape[:-1])[tuple(map(device.as_numpy, index))]
         result = (*chosen.shape, shape[-1])
+        if device.is_cuda(blocks):
+            from .. import cuda_trellis
+
+            return cuda_trellis.select(self, blocks, shape, chosen, result), result
         out = np.zeros(self.stored(result), np.uint8)
         sources, targets = blocks.reshape(-1, blocks.shape[-1]), out.reshape(-1, out.shape[-1])
         rows = chosen.reshape(len(targets), chosen.shape[-1] if chosen.ndim else 1)
@@ -267,9 +344,6 @@ class Trellis(Format):
                 count += int((codes >= len(self.grid)).sum())
         return count
 
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
-        raise NotImplementedError(f"{self} has no kernels yet: it works on NumPy arrays only")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Trellis):
             return super().__eq__(other)
@@ -325,8 +399,11 @@ def _shifts(bits: int) -> NDArray[np.uint32]:
     return np.arange(0, 8 * bits, bits, dtype=np.uint32)
 
 
-def _fit(groups: F32, h: F32, count: int) -> F32:
-    """A grid of `count` levels, ascending, for groups [m, group_size] of importances h of that shape."""
+def fit(groups: F32, h: F32, count: int, nearest: Callable[..., Any] | None = None) -> F32:
+    """A grid of `count` levels, ascending, for groups [m, group_size] of importances h of that shape.
+
+    `nearest` does what `_nearest` does elsewhere.
+    """
     grid = _normal_grid(count)
     peak = np.abs(groups).max(axis=1, initial=0.0)
     usable = (peak > 0) & np.isfinite(peak)  # what is not finite is refused later
@@ -334,7 +411,7 @@ def _fit(groups: F32, h: F32, count: int) -> F32:
     h = h[usable]
     scales = None
     for step in range(_FIT_STEPS if len(groups) else 0):
-        codes, scales = _nearest(groups, h, grid, scales if step % _FIT_SEARCHES else None)
+        codes, scales = (nearest or _nearest)(groups, h, grid, scales if step % _FIT_SEARCHES else None)
         importance = h * np.square(scales)[:, None]
         total = np.bincount(codes.reshape(-1), importance.reshape(-1), count)
         moment = np.bincount(codes.reshape(-1), (h * groups * scales[:, None]).reshape(-1), count)
@@ -352,15 +429,36 @@ def _normal_grid(count: int) -> F32:
     return (levels / levels[-1]).astype(np.float32)
 
 
+class Search(NamedTuple):
+    """What scales and indices of groups are searched for with."""
+
+    order: NDArray[np.int64]
+    """Index of each of the levels, which are ascending."""
+    levels: F32
+    middles: F32
+    """Means of neighbouring levels."""
+    largest: np.float32
+    """Magnitude of the largest level, by which they are divided."""
+    candidates: F32
+    """Scales to try, in units of a group's peak over the largest level."""
+
+
+def search_of(grid: F32) -> Search:
+    """The levels of a grid, and the scales to try: of both signs where it is not symmetric."""
+    order = np.argsort(grid, kind="stable")
+    largest = np.abs(grid).max() or np.float32(1)
+    levels = (grid / largest)[order]
+    both = not np.allclose(levels, -levels[::-1])
+    candidates = np.concatenate([CANDIDATES, -CANDIDATES]) if both else CANDIDATES
+    return Search(order, levels, (levels[1:] + levels[:-1]) / 2, largest, candidates)
+
+
 def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[NDArray[np.uint8], F32]:
     """Indices [m, group_size] and scales [m] that lose little of groups [m, group_size], by importances h.
 
     Scales are searched for, or refined from `start`.
     """
-    order = np.argsort(grid, kind="stable")
-    largest = np.abs(grid).max()
-    levels = (grid / (largest if largest > 0 else np.float32(1)))[order]
-    middles = (levels[1:] + levels[:-1]) / 2
+    order, levels, middles, largest, candidates = search_of(grid)
     peak = np.abs(groups).max(axis=1, initial=0.0)
     # In units of their largest weight, no square of a group over- or underflows.
     v = groups / np.where(peak > 0, peak, np.float32(1))[:, None]
@@ -377,11 +475,9 @@ def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[
         return scales, scales * cross
 
     with np.errstate(over="ignore"):
-        unit = peak / (largest if largest > 0 else np.float32(1))
+        unit = peak / largest
     best, gain = np.zeros(len(v), np.float32), np.full(len(v), -1, np.float32)
-    tried: list[Any] = [*_CANDIDATES]
-    if not np.allclose(levels, -levels[::-1]):
-        tried += [*-_CANDIDATES]
+    tried: list[Any] = [*candidates]
     if start is not None:
         tried = [np.divide(start, unit, out=np.zeros_like(unit), where=unit > 0)]
     for scale in (*tried, *(None,) * _REFINEMENTS):

@@ -93,7 +93,7 @@ def dequantize(w: QuantizedArray, dtype: Any) -> Any:
         return cpu.dequantize(w, wanted)
     from .. import cuda
 
-    return cuda.dequantize(w.blocks, w.format, wanted)[..., : w.shape[-1]]
+    return cuda.dequantize(w.blocks, w.format, wanted, w.shape)[..., : w.shape[-1]]
 
 
 def validate(w: QuantizedArray) -> None:

@@ -125,9 +125,11 @@ def trellis_quantize(
     drawn = random_signs(n, k, check.count(seed, "seed", 0))
     su = drawn[0] if su is None else check.signs(su, "su", (k,))
     sv = drawn[1] if sv is None else check.signs(sv, "sv", (n,))
-    on_cpu = device.as_numpy(w)
     if fmt.grid is None:
-        fmt = fmt.with_grid_for(on_cpu, moments)
-    blocks = cpu.quantize_matrices(on_cpu, fmt, lambda x: fmt.encode_with(x, su, sv, moments))
-    made = QuantizedArray(fmt, blocks, shape=w.shape)
-    return made.to_device("cuda") if device.is_cuda(w) else made
+        fmt = fmt.with_grid_for(w, moments)
+    if device.is_cuda(w):
+        from .. import cuda_trellis
+
+        return QuantizedArray(fmt, cuda_trellis.quantize(w, fmt, (su, sv), moments), shape=w.shape)
+    blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, su, sv, moments))
+    return QuantizedArray(fmt, blocks, shape=w.shape)

@@ -12,13 +12,45 @@
 #pragma once
 #include "epilogue.cuh"
 
+// Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
+// By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
+// while pieces are on their way; there are few of these at a time, since more would be more code that is not in the
+// cache.
+template <bool SIGNED, int THREADS, class Meanwhile>
+DEVICE void stage_rows(const Problem& p, const Matrix& at, int first_m, int batch, int first, int pieces, u8* to,
+                       int row_bytes, const Meanwhile& meanwhile) {
+    constexpr int TOGETHER = 4;
+    int start = threadIdx.x;
+#pragma unroll 1
+    do {
+        uint4 x[TOGETHER], signs[TOGETHER];
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = start + u * THREADS, m = i / pieces, column = first + i % pieces * 8;
+            x[u] = signs[u] = make_uint4(0, 0, 0, 0);
+            if (i >= batch * pieces || column >= p.K) continue;
+            x[u] = *reinterpret_cast<const uint4*>(at.x + (first_m + m) * p.x_row + column);
+            if (SIGNED && at.signs) signs[u] = *reinterpret_cast<const uint4*>(at.signs + column);
+        }
+        meanwhile();
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            const int i = start + u * THREADS;
+            if constexpr (SIGNED)
+                x[u] = make_uint4(x[u].x ^ signs[u].x, x[u].y ^ signs[u].y, x[u].z ^ signs[u].z, x[u].w ^ signs[u].w);
+            if (i < batch * pieces)
+                *reinterpret_cast<uint4*>(to + i / pieces * row_bytes + i % pieces * 16) = x[u];
+        }
+        start += TOGETHER * THREADS;
+    } while (start < batch * pieces);
+}
+
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
 DEVICE void decode(const Problem& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
     constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
-    constexpr int AT_ONCE = 4;              // pieces of x that a thread has on the way; more are more cold code
     // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
@@ -78,28 +110,13 @@ DEVICE void decode(const Problem& p) {
         const int stop = min(chunk + p.chunk, end);
         if (chunk > begin) __syncthreads();
         const int pieces = (stop - chunk) * 8;
-        int piece = threadIdx.x;
-#pragma unroll 1
-        do {  // by way of registers: asynchronous copies are waited for in order, behind those of the rings
-            uint4 v[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = piece + j * WARPS * WARP, m = i / pieces, column = chunk * 64 + i % pieces * 8;
-                v[j] = make_uint4(0, 0, 0, 0);
-                if (i < batch * pieces && column < p.K)
-                    v[j] = *reinterpret_cast<const uint4*>(operands.x + (first_m + m) * p.x_row + column);
-            }
+        auto fill = [&] {
             if (fetched == next + AHEAD * K_WARPS)
 #pragma unroll
                 for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++) {
-                const int i = piece + j * WARPS * WARP;
-                if (i < batch * pieces)
-                    *reinterpret_cast<uint4*>(x_rows + i / pieces * row_bytes + i % pieces * 16) = v[j];
-            }
-            piece += AT_ONCE * WARPS * WARP;
-        } while (piece < batch * pieces);
+        };
+        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP>(p, operands, first_m, batch, chunk * 64, pieces, x_rows, row_bytes,
+                                                    fill);
         __syncthreads();
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll

@@ -4,6 +4,10 @@
 
 constexpr int BATCH_AXES = 3;
 
+// Whether W's columns may have signs, which are x's to take.
+template <class F>
+constexpr bool SIGNED_COLUMNS = F::SCALING == SINGLE;
+
 struct Problem {
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
@@ -30,6 +34,7 @@ struct Problem {
     int box;               // batch rows that a copy of x brings (wgmma core)
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
+    const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)
 };
 
 // One matrix product of a batch: the problem with its pointers moved there.
@@ -37,6 +42,7 @@ struct Matrix {
     Planes w;
     const u16* x;
     const float* unscale;
+    const u16* signs;
     s64 bias, out, residual;  // offsets in elements
     int axis[BATCH_AXES];     // index along each axis that x has, else 0
 };
@@ -68,6 +74,7 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
     if constexpr (F::GROUP_BYTES > 0)
         at.w.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
+    if constexpr (SIGNED_COLUMNS<F>) at.signs = p.signs ? p.signs + w * p.K : nullptr;
     at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
     return at;
 }

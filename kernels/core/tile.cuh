@@ -55,6 +55,7 @@ struct Tile {
         }
         if constexpr (F::HIGH_BYTES == 256) high[1] = reinterpret_cast<const u32*>(high_at)[32 + lane];
         load_others(high_at, scale_at, group_at, lane);
+        if constexpr (F::SCALING == SINGLE) round_scales();
     }
 
     // Of block b alone: the words of its two steps, and what belongs to both blocks.
@@ -84,6 +85,8 @@ struct Tile {
         if constexpr (F::SCALING >= BYTES) return twice(product_halves(h), row8);
         if constexpr (F::SCALING == E4M3)
             return mul_half2(__byte_perm(step_halves(h, row8), 0, b ? 0x3232 : 0x1010), 0x78007800);
+        if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0)
+            return __byte_perm(group[0], 0, row8 ? 0x3232 : 0x1010);
         if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, minimum ? 0x3232 : 0x1010);
         if constexpr (F::SCALE_BYTES == 32) return __byte_perm(halves(b), 0, row8 ? 0x3232 : 0x1010);
         return __byte_perm(scale[row8], 0, b ? 0x3232 : 0x1010);
@@ -95,6 +98,8 @@ struct Tile {
         if constexpr (F::SCALING >= BYTES) return product(h, row8, 0);
         if constexpr (F::SCALING == E4M3)
             return b ? high_to_float(step_halves(h, row8)) : low_to_float(step_halves(h, row8));
+        if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0) return __int_as_float(group[row8]);
+        if constexpr (F::SCALING == SINGLE) return __int_as_float(scale[row8 * 2 + b]);
         if constexpr (F::HAS_MIN) return low_to_float(scale[row8 * 2 + b]);
         if constexpr (F::SCALING == E8M0) return __int_as_float(exponent(row8 * 2 + b));
         const u32 pair = F::SCALE_BYTES == 32 ? halves(b) : scale[row8];
@@ -163,6 +168,15 @@ private:
     DEVICE u32 halves(int b) const {
         if constexpr (F::SCALING == E8M0) return masked(b ? scale[0] << 2 : scale[0] << 10, 0x7c007c00);
         return masked(b ? scale[0] >> 2 : scale[0] << 6, 0x3fc03fc0);
+    }
+
+    // Float32 scales to float16, half as many words: what `scale_pair` takes, but not `d`.
+    DEVICE void round_scales() {
+        auto pair = [](u32 a, u32 b) { return pack(__int_as_float(a), __int_as_float(b), FLOAT16); };
+        if constexpr (F::GROUP_BYTES > 0)
+            group[0] = pair(group[0], group[1]);
+        else
+            scale[0] = pair(scale[0], scale[1]), scale[1] = pair(scale[2], scale[3]);
     }
 
     DEVICE void set_low(int part, uint4 v) {

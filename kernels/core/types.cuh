@@ -17,7 +17,7 @@ enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1 };
 // The last four are integers that the group plane's float16 numbers multiply, a byte (but two NIBBLES) each: of blocks
 // of 32 columns, or of every STEP of 16.
 enum Scaling {
-    HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, BYTES, BYTES_AND_MIN, STEP_BYTES, STEP_NIBBLES_AND_MIN
+    HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, SINGLE, BYTES, BYTES_AND_MIN, STEP_BYTES, STEP_NIBBLES_AND_MIN
 };
 
 // A format whose scales share nothing over many columns: no group plane (core/tile.cuh).

@@ -5,7 +5,7 @@
 //
 // SIGNED, of 5 bits: codebook[q] = -codebook[31 - q], so that a code is a magnitude's, q - 16 or 15 - q, and a sign.
 #pragma once
-#include "share.cuh"
+#include "pairs.cuh"
 
 template <int BITS_, bool IS_E4M4, bool SIGNED = false>
 struct KbitBlock : Ungrouped {
@@ -90,14 +90,8 @@ struct KbitBlock : Ungrouped {
                     const u32 signs = planes[4] >> 8 * m;
                     share.high[0] |= ((signs & 1) << 15 | (signs & 2) << 30) >> (8 * b + 4 * j + m);
                 }
-            } else if constexpr (BITS % 2) {
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const u32 fifth = BITS == 5 ? planes[BITS - 1] >> 8 * m & 3 : 0;
-                    put_pair(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | fifth << 8);
-                }
             } else {
-                share.low[BITS == 2 ? b : 2 * b + j] |= BITS == 2 ? pairs << 4 * j : pairs;
+                Pairs<KbitBlock>::put(share, b, j, pairs, BITS == 5 ? planes[BITS - 1] : 0);
             }
         }
         return share;
@@ -110,7 +104,7 @@ struct KbitBlock : Ungrouped {
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
-            u32 pairs = 0, fifths = 0, flips = 0;
+            u32 pairs, fifths, flips = 0;
             if constexpr (SIGNED) {
                 pairs = share.low[2 * b + j];
 #pragma unroll
@@ -119,14 +113,8 @@ struct KbitBlock : Ungrouped {
                     flips |= ((signs >> 15 & 1) | (signs >> 30 & 2)) << 8 * m;
                 }
                 fifths = flips ^ 0x03030303;
-            } else if constexpr (BITS % 2) {
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const u32 pair = get_pair(share, 8 * b + 4 * j + m);
-                    pairs |= (pair & 0xff) << 8 * m, fifths |= pair >> 8 << 8 * m;
-                }
             } else {
-                pairs = BITS == 2 ? share.low[b] >> 4 * j : share.low[2 * b + j];
+                pairs = Pairs<KbitBlock>::get(share, b, j, fifths);
             }
 #pragma unroll
             for (int p = 0; p < BITS; p++) {
@@ -139,30 +127,5 @@ struct KbitBlock : Ungrouped {
 #pragma unroll
         for (int p = 0; p < BITS; p++) store_plane(block, p, own[p]);
         store_scale_bits(block, share.scale);
-    }
-
-private:
-    // Pair p among the words, of 3 and 5 bits (core/codebook.cuh).
-    static constexpr int PAIR = 2 * BITS, PER_WORD = 32 / PAIR, WORDS = LOW_BYTES / 128 + 1;
-
-    static DEVICE u32& word_of(LaneShare<KbitBlock>& share, int w) {
-        return w < WORDS - 1 ? share.low[w] : share.high[0];
-    }
-
-    static DEVICE void put_pair(LaneShare<KbitBlock>& share, int p, u32 bits) {
-        if (p < 15) {
-            word_of(share, p / PER_WORD) |= bits << p % PER_WORD * PAIR;
-        } else {
-#pragma unroll
-            for (int w = 0; w < WORDS; w++) word_of(share, w) |= bits >> 2 * w << 30;
-        }
-    }
-
-    static DEVICE u32 get_pair(LaneShare<KbitBlock> share, int p) {
-        if (p < 15) return word_of(share, p / PER_WORD) >> p % PER_WORD * PAIR & ((1 << PAIR) - 1);
-        u32 bits = 0;
-#pragma unroll
-        for (int w = 0; w < WORDS; w++) bits |= word_of(share, w) >> 30 << 2 * w;
-        return bits;
     }
 };

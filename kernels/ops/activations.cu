@@ -69,6 +69,97 @@ rows_to_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K,
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
+// Eight numbers of a row, from `at` on, of which `count` exist; zeros for the others.
+DEVICE void load_eight(const void* x, s64 at, s64 column_stride, int dtype, int count, float (&to)[8]) {
+    const u8* const from = static_cast<const u8*>(x) + at * (dtype == FLOAT32 ? 4 : 2);
+    if (count < 8 || column_stride != 1 || u64(from) % 16) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[j] = j < count ? load_float(x, at + j * column_stride, dtype) : 0;
+    } else if (dtype == FLOAT32) {
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+            const float4 v = reinterpret_cast<const float4*>(from)[part];
+            to[part * 4] = v.x, to[part * 4 + 1] = v.y, to[part * 4 + 2] = v.z, to[part * 4 + 3] = v.w;
+        }
+    } else {
+        const uint4 v = *reinterpret_cast<const uint4*>(from);
+        const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[j] = bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
+    }
+}
+
+// The same of float16 numbers, as bits.
+DEVICE uint4 load_halves(const u16* from, s64 column_stride, int count) {
+    if (count == 8 && column_stride == 1 && u64(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+    u32 words[4] = {};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        if (j < count) words[j / 2] |= u32(from[j * column_stride]) << j % 2 * 16;
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+DEVICE uint4 flip(uint4 v, uint4 signs) {
+    return make_uint4(v.x ^ signs.x, v.y ^ signs.y, v.z ^ signs.z, v.w ^ signs.w);
+}
+
+// Rows of bits by which those of W's columns that are negative change float16 numbers, [..][pieces of 8], each of them
+// for `each` rows of x; or null.
+struct RowSigns {
+    const u16* bits;
+    int each;
+
+    DEVICE uint4 operator()(u32 row, int pieces, int piece) const {
+        if (!bits) return make_uint4(0, 0, 0, 0);
+        return reinterpret_cast<const uint4*>(bits)[s64(row / u32(each)) * pieces + piece];
+    }
+};
+
+// Float16 rows of any length to rows of the next multiple of 8, ended by zeros, with signs. A thread has a piece of 8.
+// Without `unscale` rows may become themselves.
+extern "C" __global__ void __launch_bounds__(256)
+prepare_halves(const u16* x, int, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale,
+               const u16* signs, int each) {
+    let_successor_start();
+    const s64 row = blockIdx.x;
+    const int pieces = (K + 7) / 8, piece = blockIdx.y * blockDim.x + threadIdx.x;
+    if (piece >= pieces) return;
+    const uint4 by = RowSigns{signs, each}(blockIdx.x, pieces, piece);  // they are fixed, as weights are
+    wait_for_predecessor();
+    const u16* const from = x + row * row_stride + piece * 8 * column_stride;
+    reinterpret_cast<uint4*>(out)[row * pieces + piece] =
+        flip(load_halves(from, column_stride, min(K - piece * 8, 8)), by);
+    if (unscale && piece == 0) unscale[row] = 1;
+}
+
+// The same of bfloat16 and float32 rows, divided by powers of two as in rows_to_half.
+extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
+prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale,
+             const u16* signs, int each) {
+    let_successor_start();
+    wait_for_predecessor();
+    const s64 row = blockIdx.x;
+    const int pieces = (K + 7) / 8;
+    float values[8];
+    auto load = [&](int piece) {
+        load_eight(x, row * row_stride + piece * 8 * column_stride, column_stride, dtype, min(K - piece * 8, 8), values);
+    };
+    u32 peak = 0;
+    for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+        load(piece);
+#pragma unroll
+        for (int j = 0; j < 8; j++) peak = max(peak, magnitude(values[j]));
+    }
+    const int shift = shift_of(block_max(peak));
+    for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
+        load(piece);
+        uint4 v;
+        store_halves(reinterpret_cast<u16*>(&v), values, power_of_two(shift));
+        reinterpret_cast<uint4*>(out)[row * pieces + piece] = flip(v, RowSigns{signs, each}(blockIdx.x, pieces, piece));
+    }
+    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
+}
+
 // q8_1 blocks to float16 rows. The stored sum is not read. A row's peak is at most 128 times its greatest scale.
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)
 blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {

@@ -94,34 +94,6 @@ DEVICE void for_tiles(const Run& run, const Do& what) {
         for (int part = 0; part < SPAN_TILES; part++) what(span * SPAN_TILES + part, span * SPAN_BYTES, part);
 }
 
-// A lane's words of the low plane: 16 bytes at a time, or two words apart.
-template <int WORDS>
-DEVICE void store_low(u8* tile, const u32 (&words)[WORDS], int lane) {
-    if constexpr (WORDS == 2) {
-#pragma unroll
-        for (int w = 0; w < 2; w++) reinterpret_cast<u32*>(tile)[w * 32 + lane] = words[w];
-    } else {
-#pragma unroll
-        for (int part = 0; part < WORDS / 4; part++)
-            reinterpret_cast<uint4*>(tile + part * 512)[lane] =
-                make_uint4(words[part * 4], words[part * 4 + 1], words[part * 4 + 2], words[part * 4 + 3]);
-    }
-}
-
-template <int WORDS>
-DEVICE void load_low(u32 (&words)[WORDS], const u8* tile, int lane) {
-    if constexpr (WORDS == 2) {
-#pragma unroll
-        for (int w = 0; w < 2; w++) words[w] = reinterpret_cast<const u32*>(tile)[w * 32 + lane];
-    } else {
-#pragma unroll
-        for (int part = 0; part < WORDS / 4; part++) {
-            const uint4 v = reinterpret_cast<const uint4*>(tile + part * 512)[lane];
-            words[part * 4] = v.x, words[part * 4 + 1] = v.y, words[part * 4 + 2] = v.z, words[part * 4 + 3] = v.w;
-        }
-    }
-}
-
 // Whether a lane has a part of the records of the group plane, and where it is in tile t's.
 constexpr int PARTS = Format::GROUP_BYTES / 16;  // of two bytes, of rows g and g + 8
 

@@ -1,0 +1,239 @@
+"""Trellis weights on the GPU: to and from numbers, rows, and the layout that products read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import frexp, ldexp, prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import check, device, jit, plan, plan_trellis, problem
+from .formats.trellis import CANDIDATES, LEAST_HALF, Parts, Search, Trellis, random_signs, search_of
+from .fragments import Fragments
+
+NO_BAD_ROW = np.iinfo(np.uint64).max
+
+
+def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Matrices, N and K of a shape; a vector is a matrix of one row."""
+    n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
+    return prod(shape[:-2]), n, k
+
+
+def _sizes(matrices: int, n: int, k: int) -> tuple[Any, ...]:
+    return np.int64(matrices), np.int32(n), np.int32(k)
+
+
+def _records(blocks: Any) -> Any:
+    """Storage bytes that start on 16 bytes and lie together."""
+    blocks = device.cupy().ascontiguousarray(blocks)
+    return blocks.copy() if blocks.data.ptr % 16 else blocks
+
+
+# Numbers
+
+
+def _levels(search: Search, bits: int) -> bytes:
+    """`struct Levels` of kernels/ops/quantize_trellis.cu."""
+    level, middle = np.zeros(16, np.float32), np.full(16, np.inf, np.float32)
+    level[: len(search.levels)], middle[: len(search.middles)] = search.levels, search.middles
+    order = sum(int(index) << 4 * i for i, index in enumerate(search.order))
+    numbers = np.concatenate([level, middle, CANDIDATES, [search.largest]]).astype(np.float32)
+    return numbers.tobytes() + np.int32(len(search.candidates)).tobytes() + np.uint64(order).tobytes()
+
+
+class Nearest:
+    """Indices and scales of groups, as the reference finds them, for `formats.trellis.fit`."""
+
+    def __init__(self, fmt: Trellis) -> None:
+        self._fmt = fmt.for_kernels
+        self._given: tuple[Any, Any] = (None, None)
+        self._there: tuple[Any, Any] = (None, None)
+
+    def __call__(self, groups: Any, h: Any, grid: Any, start: Any = None) -> tuple[Any, Any]:
+        cupy = device.cupy()
+        if self._given[0] is not groups or self._given[1] is not h:
+            self._given = groups, h
+            self._there = tuple(cupy.asarray(np.ascontiguousarray(a, np.float32)) for a in (groups, h))
+        codes, scales = cupy.empty(groups.shape, np.uint8), cupy.empty(len(groups), np.float32)
+        start = None if start is None else cupy.asarray(start)
+        step = plan_trellis.nearest(self._fmt, len(groups))
+        levels = _levels(search_of(grid), self._fmt.bits)
+        jit.launch(step, *self._there, start, np.int64(len(groups)), codes, scales, levels)
+        return codes.get(), scales.get()
+
+
+def quantize(x: Any, fmt: Trellis, signs: tuple[Any, Any] | None = None, moments: Any = None) -> Any:
+    """Storage bytes of floats (..., N, K); weights are checked (one synchronisation).
+
+    `signs` are su [K] and sv [N], drawn by default; `moments` [K] the importance of columns.
+    """
+    cupy, own = device.cupy(), fmt.for_kernels
+    assert fmt.grid is not None
+    matrices, n, k = _sides(x.shape)
+    blocks = cupy.zeros(fmt.stored(x.shape), np.uint8)
+    stored = fmt.parts(blocks, x.shape)
+    su, sv = signs or random_signs(n, k)
+    stored.su[...], stored.sv[...] = cupy.asarray(su), cupy.asarray(sv)
+    if x.size == 0:
+        return blocks
+    rows = x.reshape(-1, k)
+    strides = tuple(np.int64(stride // rows.itemsize) for stride in rows.strides)
+    h = None if moments is None else cupy.asarray(fmt.importance(moments))
+    bad = cupy.full(2, NO_BAD_ROW, np.uint64)
+    given = (rows, np.int32(problem.DTYPES[rows.dtype]), *strides, *_sizes(matrices, n, k), h, blocks, bad)
+    levels = _levels(search_of(fmt.grid), fmt.bits)
+    jit.launch(plan_trellis.quantize(own, matrices, n, k), *given, levels)
+    row, scale = (int(first) for first in bad.get())
+    if row < NO_BAD_ROW:
+        check.to_quantize(cupy.asnumpy(rows[row]).astype(np.float32)[None], fmt, row, x.shape)
+    if scale < NO_BAD_ROW:
+        check.trellis_scales(np.float32(np.inf), fmt)
+    return blocks
+
+
+def dequantize(blocks: Any, fmt: Trellis, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Numbers (..., N, K) of storage bytes."""
+    assert fmt.codebook is not None
+    out = device.cupy().empty(shape, dtype)
+    if out.size:
+        matrices, n, k = _sides(shape)
+        grid = np.zeros(16, np.float32)
+        grid[: 1 << fmt.bits] = fmt.codebook
+        step = plan_trellis.dequantize(fmt.for_kernels, matrices, n, k)
+        to = (out, np.int32(problem.DTYPES[dtype]), grid.tobytes())
+        jit.launch(step, _records(blocks), *_sizes(matrices, n, k), *to)
+    return out
+
+
+def select(
+    fmt: Trellis, blocks: Any, shape: tuple[int, ...], chosen: NDArray[np.int64], result: tuple[int, ...]
+) -> Any:
+    """Storage bytes of an array of shape `result`, whose rows are those of these numbers: `chosen`."""
+    cupy = device.cupy()
+    _, n, k = _sides(shape)
+    sources = _records(blocks).reshape(-1, blocks.shape[-1])
+    out = cupy.zeros(fmt.stored(result), np.uint8)
+    targets = out.reshape(-1, out.shape[-1])
+    rows = chosen.reshape(len(targets), chosen.shape[-1] if chosen.ndim else 1)
+    su = fmt.parts(sources, (len(sources), n, k)).su
+    for target, ids in zip(targets, rows, strict=True):
+        if len(ids) == 0:
+            fmt.parts(target, (0, k)).su[...] = 1
+            continue
+        homes = np.unique(ids // n)
+        if len(homes) > 1:
+            check.same_signs(su[homes])
+        if len(ids) == n and (ids == homes[0] * n + np.arange(n)).all():
+            target[...] = sources[homes[0]]
+            continue
+        step = plan_trellis.take_rows(fmt.for_kernels, len(ids), k)
+        sizes = (np.int32(n), np.int32(k))
+        jit.launch(step, sources, *sizes, cupy.asarray(ids), np.int32(len(ids)), target)
+    return out
+
+
+# The layout of the matrix kernels
+
+
+@dataclass
+class Signs:
+    """Signs of columns as bits that float16 numbers are changed by: uint16 [..., K filled up to 8s]."""
+
+    bits: Any
+    differ: bool
+    """Whether the matrices of a stack have different ones."""
+    _expanded: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    @property
+    def address(self) -> int:
+        return int(self.bits.data.ptr)
+
+    def over(self, lead: tuple[int, ...]) -> Any:
+        """Those of matrices with these leading axes, one after the other."""
+        if not self.differ or lead == self.bits.shape[:-1]:
+            return self.bits
+        if lead not in self._expanded:
+            cupy = device.cupy()
+            whole = cupy.broadcast_to(self.bits, (*lead, self.bits.shape[-1]))
+            self._expanded[lead] = cupy.ascontiguousarray(whole)
+        return self._expanded[lead]
+
+
+_NOTHING_FOUND = np.array([0, NO_BAD_ROW & 0xFFFFFFFF, 0, 0], np.uint32)
+_TOP = 40
+"""Exponent of scales that are no float16 numbers: below 2^40 sums of products do not overflow."""
+_LIFTS = 126
+"""Exponents of powers of two that are, as their inverse, normal numbers."""
+_LEAST_NORMAL = 2.0**-126
+
+
+def _scale_lift(greatest: float, least: float, fmt: Trellis) -> tuple[bool, int]:
+    """Whether float16 holds all weights with all their bits, and the power of two for their scales then."""
+    assert fmt.half_levels is not None
+    _, grid_lift, least_level, largest_level = fmt.half_levels
+    (_, top), (_, top_level) = frexp(greatest), frexp(largest_level)
+    lift = 15 - top_level - top
+    bottom = ldexp(min(least, greatest), lift)
+    if min(bottom, bottom * least_level) >= LEAST_HALF and abs(lift + grid_lift) <= _LIFTS:
+        return True, lift
+    return not greatest, min(max(_TOP - top, -_LIFTS - grid_lift), _LIFTS - grid_lift)
+
+
+def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments:
+    """Storage bytes of an array (..., N, K) to the fragment layout."""
+    cupy = device.cupy()
+    stream = cupy.cuda.get_current_stream()
+    check.may_prepare(stream)
+    assert fmt.half_levels is not None
+    own, (matrices, n, k) = fmt.for_kernels, _sides(shape)
+    blocks, sizes = _records(blocks), _sizes(matrices, n, k)
+    low, high, scale, group, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
+    place = (fmt, shape, cupy.empty(size, np.uint8), low, high, scale, group)
+    stored = fmt.parts(blocks, shape)
+    kept = Parts(None, None, stored.su.copy(), stored.sv.copy())
+    values = cupy.asarray(fmt.half_levels.levels)
+    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "kept": kept}
+    if prod(shape) == 0:
+        return Fragments(*place, **known)
+    found = cupy.asarray(_NOTHING_FOUND)
+    jit.launch(plan_trellis.survey(own, matrices, n, k), blocks, *sizes, found)
+    facts = found.get(stream)
+    greatest, least = (float(bits) for bits in facts[:2].view(np.float32))
+    half, lift = _scale_lift(greatest, min(greatest, least) if facts[0] else 0.0, fmt)
+    if facts[0] and ldexp(least, lift) < _LEAST_NORMAL:
+        known["kept"] = kept._replace(scales=stored.scales.copy())
+    if facts[2]:
+        pitch = k + -k % 8
+        bits = cupy.empty((*shape[:-2], pitch), np.uint16)
+        step = plan_trellis.sign_bits(own, bits.size)
+        jit.launch(step, blocks, *sizes, bits, np.int32(pitch))
+        known["signs"] = Signs(bits, bool(facts[3]))
+    made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
+    _repack("to_fragments", made, blocks, lift)
+    stream.synchronize()  # other streams may use it
+    return made
+
+
+def from_fragments(fragments: Fragments) -> Any:
+    """The storage bytes, exactly as they were but for what filled the records up."""
+    fmt, shape = fragments.fmt, fragments.shape
+    assert isinstance(fmt, Trellis)
+    assert fmt.half_levels is not None
+    blocks = device.cupy().zeros(fmt.stored(shape), np.uint8)
+    stored = fmt.parts(blocks, shape)
+    stored.su[...], stored.sv[...] = fragments.kept.su, fragments.kept.sv
+    if prod(shape):
+        _repack("from_fragments", fragments, blocks, fragments.lift - fmt.half_levels.lift)
+    if fragments.kept.scales is not None:
+        stored.scales[...] = fragments.kept.scales
+    return blocks
+
+
+def _repack(entry: str, fragments: Fragments, blocks: Any, lift: int) -> None:
+    matrices, n, k = _sides(fragments.shape)
+    planes = (np.uint64(address) for address in fragments.addresses)
+    step = plan_trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
+    jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift))

@@ -1,0 +1,80 @@
+"""Launches of the kernels that convert trellis matrices; their products are planned as all others."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from .formats import Format
+from .plan import MOST_BLOCKS, TILE_COLUMNS, TILE_ROWS, Kernel, Plan
+
+_WARPS, _RUN = 8, 4
+"""Row tiles of a block of threads that repacks, and its tiles along K."""
+_COLUMNS = 1024
+"""Of a block that dequantizes."""
+_BLOCKS = 1 << 16
+"""Of a launch: they stride over what is left."""
+
+
+def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
+    return Kernel(f"{op}_trellis", entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
+
+
+def _plan(op: str, entry: str, fmt: Format, blocks: int, threads: int = 256) -> Plan:
+    return Plan(_kernel(op, entry, fmt), (min(blocks, _BLOCKS), 1, 1), threads)
+
+
+@lru_cache(maxsize=1024)
+def survey(fmt: Format, matrices: int, n: int, k: int) -> Plan:
+    """What must be known of matrices before they are repacked."""
+    numbers = max(k, n * ceil(k / fmt.kernel_block_size))
+    grid = (min(ceil(numbers / 256), 256), min(matrices, MOST_BLOCKS), 1)
+    return Plan(_kernel("repack", "survey", fmt), grid, 256)
+
+
+def sign_bits(fmt: Format, numbers: int) -> Plan:
+    """So many signs of columns as float16 numbers' bits."""
+    return _plan("repack", "sign_bits", fmt, ceil(numbers / 256))
+
+
+@lru_cache(maxsize=1024)
+def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
+    """To or from the fragment layout (`entry`)."""
+    bands = ceil(ceil(n / TILE_ROWS) / _WARPS)
+    return _plan("repack", entry, fmt, matrices * bands * ceil(ceil(k / TILE_COLUMNS) / _RUN))
+
+
+def take_rows(fmt: Format, rows: int, k: int) -> Plan:
+    """Rows of a stack as a matrix: a thread for a row of a tile, and for each scale and sign."""
+    in_tiles = ceil(k / TILE_ROWS) * 16 * ceil(rows / TILE_ROWS)
+    threads = max(in_tiles, rows * ceil(k / fmt.kernel_block_size), k)
+    return Plan(_kernel("repack", "take_rows", fmt), (ceil(threads / 256), 1, 1), 256)
+
+
+@lru_cache(maxsize=1024)
+def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
+    """16 rows and 1024 columns a block."""
+    blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / _COLUMNS)
+    return _plan("dequantize", "dequantize", fmt, blocks)
+
+
+@lru_cache(maxsize=1024)
+def quantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
+    """16 rows and a group's columns a block."""
+    blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / fmt.kernel_block_size)
+    return _plan("quantize", "quantize", fmt, blocks, 128)
+
+
+def nearest(fmt: Format, groups: int) -> Plan:
+    """16 groups a block."""
+    return Plan(_kernel("quantize", "nearest", fmt), (ceil(groups / 16), 1, 1), 128)
+
+
+def kernels(fmt: Format) -> set[Kernel]:
+    """All of them."""
+    entries = {
+        "repack": ("survey", "sign_bits", "to_fragments", "from_fragments", "take_rows"),
+        "dequantize": ("dequantize",),
+        "quantize": ("quantize", "nearest"),
+    }
+    return {_kernel(op, entry, fmt) for op, names in entries.items() for entry in names}
