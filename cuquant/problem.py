@@ -21,6 +21,8 @@ _BATCH_AXES = 3
 _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if56x")
 """`struct Problem`: the copy engine's maps, eleven addresses and a flag, then what `resolve` packs."""
+_GROUP = struct.Struct("<2qi44x")
+"""What `struct Grouped` adds."""
 
 Shape = tuple[int, ...]
 
@@ -88,6 +90,39 @@ class Launch(NamedTuple):
         """The kernel's argument; addresses of W's planes, x, its row factors, out, bias, residual,
         partial sums and their flags, W's codebook, and whether results are stored straight."""
         return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers
+
+
+class Group(NamedTuple):
+    """A planned product with rows that are sorted by their matrix of W, as `struct Grouped` adds to it."""
+
+    plan: plan.Plan
+    map: Map | None
+    numbers: bytes
+
+    def packed(self, map: bytes, *addresses: int, works: int, apart: int, early: bool) -> bytes:
+        """The kernel's argument; addresses of W's planes, x, its row factors, out, a factor (or 0), W's
+        codebook and the works, bytes from W to V, and whether the works are there when this one starts."""
+        *operands, out, factor, values = addresses
+        ends = _ADDRESSES.pack(*operands, out, 0, factor, 0, 0, values, 0)
+        return map + NO_MAP + ends + self.numbers + _GROUP.pack(works, apart, early)
+
+
+@lru_cache(maxsize=4096)
+def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None) -> Group:
+    """Pack the numbers of rows of float16 times a stack (E, N, K), to float32."""
+    count, n, k = w.shape
+    none, float32 = (0, 0, 0), DTYPES[check.FLOATS[2]]
+    numbers = _NUMBERS.pack(
+        *(k, n, 1, n, 1, 1, 1, count, 0, 0, 1),
+        *(none * 4),
+        *(rows, n, k, gemm.chunk, float32, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
+        2.0**-w.lift,
+    )
+    tensor = None
+    if gemm.box:
+        box = (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
+        tensor = Map((k, rows, 1, 1, 1), (2 * k, 16, 16, 16), box)
+    return Group(gemm.plan, tensor, numbers)
 
 
 class Map(NamedTuple):

@@ -5,6 +5,7 @@
 constexpr int BATCH_AXES = 3;
 
 struct Problem {
+    static constexpr bool GROUPED = false, GATED = false;
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
     Planes w;                 // fragment layout, all matrices of a stack one after the other in every plane
@@ -30,6 +31,77 @@ struct Problem {
     int box;               // batch rows that a copy of x brings (wgmma core)
     float lift;            // power of two that takes back by what the weights were multiplied
 };
+
+// Some rows of x and out that have one matrix of the stack to themselves; `count` is how many works there are.
+struct Work {
+    int matrix, first, rows, count;
+};
+
+// A product in which the rows of x are sorted by their matrix of W (a mixture of experts): a work at a time. How many
+// works there are, only the GPU knows; those beyond have no rows. Results are float32 and lie in rows of N.
+//
+// Plain, act(x W^T), times what `residual` has in the same place. Gated, act(x W^T) * (x V^T) at once, where V has the
+// format, the shape and the codebook of W.
+template <bool GATED_>
+struct Grouped : Problem {
+    static constexpr bool GROUPED = true, GATED = GATED_;
+    const Work* works;
+    s64 apart;  // bytes from W to V
+    int early;  // whether the works are there before the kernel before this one is done
+};
+static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "plan_moe.py packs one after the other");
+
+// W's planes, or V's.
+template <class P>
+DEVICE Planes side_of(const P& p, const Planes& w, bool second) {
+    if constexpr (P::GATED) {
+        const s64 apart = second ? p.apart : 0;
+        return {w.low + apart, w.high + apart, w.scale + apart};
+    } else {
+        return w;
+    }
+}
+
+// From the L2 cache: what an L1 cache has of it may be older.
+DEVICE Work load_work(const Work* work) {
+    Work w;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.matrix), "=r"(w.first), "=r"(w.rows), "=r"(w.count) : "l"(work) : "memory");
+    return w;
+}
+
+// The batch rows of a block, and the matrix that they are multiplied by.
+struct Span {
+    int first, end;
+    u32 matrix;
+};
+
+// Blocks along y share the rows; of a grouped product blocks along z have a work each.
+template <int BATCH, class P>
+DEVICE Span span_of(const P& p) {
+    if constexpr (P::GROUPED) {
+        const Work work = load_work(p.works + blockIdx.z);
+        return {work.first, work.first + work.rows, u32(work.matrix)};
+    } else {
+        return {int(blockIdx.y) * BATCH, p.M, blockIdx.z};
+    }
+}
+
+// A kernel's beginning. Of a grouped product it must know the works; its own successor may rely on that: when that
+// starts, whatever came before this kernel is done.
+template <class P>
+DEVICE void begin(const P& p) {
+    if constexpr (!P::GROUPED)
+        let_successor_start();
+    else if (!p.early)
+        wait_for_predecessor();
+}
+
+template <class P>
+DEVICE void wait_for_operands() {
+    wait_for_predecessor();
+    if constexpr (P::GROUPED) let_successor_start();
+}
 
 // One matrix product of a batch: the problem with its pointers moved there.
 struct Matrix {
