@@ -258,6 +258,13 @@ def _add_bench(commands: Any) -> None:
         _bench,
         "Time x @ W.T on this GPU, next to cuBLAS, other libraries and the bytes' floor; show a record.",
     )
+    command.add_argument(
+        "what",
+        nargs="?",
+        choices=("matmul", "moe"),
+        default="matmul",
+        help="products (the default), or mixtures of experts with gates of the shapes",
+    )
     command.add_argument("--formats", metavar="F,F,...", type=_format_list, help="of W (all)")
     command.add_argument(
         "--activations",
@@ -265,8 +272,12 @@ def _add_bench(commands: Any) -> None:
         type=_activation_list,
         help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1)",
     )
-    command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W (five)")
+    command.add_argument(
+        "--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W (five; moe: 14336x4096)"
+    )
     command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x (1,2,4,...,4096)")
+    command.add_argument("--experts", metavar="E", type=int, help="moe: experts (8)")
+    command.add_argument("--top-k", metavar="K", type=int, help="moe: experts of a token (2)")
     command.add_argument(
         "--peers",
         metavar="P,P",
@@ -290,6 +301,7 @@ def _add_bench(commands: Any) -> None:
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
     )
+    command.set_defaults(wrong_usage=command.error)
 
 
 def _activation_list(text: str) -> list[str]:
@@ -329,6 +341,11 @@ def _shape_list(text: str) -> list[tuple[int, int]]:
 def _bench(arguments: argparse.Namespace) -> None:
     from .bench.record import Record, plotter
 
+    if arguments.what == "moe":
+        if arguments.peers is not None:
+            arguments.wrong_usage("moe takes no --peers")
+    elif arguments.experts is not None or arguments.top_k is not None:
+        arguments.wrong_usage("--experts and --top-k are for moe")
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
@@ -348,6 +365,14 @@ def _measured(arguments: argparse.Namespace) -> Any:
     """The record of what the arguments ask for, and of what it held before."""
     from tqdm import tqdm
 
+    record, cells, count = (_moe_cells if arguments.what == "moe" else _product_cells)(arguments)
+    for cell in tqdm(cells, total=count, unit="cell", disable=None):
+        tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
+    return record
+
+
+def _product_cells(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The record, cells of products as they are measured, and how many there will be."""
     from .bench import Record, matmul, peers
     from .bench.matmul import BATCHES, SHAPES
 
@@ -357,13 +382,20 @@ def _measured(arguments: argparse.Namespace) -> Any:
     names = arguments.formats or [str(f) for f in known if f.on_gpu and not f.for_activations]
     activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
-    count = len(shapes) * len(batches) * len(names) * len(activations)
     cells = matmul(record, names, activations, shapes, batches, others)
-    for cell in tqdm(cells, total=count, unit="cell", disable=None):
-        tqdm.write(
-            f"{cell.format} {cell.activation} {cell.M}x{cell.N}x{cell.K}: {cell.us} us", file=sys.stderr
-        )
-    return record
+    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+
+
+def _moe_cells(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    from .bench import Record, moe
+    from .bench.moe import BATCHES, SHAPES
+
+    record = Record.start(arguments.record)
+    names, activations = arguments.formats or ["q4_0"], arguments.activations or ["f16"]
+    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
+    experts, top_k = arguments.experts or 8, arguments.top_k or 2
+    cells = moe(record, names, activations, shapes, batches, experts, top_k)
+    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
 
 
 def _add_info(commands: Any) -> None:

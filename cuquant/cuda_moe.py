@@ -2,6 +2,8 @@
 
     gather -> gate and up -> hidden -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
 
+Of few tokens each block of a product finds its rows of x itself, and `gather` is spared.
+
 Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
 scratch.
 """
@@ -61,6 +63,15 @@ class _Rows(NamedTuple):
     def skip(self, rows: int, size: int) -> _Rows:
         factors = self.factors and self.factors + 4 * rows
         return self._replace(address=self.address + rows * self.row * size, factors=factors)
+
+    @property
+    def halves(self) -> bool:
+        """Whether products can read them as they are."""
+        whole = self.address % 16 == 0 and self.row % 8 == 0 and self.column == 1
+        return self.dtype == _HALF and whole
+
+
+_HALF, _FLOAT = problem.DTYPES[check.FLOATS[0]], problem.DTYPES[check.FLOATS[2]]
 
 
 class _Layout:
@@ -152,11 +163,11 @@ def _source(x: Any, converted: int) -> _Rows:
     k = x.shape[-1]
     if x.rows is not None:
         start = x.rows.buffer.data.ptr
-        return _Rows(start, problem.DTYPES[check.FLOATS[0]], k, 1, start + x.rows.factors)
+        return _Rows(start, _HALF, k, 1, start + x.rows.factors)
     blocks = x.blocks.reshape(-1, x.blocks.shape[-1])
     shape = (len(blocks), k)
     address, factors = cuda._convert(blocks, problem.quantized_source(shape, False), converted)
-    return _Rows(address, problem.DTYPES[check.FLOATS[0]], k, 1, factors)
+    return _Rows(address, _HALF, k, 1, factors)
 
 
 def _tokens_at_once(mixture: _Mixture, top_k: int) -> int:
@@ -188,40 +199,83 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
     both, gate, up, down = mixture.products(load)
     wide = np.int32(ids.dtype.itemsize == 8)
     routing = (ids, wide, np.int32(load.tokens), np.int32(load.top_k), np.int32(count))
+    numbers = (ids.data.ptr, int(wide), load.tokens, load.top_k, count)
+    first = (both,) if both is not None else (gate, up)
+    few = load.rows <= plan.WARP and all(product.finds_rows for product in (*first, down))
+    if few:
+        if not x.halves:
+            x = _convert(x, load.tokens, k, at)
+        places = 0
+        rows, given = (x.address, x.factors), _Group((0, 0, 0), numbers, x.row, load.top_k)
+        then = _Group((0, 0, 0), numbers, width, 1)
+    else:
+        _gather(load, x, k, routing, (both or gate, up, down), at)
+        places = at["places"]
+        lists = (at["of gate"], at["of up"], at["of down"])
+        rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
+        then = given._replace(x_row=width)
+    sums, activation = at["sums"], mixture.activation
+    if both is not None:
+        apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
+        _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart)
+    else:
+        _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)
+        _multiply(mixture.up, load, up, rows, sums, given, 1, factor=sums, early=True)
+    _hidden(mixture, load.rows, width, at)
+    _multiply(mixture.down, load, down, (at["halves"], at["factors"]), sums, then, 2, early=True)
+    jit.launch(
+        plan_moe.combine(load.tokens, n),
+        *(np.uint64(sums), np.int32(n), np.uint64(places), *routing),
+        *(probs, np.int32(problem.DTYPES[probs.dtype])),
+        *cuda._float_rows(out),
+    )
+
+
+def _convert(x: _Rows, tokens: int, k: int, at: dict[str, int]) -> _Rows:
+    """Rows of floats as float16."""
+    step = plan.activations("rows_to_half", get("q8_1"), tokens, k)
+    to = (np.int32(k), np.uint64(at["halves"]), np.uint64(at["factors"]))
+    jit.launch(step, np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column), *to)
+    return _Rows(at["halves"], _HALF, k, 1, at["factors"])
+
+
+def _gather(
+    load: Load,
+    x: _Rows,
+    k: int,
+    routing: tuple[Any, ...],
+    products: tuple[Product, ...],
+    at: dict[str, int],
+) -> None:
+    """Rows of x in the order of their experts, and every product's works."""
     starts = 0
     if load.tokens > plan_moe.FEW_TOKENS:
         starts = at["starts"]
-        jit.launch(plan_moe.group(count), *routing, np.uint64(at["places"]), np.uint64(starts))
+        jit.launch(plan_moe.group(load.experts), *routing, np.uint64(at["places"]), np.uint64(starts))
     jit.launch(
         plan_moe.gather(load, k),
         *(np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column)),
         *(np.uint64(x.factors), np.int32(k), *routing, np.uint64(at["places"]), np.uint64(starts)),
         *(np.uint64(at["halves"]), np.uint64(at["factors"])),
-        *_works(at["of gate"], both or gate),
-        *_works(at["of up"], up),
-        *_works(at["of down"], down),
-    )
-    rows = (at["halves"], at["factors"])
-    sums, activation = at["sums"], mixture.activation
-    if both is not None:
-        apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
-        _multiply(mixture.gate, load, both, rows, sums, at["of gate"], activation, apart=apart)
-    else:
-        _multiply(mixture.gate, load, gate, rows, sums, at["of gate"], activation)
-        _multiply(mixture.up, load, up, rows, sums, at["of up"], factor=sums, early=True)
-    _hidden(mixture, load.rows, width, at)
-    early = not mixture.blocks
-    _multiply(mixture.down, load, down, rows, sums, at["of down"], early=early)
-    jit.launch(
-        plan_moe.combine(load.tokens, n),
-        *(np.uint64(sums), np.int32(n), np.uint64(at["places"])),
-        *(probs, np.int32(problem.DTYPES[probs.dtype]), np.int32(load.top_k)),
-        *cuda._float_rows(out),
+        *_works(at["of gate"], products[0]),
+        *_works(at["of up"], products[1]),
+        *_works(at["of down"], products[2]),
     )
 
 
 def _works(address: int, product: Product) -> Iterator[Any]:
     return iter((np.uint64(address), np.int32(product.batch), np.int32(product.works)))
+
+
+class _Group(NamedTuple):
+    """Where products find their rows: lists of works of gate, up and down, or zeros and the ids."""
+
+    lists: tuple[int, int, int]
+    routing: tuple[int, ...]
+    x_row: int
+    """Stride of x."""
+    share: int
+    """Entries of a row of x, without lists."""
 
 
 def _multiply(
@@ -230,7 +284,8 @@ def _multiply(
     product: Product,
     x: tuple[int, int],
     out: int,
-    works: int,
+    group: _Group,
+    which: int,
     activation: str | None = None,
     *,
     factor: int = 0,
@@ -238,12 +293,11 @@ def _multiply(
     early: bool = False,
 ) -> None:
     """Launch a grouped product: float16 rows of x and their factors to float32 rows, at these addresses."""
-    launch = problem.group(w.weight, load.rows, product.gemm, activation)
+    launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row)
     tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
-    argument = launch.packed(
-        tensor, *w.addresses, *x, out, factor, w.values, works=works, apart=apart, early=early
-    )
-    jit.launch_packed(launch.plan, argument)
+    addresses = (*w.addresses, *x, out, factor, w.values)
+    ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early)
+    jit.launch_packed(launch.plan, launch.packed(tensor, addresses, *ends))
 
 
 def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> None:
@@ -253,5 +307,5 @@ def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> Non
         jit.launch(plan_moe.hidden(rows, width), np.uint64(at["sums"]), np.int32(width), *to)
         return
     step = plan.activations("quantize_rows", get("q8_1"), rows, width)
-    source = (np.uint64(at["sums"]), np.int32(problem.DTYPES[check.FLOATS[2]]), np.int64(width), np.int64(1))
+    source = (np.uint64(at["sums"]), np.int32(_FLOAT), np.int64(width), np.int64(1))
     jit.launch(step, *source, np.int32(width), np.uint64(at["blocks"]), *to)

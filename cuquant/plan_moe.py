@@ -20,7 +20,7 @@ MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
 FEW_TOKENS = 512
 """Tokens up to which every block of `gather` finds the place of its own entry."""
-_ROUTE_WARPS, _GROUP_WARPS = 4, 8
+_ROUTE_WARPS, _GROUP_WARPS = 4, 16
 _COLUMNS = 4 * 256
 """Columns that a block of `combine` sums."""
 _BYTES_US = 4.46e6
@@ -42,13 +42,13 @@ class Load(NamedTuple):
     @property
     def hit(self) -> float:
         """Experts that are hit at all, as expected."""
-        return self.experts * (1 - (1 - 1 / self.experts) ** self.rows)
+        return self.experts * (1 - max(0, 1 - self.top_k / self.experts) ** self.tokens)
 
     @property
     def likely(self) -> int:
         """Rows that few experts exceed."""
         mean = self.rows / self.hit
-        return min(self.tokens, ceil(mean + 2 * sqrt(mean - 1)))
+        return min(self.tokens, ceil(mean + 2 * sqrt(max(0, mean - 1))))
 
     def works(self, batch: int) -> float:
         """Batch tiles, as expected: of the normal distribution next to the binomial one."""
@@ -71,6 +71,11 @@ class Product(NamedTuple):
     works: int
     us: float = 0
 
+    @property
+    def finds_rows(self) -> bool:
+        """Whether blocks can find their rows by the ids of a warp's lanes."""
+        return plan.core_of(self.gemm.plan.kernel) == "decode"
+
 
 @lru_cache(maxsize=4096)
 def product(
@@ -82,7 +87,8 @@ def product(
         return min(_wgmma(fmt, load, n, k, sides), key=lambda choice: choice.us, default=None)
     if not half or rows <= plan.DECODE_BATCH:
         batch = min(rows, plan.DECODE_BATCH)
-        gemm = plan.decode(fmt, batch, n, k, max(1, round(load.hit)), capability, sides)
+        matrices = max(1, ceil(load.hit - 0.2))
+        gemm = plan.decode(fmt, batch, n, k, matrices, capability, sides, load.tokens > 1)
     elif gated:
         return None
     else:
@@ -123,21 +129,20 @@ def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, capability:
     return None if both is None or both.us > 2 * single.us else both
 
 
-def _rows(entry: str, blocks: int, k: int) -> Plan:
-    threads = min(1024, max(128, ceil(k / (16 * WARP)) * WARP))
-    return Plan(Kernel("moe", entry), (blocks, 1, 1), threads, overlaps=True)
+def _threads(k: int, each: int, most: int) -> int:
+    return min(most, max(128, ceil(k / (each * WARP)) * WARP))
 
 
 @lru_cache(maxsize=1024)
 def gather(load: Load, k: int) -> Plan:
     """A block for every entry, and one for the lists of works."""
-    return _rows("gather", load.rows + 1, k)
+    return Plan(Kernel("moe", "gather"), (load.rows + 1, 1, 1), _threads(k, 16, 512), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def hidden(rows: int, k: int) -> Plan:
     """A block for every row."""
-    return _rows("hidden", rows, k)
+    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
 
 
 @lru_cache(maxsize=1024)

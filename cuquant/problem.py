@@ -21,7 +21,7 @@ _BATCH_AXES = 3
 _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if56x")
 """`struct Problem`: the copy engine's maps, eleven addresses and a flag, then what `resolve` packs."""
-_GROUP = struct.Struct("<2qi44x")
+_GROUP = struct.Struct("<3q7i12x")
 """What `struct Grouped` adds."""
 
 Shape = tuple[int, ...]
@@ -99,21 +99,21 @@ class Group(NamedTuple):
     map: Map | None
     numbers: bytes
 
-    def packed(self, map: bytes, *addresses: int, works: int, apart: int, early: bool) -> bytes:
-        """The kernel's argument; addresses of W's planes, x, its row factors, out, a factor (or 0), W's
-        codebook and the works, bytes from W to V, and whether the works are there when this one starts."""
+    def packed(self, map: bytes, addresses: Shape, *group: int) -> bytes:
+        """The kernel's argument; addresses of W's planes, x, its row factors, out, a factor (or 0) and W's
+        codebook, then the members of `struct Grouped`."""
         *operands, out, factor, values = addresses
         ends = _ADDRESSES.pack(*operands, out, 0, factor, 0, 0, values, 0)
-        return map + NO_MAP + ends + self.numbers + _GROUP.pack(works, apart, early)
+        return map + NO_MAP + ends + self.numbers + _GROUP.pack(*group)
 
 
 @lru_cache(maxsize=4096)
-def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None) -> Group:
-    """Pack the numbers of rows of float16 times a stack (E, N, K), to float32."""
+def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: int) -> Group:
+    """Pack the numbers of rows of float16, so many elements apart, times a stack (E, N, K), to float32."""
     count, n, k = w.shape
     none, float32 = (0, 0, 0), DTYPES[check.FLOATS[2]]
     numbers = _NUMBERS.pack(
-        *(k, n, 1, n, 1, 1, 1, count, 0, 0, 1),
+        *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
         *(rows, n, k, gemm.chunk, float32, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
         2.0**-w.lift,
@@ -121,7 +121,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None) -> Grou
     tensor = None
     if gemm.box:
         box = (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
-        tensor = Map((k, rows, 1, 1, 1), (2 * k, 16, 16, 16), box)
+        tensor = Map((k, rows, 1, 1, 1), (2 * x_row, 16, 16, 16), box)
     return Group(gemm.plan, tensor, numbers)
 
 

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import cuda_moe, device, plan_moe, testing
+from cuquant import check, cuda_moe, device, plan_moe, testing
 from cuquant.ops import moe as module
 
 pytestmark = pytest.mark.gpu
@@ -69,8 +69,13 @@ def close(y: Any, expected: Any, dtype: Any = F) -> None:
 @pytest.fixture(autouse=True)
 def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """No mixture may fall back to the host unless a test says so."""
-    if "fallback" not in request.node.name:
-        monkeypatch.setattr(module, "_mixed", None)
+    real = module._mixed
+
+    def mixed(x: Any, *others: Any) -> Any:
+        assert "fallback" in request.node.name or not device.is_cuda(check.storage(x))
+        return real(x, *others)
+
+    monkeypatch.setattr(module, "_mixed", mixed)
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128", MIXED], ids=str)

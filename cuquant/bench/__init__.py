@@ -2,6 +2,7 @@
 
 from . import peers
 from .matmul import Cell, matmul
+from .moe import MoeCell, moe
 from .record import Record
 
-__all__ = ["Cell", "Record", "matmul", "peers"]
+__all__ = ["Cell", "MoeCell", "Record", "matmul", "moe", "peers"]

@@ -93,7 +93,7 @@ class Record:
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
             cells = header.pop("cells")
-            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS for cell in cells)):
+            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
@@ -154,8 +154,15 @@ class Record:
         return tabulate(rows, headers, tablefmt=TABLE_STYLES[style], disable_numparse=True)
 
 
+def rounded(value: float | None) -> Any:
+    """To the five digits that a record has."""
+    return None if value is None else float(f"{value:.5g}")
+
+
 _HEADER = {"device", "versions", "commit"}
-_KEYS = {"op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
+_PRODUCT = {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
+_KEYS = {"matmul": _PRODUCT, "moe": _PRODUCT | {"experts", "top_k"}}
+"""What cells have, by what was measured."""
 _RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {
     peer.key: f"x {name}" for name, peer in PEERS.items()
 }

@@ -25,7 +25,9 @@ DEVICE void decode(const P& p) {
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
     begin(p);
-    const Span span = span_of<WIDTH>(p);
+    __shared__ int found[WARPS][WIDTH];
+    int* const entries = found[threadIdx.x / WARP];
+    const Span span = span_of<WIDTH>(p, entries);
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
     const Matrix operands = matrix_of<F>(p, span.matrix);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -34,6 +36,11 @@ DEVICE void decode(const P& p) {
     const int row_warp = warp / K_WARPS, block_row = blockIdx.x / CLUSTER * (SIDE_ROWS / 16);
     const int first_row = block_row + row_warp % SIDE_WARPS * ROW_TILES;
     const int first_m = span.first, batch = min(span.end - first_m, WIDTH);
+    auto x_row = [&](int m) {
+        if constexpr (P::GROUPED)
+            if (!p.works) return entries[m] / p.share;
+        return first_m + m;
+    };
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const int begin = int(s64(tiles) * rank / CLUSTER), end = int(s64(tiles) * (rank + 1) / CLUSTER);
 
@@ -80,7 +87,7 @@ DEVICE void decode(const P& p) {
         for (int i = threadIdx.x; i < batch * pieces; i += WARPS * WARP) {
             int m = i / pieces, piece = i % pieces, column = chunk * 64 + piece * 8;
             const bool exists = column < p.K;
-            const u16* from = operands.x + (first_m + m) * p.x_row + (exists ? column : 0);
+            const u16* from = operands.x + x_row(m) * p.x_row + (exists ? column : 0);
             copy_async(x_rows + m * row_bytes + piece * 16, from, exists);
         }
         copy_commit();
@@ -183,7 +190,8 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int e = 0; e < 2 && m + e < batch; e++)
             if constexpr (P::GROUPED)
-                finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x, e ? other.y : other.x);
+                finish(p, at, x_row(m + e), p.works ? first_m + m + e : entries[m + e], block_row * 16 + n,
+                       e ? value.y : value.x, e ? other.y : other.x);
             else
                 finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
     };

@@ -49,10 +49,10 @@ DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value
     store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value);
 }
 
-// The same of a grouped product, from the accumulators of W and, if gated, V.
+// The same of a grouped product, of row x_m of x, from the accumulators of W and, if gated, V.
 template <bool GATED>
-DEVICE void finish(const Grouped<GATED>& p, const Matrix& at, int m, int n, float value, float other) {
-    const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
+DEVICE void finish(const Grouped<GATED>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
+    const float2 factors = safe_factors(at.unscale ? at.unscale[x_m] : 1, p.lift);
     float one[1] = {value * factors.x * factors.y};
     activate(one, p.activation);
     const s64 to = m * p.out_row + n;
@@ -72,7 +72,7 @@ DEVICE void finish_group(const Grouped<false>& p, const Matrix& at, int first_m,
     for (int i = thread; i < 16 * COLUMNS; i += THREADS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         if (first_m + row < end_m && first_n + column < p.N)
-            finish(p, at, first_m + row, first_n + column, load(row, column), 0);
+            finish(p, at, first_m + row, first_m + row, first_n + column, load(row, column), 0);
     }
 }
 

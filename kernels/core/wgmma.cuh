@@ -25,8 +25,8 @@
 // The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result.
 // It has the higher number, so what it waits for has started.
 //
-// Of a grouped product the batch tiles are the works. Gated, a warpgroup has 64 rows of W and the same 64 rows of V: its
-// threads have what is multiplied in the same places.
+// Of a grouped product the batch tiles are the works. Gated, a warpgroup has 64 rows of W and the same 64 rows of V:
+// its threads have what is multiplied in the same places.
 #pragma once
 #include "epilogue.cuh"
 
@@ -257,8 +257,8 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         }
 }
 
-// Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two factors
-// with the same product (epilogue.cuh) the first or the `second`.
+// Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two
+// factors with the same product (epilogue.cuh) the first or the `second`.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int last_m,
                        bool second) {
@@ -441,7 +441,7 @@ DEVICE void wgmma(const P& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
-    static_assert(!P::GROUPED || (CLUSTER == 1 && !STREAM), "only the GPU knows what there is to share out");
+    static_assert(!P::GROUPED || (SPLIT == 1 && !STREAM), "only the GPU knows what there is to share out");
     static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
@@ -476,12 +476,13 @@ DEVICE void wgmma(const P& p) {
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
-    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES>, Schedule<ROW_TILES * PAIR, BATCH, STREAM>>::Type;
+    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR>,
+                                  Schedule<ROW_TILES * PAIR, BATCH, STREAM>>::Type;
     const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
         if constexpr (SPLIT > 1) segment.begin = tiles * rank / SPLIT, segment.end = tiles * (rank + 1) / SPLIT;
-        if constexpr (PAIR > 1) segment.first_row += rank * ROW_TILES;
+        if constexpr (PAIR > 1) segment.first_row += rank * SIDE_TILES;
         return segment;
     };
 

@@ -38,34 +38,30 @@ DEVICE void store_halves(u16* to, const float* x, float scale) {
 }
 
 // A row of floats, from element `at` of x on (strides in elements), by all threads of a block; the power of two that it
-// then lacks. Float16 itself is copied. Pieces of 16 elements, as encode.cuh takes them: a thread keeps its first, any
-// others come from a cache the second time.
+// then lacks. Float16 itself is copied. Pieces of 16 elements, as encode.cuh takes them; the second time they come from
+// a cache.
 DEVICE float row_to_half(const void* x, int dtype, s64 at, s64 row_stride, s64 column_stride, int K, u16* out) {
-    auto first_of = [](int piece) { return piece / 2 * 32 + piece % 2 * 8; };
     auto load = [&](int piece, float (&values)[MINE]) {
-        load_elements(x, at + first_of(piece) * column_stride, row_stride, column_stride, dtype, values);
+        const int first = piece / 2 * 32 + piece % 2 * 8;
+        load_elements(x, at + first * column_stride, row_stride, column_stride, dtype, values);
+        return first;
     };
-    const int pieces = K / MINE;
-    float kept[MINE], values[MINE];
-    if (threadIdx.x < pieces) load(threadIdx.x, kept);
+    float values[MINE];
     int shift = 0;
     if (dtype != FLOAT16) {
         u32 peak = 0;
-        auto look = [&](const float (&values)[MINE]) {
+        for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
+            load(piece, values);
 #pragma unroll
             for (int j = 0; j < MINE; j++) peak = max(peak, magnitude(values[j]));
-        };
-        if (threadIdx.x < pieces) look(kept);
-        for (int piece = threadIdx.x + blockDim.x; piece < pieces; piece += blockDim.x) load(piece, values), look(values);
+        }
         shift = shift_of(block_max(peak));
     }
     const float scale = power_of_two(shift);
-    auto store = [&](int piece, const float (&values)[MINE]) {
-        u16* const to = out + first_of(piece);
+    for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
+        u16* const to = out + load(piece, values);
         store_halves(to, values, scale);
         store_halves(to + 16, values + 8, scale);
-    };
-    if (threadIdx.x < pieces) store(threadIdx.x, kept);
-    for (int piece = threadIdx.x + blockDim.x; piece < pieces; piece += blockDim.x) load(piece, values), store(piece, values);
+    }
     return power_of_two(-shift);
 }

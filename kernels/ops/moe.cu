@@ -1,20 +1,21 @@
 // Mixtures of experts, but for their products (gemm.cu): who goes where, and the sums.
 //
-// An entry is a slot of a token: number token * top_k + slot. Entries are sorted by expert, those of an expert in order;
-// a token with an id that is no expert's takes part in nothing, and its place is -1.
+// An entry is a slot of a token: number token * top_k + slot. Entries are sorted by expert, those of an expert in
+// order; a token with an id that is no expert's takes part in nothing, and its place is NOWHERE.
 //
 //      gather -> products with gate and up -> hidden -> product with down -> combine
 //
-// All of them let their successor start only when what came before them is done (core/problem.cuh, `early`).
+// Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
+// weights while what they multiply is still being made (`early` in core/problem.cuh).
 #include "../core/problem.cuh"
 #include "../formats/rows.cuh"
 
-constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 8, MOST_EXPERTS = 1024, MOST_SLOTS = 256;  // as plan_moe.py has them
-constexpr int NOWHERE = -1, PRODUCTS = 3;
+constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, MOST_EXPERTS = 1024, MOST_SLOTS = 256;  // as plan_moe.py has them
+constexpr int PRODUCTS = 3, GATHER_THREADS = 512;
 
 DEVICE void enter() {
-    wait_for_predecessor();
     let_successor_start();
+    wait_for_predecessor();
 }
 
 template <class T>
@@ -79,26 +80,8 @@ route(const void* logits, int dtype, s64 row_stride, s64 column_stride, s64 toke
         for (int slot = lane; slot < top_k; slot += WARP) probs[token * top_k + slot] /= chosen;
 }
 
-// Ids [tokens][top_k], of 64 or 32 bits.
-struct Routing {
-    const void* ids;
-    int wide, tokens, top_k, experts;
-
-    DEVICE int operator()(int token, int slot) const {
-        const s64 at = s64(token) * top_k + slot;
-        const s64 id = wide ? static_cast<const s64*>(ids)[at] : static_cast<const int*>(ids)[at];
-        return id < 0 || id >= experts ? NOWHERE : int(id);
-    }
-
-    DEVICE bool lost(int token) const {
-        bool lost = false;
-        for (int slot = 0; slot < top_k; slot++) lost |= (*this)(token, slot) == NOWHERE;
-        return lost;
-    }
-};
-
-// Of many tokens: the places of an expert's entries, and where they start, by a block an expert. Warps have equal shares
-// of the tokens, one after the other.
+// Of many tokens: the places of an expert's entries, and where they start, by a block an expert. Warps have equal
+// shares of the tokens, one after the other.
 extern "C" __global__ void __launch_bounds__(GROUP_WARPS* WARP)
 group(const void* ids, int wide, int tokens, int top_k, int experts, int* places, int* starts) {
     __shared__ int below[GROUP_WARPS], equal[GROUP_WARPS];  // entries of lower experts, and of this one
@@ -108,6 +91,7 @@ group(const void* ids, int wide, int tokens, int top_k, int experts, int* places
     const int share = (tokens + GROUP_WARPS - 1) / GROUP_WARPS;
     const int begin = min(tokens, warp * share), end = min(tokens, begin + share);
     int lower = 0, mine = 0;
+#pragma unroll 4
     for (int token = begin + lane; token < end; token += WARP) {
         if (expert_of.lost(token)) continue;
         for (int slot = 0; slot < top_k; slot++) {
@@ -215,9 +199,10 @@ DEVICE void list_works(const Routing& expert_of, const int* starts, const Works 
     }
 }
 
-// Rows of x in the order of the entries' places, as float16, a block an entry; `factors` are what rows of x lack, or null.
-// The last block lists the works. Of many tokens `group` has found places and starts before, of few they are made here.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS)
+// Rows of x in the order of the entries' places, as float16, a block an entry; `factors` are what rows of x lack, or
+// null. The last block lists the works. Of many tokens `group` has found places and starts before, of few they are made
+// here.
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
 gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float* factors, int K, const void* ids,
        int wide, int tokens, int top_k, int experts, int* places, const int* starts, u16* out, float* unscale,
        Work* gate_list, int gate_batch, int gate_most, Work* up_list, int up_batch, int up_most, Work* down_list,
@@ -240,30 +225,61 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
     if (threadIdx.x == 0) unscale[place] = factor;
 }
 
-// What `down` multiplies, from float32 rows to float16.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS)
+// What `down` multiplies, from float32 rows to float16, as row_to_half does it. A block keeps a row of up to KEPT times
+// four numbers of each thread; what is beyond is read again.
+constexpr int HIDDEN_THREADS = 512, KEPT = 8;
+
+extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS, 2)
 hidden(const float* x, int K, u16* out, float* unscale) {
     enter();
     const s64 row = blockIdx.x;
-    const float factor = row_to_half(x, FLOAT32, row * K, K, 1, K, out + row * K);
-    if (threadIdx.x == 0) unscale[row] = factor;
+    const float4* const from = reinterpret_cast<const float4*>(x + row * K);
+    uint2* const to = reinterpret_cast<uint2*>(out + row * K);
+    const int pieces = K / 4, beyond = KEPT * blockDim.x + threadIdx.x;
+    float4 kept[KEPT];
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        const int i = j * blockDim.x + threadIdx.x;
+        kept[j] = i < pieces ? from[i] : make_float4(0, 0, 0, 0);
+    }
+    u32 peak = 0;
+    auto look = [&](const float4& v) {
+        peak = max(max(peak, max(magnitude(v.x), magnitude(v.y))), max(magnitude(v.z), magnitude(v.w)));
+    };
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) look(kept[j]);
+    for (int i = beyond; i < pieces; i += blockDim.x) look(from[i]);
+    const int shift = shift_of(block_max(peak));
+    const float scale = power_of_two(shift);
+    auto halves = [&](const float4& v) {
+        return make_uint2(pack(v.x * scale, v.y * scale, FLOAT16), pack(v.z * scale, v.w * scale, FLOAT16));
+    };
+#pragma unroll
+    for (int j = 0; j < KEPT; j++) {
+        const int i = j * blockDim.x + threadIdx.x;
+        if (i < pieces) to[i] = halves(kept[j]);
+    }
+    for (int i = beyond; i < pieces; i += blockDim.x) to[i] = halves(from[i]);
+    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
-// y: the results of a token's entries, times their probabilities, in the order of their places.
+// y: the results of a token's entries, times their probabilities, in the order of their experts. Results are in the
+// entries' places, or (null) in the order of the entries.
 extern "C" __global__ void __launch_bounds__(256)
-combine(const float* results, int columns, const int* places, const void* probs, int probs_dtype, int top_k, void* out,
-        int dtype, s64 row_stride, s64 column_stride) {
+combine(const float* results, int columns, const int* places, const void* ids, int wide, int tokens, int top_k,
+        int experts, const void* probs, int probs_dtype, void* out, int dtype, s64 row_stride, s64 column_stride) {
     __shared__ int sorted[MOST_SLOTS];
     __shared__ float weights[MOST_SLOTS];
     enter();
-    const s64 token = blockIdx.x;
-    const int* const own = places + token * top_k;
-    const bool lost = own[0] == NOWHERE;
+    const s64 token = blockIdx.x, first_entry = token * top_k;
+    const Routing expert_of = {ids, wide, tokens, top_k, experts};
+    const bool lost = expert_of.lost(token);
     if (!lost && threadIdx.x < top_k) {
-        const int place = own[threadIdx.x];
+        const int slot = threadIdx.x, own = expert_of(token, slot);
         int rank = 0;
-        for (int slot = 0; slot < top_k; slot++) rank += own[slot] < place;
-        sorted[rank] = place, weights[rank] = load_float(probs, token * top_k + threadIdx.x, probs_dtype);
+        for (int s = 0; s < top_k; s++) rank += expert_of(token, s) < own || (expert_of(token, s) == own && s < slot);
+        sorted[rank] = places ? places[first_entry + slot] : first_entry + slot;
+        weights[rank] = load_float(probs, first_entry + slot, probs_dtype);
     }
     __syncthreads();
     constexpr int EACH = 4;
