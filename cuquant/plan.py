@@ -243,7 +243,7 @@ def core_of(kernel: Kernel) -> str:
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
 """Kilobytes of shared memory that a block may have, where that is less than 227."""
 _GROUP_BYTES = 288 << 10
-"""Of weights, for a block of a grouped product; measured."""
+"""Of weights, for a block of a grouped product of up to four batch rows; measured."""
 _STATIC = 1 << 10
 """Bytes of shared memory beside the dynamic: barriers, and the driver's own."""
 
@@ -267,28 +267,26 @@ def decode(
 
     Up to 8 batch rows two small blocks per multiprocessor, where its shared memory has room for them, hide
     each other's start and end. From 5 on, or where x is long, pairs of blocks split K, which halves what each
-    reads of x. Of two `sides` a block has the same rows of two weights.
-    If `grouped`, only the GPU knows how many matrices count: blocks are smaller, so that any number fills it.
+    reads of x. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows how
+    many matrices count: of few batch rows blocks are smaller, so that any number of matrices fills it.
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     copies, table = _table(fmt, Core.DECODE, capability)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability) - table
-    long = m * k > 48 << 10
-    cluster = 2 if ((m > 4 and not grouped) or long) and capability == 90 else 1
+    cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
     batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
     two = groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
-    small = grouped and not (m > 5 and long)
-    if small and groups == 1 and ring > 24 << 10:
+    small = grouped and m <= 4
+    if small and ring > 24 << 10:
         two, limit = True, limit // 2 - table  # x may come in chunks
     many = (share <= 2 and m <= 4) or (fmt.lookup and groups == 1 and not two)
     warps = 16 if many and capability >= 80 else 8
     if two:
         share = ceil(share / 2)
     if small:
-        most_bytes = _GROUP_BYTES * (2 if m > 5 else 1) * cluster
-        share = max(1, min(share, round(most_bytes / (tiles_k * layout(fmt).tile))))
+        share = max(1, min(share, round(_GROUP_BYTES * cluster / (tiles_k * layout(fmt).tile))))
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or _has_minimum(fmt) else 7
     most = min(most, max(1, limit // (4 * warps * layout(fmt).tile)))

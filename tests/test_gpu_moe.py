@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -10,12 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import check, cuda_moe, device, plan_moe, testing
+from cuquant import check, cuda_moe, device, jit, plan_moe, testing
 from cuquant.ops import moe as module
+from cuquant.plan_moe import Load
 
 pytestmark = pytest.mark.gpu
 F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
+FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128")
 MIXED = ("kbit3", "q5_1", "q8_0")
 
 
@@ -66,6 +70,30 @@ def close(y: Any, expected: Any, dtype: Any = F) -> None:
     assert y.size == 0 or testing.worst_element(y, expected) <= (0.05 if dtype == BF16 else 0.01)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What most tests need, compiled at once on all cores: into CuPy's cache, and this process's."""
+    loads = [Load(t, 2, 5) for t in (3, 6, 12, 60, 150)] + [Load(t, 2, 8) for t in (1, 4, 16, 200, 300)]
+    loads += [Load(t, 3, 9) for t in (5, 40, 600)] + [Load(t, 2, 2) for t in (4, 90, 400)]
+    kernels = set()
+    for load, name in product(loads, (*FORMATS, *MIXED)):
+        if name != "q4_0" and load.tokens not in (3, 6, 60, 150):
+            continue
+        fmt, (n, k) = cq.formats.get(name).for_kernels, (384, 256)
+        for gated, shape in product((True, False), ((n, k), (72, n))):
+            made = plan_moe.product(fmt, load, *shape, True, gated, jit.capability())
+            if made is not None:
+                kernels.add(made.gemm.plan.kernel)
+    where = device.cupy().cuda.runtime.getDevice()
+
+    def compile(kernel: Any) -> None:
+        device.cupy().cuda.Device(where).use()
+        jit._module(where, kernel)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile, kernels))
+
+
 @pytest.fixture(autouse=True)
 def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """No mixture may fall back to the host unless a test says so."""
@@ -78,7 +106,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(module, "_mixed", mixed)
 
 
-@pytest.mark.parametrize("format", ["q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128", MIXED], ids=str)
+@pytest.mark.parametrize("format", [*FORMATS, MIXED], ids=str)
 @pytest.mark.parametrize("tokens", [3, 150], ids=["few", "many"])
 def test_formats_and_types(format: Any, tokens: int) -> None:
     """The decode core, and the wgmma core (elsewhere the mma core)."""
