@@ -7,7 +7,7 @@ disagree. Nothing here needs a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 from itertools import product
@@ -282,6 +282,8 @@ def core_of(kernel: Kernel) -> str:
 
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
 """Kilobytes of shared memory that a block may have, where that is less than 227."""
+_GROUP_BYTES = 288 << 10
+"""Of weights, for a block of a grouped product of up to four batch rows; measured."""
 _STATIC = 1 << 10
 """Bytes of shared memory beside the dynamic: barriers, and the driver's own."""
 
@@ -291,14 +293,24 @@ def shared_limit(capability: int) -> int:
     return (_SHARED.get(capability, 227) << 10) - 2 * _STATIC
 
 
-def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) -> Gemm:
+def decode(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    matrices: int,
+    capability: int,
+    sides: int = 1,
+    grouped: bool = False,
+) -> Gemm:
     """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
     Up to 8 batch rows two small blocks per multiprocessor, where its shared memory has room for them, hide
     each other's start and end. From 5 on, or where x is long, pairs of blocks split K, which halves what each
-    reads of x.
+    reads of x. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows how
+    many matrices count: of few batch rows blocks are smaller, so that any number of matrices fills it.
     """
-    row_tiles, tiles_k = ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
+    row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     copies, table = _table(fmt, Core.DECODE, capability)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability) - table
     cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
@@ -306,16 +318,21 @@ def decode(fmt: Format, m: int, n: int, k: int, matrices: int, capability: int) 
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
     batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
     two = groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
+    small = grouped and m <= 4
+    if small and ring > 24 << 10:
+        two, limit = True, limit // 2 - table  # x may come in chunks
     many = (share <= 2 and m <= 4) or (fmt.lookup and groups == 1 and not two)
     warps = 16 if many and capability >= 80 else 8
     if two:
         share = ceil(share / 2)
+    if small:
+        share = max(1, min(share, round(_GROUP_BYTES * cluster / (tiles_k * layout(fmt).step(1)))))
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or _has_minimum(fmt) else 7
     if fmt.lookup and _has_minimum(fmt) and capability >= 100:
         most = 3  # two words of scales a block, and more registers taken by the same code
     most = min(most, max(1, limit // (4 * warps * layout(fmt).step(1))))
-    row_warps = min(warps, 1 << (ceil(share / most) - 1).bit_length())
+    row_warps = max(sides, min(warps, 1 << (ceil(share / most) - 1).bit_length()))
     rows = min(most, ceil(share / row_warps))
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot = warps * rows * layout(fmt).step(1)
@@ -441,19 +458,40 @@ def _room(fmt: Format, tile: _Tile, split: int) -> int:
     return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
 
 
+def _stages(fmt: Format, tile: _Tile, split: int) -> int:
+    """Of the ring, as many as fit; 0 where registers do not."""
+    if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
+        return 0  # 640 threads have none left for a lookup, so many sums and results
+    if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
+        return 0  # nor for the words of such codes
+    ring = shared_limit(90) - _table(fmt, Core.WGMMA, 90, tile.batch)[1]
+    ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
+    return min(8, ring // _stage_bytes(fmt, tile))
+
+
+WGMMA_TILES = tuple(tile for tile in _STEP_US if tile.pair == 1)
+"""Those that need no other block."""
+
+
+def tile_us(fmt: Format, tile: _Tile, steps: int) -> float:
+    """What an output tile takes, of so many steps of 64 columns."""
+    return steps * _step_us(fmt, tile) + tile.rows * tile.batch * _TILE_US
+
+
+def wgmma_unshared(fmt: Format, tile: _Tile, k: int) -> Gemm | None:
+    """The wgmma core with a tile whose sums no other block shares; None where it has no place."""
+    stages = _stages(fmt, tile, 1)
+    fits = stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
+    return _wgmma(fmt, tile, 1, 0, stages) if fits else None
+
+
 def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps = ceil(k / TILE_COLUMNS)
     for tile, (split, blocks) in product(_STEP_US, _PLACES.items()):
-        ring = shared_limit(90) - _table(fmt, Core.WGMMA, 90, tile.batch)[1]
-        ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
-        stages = min(8, ring // _stage_bytes(fmt, tile))
+        stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
-        if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
-            continue  # 640 threads have no registers left for a lookup, so many sums and results
-        if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
-            continue  # nor for the words of such codes
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
         step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
@@ -476,6 +514,17 @@ def _choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Ch
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest."""
     _, tile, split, outputs, streamed, stages = min(_choices(fmt, m, n, k, matrices))
+    gemm = _wgmma(fmt, tile, split, streamed, stages)
+    batch, pair = tile.batch, tile.pair
+    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
+    partials = grid[0] * tile.rows * batch * 4 if streamed else 0
+    # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
+    box = min(batch // pair, ceil(m / 8) * 8)
+    return replace(gemm, plan=replace(gemm.plan, grid=grid), box=box, partials=partials)
+
+
+def _wgmma(fmt: Format, tile: _Tile, split: int, streamed: int, stages: int) -> Gemm:
+    """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair = tile
     room = _room(fmt, tile, split)
     stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
@@ -484,14 +533,10 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
     constants |= {"STAGES": stages, "ROOM": room}
-    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
     kernel = _gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
-    plan = Plan(kernel, grid, (groups * k_groups + 1) * 128, table + shared, split * pair, overlaps=True)
-    partials = grid[0] * tile.rows * batch * 4 if streamed else 0
-    out_box = room if room == batch else room // 2
-    # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
-    box = min(batch // pair, ceil(m / 8) * 8)
-    return Gemm(plan, box=box, streamed=streamed, partials=partials, out_box=out_box)
+    threads = (groups * k_groups + 1) * 128
+    plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
+    return Gemm(plan, streamed=streamed, out_box=room if room == batch else room // 2)
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:

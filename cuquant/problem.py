@@ -24,6 +24,8 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
 _OTHERS = struct.Struct("<i4xq40x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and an address."""
+_GROUP = struct.Struct("<3q7i12x")
+"""What `struct Grouped` adds."""
 
 Shape = tuple[int, ...]
 
@@ -96,6 +98,39 @@ class Launch(NamedTuple):
         row factors, out, bias, residual, partial sums and their flags, of W's codebook and its last plane."""
         others = _OTHERS.pack(straight, signs)
         return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + others
+
+
+class Group(NamedTuple):
+    """A planned product with rows that are sorted by their matrix of W, as `struct Grouped` adds to it."""
+
+    plan: plan.Plan
+    map: Map | None
+    numbers: bytes
+
+    def packed(self, map: bytes, addresses: Shape, *group: int) -> bytes:
+        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, a factor (or
+        0), W's codebook and its last plane, then the members of `struct Grouped`."""
+        *operands, out, factor, values, last = addresses
+        ends = _ADDRESSES.pack(*operands, out, 0, factor, 0, 0, values, last)
+        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, 0) + _GROUP.pack(*group)
+
+
+@lru_cache(maxsize=4096)
+def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: int) -> Group:
+    """Pack the numbers of rows of float16, so many elements apart, times a stack (E, N, K), to float32."""
+    count, n, k = w.shape
+    none, float32 = (0, 0, 0), DTYPES[check.FLOATS[2]]
+    numbers = _NUMBERS.pack(
+        *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
+        *(none * 4),
+        *(rows, n, k, gemm.chunk, float32, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
+        2.0**-w.lift * w.scale,
+    )
+    tensor = None
+    if gemm.box:
+        box = (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
+        tensor = Map((k, rows, 1, 1, 1), (2 * x_row, 16, 16, 16), box)
+    return Group(gemm.plan, tensor, numbers)
 
 
 class Map(NamedTuple):

@@ -16,7 +16,7 @@ from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import Record, matmul, peers
+from cuquant.bench import Record, matmul, moe, peers
 from cuquant.bench import record as records
 
 
@@ -220,6 +220,9 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),
+        (("moe", "--peers", "none"), "moe takes no --peers"),
+        (("--top-k", "2"), "--experts and --top-k are for moe"),
+        (("mixture",), "invalid choice: 'mixture'"),
     ],
 )
 def test_wrong_usage(run: Run, arguments: tuple[object, ...], problem: str) -> None:
@@ -237,6 +240,20 @@ def test_bench_without_a_gpu_says_why(run: Run) -> None:
 
 
 # Measuring.
+
+
+@pytest.mark.gpu
+def test_cells_of_mixtures() -> None:
+    record = Record(None, records.environment())
+    arguments: Any = (record, ["q4_0", "kbit3"], ["f16", "q8_1"], [(256, 128)], [1, 40], 4, 2)
+    cells = list(moe(*arguments))
+    assert [(c.format, c.activation, c.M) for c in cells] == [
+        (f, a, m) for f in ("q4_0", "kbit3") for a in ("f16", "q8_1") for m in (1, 40)
+    ]
+    assert all((c.op, c.experts, c.top_k, c.N, c.K) == ("moe", 4, 2, 256, 128) for c in cells)
+    assert all(c.us > 0 and c.cublas_us > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
+    assert [c.hit for c in cells[:2]] == [2, 4]
+    assert list(moe(*arguments)) == []
 
 
 @pytest.mark.gpu

@@ -189,8 +189,10 @@ def _paragraphs(text: str, style: str) -> str:
 
 
 _HEADER = {"device", "versions", "commit"}
+_PRODUCT = {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
 _KEYS = {
-    "matmul": {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"},
+    "matmul": _PRODUCT,
+    "moe": _PRODUCT | {"experts", "top_k"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
 }
 """What cells have, by what was measured."""

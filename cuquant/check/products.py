@@ -18,7 +18,6 @@ from .common import (
     floats,
     is_quantized,
     is_transposed,
-    on_cpu,
 )
 
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
@@ -222,9 +221,9 @@ def experts(value: Any) -> tuple[Any, Any, Any]:
 
 
 def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
-    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take; NumPy's."""
-    ids = on_cpu(array(ids, "expert_ids", "integers"), "expert_ids")
-    probs = on_cpu(floats(probs, "expert_probs"), "expert_probs")
+    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take."""
+    ids = array(ids, "expert_ids", "integers")
+    probs = floats(probs, "expert_probs")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
     if not x or x[-1] != gate[-1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +13,51 @@ from .arguments import format_list, int_list, subcommand
 
 
 def add(commands: Any) -> None:
+    """Add the command to the parser's."""
     command = subcommand(
         commands,
         "bench",
         _bench,
-        "Time x @ W.T on this GPU, next to cuBLAS, other libraries and the bytes' floor; show a record.",
+        "Time products, mixtures of experts, attention or conversions on this GPU, next to other libraries "
+        "and the bytes' floor; show a record.",
     )
     command.add_argument(
         "what",
         nargs="?",
-        choices=("matmul", "dequant"),
+        choices=tuple(_KINDS),
         default="matmul",
-        help="products (the default), or ways to convert small codes to 16-bit floats: by bits, tables and "
-        "byte permutes, in registers and inside the decode kernel",
+        help="x @ W.T (the default); mixtures of experts with gates of the shapes; decode attention over "
+        "quantized keys and values; or ways to convert small codes to 16-bit floats",
     )
-    command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all)")
+    command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
     command.add_argument(
         "--activations",
         metavar="A,A,...",
         type=_activation_list,
-        help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1)",
+        help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1; moe: f16)",
     )
     command.add_argument(
         "--shapes",
         metavar="NxK,...",
         type=_shape_list,
-        help="rows by columns of W (five; dequant: 14336x4096)",
+        help="rows by columns of W (five; moe and dequant: 14336x4096)",
     )
     command.add_argument(
-        "--batches", metavar="M,M,...", type=int_list, help="rows of x (1,2,4,...,4096; dequant: 1,8)"
+        "--batches",
+        metavar="M,M,...",
+        type=int_list,
+        help="rows of x (1,2,4,...,4096; dequant: 1,8), or sequences (attention: 1,8,32)",
+    )
+    command.add_argument("--experts", metavar="E", type=int, help="moe: experts (8)")
+    command.add_argument("--top-k", metavar="K", type=int, help="moe: experts of a token (2)")
+    command.add_argument(
+        "--bits", metavar="B,B,...", type=_width_list, help="attention: of cached tokens, or mixed (all)"
+    )
+    command.add_argument(
+        "--contexts", metavar="T,T,...", type=int_list, help="attention: cached tokens (1k to 128k)"
+    )
+    command.add_argument(
+        "--heads", metavar="H/K,...", type=_head_list, help="attention: of queries, of keys (32/8,32/32)"
     )
     command.add_argument(
         "--peers",
@@ -98,23 +115,38 @@ def _shape_list(text: str) -> list[tuple[int, int]]:
     return [(n, k) for n, k in shapes]
 
 
+def _width_list(text: str) -> list[str]:
+    from ..bench.attention import WIDTHS
+
+    names = text.split(",")
+    if not {*names} <= {*WIDTHS}:
+        raise argparse.ArgumentTypeError(f"bits are {', '.join(WIDTHS)}")
+    return names
+
+
+def _head_list(text: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [(int(q), int(k)) for q, k in (pair.split("/") for pair in text.split(","))]
+    except ValueError:
+        pairs = []
+    if not pairs or any(k < 1 or q % k for q, k in pairs):
+        raise argparse.ArgumentTypeError("heads are H/K, as 32/8: of queries, and of keys")
+    return pairs
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     from ..bench.record import Record, plotter
 
-    if arguments.what == "dequant":
-        given = (arguments.formats, arguments.activations, arguments.peers, arguments.plot)
-        names = ("--formats", "--activations", "--peers", "--plot")
-        for name in (name for name, value in zip(names, given, strict=True) if value is not None):
-            arguments.wrong_usage(f"dequant takes no {name}")
+    takes, _ = _KINDS[arguments.what]
+    for name in (*_OPTIONS, "plot"):
+        if name not in takes and getattr(arguments, name) is not None:
+            arguments.wrong_usage(f"{arguments.what} takes no --{name.replace('_', '-')}")
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
     else:
         record = Record.read(arguments.source).only(
-            format=arguments.formats,
-            activation=arguments.activations,
-            shape=arguments.shapes,
-            M=arguments.batches,
+            **{cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell}
         )
     if draw is not None:
         draw(record).savefig(arguments.plot)
@@ -125,7 +157,8 @@ def _measured(arguments: argparse.Namespace) -> Any:
     """The record of what the arguments ask for, and of what it held before."""
     from tqdm import tqdm
 
-    record, cells, count = (_dequant if arguments.what == "dequant" else _matmul)(arguments)
+    _, cells_of = _KINDS[arguments.what]
+    record, cells, count = cells_of(arguments)
     for cell in tqdm(cells, total=count, unit="cell", disable=None):
         tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
     return record
@@ -146,6 +179,34 @@ def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
 
 
+def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of mixtures."""
+    from ..bench import Record, moe
+    from ..bench.moe import BATCHES, SHAPES
+
+    record = Record.start(arguments.record)
+    names, activations = arguments.formats or ["q4_0"], arguments.activations or ["f16"]
+    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
+    experts, top_k = arguments.experts or 8, arguments.top_k or 2
+    cells = moe(record, names, activations, shapes, batches, experts, top_k)
+    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+
+
+def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of attention."""
+    from importlib.util import find_spec
+
+    from ..bench import Record, attend
+    from ..bench.attention import BATCHES, CONTEXTS, HEADS, WIDTHS
+
+    here = [package for package in ("torch", "flashinfer-python") if find_spec(package.split("-")[0])]
+    record = Record.start(arguments.record, here)
+    widths, contexts = arguments.bits or list(WIDTHS), arguments.contexts or CONTEXTS
+    batches, heads = arguments.batches or BATCHES, arguments.heads or HEADS
+    count = len(widths) * len(contexts) * len(batches) * len(heads)
+    return record, attend(record, widths, contexts, batches, heads), count
+
+
 def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     """The same of conversions."""
     from ..bench import Record, dequant
@@ -157,3 +218,25 @@ def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     in_decode = sum(conversion.weights is not None for conversion in CONVERSIONS.values())
     count = 1 + len(CONVERSIONS) + len(shapes) * len(batches) * in_decode
     return record, dequant(record, shapes, batches), count
+
+
+_OPTIONS = {
+    "formats": "format",
+    "activations": "activation",
+    "shapes": "shape",
+    "batches": "M",
+    "experts": None,
+    "top_k": None,
+    "bits": "bits",
+    "contexts": "context",
+    "heads": None,
+    "peers": None,
+}
+"""Options that say what is measured, and what a record's cells call it, if it selects among them."""
+_KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any, int]]]] = {
+    "matmul": ({"formats", "activations", "shapes", "batches", "peers", "plot"}, _matmul),
+    "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k", "plot"}, _moe),
+    "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
+    "dequant": ({"shapes", "batches"}, _dequant),
+}
+"""What can be measured: the options that it takes, and its cells."""

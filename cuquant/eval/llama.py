@@ -272,7 +272,7 @@ class _Block:
         experts = Experts(*(stack for stack, _ in self._ffn))
         as_blocks = self._model.activations == "q8_1" and any(isinstance(w, QuantizedArray) for w in experts)
         given = quantize(x, "q8_1") if as_blocks else x
-        return moe(given, experts, device.as_numpy(ids), device.as_numpy(probs))
+        return moe(given, experts, ids, probs)
 
 
 def _to_float32(rows: Any) -> Array:

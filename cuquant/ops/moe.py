@@ -58,6 +58,10 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     logits = check.floats(logits, "logits")
     check.top_k(top_k, logits.shape)
     check.flag(normalize, "normalize")
+    if device.is_cuda(logits):
+        from ..cuda_moe import route as on_gpu
+
+        return on_gpu(logits, top_k, normalize)
     logits = logits.astype(np.float32)
     # By logits, not by probabilities: the softmax rounds different ones to one number.
     ids = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k]
@@ -84,16 +88,20 @@ def moe(
     Tokens are grouped by expert; one without tokens costs nothing. All sums are float32, over a token's
     experts in ascending order of their ids, and y is rounded once: the same call gives the same bits.
 
+    On a GPU, for quantized experts, all experts of a projection are one launch; nothing synchronises, and
+    after a warm-up call it can be captured in a CUDA graph. Float experts, and formats without kernels, are
+    products of their own, for which the host reads ids and probabilities.
+
     Parameters
     ----------
     x : array (..., K)
         float16, bfloat16 or float32; or a QuantizedArray of format q8_1: then what `down` multiplies is
         quantized to q8_1 too, if `down` is quantized.
     experts : Experts
-    expert_ids : NumPy array (..., top_k) of integers, leading axes as x's
+    expert_ids : array (..., top_k) of integers, leading axes as x's
         A token with an id below 0 or from E on gives NaN; an id may stand several times.
-    expert_probs : NumPy array (..., top_k) of float16, bfloat16 or float32
-        Ids and probabilities are NumPy's for CuPy's x too: tokens are grouped on the host.
+    expert_probs : array (..., top_k) of float16, bfloat16 or float32
+        For CuPy's x ids and probabilities may be CuPy's or NumPy's, which are copied over.
     activation : None, "relu", "gelu" (tanh form), "gelu_erf" or "silu"
     out : float array (..., N), optional
         Written in place, whatever its strides, and returned; must not overlap an operand.
@@ -118,11 +126,21 @@ def moe(
     arrays = {"x": x, "experts.gate": gate, "experts.up": up, "experts.down": down}
     arrays = {name: check.storage(array) for name, array in arrays.items()}
     on_gpu = check.same_device(**arrays, out=y)
+    routed = {"expert_ids": ids, "expert_probs": probs}
+    if not on_gpu:
+        routed = {name: check.on_cpu(array, name) for name, array in routed.items()}
     if y is None:
         y = device.backend(on_gpu).empty(shape, check.result_dtype(x, None, None))
     else:
-        reads = {} if on_gpu else {"expert_ids": ids, "expert_probs": probs}
+        reads = {name: array for name, array in routed.items() if device.is_cuda(array) == on_gpu}
         check.output(y, shape, arrays | reads, None, on_gpu)
+    if on_gpu:
+        from .. import cuda_moe
+
+        if cuda_moe.takes(x, gate, up, down, ids.shape[-1]):
+            cuda_moe.mixture(x, (gate, up, down), ids, probs, activation, y)
+            return y if out is None else out
+    ids, probs = device.as_numpy(ids), device.as_numpy(probs)
     mixed = _mixed(x, Experts(gate, up, down), ids, probs, activation)
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
         y[...] = mixed.reshape(shape)

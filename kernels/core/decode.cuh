@@ -9,6 +9,8 @@
 //      K ->  |  block 0 of the cluster | block 1 |      within a block:  | w0 | w1 | w0 | w1 | ...
 //
 // W is fixed, so the ring is filled before the kernels that come before this one in the stream are done.
+//
+// Gated, the first half of the warps along N has rows of W and the second half the same rows of V.
 #pragma once
 #include "epilogue.cuh"
 
@@ -16,8 +18,8 @@
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
 // while pieces are on their way; there are few of these at a time, since more would be more code that is not in the
 // cache.
-template <bool SIGNED, int THREADS, class Meanwhile>
-DEVICE void stage_rows(const Problem& p, const Matrix& at, int first_m, int batch, int first, int pieces, u8* to,
+template <bool SIGNED, int THREADS, class P, class Row, class Meanwhile>
+DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
                        int row_bytes, const Meanwhile& meanwhile) {
     constexpr int TOGETHER = 4;
     int start = threadIdx.x;
@@ -29,7 +31,7 @@ DEVICE void stage_rows(const Problem& p, const Matrix& at, int first_m, int batc
             const int i = start + u * THREADS, m = i / pieces, column = first + i % pieces * 8;
             x[u] = signs[u] = make_uint4(0, 0, 0, 0);
             if (i >= batch * pieces || column >= p.K) continue;
-            x[u] = *reinterpret_cast<const uint4*>(at.x + (first_m + m) * p.x_row + column);
+            x[u] = *reinterpret_cast<const uint4*>(at.x + x_row(m) * p.x_row + column);
             if (SIGNED && at.signs) signs[u] = *reinterpret_cast<const uint4*>(at.signs + column);
         }
         meanwhile();
@@ -45,22 +47,34 @@ DEVICE void stage_rows(const Problem& p, const Matrix& at, int first_m, int batc
     } while (start < batch * pieces);
 }
 
-template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER>
-DEVICE void decode(const Problem& p) {
+template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
+          class P>
+DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
+    constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
     constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
     // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
 
-    let_successor_start();
-    const Matrix operands = matrix_of<F>(p, blockIdx.z);
+    begin(p);
+    __shared__ int found[WARPS][WIDTH];
+    int* const entries = found[threadIdx.x / WARP];
+    const Span span = span_of<WIDTH>(p, entries);
+    if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
+    const Matrix operands = matrix_of<F>(p, span.matrix);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     C codec(p.values, lane);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16, groups = groups_of<F>(tiles);
-    const int block_row = blockIdx.x / CLUSTER * (ROWS / 16), first_row = block_row + warp / K_WARPS * ROW_TILES;
-    const int first_m = blockIdx.y * WIDTH, batch = min(p.M - first_m, WIDTH);
+    const int row_warp = warp / K_WARPS, block_row = blockIdx.x / CLUSTER * (SIDE_ROWS / 16);
+    const int first_row = block_row + row_warp % SIDE_WARPS * ROW_TILES;
+    const int first_m = span.first, batch = min(span.end - first_m, WIDTH);
+    auto x_row = [&](int m) {
+        if constexpr (P::GROUPED)
+            if (!p.works) return entries[m] / p.share;
+        return first_m + m;
+    };
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
     const int begin = int(s64(tiles) * rank / CLUSTER), end = int(s64(tiles) * (rank + 1) / CLUSTER);
 
@@ -68,10 +82,11 @@ DEVICE void decode(const Problem& p) {
     // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
     u8* const ring = shared + warp * DEPTH * SLOT;
     const int first = min(first_row, row_tiles - 1), last = row_tiles - 1 - first;
-    const u8* const low = operands.w.low + s64(first) * tiles * F::LOW_BYTES;
-    const u8* const high = operands.w.high + s64(first) * tiles * F::HIGH_BYTES;
-    const u8* const scale = operands.w.scale + s64(first) * tiles * F::SCALE_BYTES;
-    const u8* const group = operands.w.group + s64(first) * groups * F::GROUP_BYTES;
+    const Planes w = side_of(p, operands.w, row_warp >= SIDE_WARPS);
+    const u8* const low = w.low + s64(first) * tiles * F::LOW_BYTES;
+    const u8* const high = w.high + s64(first) * tiles * F::HIGH_BYTES;
+    const u8* const scale = w.scale + s64(first) * tiles * F::SCALE_BYTES;
+    const u8* const group = w.group + s64(first) * groups * F::GROUP_BYTES;
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
             u8* const to = ring + slot * SLOT;
@@ -98,7 +113,7 @@ DEVICE void decode(const Problem& p) {
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     codec.fill(threadIdx.x, WARPS * WARP);
-    wait_for_predecessor();
+    wait_for_operands<P>();
 
     u8* const x_rows = shared + WARPS * DEPTH * SLOT;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
@@ -115,7 +130,7 @@ DEVICE void decode(const Problem& p) {
 #pragma unroll
                 for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
         };
-        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP>(p, operands, first_m, batch, chunk * 64, pieces, x_rows, row_bytes,
+        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP>(p, operands, x_row, batch, chunk * 64, pieces, x_rows, row_bytes,
                                                     fill);
         __syncthreads();
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
@@ -210,7 +225,7 @@ DEVICE void decode(const Problem& p) {
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }
     __syncthreads();
-    u32 matrix = blockIdx.z;
+    u32 matrix = span.matrix;
     asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
     const Matrix at = matrix_of<F>(p, matrix);
     // Two batch rows at once: they lie together.
@@ -223,26 +238,30 @@ DEVICE void decode(const Problem& p) {
         }
         return value;
     };
-    auto store = [&](int n, int m, float2 value) {
+    auto store = [&](int n, int m, float2 value, float2 other) {
         if (block_row * 16 + n >= p.N) return;
 #pragma unroll 1
         for (int e = 0; e < 2 && m + e < batch; e++)
-            finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
+            if constexpr (P::GROUPED)
+                finish(p, at, x_row(m + e), p.works ? first_m + m + e : entries[m + e], block_row * 16 + n,
+                       e ? value.y : value.x, e ? other.y : other.x);
+            else
+                finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
     };
     const int pairs = (batch + 1) / 2;
     if constexpr (CLUSTER == 1) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * pairs; i += WARPS * WARP)
-            store(i % ROWS, i / ROWS * 2, total(i % ROWS, i / ROWS * 2));
+        for (int i = threadIdx.x; i < SIDE_ROWS * pairs; i += WARPS * WARP) {
+            const int n = i % SIDE_ROWS, m = i / SIDE_ROWS * 2;
+            store(n, m, total(n, m), P::GATED ? total(SIDE_ROWS + n, m) : float2());
+        }
     } else {
 #if __CUDA_ARCH__ >= 900
         for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += WARPS * WARP)
             reinterpret_cast<float2*>(sums)[i] = total(i * 2 / WIDTH, i * 2 % WIDTH);
         cluster_sync();
-        constexpr int SHARE = ROWS / CLUSTER;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
-            int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
+        constexpr int SHARE = SIDE_ROWS / CLUSTER;
+        auto of_cluster = [&](int n, int m) {
             float2 value = make_float2(0, 0);
 #pragma unroll
             for (int other = 0; other < CLUSTER; other++) {
@@ -250,7 +269,12 @@ DEVICE void decode(const Problem& p) {
                 load_cluster(v, cluster_address(shared_address(sums + n * WIDTH + m), other));
                 value.x += v.x, value.y += v.y;
             }
-            store(n, m, value);
+            return value;
+        };
+#pragma unroll 1
+        for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
+            int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
+            store(n, m, of_cluster(n, m), P::GATED ? of_cluster(SIDE_ROWS + n, m) : float2());
         }
         cluster_sync();  // no block leaves while another reads from it
 #endif

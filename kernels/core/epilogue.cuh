@@ -50,6 +50,33 @@ DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value
     store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value);
 }
 
+// The same of a grouped product, of row x_m of x, from the accumulators of W and, if gated, V.
+template <bool GATED>
+DEVICE void finish(const Grouped<GATED>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
+    const float2 factors = safe_factors(at.unscale ? at.unscale[x_m] : 1, p.lift);
+    float one[1] = {value * factors.x * factors.y};
+    activate(one, p.activation);
+    const s64 to = m * p.out_row + n;
+    if constexpr (GATED)
+        one[0] *= other * factors.x * factors.y;
+    else if (p.residual)
+        one[0] *= static_cast<const float*>(p.residual)[to];
+    static_cast<float*>(p.out)[to] = one[0];
+}
+
+// COLUMNS columns of 16 of its batch rows, from (first_m, first_n) on, by THREADS threads: `load(row, column)` gives an
+// accumulator.
+template <int COLUMNS, int THREADS, class Load>
+DEVICE void finish_group(const Grouped<false>& p, const Matrix& at, int first_m, int end_m, int first_n, int thread,
+                         const Load& load) {
+#pragma unroll 1
+    for (int i = thread; i < 16 * COLUMNS; i += THREADS) {
+        const int row = i / COLUMNS, column = i % COLUMNS;
+        if (first_m + row < end_m && first_n + column < p.N)
+            finish(p, at, first_m + row, first_m + row, first_n + column, load(row, column), 0);
+    }
+}
+
 // COLUMNS columns of `rows` batch rows, from (first_m, first_n) on, by THREADS threads, a thread 8 columns at a time:
 // `load(row, column)` gives the accumulators of four. Instructions that run once are cold in the cache: what most
 // products need is short, and the loops are not unrolled.

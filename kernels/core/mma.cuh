@@ -6,22 +6,24 @@
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, class C, int GROUPS, int ROW_TILES, int WARPS, int STAGES>
-DEVICE void mma(const Problem& p) {
+template <class F, class C, int GROUPS, int ROW_TILES, int WARPS, int STAGES, class P>
+DEVICE void mma(const P& p) {
     constexpr int BATCH = GROUPS * 8, TILES = WARPS * ROW_TILES, ROWS = TILES * 16, THREADS = WARPS * WARP;
     constexpr int X_ROW = 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     using Weights = WeightCopy<F, TILES, THREADS>;
     constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;  // stages, whose place the staged sums take
 
-    let_successor_start();
+    begin(p);
+    const Span span = span_of<BATCH>(p);
+    if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     C codec(p.values, lane);
     codec.fill(threadIdx.x, THREADS);
-    wait_for_predecessor();
-    const Matrix at = matrix_of<F>(p, blockIdx.z);
+    wait_for_operands<P>();
+    const Matrix at = matrix_of<F>(p, span.matrix);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
-    const int first_tile = blockIdx.x * TILES, first_m = blockIdx.y * BATCH;
+    const int first_tile = blockIdx.x * TILES, first_m = span.first;
 
     Weights weights;
     weights.start(at.w, first_tile, row_tiles, tiles, 0, threadIdx.x);
@@ -32,7 +34,7 @@ DEVICE void mma(const Problem& p) {
     const u16* x_from[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; j++)
-        x_from[j] = at.x + min(first_m + int(threadIdx.x) / 8 + j * APART, p.M - 1) * p.x_row + column;
+        x_from[j] = at.x + min(first_m + int(threadIdx.x) / 8 + j * APART, span.end - 1) * p.x_row + column;
     auto copy = [&](int tile) {  // of batch rows beyond M the last is read instead
         if (tile < tiles) {
             u8* const stage = shared + tile % STAGES * STAGE;
@@ -96,9 +98,14 @@ DEVICE void mma(const Problem& p) {
                     for (int e = 0; e < 4; e++)
                         own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
         __syncthreads();
-        auto load = [&](int row, int column) {
-            return *reinterpret_cast<const float4*>(staged + row * LINE + column);
-        };
-        finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, load);
+        if constexpr (P::GROUPED) {
+            auto load = [&](int row, int column) { return staged[row * LINE + column]; };
+            finish_group<ROWS, THREADS>(p, at, first_m + first * 8, span.end, first_tile * 16, threadIdx.x, load);
+        } else {
+            auto load = [&](int row, int column) {
+                return *reinterpret_cast<const float4*>(staged + row * LINE + column);
+            };
+            finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, load);
+        }
     }
 }

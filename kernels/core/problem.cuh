@@ -9,6 +9,7 @@ template <class F>
 constexpr bool SIGNED_COLUMNS = F::SCALING == SINGLE;
 
 struct Problem {
+    static constexpr bool GROUPED = false, GATED = false;
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
     const u8 *low, *high, *scale;  // planes of W, all matrices of a stack one after the other in each
@@ -36,6 +37,134 @@ struct Problem {
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)
 };
+
+// Some rows of x and out that have one matrix of the stack to themselves; `count` is how many works there are.
+struct Work {
+    int matrix, first, rows, count;
+};
+
+constexpr int NOWHERE = -1;
+
+// Ids [tokens][top_k] of experts, of 64 or 32 bits. A token with an id that is none is lost: it takes part in nothing.
+struct Routing {
+    const void* ids;
+    int wide, tokens, top_k, experts;
+
+    DEVICE int operator()(int token, int slot) const {
+        const s64 at = s64(token) * top_k + slot;
+        return expert(wide ? static_cast<const s64*>(ids)[at] : static_cast<const int*>(ids)[at]);
+    }
+
+    // From the L2 cache, as load_work.
+    DEVICE int fresh(int entry) const {
+        if (wide) return expert(__ldcg(static_cast<const s64*>(ids) + entry));
+        return expert(__ldcg(static_cast<const int*>(ids) + entry));
+    }
+
+    DEVICE int expert(s64 id) const { return id < 0 || id >= experts ? NOWHERE : int(id); }
+
+    DEVICE bool lost(int token) const {
+        bool lost = false;
+        for (int slot = 0; slot < top_k; slot++) lost |= (*this)(token, slot) == NOWHERE;
+        return lost;
+    }
+};
+
+// A product in which the rows of x are sorted by their matrix of W (a mixture of experts): a work at a time. How many
+// works there are, only the GPU knows; those beyond have no rows. Results are float32 and lie in rows of N.
+//
+// Plain, act(x W^T), times what `residual` has in the same place. Gated, act(x W^T) * (x V^T) at once, where V has the
+// format, the shape and the codebook of W.
+//
+// Without a list of works, for at most a warp's lanes of ids (entries), blocks find their work themselves: rows of out
+// are those of the entries, rows of x every `share` entries'.
+template <bool GATED_>
+struct Grouped : Problem {
+    static constexpr bool GROUPED = true, GATED = GATED_;
+    const Work* works;  // or null
+    s64 apart;          // bytes from W to V
+    Routing routing;
+    int batch, share;  // rows of a work, at most; entries of a row of x
+    int early;         // whether the works are there before the kernel before this one is done
+};
+static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "plan_moe.py packs one after the other");
+
+// W's planes, or V's.
+template <class P>
+DEVICE Planes side_of(const P& p, const Planes& w, bool second) {
+    if constexpr (P::GATED) {
+        const s64 apart = second ? p.apart : 0;
+        return {w.low + apart, w.high + apart, w.scale + apart, w.group + apart};
+    } else {
+        return w;
+    }
+}
+
+// From the L2 cache: what an L1 cache has of it may be older.
+DEVICE Work load_work(const Work* work) {
+    Work w;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.matrix), "=r"(w.first), "=r"(w.rows), "=r"(w.count) : "l"(work) : "memory");
+    return w;
+}
+
+// The batch rows of a block, and the matrix that they are multiplied by.
+struct Span {
+    int first, end;
+    u32 matrix;
+};
+
+// Where lanes of a warp have an entry each: `entries` from 0 to the end are the work's. All warps find the same.
+template <class P>
+DEVICE Span span_of_entries(const P& p, int* entries) {
+    const Routing& r = p.routing;
+    const int lane = threadIdx.x % WARP, token = lane / r.top_k;
+    int id = token < r.tokens ? r.fresh(lane) : NOWHERE;
+    const u32 bad = __ballot_sync(~0u, token < r.tokens && id == NOWHERE);
+    if (bad & ~0u >> (WARP - r.top_k) << token * r.top_k) id = NOWHERE;
+    u32 left = __ballot_sync(~0u, id != NOWHERE);
+    for (int work = blockIdx.z; left;) {
+        const u32 least = warp_min(left >> lane & 1 ? id : ~0u);
+        const u32 mine = __ballot_sync(~0u, id == int(least));
+        const int count = __popc(mine), works = (count + p.batch - 1) / p.batch;
+        if (work < works) {
+            const int at = __popc(mine & ((1u << lane) - 1)) - work * p.batch;
+            if (id == int(least) && at >= 0 && at < p.batch) entries[at] = lane;
+            __syncwarp();
+            return {0, min(p.batch, count - work * p.batch), least};
+        }
+        work -= works, left &= ~mine;
+    }
+    return {0, 0, 0};
+}
+
+// Blocks along y share the rows; of a grouped product blocks along z have a work each.
+template <int BATCH, class P>
+DEVICE Span span_of(const P& p, int* entries = nullptr) {
+    if constexpr (P::GROUPED) {
+        if (entries && !p.works) return span_of_entries(p, entries);
+        const Work work = load_work(p.works + blockIdx.z);
+        return {work.first, work.first + work.rows, u32(work.matrix)};
+    } else {
+        return {int(blockIdx.y) * BATCH, p.M, blockIdx.z};
+    }
+}
+
+// A kernel's beginning. Of a grouped product it must know the works; its own successor may rely on that: when that
+// starts, whatever came before this kernel is done.
+template <class P>
+DEVICE void begin(const P& p) {
+    if constexpr (!P::GROUPED)
+        let_successor_start();
+    else if (!p.early)
+        wait_for_predecessor();
+}
+
+template <class P>
+DEVICE void wait_for_operands() {
+    wait_for_predecessor();
+    if constexpr (P::GROUPED) let_successor_start();
+}
 
 // One matrix product of a batch: the problem with its pointers moved there.
 struct Matrix {

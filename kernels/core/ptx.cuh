@@ -157,6 +157,16 @@ DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const flo
 #endif
 }
 
+DEVICE u32 warp_min(u32 value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_min_sync(~0u, value);
+#else
+#pragma unroll
+    for (int step = 16; step; step /= 2) value = min(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+#endif
+}
+
 // A launch that may overlap its predecessor in the stream (sm_90): the first lets the next kernel's blocks start
 // as soon as there is room for them, the second waits until all earlier kernels are done and their results visible.
 DEVICE void let_successor_start() {

@@ -24,6 +24,9 @@
 //
 // The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result.
 // It has the higher number, so what it waits for has started.
+//
+// Of a grouped product the batch tiles are the works. Gated, a warpgroup has 64 rows of W and the same 64 rows of V:
+// its threads have what is multiplied in the same places.
 #pragma once
 #include "epilogue.cuh"
 
@@ -196,6 +199,43 @@ private:
     }
 };
 
+// The same of a grouped product, whose works are the batch tiles; `end_m` is where a segment's end.
+struct GroupSegment : Segment {
+    int end_m;
+};
+
+template <bool FIRST, class A, class B>
+struct Either {
+    using Type = A;
+};
+
+template <class A, class B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
+template <int ROW_TILES>
+struct GroupSchedule {
+    const Work* works;
+    int blocks_n, tiles, count, first, step, segments;
+
+    template <class P>
+    DEVICE GroupSchedule(const P& p, int block, int blocks) : works(p.works), first(block), step(blocks) {
+        blocks_n = (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16), tiles = (p.K + 63) / 64;
+        count = uniform(load_work(works).count);
+        segments = uniform((blocks_n * count - block + blocks - 1) / blocks);
+    }
+
+    // In bands of 8 works: what runs together shares rows of W and of x.
+    DEVICE GroupSegment operator[](int i) const {
+        const int at = first + i * step, band = at / (8 * blocks_n), rest = at - band * 8 * blocks_n;
+        const int height = min(8, count - band * 8);
+        const Work work = load_work(works + uniform(band * 8 + rest % height));
+        return {{uniform(rest / height) * ROW_TILES, uniform(work.first), uniform(work.matrix), 0, tiles},
+                uniform(work.first + work.rows)};
+    }
+};
+
 // A warpgroup's sums, thread by thread four at a time, in memory of either kind.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
@@ -217,6 +257,27 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         }
 }
 
+// Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two
+// factors with the same product (epilogue.cuh) the first or the `second`.
+template <int ROW_BLOCKS, int SUMS>
+DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int last_m,
+                       bool second) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int row = 0; row < SUMS * 2; row += WARP) {
+        const float2 both = safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, last_m)] : 1, p.lift);
+        const float factor = second ? both.y : both.x;
+#pragma unroll
+        for (int j = row / 8; j < (row + WARP) / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float own = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
+#pragma unroll
+                for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= own, acc[b][j * 4 + e + 2] *= own;
+            }
+    }
+}
+
 // A warpgroup's results, from its registers to memory, with nothing to be done that would take long code for every
 // register: scale, bias, one rounding. Those of float32 go at once, eight lanes a sector of 32 bytes. Others turn over
 // in its part of the shared memory at `shared`, from where the copy engine takes them while the next tile is computed:
@@ -227,24 +288,8 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
                        int first_n, u8* shared, int group) {
     constexpr int BATCH = SUMS * 2, CHUNK = ROOM < BATCH ? ROOM / 2 : BATCH, BOX = CHUNK * 128, BUFFERS = ROOM / CHUNK;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-    auto scale_rows = [&](bool second) {  // a lane loads one of every 32 rows' factors
-#pragma unroll
-        for (int row = 0; row < BATCH; row += WARP) {
-            const float2 both =
-                safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, p.M - 1)] : 1, p.lift);
-            const float factor = second ? both.y : both.x;
-#pragma unroll
-            for (int j = row / 8; j < (row + WARP) / 8; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const float own = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
-#pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= own, acc[b][j * 4 + e + 2] *= own;
-                }
-        }
-    };
-    if (at.unscale || p.lift != 1) scale_rows(false);
-    if (p.lift != 1) scale_rows(true);
+    if (at.unscale || p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, false);
+    if (p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, true);
     const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
     if (p.bias) {
 #pragma unroll
@@ -352,17 +397,58 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     }
 }
 
+// Those of a grouped product, float32: straight to memory, eight lanes a sector of 32 bytes.
+template <int ROW_BLOCKS, int SUMS, class P>
+DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
+                        int first_n) {
+    int thread = threadIdx.x % WARPGROUP;
+    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
+    const int warp = thread / WARP, lane = thread % WARP;
+    scale_rows(p, at, acc, first_m, end_m - 1, false);
+    if (p.lift != 1) scale_rows(p, at, acc, first_m, end_m - 1, true);
+    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS;
+#pragma unroll
+    for (int b = 0; b < RESULTS; b++) {
+        if (p.activation) activate(acc[b], p.activation);
+        if constexpr (P::GATED)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) acc[b][j] *= acc[1][j];
+    }
+    const int n = first_n + warp * 16 + lane / 4, m = first_m + lane % 4 * 2;
+    s64 to = m * p.out_row + n;
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+        auto exists = [&](int b, int e) { return m + j * 8 + e % 2 < end_m && n + b * 64 + e / 2 * 8 < p.N; };
+        auto place = [&](int b, int e) { return to + e % 2 * p.out_row + b * 64 + e / 2 * 8; };
+        if (!P::GATED && p.residual)
+#pragma unroll
+            for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (exists(b, e)) acc[b][j * 4 + e] *= static_cast<const float*>(p.residual)[place(b, e)];
+#pragma unroll
+        for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (exists(b, e)) static_cast<float*>(p.out)[place(b, e)] = acc[b][j * 4 + e];
+        to += 8 * p.out_row;
+    }
+}
+
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR,
-          bool STREAM, int STAGES, int ROOM>
-DEVICE void wgmma(const Problem& p) {
+          bool STREAM, int STAGES, int ROOM, class P>
+DEVICE void wgmma(const P& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
-    constexpr bool BOXES = ROOM > 0;
+    static_assert(!P::GROUPED || (SPLIT == 1 && !STREAM), "only the GPU knows what there is to share out");
+    static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
+    constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
+    constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
     static_assert(WIDTH == 1 || !STREAM, "shares of K are no multiples of wide stages");
-    using Weights = WeightCopy<F, ROW_TILES, WARPGROUP, WIDTH>;
+    using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
-    constexpr int STAGE = (WEIGHTS_AT + Weights::SIZE + 1023) / 1024 * 1024;
+    constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     // After a codebook's table stages, then staged sums (those of a split take the stages' place).
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
     static_assert(C::TABLE_BYTES % 1024 == 0, "stages are swizzled");
@@ -372,7 +458,7 @@ DEVICE void wgmma(const Problem& p) {
     asm volatile("" : "+r"(full), "+r"(stages));
     const u32 empty = full + STAGES * 8;
 
-    let_successor_start();
+    begin(p);
     const int warp = uniform(threadIdx.x / WARP);
     int lane = threadIdx.x % WARP;
     asm volatile("" : "+r"(lane));
@@ -390,11 +476,13 @@ DEVICE void wgmma(const Problem& p) {
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
-    const Schedule<ROW_TILES * PAIR, BATCH, STREAM> schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
+    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR>,
+                                  Schedule<ROW_TILES * PAIR, BATCH, STREAM>>::Type;
+    const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
-        Segment segment = schedule[i];
+        auto segment = schedule[i];
         if constexpr (SPLIT > 1) segment.begin = tiles * rank / SPLIT, segment.end = tiles * (rank + 1) / SPLIT;
-        if constexpr (PAIR > 1) segment.first_row += rank * ROW_TILES;
+        if constexpr (PAIR > 1) segment.first_row += rank * SIDE_TILES;
         return segment;
     };
 
@@ -406,14 +494,18 @@ DEVICE void wgmma(const Problem& p) {
         int stage = 0, parity = 1;  // the first pass over a fresh barrier does not wait
         bool waited = false;
         for (int i = 0; i < schedule.segments; i++) {
-            const Segment segment = segment_of(i);
+            const auto segment = segment_of(i);
             const Matrix at = matrix_of<F>(p, segment.matrix);
-            Weights weights;
+            Weights weights[SIDES];
             // Of rows beyond N (the second of a pair may have no others) the last are read instead.
             const int first_row = PAIR > 1 ? min(segment.first_row, row_tiles - 1) : segment.first_row;
-            weights.start(at.w, first_row, row_tiles, tiles, segment.begin, thread);
+#pragma unroll
+            for (int side = 0; side < SIDES; side++)
+                weights[side].start(side_of(p, at.w, side), first_row, row_tiles, tiles, segment.begin, thread);
             auto copy_weights = [&](int to) {  // of the next step
-                weights.copy(stages + to * STAGE + WEIGHTS_AT, thread);
+#pragma unroll
+                for (int side = 0; side < SIDES; side++)
+                    weights[side].copy(stages + to * STAGE + WEIGHTS_AT + side * Weights::SIZE, thread);
                 copy_arrive(full + to * 8);
             };
             auto copy_x = [&](int tile, int to) {
@@ -428,7 +520,7 @@ DEVICE void wgmma(const Problem& p) {
             if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
                 const int ahead = min(STAGES, (segment.end - segment.begin) / WIDTH);
                 for (int s = 0; s < ahead; s++) copy_weights(s);
-                wait_for_predecessor();
+                wait_for_operands<P>();
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
                 tile += ahead * WIDTH, waited = true;
                 stage = ahead % STAGES;
@@ -449,7 +541,7 @@ DEVICE void wgmma(const Problem& p) {
         C codec(p.values, lane);
         codec.fill(threadIdx.x, CONSUMERS);
         if constexpr (C::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);
-        wait_for_predecessor();
+        wait_for_operands<P>();
         const int group = warp / 4 % GROUPS, k_group = warp / 4 / GROUPS;
         // A stage is free when all who read it have said so: of a pair, those of both blocks.
         auto release = [&](int stage, bool used) {
@@ -460,7 +552,7 @@ DEVICE void wgmma(const Problem& p) {
         };
         int stage = 0, parity = 0;
         for (int i = 0; i < schedule.segments; i++) {
-            const Segment segment = segment_of(i);
+            const auto segment = segment_of(i);
             float acc[ROW_BLOCKS][BATCH / 2];
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)
@@ -474,8 +566,9 @@ DEVICE void wgmma(const Problem& p) {
                 const u8* weights = shared + stage * STAGE + WEIGHTS_AT;
 #pragma unroll
                 for (int b = 0; b < ROW_BLOCKS; b++)
-                    Weights::load(tile[b], weights, (group * ROW_BLOCKS + b) * 4 + warp % 4,
-                                  k * K_GROUPS + k_group, lane);
+                    Weights::load(tile[b], weights + (P::GATED ? b * Weights::SIZE : 0),
+                                  (P::GATED ? group : group * ROW_BLOCKS + b) * 4 + warp % 4, k * K_GROUPS + k_group,
+                                  lane);
             };
             auto dequantize = [&](u32 (&a)[ROW_BLOCKS][4], int h) {
                 pin(a);
@@ -540,6 +633,14 @@ DEVICE void wgmma(const Problem& p) {
 #pragma unroll 1
                 for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
+            }
+            if constexpr (P::GROUPED) {
+                int again = i;
+                if (ROW_BLOCKS > 1) asm volatile("" : "+r"(again));  // the same, where registers are scarce
+                const auto own = segment_of(again);
+                const int first_n = own.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64;
+                store_group(p, matrix_of<F>(p, own.matrix), acc, own.first_m, own.end_m, first_n);
+                continue;
             }
             const Matrix at = matrix_of<F>(p, segment.matrix);
             const int first_n = segment.first_row * 16 + group * ROW_BLOCKS * 64;

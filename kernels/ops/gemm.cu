@@ -8,20 +8,26 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 
 using Values = Codec<Format, CUQUANT_COPIES>;
 
+#ifdef CUQUANT_GATED
+using Argument = Grouped<CUQUANT_GATED>;
+#else
+using Argument = Problem;
+#endif
+
 #if CUQUANT_CORE == 0
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
-gemm(const __grid_constant__ Problem problem) {
+gemm(const __grid_constant__ Argument problem) {
     decode<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH,
            CUQUANT_CLUSTER>(problem);
 }
 #elif CUQUANT_CORE == 1
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
-gemm(const __grid_constant__ Problem problem) {
+gemm(const __grid_constant__ Argument problem) {
     mma<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
 }
 #elif __CUDA_ARCH__ == 900
 extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, 1)
-gemm(const __grid_constant__ Problem problem) {
+gemm(const __grid_constant__ Argument problem) {
     wgmma<Format, Values, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_K_GROUPS, CUQUANT_K_TILES,
           CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM>(problem);
 }

@@ -1,0 +1,314 @@
+"""Mixtures of experts on the GPU: tokens sorted by expert, one launch for each projection of all experts.
+
+    gather -> gate and up -> hidden -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
+
+Of few tokens each block of a product finds its rows of x itself, and `gather` is spared.
+
+Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
+scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import check, cuda, device, jit, plan, plan_moe, problem
+from .array import QuantizedArray
+from .formats import get
+from .fragments import Fragments
+from .plan_moe import Load, Product
+
+WORKSPACE = 1 << 30
+"""Bytes between the launches that more tokens than one may fill; more tokens take several rounds."""
+
+
+def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
+    """Whether there are kernels for checked operands."""
+    experts, width = gate.shape[:2]
+    formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
+    return (
+        len(formats) == 3
+        and all(fmt.on_gpu and not fmt.whole_matrices for fmt in formats)  # whose columns may have signs
+        and 1 <= experts <= plan_moe.MOST_EXPERTS
+        and 1 <= top_k <= plan_moe.MOST_SLOTS
+        and min(gate.shape + down.shape) > 0
+        and (width <= plan.LONGEST_ROW or not check.is_quantized(x))
+    )
+
+
+def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any]:
+    """Ids and probabilities of floats (..., E)."""
+    cupy = device.cupy()
+    lead = logits.shape[:-1]
+    ids, probs = cupy.empty((*lead, top_k), np.int32), cupy.empty((*lead, top_k), np.float32)
+    if ids.size:
+        rows = logits.reshape(-1, logits.shape[-1])
+        numbers = (np.int64(len(rows)), np.int32(rows.shape[1]), np.int32(top_k), np.int32(normalize))
+        jit.launch(plan_moe.route(len(rows)), *cuda._float_rows(rows), *numbers, ids, probs)
+    return ids, probs
+
+
+class _Rows(NamedTuple):
+    """Rows of activations: address, number of the dtype, strides in elements, address of factors or 0."""
+
+    address: int
+    dtype: int
+    row: int
+    column: int
+    factors: int
+
+    def skip(self, rows: int, size: int) -> _Rows:
+        factors = self.factors and self.factors + 4 * rows
+        return self._replace(address=self.address + rows * self.row * size, factors=factors)
+
+    @property
+    def halves(self) -> bool:
+        """Whether products can read them as they are."""
+        whole = self.address % 16 == 0 and self.row % 8 == 0 and self.column == 1
+        return self.dtype == _HALF and whole
+
+
+_HALF, _FLOAT = problem.DTYPES[check.FLOATS[0]], problem.DTYPES[check.FLOATS[2]]
+
+
+class _Layout:
+    """Where arrays lie in the scratch memory, by the names that they are given, one after the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._offsets: dict[str, int] = {}
+
+    def add(self, name: str, nbytes: int) -> None:
+        self._offsets[name] = self.size
+        self.size += ceil(nbytes / 256) * 256
+
+    def at(self, start: int) -> dict[str, int]:
+        return {name: start + offset for name, offset in self._offsets.items()}
+
+
+class _Mixture(NamedTuple):
+    """Prepared operands, but for x and the result."""
+
+    gate: Fragments
+    up: Fragments
+    down: Fragments
+    activation: str | None
+    blocks: bool
+    """Whether what `down` multiplies is quantized to q8_1, as x is."""
+
+    def alike(self) -> bool:
+        """Whether one launch can multiply by gate and up."""
+        a, b = self.gate, self.up
+        return (a.weight, a.values) == (b.weight, b.values)
+
+    def products(self, load: Load) -> tuple[Product | None, Product, Product, Product]:
+        """Gate and up together or None, then each on its own, and down."""
+        capability, (_, width, k) = jit.capability(), self.gate.shape
+        both = None
+        if self.alike():
+            own = self.gate.weight
+            both = plan_moe.gate_and_up(own.format, load, width, k, own.half, capability)
+        singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
+        return (both, *singles)  # type: ignore[return-value]
+
+
+def _single(w: Fragments, load: Load, capability: int) -> Product:
+    own = w.weight
+    product = plan_moe.product(own.format, load, *w.shape[1:], own.half, False, capability)
+    assert product is not None
+    return product
+
+
+def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, out: Any) -> None:
+    """Write the mixture of checked operands, which `takes` has let through, to out (..., N)."""
+    cupy = device.cupy()
+    tokens, top_k, n = prod(ids.shape[:-1]), ids.shape[-1], out.shape[-1]
+    if tokens == 0:
+        return
+    gate, up, down = (w.fragments() for w in experts)
+    quantized = check.is_quantized(x)
+    prepared = _Mixture(gate, up, down, activation, quantized)
+    ids = cupy.asarray(ids)
+    if ids.dtype not in (np.int32, np.int64):
+        ids = ids.astype(np.int64)
+    ids = cupy.ascontiguousarray(ids).reshape(tokens, top_k)
+    probs = cupy.ascontiguousarray(cupy.asarray(probs)).reshape(tokens, top_k)
+    rows = out.reshape(tokens, n)  # a copy if no two strides lead through it
+    x = x if quantized else cuda._as_rows(x)
+    with cuda._scratch() as scratch:
+        step = _tokens_at_once(prepared, top_k)
+        load = Load(min(step, tokens), top_k, gate.shape[0])
+        layout = _layout(prepared, load)
+        converted = sum(cuda._rows_bytes((tokens, gate.shape[2]))) if quantized and x.rows is None else 0
+        start = scratch.take(layout.size + converted)
+        source = _source(x, start + layout.size)
+        for first in range(0, tokens, step):
+            part = slice(first, min(first + step, tokens))
+            load = Load(part.stop - first, top_k, gate.shape[0])
+            size = 2 if quantized else x.dtype.itemsize
+            given = source.skip(first, size)
+            _run(prepared, load, given, ids[part], probs[part], rows[part], layout.at(start))
+    if rows.data.ptr != out.data.ptr:
+        out[...] = rows.reshape(out.shape)
+
+
+def _source(x: Any, converted: int) -> _Rows:
+    """Activations as `gather` reads them: rows of floats, or the float16 rows of blocks (made there)."""
+    if not check.is_quantized(x):
+        _, dtype, row, column = cuda._float_rows(x)
+        return _Rows(x.data.ptr, int(dtype), int(row), int(column), 0)
+    k = x.shape[-1]
+    if x.rows is not None:
+        start = x.rows.buffer.data.ptr
+        return _Rows(start, _HALF, k, 1, start + x.rows.factors)
+    blocks = x.blocks.reshape(-1, x.blocks.shape[-1])
+    shape = (len(blocks), k)
+    operand = cuda.Operand(QuantizedArray(x.format, blocks), problem.quantized_source(shape, False))
+    address, factors = cuda._convert(operand, converted)
+    return _Rows(address, _HALF, k, 1, factors)
+
+
+def _tokens_at_once(mixture: _Mixture, top_k: int) -> int:
+    """Tokens whose rows the workspace holds; at least one."""
+    (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
+    row = 2 * max(k, width) + 4 * max(width, n) + 2 * width * mixture.blocks
+    return max(1, WORKSPACE // (row * top_k))
+
+
+def _layout(mixture: _Mixture, load: Load) -> _Layout:
+    """Arrays between the launches: what is over makes room for what comes."""
+    (count, width, k), n, rows = mixture.gate.shape, mixture.down.shape[1], load.rows
+    layout = _Layout()
+    layout.add("halves", rows * 2 * max(k, width))  # of x, then of hidden numbers
+    layout.add("factors", rows * 4)
+    layout.add("sums", rows * 4 * max(width, n))  # hidden numbers, then results
+    if mixture.blocks:
+        layout.add("blocks", rows * get("q8_1").row_bytes(width))
+    layout.add("places", rows * 4)
+    layout.add("starts", (count + 1) * 4)
+    for name in ("of gate", "of up", "of down"):  # lists of works
+        layout.add(name, load.most_works(1) * 16)
+    return layout
+
+
+def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any, at: dict[str, int]) -> None:
+    """All launches for some tokens."""
+    (count, width, k), n = mixture.gate.shape, mixture.down.shape[1]
+    both, gate, up, down = mixture.products(load)
+    wide = np.int32(ids.dtype.itemsize == 8)
+    routing = (ids, wide, np.int32(load.tokens), np.int32(load.top_k), np.int32(count))
+    numbers = (ids.data.ptr, int(wide), load.tokens, load.top_k, count)
+    first = (both,) if both is not None else (gate, up)
+    few = load.rows <= plan.WARP and all(product.finds_rows for product in (*first, down))
+    if few:
+        if not x.halves:
+            x = _convert(x, load.tokens, k, at)
+        places = 0
+        rows, given = (x.address, x.factors), _Group((0, 0, 0), numbers, x.row, load.top_k)
+        then = _Group((0, 0, 0), numbers, width, 1)
+    else:
+        _gather(load, x, k, routing, (both or gate, up, down), at)
+        places = at["places"]
+        lists = (at["of gate"], at["of up"], at["of down"])
+        rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
+        then = given._replace(x_row=width)
+    sums, activation = at["sums"], mixture.activation
+    if both is not None:
+        apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
+        _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart)
+    else:
+        _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)
+        _multiply(mixture.up, load, up, rows, sums, given, 1, factor=sums, early=True)
+    _hidden(mixture, load.rows, width, at)
+    _multiply(mixture.down, load, down, (at["halves"], at["factors"]), sums, then, 2, early=True)
+    jit.launch(
+        plan_moe.combine(load.tokens, n),
+        *(np.uint64(sums), np.int32(n), np.uint64(places), *routing),
+        *(probs, np.int32(problem.DTYPES[probs.dtype])),
+        *cuda._float_rows(out),
+    )
+
+
+def _convert(x: _Rows, tokens: int, k: int, at: dict[str, int]) -> _Rows:
+    """Rows of floats as float16."""
+    step = plan.activations("rows_to_half", get("q8_1"), tokens, k)
+    to = (np.int32(k), np.uint64(at["halves"]), np.uint64(at["factors"]))
+    jit.launch(step, np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column), *to)
+    return _Rows(at["halves"], _HALF, k, 1, at["factors"])
+
+
+def _gather(
+    load: Load,
+    x: _Rows,
+    k: int,
+    routing: tuple[Any, ...],
+    products: tuple[Product, ...],
+    at: dict[str, int],
+) -> None:
+    """Rows of x in the order of their experts, and every product's works."""
+    starts = 0
+    if load.tokens > plan_moe.FEW_TOKENS:
+        starts = at["starts"]
+        jit.launch(plan_moe.group(load.experts), *routing, np.uint64(at["places"]), np.uint64(starts))
+    jit.launch(
+        plan_moe.gather(load, k),
+        *(np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column)),
+        *(np.uint64(x.factors), np.int32(k), *routing, np.uint64(at["places"]), np.uint64(starts)),
+        *(np.uint64(at["halves"]), np.uint64(at["factors"])),
+        *_works(at["of gate"], products[0]),
+        *_works(at["of up"], products[1]),
+        *_works(at["of down"], products[2]),
+    )
+
+
+def _works(address: int, product: Product) -> Iterator[Any]:
+    return iter((np.uint64(address), np.int32(product.batch), np.int32(product.works)))
+
+
+class _Group(NamedTuple):
+    """Where products find their rows: lists of works of gate, up and down, or zeros and the ids."""
+
+    lists: tuple[int, int, int]
+    routing: tuple[int, ...]
+    x_row: int
+    """Stride of x."""
+    share: int
+    """Entries of a row of x, without lists."""
+
+
+def _multiply(
+    w: Fragments,
+    load: Load,
+    product: Product,
+    x: tuple[int, int],
+    out: int,
+    group: _Group,
+    which: int,
+    activation: str | None = None,
+    *,
+    factor: int = 0,
+    apart: int = 0,
+    early: bool = False,
+) -> None:
+    """Launch a grouped product: float16 rows of x and their factors to float32 rows, at these addresses."""
+    launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row)
+    tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
+    *planes, last = w.addresses
+    addresses = (*planes, *x, out, factor, w.values, last)
+    ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early)
+    jit.launch_packed(launch.plan, launch.packed(tensor, addresses, *ends))
+
+
+def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> None:
+    """Hidden numbers to the float16 rows that `down` multiplies, through q8_1 if x is of it."""
+    to = (np.uint64(at["halves"]), np.uint64(at["factors"]))
+    if not mixture.blocks:
+        jit.launch(plan_moe.hidden(rows, width), np.uint64(at["sums"]), np.int32(width), *to)
+        return
+    step = plan.activations("quantize_rows", get("q8_1"), rows, width)
+    source = (np.uint64(at["sums"]), np.int32(_FLOAT), np.int64(width), np.int64(1))
+    jit.launch(step, *source, np.int32(width), np.uint64(at["blocks"]), *to)

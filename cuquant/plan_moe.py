@@ -1,0 +1,179 @@
+"""Launches of a mixture of experts: which core multiplies rows that are grouped by expert, in which tiles.
+
+How many rows an expert gets, only the GPU knows. Plans go by what a router that likes all experts equally
+would give; grids by the most that there can be: blocks without a work end at once. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil, erfc, sqrt
+from typing import NamedTuple
+
+from . import plan
+from .formats import Format
+from .plan import LARGE_GPU, TILE_COLUMNS, WARP, Gemm, Kernel, Plan
+
+MOST_EXPERTS, MOST_SLOTS = 1024, 256
+"""Experts, and of them a token's, that kernels/ops/moe.cu takes."""
+FEW_TOKENS = 512
+"""Tokens up to which every block of `gather` finds the place of its own entry."""
+_ROUTE_WARPS, _GROUP_WARPS = 4, 16
+_COLUMNS = 4 * 256
+"""Columns that a block of `combine` sums."""
+_BYTES_US = 4.46e6
+"""Bytes of weights that an H200 reads in a microsecond."""
+_LAUNCH_US = 2.0
+
+
+class Load(NamedTuple):
+    """`rows` of tokens times top_k that go to `experts`."""
+
+    tokens: int
+    top_k: int
+    experts: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.top_k
+
+    @property
+    def hit(self) -> float:
+        """Experts that are hit at all, as expected."""
+        return self.experts * (1 - max(0, 1 - self.top_k / self.experts) ** self.tokens)
+
+    @property
+    def likely(self) -> int:
+        """Rows that few experts exceed."""
+        mean = self.rows / self.hit
+        return min(self.tokens, ceil(mean + 2 * sqrt(max(0, mean - 1))))
+
+    def works(self, batch: int) -> float:
+        """Batch tiles, as expected: of the normal distribution next to the binomial one."""
+        mean = self.rows / self.experts
+        spread = sqrt(2 * mean * (1 - 1 / self.experts)) or 1e-9
+        tails = (erfc((j * batch + 0.5 - mean) / spread) / 2 for j in range(1, ceil(self.rows / batch)))
+        return self.hit + self.experts * sum(tails)
+
+    def most_works(self, batch: int) -> int:
+        """Batch tiles that there can be."""
+        hit = min(self.experts, self.rows)
+        return hit + (self.rows - hit) // batch
+
+
+class Product(NamedTuple):
+    """A grouped product: its launch, how many rows a work has at most, and how long the list of works is."""
+
+    gemm: Gemm
+    batch: int
+    works: int
+    us: float = 0
+
+    @property
+    def finds_rows(self) -> bool:
+        """Whether blocks can find their rows by the ids of a warp's lanes."""
+        return plan.core_of(self.gemm.plan.kernel) == "decode"
+
+
+@lru_cache(maxsize=4096)
+def product(
+    fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, capability: int
+) -> Product | None:
+    """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated."""
+    rows, sides = load.likely, 1 + gated
+    if half and capability == 90 and rows >= plan.WGMMA_BATCH:
+        return min(_wgmma(fmt, load, n, k, sides), key=lambda choice: choice.us, default=None)
+    if not half or rows <= plan.DECODE_BATCH:
+        batch = min(rows, plan.DECODE_BATCH)
+        matrices = max(1, ceil(load.hit - 0.2))
+        gemm = plan.decode(fmt, batch, n, k, matrices, capability, sides, load.tokens > 1)
+    elif gated:
+        return None
+    else:
+        gemm = plan.mma(fmt, rows, n, load.experts, capability)
+        batch = 8 * dict(gemm.plan.kernel.constants)["GROUPS"]
+    works = load.most_works(batch)
+    return Product(_grouped(gemm, gated, (gemm.plan.grid[0], 1, works)), batch, works)
+
+
+def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Product]:
+    """The wgmma core's tiles, with the microseconds that plan.py's measured times predict."""
+    steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
+    for tile in plan.WGMMA_TILES:
+        gemm = plan.wgmma_unshared(fmt, tile, k)
+        if gemm is None or (sides == 2 and tile.blocks != 2):
+            continue
+        blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
+        rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
+        us = rounds * plan.tile_us(fmt, tile, steps) + _LAUNCH_US
+        grid = (min(LARGE_GPU, blocks_n * works), 1, 1)
+        gemm = replace(gemm, box=min(tile.batch, ceil(load.rows / 8) * 8))
+        yield Product(
+            _grouped(gemm, sides == 2, grid), tile.batch, works, max(us, weights / _BYTES_US + _LAUNCH_US)
+        )
+
+
+def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
+    kernel = gemm.plan.kernel
+    kernel = replace(kernel, constants=(*kernel.constants, ("GATED", int(gated))))
+    return replace(gemm, plan=replace(gemm.plan, kernel=kernel, grid=grid))
+
+
+def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, capability: int) -> Product | None:
+    """Both in one launch, where that is possible and no slower than two."""
+    both = product(fmt, load, n, k, half, True, capability)
+    single = product(fmt, load, n, k, half, False, capability)
+    assert single is not None
+    return None if both is None or both.us > 2 * single.us else both
+
+
+def _threads(k: int, each: int, most: int) -> int:
+    return min(most, max(128, ceil(k / (each * WARP)) * WARP))
+
+
+@lru_cache(maxsize=1024)
+def gather(load: Load, k: int) -> Plan:
+    """A block for every entry, and one for the lists of works."""
+    return Plan(Kernel("moe", "gather"), (load.rows + 1, 1, 1), _threads(k, 16, 512), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def hidden(rows: int, k: int) -> Plan:
+    """A block for every row."""
+    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def group(experts: int) -> Plan:
+    """A block for every expert."""
+    return Plan(Kernel("moe", "group"), (experts, 1, 1), _GROUP_WARPS * WARP, overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def combine(tokens: int, n: int) -> Plan:
+    """Blocks for every token."""
+    return Plan(Kernel("moe", "combine"), (tokens, ceil(n / _COLUMNS), 1), 256, overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def route(tokens: int) -> Plan:
+    """A warp for every token."""
+    grid = (ceil(tokens / _ROUTE_WARPS), 1, 1)
+    return Plan(Kernel("moe", "route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
+
+
+def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
+    """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
+    found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
+    loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
+    for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
+        for load in loads:
+            for n in (1 << 10, 14336):
+                for half in (True, False):
+                    for gated in (True, False):
+                        made = product(fmt, load, n, 4096, half, gated, capability)
+                        if made is not None:
+                            found.add(made.gemm.plan.kernel)
+    return sorted(found, key=repr)

@@ -1,0 +1,329 @@
+"""Mixtures of experts on a GPU: routing, grouping, and every core's grouped launches against float64."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import check, cuda_moe, device, jit, plan_moe, testing
+from cuquant.ops import moe as module
+from cuquant.plan_moe import Load
+
+pytestmark = pytest.mark.gpu
+F = np.float32
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128")
+MIXED = ("kbit3", "q5_1", "q8_0")
+
+
+def gauss(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, F)
+
+
+def stacks(formats: Any, count: int = 5, k: int = 128, hidden: int = 160, n: int = 48) -> cq.Experts:
+    """Experts on the GPU; of one format, or of three."""
+    names = formats if isinstance(formats, tuple) else (formats,) * 3
+    shapes = [(count, hidden, k), (count, hidden, k), (count, n, hidden)]
+    floats = [gauss(*shape, seed=i) / F(np.sqrt(shape[-1])) for i, shape in enumerate(shapes)]
+    return cq.Experts(
+        *(cq.quantize(w, name).to_device("cuda") for w, name in zip(floats, names, strict=True))
+    )
+
+
+def routed(tokens: int, count: int, top_k: int, seed: int = 7) -> tuple[NDArray[Any], NDArray[Any]]:
+    return cq.route(gauss(tokens, count, seed=seed), top_k)
+
+
+def reference(x: Any, experts: cq.Experts, ids: Any, probs: Any, activation: str | None = "silu") -> Any:
+    """Expert by expert in float64, of tokens whose ids are all good; NaN for the others."""
+    x, ids, probs = (testing.as_numpy(a) for a in (x, ids, probs))
+    gate, up, down = (testing.as_numpy(w).astype(np.float64) for w in experts)
+    y = np.zeros((len(x), down.shape[1]))
+    for e in np.intersect1d(ids, np.arange(len(gate))):
+        token, slot = np.nonzero(ids == e)
+        rows = x[token].astype(np.float64)
+        act = testing.linear(rows, gate[e], activation=activation) * (rows @ up[e].T)
+        np.add.at(y, token, probs[token, slot, None].astype(np.float64) * (act @ down[e].T))
+    y[((ids < 0) | (ids >= len(gate))).any(axis=1)] = np.nan
+    return y
+
+
+def on_gpu(x: Any, ids: Any, probs: Any) -> tuple[Any, Any, Any]:
+    cupy = device.cupy()
+    return cupy.asarray(x), cupy.asarray(ids), cupy.asarray(probs)
+
+
+def close(y: Any, expected: Any, dtype: Any = F) -> None:
+    y = testing.as_numpy(y)
+    assert y.dtype == dtype
+    lost = np.isnan(expected).all(axis=-1)
+    assert np.isnan(y[lost].astype(F)).all()
+    y, expected = y[~lost], expected[~lost]
+    assert testing.nmse(y, expected) <= (5e-5 if dtype == BF16 else 1e-5)
+    assert y.size == 0 or testing.worst_element(y, expected) <= (0.05 if dtype == BF16 else 0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """What most tests need, compiled at once on all cores: into CuPy's cache, and this process's."""
+    loads = [Load(t, 2, 5) for t in (3, 6, 12, 60, 150)] + [Load(t, 2, 8) for t in (1, 4, 16, 200, 300)]
+    loads += [Load(t, 3, 9) for t in (5, 40, 600)] + [Load(t, 2, 2) for t in (4, 90, 400)]
+    kernels = set()
+    for load, name in product(loads, (*FORMATS, *MIXED)):
+        if name != "q4_0" and load.tokens not in (3, 6, 60, 150):
+            continue
+        fmt, (n, k) = cq.formats.get(name).for_kernels, (384, 256)
+        for gated, shape in product((True, False), ((n, k), (72, n))):
+            made = plan_moe.product(fmt, load, *shape, True, gated, jit.capability())
+            if made is not None:
+                kernels.add(made.gemm.plan.kernel)
+    where = device.cupy().cuda.runtime.getDevice()
+
+    def compile(kernel: Any) -> None:
+        device.cupy().cuda.Device(where).use()
+        jit._module(where, kernel)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile, kernels))
+
+
+@pytest.fixture(autouse=True)
+def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No mixture may fall back to the host unless a test says so."""
+    real = module._mixed
+
+    def mixed(x: Any, *others: Any) -> Any:
+        assert "fallback" in request.node.name or not device.is_cuda(check.storage(x))
+        return real(x, *others)
+
+    monkeypatch.setattr(module, "_mixed", mixed)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, MIXED], ids=str)
+@pytest.mark.parametrize("tokens", [3, 150], ids=["few", "many"])
+def test_formats_and_types(format: Any, tokens: int) -> None:
+    """The decode core, and the wgmma core (elsewhere the mma core)."""
+    experts = stacks(format, k=256, hidden=384, n=72)
+    ids, probs = routed(tokens, 5, 2)
+    for dtype in (F, np.dtype(np.float16), BF16):
+        x, there_ids, there_probs = on_gpu(gauss(tokens, 256).astype(dtype), ids, probs)
+        y = cq.moe(x, experts, there_ids, there_probs)
+        close(y, reference(x, experts, ids, probs), dtype)
+    x = cq.quantize(device.cupy().asarray(gauss(tokens, 256)), "q8_1")
+    expected = reference(x, experts, ids, probs)
+    y = testing.as_numpy(cq.moe(x, experts, there_ids, there_probs))
+    # What `down` multiplies is rounded to q8_1, too: on the CPU to the same blocks.
+    same = cq.moe(x.to_device("cpu"), cq.Experts(*(w.to_device("cpu") for w in experts)), ids, probs)
+    assert testing.nmse(y, same) <= 1e-5
+    assert testing.nmse(y, expected) <= 1e-3
+    rebuilt = cq.from_blocks(x.blocks, "q8_1", x.shape)  # without the rows that came with the blocks
+    np.testing.assert_array_equal(testing.as_numpy(cq.moe(rebuilt, experts, there_ids, there_probs)), y)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33, 257, 1500])
+@pytest.mark.parametrize(
+    ("count", "top_k"), [(1, 1), (2, 2), (8, 2), (8, 8), (64, 1), (64, 8), (256, 8), (700, 2)]
+)
+def test_sizes(tokens: int, count: int, top_k: int) -> None:
+    experts = stacks("q4_0", count, k=64, hidden=96, n=24)
+    x, ids, probs = gauss(tokens, 64), *routed(tokens, count, top_k)
+    y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
+    close(y, reference(x, experts, ids, probs))
+
+
+def test_many_tokens() -> None:
+    experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
+    x, ids, probs = on_gpu(gauss(4096, 256).astype(np.float16), *routed(4096, 8, 2))
+    close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs), np.float16)
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 600])
+@pytest.mark.parametrize("kind", ["one", "two", "last", "repeated", "out of range", "lost"])
+def test_skewed_routing(tokens: int, kind: str) -> None:
+    experts = stacks("q4_0", 9)
+    x, probs = gauss(tokens, 128), gauss(tokens, 3, seed=3)
+    ids = np.zeros((tokens, 3), np.int64) + {"two": [1, 4, 1], "last": [8, 8, 7]}.get(kind, [2, 2, 2])
+    if kind == "repeated":
+        ids = np.random.default_rng(0).integers(0, 3, ids.shape)
+    if kind == "out of range":
+        ids = np.random.default_rng(0).integers(0, 9, ids.shape)
+        ids[::4, 1], ids[1, 0], ids[2, 2] = -1, 9, 2**40
+    if kind == "lost":
+        ids[:] = [2, -5, 3]
+    there = on_gpu(x, ids, probs)
+    close(cq.moe(there[0], experts, *there[1:]), reference(x, experts, ids, probs))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint64])
+@pytest.mark.parametrize("probs_dtype", [np.dtype(np.float16), BF16], ids=str)
+def test_ids_and_probabilities_of_any_type(dtype: Any, probs_dtype: Any) -> None:
+    experts = stacks("q4_0")
+    x, ids, probs = gauss(6, 128), *routed(6, 5, 2)
+    ids, probs = ids.astype(dtype), probs.astype(probs_dtype)
+    expected = reference(x, experts, ids.astype(int), probs)
+    there, there_ids, there_probs = on_gpu(x, ids, probs)
+    close(cq.moe(there, experts, there_ids, there_probs), expected)
+    close(cq.moe(there, experts, ids, probs), expected)  # NumPy's
+    close(cq.moe(there, experts, there_ids[:, ::-1], there_probs[:, ::-1]), expected)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_erf", "silu"])
+@pytest.mark.parametrize("tokens", [4, 90, 400])
+def test_activations(activation: str | None, tokens: int) -> None:
+    experts = stacks("q4_0", 2)
+    x, ids, probs = gauss(tokens, 128), *routed(tokens, 2, 2)
+    y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:], activation)
+    close(y, reference(x, experts, ids, probs, activation))
+
+
+@pytest.mark.parametrize("magnitude", [1e-12, 1e-8, 1.0, 1e8])
+def test_magnitudes(magnitude: float) -> None:
+    experts = stacks("q8_0")
+    for tokens in (6, 60):
+        x, ids, probs = gauss(tokens, 128) * F(magnitude), *routed(tokens, 5, 3)
+        y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
+        close(y, reference(x, experts, ids, probs))
+
+
+def test_rows_with_nan_touch_no_others() -> None:
+    experts = stacks("q4_0")
+    for tokens in (6, 60):
+        x, ids, probs = on_gpu(gauss(tokens, 128), *routed(tokens, 5, 2))
+        clean = testing.as_numpy(cq.moe(x, experts, ids, probs))
+        x[2, 5], probs[4, 1], x[5, 1] = np.nan, np.nan, np.inf
+        y = testing.as_numpy(cq.moe(x, experts, ids, probs))
+        assert not np.isfinite(y[[2, 4, 5]]).any()
+        rest = np.setdiff1d(np.arange(tokens), [2, 4, 5])
+        np.testing.assert_array_equal(y[rest], clean[rest])
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("dtype", [F, np.dtype(np.float16), BF16], ids=str)
+def test_results_go_where_they_should(strided: bool, dtype: Any) -> None:
+    cupy = device.cupy()
+    experts = stacks("q4_0", n=50)
+    x, (ids, probs) = gauss(12, 128), routed(12, 5, 2)
+    expected = reference(x, experts, ids, probs)
+    guarded = testing.Guarded((3, 4, 50), dtype, strided=strided, xp=cupy)
+    there = cupy.zeros((3, 4, 256), F)[..., ::2]
+    there[...] = cupy.asarray(x).reshape(3, 4, 128)
+    ids, probs = (cupy.asarray(a.reshape(3, 4, 2)) for a in (ids, probs))
+    assert cq.moe(there, experts, ids, probs, out=guarded.array) is guarded.array
+    close(guarded.array.reshape(12, 50), expected, dtype)
+    assert guarded.intact()
+    one = cq.moe(there[1, 2], experts, ids[1, 2], probs[1, 2])
+    close(one[None], expected[6:7])
+
+
+@pytest.mark.parametrize("tokens", [4, 300])
+def test_the_same_call_gives_the_same_bits(tokens: int) -> None:
+    cupy = device.cupy()
+    experts = stacks("q4_0", 8, k=512, hidden=768, n=256)
+    x, ids, probs = on_gpu(gauss(tokens, 512).astype(np.float16), *routed(tokens, 8, 2))
+    first = cq.moe(x, experts, ids, probs)
+    out = cupy.empty_like(first)
+    different = cupy.zeros((), bool)
+    for _ in range(100):
+        cq.moe(x, experts, ids, probs, out=out)
+        different |= (out.view(np.uint16) != first.view(np.uint16)).any()
+    assert not different
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_a_step_in_a_graph(tokens: int) -> None:
+    """Routing and mixture follow the graph's inputs, whichever experts they lead to."""
+    cupy = device.cupy()
+    experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
+    x, logits = cupy.zeros((tokens, 256), np.float16), cupy.zeros((tokens, 8), F)
+    out = cupy.empty((tokens, 256), np.float16)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def step() -> None:
+        ids, probs = cq.route(logits, 2)
+        cq.moe(x, experts, ids, probs, out=out)
+
+    with stream:
+        for _ in range(2):
+            step()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for seed in range(4):
+            given, scores = gauss(tokens, 256, seed=seed).astype(np.float16), gauss(tokens, 8, seed=seed)
+            x.set(given)
+            logits.set(scores)
+            graph.launch(stream)
+            stream.synchronize()
+            close(out, reference(given, experts, *cq.route(scores, 2)), np.float16)
+
+
+def test_more_tokens_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_moe, "WORKSPACE", 1 << 17)
+    experts = stacks("q4_0")
+    x, ids, probs = on_gpu(gauss(400, 128), *routed(400, 5, 2))
+    close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs))
+    quantized = cq.quantize(x, "q8_1")
+    y = cq.moe(quantized, experts, ids, probs)
+    assert testing.nmse(testing.as_numpy(y), reference(quantized, experts, ids, probs)) <= 1e-3
+
+
+def test_float_experts_fallback() -> None:
+    cupy = device.cupy()
+    quantized = stacks("q4_0")
+    floats = quantized._replace(up=quantized.up.dequantize())
+    x, ids, probs = gauss(30, 128), *routed(30, 5, 2)
+    ids[3, 0] = 9
+    there = on_gpu(x, ids, probs)
+    assert not cuda_moe.takes(cupy.asarray(x), *floats, 2)
+    close(cq.moe(there[0], floats, *there[1:]), reference(x, quantized, ids, probs))
+
+
+def test_ids_of_the_gpu_need_x_there() -> None:
+    cupy = device.cupy()
+    experts = cq.Experts(*(w.to_device("cpu") for w in stacks("q4_0")))
+    ids, probs = routed(6, 5, 2)
+    with pytest.raises(TypeError, match="expert_ids is a CuPy array"):
+        cq.moe(gauss(6, 128), experts, cupy.asarray(ids), probs)
+
+
+@pytest.mark.parametrize("dtype", [F, np.dtype(np.float16), BF16], ids=str)
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (11, 11), (64, 8), (300, 40)])
+def test_routing(dtype: Any, experts: int, top_k: int) -> None:
+    logits = (gauss(70, experts) * 3).astype(dtype)
+    logits[5:20] = np.round(logits[5:20])  # equal ones
+    for normalize in (True, False):
+        ids, probs = cq.route(device.cupy().asarray(logits), top_k, normalize)
+        expected_ids, expected_probs = cq.route(logits, top_k, normalize)
+        assert (ids.dtype, probs.dtype) == (np.int32, F)
+        np.testing.assert_array_equal(ids.get(), expected_ids)
+        np.testing.assert_allclose(probs.get(), expected_probs, rtol=1e-5)
+
+
+def test_routing_of_extreme_logits() -> None:
+    cupy = device.cupy()
+    inf, nan = np.inf, np.nan
+    logits = [[3e38, -3e38, 0], [-inf, 1, 1], [0.0, -0.0, 0.0], [1e-45, 0, -1e-45]]
+    logits += [[nan, 1, 2], [inf, 1, 2], [-inf] * 3]
+    given = np.array(logits, F)
+    ids, probs = (a.get() for a in cq.route(cupy.asarray(given), 2))
+    expected = cq.route(given, 2)
+    np.testing.assert_array_equal(ids, expected[0])
+    np.testing.assert_array_equal(probs[:4], expected[1][:4])
+    assert np.isnan(probs[4:]).all()
+    assert cq.route(cupy.zeros((0, 4), F), 4)[0].shape == (0, 4)
+    assert cq.route(cupy.zeros(4, F), 2)[0].shape == (2,)
+
+
+def test_more_experts_than_the_kernels_take_fallback() -> None:
+    count = plan_moe.MOST_EXPERTS + 1
+    experts = stacks("q4_0", count, k=32, hidden=32, n=16)
+    x, ids, probs = on_gpu(gauss(3, 32), *routed(3, count, 2))
+    close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs))

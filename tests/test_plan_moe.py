@@ -1,0 +1,129 @@
+"""Launches of mixtures of experts: plans that fit the hardware and every routing; kernels that compile."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import ceil
+from typing import Any
+
+import numpy as np
+import nvrtc
+import pytest
+from test_compile import FORMATS, OTHERS, SHARED, check
+
+import cuquant as cq
+from cuquant import plan, plan_moe, problem
+from cuquant.plan_moe import Load
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
+NAMES = ("q4_0", "q5_1", "q8_0", "kbit2", "kbit5", "mxfp4", "nvfp4", "int4-128-zeros")
+LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 64), (8, 256))]
+
+
+def kernels(arch: str, names: tuple[str, ...]) -> list[plan.Kernel]:
+    """Every kernel that plans ask for on an architecture, one of those that share a module."""
+    capability = int("".join(c for c in arch if c.isdigit()))
+    found = plan_moe.all_kernels([cq.formats.get(name) for name in names], capability)
+    return list({(k.op, k.format, k.constants): k for k in found}.values())
+
+
+def one_of_each(arch: str) -> list[plan.Kernel]:
+    """One tile of each core, gated and not, of an integer format and a codebook."""
+    chosen = {}
+    for kernel in kernels(arch, ("q4_0", "kbit3")):
+        constants = dict(kernel.constants)
+        chosen[kernel.op, kernel.format, constants.get("CORE"), constants.get("GATED")] = kernel
+    return list(chosen.values())
+
+
+@needs_nvrtc
+def test_kernels_for_the_h200() -> None:
+    check(kernels("sm_90a", ("q4_0",)) + one_of_each("sm_90a"), "sm_90a")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", OTHERS)
+def test_every_core_elsewhere(arch: str) -> None:
+    check(one_of_each(arch), arch)
+
+
+@needs_nvrtc
+@pytest.mark.compile_all
+@pytest.mark.parametrize("arch", ["sm_90a", *OTHERS])
+def test_every_kernel(arch: str) -> None:
+    names = tuple(str(f) for f in FORMATS if f.on_gpu and not f.for_activations)
+    check(kernels(arch, names), arch)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
+@pytest.mark.parametrize("half", [False, True])
+def test_plans_fit(capability: int, half: bool) -> None:
+    """Tiles cover all rows of the weights, and the hardware has room for each block and enough blocks."""
+    for name, load, n, gated in product(NAMES, LOADS, (16, 200, 14336), (False, True)):
+        made = plan_moe.product(cq.formats.get(name).for_kernels, load, n, 4096, half, gated, capability)
+        if made is None:
+            assert gated
+            continue
+        launch, c = made.gemm.plan, dict(made.gemm.plan.kernel.constants)
+        assert launch.shared <= launch.kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
+        assert launch.overlaps
+        assert c["GATED"] == gated
+        core, (x, y, z) = plan.core_of(launch.kernel), launch.grid
+        assert y == 1
+        assert made.works == load.most_works(made.batch)
+        if core == "wgmma":
+            assert (c["SPLIT"], c["PAIR"], c["STREAM"], z) == (1, 1, 0, 1)
+            assert made.batch == c["BATCH"]
+            assert made.gemm.box <= made.batch
+            assert not gated or c["ROW_BLOCKS"] == 2
+            continue
+        assert z == made.works <= plan.MOST_BLOCKS
+        assert 1 <= made.batch <= 8 * c["GROUPS"]
+        if core == "decode":
+            assert not gated or c["ROW_WARPS"] % 2 == 0
+            rows = c["ROW_TILES"] * c["ROW_WARPS"] * 16 // (1 + gated)
+            assert n <= x // launch.cluster * rows < n + rows
+            assert made.gemm.chunk % (c["WARPS"] // c["ROW_WARPS"]) == 0
+            x_bytes = made.batch * (made.gemm.chunk * 128 + 16)
+            ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(cq.formats.get(name)).tile
+            assert ring + x_bytes <= launch.shared
+        else:
+            assert not gated
+
+
+def test_no_routing_has_more_works_than_the_list_holds() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        tokens, top_k, experts, batch = (int(n) for n in generator.integers(1, (40, 5, 20, 17)))
+        load = Load(tokens, top_k, experts)
+        ids = generator.integers(0, generator.integers(1, experts + 1), tokens * top_k)
+        counts = np.bincount(ids, minlength=experts)
+        works = sum(ceil(count / batch) for count in counts)
+        assert works <= load.most_works(batch) <= load.rows
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 2, 8), (4, 2, 8), (64, 8, 64), (4096, 2, 8)])
+def test_expected_loads(tokens: int, top_k: int, experts: int) -> None:
+    """Next to many random routings."""
+    generator = np.random.default_rng(0)
+    load = Load(tokens, top_k, experts)
+    counts = []
+    for _ in range(200):
+        ids = np.argsort(generator.random((tokens, experts)), axis=1)[:, :top_k]
+        counts.append(np.bincount(ids.reshape(-1), minlength=experts))
+    assert np.mean([(c > 0).sum() for c in counts]) == pytest.approx(load.hit, rel=0.03)
+    for batch in (8, 128):
+        works = np.mean([np.ceil(c / batch).sum() for c in counts])
+        assert works == pytest.approx(load.works(batch), rel=0.25)
+    assert np.mean([(c > load.likely).mean() for c in counts]) < 0.06
+
+
+def test_numbers_are_those_of_the_struct() -> None:
+    """What kernels/core/problem.cuh asserts of its size, and that a launch is packed to it."""
+    fmt = cq.formats.get("q4_0")
+    made: Any = plan_moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
+    group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512)
+    assert group.map is not None
+    assert group.map.dims[:2] == (512, 128)
+    packed = group.packed(bytes(128), (1,) * 8, *range(10))
+    assert len(packed) == 640 + 64
