@@ -171,7 +171,11 @@ def _function(device_id: int, kernel: Kernel) -> Any:
             function = _module(device_id, kernel).get_function(kernel.entry)
             if kernel.max_shared > 48 << 10:  # beyond this a function must ask
                 function.max_dynamic_shared_size_bytes = kernel.max_shared
-            if kernel.op in ("activations", "gemm"):  # one after the other: no new division of an L1 cache
+            if kernel.op in (
+                "activations",
+                "gemm",
+                "attention",
+            ):  # one after the other: no new division of an L1 cache
                 function.preferred_shared_memory_carveout = 100
             _functions[device_id, kernel] = function
     return function
