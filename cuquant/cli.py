@@ -256,7 +256,18 @@ def _add_bench(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "Time x @ W.T on this GPU, next to cuBLAS, other libraries and the bytes' floor; show a record.",
+        "Time x @ W.T, or decode attention, on this GPU, next to other libraries and the bytes' floor; "
+        "show a record.",
+    )
+    command.add_argument(
+        "what", nargs="?", choices=("matmul", "attention"), default="matmul", help="what to time (matmul)"
+    )
+    command.add_argument(
+        "--bits", metavar="B,B,...", type=_width_list, help="of cached tokens, or mixed (all)"
+    )
+    command.add_argument("--contexts", metavar="T,T,...", type=_int_list, help="cached tokens (1k to 128k)")
+    command.add_argument(
+        "--heads", metavar="H/K,...", type=_head_list, help="of queries, of keys (32/8,32/32)"
     )
     command.add_argument("--formats", metavar="F,F,...", type=_format_list, help="of W (all)")
     command.add_argument(
@@ -266,7 +277,12 @@ def _add_bench(commands: Any) -> None:
         help="types of x: f16, bf16, f32, or q8_1, which counts quantizing f16 (f16,q8_1)",
     )
     command.add_argument("--shapes", metavar="NxK,...", type=_shape_list, help="rows by columns of W (five)")
-    command.add_argument("--batches", metavar="M,M,...", type=_int_list, help="rows of x (1,2,4,...,4096)")
+    command.add_argument(
+        "--batches",
+        metavar="M,M,...",
+        type=_int_list,
+        help="rows of x (1,2,4,...,4096), or sequences (1,8,32)",
+    )
     command.add_argument(
         "--peers",
         metavar="P,P",
@@ -297,6 +313,25 @@ def _activation_list(text: str) -> list[str]:
     if not set(names) <= set(known):
         raise argparse.ArgumentTypeError(f"activations are {', '.join(known)}")
     return names
+
+
+def _width_list(text: str) -> list[str]:
+    from .bench.attention import WIDTHS
+
+    names = text.split(",")
+    if not {*names} <= {*WIDTHS}:
+        raise argparse.ArgumentTypeError(f"bits are {', '.join(WIDTHS)}")
+    return names
+
+
+def _head_list(text: str) -> list[tuple[int, int]]:
+    try:
+        pairs = [(int(q), int(k)) for q, k in (pair.split("/") for pair in text.split(","))]
+    except ValueError:
+        pairs = []
+    if not pairs or any(k < 1 or q % k for q, k in pairs):
+        raise argparse.ArgumentTypeError("heads are H/K, as 32/8: of queries, and of keys")
+    return pairs
 
 
 def _peer_list(text: str) -> list[str]:
@@ -334,6 +369,8 @@ def _bench(arguments: argparse.Namespace) -> None:
         record = _measured(arguments)
     else:
         record = Record.read(arguments.source).only(
+            bits=arguments.bits,
+            context=arguments.contexts,
             format=arguments.formats,
             activation=arguments.activations,
             shape=arguments.shapes,
@@ -351,6 +388,8 @@ def _measured(arguments: argparse.Namespace) -> Any:
     from .bench import Record, matmul, peers
     from .bench.matmul import BATCHES, SHAPES
 
+    if arguments.what == "attention":
+        return _measured_attention(arguments)
     others = peers.installed(arguments.peers)
     record = Record.start(arguments.record, [peer.package for peer in others])
     known = map(formats.get, formats.names())
@@ -363,6 +402,26 @@ def _measured(arguments: argparse.Namespace) -> Any:
         tqdm.write(
             f"{cell.format} {cell.activation} {cell.M}x{cell.N}x{cell.K}: {cell.us} us", file=sys.stderr
         )
+    return record
+
+
+def _measured_attention(arguments: argparse.Namespace) -> Any:
+    from importlib.util import find_spec
+
+    from tqdm import tqdm
+
+    from .bench import Record, attend
+    from .bench.attention import BATCHES, CONTEXTS, HEADS, WIDTHS
+
+    here = [package for package in ("torch", "flashinfer-python") if find_spec(package.split("-")[0])]
+    record = Record.start(arguments.record, here)
+    widths, contexts = arguments.bits or list(WIDTHS), arguments.contexts or CONTEXTS
+    batches, heads = arguments.batches or BATCHES, arguments.heads or HEADS
+    count = len(widths) * len(contexts) * len(batches) * len(heads)
+    cells = attend(record, widths, contexts, batches, heads)
+    for cell in tqdm(cells, total=count, unit="cell", disable=None):
+        name = f"{cell.bits} bits, {cell.batch} x {cell.context}, {cell.heads}/{cell.kv_heads}"
+        tqdm.write(f"{name}: {cell.us} us", file=sys.stderr)
     return record
 
 

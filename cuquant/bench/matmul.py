@@ -85,7 +85,7 @@ def matmul(
             for key in todo:
                 cell = _cell(key, weights, dense[key["M"]])
                 if _has_peers(key):
-                    found = {name: _rounded(by_batch.get(key["M"])) for name, by_batch in times.items()}
+                    found = {name: rounded(by_batch.get(key["M"])) for name, by_batch in times.items()}
                     cell = replace(cell, **found)
                 record.add(cell)
                 yield cell
@@ -119,13 +119,13 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) 
     core = plan.core_of(plan.gemm(weights[0].format, m, n, k, 1, True, jit.capability()).plan.kernel)
     rates = (moved / us * 1e-3, operations / us * 1e-6)
     values = (us, floor, cublas_us, *rates)
-    return Cell(**key, **dict(zip(_RATES, (_rounded(v) for v in values), strict=True)), nmse=error, core=core)
+    return Cell(**key, **dict(zip(_RATES, (rounded(v) for v in values), strict=True)), nmse=error, core=core)
 
 
 _RATES = ("us", "floor_us", "cublas_us", "gbps", "tflops")
 
 
-def _rounded(value: float | None) -> Any:
+def rounded(value: float | None) -> Any:
     return None if value is None else float(f"{value:.5g}")
 
 

@@ -93,7 +93,7 @@ class Record:
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
             cells = header.pop("cells")
-            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS for cell in cells)):
+            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
@@ -102,20 +102,20 @@ class Record:
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
-        `shape` stands for (N, K). ValueError where none is left.
+        `shape` stands for (N, K). Cells without such a value are left out. ValueError where none is left.
         """
         kept = [
             cell
             for cell in self.cells
-            for values in [cell | {"shape": (cell["N"], cell["K"])}]
-            if all(allowed is None or values[name] in allowed for name, allowed in wanted.items())
+            for values in [cell | {"shape": (cell.get("N"), cell.get("K"))}]
+            if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not kept:
             raise ValueError("the record has no such cells")
         return Record(None, self.header, kept)
 
     def __contains__(self, key: dict[str, Any]) -> bool:
-        return any(all(cell[name] == value for name, value in key.items()) for cell in self.cells)
+        return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
 
     def add(self, cell: Any) -> None:
         """Append a cell (a dataclass) and save."""
@@ -155,10 +155,16 @@ class Record:
 
 
 _HEADER = {"device", "versions", "commit"}
-_KEYS = {"op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
-_RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {
-    peer.key: f"x {name}" for name, peer in PEERS.items()
+_KEYS = {
+    "matmul": {"op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"},
+    "attention": {"op", "bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
 }
+_RATIOS = {
+    "floor_us": "x floor",
+    "cublas_us": "x cuBLAS",
+    "sdpa_us": "x SDPA",
+    "flashinfer_us": "x FlashInfer",
+} | {peer.key: f"x {name}" for name, peer in PEERS.items()}
 """Times that a cell's own is compared with, and the ratio's title."""
 
 

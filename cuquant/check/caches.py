@@ -140,8 +140,8 @@ def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, i
 def appended(sequence: int, capacity: int) -> None:
     """Tokens that came without a check, in a graph or with widths on the GPU, have found room."""
     raise ValueError(
-        f"an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused and changed "
-        f"nothing: sequence {sequence} or one of its buckets had no room (the cache takes {capacity} tokens), "
+        "an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused and changed "
+        f"nothing: sequence {sequence} or one of its buckets had no room (the cache takes {capacity} tokens) "
         "or no such width; evict some, or make the cache larger"
     )
 

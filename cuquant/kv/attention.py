@@ -39,9 +39,10 @@ def attention(
 ) -> Any:
     """softmax(scale * q K^T + mask) V over the tokens of a cache, accumulated in float32 and rounded once.
 
-    It runs where the cache is, and q, mask and out must be; on a GPU without synchronising, so that a graph may
-    capture it after a first call. There products are of float16 numbers: the codes, exactly, by the queries (float16
-    exactly, without key scales and rotation; others as two float16 numbers) and by the weights, rounded once.
+    It runs where the cache is, and q, mask and out must be: on a GPU without synchronising, so that a graph
+    may capture it after a first call. There products are of float16 numbers: codes, exactly, by queries
+    (float16 ones exactly, but for key scales and rotation; others as two float16 numbers each) and by
+    softmax's weights, rounded once.
 
     Parameters
     ----------
@@ -53,8 +54,8 @@ def attention(
     scale : float, optional
         1 / sqrt(head_dim) by default.
     mask : bool or float array that broadcasts to (batch, heads, q_len, slots), optional
-        Its last axis is indexed by global slot and has at least `cache.slots` columns (slots beyond them, which
-        a graph may have appended, are hidden). True: may be seen; floats are added to the scaled scores, -inf
+        Its last axis is indexed by global slot and has at least `cache.slots` columns; slots beyond them, as
+        a graph may append, are hidden. True: may be seen; floats are added to the scaled scores, -inf
         hides.
     causal : bool
         A query sees tokens at slots up to its own position.

@@ -18,9 +18,9 @@ from .tiers import Bucket, Tier
 class KVCache:
     """A quantized cache of keys and values, in fixed buffers: one bucket per bit width and sequence.
 
-    On a GPU `append` and `attention` neither synchronise nor touch the host's memory: once captured in a graph,
-    they can be replayed with a cache that grows. Everything else that tells or changes what is held waits for
-    the GPU, the properties too.
+    On a GPU `append` and `attention` neither synchronise nor need the host's memory: once captured in a
+    graph, they can be replayed with a cache that grows. Everything else that tells or changes what is held
+    waits for the GPU, properties too.
 
     A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
     stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
@@ -281,15 +281,14 @@ class KVCache:
         for tier in self.tiers.values():
             tier.lengths[:] = 0
         self.next_slots[:] = 0
-        if self._gpu is not None:
-            self._gpu.read()
+        self.refresh()
 
     def dequantize(
         self, sequence: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
         """Token ids [T], global slots [T] ascending, keys and values float32 [T, n_kv_heads, head_dim].
 
-        The numbers that attention computes with, in NumPy's arrays; rotation and key scales of the keys are undone.
+        The numbers that attention computes with, in NumPy's arrays; rotation and key scales are undone.
         """
         buckets = [(bits, tier.bucket(sequence).on_cpu()) for bits, tier in self.tiers.items()]
         ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
@@ -301,6 +300,11 @@ class KVCache:
             k = k * gpu.as_numpy(self.key_scales[sequence])
         order = np.argsort(slots)
         return ids[order], slots[order], k[order], v[order]
+
+    def refresh(self) -> None:
+        """Take note of lengths and slots that were written into the buffers on a GPU."""
+        if self._gpu is not None:
+            self._gpu.read()
 
     def check_appended(self) -> None:
         """ValueError if an append that a graph replayed found no room since the last call."""
@@ -343,8 +347,7 @@ class KVCache:
             for sequence in range(self.batch):
                 target.add(sequence, source.bucket(sequence).on_cpu())
         copy.next_slots[:] = copy._xp.asarray(gpu.as_numpy(self.next_slots))
-        if copy._gpu is not None:
-            copy._gpu.read()
+        copy.refresh()
         return copy
 
     def _held(self) -> dict[int, NDArray[np.int64]]:
@@ -413,8 +416,7 @@ class KVCache:
             for bits, tokens in leaving:
                 self.tiers[bits].add(sequence, tokens)
                 moved += len(tokens.token_ids)
-        if self._gpu is not None:
-            self._gpu.read()
+        self.refresh()
         return moved
 
     def _keep(self, kept: list[dict[int, NDArray[np.bool_]]]) -> int:
@@ -423,8 +425,7 @@ class KVCache:
             for bits, tokens in named.items():
                 if not tokens.all():
                     self.tiers[bits].keep(sequence, tokens)
-        if self._gpu is not None:
-            self._gpu.read()
+        self.refresh()
         return before - int(self.lengths.sum())
 
     def __repr__(self) -> str:

@@ -63,10 +63,10 @@ def decode(qx: NDArray[Any], scale: NDArray[np.float16], bits: int) -> NDArray[n
 
 
 def key_scales(power: Any, how: str, xp: Any = np) -> Any:
-    """Powers of two near the root of the root of mean squares [..., heads, head_dim] of channels; 1 for zeros.
+    """Powers of two near the fourth root of mean squares [..., heads, head_dim] of channels; 1 for zeros.
 
-    Those of the channels that RoPE turns into one another ("pairs" or "halves") are averaged. A slow pair turns
-    little over the first tokens: a channel of its own may be small there, and large later.
+    Those of the channels that RoPE turns into one another ("pairs" or "halves") are averaged. A slow pair
+    turns little over the first tokens: a channel of its own may be small there, and large later.
     """
     axis, pairs = (-1, (-1, 2)) if how == "pairs" else (-2, (2, -1))
     both = power.reshape(*power.shape[:-1], *pairs)

@@ -1,4 +1,4 @@
-"""What a cache does on the GPU: attention, and appending tokens, by kernels/ops/attention.cu and append.cu."""
+"""A cache on the GPU: attention and appending, by kernels/ops/attention.cu, importance.cu and append.cu."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def attend(p: Attention, out: Any) -> None:
     masked = p.mask is not None or (p.causal and (q_len > 1 or p.positions is not None))
     parts = 1 if q.dtype == check.FLOATS[0] else 2
     shape = plan.Shape(batch, q_len, heads, cache.n_kv_heads, dim, cache.bits, masked, parts)
-    launch = plan.attention(shape, jit.capability(), _multiprocessors(device.cupy().cuda.runtime.getDevice()))
+    multiprocessors = _multiprocessors(device.cupy().cuda.runtime.getDevice())
+    launch = plan.attention(shape, jit.capability(), multiprocessors)
     rows = heads * q_len
     blocks = launch.attention.grid[0]
     sizes: tuple[int, ...] = (blocks * rows * dim * 4, blocks * rows * 8, batch * 8)
@@ -66,6 +67,8 @@ def attend(p: Attention, out: Any) -> None:
         )
         jit.launch_packed(launch.attention, argument)
         jit.launch_packed(launch.merge, argument)
+        if cache.track_attention:
+            jit.launch_packed(plan.importance(batch, dim, multiprocessors), argument)
 
 
 def _places(scratch: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -79,7 +82,16 @@ def _tier(tier: Tier | None) -> bytes:
     if tier is None:
         return _ABSENT
     b = tier.buffers
-    arrays = (b.k_qx, b.v_qx, b.k_scale, b.v_scale, b.token_ids, b.global_slots, b.importance, tier.lengths)
+    arrays: tuple[Any, ...] = (
+        b.k_qx,
+        b.v_qx,
+        b.k_scale,
+        b.v_scale,
+        b.token_ids,
+        b.global_slots,
+        b.importance,
+        tier.lengths,
+    )
     return _TIER.pack(*(a.data.ptr for a in arrays), tier.room)
 
 
@@ -103,7 +115,7 @@ class Appender:
         cupy = device.cupy()
         self._cache = cache
         self._ticket = cupy.zeros(1, np.uint32)
-        self._pinned: Any = cupy.cuda.alloc_pinned_memory(4)
+        self._pinned = cupy.cuda.alloc_pinned_memory(4)
         self._refused = np.frombuffer(self._pinned, np.int32, 1)
         self._refused[0] = 0
         self.held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}

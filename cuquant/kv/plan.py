@@ -1,4 +1,4 @@
-"""Launches of attention and of what a cache does on a GPU: tiles, grids, shared memory. Nothing here needs one."""
+"""Launches of what a cache does on a GPU: tiles, grids, shared memory. Nothing here needs one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ GROUP_ROWS = 8
 """Rows of queries, a key head's of all positions, in a group: the columns of a product."""
 STAGES = 4
 """Half steps of the widest bucket that a warp's ring holds, where shared memory has room."""
-BLOCK_HEADS = 8
+BLOCK_HEADS = 2
 """Most key heads of a block: their rows lie side by side."""
-LEAST = 64
+BUSY = 0.9
+"""Share of its multiprocessors that a launch should use, if it can."""
+LEAST = 24
 """Cost (of 16 tokens: bits + 1) that a block is worth; shorter sequences are not split so far."""
 
 
 class Launch(NamedTuple):
-    """Attention, then the merge of what its blocks leave; how many blocks share the tokens of all sequences."""
+    """Attention, the merge of what its blocks leave, and how many blocks share all tokens."""
 
     attention: Plan
     merge: Plan
@@ -55,7 +57,11 @@ def slot(bits: int, head_dim: int, masked: bool) -> int:
 
 @lru_cache(maxsize=1024)
 def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
-    """A block per multiprocessor, whose warps stream tokens independently; with fewer where registers are short."""
+    """A block per multiprocessor, whose warps stream tokens each on its own.
+
+    16 warps where 128 registers do for a thread: decoding with one query a sequence. Blocks have few heads,
+    so that a row's sums come from few blocks; two heads fill lines of the L2 cache from 4 bits on.
+    """
     rows = shape.heads // shape.kv_heads * shape.q_len
     wide = padded(shape.head_dim) > 128
     groups = 2 if rows > GROUP_ROWS and shape.parts == 1 and not wide else 1
@@ -69,8 +75,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
             break
     block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
-    blocks = max(1, multiprocessors // (tiles * head_groups))
-    budget = max(1, blocks - (shape.batch - 1))
+    budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -94,7 +99,35 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     )
 
 
+def _splits(batch: int, blocks: int) -> int:
+    """Shares of a sequence, of sequences of one length, so that blocks are busy to the end."""
+
+    def busy(splits: int) -> float:
+        waves = batch * splits / blocks
+        return waves / ceil(waves)
+
+    fewest = max(1, blocks // batch)
+    return next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
+
+
 @lru_cache(maxsize=1024)
 def append(batch: int, n: int, kv_heads: int) -> Plan:
     """A block for each token, a warp for a vector or several."""
     return Plan(Kernel("append", "append"), (n, batch, 1), min(16, 2 * kv_heads) * WARP, overlaps=True)
+
+
+@lru_cache(maxsize=64)
+def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
+    """A warp for a token at a time."""
+    kernel = Kernel("importance", "importance", None, (("DIM", head_dim),))
+    return Plan(kernel, (4 * multiprocessors, batch, 1), 8 * WARP, overlaps=True)
+
+
+def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
+    """Attention of every kind, for tests that compile it: caches of all widths, and of one."""
+    found = {append(1, 1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
+    for dim, (q_len, masked), parts in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
+        found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, parts), capability, 1).attention.kernel)
+    for bits in BITS:
+        found.add(attention(Shape(1, 1, 32, 8, 128, (bits,), False, 1), capability, 1).attention.kernel)
+    return sorted(found, key=repr)

@@ -48,8 +48,8 @@ class Bucket(NamedTuple):
 class Tier:
     """Buffers of one bit width for a batch of sequences; allocated once, tokens move in and out.
 
-    They are NumPy's, or CuPy's (`where` is "cuda"), and so is what the methods give. Lengths on a GPU change there:
-    what needs them waits for it.
+    They are NumPy's, or CuPy's (`where` is "cuda"), and so is what the methods give. Lengths on a GPU change
+    there: what needs them waits for it.
 
     Attributes
     ----------

@@ -84,5 +84,6 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, 
         q = min(max(q, least), -1 - least);
         packed |= u64(u32(bits == 8 ? q : q - least) & ((1u << bits) - 1)) << (bits * e);
     }
+#pragma unroll 1
     for (int i = 0; i < bits; i++) to[lane * bits + i] = u8(packed >> (8 * i));
 }

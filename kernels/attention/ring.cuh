@@ -101,30 +101,26 @@ private:
     }
 
     DEVICE void rows(const u8* array, int step, u32 to) const {
-        constexpr int TOTAL = L::TOKENS * L::PIECES, APART = WARP / L::PIECES;  // tokens from a lane's piece to its next
+        constexpr int TOTAL = L::TOKENS * L::PIECES, EACH = (TOTAL + WARP - 1) / WARP;
+        constexpr int APART = WARP / L::PIECES;  // tokens from a lane's piece to its next, if rows divide a warp
         const u8* const from = array + (origin + s64(step) * HEADS) * L::GIVEN;
-        if (WARP % L::PIECES == 0 && step + L::TOKENS <= end) {
+        const bool whole = step + L::TOKENS <= end;
+        if (WARP % L::PIECES == 0 && TOTAL % WARP == 0 && whole) {
             const int token = lane / L::PIECES, column = lane % L::PIECES * L::PIECE;
             const u8* const own = from + token * (HEADS * L::GIVEN) + column;
             const u32 place = token * L::ROW + (column ^ L::turn(token));
 #pragma unroll
-            for (int j = 0; j < TOTAL / WARP; j++)
+            for (int j = 0; j < EACH; j++)
                 copy_piece<L::PIECE>(to + (place ^ L::turn(j * APART)) + j * APART * L::ROW,
                                      own + j * APART * (HEADS * L::GIVEN));
-            constexpr int REST = TOTAL % WARP;
-            if (REST == 0) return;
-            constexpr int LAST = TOTAL / WARP;
-            if (lane < REST)
-                copy_piece<L::PIECE>(to + (place ^ L::turn(LAST * APART)) + LAST * APART * L::ROW,
-                                     own + LAST * APART * (HEADS * L::GIVEN));
-        } else {
-#pragma unroll 1
-            for (int piece = lane; piece < TOTAL; piece += WARP) {
-                const int token = piece / L::PIECES, column = piece % L::PIECES * L::PIECE;
-                if (step + token < end)
-                    copy_piece<L::PIECE>(to + token * L::ROW + (column ^ L::turn(token)),
-                                         from + token * (HEADS * L::GIVEN) + column);
-            }
+            return;
+        }
+#pragma unroll(L::PIECE < 4 || WARP % L::PIECES == 0 ? 1 : EACH)
+        for (int j = 0; j < EACH; j++) {
+            const int piece = lane + j * WARP, token = piece / L::PIECES, column = piece % L::PIECES * L::PIECE;
+            if ((TOTAL % WARP == 0 || piece < TOTAL) && (whole || step + token < end))
+                copy_piece<L::PIECE>(to + token * L::ROW + (column ^ L::turn(token)),
+                                     from + token * (HEADS * L::GIVEN) + column);
         }
     }
 

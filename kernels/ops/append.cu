@@ -72,7 +72,7 @@ DEVICE void write_token(const Append& p, int sequence, int token) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512) append(const __grid_constant__ Append p) {
+extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
     __shared__ bool last;
     __shared__ int refused;
     let_successor_start();
