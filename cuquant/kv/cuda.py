@@ -199,18 +199,23 @@ class Appender:
     def _places(self, widths: Any, new: Any, n: int) -> tuple[Any, Any, Any]:
         """Each token's tier and rank in it (batch, n), and how many go to each tier and to none."""
         cupy = device.cupy()
-        here = cupy.broadcast_to(cupy.arange(n) < (n if new is None else new[:, None]), widths.shape)
+        here = self._new(new, n)
         chosen = cupy.stack([here & (widths == b if b in self._cache.tiers else False) for b in BITS])
         none = here & ~chosen.any(axis=0)
-        tier_of = chosen.argmax(axis=0).astype(np.int32)
-        rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0).astype(np.int32)
-        adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T.astype(np.int32)
-        return tier_of, rank, cupy.ascontiguousarray(adds)
+        rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
+        adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
+        tier_of, rank, adds = (cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds))
+        return tier_of, rank, adds
+
+    def _new(self, new: Any, n: int) -> Any:
+        """Which of n tokens each sequence gets, bool (batch, n)."""
+        cupy = device.cupy()
+        return cupy.broadcast_to(cupy.arange(n) < (n if new is None else new[:, None]), (self._cache.batch, n))
 
     def _find_scales(self, k: Any, new: Any, how: str) -> None:
         """Automatic key scales of the sequences that have had no token yet."""
         cache, cupy = self._cache, device.cupy()
-        here = cupy.arange(k.shape[1]) < (k.shape[1] if new is None else new[:, None])
+        here = self._new(new, k.shape[1])
         power = cupy.where(here[:, :, None, None], k.astype(np.float32) ** 2, np.float32(0)).sum(axis=1)
         power /= cupy.maximum(here.sum(axis=1), 1)[:, None, None].astype(np.float32)
         first = (cache.next_slots == 0) & here.any(axis=1)
