@@ -204,13 +204,17 @@ class Appender:
         none = here & ~chosen.any(axis=0)
         rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
         adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
-        tier_of, rank, adds = (cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds))
+        tier_of, rank, adds = (
+            cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds)
+        )
         return tier_of, rank, adds
 
     def _new(self, new: Any, n: int) -> Any:
         """Which of n tokens each sequence gets, bool (batch, n)."""
         cupy = device.cupy()
-        return cupy.broadcast_to(cupy.arange(n) < (n if new is None else new[:, None]), (self._cache.batch, n))
+        return cupy.broadcast_to(
+            cupy.arange(n) < (n if new is None else new[:, None]), (self._cache.batch, n)
+        )
 
     def _find_scales(self, k: Any, new: Any, how: str) -> None:
         """Automatic key scales of the sequences that have had no token yet."""

@@ -15,11 +15,11 @@ GROUP_ROWS = 8
 """Rows of queries, a key head's of all positions, in a group: the columns of a product."""
 STAGES = 4
 """Half steps of the widest bucket that a warp's ring holds, where shared memory has room."""
-BLOCK_HEADS = 2
-"""Most key heads of a block: their rows lie side by side."""
+BLOCK_HEADS = 8
+"""Most key heads of a block: their rows lie side by side, and share sectors of scales."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
-LEAST = 24
+LEAST = 64
 """Cost (of 16 tokens: bits + 1) that a block is worth; shorter sequences are not split so far."""
 
 
@@ -59,8 +59,8 @@ def slot(bits: int, head_dim: int, masked: bool) -> int:
 def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     """A block per multiprocessor, whose warps stream tokens each on its own.
 
-    16 warps where 128 registers do for a thread: decoding with one query a sequence. Blocks have few heads,
-    so that a row's sums come from few blocks; two heads fill lines of the L2 cache from 4 bits on.
+    On an H200 16 warps where 128 registers do for a thread: decoding with one query a sequence. Else 8, or as
+    many as shared memory has room for.
     """
     rows = shape.heads // shape.kv_heads * shape.q_len
     wide = padded(shape.head_dim) > 128
@@ -68,7 +68,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
     slots = [slot(bits, shape.head_dim, shape.masked) for bits in shape.bits]
     limit = shared_limit(capability)
-    light = groups == shape.parts == 1 and not wide and not shape.masked
+    light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
     for warps, stages in product((16, 8, 4, 2, 1) if light else (8, 4, 2, 1), (STAGES, 3)):
         ring = max(*slots, ceil(sums / stages / 16) * 16) * stages
         if warps * ring <= limit:

@@ -131,7 +131,9 @@ private:
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const u32 at = slot + L::SCALES + (t * 16 + h * 8 + g) * 4 + odd * 2;
-                const float k_scale = BITS < 16 ? load_shared_half(at) : 1;
+                // Infinite scales become NaN, as codes of 0 times them are: the products' sum is 0 but for rounding.
+                const float loaded = BITS < 16 ? load_shared_half(at) : 1;
+                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded) : 1;
                 const float stored = BITS < 16 ? load_shared_half(at + L::TOKENS * 4) : 1;
                 v_scale[t][h] = stored == 0 ? NOTHING : stored;
 #pragma unroll
