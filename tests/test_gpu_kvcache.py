@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,12 +128,13 @@ def test_moving_and_evicting_is_the_cpu_s() -> None:
     a.append(k, v, np.resize(WIDTHS, 50))
     b.append(put(k), put(v), np.resize(WIDTHS, 50))
     importance = np.random.default_rng(3).random((2, 50))
-    for act in (
+    acts: list[Callable[[cq.KVCache], int]] = [
         lambda c: c.assign([3, 7, 20, 49], [2, 16, 4, 8]),
         lambda c: c.evict([[0, 4], [9, -1]]),
         lambda c: c.allocate(4.2, importance, recent=3),
         lambda c: c.trim(31, importance, recent=3),
-    ):
+    ]
+    for act in acts:
         assert act(a) == act(b)
         assert_same(a, b)
     for x, y in zip(a.dequantize(1), b.dequantize(1), strict=True):
