@@ -27,6 +27,8 @@ from .plan import Kernel, Plan
 _functions: dict[tuple[int, Kernel], Any] = {}
 _modules: dict[tuple[Any, ...], Any] = {}
 _lock = threading.Lock()
+_IN_TURN = {"activations", "gemm", "moe", "attention"}
+"""Files whose kernels run one after the other: none of them divides L1 caches anew."""
 _INVALID_CONTEXT = 201
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6
 
@@ -178,11 +180,7 @@ def _function(device_id: int, kernel: Kernel) -> Any:
             function = _module(device_id, kernel).get_function(kernel.entry)
             if kernel.max_shared > 48 << 10:  # beyond this a function must ask
                 function.max_dynamic_shared_size_bytes = kernel.max_shared
-            if kernel.op in (
-                "activations",
-                "gemm",
-                "moe",
-            ):  # one after the other: no new division of an L1 cache
+            if kernel.op in _IN_TURN:
                 function.preferred_shared_memory_carveout = 100
             _functions[device_id, kernel] = function
     return function

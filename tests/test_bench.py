@@ -16,7 +16,7 @@ from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import Record, matmul, moe, peers
+from cuquant.bench import AttentionCell, Record, matmul, moe, peers
 from cuquant.bench import record as records
 
 
@@ -293,3 +293,38 @@ def test_records_in_a_notebook() -> None:
     record.add(cell(M=3))
     assert "<table>" in record._repr_html_()
     assert list(record.to_pandas()["M"]) == [3]
+
+
+def attention_cell(**changes: Any) -> AttentionCell:
+    facts: dict[str, Any] = {"op": "attention", "bits": "4", "batch": 1, "heads": 32, "kv_heads": 8}
+    facts |= {"context": 1024, "us": 10.0, "floor_us": 8.0, "sdpa_us": 30.0, "gbps": 1.0, "nmse": 1e-8}
+    return AttentionCell(**(facts | changes))
+
+
+def test_cells_of_attention(header: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    record = Record.start(path)
+    record.add(attention_cell())
+    record.add(attention_cell(bits="mixed", sdpa_us=None))
+    record = Record.start(path)
+    key = {"op": "attention", "bits": "4", "batch": 1, "heads": 32, "kv_heads": 8, "context": 1024}
+    assert key in record
+    assert key | {"context": 4096} not in record
+    assert [c["bits"] for c in record.only(bits=["mixed"], M=None).cells] == ["mixed"]
+    shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
+    assert shown[-4:] == ["x", "floor", "x", "SDPA"]
+    assert rows[0][-2:] == ["1.25", "3.00"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--heads", "32/7"], "heads are H/K"),
+        (["--heads", "8"], "heads are H/K"),
+        (["--bits", "5"], "bits are"),
+    ],
+)
+def test_what_attention_cannot_be_timed_for(run: Run, arguments: list[str], message: str) -> None:
+    done = run("bench", "attention", *arguments)
+    assert done.status == 2
+    assert message in done.err

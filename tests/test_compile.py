@@ -16,6 +16,7 @@ import cuquant as cq
 from cuquant import plan, plan_trellis, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
+from cuquant.kv import plan as kv_plan
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
@@ -85,6 +86,49 @@ def test_conversions(arch: str) -> None:
         if conversion.weights is not None:
             todo.append(product(conversion, x, out, capability).plan.kernel)
     check(todo, arch)
+
+
+@needs_nvrtc
+def test_attention_for_the_h200() -> None:
+    check(kv_plan.all_kernels(90, (64, 128, 256)), "sm_90a")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", OTHERS)
+def test_attention_elsewhere(arch: str) -> None:
+    capability = int("".join(c for c in arch if c.isdigit()))
+    shape = kv_plan.Shape(1, 1, 32, 8, 128, (16, 8, 4, 3, 2), False, 1)
+    check([kv_plan.append(1, 1, 1).kernel, kv_plan.attention(shape, capability, 1).attention.kernel], arch)
+
+
+@needs_nvrtc
+@pytest.mark.compile_all
+@pytest.mark.parametrize("arch", OTHERS)
+def test_all_attention_elsewhere(arch: str) -> None:
+    check(kv_plan.all_kernels(int("".join(c for c in arch if c.isdigit()))), arch)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
+def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
+    """Rings hold three half steps of every bucket and the sums; blocks cover all heads and rows."""
+    for dim, heads, group, q_len in combinations(
+        (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
+    ):
+        for masked, parts, batch in combinations((False, True), (1, 2), (1, 20, 33, 1000)):
+            shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
+            launch = kv_plan.attention(shape, capability, 132)
+            kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
+            c = dict(kernel.constants)
+            assert kernel.max_shared == c["WARPS"] * c["RING"] == launch.attention.shared
+            assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
+            assert c["RING"] % 16 == 0
+            assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
+            assert c["RING"] >= c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
+            assert c["BLOCK_HEADS"] * z == heads
+            assert c["BLOCK_HEADS"] <= c["WARPS"]
+            assert y * c["GROUPS"] * 8 >= group * q_len
+            assert x == launch.budget + batch - 1
+            assert max(y, z) <= plan.MOST_BLOCKS
 
 
 def test_sources_are_self_contained() -> None:

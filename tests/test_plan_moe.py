@@ -85,7 +85,7 @@ def test_plans_fit(capability: int, half: bool) -> None:
             assert n <= x // launch.cluster * rows < n + rows
             assert made.gemm.chunk % (c["WARPS"] // c["ROW_WARPS"]) == 0
             x_bytes = made.batch * (made.gemm.chunk * 128 + 16)
-            ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(cq.formats.get(name)).tile
+            ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(cq.formats.get(name)).step(1)
             assert ring + x_bytes <= launch.shared
         else:
             assert not gated
@@ -125,5 +125,5 @@ def test_numbers_are_those_of_the_struct() -> None:
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)
-    packed = group.packed(bytes(128), (1,) * 8, *range(10))
+    packed = group.packed(bytes(128), (1,) * 9, *range(10))
     assert len(packed) == 640 + 64

@@ -1,9 +1,21 @@
 """What `cuquant bench` runs."""
 
 from . import peers
+from .attention import AttentionCell, attend
 from .dequant import DequantCell, dequant
 from .matmul import Cell, matmul
 from .moe import MoeCell, moe
 from .record import Record
 
-__all__ = ["Cell", "DequantCell", "MoeCell", "Record", "dequant", "matmul", "moe", "peers"]
+__all__ = [
+    "AttentionCell",
+    "Cell",
+    "DequantCell",
+    "MoeCell",
+    "Record",
+    "attend",
+    "dequant",
+    "matmul",
+    "moe",
+    "peers",
+]

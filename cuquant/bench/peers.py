@@ -130,7 +130,7 @@ def measure(peer: Peer, n: int, k: int, batches: Sequence[int]) -> dict[int, flo
     if n % peer.multiple[0] or k % peer.multiple[1]:
         return times
     try:
-        with _torch() as torch:
+        with torch_on_gpu() as torch:
             products = []
             for _ in range(rotation(int(n * k * BITS_PER_WEIGHT / 8))):
                 w = _random(torch, peer, n, k)
@@ -138,7 +138,7 @@ def measure(peer: Peer, n: int, k: int, batches: Sequence[int]) -> dict[int, flo
             for m in batches:
                 x = torch.randn(m, k, device="cuda").to(getattr(torch, peer.dtype))
                 _check(torch, products[-1], w, x)
-                times[m] = _graph_us(torch, [lambda p=p, x=x: p(x) for p in products])  # type: ignore[misc]
+                times[m] = graph_us(torch, [lambda p=p, x=x: p(x) for p in products])  # type: ignore[misc]
     except Exception as error:  # whatever another library raises must not end a run of hours
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         found = f"{len(times)} of {len(batches)} times"
@@ -147,7 +147,7 @@ def measure(peer: Peer, n: int, k: int, batches: Sequence[int]) -> dict[int, flo
 
 
 @contextmanager
-def _torch() -> Iterator[Any]:
+def torch_on_gpu() -> Iterator[Any]:
     """torch on CuPy's current GPU; the memory that it keeps is given back at the end."""
     import torch
 
@@ -178,7 +178,7 @@ def _check(torch: Any, product: Product, w: Int4, x: Any) -> None:
         raise RuntimeError(f"wrong result for {x.shape[0]} rows of x: NMSE {error:.3g}")
 
 
-def _graph_us(torch: Any, calls: list[Callable[[], Any]]) -> float:
+def graph_us(torch: Any, calls: list[Callable[[], Any]]) -> float:
     """As timing.graph_us, by torch's own capture, which its allocator knows of."""
     stream = device.cupy().cuda.Stream(non_blocking=True)
     theirs = torch.cuda.ExternalStream(stream.ptr)

@@ -109,12 +109,12 @@ class Record:
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
-        `shape` stands for (N, K). ValueError where none is left.
+        `shape` stands for (N, K). Cells without such a value are left out. ValueError where none is left.
         """
         kept = [
             cell
             for cell in self.cells
-            for values in [cell | {"shape": (cell["N"], cell["K"])}]
+            for values in [cell | {"shape": (cell.get("N"), cell.get("K"))}]
             if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not kept:
@@ -122,7 +122,7 @@ class Record:
         return Record(None, self.header, kept, self.verdict if len(kept) == len(self.cells) else None)
 
     def __contains__(self, key: dict[str, Any]) -> bool:
-        return any(all(cell[name] == value for name, value in key.items()) for cell in self.cells)
+        return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
 
     def add(self, cell: Any) -> None:
         """Append a cell (a dataclass) and save."""
@@ -193,12 +193,16 @@ _PRODUCT = {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us"
 _KEYS = {
     "matmul": _PRODUCT,
     "moe": _PRODUCT | {"experts", "top_k"},
+    "attention": {"bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
 }
 """What cells have, by what was measured."""
-_RATIOS = {"floor_us": "x floor", "cublas_us": "x cuBLAS"} | {
-    peer.key: f"x {name}" for name, peer in PEERS.items()
-}
+_RATIOS = {
+    "floor_us": "x floor",
+    "cublas_us": "x cuBLAS",
+    "sdpa_us": "x SDPA",
+    "flashinfer_us": "x FlashInfer",
+} | {peer.key: f"x {name}" for name, peer in PEERS.items()}
 """Times that a cell's own is compared with, and the ratio's title."""
 
 

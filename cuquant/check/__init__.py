@@ -8,6 +8,9 @@ from .caches import (
     MOST_QUERIES as MOST_QUERIES,
 )
 from .caches import (
+    appended as appended,
+)
+from .caches import (
     attention_mask as attention_mask,
 )
 from .caches import (
@@ -26,6 +29,9 @@ from .caches import (
     importance as importance,
 )
 from .caches import (
+    in_cache as in_cache,
+)
+from .caches import (
     key_scales as key_scales,
 )
 from .caches import (
@@ -39,6 +45,9 @@ from .caches import (
 )
 from .caches import (
     not_negative as not_negative,
+)
+from .caches import (
+    on_gpu_integers as on_gpu_integers,
 )
 from .caches import (
     positions as positions,

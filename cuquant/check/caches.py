@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import device
 from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array, choice, count, floats, on_cpu
 
 MOST_QUERIES = 64
@@ -46,6 +47,28 @@ def key_scales(value: Any, shape: tuple[int, int, int]) -> Any:
     if not (np.isfinite(result) & (result > 0)).all():
         raise ValueError("key_scales must be finite and positive: keys are divided by them")
     return result
+
+
+def in_cache(value: Any, what: str, place: str) -> Any:
+    """An array on the device of the cache."""
+    if device.of(value) != place:
+        raise TypeError(
+            f"{what} is on {device.of(value)}, the cache on {place}: move one with {_MOVES[place]}"
+        )
+    return value
+
+
+_MOVES = {
+    "cpu": ".get(), or the cache with to_device('cuda')",
+    "cuda": "cupy.asarray, or the cache with to_device('cpu')",
+}
+
+
+def on_gpu_integers(value: Any, what: str) -> Any:
+    """Integers of a CuPy array; they are not looked at."""
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{what} has dtype {value.dtype}; integers are needed")
+    return value
 
 
 def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
@@ -105,13 +128,22 @@ def found(ids: Any, seen: Any, own: bool) -> None:
         raise ValueError(f"{where} holds no token of id {ids[sequence, index]}")
 
 
-def fits(adds: Mapping[int, Any], tiers: Mapping[int, Any], capacity: int) -> None:
-    """Room for what comes to each width's bucket (less what leaves), [batch] tokens."""
-    held, new = sum(t.lengths.astype(np.int64) for t in tiers.values()), sum(adds.values())
-    _room(held, new, capacity, "this cache", "evict some, or make the cache larger")
-    for bits, tier in tiers.items():
+def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, int], capacity: int) -> None:
+    """Room for what comes to each width's bucket (less what leaves) beside what it holds, [batch] tokens."""
+    total, new = sum(held.values()), sum(adds.values())
+    _room(total, new, capacity, "this cache", "evict some, or make the cache larger")
+    for bits, room in rooms.items():
         hint = "move or evict some, or give the width a larger capacity"
-        _room(tier.lengths.astype(np.int64), adds[bits], tier.room, f"its {bits}-bit bucket", hint)
+        _room(held[bits], adds[bits], room, f"its {bits}-bit bucket", hint)
+
+
+def appended(sequence: int, capacity: int) -> None:
+    """Tokens that came without a check, in a graph or with widths on the GPU, have found room."""
+    raise ValueError(
+        "an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused and changed "
+        f"nothing: sequence {sequence} or one of its buckets had no room (the cache takes {capacity} tokens) "
+        "or no such width; evict some, or make the cache larger"
+    )
 
 
 def _room(held: Any, new: Any, room: int, place: str, hint: str) -> None:
@@ -188,11 +220,11 @@ def score_scale(value: Any, dim: int) -> float:
     return number
 
 
-def attention_mask(value: Any, q: tuple[int, ...], slots: int) -> Any:
+def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> Any:
     """bool or floats (batch, heads, q_len, slots or more), broadcast; None stays None."""
     if value is None:
         return None
-    mask = on_cpu(array(value, "mask"), "mask")
+    mask = in_cache(array(value, "mask"), "mask", place)
     if mask.dtype != bool and mask.dtype not in FLOATS:
         raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}")
     lead = (q[0], q[2], q[1])
@@ -201,14 +233,23 @@ def attention_mask(value: Any, q: tuple[int, ...], slots: int) -> Any:
             f"mask has shape {mask.shape}; its last axis needs {slots} columns, one for each slot"
         )
     try:
-        return np.broadcast_to(mask, (*lead, mask.shape[-1]))
+        xp = np if place == "cpu" else device.cupy()
+        return xp.broadcast_to(mask, (*lead, mask.shape[-1]))
     except ValueError:
         raise ValueError(f"mask has shape {mask.shape}; it does not broadcast to {(*lead, slots)}") from None
 
 
-def positions(value: Any, q: tuple[int, ...]) -> Any:
-    """Positions of queries, int64 (batch, q_len); None stays None."""
-    return None if value is None else _broadcast(_integers(value, "positions"), q[:2], "positions")
+def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
+    """Positions of queries (batch, q_len), int64, on the GPU int32; None stays None."""
+    if value is None:
+        return None
+    if device.is_cuda(value):
+        on_gpu_integers(in_cache(value, "positions", place), "positions")
+        return device.cupy().ascontiguousarray(device.cupy().broadcast_to(value, q[:2]), np.int32)
+    result = _broadcast(_integers(value, "positions"), q[:2], "positions")
+    if place == "cpu":
+        return result
+    return device.cupy().asarray(np.clip(result, -1, LARGEST_INDEX).astype(np.int32))
 
 
 def restored(cache: Any) -> None:

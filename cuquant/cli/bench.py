@@ -145,9 +145,10 @@ def _bench(arguments: argparse.Namespace) -> None:
     if arguments.source is None:
         record = _measured(arguments)
     else:
-        record = Record.read(arguments.source).only(
-            **{cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell}
-        )
+        wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
+        if arguments.what == "attention":
+            wanted["batch"] = wanted.pop("M")
+        record = Record.read(arguments.source).only(**wanted)
     if draw is not None:
         draw(record).savefig(arguments.plot)
     print(record.render(arguments.style))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from .. import check
+from .. import check, device
 from ..debug import shown
-from . import cpu
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -18,7 +15,7 @@ class Attention(NamedTuple):
     """A checked problem: out = softmax(scale * q K^T + mask) V, over the tokens of a cache.
 
     q is (batch, q_len, heads, head_dim), mask None or (batch, heads, q_len, slots), bool or float, positions
-    int64 (batch, q_len), or None where every token is seen.
+    (batch, q_len), or None for the last of each sequence; they count if causal.
     """
 
     q: Any
@@ -26,6 +23,7 @@ class Attention(NamedTuple):
     scale: float
     mask: Any
     positions: Any
+    causal: bool
 
 
 @shown
@@ -41,6 +39,11 @@ def attention(
 ) -> Any:
     """softmax(scale * q K^T + mask) V over the tokens of a cache, accumulated in float32 and rounded once.
 
+    It runs where the cache is, and q, mask and out must be: on a GPU without synchronising, so that a graph
+    may capture it after a first call. There products are of float16 numbers: codes, exactly, by queries
+    (float16 ones exactly, but for key scales and rotation; others as two float16 numbers each) and by
+    softmax's weights, rounded once.
+
     Parameters
     ----------
     q : array (batch, q_len, heads, head_dim)
@@ -51,8 +54,9 @@ def attention(
     scale : float, optional
         1 / sqrt(head_dim) by default.
     mask : bool or float array that broadcasts to (batch, heads, q_len, slots), optional
-        Its last axis is indexed by global slot and has at least `cache.slots` columns. True: may be seen;
-        floats are added to the scaled scores, -inf hides.
+        Its last axis is indexed by global slot and has at least `cache.slots` columns; slots beyond them, as
+        a graph may append, are hidden. True: may be seen; floats are added to the scaled scores, -inf
+        hides.
     causal : bool
         A query sees tokens at slots up to its own position.
     out : float array of q's shape, optional
@@ -68,17 +72,20 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        Before any work: dtypes, shapes or devices do not fit (the message says how).
+        Before any work: dtypes, shapes or devices do not fit (the message says how). ValueError too where a
+        graph's append to the cache found no room.
     """
     check.kv_cache(cache)
-    q = check.on_cpu(check.floats(q, "q"), "q")
+    q = check.in_cache(check.floats(q, "q"), "q", cache.device)
     check.queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
     scale = check.score_scale(scale, cache.head_dim)
-    mask = check.attention_mask(mask, q.shape, cache.slots)
-    positions = check.positions(positions, q.shape)
-    if positions is None:
-        positions = cache.next_slots[:, None].astype(np.int64) + np.arange(-q.shape[1], 0)
-    y = np.empty(q.shape, q.dtype) if out is None else check.on_cpu(check.floats(out, "out"), "out")
-    check.output(y, q.shape, {"q": q, "mask": mask}, None, False)
-    cpu.attend(Attention(q, cache, scale, mask, positions if causal else None), y)
+    mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
+    positions = check.positions(positions, q.shape, cache.device)
+    on_gpu = cache.device == "cuda"
+    if out is None:
+        y = device.backend(on_gpu).empty(q.shape, q.dtype)
+    else:
+        y = check.in_cache(check.floats(out, "out"), "out", cache.device)
+    check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
+    cache.backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
     return y if out is None else out

@@ -10,15 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from . import allocator, codes, file
+from .. import device as gpu
+from . import allocator, codes, cpu, file
 from .tiers import Bucket, Tier
-
-LARGEST_KEY_SCALE = 8
-"""Binary logarithm of the largest automatic key scale, and of one over the smallest."""
 
 
 class KVCache:
     """A quantized cache of keys and values, in fixed buffers: one bucket per bit width and sequence.
+
+    On a GPU `append` and `attention` neither synchronise nor need the host's memory: once captured in a
+    graph, they can be replayed with a cache that grows. Everything else that tells or changes what is held
+    waits for the GPU, properties too.
 
     A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
     stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
@@ -46,6 +48,9 @@ class KVCache:
     track_attention : bool
         Let `attention` add to each token's importance the probability that it receives: the sum over
         queries of the mean over heads.
+    device : "cpu" or "cuda"
+        Where the buffers are, as NumPy or CuPy arrays (of the current GPU); keys, values and queries must be
+        there too.
 
     Attributes
     ----------
@@ -53,9 +58,11 @@ class KVCache:
         The buffers by bits, widest first.
     auto_scales : "pairs", "halves" or None
         How `key_scales` are found from the first tokens, if they are.
+    device : "cpu" or "cuda"
     next_slots : int32 [batch]
-        The slot that the next token of each sequence gets.
+        The slot that the next token of each sequence gets; an array of the cache's device.
     key_scales : float32 (batch, n_kv_heads, head_dim), or None
+        An array of the cache's device.
 
     Raises
     ------
@@ -76,18 +83,32 @@ class KVCache:
         key_scales: Any = None,
         rotate: bool = False,
         track_attention: bool = False,
+        device: str = "cpu",
     ) -> None:
+        self.device = check.device_name(device)
         self.n_kv_heads = check.count(n_kv_heads, "n_kv_heads")
         self.head_dim = check.head_dim(head_dim, codes.HADAMARD if rotate else 8)
         self.batch = check.count(batch, "batch")
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
-        self.tiers = {b: Tier(b, self.batch, room, n_kv_heads, head_dim) for b, room in rooms.items()}
-        self.next_slots = np.zeros(self.batch, np.int32)
+        sizes = self.n_kv_heads, self.head_dim, self.device
+        self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
+        self.next_slots = self._xp.zeros(self.batch, np.int32)
         self.rotate, self.track_attention = bool(rotate), bool(track_attention)
         shape = (self.batch, self.n_kv_heads, self.head_dim)
         self.auto_scales = key_scales if isinstance(key_scales, str) else None
-        self.key_scales = check.key_scales(key_scales, shape)
+        given = check.key_scales(key_scales, shape)
+        self.key_scales: Any = None if given is None else self._xp.asarray(given)
+        self.backend: Any = cpu
+        self._gpu: Any = None
+        if self.device == "cuda":
+            from . import cuda
+
+            self.backend, self._gpu = cuda, cuda.Appender(self)
+
+    @property
+    def _xp(self) -> Any:
+        return np if self.device == "cpu" else gpu.cupy()
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -97,17 +118,22 @@ class KVCache:
     @property
     def lengths(self) -> NDArray[np.int32]:
         """Tokens held of each sequence, int32 [batch]."""
-        return np.sum([tier.lengths for tier in self.tiers.values()], axis=0, dtype=np.int32)
+        return np.sum([tier.held for tier in self.tiers.values()], axis=0, dtype=np.int32)
 
     @property
     def slots(self) -> int:
         """Slots given out so far in the longest sequence: the columns that a mask needs."""
-        return int(self.next_slots.max())
+        return int(gpu.as_numpy(self.next_slots).max())
+
+    @property
+    def known_slots(self) -> int:
+        """The same as far as the host knows without asking the GPU: it does not see what graphs append."""
+        return self.slots if self._gpu is None else int(self._gpu.slots.max())
 
     @property
     def average_bits(self) -> float:
         """Mean bits of a stored number over all tokens, scales not counted; 0 for an empty cache."""
-        stored = sum(tier.bits * int(tier.lengths.sum()) for tier in self.tiers.values())
+        stored = sum(tier.bits * int(tier.held.sum()) for tier in self.tiers.values())
         return stored / max(1, int(self.lengths.sum()))
 
     @property
@@ -118,7 +144,7 @@ class KVCache:
     @property
     def used_nbytes(self) -> int:
         """Bytes of the codes and scales of the tokens held: what attention reads."""
-        return sum(tier.token_bytes * int(tier.lengths.sum()) for tier in self.tiers.values())
+        return sum(tier.token_bytes * int(tier.held.sum()) for tier in self.tiers.values())
 
     def append(self, k: Any, v: Any, bits: Any = None, *, token_ids: Any = None, lengths: Any = None) -> None:
         """Add the next tokens of every sequence.
@@ -138,17 +164,22 @@ class KVCache:
         Raises
         ------
         TypeError, ValueError
-            An argument does not fit, or a sequence or bucket is full (named): nothing has changed then.
+            An argument does not fit, or a sequence or bucket is full (named): nothing has changed then. On a
+            GPU a call that a graph replays cannot raise: it changes nothing, and the next call of `append` or
+            `attention` that is not replayed raises.
         """
-        k, v = (check.on_cpu(check.floats(a, what), what) for a, what in ((k, "k"), (v, "v")))
+        k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
         check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
+        if self._gpu is not None:
+            self._gpu.append(k, v, self.bits[0] if bits is None else bits, token_ids, lengths)
+            return
         n = k.shape[1]
         new = np.arange(n) < check.lengths(lengths, self.batch, n)[:, None]
         wanted = check.token_bits(self.bits[0] if bits is None else bits, (self.batch, n), self.bits)
         slots = self.next_slots[:, None] + np.arange(n)
         ids = check.token_ids(slots if token_ids is None else token_ids, (self.batch, n))
         adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in self.bits}
-        check.fits(adds, self.tiers, self.capacity)
+        check.fits(adds, self._held(), self._rooms(), self.capacity)
         check.slot_range(slots.max(initial=0))
         k, v = k.astype(np.float32), v.astype(np.float32)
         for sequence in np.flatnonzero(new.any(axis=1)).tolist():
@@ -196,7 +227,7 @@ class KVCache:
         """Move tokens between bit widths so that each sequence holds an average, important tokens wide.
 
         See `allocator.allocate` for the rule. Tokens move only for a change of importance that outweighs the
-        hysteresis, so buckets stay stable. Reads importances: on a GPU it would synchronise.
+        hysteresis, so buckets stay stable.
 
         Parameters
         ----------
@@ -222,7 +253,7 @@ class KVCache:
         hysteresis = check.not_negative(hysteresis, "hysteresis")
         targets = []
         for sequence, (held, slots, weights) in enumerate(self._ranked(importance, recent)):
-            rooms = {bits: tier.room for bits, tier in self.tiers.items()}
+            rooms = self._rooms()
             wanted = allocator.allocate(weights, held, slots, rooms, average, hysteresis)
             targets.append(self._by_tier(sequence, wanted))
         return self._move(targets)
@@ -250,24 +281,35 @@ class KVCache:
         for tier in self.tiers.values():
             tier.lengths[:] = 0
         self.next_slots[:] = 0
+        self.refresh()
 
     def dequantize(
         self, sequence: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
         """Token ids [T], global slots [T] ascending, keys and values float32 [T, n_kv_heads, head_dim].
 
-        The numbers that attention computes with; rotation and key scales of the keys are undone.
+        The numbers that attention computes with, in NumPy's arrays; rotation and key scales are undone.
         """
-        buckets = [(bits, tier.bucket(sequence)) for bits, tier in self.tiers.items()]
+        buckets = [(bits, tier.bucket(sequence).on_cpu()) for bits, tier in self.tiers.items()]
         ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
         k = np.concatenate([codes.decode(b.k_qx, b.k_scale, bits) for bits, b in buckets])
         v = np.concatenate([codes.decode(b.v_qx, b.v_scale, bits) for bits, b in buckets])
         if self.rotate:
             k = codes.rotate(k)
         if self.key_scales is not None:
-            k = k * self.key_scales[sequence]
+            k = k * gpu.as_numpy(self.key_scales[sequence])
         order = np.argsort(slots)
         return ids[order], slots[order], k[order], v[order]
+
+    def refresh(self) -> None:
+        """Take note of lengths and slots that were written into the buffers on a GPU."""
+        if self._gpu is not None:
+            self._gpu.read()
+
+    def check_appended(self) -> None:
+        """ValueError if an append that a graph replayed found no room since the last call."""
+        if self._gpu is not None:
+            self._gpu.check()
 
     def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
         """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
@@ -280,9 +322,39 @@ class KVCache:
         file.save(self, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> KVCache:
+    def load(cls, path: str | os.PathLike[str], device: str = "cpu") -> KVCache:
         """The cache that `save` wrote. ValueError where the file is none, or is damaged (it says how)."""
-        return file.load(cls, path)
+        return file.load(cls, path, check.device_name(device))
+
+    def to_device(self, device: str) -> KVCache:
+        """A copy on "cpu" or "cuda"; the cache itself where it is there already."""
+        if check.device_name(device) == self.device:
+            return self
+        rooms = self._rooms()
+        copy = KVCache(
+            self.n_kv_heads,
+            self.head_dim,
+            self.capacity if {*rooms.values()} == {self.capacity} else rooms,
+            self.batch,
+            self.bits,
+            key_scales=gpu.as_numpy(self.key_scales),
+            rotate=self.rotate,
+            track_attention=self.track_attention,
+            device=device,
+        )
+        copy.auto_scales = self.auto_scales
+        for target, source in zip(copy.tiers.values(), self.tiers.values(), strict=True):
+            for sequence in range(self.batch):
+                target.add(sequence, source.bucket(sequence).on_cpu())
+        copy.next_slots[:] = copy._xp.asarray(gpu.as_numpy(self.next_slots))
+        copy.refresh()
+        return copy
+
+    def _held(self) -> dict[int, NDArray[np.int64]]:
+        return {bits: tier.held.astype(np.int64) for bits, tier in self.tiers.items()}
+
+    def _rooms(self) -> dict[int, int]:
+        return {bits: tier.room for bits, tier in self.tiers.items()}
 
     def _stored_keys(self, k: NDArray[np.float32], sequence: int) -> NDArray[np.float32]:
         if self.key_scales is not None:
@@ -296,7 +368,7 @@ class KVCache:
         for sequence, row in enumerate(ids):
             order, named = np.argsort(row, kind="stable"), {}
             for bits, tier in self.tiers.items():
-                held = tier.bucket(sequence).token_ids
+                held = gpu.as_numpy(tier.bucket(sequence).token_ids)
                 index = np.append(order, -1)[np.searchsorted(row, held, side="right", sorter=order) - 1]
                 named[bits] = np.where(np.append(row, -1)[index] == held, index, -1)
                 seen[sequence] |= np.isin(row, held)
@@ -310,10 +382,9 @@ class KVCache:
         given = check.importance(importance, (self.batch, self.slots))
         ranked = []
         for sequence in range(self.batch):
-            buckets = [tier.bucket(sequence) for tier in self.tiers.values()]
-            held = np.repeat(self.bits, [len(b.token_ids) for b in buckets])
-            slots = np.concatenate([b.global_slots for b in buckets])
-            tracked = np.concatenate([b.importance for b in buckets])
+            names = [tier.bucket(sequence)[:3] for tier in self.tiers.values()]
+            slots, tracked = (np.concatenate([gpu.as_numpy(part[i]) for part in names]) for i in (1, 2))
+            held = np.repeat(self.bits, [len(part[0]) for part in names])
             weights = (tracked if given is None else given[sequence, slots]).astype(np.float64)
             weights[np.argsort(-slots)[:recent]] = weights.max(initial=0) or 1
             ranked.append((held, slots, weights))
@@ -321,7 +392,7 @@ class KVCache:
 
     def _by_tier(self, sequence: int, values: NDArray[Any]) -> dict[int, NDArray[Any]]:
         """Values [T] of a sequence's tokens, in the order of the tiers, by width."""
-        ends = np.cumsum([tier.lengths[sequence] for tier in self.tiers.values()])[:-1]
+        ends = np.cumsum([tier.held[sequence] for tier in self.tiers.values()])[:-1]
         return dict(zip(self.tiers, np.split(values, ends), strict=True))
 
     def _move(self, targets: list[dict[int, NDArray[Any]]]) -> int:
@@ -332,19 +403,20 @@ class KVCache:
             for held, wanted in target.items():
                 for bits in self.bits:
                     adds[bits][sequence] += int((wanted == bits).sum()) - (bits == held) * len(wanted)
-        check.fits(adds, self.tiers, self.capacity)
+        check.fits(adds, self._held(), self._rooms(), self.capacity)
         moved = 0
         for sequence, target in enumerate(targets):
             leaving = []
             for held, wanted in target.items():
-                bucket = self.tiers[held].bucket(sequence)
                 for bits in sorted({*wanted.tolist()} - {held}):
-                    leaving.append((bits, _recoded(bucket.select(wanted == bits), held, bits)))
+                    tokens = self.tiers[held].take(sequence, wanted == bits).on_cpu()
+                    leaving.append((bits, _recoded(tokens, held, bits)))
                 if (wanted != held).any():
                     self.tiers[held].keep(sequence, wanted == held)
             for bits, tokens in leaving:
                 self.tiers[bits].add(sequence, tokens)
                 moved += len(tokens.token_ids)
+        self.refresh()
         return moved
 
     def _keep(self, kept: list[dict[int, NDArray[np.bool_]]]) -> int:
@@ -353,10 +425,11 @@ class KVCache:
             for bits, tokens in named.items():
                 if not tokens.all():
                     self.tiers[bits].keep(sequence, tokens)
+        self.refresh()
         return before - int(self.lengths.sum())
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{bits}: {int(tier.lengths.sum())}" for bits, tier in self.tiers.items())
+        held = ", ".join(f"{bits}: {int(tier.held.sum())}" for bits, tier in self.tiers.items())
         return (
             f"KVCache(n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}, "
             f"batch={self.batch}, tokens={{{held}}}, average_bits={self.average_bits:.4g}, "
@@ -371,14 +444,7 @@ def _recoded(tokens: Bucket, held: int, bits: int) -> Bucket:
 
 
 def _automatic(k: NDArray[np.float32], how: str) -> NDArray[np.float32]:
-    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]; 1 for channels of zeros.
-
-    A slow pair turns little over the first tokens: a channel of its own may be small there, and large later.
-    """
-    axis, pairs = (2, (-1, 2)) if how == "pairs" else (1, (2, -1))
+    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]."""
     with np.errstate(all="ignore"):
-        power = np.mean(k * k, axis=0).reshape(k.shape[1], *pairs)
-        power = np.broadcast_to(power.mean(axis=axis, keepdims=True), power.shape).reshape(k.shape[1:])
-        exponent = np.rint(np.log2(power) / 4)
-    exponent = np.where(np.isfinite(exponent), exponent, 0)
-    return np.exp2(np.clip(exponent, -LARGEST_KEY_SCALE, LARGEST_KEY_SCALE)).astype(np.float32)
+        scales: NDArray[np.float32] = codes.key_scales(np.mean(k * k, axis=0), how)
+        return scales

@@ -21,6 +21,9 @@ _GROUP = {2: (4, 1), 3: (8, 3), 4: (2, 1)}
 HADAMARD = 32
 """Points of the rotation."""
 
+LARGEST_KEY_SCALE = 8
+"""Binary logarithm of the largest automatic key scale, and of one over the smallest."""
+
 
 def dtype(bits: int) -> np.dtype[Any]:
     """Of stored numbers: float16, int8, or uint8 for packed codes."""
@@ -57,6 +60,20 @@ def decode(qx: NDArray[Any], scale: NDArray[np.float16], bits: int) -> NDArray[n
     q = qx.astype(np.float32) if bits == 8 else _unpack(qx, bits)
     with np.errstate(invalid="ignore"):  # scales of infinity or NaN propagate
         return q * scale.astype(np.float32)[..., None]
+
+
+def key_scales(power: Any, how: str, xp: Any = np) -> Any:
+    """Powers of two near the fourth root of mean squares [..., heads, head_dim] of channels; 1 for zeros.
+
+    Those of the channels that RoPE turns into one another ("pairs" or "halves") are averaged. A slow pair
+    turns little over the first tokens: a channel of its own may be small there, and large later.
+    """
+    axis, pairs = (-1, (-1, 2)) if how == "pairs" else (-2, (2, -1))
+    both = power.reshape(*power.shape[:-1], *pairs)
+    both = xp.broadcast_to(both.mean(axis=axis, keepdims=True), both.shape).reshape(power.shape)
+    exponent = xp.rint(xp.log2(both) / 4)
+    exponent = xp.where(xp.isfinite(exponent), exponent, 0)
+    return xp.exp2(xp.clip(exponent, -LARGEST_KEY_SCALE, LARGEST_KEY_SCALE)).astype(np.float32)
 
 
 def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:

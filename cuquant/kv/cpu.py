@@ -83,8 +83,8 @@ def _scores(
     k = codes.decode(tokens.k_qx, tokens.k_scale, bits)
     scores = q @ k.transpose(1, 2, 0)
     visible: Any = True
-    if p.positions is not None:
-        later = tokens.global_slots > p.positions[sequence][:, None]  # [q_len, T]
+    if p.causal:
+        later = tokens.global_slots > _positions(p, sequence)[:, None]  # [q_len, T]
         visible = np.tile(~later, (scores.shape[1] // len(later), 1))
     if p.mask is not None:
         mask = p.mask[sequence][..., tokens.global_slots].reshape(scores.shape)
@@ -95,6 +95,12 @@ def _scores(
             scores = scores + mask.astype(np.float32)
     visible = np.broadcast_to(visible, scores.shape)
     return np.where(visible, scores, -np.float32(np.inf)), visible
+
+
+def _positions(p: Attention, sequence: int) -> NDArray[np.int64]:
+    if p.positions is not None:
+        return np.asarray(p.positions[sequence])
+    return int(p.cache.next_slots[sequence]) + np.arange(-p.q.shape[1], 0)
 
 
 def _partial(scores: Array, visible: NDArray[np.bool_], bits: int, tokens: Bucket) -> Partial:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import check
+from .. import check, device
 from ..io.atomic import replacing
 from .tiers import Bucket
 
@@ -25,12 +25,12 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     """See KVCache.save."""
     from safetensors.numpy import save as to_bytes
 
-    arrays: dict[str, Any] = {"next_slots": cache.next_slots}
+    arrays: dict[str, Any] = {"next_slots": device.as_numpy(cache.next_slots)}
     if cache.key_scales is not None:
-        arrays["key_scales"] = cache.key_scales
+        arrays["key_scales"] = device.as_numpy(cache.key_scales)
     for bits, tier in cache.tiers.items():
-        arrays[f"{bits}.lengths"] = tier.lengths
-        buckets = [tier.bucket(sequence) for sequence in range(cache.batch)]
+        arrays[f"{bits}.lengths"] = tier.held
+        buckets = [tier.bucket(sequence).on_cpu() for sequence in range(cache.batch)]
         for name, parts in zip(Bucket._fields, zip(*buckets, strict=True), strict=True):
             arrays[f"{bits}.{name}"] = np.concatenate(parts)
     settings = {name: getattr(cache, name) for name in _SETTINGS}
@@ -47,7 +47,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         temporary.write_bytes(raw)
 
 
-def load(kind: type[KVCache], path: str | os.PathLike[str]) -> KVCache:
+def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCache:
     """See KVCache.load."""
     from safetensors import SafetensorError, safe_open
 
@@ -57,7 +57,7 @@ def load(kind: type[KVCache], path: str | os.PathLike[str]) -> KVCache:
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         if settings["version"] != VERSION:
             raise ValueError(f"its version is {settings['version']}; this is version {VERSION}")
-        return _restored(kind, settings, arrays)
+        return _restored(kind, settings, arrays).to_device(where)
     except FileNotFoundError:
         raise
     except KeyError as error:

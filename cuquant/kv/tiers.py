@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import device
 from . import codes
 
 
@@ -39,9 +40,16 @@ class Bucket(NamedTuple):
         """Tokens, selected as NumPy selects along the first axis."""
         return Bucket(*(array[index] for array in self))
 
+    def on_cpu(self) -> Bucket:
+        """The same in NumPy's arrays."""
+        return Bucket(*map(device.as_numpy, self))
+
 
 class Tier:
     """Buffers of one bit width for a batch of sequences; allocated once, tokens move in and out.
+
+    They are NumPy's, or CuPy's (`where` is "cuda"), and so is what the methods give. Lengths on a GPU change
+    there: what needs them waits for it.
 
     Attributes
     ----------
@@ -52,37 +60,51 @@ class Tier:
     lengths : int32 [batch]
     """
 
-    def __init__(self, bits: int, batch: int, room: int, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, bits: int, batch: int, room: int, n_kv_heads: int, head_dim: int, where: str = "cpu"
+    ) -> None:
+        self.xp: Any = np if where == "cpu" else device.cupy()
+        zeros = self.xp.zeros
         self.bits, self.room = bits, room
         tokens = (batch, room)
         numbers = (*tokens, n_kv_heads, codes.packed_dim(head_dim, bits))
         scales = (*tokens, n_kv_heads if bits < 16 else 0)
         self.buffers = Bucket(
-            np.zeros(tokens, np.int32),
-            np.zeros(tokens, np.int32),
-            np.zeros(tokens, np.float32),
-            np.zeros(numbers, codes.dtype(bits)),
-            np.zeros(scales, np.float16),
-            np.zeros(numbers, codes.dtype(bits)),
-            np.zeros(scales, np.float16),
+            zeros(tokens, np.int32),
+            zeros(tokens, np.int32),
+            zeros(tokens, np.float32),
+            zeros(numbers, codes.dtype(bits)),
+            zeros(scales, np.float16),
+            zeros(numbers, codes.dtype(bits)),
+            zeros(scales, np.float16),
         )
-        self.lengths = np.zeros(batch, np.int32)
+        self.lengths = zeros(batch, np.int32)
+
+    @property
+    def held(self) -> NDArray[np.int32]:
+        """`lengths` on the CPU."""
+        lengths: NDArray[np.int32] = device.as_numpy(self.lengths)
+        return lengths
 
     def bucket(self, sequence: int) -> Bucket:
         """The tokens of a sequence: views."""
-        return self.buffers.select((sequence, slice(self.lengths[sequence])))
+        return self.buffers.select((sequence, slice(int(self.lengths[sequence]))))
 
     def add(self, sequence: int, tokens: Bucket) -> None:
-        """Append tokens; there is room for them."""
-        start = self.lengths[sequence]
+        """Append tokens, of either device; there is room for them."""
+        start = int(self.lengths[sequence])
         stop = start + len(tokens.token_ids)
         for name in Bucket._fields:
-            getattr(self.buffers, name)[sequence, start:stop] = getattr(tokens, name)
+            getattr(self.buffers, name)[sequence, start:stop] = self.xp.asarray(getattr(tokens, name))
         self.lengths[sequence] = stop
+
+    def take(self, sequence: int, chosen: NDArray[np.bool_]) -> Bucket:
+        """Those tokens [T] of a sequence: copies."""
+        return self.bucket(sequence).select(self.xp.asarray(np.flatnonzero(chosen)))
 
     def keep(self, sequence: int, kept: NDArray[np.bool_]) -> None:
         """Drop all tokens of a sequence but those [T]; their order stays."""
-        tokens = self.bucket(sequence).select(kept)
+        tokens = self.take(sequence, kept)
         self.lengths[sequence] = 0
         self.add(sequence, tokens)
 
@@ -90,7 +112,7 @@ class Tier:
     def token_bytes(self) -> int:
         """Bytes of a token's codes and scales, of all heads."""
         b = self.buffers
-        return sum(a[0, :1].nbytes for a in (b.k_qx, b.k_scale, b.v_qx, b.v_scale))
+        return sum(a.nbytes // (a.shape[0] * self.room) for a in (b.k_qx, b.k_scale, b.v_qx, b.v_scale))
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,203 @@
+"""Decode attention over caches of several widths, next to torch's float16 attention and the bytes' floor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import check, device
+from ..kv import KVCache, attention, codes
+from ..testing import BOUNDS, as_numpy, nmse
+from . import peers
+from .matmul import CEILINGS, LAUNCH_US
+from .record import Record, rounded
+from .timing import graph_us, rotation, warm_up
+
+HEAD_DIM = 128
+CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
+BATCHES = (1, 8, 32)
+HEADS = ((32, 8), (32, 32))
+MIXED = {8: 1 / 8, 4: 3 / 8, 2: 1 / 2}
+"""Shares of a mixed cache's tokens."""
+WIDTHS = {"16": {16: 1.0}, "8": {8: 1.0}, "4": {4: 1.0}, "3": {3: 1.0}, "2": {2: 1.0}, "mixed": MIXED}
+POOL = 64 << 20
+"""Bytes of random codes that fill caches again and again."""
+SPARE = 4 << 30
+"""Bytes of memory that are left free."""
+
+
+@dataclass(frozen=True)
+class AttentionCell:
+    """One measurement: a query per sequence; times in microseconds.
+
+    `bits` are those of the tokens; "mixed" has MIXED of them. `floor_us` is there where the GPU's ceilings
+    are known, the others' times where they are installed.
+    """
+
+    op: str
+    bits: str
+    batch: int
+    heads: int
+    kv_heads: int
+    context: int
+    us: float
+    floor_us: float | None
+    sdpa_us: float | None
+    gbps: float
+    nmse: float
+    flashinfer_us: float | None = None
+
+
+def attend(
+    record: Record,
+    bits: Iterable[str] = tuple(WIDTHS),
+    contexts: Iterable[int] = CONTEXTS,
+    batches: Iterable[int] = BATCHES,
+    heads: Iterable[tuple[int, int]] = HEADS,
+) -> Iterator[AttentionCell]:
+    """Measure what the record lacks, cell by cell, adding each to it; every result is checked in float64.
+
+    Caches are rotated so that the L2 cache cannot hold them. Cells beyond the GPU's memory are left out.
+    RuntimeError where a result is wrong: nothing is recorded then.
+    """
+    bits = list(bits)
+    warm_up()
+    for (query_heads, kv_heads), batch, context in product(heads, batches, contexts):
+        shape = {"batch": batch, "heads": query_heads, "kv_heads": kv_heads, "context": context}
+        todo = [key for width in bits if (key := {"op": "attention", "bits": width, **shape}) not in record]
+        if not todo:
+            continue
+        others = {name: _peer_us(name, call, shape) for name, call in _PEERS.items()}
+        for key in todo:
+            cell = _cell(key, others)
+            if cell is not None:
+                record.add(cell)
+                yield cell
+
+
+def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell | None:
+    cupy = device.cupy()
+    batch, heads, kv_heads, context = (key[name] for name in ("batch", "heads", "kv_heads", "context"))
+    rooms = {b: int(context * share) for b, share in WIDTHS[key["bits"]].items()}
+    per_token = {
+        b: kv_heads * (2 * codes.packed_dim(HEAD_DIM, b) * codes.dtype(b).itemsize + 16) for b in rooms
+    }
+    size = batch * sum(n * per_token[b] for b, n in rooms.items())
+    if not _fits(size * rotation(size)):
+        return None
+    caches = [_random_cache(batch, kv_heads, rooms, seed) for seed in range(rotation(size))]
+    q = cupy.random.standard_normal((batch, 1, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
+    out = cupy.empty_like(q)
+    error = _error(q, caches[-1], out)
+    warm_up(0.05)
+    us = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
+    moved = caches[0].used_nbytes + q.nbytes + out.nbytes
+    ceilings = CEILINGS.get(device.name("cuda"))
+    floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
+    del caches
+    cupy.get_default_memory_pool().free_all_blocks()
+    values = {"us": us, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
+    return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
+
+
+def _fits(nbytes: int) -> bool:
+    cupy = device.cupy()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return bool(nbytes + SPARE <= cupy.cuda.runtime.memGetInfo()[0])
+
+
+def _random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) -> KVCache:
+    """A full cache of random codes, and scales that make numbers of about one; slots in random order."""
+    cupy = device.cupy()
+    random = cupy.random.default_rng(seed)
+    cache = KVCache(kv_heads, HEAD_DIM, rooms, batch, device="cuda")
+    order = random.permutation(sum(rooms.values())).astype(np.int32)
+    first = 0
+    for bits, tier in cache.tiers.items():
+        b = tier.buffers
+        for numbers in (b.k_qx, b.v_qx):
+            flat = numbers.reshape(-1).view(np.uint8)
+            if bits == 16:
+                pool = random.standard_normal(POOL // 2, dtype=np.float32).astype(np.float16).view(np.uint8)
+            else:
+                pool = random.integers(0, 256, POOL, dtype=np.uint8)
+            for start in range(0, flat.size, POOL):
+                flat[start : start + POOL] = pool[: flat.size - start]
+        for scales in (b.k_scale, b.v_scale):
+            scales[...] = (random.random(scales.shape, dtype=np.float32) + 1) * np.float32(2.0 ** -(bits - 1))
+        b.token_ids[...] = b.global_slots[...] = order[first : first + tier.room]
+        first += tier.room
+        tier.lengths[...] = tier.room
+    cache.next_slots[...] = first
+    cache.refresh()
+    return cache
+
+
+def _error(q: Any, cache: KVCache, out: Any) -> float:
+    """NMSE of one key head's queries of the first and the last sequence; RuntimeError beyond the bound."""
+    out.view(np.uint8).fill(0xFF)
+    attention(q, cache, out=out)
+    group = q.shape[2] // cache.n_kv_heads
+    worst = 0.0
+    for sequence, head in {(0, 0), (cache.batch - 1, cache.n_kv_heads - 1)}:
+        mine = (sequence, 0, slice(head * group, (head + 1) * group))
+        scores, values = [], []
+        for bits, tier in cache.tiers.items():
+            b = tier.bucket(sequence)
+            scale = slice(head, head + 1) if bits < 16 else slice(0, 0)
+            k, v = (
+                codes.decode(as_numpy(qx[:, head : head + 1]), as_numpy(s[:, scale]), bits)[:, 0]
+                for qx, s in ((b.k_qx, b.k_scale), (b.v_qx, b.v_scale))
+            )
+            scores.append(as_numpy(q[mine]).astype(np.float64) @ k.T.astype(np.float64) * HEAD_DIM**-0.5)
+            values.append(v)
+        s = np.concatenate(scores, axis=1)
+        weights = np.exp(s - s.max(axis=1, keepdims=True))
+        reference = weights @ np.concatenate(values).astype(np.float64) / weights.sum(axis=1, keepdims=True)
+        worst = max(worst, nmse(out[mine], reference))
+    if not worst <= 10 * BOUNDS[check.FLOATS[0]][0]:
+        raise RuntimeError(f"wrong result: NMSE {worst} for {cache}, q {q.shape}")
+    return float(f"{worst:.3g}")
+
+
+def _peer_us(name: str, make: Callable[..., Any], shape: dict[str, int]) -> float | None:
+    """Microseconds of another library's attention over float16 keys and values; None where it has none."""
+    size = 4 * HEAD_DIM * shape["batch"] * shape["kv_heads"] * shape["context"]
+    if not _fits(size * rotation(size)):
+        return None
+    try:
+        with peers.torch_on_gpu() as torch:
+            calls = [make(torch, **shape) for _ in range(rotation(size))]
+            return None if None in calls else peers.graph_us(torch, calls)
+    except ImportError:
+        return None
+    except Exception as error:  # whatever another library raises must not end a run of hours
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        warnings.warn(f"{name}, {shape}: {reason}", stacklevel=2)
+        return None
+
+
+def _sdpa(torch: Any, batch: int, heads: int, kv_heads: int, context: int) -> Callable[[], Any]:
+    q = torch.randn(batch, heads, 1, HEAD_DIM, device="cuda", dtype=torch.float16)
+    k, v = torch.randn(2, batch, kv_heads, context, HEAD_DIM, device="cuda", dtype=torch.float16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(q, k, v, enable_gqa=heads != kv_heads)
+
+
+def _flashinfer(torch: Any, batch: int, heads: int, kv_heads: int, context: int) -> Callable[[], Any] | None:
+    """Its decode of single sequences."""
+    import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+    if batch > 1:
+        return None
+    q = torch.randn(heads, HEAD_DIM, device="cuda", dtype=torch.float16)
+    k, v = torch.randn(2, context, kv_heads, HEAD_DIM, device="cuda", dtype=torch.float16)
+    return lambda: flashinfer.single_decode_with_kv_cache(q, k, v)
+
+
+_PEERS = {"sdpa_us": _sdpa, "flashinfer_us": _flashinfer}

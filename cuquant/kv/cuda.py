@@ -1,0 +1,227 @@
+"""A cache on the GPU: attention and appending, by kernels/ops/attention.cu, importance.cu and append.cu."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import check, device, jit
+from ..cuda import _scratch
+from ..problem import DTYPES
+from . import codes, plan
+from .codes import BITS
+from .tiers import Tier
+
+if TYPE_CHECKING:
+    from .attention import Attention
+    from .cache import KVCache
+
+LOG2_E = 1.4426950408889634
+_TIER = struct.Struct("<9q")
+_ABSENT = _TIER.pack(*(0,) * 9)
+_ATTENTION = struct.Struct("<11q11q11ifi4x")
+_APPEND = struct.Struct("<11q6q9i4x")
+_MASKS = {**DTYPES, np.dtype(bool): 3}
+
+
+@cache
+def _multiprocessors(device_id: int) -> int:
+    return int(device.cupy().cuda.Device(device_id).attributes["MultiProcessorCount"])
+
+
+def attend(p: Attention, out: Any) -> None:
+    """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
+    cache, q = p.cache, p.q
+    cache.check_appended()
+    batch, q_len, heads, dim = q.shape
+    if q.strides[-1] != q.itemsize:
+        q = device.cupy().ascontiguousarray(q)
+    masked = p.mask is not None or (p.causal and (q_len > 1 or p.positions is not None))
+    parts = 1 if q.dtype == check.FLOATS[0] else 2
+    shape = plan.Shape(batch, q_len, heads, cache.n_kv_heads, dim, cache.bits, masked, parts)
+    multiprocessors = _multiprocessors(device.cupy().cuda.runtime.getDevice())
+    launch = plan.attention(shape, jit.capability(), multiprocessors)
+    rows = heads * q_len
+    blocks = launch.attention.grid[0]
+    sizes: tuple[int, ...] = (blocks * rows * dim * 4, blocks * rows * 8, batch * 8)
+    if cache.track_attention:
+        sizes += (batch * rows * dim * 4, batch * rows * 8)
+    with _scratch() as scratch:
+        places = _places(scratch, sizes)
+        kept = places[3:] or (0, 0)
+        argument = b"".join([_tier(cache.tiers.get(bits)) for bits in BITS]) + _ATTENTION.pack(
+            *(q.data.ptr, out.data.ptr, _pointer(p.mask), _pointer(p.positions), cache.next_slots.data.ptr),
+            *(_pointer(cache.key_scales), *places[:3], *kept),
+            *_strides(q)[:3],
+            *_strides(out),
+            *((0,) * 4 if p.mask is None else _strides(p.mask)),
+            *(batch, q_len, heads, cache.n_kv_heads, DTYPES[q.dtype], DTYPES[out.dtype]),
+            *((-1, 0) if p.mask is None else (_MASKS[p.mask.dtype], p.mask.shape[-1])),
+            *(int(p.causal), int(cache.rotate), launch.budget),
+            p.scale * LOG2_E,
+            plan.LEAST,
+        )
+        jit.launch_packed(launch.attention, argument)
+        jit.launch_packed(launch.merge, argument)
+        if cache.track_attention:
+            jit.launch_packed(plan.importance(batch, dim, multiprocessors), argument)
+
+
+def _places(scratch: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Addresses of pieces of scratch memory of these bytes."""
+    padded = [ceil(size / 256) * 256 for size in sizes]
+    start = scratch.take(sum(padded))
+    return tuple(start + sum(padded[:i]) for i in range(len(padded)))
+
+
+def _tier(tier: Tier | None) -> bytes:
+    if tier is None:
+        return _ABSENT
+    b = tier.buffers
+    arrays: tuple[Any, ...] = (
+        b.k_qx,
+        b.v_qx,
+        b.k_scale,
+        b.v_scale,
+        b.token_ids,
+        b.global_slots,
+        b.importance,
+        tier.lengths,
+    )
+    return _TIER.pack(*(a.data.ptr for a in arrays), tier.room)
+
+
+def _pointer(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)
+
+
+def _strides(array: Any) -> tuple[int, ...]:
+    return tuple(stride // array.itemsize for stride in array.strides)
+
+
+class Appender:
+    """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
+
+    The host knows lengths that the buckets have at least: exactly, but for what graphs append and what device
+    arrays say. So a full cache is an error before the launch. Else the kernel finds that tokens do not fit,
+    and leaves word in memory of the host, which the next call reads.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        cupy = device.cupy()
+        self._cache = cache
+        self._ticket = cupy.zeros(1, np.uint32)
+        self._pinned = cupy.cuda.alloc_pinned_memory(4)
+        self._refused = np.frombuffer(self._pinned, np.int32, 1)
+        self._refused[0] = 0
+        self.held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
+        self.slots = np.zeros(cache.batch, np.int64)
+        """Of `next_slots`, as far as the host knows."""
+
+    def read(self) -> None:
+        """Take the lengths from the GPU."""
+        self.held = {bits: tier.held.astype(np.int64) for bits, tier in self._cache.tiers.items()}
+        self.slots = device.as_numpy(self._cache.next_slots).astype(np.int64)
+
+    def check(self) -> None:
+        """ValueError if an append that could not raise was refused since."""
+        refused = int(self._refused[0])
+        if refused:
+            self._refused[0] = 0
+            check.appended(refused - 1, self._cache.capacity)
+
+    def append(self, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
+        """See KVCache.append; device arrays are taken as they are."""
+        cache, cupy = self._cache, device.cupy()
+        self.check()
+        batch, n = k.shape[:2]
+        if batch * n == 0:
+            return
+        new, new_known = self._lengths(lengths, n)
+        widths, bits_known = self._bits(bits, n)
+        ids = self._ids(token_ids, n)
+        capturing = bool(cupy.cuda.get_current_stream().is_capturing())
+        counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
+        if new_known is not None and bits_known is not None:
+            fresh = np.arange(n) < new_known[:, None]
+            counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
+            check.fits(counts, self.held, {b: tier.room for b, tier in cache.tiers.items()}, cache.capacity)
+            check.slot_range(int((self.slots + new_known).max()) - 1)
+        if cache.auto_scales and not self.slots.all():
+            self._find_scales(k, new, cache.auto_scales)
+        tier_of, rank, adds = (None, None, None) if widths is None else self._places(widths, new, n)
+        k, v = (a if a.strides[-1] == a.itemsize else cupy.ascontiguousarray(a) for a in (k, v))
+        arrays = (k, v, cache.next_slots, cache.key_scales, tier_of, rank, adds, ids, new, self._ticket)
+        tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
+        argument = b"".join([_tier(cache.tiers.get(b)) for b in BITS]) + _APPEND.pack(
+            *map(_pointer, arrays),
+            self._pinned.ptr,
+            *_strides(k)[:3],
+            *_strides(v)[:3],
+            *(batch, n, cache.n_kv_heads, cache.head_dim, DTYPES[k.dtype], DTYPES[v.dtype]),
+            *(tier, cache.capacity, int(cache.rotate)),
+        )
+        jit.launch_packed(plan.append(batch, n, cache.n_kv_heads), argument)
+        if not capturing and new_known is not None:
+            self.slots += new_known
+            for b, count in counts.items():
+                self.held[b] += count
+
+    def _lengths(self, lengths: Any, n: int) -> tuple[Any, Any]:
+        """On the GPU (None: all of n), and where the host knows them."""
+        if device.is_cuda(lengths):
+            return device.cupy().ascontiguousarray(check.on_gpu_integers(lengths, "lengths"), np.int32), None
+        known = check.lengths(lengths, self._cache.batch, n)
+        return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
+
+    def _bits(self, bits: Any, n: int) -> tuple[Any, Any]:
+        """Widths (batch, n) on the GPU (None: all the same), and where the host knows them."""
+        cupy, shape = device.cupy(), (self._cache.batch, n)
+        if device.is_cuda(bits):
+            return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
+        known = check.token_bits(bits, shape, self._cache.bits)
+        return None if np.ndim(bits) == 0 else cupy.asarray(known), known
+
+    def _ids(self, token_ids: Any, n: int) -> Any:
+        cupy, shape = device.cupy(), (self._cache.batch, n)
+        if token_ids is None:
+            return None
+        if device.is_cuda(token_ids):
+            ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
+        else:
+            ids = cupy.asarray(check.token_ids(token_ids, shape))
+        return cupy.ascontiguousarray(ids, np.int32)
+
+    def _places(self, widths: Any, new: Any, n: int) -> tuple[Any, Any, Any]:
+        """Each token's tier and rank in it (batch, n), and how many go to each tier and to none."""
+        cupy = device.cupy()
+        here = self._new(new, n)
+        chosen = cupy.stack([here & (widths == b if b in self._cache.tiers else False) for b in BITS])
+        none = here & ~chosen.any(axis=0)
+        rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
+        adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
+        tier_of, rank, adds = (
+            cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds)
+        )
+        return tier_of, rank, adds
+
+    def _new(self, new: Any, n: int) -> Any:
+        """Which of n tokens each sequence gets, bool (batch, n)."""
+        cupy = device.cupy()
+        return cupy.broadcast_to(
+            cupy.arange(n) < (n if new is None else new[:, None]), (self._cache.batch, n)
+        )
+
+    def _find_scales(self, k: Any, new: Any, how: str) -> None:
+        """Automatic key scales of the sequences that have had no token yet."""
+        cache, cupy = self._cache, device.cupy()
+        here = self._new(new, k.shape[1])
+        power = cupy.where(here[:, :, None, None], k.astype(np.float32) ** 2, np.float32(0)).sum(axis=1)
+        power /= cupy.maximum(here.sum(axis=1), 1)[:, None, None].astype(np.float32)
+        first = (cache.next_slots == 0) & here.any(axis=1)
+        found = codes.key_scales(power, how, cupy)
+        cupy.copyto(cache.key_scales, found, where=first[:, None, None])

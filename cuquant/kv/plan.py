@@ -1,0 +1,133 @@
+"""Launches of what a cache does on a GPU: tiles, grids, shared memory. Nothing here needs one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+from ..plan import WARP, Kernel, Plan, shared_limit
+from .codes import BITS
+
+MERGE_WARPS = 16
+GROUP_ROWS = 8
+"""Rows of queries, a key head's of all positions, in a group: the columns of a product."""
+STAGES = 4
+"""Half steps of the widest bucket that a warp's ring holds, where shared memory has room."""
+BLOCK_HEADS = 8
+"""Most key heads of a block: their rows lie side by side, and share sectors of scales."""
+BUSY = 0.9
+"""Share of its multiprocessors that a launch should use, if it can."""
+LEAST = 64
+"""Cost (of 16 tokens: bits + 1) that a block is worth; shorter sequences are not split so far."""
+
+
+class Launch(NamedTuple):
+    """Attention, the merge of what its blocks leave, and how many blocks share all tokens."""
+
+    attention: Plan
+    merge: Plan
+    budget: int
+
+
+class Shape(NamedTuple):
+    """What a launch depends on. `parts`: float16 numbers that a query's channel becomes."""
+
+    batch: int
+    q_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bits: tuple[int, ...]
+    masked: bool
+    parts: int
+
+
+def padded(head_dim: int) -> int:
+    """Channels in registers."""
+    return next(size for size in (64, 128, 256) if head_dim <= size)
+
+
+def slot(bits: int, head_dim: int, masked: bool) -> int:
+    """Bytes of half a step in a warp's ring: `Layout` in kernels/attention/ring.cuh."""
+    tokens = 16 if bits >= 8 else 32
+    return ceil(tokens * (padded(head_dim) * bits / 8 + 8 + 4 * masked) / 16) * 16
+
+
+@lru_cache(maxsize=1024)
+def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
+    """A block per multiprocessor, whose warps stream tokens each on its own.
+
+    On an H200 16 warps where 128 registers do for a thread: decoding with one query a sequence. Else 8, or as
+    many as shared memory has room for.
+    """
+    rows = shape.heads // shape.kv_heads * shape.q_len
+    wide = padded(shape.head_dim) > 128
+    groups = 2 if rows > GROUP_ROWS and shape.parts == 1 and not wide else 1
+    sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
+    slots = [slot(bits, shape.head_dim, shape.masked) for bits in shape.bits]
+    limit = shared_limit(capability)
+    light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
+    for warps, stages in product((16, 8, 4, 2, 1) if light else (8, 4, 2, 1), (STAGES, 3)):
+        ring = max(*slots, ceil(sums / stages / 16) * 16) * stages
+        if warps * ring <= limit:
+            break
+    block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
+    tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
+    budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
+    constants = {
+        "DIM": shape.head_dim,
+        "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
+        "GROUPS": groups,
+        "PARTS": shape.parts,
+        "MASKED": int(shape.masked),
+        "HEADS": shape.kv_heads,
+        "BLOCK_HEADS": block_heads,
+        "WARPS": warps,
+        "RING": ring,
+    }
+    kernels = [
+        Kernel("attention", entry, None, tuple(constants.items()), shared)
+        for entry, shared in (("attention", warps * ring), ("merge", 0))
+    ]
+    grid = (budget + shape.batch - 1, tiles, head_groups)
+    return Launch(
+        Plan(kernels[0], grid, warps * WARP, warps * ring, overlaps=True),
+        Plan(kernels[1], (shape.heads * shape.q_len, shape.batch, 1), MERGE_WARPS * WARP, overlaps=True),
+        budget,
+    )
+
+
+def _splits(batch: int, blocks: int) -> int:
+    """Shares of a sequence, of sequences of one length, so that blocks are busy to the end."""
+
+    def busy(splits: int) -> float:
+        waves = batch * splits / blocks
+        return waves / ceil(waves)
+
+    fewest = max(1, blocks // batch)
+    return next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
+
+
+@lru_cache(maxsize=1024)
+def append(batch: int, n: int, kv_heads: int) -> Plan:
+    """A block for each token, a warp for a vector or several."""
+    return Plan(Kernel("append", "append"), (n, batch, 1), min(16, 2 * kv_heads) * WARP, overlaps=True)
+
+
+@lru_cache(maxsize=64)
+def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
+    """A warp for a token at a time."""
+    kernel = Kernel("importance", "importance", None, (("DIM", head_dim),))
+    return Plan(kernel, (4 * multiprocessors, batch, 1), 8 * WARP, overlaps=True)
+
+
+def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
+    """Attention of every kind, for tests that compile it: caches of all widths, and of one."""
+    found = {append(1, 1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
+    for dim, (q_len, masked), parts in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
+        found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, parts), capability, 1).attention.kernel)
+    for bits in BITS:
+        found.add(attention(Shape(1, 1, 32, 8, 128, (bits,), False, 1), capability, 1).attention.kernel)
+    return sorted(found, key=repr)

@@ -1,0 +1,299 @@
+// Attention of a warp's queries to its share of a bucket.
+//
+//   scores^T [tokens x queries] = K Q^T      operand A: keys, rows are tokens      operand B: queries
+//   sums^T [channels x queries] += V^T P^T   operand A: values, rows are channels  operand B: weights, transposed
+//
+// Weights are P = exp2(score - reference) * v_scale: those of a token whose values are small count for little, so the
+// reference of a query is near the largest score + log2(v_scale), and float16 holds every weight that matters. It is
+// moved when a weight exceeds 2^15, to where the largest is 2^10. The sum of exp2(score - reference) is in float32.
+#pragma once
+#include "queries.cuh"
+
+constexpr float MOST_WEIGHT = 32768.f;
+constexpr float HEADROOM = 10.f;
+
+DEVICE float exp2_of(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE float log2_of(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE u32 transposed(u32 pair) {
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
+
+DEVICE float load_shared_half(u32 address) {
+    u16 bits;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));
+    return half_to_float(bits);
+}
+
+DEVICE int load_shared_int(u32 address) {
+    int value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
+
+template <int BITS>
+struct Bucket {
+    using L = Layout<BITS>;
+    static constexpr int TILES = L::TOKENS / 16;
+    static constexpr int AT_ONCE = BITS >= 8 ? 1 : PAIRS;  // pairs of a key's units that are loaded together
+    static constexpr int VALUES = BITS == 16 ? 1 : PAIRS;  // units of a value that are
+
+    const Attention& p;
+    Queries& q;
+    const Stream<BITS>& stream;
+    const int sequence, head, first_row, lane, g, i;
+    const int odd;  // whether this lane's tokens have their scales in the upper halves of words
+    float s[GROUPS][TILES][4];     // scores of tokens g and g + 8 of each tile
+    u32 weight[GROUPS][TILES][2];  // as operand B: of tokens 2 i, 2 i + 1, and these + 8
+    u32 seen;                      // bits of scores that are not hidden
+
+    DEVICE Bucket(const Attention& p, Queries& q, const Stream<BITS>& stream, int sequence, int head, int first_row)
+        : p(p), q(q), stream(stream), sequence(sequence), head(head), first_row(first_row), lane(stream.lane),
+          g(stream.lane / 4), i(stream.lane % 4),
+          odd((stream.origin + g * HEADS) % 2) {}
+
+    DEVICE void run() {
+        u32 slot = stream.ring;
+#pragma unroll 1
+        for (int step = stream.first; step < stream.end; step += stream.stride) {
+            stream.wait();
+            scores(slot);
+            weights(slot, step);
+            stream.template release<false>(step, slot);
+            slot = stream.next(slot);
+            stream.wait();
+            values(slot);
+            stream.template release<true>(step, slot);
+            slot = stream.next(slot);
+        }
+    }
+
+private:
+    DEVICE void scores(u32 slot) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++) {
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) s[n][t][c] = -float(OFFSET<BITS>) / UNSCALE<BITS> * q.sum[n][c % 2];
+#pragma unroll
+            for (int first = 0; first < PAIRS; first += AT_ONCE) {
+                Units<BITS, AT_ONCE * 2> a, b;
+                a.load(slot + (t * 16 + g) * L::ROW, (i * PAIRS + first) * 2, L::turn(g));
+                b.load(slot + (t * 16 + g + 8) * L::ROW, (i * PAIRS + first) * 2, L::turn(g + 8));
+#pragma unroll
+                for (int u = 0; u < AT_ONCE; u++) multiply(t, first + u, a, b, u);
+            }
+        }
+    }
+
+    // Adds pair `at` of units of tokens g (a) and g + 8 (b), which is pair u of a lane's.
+    DEVICE void multiply(int t, int u, const Units<BITS, AT_ONCE * 2>& a, const Units<BITS, AT_ONCE * 2>& b, int at) {
+        u32 low[8], high[8];
+        pairs(a, 2 * at, a, 2 * at + 1, low);
+        pairs(b, 2 * at, b, 2 * at + 1, high);
+        if constexpr (BITS == 16 && PADDED > CUQUANT_DIM) clear_padding(2 * u, low, high);
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const u32 k[4] = {low[2 * m], high[2 * m], low[2 * m + 1], high[2 * m + 1]};
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+#pragma unroll
+                for (int n = 0; n < GROUPS; n++)
+                    mma_half(s[n][t], k, q.b[part][n][u][2 * m], q.b[part][n][u][2 * m + 1], s[n][t]);
+        }
+    }
+
+    // What is behind a row of float16 numbers may be NaN.
+    DEVICE void clear_padding(int unit, u32 (&low)[8], u32 (&high)[8]) const {
+        const int channel = (i * PAIRS * 2 + unit) * 8;
+        const u32 keep = (channel < CUQUANT_DIM ? 0xffff : 0) | (channel + 8 < CUQUANT_DIM ? 0xffff0000 : 0);
+#pragma unroll
+        for (int j = 0; j < 8; j++) low[j] &= keep, high[j] &= keep;
+    }
+
+    DEVICE void weights(u32 slot, int first) {
+        float v_scale[TILES][2], gained[GROUPS][2];
+        seen = ~0u;
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u32 at = slot + L::SCALES + (t * 16 + h * 8 + g) * 4 + odd * 2;
+                // Infinite scales become NaN, as codes of 0 times them are: the products' sum is 0 but for rounding.
+                const float loaded = BITS < 16 ? load_shared_half(at) : 1;
+                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded) : 1;
+                const float stored = BITS < 16 ? load_shared_half(at + L::TOKENS * 4) : 1;
+                v_scale[t][h] = stored == 0 ? NOTHING : stored;
+#pragma unroll
+                for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        float& own = s[n][t][h * 2 + c];
+                        // In two roundings: what the reference is made of, to the bit.
+                        own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * UNSCALE<BITS>);
+                    }
+            }
+        if (CUQUANT_MASKED || first + L::TOKENS > stream.end) {
+#pragma unroll
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) hide(slot, first, t, h, v_scale[t][h]);
+        }
+        float w[GROUPS][TILES][4];
+        if (__any_sync(~0u, weigh(v_scale, w, gained) > MOST_WEIGHT)) {
+            move_references(v_scale);
+            weigh(v_scale, w, gained);
+        }
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) q.total[n][c] += gained[n][c];
+#pragma unroll
+            for (int t = 0; t < TILES; t++)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+                    weight[n][t][h] = transposed(pack(w[n][t][h * 2], w[n][t][h * 2 + 1], FLOAT16));
+        }
+    }
+
+    DEVICE void hide(u32 slot, int first, int t, int h, float& v_scale) {
+        const int token = t * 16 + h * 8 + g;
+        const bool there = first + token < stream.end;
+        if (!there) v_scale = NOTHING;
+        const int global = CUQUANT_MASKED && there ? load_shared_int(slot + L::SLOTS + token * 4) : 0;
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                bool visible = there;
+                float& own = s[n][t][h * 2 + c];
+                if constexpr (CUQUANT_MASKED) {
+                    visible = visible && global <= q.last[n][c] &&
+                              unmasked(p, sequence, head, first_row + n * 8 + i * 2 + c, global, own);
+                }
+                if (!visible) own = -INFINITE, seen &= ~bit(n, t, h, c);
+            }
+    }
+
+    // Weights of the tokens, what they add to the queries' sums, and the largest of this lane.
+    DEVICE float weigh(const float (&v_scale)[TILES][2], float (&w)[GROUPS][TILES][4], float (&gained)[GROUPS][2]) const {
+        float most = 0;
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                gained[n][c] = 0;
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float share = exp2_of(__fadd_rn(s[n][t][h * 2 + c], -q.reference[n][c]));
+                        float own = BITS < 16 ? share * v_scale[t][h] : share;
+                        if constexpr (CUQUANT_MASKED) own = seen & bit(n, t, h, c) ? own : 0;
+                        gained[n][c] += share, w[n][t][h * 2 + c] = own;
+                        most = fmaxf(most, fabsf(own));
+                    }
+            }
+        return most;
+    }
+
+    DEVICE void move_references(const float (&v_scale)[TILES][2]) {
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float most = -INFINITE;
+#pragma unroll
+                for (int t = 0; t < TILES; t++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+                        most = fmaxf(most, s[n][t][h * 2 + c] + (BITS < 16 ? log2_of(fabsf(v_scale[t][h])) : 0));
+#pragma unroll
+                for (int step = 4; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                float& reference = q.reference[n][c];
+                const float moved = most - reference > log2_of(MOST_WEIGHT) ? most - HEADROOM : reference;
+                const float factor = exp2_of(reference - moved);
+                reference = moved;
+                q.total[n][c] *= factor;
+#pragma unroll
+                for (int m = 0; m < PAIRS * 4; m++) q.o[n][m][c] *= factor, q.o[n][m][c + 2] *= factor;
+            }
+    }
+
+    DEVICE void values(u32 slot) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int first = 0; first < PAIRS; first += VALUES) {
+                Units<BITS, VALUES> v[4];  // of tokens 2 i, 2 i + 1, 2 i + 8 and 2 i + 9
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    const int token = 2 * i + k % 2 + k / 2 * 8;
+                    v[k].load(slot + (t * 16 + token) * L::ROW, g * PAIRS + first, L::turn(token));
+                }
+                if constexpr (BITS == 16) spoil(v, t, first);
+#pragma unroll
+                for (int u = 0; u < VALUES; u++) {
+                    u32 a[8], b[8];
+                    pairs(v[0], u, v[1], u, a);
+                    pairs(v[2], u, v[3], u, b);
+                    centre<BITS>(a);
+                    centre<BITS>(b);
+#pragma unroll
+                    for (int m = 0; m < 4; m++) {
+                        const u32 k[4] = {a[2 * m], a[2 * m + 1], b[2 * m], b[2 * m + 1]};
+                        const int o = (first + u) * 4 + m;
+#pragma unroll
+                        for (int n = 0; n < GROUPS; n++)
+                            mma_half(q.o[n][o], k, weight[n][t][0], weight[n][t][1], q.o[n][o]);
+                    }
+                }
+            }
+    }
+
+    // Float16 values that are infinite or NaN count as 0, lest a weight of 0 makes them NaN, and spoil the queries that
+    // see them.
+    DEVICE void spoil(Units<BITS, VALUES> (&v)[4], int t, int unit) {
+        u32 bad = 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 carried = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) carried |= (v[k].w[j] & 0x7fff7fff) + 0x04000400;
+            if (carried & 0x80008000 && (g * PAIRS + unit) * 8 < CUQUANT_DIM) {
+                bad |= 1u << (2 * i + k % 2 + k / 2 * 8);
+#pragma unroll
+                for (int j = 0; j < 4; j++) v[k].w[j] = 0;
+            }
+        }
+        if (!__any_sync(~0u, bad != 0)) return;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) bad |= __shfl_xor_sync(~0u, bad, step);
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    if (bad >> (h * 8 + g) & 1 && seen & bit(n, t, h, c)) q.total[n][c] = __int_as_float(0x7fffffff);
+    }
+
+    // Instead of a scale of 0: a weight so small that it adds nothing, and never 0 times infinity.
+    static constexpr float NOTHING = 8.7e-19f;  // about 2^-60
+
+    static DEVICE constexpr u32 bit(int n, int t, int h, int c) {
+        return 1u << (((n * TILES + t) * 2 + h) * 2 + c) % 32;
+    }
+};

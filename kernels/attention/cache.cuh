@@ -1,0 +1,71 @@
+// A cache of buckets as kernels take it, and the argument of attention over one.
+#pragma once
+#include "../core/ptx.cuh"
+
+constexpr int TIERS = 5;  // of 16, 8, 4, 3 and 2 bits; those that a cache lacks are zero
+
+#define INFINITE __int_as_float(0x7f800000)
+
+DEVICE constexpr int bits_of(int tier) { return tier == 0 ? 16 : tier == 1 ? 8 : 6 - tier; }
+
+// The buckets of one width: arrays [batch, room, ...] of cuquant/kv/tiers.py, and lengths [batch].
+struct Tier {
+    u8* k;
+    u8* v;
+    u16* k_scale;
+    u16* v_scale;
+    int* ids;
+    int* slots;
+    float* importance;
+    int* lengths;
+    s64 room;
+};
+
+enum Mask { NO_MASK = -1, BOOLEAN = 3 };  // else its float type
+
+// Strides are in elements.
+struct Attention {
+    Tier tiers[TIERS];
+    const void* q;           // [batch, q_len, heads, DIM], the last axis contiguous
+    void* out;               // the same shape
+    const void* mask;        // [batch, heads, q_len, columns]
+    const int* positions;    // [batch, q_len], or null: the last q_len of each sequence
+    const int* next_slots;   // [batch]
+    const float* key_scales; // [batch, kv_heads, DIM], or null
+    float* sums;             // [blocks along x, heads * q_len, DIM] of blocks that share a sequence
+    float2* weights;         // [blocks along x, heads * q_len]: reference and sum of each such row
+    int2* splits;            // [batch]: the first block of a sequence, and how many there are
+    float* queries;          // [batch, heads * q_len, DIM] as they meet stored keys, for importance; or null
+    float2* totals;          // [batch, heads * q_len], for importance; or null
+    s64 q_strides[3], out_strides[4], mask_strides[4];
+    int batch, q_len, heads, kv_heads;
+    int q_dtype, out_dtype, mask_dtype, mask_columns;
+    int causal, rotate;
+    int budget;   // blocks that share the tokens of all sequences
+    float scale;  // of scores, times log2(e)
+    int least;    // cost below which a sequence is not split
+};
+
+// Query heads that share a key head, and rows of queries that one load of it serves: row = head * q_len + position.
+DEVICE int group_of(const Attention& p) { return p.heads / p.kv_heads; }
+DEVICE int rows_of(const Attention& p) { return group_of(p) * p.q_len; }
+
+// The last slot that a position of a sequence's queries sees.
+DEVICE int last_seen(const Attention& p, int sequence, int position) {
+    if (!p.causal) return 0x7fffffff;
+    if (p.positions) return p.positions[sequence * p.q_len + position];
+    return p.next_slots[sequence] - p.q_len + position;
+}
+
+// Whether the mask lets a row of a key head's queries see a slot; a float mask is added to the score, in bits.
+DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {
+    if (p.mask_dtype == NO_MASK) return true;
+    if (row >= rows_of(p) || slot >= p.mask_columns) return false;
+    const int query_head = head * group_of(p) + row / p.q_len;
+    const s64 at = sequence * p.mask_strides[0] + query_head * p.mask_strides[1] + row % p.q_len * p.mask_strides[2] +
+                   slot * p.mask_strides[3];
+    if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[at];
+    const float value = load_float(p.mask, at, p.mask_dtype);
+    score += value * 1.44269504f;
+    return value != -INFINITE;
+}

@@ -1,0 +1,187 @@
+// Queries of a key head as operand B, and what is summed up for them.
+//
+// With lane = 4 g + i a lane has the queries of row g of each group of eight as they enter products, and of rows 2 i
+// and 2 i + 1 scores, references and sums, as products leave them.
+#pragma once
+#include "../core/ieee.cuh"
+#include "split.cuh"
+#include "ring.cuh"
+#include "codes.cuh"
+
+constexpr int GROUPS = CUQUANT_GROUPS;  // of eight rows
+constexpr int ROWS = GROUPS * 8;
+constexpr int PAIRS = PADDED / 64;      // pairs of units that a lane has of a key, and units that it has of a value
+constexpr int PARTS = CUQUANT_PARTS;    // float16 numbers of which a query's channel is the sum
+
+struct Queries {
+    u32 b[PARTS][GROUPS][PAIRS][8];    // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
+    float scale[GROUPS][2];            // of a product's sums, to scores
+    float sum[GROUPS][2];              // of all channels, in the products' units: what an offset of 1 adds
+    int last[GROUPS][2];               // slot that it sees
+    float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
+
+    // Rows `first` .. first + ROWS - 1 of a key head. While they are on their way `meanwhile` is called.
+    template <class F>
+    DEVICE Queries(const Attention& p, int sequence, int head, int first, bool writes, int lane, F meanwhile) {
+        uint4 raw[GROUPS][WORDS];
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) fetch(p, sequence, head, first + n * 8 + lane / 4, lane, raw[n]);
+        meanwhile();
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first + n * 8, n, writes, lane, raw[n]);
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int m = 0; m < PAIRS * 4; m++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) o[n][m][c] = 0;
+    }
+
+    // Codes of a width have powers of two that queries take back.
+    template <int BITS>
+    DEVICE void turn(bool to) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            constexpr int ONE = 15;
+            const int n = shift<BITS>(j);
+            if (n == 0) continue;
+            const u32 power = ((to ? ONE - n : ONE + n) << 10) * 0x00010001u;
+#pragma unroll
+            for (int s = 0; s < PARTS; s++)
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+                    for (int u = 0; u < PAIRS; u++) b[s][g][u][j] = mul_half2(b[s][g][u][j], power);
+        }
+    }
+
+    // And so have the sums of values.
+    template <int BITS>
+    DEVICE void turn_sums(bool to) {
+#pragma unroll
+        for (int m = 0; m < PAIRS * 4; m++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const int n = shift<BITS>(m % 4 * 2 + c / 2) - (BITS == 16 ? 0 : 24);
+                const float power = exact_power(to ? n : -n);
+#pragma unroll
+                for (int g = 0; g < GROUPS; g++) o[g][m][c] *= power;
+            }
+    }
+
+private:
+    static constexpr int OWN = PAIRS * 16;           // channels of a lane
+    static constexpr int WORDS = PARTS * OWN / 8;    // of 16 bytes, that they take at most
+
+    // Queries in one part are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
+    static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
+        const int rows = rows_of(p), start = lane % 4 * OWN;
+        const int query_head = head * group_of(p) + (p.q_len == 1 ? row : row / p.q_len);
+        const s64 at = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
+                       query_head * p.q_strides[2] + start;
+        const bool wide = PARTS > 1 && p.q_dtype == FLOAT32;
+        const u8* const from = static_cast<const u8*>(p.q) + at * (wide ? 4 : 2);
+        const bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
+#pragma unroll
+        for (int k = 0; k < WORDS; k++) {
+            raw[k] = make_uint4(0, 0, 0, 0);
+            const int channel = start + k * (wide ? 4 : 8);
+            if (row >= rows || channel >= CUQUANT_DIM || k * (wide ? 4 : 8) >= OWN) continue;
+            const uint4* const own = reinterpret_cast<const uint4*>(from) + k;
+            raw[k] = aligned ? *own : gathered(reinterpret_cast<const u16*>(own));
+        }
+    }
+
+    static __device__ __noinline__ uint4 gathered(const u16* from) {
+        u32 w[4];
+        for (int k = 0; k < 4; k++) w[k] = from[2 * k] | u32(from[2 * k + 1]) << 16;
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    }
+
+    static DEVICE float number(const uint4 (&raw)[WORDS], int e, int dtype) {
+        const auto word = [&](int k) {
+            const uint4 v = raw[k / 4];
+            return k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
+        };
+        if constexpr (PARTS == 1) return e % 2 ? high_to_float(word(e / 2)) : low_to_float(word(e / 2));
+        const u32 pair = word(e / 2);
+        return __int_as_float(dtype == FLOAT32 ? word(e) : e % 2 ? pair & 0xffff0000 : pair << 16);
+    }
+
+    DEVICE void prepare(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
+                        const uint4 (&raw)[WORDS]) {
+        const int row = first + lane / 4, start = lane % 4 * OWN, rows = rows_of(p);
+        float x[OWN];
+#pragma unroll
+        for (int e = 0; e < OWN; e++) x[e] = number(raw, e, p.q_dtype);
+        if (p.key_scales) {
+            const float* const scales = p.key_scales + (s64(sequence) * p.kv_heads + head) * CUQUANT_DIM + start;
+#pragma unroll
+            for (int e = 0; e < OWN; e++)
+                if (start + e < CUQUANT_DIM) x[e] *= scales[e];
+        }
+        if (p.rotate) rotate(x);
+        if (writes && row < rows) {
+            float* const to = p.queries + ((s64(sequence) * p.kv_heads + head) * rows + row) * CUQUANT_DIM + start;
+#pragma unroll
+            for (int e = 0; e < OWN; e++)
+                if (start + e < CUQUANT_DIM) to[e] = x[e];
+        }
+        u32 peak = 0;
+#pragma unroll
+        for (int e = 0; e < OWN; e++) peak = max(peak, magnitude(x[e]));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
+        const int exponent = int(peak >> 23) - 127;
+        const int lift = exponent == -127 || exponent == 128 ? 0 : min(14 - exponent, 126);
+        const float power = exact_power(lift);
+        float all = 0;
+#pragma unroll
+        for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float low = x[u * 16 + j] * power, high = x[u * 16 + 8 + j] * power;
+                all += low + high;  // float16 numbers, or near enough
+#pragma unroll
+                for (int s = 0; s < PARTS; s++) {
+                    const u32 pair = pack(low, high, FLOAT16);
+                    b[s][n][u][j] = pair;
+                    if (s + 1 < PARTS) low -= low_to_float(pair), high -= high_to_float(pair);
+                }
+            }
+        all += __shfl_xor_sync(~0u, all, 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+        const float factor = __fmul_rn(p.scale, exact_power(-lift));
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int from = (lane % 4 * 2 + c) * 4;
+            sum[n][c] = __shfl_sync(~0u, all, from);
+            scale[n][c] = __shfl_sync(~0u, factor, from);
+            reference[n][c] = LEAST, total[n][c] = 0;
+            if (CUQUANT_MASKED) last[n][c] = last_seen(p, sequence, (first + lane % 4 * 2 + c) % p.q_len);
+        }
+    }
+
+    // Hadamard's transform of each 32 channels, those of two lanes where a lane has 16.
+    static DEVICE void rotate(float (&x)[OWN]) {
+#pragma unroll
+        for (int step = 1; step < 32 && step < OWN; step *= 2)
+#pragma unroll
+            for (int e = 0; e < OWN; e++)
+                if (e % (2 * step) < step) {
+                    const float a = x[e], b = x[e + step];
+                    x[e] = a + b, x[e + step] = a - b;
+                }
+#pragma unroll
+        for (int e = 0; e < OWN; e++) {
+            if constexpr (OWN == 16) {
+                const float other = __shfl_xor_sync(~0u, x[e], 1);
+                x[e] = threadIdx.x % 2 ? other - x[e] : x[e] + other;
+            }
+            x[e] *= 0.17677669529f;
+        }
+    }
+
+public:
+    static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
+};

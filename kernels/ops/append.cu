@@ -1,0 +1,104 @@
+// New tokens of a cache: quantized, and put where the lengths on the GPU say; then the lengths grow.
+//
+// A launch writes all tokens or, where one does not fit, none, and tells so in memory of the host. All blocks read the
+// lengths before the last one to finish changes them.
+#include "../attention/cache.cuh"
+#include "../attention/encode_token.cuh"
+
+struct Append {
+    Tier tiers[TIERS];
+    const void *k, *v;        // [batch, n, kv_heads, dim], the last axis contiguous
+    int* next_slots;          // [batch]
+    const float* key_scales;  // [batch, kv_heads, dim], or null
+    const int* tier_of;       // [batch, n], with `rank` and `adds`, or null: all tokens go to `tier`
+    const int* rank;          // [batch, n]: how many tokens of the sequence go to the same bucket before this one
+    const int* adds;          // [batch, TIERS + 1]: how many go to each, and to none
+    const int* ids;           // [batch, n], or null: slots
+    const int* lengths;       // [batch]: how many of the n tokens are new, or null: all
+    u32* ticket;              // 0 between launches
+    int* refused;             // on the host: 1 + a sequence that had no room
+    s64 k_strides[3], v_strides[3];
+    int batch, n, kv_heads, dim, k_dtype, v_dtype, tier, capacity, rotate;
+};
+
+DEVICE int new_of(const Append& p, int sequence) { return p.lengths ? p.lengths[sequence] : p.n; }
+
+DEVICE int adds_of(const Append& p, int sequence, int tier) {
+    return p.adds ? p.adds[sequence * (TIERS + 1) + tier] : tier == p.tier ? new_of(p, sequence) : 0;
+}
+
+// 1 + the last sequence of this thread's that has no room, or a token of no width; 0 if there is none.
+DEVICE int without_room(const Append& p) {
+    int found = 0;
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+        s64 held = 0, added = 0;
+        bool fits = !p.adds || p.adds[b * (TIERS + 1) + TIERS] == 0;
+        for (int t = 0; t < TIERS; t++) {
+            if (!p.tiers[t].lengths) continue;
+            const s64 own = p.tiers[t].lengths[b], adds = adds_of(p, b, t);
+            fits = fits && (adds == 0 || own + adds <= p.tiers[t].room);
+            held += own, added += adds;
+        }
+        if (!fits || (added > 0 && held + added > p.capacity)) found = b + 1;
+    }
+    return found;
+}
+
+// Token `token` of a sequence: a warp for the vector of each head and of keys and values in turn.
+DEVICE void write_token(const Append& p, int sequence, int token) {
+    const int lane = threadIdx.x % WARP;
+    const s64 at = s64(sequence) * p.n + token;
+    const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
+    const Tier& tier = p.tiers[number];
+    const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
+    if (threadIdx.x == 0) {
+        const int slot = p.next_slots[sequence] + token;
+        tier.ids[place] = p.ids ? p.ids[at] : slot;
+        tier.slots[place] = slot;
+        tier.importance[place] = 0;
+    }
+    for (int item = threadIdx.x / WARP; item < 2 * p.kv_heads; item += blockDim.x / WARP) {
+        const int head = item / 2;
+        const bool value = item % 2;
+        const s64* const strides = value ? p.v_strides : p.k_strides;
+        const s64 from = sequence * strides[0] + token * strides[1] + head * strides[2];
+        float x[UNIT];
+        load_unit(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, lane, x);
+        if (!value && p.key_scales) divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, lane);
+        if (!value && p.rotate) rotate_unit(x, lane);
+        const s64 row = place * p.kv_heads + head;
+        u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
+        encode(x, bits, p.dim, lane, to, (value ? tier.v_scale : tier.k_scale) + row);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
+    __shared__ bool last;
+    __shared__ int refused;
+    let_successor_start();
+    wait_for_predecessor();
+    const int token = blockIdx.x, sequence = blockIdx.y;
+    if (threadIdx.x == 0) refused = 0;
+    __syncthreads();
+    const int found = without_room(p);
+    if (found) refused = found;
+    __syncthreads();
+    const bool fits = refused == 0;
+    if (fits && token < new_of(p, sequence)) write_token(p, sequence, token);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(p.ticket, 1) == gridDim.x * gridDim.y - 1;
+    }
+    __syncthreads();
+    if (!last) return;
+    if (threadIdx.x == 0) {
+        *p.ticket = 0;
+        if (!fits) *static_cast<volatile int*>(p.refused) = refused;
+    }
+    for (int b = threadIdx.x; fits && b < p.batch; b += blockDim.x) {
+        for (int t = 0; t < TIERS; t++)
+            if (p.tiers[t].lengths) p.tiers[t].lengths[b] += adds_of(p, b, t);
+        p.next_slots[b] += new_of(p, b);
+    }
+}

@@ -1,0 +1,333 @@
+"""Attention over buckets on a GPU, against float64 on the dequantized cache."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import device, jit, testing
+from cuquant.kv import plan
+
+pytestmark = pytest.mark.gpu
+F = np.float32
+WIDTHS = (16, 8, 4, 3, 2)
+DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(F))
+Array = NDArray[Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Kernels that most tests need, compiled on all cores at once."""
+    kernels = set()
+    for dim, heads in ((64, 2), (96, 2), (128, 2), (256, 2), (40, 2), (128, 8), (128, 1)):
+        for q_len, masked, parts in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
+            shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, parts)
+            launch = plan.attention(shape, jit.capability(), 132)
+            kernels |= {launch.attention.kernel}
+    number = device.cupy().cuda.runtime.getDevice()
+
+    def compile(kernel: Any) -> None:
+        device.cupy().cuda.Device(number).use()
+        jit._function(number, kernel)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile, kernels))
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape, F).astype(dtype)
+
+
+def filled(
+    n: int = 50,
+    batch: int = 2,
+    widths: Any = WIDTHS,
+    heads: int = 2,
+    dim: int = 64,
+    bits: Any = None,
+    **options: Any,
+) -> cq.KVCache:
+    """n random tokens in each sequence, spread over some widths of a cache on the GPU."""
+    cache = cq.KVCache(heads, dim, max(n + 70, 1), batch, widths, **options)
+    chosen = np.random.default_rng(2).choice(cache.bits if bits is None else bits, (batch, n))
+    cache.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), chosen)
+    return cache.to_device("cuda")
+
+
+def on_gpu(**arguments: Any) -> dict[str, Any]:
+    return {
+        name: device.cupy().asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in arguments.items()
+    }
+
+
+def agree(q: Array, cache: cq.KVCache, **arguments: Any) -> Array:
+    """The result, after it is compared with the float64 reference."""
+    guarded = testing.Guarded(q.shape, q.dtype, strided=True, xp=device.cupy())
+    given = device.cupy().asarray(q)
+    assert cq.attention(given, cache, out=guarded.array, **on_gpu(**arguments)) is guarded.array
+    assert guarded.intact()
+    y = testing.as_numpy(guarded.array)
+    reference = testing.attention(q, cache, **arguments)
+    nmse, element = testing.BOUNDS[q.dtype]
+    assert testing.nmse(y, reference) <= nmse
+    assert testing.worst_element(y, reference) <= element
+    return y
+
+
+MIXTURES = [m for count in range(1, 6) for m in combinations(WIDTHS, count)]
+
+
+@pytest.mark.parametrize("widths", MIXTURES, ids=lambda m: "-".join(map(str, m)))
+def test_every_mixture_of_buckets(widths: tuple[int, ...]) -> None:
+    agree(normal(2, 3, 8, 64, seed=3), filled(300, bits=widths))
+    agree(normal(2, 1, 8, 64, seed=3, dtype=np.float16), filled(300, bits=widths))
+
+
+@pytest.mark.parametrize("widths", [(8,), (4,), (3,), (2,), (16, 4), (8, 4, 3, 2)])
+def test_caches_of_fewer_widths(widths: tuple[int, ...]) -> None:
+    agree(normal(2, 1, 8, 128, seed=3, dtype=np.float16), filled(400, widths=widths, dim=128))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("q_len", [1, 3, 64])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256, 40])
+def test_shapes_and_types(dim: int, q_len: int, dtype: Any) -> None:
+    agree(normal(2, q_len, 8, dim, seed=3, dtype=dtype), filled(90, dim=dim))
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 63, 65, 257, 1000, 4099, 131072])
+def test_numbers_of_tokens(n: int) -> None:
+    cache = filled(n, 1, heads=1, dim=128)
+    agree(normal(1, 1, 4, 128, seed=3, dtype=np.float16), cache)
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(1, 1), (8, 1), (16, 1), (7, 7), (6, 3), (36, 12)])
+def test_grouped_heads(heads: int, shared: int) -> None:
+    agree(normal(2, 3, heads, 64, seed=3), filled(heads=shared))
+    agree(normal(2, 1, heads, 64, seed=3, dtype=np.float16), filled(heads=shared))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"key_scales": "pairs"},
+    {"key_scales": "halves", "rotate": True},
+    {"key_scales": np.linspace(0.3, 3, 4 * 64, dtype=F).reshape(2, 2, 64)},
+    {"rotate": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["pairs", "halves rotated", "given", "rotated"])
+@pytest.mark.parametrize("dtype", DTYPES[::2], ids=str)
+def test_scaled_and_rotated_keys(options: dict[str, Any], dtype: Any) -> None:
+    agree(normal(2, 3, 8, 64, seed=3, dtype=dtype), filled(**options))
+
+
+@pytest.mark.parametrize("dim", [96, 128, 256])
+def test_rotated_keys_of_other_sizes(dim: int) -> None:
+    agree(normal(2, 3, 8, dim, seed=3), filled(dim=dim, rotate=True))
+
+
+def test_against_float16_attention_by_hand() -> None:
+    """Small known tensors: two tokens whose scores differ by log 3 share the weight 3 to 1."""
+    cupy = device.cupy()
+    k = np.zeros((1, 2, 1, 64), np.float16)
+    k[0, 0, 0, 0] = 1
+    v = np.zeros_like(k)
+    v[0, 0, 0, :2], v[0, 1, 0, 2] = (4, -8), 2
+    for widths in ([16, 16], [8, 8], [4, 4], [2, 16], [3, 2]):
+        cache = cq.KVCache(1, 64, 2, bits=WIDTHS, device="cuda")
+        cache.append(cupy.asarray(k), cupy.asarray(v), widths)
+        q = np.zeros((1, 1, 2, 64), np.float16)
+        q[0, 0, 1, 0] = np.float16(np.log(3))
+        y = testing.as_numpy(cq.attention(cupy.asarray(q), cache, 1.0))[0, 0]
+        _, _, keys, values = cache.dequantize()
+        assert np.array_equal(keys[:, 0, 0], [1, 0])
+        assert np.allclose(y[0], values[:, 0].mean(axis=0), atol=2e-3)
+        assert np.allclose(y[1], np.array([0.75, 0.25]) @ values[:, 0], atol=4e-3)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_all_tokens_in_one_bucket_of_five(bits: int) -> None:
+    cache = filled()
+    cache.assign(np.arange(50), bits)
+    agree(normal(2, 3, 8, 64, seed=3), cache)
+
+
+def test_tokens_move_in_mid_stream() -> None:
+    cache, q = filled(track_attention=True), normal(2, 3, 8, 64, seed=3)
+    put = device.cupy().asarray
+    for step in range(6):
+        agree(q, cache)
+        cache.append(put(normal(2, 2, 2, 64, seed=10 + step)), put(normal(2, 2, 2, 64, seed=20 + step)), 16)
+        cache.assign([20 + step, 30 + step], WIDTHS[step % 5])
+        cache.allocate(4.5, recent=2)
+        cache.evict([step * 3])
+        agree(q, cache)
+
+
+def test_empty_caches_and_sequences_give_zeros() -> None:
+    put = device.cupy().asarray
+    q = normal(3, 3, 8, 64)
+    cache = cq.KVCache(2, 64, 8, 3, WIDTHS, device="cuda")
+    out = put(np.full(q.shape, np.nan, F))
+    assert not cq.attention(put(q), cache, out=out).any()
+    k = put(normal(3, 4, 2, 64, seed=1))
+    cache.append(k, k, lengths=[0, 4, 1])
+    y = agree(q, cache)
+    assert not y[0].any()
+    assert not y[2, 0].any()
+    assert y[1].any(axis=-1).all()
+
+
+@pytest.mark.parametrize("batch", [5, 40, 300])
+def test_sequences_of_very_different_lengths(batch: int) -> None:
+    lengths = np.random.default_rng(0).integers(0, 40, batch)
+    lengths[1] = 1500
+    cache = cq.KVCache(1, 64, 1500, batch, WIDTHS)
+    k, v = normal(batch, 1500, 1, 64), normal(batch, 1500, 1, 64, seed=1)
+    cache.append(k, v, np.resize(WIDTHS, 1500), lengths=lengths)
+    agree(normal(batch, 1, 2, 64, seed=2, dtype=np.float16), cache.to_device("cuda"))
+
+
+def test_every_token_is_seen_without_causality() -> None:
+    agree(normal(2, 3, 8, 64, seed=3), filled(), causal=False)
+
+
+@pytest.mark.parametrize("positions", [[[5, 49, 0], [3, 3, 60]], [10, 20, 30], [[-1], [7]]])
+def test_given_positions(positions: Any) -> None:
+    y = agree(normal(2, 3, 8, 64, seed=3), filled(), positions=positions)
+    assert (np.broadcast_to(positions, (2, 3)) < 0).tolist() == (~y.any(axis=(2, 3))).tolist()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 100.0])
+def test_scale(scale: float) -> None:
+    agree(normal(2, 3, 8, 64, seed=3), filled(), scale=scale)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 3, 50), (2, 1, 1, 50), (8, 3, 50), (50,), (2, 1, 3, 64)])
+@pytest.mark.parametrize("dtype", [np.dtype(bool), *DTYPES], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_masks(shape: tuple[int, ...], dtype: Any, causal: bool) -> None:
+    mask = np.random.default_rng(0).random(shape) < 0.6
+    if dtype.kind != "b":
+        mask = np.where(mask, normal(*shape, seed=8), -np.inf).astype(dtype)
+    agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask, causal=causal)
+
+
+def test_a_query_that_sees_nothing_gives_zeros() -> None:
+    mask = np.ones((2, 1, 3, 50), bool)
+    mask[1, :, 2] = False
+    y = agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask)
+    assert not y[1, 2].any()
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-8, 1.0, 1e3, 1e30])
+def test_magnitudes_of_queries(magnitude: float) -> None:
+    agree(normal(2, 3, 8, 64, seed=3) * F(magnitude), filled())
+
+
+@pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_magnitudes_of_values(bits: int, magnitude: float) -> None:
+    cache = cq.KVCache(2, 64, 200, 1, WIDTHS)
+    v = normal(1, 200, 2, 64, seed=1) * F(magnitude)
+    v[:, ::3] *= F(1e-3)
+    cache.append(normal(1, 200, 2, 64), v, bits)
+    agree(normal(1, 3, 8, 64, seed=3), cache.to_device("cuda"))
+
+
+@pytest.mark.parametrize("widths", [(16,), (4,), (16, 4)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_bad_tokens_reach_only_what_sees_them(which: str, bad: float, widths: tuple[int, ...]) -> None:
+    k, v = normal(2, 10, 2, 64), normal(2, 10, 2, 64, seed=1)
+    q = device.cupy().asarray(normal(2, 4, 8, 64, seed=2))
+    clean, dirty = (cq.KVCache(2, 64, 10, 2, WIDTHS) for _ in range(2))
+    bits = np.resize(widths, 10)
+    clean.append(k, v, bits)
+    (k if which == "k" else v)[0, 8, 1, 5] = bad
+    dirty.append(k, v, bits)
+    mask = np.ones((2, 1, 4, 10), bool)
+    mask[0, :, 3, 8] = False
+    y, expected = (
+        testing.as_numpy(cq.attention(q, c.to_device("cuda"), mask=device.cupy().asarray(mask)))
+        for c in (dirty, clean)
+    )
+    touched = np.zeros(y.shape[:3], bool)
+    touched[0, 2, 4:] = True  # the query at slot 8; query heads 4 to 7 share key head 1
+    on_cpu = cq.attention(testing.as_numpy(q), dirty, mask=mask)  # infinite keys may hide themselves
+    spoiled = np.isnan(on_cpu).any(axis=-1)
+    assert spoiled.any()
+    assert np.isnan(y[spoiled]).any(axis=-1).all()
+    assert np.array_equal(y[~touched], expected[~touched])
+
+
+def test_what_lies_behind_the_tokens_is_never_seen() -> None:
+    cache, q = filled(37), device.cupy().asarray(normal(2, 1, 8, 64, seed=3, dtype=np.float16))
+    expected = testing.as_numpy(cq.attention(q, cache))
+    for tier in cache.tiers.values():
+        for b in range(2):
+            for array in (tier.buffers.k_qx, tier.buffers.k_scale, tier.buffers.v_qx, tier.buffers.v_scale):
+                array.view(np.uint8)[b, int(tier.lengths[b]) :] = 0xFF
+    assert np.array_equal(testing.as_numpy(cq.attention(q, cache)), expected)
+
+
+def test_a_bad_query_spoils_only_itself() -> None:
+    cache, q = filled(), normal(2, 3, 8, 64, seed=3)
+    expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
+    q[0, 1, 2, 5] = np.nan
+    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
+    assert np.isnan(y[0, 1, 2]).all()
+    y[0, 1, 2] = expected[0, 1, 2]
+    assert np.array_equal(y, expected)
+
+
+def test_it_is_deterministic() -> None:
+    cache = filled(5000, heads=8, dim=128)
+    q = device.cupy().asarray(normal(2, 1, 32, 128, seed=3, dtype=np.float16))
+    first = cq.attention(q, cache)
+    for _ in range(20):
+        assert bool((cq.attention(q, cache) == first).all())
+
+
+def test_any_strides_of_q() -> None:
+    cupy, cache = device.cupy(), filled()
+    q = cupy.asarray(normal(2, 3, 8, 64, seed=3))
+    expected = cq.attention(q, cache)
+    assert bool((cq.attention(cupy.asfortranarray(q), cache) == expected).all())
+    shifted = cupy.zeros((*q.shape[:-1], 80), F)[..., 3:67]
+    shifted[...] = q
+    assert bool((cq.attention(shifted, cache) == expected).all())
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": np.arange(50) % 3 > 0}])
+def test_importance_is_the_probability_received(options: dict[str, Any]) -> None:
+    on_cpu = cq.KVCache(2, 64, 64, 2, WIDTHS, track_attention=True, rotate=True)
+    on_cpu.append(normal(2, 50, 2, 64), normal(2, 50, 2, 64, seed=1), [16, 8, 4, 3, 2] * 10)
+    cache = on_cpu.to_device("cuda")
+    for seed in (3, 4):
+        q = normal(2, 3, 8, 64, seed=seed)
+        cq.attention(q, on_cpu, **options)
+        cq.attention(device.cupy().asarray(q), cache, **on_gpu(**options))
+    for ours, theirs in zip(cache.tiers.values(), on_cpu.tiers.values(), strict=True):
+        for b in range(2):
+            given = testing.as_numpy(ours.bucket(b).importance)
+            assert np.allclose(given, theirs.bucket(b).importance, rtol=2e-3, atol=1e-6)
+
+
+def test_devices_do_not_mix() -> None:
+    cache, q = filled(), normal(2, 3, 8, 64, seed=3)
+    with pytest.raises(TypeError, match="q is on cpu, the cache on cuda"):
+        cq.attention(q, cache)
+    with pytest.raises(TypeError, match="mask is on cpu, the cache on cuda"):
+        cq.attention(device.cupy().asarray(q), cache, mask=np.ones(50, bool))
+    with pytest.raises(TypeError, match="q is on cuda, the cache on cpu"):
+        cq.attention(device.cupy().asarray(q), cache.to_device("cpu"))
