@@ -15,6 +15,9 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+OLDEST_GPU = 75
+"""Compute capability of the oldest GPU that kernels run on."""
+DRIVER_HINT = "no NVIDIA driver, or one older than this CuPy's CUDA: cuda13x needs driver 580, cuda12x 525"
 INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver)"
 
 
@@ -29,7 +32,8 @@ def gpu_problem() -> str | None:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"CuPy {cupy.__version__} finds no usable GPU: {error}"
+        old = f" ({DRIVER_HINT})" if "InsufficientDriver" in str(error) else ""
+        return f"CuPy {cupy.__version__} finds no usable GPU: {error}{old}"
     if not count:
         return f"CuPy {cupy.__version__} finds no GPU on this machine"
     try:
@@ -38,7 +42,18 @@ def gpu_problem() -> str | None:
         gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         found = f"CuPy {cupy.__version__} finds the {gpu}, but no NVRTC to compile kernels"
         return f"{found} ({error}): {INSTALL_HINT}"
-    return None
+    return _too_old([cupy.cuda.runtime.getDeviceProperties(number) for number in range(count)])
+
+
+def _too_old(gpus: list[dict[str, Any]]) -> str | None:
+    """What is said where kernels run on none of these GPUs."""
+    if any(gpu["major"] * 10 + gpu["minor"] >= OLDEST_GPU for gpu in gpus):
+        return None
+    first = gpus[0]
+    return (
+        f"the {first['name'].decode()} is an sm_{first['major']}{first['minor']}, "
+        f"and kernels need an sm_{OLDEST_GPU} (Turing) or a later GPU"
+    )
 
 
 def kernel_cache() -> str:

@@ -42,9 +42,11 @@ INT4 = [f"int4-{group}{zeros}" for zeros in ("", "-zeros") for group in (32, 64,
 """On the CPU tested in test_int4.py."""
 TRELLIS = [f"trellis{bits}{group}" for bits in (2, 3, 4) for group in ("", "-32")]
 """On the CPU tested in test_trellis.py."""
+OWN: list[str] = []
+"""Of no family of the above."""
 ACTIVATIONS = [Row("q8_1", 36, 9, 42.0)]
 NAMES = [row.name for row in WEIGHTS]
-ON_GPU = [*NAMES, *CODEBOOKS]
+ON_GPU = [*NAMES, *CODEBOOKS, *(name for name in OWN if cq.formats.get(name).on_gpu)]
 FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 

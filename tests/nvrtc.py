@@ -39,25 +39,27 @@ def library() -> ctypes.CDLL | None:
 
 def compile(kernel: Kernel, arch: str) -> Report:
     """Compile as the loader does, for "sm_90a" and the like; AssertionError with the log where that fails."""
+    source = sources.flatten(kernel.op, kernel.format)
+    return compile_text(source, arch, ("-ftz=true", *kernel.defines), f"{kernel} for {arch}")
+
+
+def compile_text(text: str, arch: str, options: tuple[str, ...] = (), what: str = "") -> Report:
+    """The same for a source of one's own."""
     nvrtc = library()
     assert nvrtc is not None
     program = ctypes.c_void_p()
-    source = sources.flatten(kernel.op, kernel.format).encode()
-    assert (
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{kernel.op}.cu".encode(), 0, None, None)
-        == 0
-    )
-    flags = ("--std=c++17", "-ftz=true", f"-arch={arch}", "--ptxas-options=-v", *kernel.defines)
-    options = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-    status = nvrtc.nvrtcCompileProgram(program, len(flags), options)
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None) == 0
+    flags = ("--std=c++17", f"-arch={arch}", "--ptxas-options=-v", *options)
+    argv = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+    status = nvrtc.nvrtcCompileProgram(program, len(flags), argv)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
+    buffer = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, buffer)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    text = log.value.decode()
-    assert status == 0, f"{kernel} for {arch}:\n{text}"
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
-    assert registers, f"no resource report in the log:\n{text}"
-    frames = [(int(a), int(b)) for a, b in re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", text)]
+    log = buffer.value.decode()
+    assert status == 0, f"{what}:\n{log}"
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    assert registers, f"no resource report in the log:\n{log}"
+    frames = [(int(a), int(b)) for a, b in re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log)]
     return Report(max(registers), max(a for a, _ in frames), max(b for _, b in frames), arch)

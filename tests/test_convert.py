@@ -266,6 +266,36 @@ def test_a_pattern_that_keeps_nothing_is_a_mistake(tmp_path: Path, pattern: str)
         select(cq.open(small(tmp_path / "s.gguf")), "q4_0", [pattern, "output.weight"])
 
 
+def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_path: Path) -> None:
+    recipe: dict[str, Any] = {"*.ffn_down.*": "Q6_K", "blk.[01].*": cq.formats.get("q8_0"), "blk.*": "q4_0"}
+    done = quantize_file(NANO, tmp_path / "q.gguf", recipe, keep=["blk.3.attn_*"])
+    expected = {
+        info.name: "Q6_K" if "ffn_down" in info.name else "Q8_0" if info.name[4] in "01" else "Q4_0"
+        for info in cq.open(NANO).tensors.values()
+        if is_weight_matrix(info) and info.name.startswith("blk.") and "blk.3.attn_" not in info.name
+    }
+    with cq.open(tmp_path / "q.gguf") as made:
+        types = {info.name: info.type_name for info in made.tensors.values()}
+        assert "general.file_type" not in made.metadata
+    assert {name: kind for name, kind in types.items() if kind not in ("F16", "F32")} == expected
+    assert done.quantized == expected.keys()
+    assert str(done.format) == "q6_k+q8_0+q4_0"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ({"blk.9.*": "q4_0", "*": "q8_0"}, r"no tensor of s\.gguf is named like 'blk\.9\.\*' \(format\)"),
+        ({"*": "q8_1"}, "q8_1 is a format of activations"),
+        ({"*": "q4_k_m"}, "unknown format 'q4_k_m'"),
+        ({}, "no weight matrix to quantize"),
+    ],
+)
+def test_a_wrong_recipe(tmp_path: Path, recipe: dict[str, str], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        select(cq.open(small(tmp_path / "s.gguf")), recipe)
+
+
 def test_kept_tensors_are_copied(tmp_path: Path) -> None:
     source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
     quantize_file(source, target, "q4_0", keep=["output*"])

@@ -169,6 +169,15 @@ def test_batches_and_blocks_change_nothing(
     same(result(), expected)
 
 
+def test_a_recipe_is_evaluated_as_the_file_made_by_it(model: Path, tmp_path: Path) -> None:
+    recipe, ids = {"*.attn_*": "q8_0", "*ffn_down*": "q4_0"}, some_tokens(96)
+    cq.quantize_file(model, tmp_path / "q.gguf", recipe)
+    direct = evaluate(model, formats=recipe, tokens=ids, ctx=32).rows[1]
+    made = evaluate(tmp_path / "q.gguf", base=model, tokens=ids, ctx=32).rows[1]
+    assert direct.format == "q8_0+q4_0"
+    assert (direct.ppl, direct.mean_kld, direct.tensors) == (made.ppl, made.mean_kld, made.tensors)
+
+
 def test_base_is_the_other_way_to_compare(model: Path, q4_0: Path) -> None:
     ids = some_tokens(100)
     files = evaluate(q4_0, base=model, tokens=ids, ctx=32)

@@ -94,6 +94,13 @@ def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Pat
         assert results.read_text(encoding="utf-8") == wrong
 
 
+def test_a_recipe_is_known_by_its_formats_too(models: list[Path], tmp_path: Path) -> None:
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    cq.evaluate_files(models[:1], **options | {"formats": {"*": "q8_0"}})
+    with pytest.raises(ValueError, match="formats"):
+        cq.evaluate_files(models[:1], **options | {"formats": {"*": "q4_0"}})
+
+
 def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")

@@ -21,6 +21,7 @@ from formats_table import (
     INT4,
     K_QUANTS,
     NAMES,
+    OWN,
     TRELLIS,
     WEIGHTS,
     Row,
@@ -57,7 +58,7 @@ def test_table(row: Row) -> None:
 
 def test_names_are_those_of_the_table() -> None:
     rows = {row.name for row in WEIGHTS + FP4 + K_QUANTS + ACTIVATIONS}
-    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4) | set(TRELLIS)
+    assert set(cq.formats.names()) == rows | set(CODEBOOKS) | set(INT4) | set(TRELLIS) | set(OWN)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -26,7 +27,12 @@ class CUDARuntimeError(RuntimeError):
     """CuPy's error of the CUDA runtime."""
 
 
-def fake_cupy(count: int = 1, error: Exception | None = None, nvrtc_error: Exception | None = None) -> Any:
+def fake_cupy(
+    count: int = 1,
+    error: Exception | None = None,
+    nvrtc_error: Exception | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> Any:
     """As much of CuPy as is asked about a machine with an H200, CUDA 12.8 and a driver for 13.0."""
 
     def get_device_count() -> int:
@@ -39,7 +45,8 @@ def fake_cupy(count: int = 1, error: Exception | None = None, nvrtc_error: Excep
             raise nvrtc_error
         return 12, 8
 
-    properties = {"name": b"NVIDIA H200", "major": 9, "minor": 0, "totalGlobalMem": 140 * 2**30}
+    major, minor = capability
+    properties = {"name": b"NVIDIA H200", "major": major, "minor": minor, "totalGlobalMem": 140 * 2**30}
     runtime = SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
         getDeviceCount=get_device_count,
@@ -99,10 +106,19 @@ def test_without_cupy_the_extra_to_install_is_named(machine: Machine) -> None:
         (fake_cupy(count=0), "CuPy 14.2.0 finds no GPU on this machine"),
         (
             fake_cupy(error=CUDARuntimeError("cudaErrorInsufficientDriver: driver too old")),
-            "CuPy 14.2.0 finds no usable GPU: cudaErrorInsufficientDriver: driver too old",
+            "CuPy 14.2.0 finds no usable GPU: cudaErrorInsufficientDriver: driver too old (no NVIDIA "
+            "driver, or one older than this CuPy's CUDA: cuda13x needs driver 580, cuda12x 525)",
+        ),
+        (
+            fake_cupy(error=CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")),
+            "CuPy 14.2.0 finds no usable GPU: cudaErrorNoDevice: no CUDA-capable device is detected",
+        ),
+        (
+            fake_cupy(capability=(7, 0)),
+            "the NVIDIA H200 is an sm_70, and kernels need an sm_75 (Turing) or a later GPU",
         ),
     ],
-    ids=["no GPU", "no driver"],
+    ids=["no GPU", "no driver", "no device", "old GPU"],
 )
 def test_cupy_without_a_gpu_is_explained(machine: Machine, cupy: Any, problem: str) -> None:
     machine(cupy)
@@ -110,7 +126,7 @@ def test_cupy_without_a_gpu_is_explained(machine: Machine, cupy: Any, problem: s
     assert facts["GPU"] == f"none: {problem}"
     assert facts["x @ W.T runs on"] == "NumPy"
     assert problem in info.as_text()
-    with pytest.raises(RuntimeError, match=problem):
+    with pytest.raises(RuntimeError, match=re.escape(problem)):
         cq.quantize(np.ones((2, 32), np.float32), "q4_0").to_device("cuda")
 
 

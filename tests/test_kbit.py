@@ -410,7 +410,7 @@ def test_error_bound_of_every_block(fmt: cq.KBit, spread: float) -> None:
 def test_sqnr_of_normal_weights(k: int, least: float) -> None:
     """E4M4 scales cost less than 1.5 dB; dividing by the decoded scale costs less than by the peak.
 
-    The README's table has these numbers.
+    The table in docs/formats/kbit.md has these numbers.
     """
     x = rng().standard_normal((1024, 1024), F)
     exact = sqnr_db(float32_absmax(x, cq.normal_float_codebook(k)), x)
@@ -418,8 +418,8 @@ def test_sqnr_of_normal_weights(k: int, least: float) -> None:
     assert least < peak < decoded < exact + 0.01
     assert exact - peak < 1.5
     assert half == pytest.approx(exact, abs=0.01)
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"\n| kbit{k} | {peak:.2f} | {decoded:.2f} | {half:.2f} |\n" in readme
+    page = (Path(__file__).parent.parent / "docs/formats/kbit.md").read_text(encoding="utf-8")
+    assert f"\n| kbit{k} | {peak:.2f} | {decoded:.2f} | {half:.2f} |\n" in page
 
 
 @pytest.mark.parametrize("k", BITS)

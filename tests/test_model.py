@@ -235,3 +235,9 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_unknown_device(device: str) -> None:
     with pytest.raises(ValueError, match=f"unknown device {device!r}; allowed are 'cpu' and 'cuda'"):
         cq.open(NANO, device)
+
+
+def test_the_module_of_its_arrays_makes_others(model: Path) -> None:
+    opened = cq.open(model, "cpu")
+    assert opened.xp is np
+    assert all(not hasattr(array, "get") for array in opened.values())

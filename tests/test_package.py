@@ -91,15 +91,6 @@ def test_readme_example_runs() -> None:
     run(sys.executable, "-W", "error", "-c", code)
 
 
-def test_readme_lists_every_format() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name in cuquant.formats.names():
-        fmt = cuquant.formats.get(name)
-        size = 32 * fmt.bits if fmt.whole_matrices else fmt.block_bytes  # of a tile
-        row = rf"^\| {name} \|.*\| {size} \| {fmt.bits_per_weight:g} \|$"
-        assert re.search(row, readme, re.MULTILINE)
-
-
 def test_readme_scores_are_the_reference() -> None:
     """The table of scores against the independent program's, to the digits shown."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

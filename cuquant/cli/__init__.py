@@ -16,7 +16,7 @@ from . import bench, evaluation, files, system
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status: 0, or 1 for a failure. Wrong usage exits with 2."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
@@ -41,12 +41,11 @@ def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
     print(f"cuquant: warning: {message}", file=sys.stderr)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cuquant", description="Evaluate, convert and time quantized models."
-    )
-    parser.add_argument("--version", action="version", version=f"cuquant {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Of the command and all its subcommands."""
+    made = argparse.ArgumentParser(prog="cuquant", description="Evaluate, convert and time quantized models.")
+    made.add_argument("--version", action="version", version=f"cuquant {__version__}")
+    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (evaluation, files, bench, system):
         module.add(commands)
-    return parser
+    return made

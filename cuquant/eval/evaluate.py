@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from .. import device as device_info
 from ..array import QuantizedArray
 from ..formats import Format
 from ..io import convert
+from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
 from ..ops.quantize import quantize
@@ -38,7 +39,7 @@ def evaluate(
     text: str | os.PathLike[str] | None = None,
     tokens: Any = None,
     base: str | os.PathLike[str] | Model | None = None,
-    formats: str | Format | Iterable[str | Format] = (),
+    formats: FormatLike | Iterable[FormatLike] = (),
     ctx: int = 512,
     chunks: int | None = None,
     activations: str = "f16",
@@ -62,7 +63,8 @@ def evaluate(
     base : path or Model, optional
         The model to compare with (same vocabulary), usually the float original.
     formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
-        Requantize every weight matrix of a float model to each in turn and compare with the original.
+        Requantize every weight matrix of a float model to each in turn and compare with the original. A
+        mapping gives formats by patterns of names (see `quantize_file`).
     ctx, chunks : int
         Tokens of a chunk; how many chunks to use (by default all whole ones).
     activations : "f16" or "q8_1"
@@ -93,7 +95,7 @@ def evaluate(
     """
     if activations not in ("f16", "q8_1"):
         raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
-    formats = [formats] if isinstance(formats, (str, Format)) else list(formats)
+    formats = [formats] if isinstance(formats, (str, Format, Mapping)) else list(formats)
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
     caches = [KVBits(kv) for kv in ([kv_bits] if isinstance(kv_bits, (str, int)) else kv_bits)]
@@ -162,7 +164,7 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return model if isinstance(model, Model) else open_model(model, device)
 
 
-def _contenders(source: Model, base: Model | None, formats: Sequence[str | Format]) -> list[_Contender]:
+def _contenders(source: Model, base: Model | None, formats: Sequence[FormatLike]) -> list[_Contender]:
     """The models to score, the original first."""
     tensors = dict(source)
     if base is not None:

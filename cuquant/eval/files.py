@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..formats import Format
 from ..io.atomic import replacing
 from ..render import to_json
 from .evaluate import evaluate
@@ -52,10 +53,11 @@ def evaluate_files(
         `results` is no such file, or one of another text, base or options (which, it says); and what
         `evaluate` raises. Results so far stay on disk.
     """
+    single = isinstance(formats, (str, Format, Mapping))
     settings = {
         "text": _fingerprint(text, tokens),
         "base": None if base is None else _stamp(Path(base)),
-        "formats": [str(f) for f in ([formats] if isinstance(formats, str) else formats)],
+        "formats": [str(f) for f in ([formats] if single else formats)],
     } | {name: json.loads(json.dumps(value, default=str)) for name, value in options.items()}
     target = None if results is None else Path(results)
     known = {} if target is None else _read(target, settings)

@@ -465,7 +465,10 @@ def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[
 
     def codes(scales: F32) -> NDArray[np.uint8]:
         usable = np.where(scales != 0, scales, np.float32(1))[:, None]
-        return np.searchsorted(middles, v / usable).astype(np.uint8)
+        scaled, q = v / usable, np.zeros(v.shape, np.uint8)
+        for middle in middles:  # searchsorted takes ten times as long
+            q += scaled > middle
+        return q
 
     def solved(q: NDArray[np.uint8]) -> tuple[F32, F32]:
         """Least squares scales of those indices, and how much of the groups' power each explains."""

@@ -19,7 +19,7 @@ from ..ops.quantize import quantize
 from . import mixture, safetensors
 from .atomic import replacing
 from .gguf import TensorInfo
-from .mixture import Mixture
+from .mixture import FormatLike, Mixture, Recipe
 from .model import Model
 from .model import open as open_model
 
@@ -60,7 +60,7 @@ def is_weight_matrix(info: TensorInfo) -> bool:
 class Selection:
     """What happens to each tensor of a model: quantized to a format, or copied as it is."""
 
-    format: Format | Mixture
+    format: Format | Mixture | Recipe
     """What was asked for."""
     formats: Mapping[str, Format]
     """Of the tensors that are quantized."""
@@ -78,46 +78,53 @@ class Selection:
         return frozenset(self.formats)
 
 
-def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Selection:
+def select(model: Model, format: FormatLike, keep: Iterable[str] = ()) -> Selection:
     """Decide which tensors of a float model are quantized, and to what.
 
     Parameters
     ----------
     model : Model
         A model of F32, F16 or BF16 weights.
-    format : str or Format
+    format : str, Format, or mapping of str to either
         "q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl" and
         "iq4_xs" are llama-quantize's mixtures of formats. Any other name, and a Format object, is a weight
         format: that of every matrix. Rows that are no multiple of 256 have formats of blocks of 32 then,
-        those that llama-quantize takes.
+        those that llama-quantize takes. A mapping has shell patterns (``*``, ``?``, ``[...]``) of tensor
+        names, and the weight format of each, of which the first that matches counts; matrices that none
+        matches are copied: ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``.
     keep : iterable of str
-        Shell patterns (``*``, ``?``, ``[...]``) of tensor names to copy unchanged.
+        Shell patterns of tensor names to copy unchanged.
 
     Raises
     ------
     ValueError
-        The format is one of activations; a matrix is quantized already (quantizing twice adds both errors);
-        or nothing is left to quantize.
+        The format is one of activations; a pattern matches no tensor; a matrix is quantized already, and
+        quantizing twice adds both errors; or nothing is left to quantize.
     """
     wanted_format = mixture.get(format)
-    if isinstance(wanted_format, Format) and wanted_format.for_activations:
-        raise ValueError(f"{wanted_format} is a format of activations, not of weights")
+    rules = dict(wanted_format.rules) if isinstance(wanted_format, Recipe) else {}
+    for fmt in [wanted_format, *rules.values()]:
+        if isinstance(fmt, Format) and fmt.for_activations:
+            raise ValueError(f"{fmt} is a format of activations, not of weights")
     keep = tuple(keep)
-    idle = [pattern for pattern in keep if not any(fnmatchcase(name, pattern) for name in model.tensors)]
-    if idle:
-        raise ValueError(f"no tensor of {model.path.name} is named like {idle[0]!r} (keep)")
+    _check_patterns(model, keep, "keep")
+    _check_patterns(model, rules, "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
-    wanted = [i for i in matrices if not any(fnmatchcase(i.name, pattern) for pattern in keep)]
+    if isinstance(wanted_format, Format):
+        asked = {info.name: wanted_format for info in matrices}
+    else:
+        asked = wanted_format.formats_of(matrices, model, model.metadata)
+    wanted = [
+        info
+        for info in matrices
+        if info.name in asked and not any(fnmatchcase(info.name, pattern) for pattern in keep)
+    ]
     already = [f"{i.name} ({i.type_name})" for i in wanted if i.type_name not in FLOAT_TYPES]
     if already:
         raise ValueError(
             f"{model.path.name} is quantized already: {', '.join(already[:3])}"
             f"{', ...' if len(already) > 3 else ''}; quantize from a float16, bfloat16 or float32 file"
         )
-    if isinstance(wanted_format, Mixture):
-        asked = wanted_format.formats_of(matrices, model, model.metadata)
-    else:
-        asked = {info.name: wanted_format for info in wanted}
     given = {info.name: mixture.fallback(asked[info.name], info.shape[-1]) for info in wanted}
     made = {name: fmt for name, fmt in given.items() if fmt is not None}
     if not made:
@@ -132,10 +139,16 @@ def select(model: Model, format: str | Format, keep: Iterable[str] = ()) -> Sele
     )
 
 
+def _check_patterns(model: Model, patterns: Iterable[str], argument: str) -> None:
+    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in model.tensors)]
+    if idle:
+        raise ValueError(f"no tensor of {model.path.name} is named like {idle[0]!r} ({argument})")
+
+
 def quantize_file(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    format: str | Format,
+    format: FormatLike,
     *,
     keep: Iterable[str] = (),
     force: bool = False,
@@ -152,9 +165,11 @@ def quantize_file(
     ----------
     source, target : path
         A target whose name ends in .safetensors becomes such a file, any other a GGUF file.
-    format : str or Format
-        A weight format, one with a GGUF type for a GGUF file; or llama.cpp's mixtures "q4_k_m" and so on (see
-        `select`).
+    format : str, Format, or mapping of str to either
+        A weight format, one with a GGUF type for a GGUF file; one of llama.cpp's mixtures ("q2_k", "q3_k_s",
+        "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"); or formats by
+        shell patterns of tensor names, of which the first that matches counts, as in
+        ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``. Matrices that no pattern matches are copied.
     keep : iterable of str
         Shell patterns of tensor names to copy unchanged.
     force : bool
@@ -174,8 +189,8 @@ def quantize_file(
     FileExistsError
         `target` exists and `force` is false.
     GGUFError, ValueError
-        See `cuquant.open` and `select`; the format has no GGUF type; a tensor cannot be quantized (its name
-        and row are in the message).
+        See `cuquant.open`; a matrix is quantized already, or a pattern matches no tensor; the format has no
+        GGUF type; a tensor cannot be quantized (its name and row are in the message).
     """
     target = Path(target)
     with open_model(source, device) as model:

@@ -1,7 +1,8 @@
-"""llama.cpp's mixtures: which tensor of a file like "q4_k_m" gets which format.
+"""Files of several formats: llama.cpp's mixtures, and recipes of one's own.
 
-The rules are those of llama-quantize (llama_tensor_get_type_impl and tensor_type_fallback in its
-src/llama-quant.cpp), without an importance matrix: more bits where errors cost more.
+Which tensor of a file like "q4_k_m" gets which format is a rule of llama-quantize (llama_tensor_get_type_impl
+and tensor_type_fallback in its src/llama-quant.cpp), without an importance matrix: more bits where errors
+cost more.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -129,6 +131,28 @@ class Mixture:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """Formats by patterns of tensor names: that of the first which a name matches; the others stay float."""
+
+    rules: tuple[tuple[str, Format], ...]
+    file_type: ClassVar[None] = None
+    """A file without `general.file_type` is known by its tensors."""
+
+    def __str__(self) -> str:
+        return "+".join(dict.fromkeys(str(fmt) for _, fmt in self.rules))
+
+    def formats_of(
+        self, matrices: Iterable[TensorInfo], names: Iterable[str], metadata: Mapping[str, Any]
+    ) -> dict[str, Format]:
+        """As Mixture's, of the matrices that a pattern matches."""
+        matched = (
+            (info.name, next((fmt for pattern, fmt in self.rules if fnmatchcase(info.name, pattern)), None))
+            for info in matrices
+        )
+        return {name: fmt for name, fmt in matched if fmt is not None}
+
+
+@dataclass(frozen=True)
 class _Model:
     """What the rules ask of a model."""
 
@@ -189,8 +213,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*_MIXTURES, *plain}))
 
 
-def get(name: str | Format) -> Format | Mixture:
-    """The mixture of that name (any case), or the format; a Format stays one. Errors as `formats.get`'s."""
+FormatLike = str | Format | Mapping[str, str | Format]
+"""What people give: the name of a mixture or a format, a format, or the rules of a recipe."""
+
+
+def get(name: FormatLike) -> Format | Mixture | Recipe:
+    """The mixture of that name (any case), a recipe of these rules, or the format; `formats.get`'s errors."""
+    if isinstance(name, Mapping):
+        return Recipe(tuple((str(pattern), formats.get(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
     return formats.get(name)
@@ -198,8 +228,8 @@ def get(name: str | Format) -> Format | Mixture:
 
 def pure(name: str) -> Format:
     """The format of that name, or that of most matrices of the mixture."""
-    kind = get(name)
-    return kind.base if isinstance(kind, Mixture) else kind
+    kind = _MIXTURES.get(name.lower())
+    return formats.get(name) if kind is None else kind.base
 
 
 def fallback(fmt: Format, k: int) -> Format | None:

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,11 @@ class Model(Mapping[str, Any]):
     def device(self) -> str:
         """Where tensors are put when read: "cpu" or "cuda"."""
         return self._device
+
+    @property
+    def xp(self) -> ModuleType:
+        """The module of its arrays, to make others with: numpy, or on a GPU cupy."""
+        return np if self._device == "cpu" else cupy()
 
     @property
     def nbytes(self) -> int:

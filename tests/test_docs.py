@@ -1,0 +1,115 @@
+"""The documentation: its pages are built without a warning, its links lead somewhere, its tables are true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import cuquant as cq
+
+nbformat = pytest.importorskip("nbformat", reason="the test extra is not installed")
+pytest.importorskip("pdoc", reason="the test extra is not installed")
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "examples/README.md", *sorted(DOCS.rglob("*.md"))]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages."""
+    folder = tmp_path_factory.mktemp("site")
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", str(DOCS / "build.py"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    return folder
+
+
+def text_of(path: Path) -> str:
+    """The Markdown of a page, or of a notebook's cells, without code."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = nbformat.reads(text, as_version=4).cells
+        text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return _CODE.sub("", text)
+
+
+def anchors(path: Path) -> set[str]:
+    """Of a Markdown page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES + NOTEBOOKS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_of_files(path: Path) -> None:
+    for link in _LINK.findall(text_of(path)):
+        if link.startswith("https://"):
+            continue
+        target, _, anchor = unquote(link).partition("#")
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+def test_links_of_built_pages(site: Path) -> None:
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    ids = {page: set(re.findall(r'id="([^"]+)"', text)) for page, text in pages.items()}
+    for page, text in pages.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if link.startswith("https://"):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (page.parent / target).resolve() if target else page
+            assert file.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in ids[file], f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("name", [name for name in cq.__all__ if name[0] != "_"])
+def test_every_public_name_has_a_page(site: Path, name: str) -> None:
+    text = (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
+    assert f"cuquant.{name}</h1>" in text
+    body = re.sub(r"<pre.*?</pre>|<[^>]+>", "", text.split("</h1>")[1], flags=re.DOTALL)
+    assert len(body.split()) > 5
+    for section in ("Parameters", "Returns", "Raises"):
+        if f"\n{section}\n" in (getattr(cq, name).__doc__ or "").replace("    ", ""):
+            assert f">{section}</h6>" in text
+
+
+def test_the_table_of_formats() -> None:
+    """Every format, with the bytes, bits and kernels that it has."""
+    table = (DOCS / "formats/README.md").read_text(encoding="utf-8")
+    for name in cq.formats.names():
+        fmt = cq.formats.get(name)
+        size = 32 * fmt.bits if fmt.whole_matrices else fmt.block_bytes  # of a tile
+        gpu = "kernels" if fmt.on_gpu else "no"
+        row = rf"^\| {name} \|.*\| {gpu} \| {size} \| {fmt.bits_per_weight:g} \|$"
+        assert re.search(row, table, re.MULTILINE), row
+
+
+def test_the_bytes_of_every_block_are_pictured() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in (DOCS / "formats").glob("*.md"))
+    for name in cq.formats.names():
+        fmt = cq.formats.get(name)
+        if not fmt.whole_matrices:
+            fields = " | ".join(f"{field} {fmt.storage[field].itemsize}" for field in fmt.storage.names or ())
+            assert f"{name}   {fmt.block_bytes} bytes = {fields}" in pages
+
+
+@pytest.mark.parametrize("page", ["docs/formats/kv.md"])
+def test_code_of_pages_runs(page: str, tmp_path: Path) -> None:
+    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
