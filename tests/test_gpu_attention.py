@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from typing import Any
 
@@ -32,14 +30,7 @@ def _compiled() -> None:
             shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, parts)
             launch = plan.attention(shape, jit.capability(), 132)
             kernels |= {launch.attention.kernel}
-    number = device.cupy().cuda.runtime.getDevice()
-
-    def compile(kernel: Any) -> None:
-        device.cupy().cuda.Device(number).use()
-        jit._function(number, kernel)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile, kernels))
+    list(jit.compile_ahead(kernels))
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:

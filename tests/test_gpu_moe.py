@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -84,14 +83,7 @@ def compiled() -> None:
             made = plan_moe.product(fmt, load, *shape, True, gated, jit.capability())
             if made is not None:
                 kernels.add(made.gemm.plan.kernel)
-    where = device.cupy().cuda.runtime.getDevice()
-
-    def compile(kernel: Any) -> None:
-        device.cupy().cuda.Device(where).use()
-        jit._module(where, kernel)
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile, kernels))
+    list(jit.compile_ahead(kernels))
 
 
 @pytest.fixture(autouse=True)

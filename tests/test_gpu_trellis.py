@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from test_trellis import BITS, F, Parts, gauss, random_parts, rng
 
 import cuquant as cq
-from cuquant import device, jit, plan, problem, sources, testing
+from cuquant import device, jit, plan, problem, testing
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +24,7 @@ SHAPES = [(70, 160), (200, 1024), (33, 130), (65, 31), (1, 1)]
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Kernels of the products, into CuPy's cache, on all cores at once."""
+    """Kernels of the products, on all processors at once."""
     capability = jit.capability()
     formats = [cq.formats.get(name) for name in TRELLIS]
     shapes = [(n, k, 1) for n, k in SHAPES] + [(40, 96, 3), (96, 256, 1)]
@@ -34,17 +33,7 @@ def compiled() -> None:
         for fmt, m, (n, k, count), half in product(formats, BATCHES, shapes, (True, False))
     }
     todo |= {kernel for kernel in plan.all_kernels(formats, capability) if kernel.op != "gemm"}
-    modules = {(kernel.op, kernel.format, kernel.constants): kernel for kernel in todo}
-    device_id = device.cupy().cuda.runtime.getDevice()
-
-    def compile_one(kernel: plan.Kernel) -> None:
-        with device.cupy().cuda.Device(device_id):
-            target = ("-arch=sm_90a",) if capability == 90 else ()
-            code = sources.flatten(kernel.op, kernel.format)
-            device.cupy().RawModule(code=code, options=("--std=c++17", *target, *kernel.defines)).compile()
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(compile_one, modules.values()))
+    list(jit.compile_ahead(todo))
 
 
 def on_gpu(x: Any, fmt: Any) -> cq.QuantizedArray:
