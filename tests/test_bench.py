@@ -221,7 +221,7 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),
         (("moe", "--peers", "none"), "moe takes no --peers"),
-        (("--top-k", "2"), "--experts and --top-k are for moe"),
+        (("--top-k", "2"), "matmul takes no --top-k"),
         (("mixture",), "invalid choice: 'mixture'"),
     ],
 )
