@@ -185,9 +185,11 @@ class QuantizedArray:
         Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
         and cannot be indexed.
         """
-        return self._selected(self.blocks, check.row_index(index, self.shape))
+        return self.selected(self.blocks, check.row_index(index, self.shape))
 
-    def _selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
+    def selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
+        """What an index of all axes but the last selects of this array, given its `blocks`, which may have to
+        be made."""
         chosen, shape = self._format.select(blocks, self._shape, index)
         return QuantizedArray(self._format, chosen, shape=shape)
 
@@ -198,7 +200,7 @@ class QuantizedArray:
         """Along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
         check.can_iterate(self.shape)
         blocks = self.blocks  # once: on a GPU they may have to be made
-        return (self._selected(blocks, (i,)) for i in range(len(self)))
+        return (self.selected(blocks, (i,)) for i in range(len(self)))
 
     def __matmul__(self, other: Any) -> Any:
         from .ops.matmul import matmul

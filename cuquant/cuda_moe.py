@@ -176,7 +176,9 @@ def _tokens_at_once(mixture: _Mixture, top_k: int) -> int:
     """Tokens whose rows the workspace holds; at least one."""
     (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
     row = 2 * max(k, width) + 4 * max(width, n) + 2 * width * mixture.blocks
-    return max(1, WORKSPACE // (row * top_k))
+    # Of rows at least 8 have a block of the launch's third axis.
+    most = 8 * (plan.MOST_BLOCKS - mixture.gate.shape[0])
+    return max(1, min(WORKSPACE // row, most) // top_k)
 
 
 def _layout(mixture: _Mixture, load: Load) -> _Layout:

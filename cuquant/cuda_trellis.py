@@ -157,8 +157,11 @@ class Signs:
             return self.bits
         if lead not in self._expanded:
             cupy = device.cupy()
-            whole = cupy.broadcast_to(self.bits, (*lead, self.bits.shape[-1]))
-            self._expanded[lead] = cupy.ascontiguousarray(whole)
+            stream = cupy.cuda.get_current_stream()
+            check.may_prepare(stream)
+            whole = cupy.ascontiguousarray(cupy.broadcast_to(self.bits, (*lead, self.bits.shape[-1])))
+            stream.synchronize()  # other streams may use it
+            self._expanded[lead] = whole
         return self._expanded[lead]
 
 

@@ -103,7 +103,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
     for tile in plan.WGMMA_TILES:
         gemm = plan.wgmma_unshared(fmt, tile, k)
-        if gemm is None or (sides == 2 and tile.blocks != 2):
+        if gemm is None or (sides == 2 and tile.blocks != 2) or _lacks_registers(fmt, tile.batch, sides):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
@@ -113,6 +113,11 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
         yield Product(
             _grouped(gemm, sides == 2, grid), tile.batch, works, max(us, weights / _BYTES_US + _LAUNCH_US)
         )
+
+
+def _lacks_registers(fmt: Format, batch: int, sides: int) -> bool:
+    """Whether a tile's kernel would keep registers in memory."""
+    return batch == 128 and fmt.sign_bits > 0 if sides == 2 else batch == 64 and fmt.bits == 6
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
@@ -168,7 +173,7 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
-    for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
+    for fmt in {f.for_kernels for f in formats if f.on_gpu and not (f.for_activations or f.whole_matrices)}:
         for load in loads:
             for n in (1 << 10, 14336):
                 for half in (True, False):

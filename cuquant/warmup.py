@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from . import device, formats, plan
+from . import device, formats, plan, plan_moe, plan_trellis
 from .array import QuantizedArray
 from .formats import Format
 from .io.model import Model
@@ -15,7 +15,8 @@ from .io.model import open as open_model
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows of x that are prepared for, unless others are asked for: decoding and a prompt."""
-ACTIVATIONS = "q8_1"
+TOP_K = 2
+"""Experts of a token, where nothing says how many."""
 
 
 def warmup(
@@ -58,10 +59,11 @@ def warmup(
     batches = list(batches)
     if any(m < 1 for m in batches):
         raise ValueError(f"batches are {batches}; a product has at least one row")
+    found, top_k = _weights(weights)
     needed = [
         kernel
-        for fmt, shape in dict.fromkeys(_weights(weights))
-        for kernel in kernels(fmt, shape, batches, jit.capability())
+        for fmt, shape in dict.fromkeys(found)
+        for kernel in kernels(fmt, shape, batches, jit.capability(), top_k)
     ]
     needed = list(dict.fromkeys(needed))
     bar = tqdm(
@@ -71,27 +73,41 @@ def warmup(
 
 
 def kernels(
-    fmt: Format, shape: tuple[int, ...], batches: Iterable[int], capability: int
+    fmt: Format, shape: tuple[int, ...], batches: Iterable[int], capability: int, top_k: int = TOP_K
 ) -> list[plan.Kernel]:
-    """What products of float16, bfloat16, float32 and q8_1 activations with one weight (..., N, K) launch."""
-    kept, activations = fmt.for_kernels, formats.get(ACTIVATIONS)
+    """What products of float16, bfloat16, float32 and q8_1 activations with one weight (..., N, K) launch,
+    and mixtures of so many experts for a token with a stack (E, N, K)."""
+    kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
-    found = {plan.repack(kept, "to_fragments", 1).kernel}
+    found = {plan.repack(kept, "to_fragments", 1).kernel} if not kept.whole_matrices else set()
+    if kept.whole_matrices:
+        found |= {kernel for kernel in plan_trellis.kernels(kept) if kernel.op == "repack_trellis"}
+    entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]
+    if kept.whole_matrices or k % kept.block_size:
+        entries += ["prepare_rows", "prepare_halves"]
     for m in batches:
         found.add(plan.gemm(kept, m, n, k, prod(lead), True, capability).plan.kernel)
-        entries = ("rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half")
-        found |= {plan.activations(entry, activations, m, k).kernel for entry in entries}
+        found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
+        if len(lead) == 1 and not kept.whole_matrices:
+            load = plan_moe.Load(m, min(top_k, lead[0]), lead[0])
+            found.add(plan_moe.gather(load, k).kernel)
+            for gated in (True, False):
+                made = plan_moe.product(kept, load, n, k, True, gated, capability)
+                found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)
 
 
-def _weights(source: Any) -> list[tuple[Format, tuple[int, ...]]]:
-    """Formats that have kernels, and shapes, of the weights of something."""
+def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
+    """Formats and shapes of the weights of something, as far as there are kernels; experts of a token."""
     if isinstance(source, (str, os.PathLike)):
         with open_model(source, "cpu") as model:
             return _weights(model)
+    top_k = TOP_K
     if isinstance(source, Model):
         types = ((formats.by_ggml_type(t.ggml_type), t.shape) for t in source.tensors.values())
         found = [(fmt, shape) for fmt, shape in types if fmt is not None]
+        used = source.metadata.get(f"{source.metadata.get('general.architecture')}.expert_used_count")
+        top_k = used if isinstance(used, int) and used > 0 else TOP_K
     else:
         found = [(w.format, w.shape) for w in source]
-    return [(f, shape) for f, shape in found if f.on_gpu and not f.for_activations and len(shape) > 1]
+    return [(f, shape) for f, shape in found if f.on_gpu and not f.for_activations and len(shape) > 1], top_k

@@ -82,8 +82,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for style in ("table", "md", "csv", "json"):
         assert run("compare", NANO, made, "-o", style) == 0
         out, err = capsys.readouterr()
-        assert "only in B" in err
-        assert "general.file_type: 1 -> 2" in err
+        told = out if style in ("table", "md") else err
+        assert "only in B" in told
+        assert "general.file_type: 1 -> 2" in told
         if style == "csv":
             rows = list(csv.DictReader(io.StringIO(out)))
             assert {row["b"] for row in rows if row["a"] == "F16"} == {"Q4_0"}

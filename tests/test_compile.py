@@ -316,3 +316,14 @@ def test_kernels_are_keys() -> None:
     assert a != b
     assert a == plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))
     assert len({a, b, plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))}) == 2
+
+
+@pytest.mark.parametrize("budget", [1, 44, 108, 132, 148])
+@pytest.mark.parametrize("batch", [1, 3, 12, 100])
+def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> None:
+    """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
+    f32, total = np.float32, budget * batch
+    for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
+        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
+        counts = batch * int(np.ceil(f32(cost) / part))
+        assert batch <= counts <= total + batch - 1

@@ -114,3 +114,9 @@ def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]
     failed = run("eval", models[0], tmp_path / "none.gguf", *options)
     assert_one_line_error(failed)
     assert "none.gguf" in failed.err
+
+
+def test_the_base_stands_once(models: list[Path]) -> None:
+    options = {**OPTIONS, "formats": (), "base": models[0]}
+    table = cq.evaluate_files([models[1], models[1]], **options).to_pandas()
+    assert list(table["model"]) == ["a.gguf", "b.gguf", "b.gguf"]

@@ -16,7 +16,7 @@ from synthetic import some_tokens
 
 from cuquant.eval import Evaluation, evaluate
 
-KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows"]
+KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows", "base"]
 COLUMNS = ["format", "bits_per_weight", "ppl", "ppl_stderr", "mean_kld", "max_kld", "same_top_percent"]
 COLUMNS += ["rms_dp_percent"]
 TENSOR_COLUMNS = ["name", "format", "bits_per_weight", "nmse", "sqnr_db", "max_abs_error"]

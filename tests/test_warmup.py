@@ -27,6 +27,15 @@ def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
     assert {k.format for k in found if k.op == "gemm"} == {formats.get("int4-128").for_kernels.header}
 
 
+def test_kernels_of_tiles_and_of_experts() -> None:
+    trellis = kernels(formats.get("trellis3"), (256, 300), (1, 64), 90)
+    assert {k.op for k in trellis} == {"repack_trellis", "activations", "gemm"}
+    assert {"prepare_rows", "prepare_halves"} <= {k.entry for k in trellis}
+    stack = kernels(formats.get("q4_k"), (8, 256, 512), (1, 512), 90)
+    assert {dict(k.constants).get("GATED") for k in stack if k.op == "gemm"} == {None, 0, 1}
+    assert any(k.op == "moe" for k in stack)
+
+
 @pytest.mark.skipif(device.gpu_problem() is None, reason="there is a GPU")
 def test_without_a_gpu(run: Run) -> None:
     with pytest.raises(RuntimeError, match="no CUDA device can be used"):

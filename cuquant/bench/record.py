@@ -109,12 +109,13 @@ class Record:
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
-        `shape` stands for (N, K). Cells without such a value are left out. ValueError where none is left.
+        `shape` stands for (N, K), `head_layout` for (heads, kv_heads). Cells without such a value are left
+        out. ValueError where none is left.
         """
         kept = [
             cell
             for cell in self.cells
-            for values in [cell | {"shape": (cell.get("N"), cell.get("K"))}]
+            for values in [cell | _pairs(cell)]
             if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not kept:
@@ -186,6 +187,13 @@ def rounded(value: float | None) -> Any:
 def _paragraphs(text: str, style: str) -> str:
     pattern = {"md": "- {}", "html": "<p>{}</p>"}.get(style, "{}")
     return "\n".join(pattern.format(line) for line in text.splitlines())
+
+
+def _pairs(cell: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "shape": (cell.get("N"), cell.get("K")),
+        "head_layout": (cell.get("heads"), cell.get("kv_heads")),
+    }
 
 
 _HEADER = {"device", "versions", "commit"}

@@ -33,3 +33,10 @@ def file_format_list(text: str) -> list[str]:
 
 def int_list(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import formats
-from .arguments import format_list, int_list, subcommand
+from .arguments import format_list, int_list, positive_int, subcommand
 
 
 def add(commands: Any) -> None:
@@ -48,8 +48,8 @@ def add(commands: Any) -> None:
         type=int_list,
         help="rows of x (1,2,4,...,4096; dequant: 1,8), or sequences (attention: 1,8,32)",
     )
-    command.add_argument("--experts", metavar="E", type=int, help="moe: experts (8)")
-    command.add_argument("--top-k", metavar="K", type=int, help="moe: experts of a token (2)")
+    command.add_argument("--experts", metavar="E", type=positive_int, help="moe: experts (8)")
+    command.add_argument("--top-k", metavar="K", type=positive_int, help="moe: experts of a token (2)")
     command.add_argument(
         "--bits", metavar="B,B,...", type=_width_list, help="attention: of cached tokens, or mixed (all)"
     )
@@ -146,6 +146,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         record = _measured(arguments)
     else:
         wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
+        wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
         if arguments.what == "attention":
             wanted["batch"] = wanted.pop("M")
         record = Record.read(arguments.source).only(**wanted)
@@ -187,6 +188,8 @@ def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
     record = Record.start(arguments.record)
     names, activations = arguments.formats or ["q4_0"], arguments.activations or ["f16"]
+    if any(formats.get(name).whole_matrices for name in names):
+        arguments.wrong_usage("moe takes no trellis formats: their experts are products of their own")
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     experts, top_k = arguments.experts or 8, arguments.top_k or 2
     cells = moe(record, names, activations, shapes, batches, experts, top_k)
@@ -226,17 +229,17 @@ _OPTIONS = {
     "activations": "activation",
     "shapes": "shape",
     "batches": "M",
-    "experts": None,
-    "top_k": None,
+    "experts": "experts",
+    "top_k": "top_k",
     "bits": "bits",
     "contexts": "context",
-    "heads": None,
+    "heads": "head_layout",
     "peers": None,
 }
 """Options that say what is measured, and what a record's cells call it, if it selects among them."""
 _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any, int]]]] = {
     "matmul": ({"formats", "activations", "shapes", "batches", "peers", "plot"}, _matmul),
-    "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k", "plot"}, _moe),
+    "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k"}, _moe),
     "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
 }

@@ -114,6 +114,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
     found = compare(arguments.a, arguments.b, progress=True)
     print(found.render(arguments.style))
-    print(found.summary(), file=sys.stderr)
+    told = sys.stdout if arguments.style in ("table", "md") else sys.stderr  # csv and json are for programs
+    print(f"\n{found.summary()}" if told is sys.stdout else found.summary(), file=told)
     for key, (a, b) in found.metadata.items():
-        print(f"{key}: {a or 'missing'} -> {b or 'missing'}", file=sys.stderr)
+        print(f"{key}: {a or 'missing'} -> {b or 'missing'}", file=told)

@@ -64,6 +64,8 @@ class Evaluation:
         "numpy", or the GPU's name.
     rows : list of Row
         With formats or a base model the first row is the original.
+    base : str or None
+        The file of a base model, whose row the first is.
     """
 
     model: str
@@ -73,6 +75,7 @@ class Evaluation:
     scored_tokens: int
     backend: str
     rows: list[Row]
+    base: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dictionaries and lists: what ``render("json")`` prints."""
@@ -155,10 +158,17 @@ class Evaluations:
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns: Columns = {"model": ("model", "")}
         records: list[dict[str, Any]] = []
+        bases: set[str] = set()
         for evaluation in self.each:
             own, found = evaluation._records(tensors)
             columns |= found
-            records += [{"model": Path(evaluation.model).name} | record for record in own]
+            names = [Path(evaluation.model).name] * len(own)
+            if evaluation.base is not None and not tensors:
+                names[0] = Path(evaluation.base).name
+                if evaluation.base in bases:
+                    own, names = own[1:], names[1:]
+                bases.add(evaluation.base)
+            records += [{"model": name} | record for name, record in zip(names, own, strict=True)]
         return [{key: record.get(key) for key in columns} for record in records], columns
 
     def __str__(self) -> str:

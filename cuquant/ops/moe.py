@@ -89,8 +89,8 @@ def moe(
     experts in ascending order of their ids, and y is rounded once: the same call gives the same bits.
 
     On a GPU, for quantized experts, all experts of a projection are one launch; nothing synchronises, and
-    after a warm-up call it can be captured in a CUDA graph. Float experts, and formats without kernels, are
-    products of their own, for which the host reads ids and probabilities.
+    after a warm-up call it can be captured in a CUDA graph. Float and trellis experts, more than 1024 of them
+    or than 256 for a token are products of their own, for which the host reads ids and probabilities.
 
     Parameters
     ----------
@@ -158,8 +158,15 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
     order = np.argsort(flat, kind="stable")
     starts = np.searchsorted(flat[order], np.arange(count + 1))
     y = xp.zeros((tokens, experts.down.shape[1]), np.float32)
-    for expert in np.flatnonzero(np.diff(starts)):
-        one = Experts(*(stack[int(expert)] for stack in experts))
+    # Once for all: a prepared stack's bytes have to be made.
+    stored = [stack.blocks if check.is_quantized(stack) else None for stack in experts]
+    for expert in map(int, np.flatnonzero(np.diff(starts))):
+        one = Experts(
+            *(
+                stack[expert] if blocks is None else stack.selected(blocks, (expert,))
+                for stack, blocks in zip(experts, stored, strict=True)
+            )
+        )
         mine = order[starts[expert] : starts[expert + 1]]
         for part in cpu.slabs(len(mine), width, _HIDDEN):
             token, slot = np.divmod(mine[part], top_k)

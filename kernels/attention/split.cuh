@@ -24,7 +24,8 @@ struct Share {
 #pragma unroll
         for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
         if (lane == 0) sequence = -1;
-        const float part = fmaxf(__fdiv_rn(total, float(p.budget)), float(p.least));
+        // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid.
+        const float part = fmaxf(__fmul_rn(__fdiv_rn(total, float(p.budget)), 1 + 0x1p-15f), float(p.least));
         int before = 0;
         for (int base = 0; base < p.batch; base += WARP) {
             const int count = base + lane < p.batch ? max(1, int(ceilf(__fdiv_rn(cost_of(p, base + lane), part)))) : 0;
