@@ -238,7 +238,7 @@ def test_scales_far_apart(group: int) -> None:
     for m in (2, 40, 130):
         x = gauss(m, 256, seed=2)
         y, exact = as_numpy(cupy.asarray(x) @ there.T), testing.linear(x, w)
-        agrees(y, exact)
+        assert nmse(y, exact) < 1e-6  # one column is nearly all of a row's mean square, and may cancel
         assert m < 40 or max(nmse(y[:, n], exact[:, n]) for n in range(64)) < 1e-6
     np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
 
