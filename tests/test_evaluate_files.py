@@ -120,3 +120,11 @@ def test_the_base_stands_once(models: list[Path]) -> None:
     options = {**OPTIONS, "formats": (), "base": models[0]}
     table = cq.evaluate_files([models[1], models[1]], **options).to_pandas()
     assert list(table["model"]) == ["a.gguf", "b.gguf", "b.gguf"]
+
+
+def test_a_mixture_has_its_name(tmp_path: Path) -> None:
+    source = write(tmp_path / "f16.gguf", Spec(d_model=256, head_dim=64, n_ff=256))
+    for kind in ("q4_k_m", "q4_0"):
+        cq.quantize_file(source, tmp_path / f"{kind}.gguf", kind)
+        rows = cq.evaluate(tmp_path / f"{kind}.gguf", tokens=some_tokens(32), ctx=16).rows
+        assert [row.format for row in rows] == [kind]

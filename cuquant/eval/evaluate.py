@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from .. import device as device_info
 from ..array import QuantizedArray
 from ..formats import Format
-from ..io import convert
+from ..io import convert, mixture
 from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
@@ -184,13 +184,15 @@ def _contenders(source: Model, base: Model | None, formats: Sequence[FormatLike]
 
 
 def _own_type(model: Model) -> str:
-    """The type of most weights of a file, in lower case."""
+    """The mixture that a file says it is, or else the type of most of its weights, in lower case."""
     if not model.tensors:
         raise ValueError(f"{model.path} has no tensors")
     weights: Counter[str] = Counter()
     for info in model.tensors.values():
         weights[info.type_name.lower()] += int(np.prod(info.shape, dtype=object))
-    return weights.most_common(1)[0][0]
+    kinds = [kind for kind, _ in weights.most_common() if kind.upper() not in convert.FLOAT_TYPES]
+    named = mixture.of_file(kinds[0], model.metadata.get("general.file_type")) if len(kinds) > 1 else None
+    return named or weights.most_common(1)[0][0]
 
 
 def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:

@@ -226,6 +226,12 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     return formats.get(name)
 
 
+def of_file(base: str, file_type: Any) -> str | None:
+    """The name of the mixture that has most weights in this format and this `general.file_type`, if any."""
+    known = {(m.base.name, m.file_type): m.name for m in _MIXTURES.values()}
+    return known.get((base, file_type))
+
+
 def pure(name: str) -> Format:
     """The format of that name, or that of most matrices of the mixture."""
     kind = _MIXTURES.get(name.lower())
