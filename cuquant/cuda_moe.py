@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import check, cuda, device, jit, plan, plan_moe, problem
+from . import check, cuda, device, jit, plan, problem
 from .array import QuantizedArray
 from .formats import get
 from .fragments import Fragments
-from .plan_moe import Load, Product
+from .plan.moe import Load, Product
 
 WORKSPACE = 1 << 30
 """Bytes between the launches that more tokens than one may fill; more tokens take several rounds."""
@@ -33,8 +33,8 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     return (
         len(formats) == 3
         and all(fmt.on_gpu and not fmt.whole_matrices for fmt in formats)  # whose columns may have signs
-        and 1 <= experts <= plan_moe.MOST_EXPERTS
-        and 1 <= top_k <= plan_moe.MOST_SLOTS
+        and 1 <= experts <= plan.moe.MOST_EXPERTS
+        and 1 <= top_k <= plan.moe.MOST_SLOTS
         and min(gate.shape + down.shape) > 0
         and (width <= plan.LONGEST_ROW or not check.is_quantized(x))
     )
@@ -48,7 +48,7 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any]:
     if ids.size:
         rows = logits.reshape(-1, logits.shape[-1])
         numbers = (np.int64(len(rows)), np.int32(rows.shape[1]), np.int32(top_k), np.int32(normalize))
-        jit.launch(plan_moe.route(len(rows)), *cuda._float_rows(rows), *numbers, ids, probs)
+        jit.launch(plan.moe.route(len(rows)), *cuda._float_rows(rows), *numbers, ids, probs)
     return ids, probs
 
 
@@ -111,14 +111,14 @@ class _Mixture(NamedTuple):
         both = None
         if self.alike():
             own = self.gate.weight
-            both = plan_moe.gate_and_up(own.format, load, width, k, own.half, capability)
+            both = plan.moe.gate_and_up(own.format, load, width, k, own.half, capability)
         singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
         return (both, *singles)  # type: ignore[return-value]
 
 
 def _single(w: Fragments, load: Load, capability: int) -> Product:
     own = w.weight
-    product = plan_moe.product(own.format, load, *w.shape[1:], own.half, False, capability)
+    product = plan.moe.product(own.format, load, *w.shape[1:], own.half, False, capability)
     assert product is not None
     return product
 
@@ -228,7 +228,7 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
     _hidden(mixture, load.rows, width, at)
     _multiply(mixture.down, load, down, (at["halves"], at["factors"]), sums, then, 2, early=True)
     jit.launch(
-        plan_moe.combine(load.tokens, n),
+        plan.moe.combine(load.tokens, n),
         *(np.uint64(sums), np.int32(n), np.uint64(places), *routing),
         *(probs, np.int32(problem.DTYPES[probs.dtype])),
         *cuda._float_rows(out),
@@ -253,11 +253,11 @@ def _gather(
 ) -> None:
     """Rows of x in the order of their experts, and every product's works."""
     starts = 0
-    if load.tokens > plan_moe.FEW_TOKENS:
+    if load.tokens > plan.moe.FEW_TOKENS:
         starts = at["starts"]
-        jit.launch(plan_moe.group(load.experts), *routing, np.uint64(at["places"]), np.uint64(starts))
+        jit.launch(plan.moe.group(load.experts), *routing, np.uint64(at["places"]), np.uint64(starts))
     jit.launch(
-        plan_moe.gather(load, k),
+        plan.moe.gather(load, k),
         *(np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column)),
         *(np.uint64(x.factors), np.int32(k), *routing, np.uint64(at["places"]), np.uint64(starts)),
         *(np.uint64(at["halves"]), np.uint64(at["factors"])),
@@ -309,7 +309,7 @@ def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> Non
     """Hidden numbers to the float16 rows that `down` multiplies, through q8_1 if x is of it."""
     to = (np.uint64(at["halves"]), np.uint64(at["factors"]))
     if not mixture.blocks:
-        jit.launch(plan_moe.hidden(rows, width), np.uint64(at["sums"]), np.int32(width), *to)
+        jit.launch(plan.moe.hidden(rows, width), np.uint64(at["sums"]), np.int32(width), *to)
         return
     step = plan.activations("quantize_rows", get("q8_1"), rows, width)
     source = (np.uint64(at["sums"]), np.int32(_FLOAT), np.int64(width), np.int64(1))

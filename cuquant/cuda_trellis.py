@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import check, device, jit, plan, plan_trellis, problem
+from . import check, device, jit, plan, problem
 from .formats.trellis import CANDIDATES, LEAST_HALF, Parts, Search, Trellis, random_signs, search_of
 from .fragments import Fragments
 
@@ -59,7 +59,7 @@ class Nearest:
             self._there = tuple(cupy.asarray(np.ascontiguousarray(a, np.float32)) for a in (groups, h))
         codes, scales = cupy.empty(groups.shape, np.uint8), cupy.empty(len(groups), np.float32)
         start = None if start is None else cupy.asarray(start)
-        step = plan_trellis.nearest(self._fmt, len(groups))
+        step = plan.trellis.nearest(self._fmt, len(groups))
         levels = _levels(search_of(grid), self._fmt.bits)
         jit.launch(step, *self._there, start, np.int64(len(groups)), codes, scales, levels)
         return codes.get(), scales.get()
@@ -85,7 +85,7 @@ def quantize(x: Any, fmt: Trellis, signs: tuple[Any, Any] | None = None, moments
     bad = cupy.full(2, NO_BAD_ROW, np.uint64)
     given = (rows, np.int32(problem.DTYPES[rows.dtype]), *strides, *_sizes(matrices, n, k), h, blocks, bad)
     levels = _levels(search_of(fmt.grid), fmt.bits)
-    jit.launch(plan_trellis.quantize(own, matrices, n, k), *given, levels)
+    jit.launch(plan.trellis.quantize(own, matrices, n, k), *given, levels)
     row, scale = (int(first) for first in bad.get())
     if row < NO_BAD_ROW:
         check.to_quantize(cupy.asnumpy(rows[row]).astype(np.float32)[None], fmt, row, x.shape)
@@ -102,7 +102,7 @@ def dequantize(blocks: Any, fmt: Trellis, shape: tuple[int, ...], dtype: np.dtyp
         matrices, n, k = _sides(shape)
         grid = np.zeros(16, np.float32)
         grid[: 1 << fmt.bits] = fmt.codebook
-        step = plan_trellis.dequantize(fmt.for_kernels, matrices, n, k)
+        step = plan.trellis.dequantize(fmt.for_kernels, matrices, n, k)
         to = (out, np.int32(problem.DTYPES[dtype]), grid.tobytes())
         jit.launch(step, _records(blocks), *_sizes(matrices, n, k), *to)
     return out
@@ -129,7 +129,7 @@ def select(
         if len(ids) == n and (ids == homes[0] * n + np.arange(n)).all():
             target[...] = sources[homes[0]]
             continue
-        step = plan_trellis.take_rows(fmt.for_kernels, len(ids), k)
+        step = plan.trellis.take_rows(fmt.for_kernels, len(ids), k)
         sizes = (np.int32(n), np.int32(k))
         jit.launch(step, sources, *sizes, cupy.asarray(ids), np.int32(len(ids)), target)
     return out
@@ -202,7 +202,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     if prod(shape) == 0:
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
-    jit.launch(plan_trellis.survey(own, matrices, n, k), blocks, *sizes, found)
+    jit.launch(plan.trellis.survey(own, matrices, n, k), blocks, *sizes, found)
     facts = found.get(stream)
     greatest, least = (float(bits) for bits in facts[:2].view(np.float32))
     half, lift = _scale_lift(greatest, min(greatest, least) if facts[0] else 0.0, fmt)
@@ -211,7 +211,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     if facts[2]:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
-        step = plan_trellis.sign_bits(own, bits.size)
+        step = plan.trellis.sign_bits(own, bits.size)
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch))
         known["signs"] = Signs(bits, bool(facts[3]))
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
@@ -238,5 +238,5 @@ def from_fragments(fragments: Fragments) -> Any:
 def _repack(entry: str, fragments: Fragments, blocks: Any, lift: int) -> None:
     matrices, n, k = _sides(fragments.shape)
     planes = (np.uint64(address) for address in fragments.addresses)
-    step = plan_trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
+    step = plan.trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
     jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift))

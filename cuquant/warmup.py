@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from . import device, formats, plan, plan_moe, plan_trellis
+from . import device, formats, plan
 from .array import QuantizedArray
 from .formats import Format
 from .io.model import Model
@@ -81,7 +81,7 @@ def kernels(
     *lead, n, k = shape
     found = {plan.repack(kept, "to_fragments", 1).kernel} if not kept.whole_matrices else set()
     if kept.whole_matrices:
-        found |= {kernel for kernel in plan_trellis.kernels(kept) if kernel.op == "repack_trellis"}
+        found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
     entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]
     if kept.whole_matrices or k % kept.block_size:
         entries += ["prepare_rows", "prepare_halves"]
@@ -89,10 +89,10 @@ def kernels(
         found.add(plan.gemm(kept, m, n, k, prod(lead), True, capability).plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
         if len(lead) == 1 and not kept.whole_matrices:
-            load = plan_moe.Load(m, min(top_k, lead[0]), lead[0])
-            found.add(plan_moe.gather(load, k).kernel)
+            load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
+            found.add(plan.moe.gather(load, k).kernel)
             for gated in (True, False):
-                made = plan_moe.product(kept, load, n, k, True, gated, capability)
+                made = plan.moe.product(kept, load, n, k, True, gated, capability)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)
 

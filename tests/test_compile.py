@@ -13,7 +13,7 @@ import pytest
 from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
 
 import cuquant as cq
-from cuquant import plan, plan_trellis, sources
+from cuquant import plan, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
@@ -183,8 +183,8 @@ def test_layout_of_trellis_weights(name: str) -> None:
     assert layout.low + layout.high == 128 * fmt.bits
     assert (layout.scale, layout.group, layout.group_tiles) == ((128, 0, 1) if "-32" in name else (0, 64, 2))
     assert layout.step(2) == 16 * 128 * fmt.bits // 8 + 16 * 4 * (4 if "-32" in name else 1)
-    assert plan_trellis.repack(fmt, "to_fragments", 3, 129, 257).grid == (3 * 2 * 2, 1, 1)
-    assert plan_trellis.take_rows(fmt, 17, 33).grid == (1, 1, 1)
+    assert plan.trellis.repack(fmt, "to_fragments", 3, 129, 257).grid == (3 * 2 * 2, 1, 1)
+    assert plan.trellis.take_rows(fmt, 17, 33).grid == (1, 1, 1)
 
 
 def test_activations_have_no_weight_layout() -> None:

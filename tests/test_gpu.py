@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, jit, plan, problem, testing
+from cuquant.plan import wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -392,7 +393,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
-@pytest.mark.parametrize("tile", list(plan._STEP_US), ids=lambda tile: "x".join(map(str, tile)))
+@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
 def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
     """Whatever the measured times make of them: splits, shared tiles, edges, every epilogue."""
     cupy = device.cupy()
@@ -407,14 +408,14 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         (9, 2570, 1024),
         (300, 2570, 1056),
     ):
-        choices = [choice for choice in plan._choices(fmt, m, n, k, 1) if choice.tile == tile]
+        choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
         bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
         for choice in choices:
             ways.add((choice.split, choice.streamed > 0))
-            monkeypatch.setattr(plan, "_choices", lambda *a, choice=choice: [choice])
+            monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
             plan.gemm.cache_clear()
             problem.resolve.cache_clear()
             for _ in range(2):  # flags are as they were

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import device, jit, plan, problem, testing
 from cuquant.formats import ggml, kquant
+from cuquant.plan import wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -175,7 +176,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, name: str) -> 
             assert nmse(cq.matmul(x, w.T, dtype=F), testing.linear(x, w)) < 1e-6, (n, m)
 
 
-@pytest.mark.parametrize("tile", list(plan._STEP_US), ids=lambda tile: "x".join(map(str, tile)))
+@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
 def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
     """Stages of one and of several groups of columns, splits and shared tiles that start within a group."""
     cupy = device.cupy()
@@ -185,10 +186,10 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
         w = weight(name, (n, k), 10)
         x = cupy.asarray(gauss((m, k), 11).astype(np.float16))
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in plan._choices(w.format, m, n, k, 1):
+        for choice in wgmma_core.choices(w.format, m, n, k, 1):
             if choice.tile != tile:
                 continue
-            monkeypatch.setattr(plan, "_choices", lambda *a, choice=choice: [choice])
+            monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
             plan.gemm.cache_clear()
             problem.resolve.cache_clear()
             assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice

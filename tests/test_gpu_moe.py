@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import check, cuda_moe, device, jit, plan_moe, testing
+from cuquant import check, cuda_moe, device, jit, plan, testing
 from cuquant.ops import moe as module
-from cuquant.plan_moe import Load
+from cuquant.plan.moe import Load
 
 pytestmark = pytest.mark.gpu
 F = np.float32
@@ -80,7 +80,7 @@ def compiled() -> None:
             continue
         fmt, (n, k) = cq.formats.get(name).for_kernels, (384, 256)
         for gated, shape in product((True, False), ((n, k), (72, n))):
-            made = plan_moe.product(fmt, load, *shape, True, gated, jit.capability())
+            made = plan.moe.product(fmt, load, *shape, True, gated, jit.capability())
             if made is not None:
                 kernels.add(made.gemm.plan.kernel)
     list(jit.compile_ahead(kernels))
@@ -315,7 +315,7 @@ def test_routing_of_extreme_logits() -> None:
 
 
 def test_more_experts_than_the_kernels_take_fallback() -> None:
-    count = plan_moe.MOST_EXPERTS + 1
+    count = plan.moe.MOST_EXPERTS + 1
     experts = stacks("q4_0", count, k=32, hidden=32, n=16)
     x, ids, probs = on_gpu(gauss(3, 32), *routed(3, count, 2))
     close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs))

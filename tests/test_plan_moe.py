@@ -12,8 +12,8 @@ import pytest
 from test_compile import FORMATS, OTHERS, SHARED, check
 
 import cuquant as cq
-from cuquant import plan, plan_moe, problem
-from cuquant.plan_moe import Load
+from cuquant import plan, problem
+from cuquant.plan.moe import Load
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 NAMES = ("q4_0", "q5_1", "q8_0", "kbit2", "kbit5", "mxfp4", "nvfp4", "int4-128-zeros")
@@ -23,7 +23,7 @@ LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1)
 def kernels(arch: str, names: tuple[str, ...]) -> list[plan.Kernel]:
     """Every kernel that plans ask for on an architecture, one of those that share a module."""
     capability = int("".join(c for c in arch if c.isdigit()))
-    found = plan_moe.all_kernels([cq.formats.get(name) for name in names], capability)
+    found = plan.moe.all_kernels([cq.formats.get(name) for name in names], capability)
     return list({(k.op, k.format, k.constants): k for k in found}.values())
 
 
@@ -60,7 +60,7 @@ def test_every_kernel(arch: str) -> None:
 def test_plans_fit(capability: int, half: bool) -> None:
     """Tiles cover all rows of the weights, and the hardware has room for each block and enough blocks."""
     for name, load, n, gated in product(NAMES, LOADS, (16, 200, 14336), (False, True)):
-        made = plan_moe.product(cq.formats.get(name).for_kernels, load, n, 4096, half, gated, capability)
+        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, 4096, half, gated, capability)
         if made is None:
             assert gated
             continue
@@ -121,7 +121,7 @@ def test_expected_loads(tokens: int, top_k: int, experts: int) -> None:
 def test_numbers_are_those_of_the_struct() -> None:
     """What kernels/core/problem.cuh asserts of its size, and that a launch is packed to it."""
     fmt = cq.formats.get("q4_0")
-    made: Any = plan_moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
+    made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)

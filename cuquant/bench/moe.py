@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, formats, jit, plan, plan_moe, testing
+from .. import device, formats, jit, plan, testing
 from ..array import QuantizedArray
 from ..ops.moe import Experts, route
 from ..ops.moe import moe as mixture_of
@@ -137,9 +137,9 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
     ceilings = CEILINGS.get(device.name("cuda"))
     floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
     rates = (moved / us * 1e-3, operations / us * 1e-6)
-    load = plan_moe.Load(m, top_k, key["experts"])
+    load = plan.moe.Load(m, top_k, key["experts"])
     own = experts.down.fragments().weight
-    made = plan_moe.product(own.format, load, k, n, own.half, False, jit.capability())
+    made = plan.moe.product(own.format, load, k, n, own.half, False, jit.capability())
     assert made is not None
     values = (us, floor, cublas_us, *rates, hit)
     names = ("us", "floor_us", "cublas_us", "gbps", "tflops", "hit")

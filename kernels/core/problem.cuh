@@ -1,4 +1,4 @@
-// The product that a kernel computes, y = act(x W^T + bias) + residual, as plan.py packs it.
+// The product that a kernel computes, y = act(x W^T + bias) + residual, as problem.py packs it.
 #pragma once
 #include "codec.cuh"
 
@@ -87,7 +87,7 @@ struct Grouped : Problem {
     int batch, share;  // rows of a work, at most; entries of a row of x
     int early;         // whether the works are there before the kernel before this one is done
 };
-static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "plan_moe.py packs one after the other");
+static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "problem.py packs one after the other");
 
 // W's planes, or V's.
 template <class P>

@@ -37,7 +37,7 @@ DEVICE int turn_of(int h) {
     return BITS == 3 ? 4 * h : BITS == 5 ? 2 * (h & 1) + 8 * (h >> 1) : 8 * (h & 1);
 }
 
-// Element types of the arrays that a user hands over, numbered as plan.py numbers them.
+// Element types of the arrays that a user hands over, numbered as problem.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
 // Blocks start at any even address.

@@ -5,7 +5,7 @@
 #pragma once
 #include "encode.cuh"
 
-constexpr int MOST_THREADS = 1024;  // as many as cuquant/plan.py wants
+constexpr int MOST_THREADS = 1024;  // as many as cuquant/plan/ wants
 
 DEVICE u32 block_max(u32 value) {
     __shared__ u32 warps[MOST_THREADS / WARP];

@@ -1,4 +1,4 @@
-// The matrix product: one core, one format, one tile configuration per module (see cuquant/plan.py).
+// The matrix product: one core, one format, one tile configuration per module (see cuquant/plan/).
 #include "../core/decode.cuh"
 #include "../core/mma.cuh"
 #include "../core/wgmma.cuh"

@@ -10,7 +10,7 @@
 #include "../core/problem.cuh"
 #include "../formats/rows.cuh"
 
-constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, MOST_EXPERTS = 1024, MOST_SLOTS = 256;  // as plan_moe.py has them
+constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, MOST_EXPERTS = 1024, MOST_SLOTS = 256;  // as plan/moe.py has them
 constexpr int PRODUCTS = 3, GATHER_THREADS = 512;
 
 DEVICE void enter() {

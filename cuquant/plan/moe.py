@@ -12,9 +12,13 @@ from functools import lru_cache
 from math import ceil, erfc, sqrt
 from typing import NamedTuple
 
-from . import plan
-from .formats import Format
-from .plan import LARGE_GPU, TILE_COLUMNS, WARP, Gemm, Kernel, Plan
+from ..formats import Format
+from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
+from .decode_core import decode
+from .launch import LARGE_GPU, WARP, Kernel, Plan
+from .mma_core import mma
+from .planes import TILE_COLUMNS
+from .wgmma_core import WGMMA_TILES, tile_us, wgmma_unshared
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -74,7 +78,7 @@ class Product(NamedTuple):
     @property
     def finds_rows(self) -> bool:
         """Whether blocks can find their rows by the ids of a warp's lanes."""
-        return plan.core_of(self.gemm.plan.kernel) == "decode"
+        return core_of(self.gemm.plan.kernel) == "decode"
 
 
 @lru_cache(maxsize=4096)
@@ -83,31 +87,31 @@ def product(
 ) -> Product | None:
     """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated."""
     rows, sides = load.likely, 1 + gated
-    if half and capability == 90 and rows >= plan.WGMMA_BATCH:
+    if half and capability == 90 and rows >= WGMMA_BATCH:
         return min(_wgmma(fmt, load, n, k, sides), key=lambda choice: choice.us, default=None)
-    if not half or rows <= plan.DECODE_BATCH:
-        batch = min(rows, plan.DECODE_BATCH)
+    if not half or rows <= DECODE_BATCH:
+        batch = min(rows, DECODE_BATCH)
         matrices = max(1, ceil(load.hit - 0.2))
-        gemm = plan.decode(fmt, batch, n, k, matrices, capability, sides, load.tokens > 1)
+        gemm = decode(fmt, batch, n, k, matrices, capability, sides, load.tokens > 1)
     elif gated:
         return None
     else:
-        gemm = plan.mma(fmt, rows, n, load.experts, capability)
+        gemm = mma(fmt, rows, n, load.experts, capability)
         batch = 8 * dict(gemm.plan.kernel.constants)["GROUPS"]
     works = load.most_works(batch)
     return Product(_grouped(gemm, gated, (gemm.plan.grid[0], 1, works)), batch, works)
 
 
 def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Product]:
-    """The wgmma core's tiles, with the microseconds that plan.py's measured times predict."""
+    """The wgmma core's tiles, with the microseconds that measured times predict."""
     steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
-    for tile in plan.WGMMA_TILES:
-        gemm = plan.wgmma_unshared(fmt, tile, k)
+    for tile in WGMMA_TILES:
+        gemm = wgmma_unshared(fmt, tile, k)
         if gemm is None or (sides == 2 and tile.blocks != 2) or _lacks_registers(fmt, tile.batch, sides):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
-        us = rounds * plan.tile_us(fmt, tile, steps) + _LAUNCH_US
+        us = rounds * tile_us(fmt, tile, steps) + _LAUNCH_US
         grid = (min(LARGE_GPU, blocks_n * works), 1, 1)
         gemm = replace(gemm, box=min(tile.batch, ceil(load.rows / 8) * 8))
         yield Product(

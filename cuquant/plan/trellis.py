@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from .formats import Format
-from .plan import MOST_BLOCKS, TILE_COLUMNS, TILE_ROWS, Kernel, Plan
+from ..formats import Format
+from .launch import MOST_BLOCKS, Kernel, Plan
+from .planes import TILE_COLUMNS, TILE_ROWS
 
 _WARPS, _RUN = 8, 4
 """Row tiles of a block of threads that repacks, and its tiles along K."""

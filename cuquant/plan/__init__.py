@@ -1,0 +1,90 @@
+"""From a problem and a device to a launch: the only place that knows kernels, tiles, grids and shared memory.
+
+A Plan yields the compiler's defines and the launch from the same numbers, so that host and device cannot
+disagree. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+from ..formats import Format
+from . import moe, trellis
+from .blocks import (
+    GROUPS_ENCODER,
+    LONGEST_ROW,
+    activations,
+    block_kernels,
+    group_lanes,
+    per_block,
+    quantize,
+    repack,
+)
+from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
+from .decode_core import decode
+from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
+from .mma_core import mma
+from .planes import TILE_COLUMNS, TILE_ROWS, Layout, layout, tiles
+from .wgmma_core import FLAGS, wgmma
+
+__all__ = [
+    "DECODE_BATCH",
+    "FLAGS",
+    "GROUPS_ENCODER",
+    "LARGE_GPU",
+    "LONGEST_ROW",
+    "MOST_BLOCKS",
+    "TILE_COLUMNS",
+    "TILE_ROWS",
+    "WARP",
+    "WGMMA_BATCH",
+    "Core",
+    "Gemm",
+    "Kernel",
+    "Layout",
+    "Plan",
+    "activations",
+    "all_kernels",
+    "core_of",
+    "decode",
+    "gemm",
+    "group_lanes",
+    "layout",
+    "mma",
+    "moe",
+    "per_block",
+    "quantize",
+    "repack",
+    "shared_limit",
+    "tiles",
+    "trellis",
+    "wgmma",
+]
+
+
+@lru_cache(maxsize=4096)
+def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capability: int) -> Gemm:
+    """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
+
+    `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
+    scales multiply float32 sums.
+    """
+    if half and capability == 90 and m >= WGMMA_BATCH:
+        return wgmma(fmt, m, n, k, matrices)
+    if not half or m <= DECODE_BATCH:
+        return decode(fmt, m, n, k, matrices, capability)
+    return mma(fmt, m, n, matrices, capability)
+
+
+def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
+    """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
+    found: set[Kernel] = set()
+    for fmt in (f.for_kernels for f in formats if f.on_gpu):
+        found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(fmt)
+        if fmt.for_activations:
+            continue
+        batches, rows = (1, 9, 17, 33, 65, 129, 513, 4096), (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16)
+        for m, n, k, half in product(batches, rows, (1 << 10, 1 << 12), (True, False)):
+            found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)
+    return sorted(found, key=repr)

@@ -1,0 +1,89 @@
+"""Launches of what converts blocks: quantize, dequantize, repack, and activations."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from ..formats import Format
+from .launch import LARGE_GPU, WARP, Kernel, Plan
+from .planes import has_kernels
+
+
+def per_format(op: str, entry: str, fmt: Format) -> Kernel:
+    has_kernels(fmt)
+    return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
+
+
+@lru_cache(maxsize=1024)
+def per_block(op: str, fmt: Format, threads: int) -> Plan:
+    """A kernel over the blocks of a format, with as many threads as the operation wants for them."""
+    return Plan(per_format(op, op, fmt), (ceil(threads / 256), 1, 1), 256, overlaps=op != "dequantize")
+
+
+GROUPS_ENCODER = "quantize_int4"
+"""The encoder of groups of any size: a thread takes 16 weights at a time, of large groups several times."""
+
+
+def quantize(fmt: Format, blocks: int) -> Plan:
+    """Quantize to that many blocks."""
+    kernel, each = fmt.encoder
+    if kernel == GROUPS_ENCODER:
+        return _quantize_groups(fmt.has_zero_points, blocks * group_lanes(fmt))
+    return per_block(kernel, fmt, blocks * fmt.block_size // each)
+
+
+def group_lanes(fmt: Format) -> int:
+    """Lanes of a warp that quantize a group: a power of two, so that they can exchange its extremes."""
+    return min(WARP, 1 << (fmt.block_size // 16).bit_length() - 1)
+
+
+@lru_cache(maxsize=1024)
+def _quantize_groups(has_zero_points: bool, threads: int) -> Plan:
+    constants = (("ASYMMETRIC", int(has_zero_points)),)
+    kernel = Kernel(GROUPS_ENCODER, GROUPS_ENCODER, constants=constants)
+    return Plan(kernel, (ceil(threads / 256), 1, 1), 256, overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def repack(fmt: Format, entry: str, count: int) -> Plan:
+    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left."""
+    return Plan(per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
+
+
+LONGEST_ROW = 4 * 16 * 1024
+"""Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
+
+
+@lru_cache(maxsize=1024)
+def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
+    """Quantize activations or prepare operand B (`entry`): a block of threads per row, or several.
+
+    A thread takes 16 of a row; where a row's peak must be known, which needs the row in one block, up to four
+    times as many if a large GPU could not hold so many threads.
+    """
+    each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
+    parts = 1
+    if entry in ("quantize_half", "prepare_halves"):
+        each = 16 if entry == "quantize_half" else 8
+        parts = ceil(k / (each * 256))
+    threads = min(1024, max(128, ceil(k / (each * parts * WARP)) * WARP))
+    return Plan(per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
+
+
+def block_kernels(fmt: Format) -> set[Kernel]:
+    """What converts blocks of a format."""
+    found = {per_block("dequantize", fmt, 1).kernel} | (
+        {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
+    )
+    if not fmt.for_activations:
+        return found | {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
+    entries = (
+        "rows_to_half",
+        "prepare_rows",
+        "prepare_halves",
+        "blocks_to_half",
+        "quantize_rows",
+        "quantize_half",
+    )
+    return found | {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}

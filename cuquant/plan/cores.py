@@ -1,0 +1,79 @@
+"""What plans of the three cores have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ..formats import Format
+from .launch import Kernel, Plan, shared_limit
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A plan of the matrix product.
+
+    `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
+    columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
+    shares out the last `streamed` evenly, for which it needs `partials` bytes. `out_box` are the batch rows
+    of a box of results, where the kernel can store them so.
+    """
+
+    plan: Plan
+    box: int = 0
+    chunk: int = 0
+    streamed: int = 0
+    partials: int = 0
+    out_box: int = 0
+
+
+DECODE_BATCH, WGMMA_BATCH = 16, 9
+"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins."""
+
+
+class Core(IntEnum):
+    """Numbers of the cores, as kernels/ops/gemm.cu has them."""
+
+    DECODE = 0
+    MMA = 1
+    WGMMA = 2
+
+
+def gemm_kernel(fmt: Format, core: Core, copies: int, tile: dict[str, int], shared: int) -> Kernel:
+    constants = (("BLOCK_BYTES", fmt.block_bytes), ("CORE", int(core)), ("COPIES", copies))
+    return Kernel("gemm", "gemm", fmt.header, (*constants, *tile.items()), shared)
+
+
+ROOMY_BATCH = 64
+"""Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
+
+
+def table_of(fmt: Format, core: Core, capability: int, batch: int = 0) -> tuple[int, int]:
+    """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
+
+    Where weights are looked up at the speed of memory, so many copies that lanes (almost) never wait for
+    another, in at most a third of the room. The mma core uses each weight so often that room matters more.
+    The wgmma core spares instructions by rows of 256 bytes, twice the copies' size, while its tiles have
+    room for them.
+    """
+    if not fmt.lookup:
+        return 0, 0
+    tables = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
+    copies, entries, size = tables[looked_up(fmt)]
+    if core is Core.WGMMA and entries == 256 and batch <= ROOMY_BATCH:
+        return 256 // size, 256 * entries
+    if core is Core.MMA:
+        copies //= 4
+    while copies * size > 16 and copies * entries * size > shared_limit(capability) // 3:
+        copies //= 2
+    return copies, copies * entries * size
+
+
+def looked_up(fmt: Format) -> int:
+    """Bits of a code that are looked up."""
+    return fmt.bits - fmt.sign_bits
+
+
+def core_of(kernel: Kernel) -> str:
+    """Name of the core that a kernel of the matrix product is made of."""
+    return Core(dict(kernel.constants)["CORE"]).name.lower()

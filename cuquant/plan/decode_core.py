@@ -1,0 +1,70 @@
+"""The decode core: tiles, rings and shared memory for small batches."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from ..formats import Format
+from .cores import Core, Gemm, gemm_kernel, table_of
+from .launch import LARGE_GPU, WARP, Plan, shared_limit
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
+
+_GROUP_BYTES = 288 << 10
+"""Of weights, for a block of a grouped product of up to four batch rows; measured."""
+
+
+def decode(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    matrices: int,
+    capability: int,
+    sides: int = 1,
+    grouped: bool = False,
+) -> Gemm:
+    """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
+
+    Up to 8 batch rows two small blocks per multiprocessor, where its shared memory has room for them, hide
+    each other's start and end. From 5 on, or where x is long, pairs of blocks split K, which halves what each
+    reads of x. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows how
+    many matrices count: of few batch rows blocks are smaller, so that any number of matrices fills it.
+    """
+    row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
+    copies, table = table_of(fmt, Core.DECODE, capability)
+    groups, limit = 1 if m <= 8 else 2, shared_limit(capability) - table
+    cluster = 2 if (m > 4 or m * k > 48 << 10) and capability == 90 else 1
+    # Row tiles of a multiprocessor, or of a pair.
+    share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
+    batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
+    two = groups == 1 and share > 2 and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
+    small = grouped and m <= 4
+    if small and ring > 24 << 10:
+        two, limit = True, limit // 2 - table  # x may come in chunks
+    many = (share <= 2 and m <= 4) or (fmt.lookup and groups == 1 and not two)
+    warps = 16 if many and capability >= 80 else 8
+    if two:
+        share = ceil(share / 2)
+    if small:
+        share = max(1, min(share, round(_GROUP_BYTES * cluster / (tiles_k * layout(fmt).step(1)))))
+    # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
+    most = 4 if groups == 1 or has_minimum(fmt) else 7
+    if fmt.lookup and has_minimum(fmt) and capability >= 100:
+        most = 3  # two words of scales a block, and more registers taken by the same code
+    most = min(most, max(1, limit // (4 * warps * layout(fmt).step(1))))
+    row_warps = max(sides, min(warps, 1 << (ceil(share / most) - 1).bit_length()))
+    rows = min(most, ceil(share / row_warps))
+    # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
+    slot = warps * rows * layout(fmt).step(1)
+    depth = max(2, min(8, ring // slot))
+    k_warps = warps // row_warps
+    own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
+    fits = (limit - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
+    chunk = max(k_warps, min(own, fits))
+    sums = warps * rows * TILE_ROWS * groups * 8 * 4
+    shared = table + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
+    tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
+    tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
+    grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
+    kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability))
+    return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)

@@ -1,0 +1,79 @@
+"""Kernels, their launches, and what a GPU has room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+WARP = 32
+LARGE_GPU = 132
+"""Multiprocessors that a launch should keep busy: an H200's."""
+MOST_BLOCKS = 65_535
+"""Of a launch, along its second and third axes."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled entry point: kernels/ops/`op`.cu, for a format, under constants.
+
+    Attributes
+    ----------
+    op, entry : str
+        File and function.
+    format : str or None
+        The format whose header the file includes.
+    constants : tuple of (name, value)
+        Defined as CUQUANT_name: integers, or names that the file knows.
+    max_shared : int
+        Bytes of dynamic shared memory that a launch may ask for.
+    """
+
+    op: str
+    entry: str
+    format: str | None = None
+    constants: tuple[tuple[str, Any], ...] = ()
+    max_shared: int = 0
+
+    def __post_init__(self) -> None:
+        # Looked up at every launch: hash the nested tuples once.
+        object.__setattr__(self, "_hash", hash((self.op, self.entry, self.format, self.constants)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """The compiler's options."""
+        return tuple(f"-DCUQUANT_{name}={value}" for name, value in self.constants)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and its launch."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    block: int
+    shared: int = 0
+    """Bytes of dynamic shared memory."""
+    cluster: int = 1
+    """Blocks along x that share their shared memory (sm_90)."""
+    overlaps: bool = False
+    """Whether the kernel itself waits for what comes before it in the stream, and may start earlier."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.kernel, self.grid, self.block, self.shared)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+
+_SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
+"""Kilobytes of shared memory that a block may have, where that is less than 227."""
+_STATIC = 1 << 10
+"""Bytes of shared memory beside the dynamic: barriers, and the driver's own."""
+
+
+def shared_limit(capability: int) -> int:
+    """Bytes of dynamic shared memory that a block may have."""
+    return (_SHARED.get(capability, 227) << 10) - 2 * _STATIC

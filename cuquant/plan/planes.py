@@ -1,0 +1,68 @@
+"""The fragment layout: bytes of its planes, tiles of a weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from ..formats import Format
+
+TILE_ROWS, TILE_COLUMNS = 16, 64
+"""Rows of N and columns of K in a tile of the fragment layout."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of the fragment layout of a format: of a tile in its planes, and of `group_tiles` along K in the
+    group plane."""
+
+    low: int
+    high: int
+    scale: int
+    group: int = 0
+    group_tiles: int = 1
+
+    def step(self, tiles: int) -> int:
+        """Bytes of that many tiles along K, as the rings of kernels have them."""
+        return tiles * (self.low + self.high + self.scale) + ceil(tiles / self.group_tiles) * self.group
+
+    def offsets(self, row_tiles: int, tiles_k: int) -> tuple[int, int, int, int, int]:
+        """Where the planes start in one buffer, and its size; aligned to 256 bytes."""
+        tiles, groups = row_tiles * tiles_k, row_tiles * ceil(tiles_k / self.group_tiles)
+        starts, end = [], 0
+        for count, size in ((tiles, self.low), (tiles, self.high), (tiles, self.scale), (groups, self.group)):
+            starts.append(end)
+            end += ceil(count * size / 256) * 256
+        return starts[0], starts[1], starts[2], starts[3], end
+
+
+def layout(fmt: Format) -> Layout:
+    """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
+
+    Of codes of 3, 5 and 6 bits what is beyond 2 or 4 has a plane of its own.
+    NotImplementedError for formats that are no weights, or have no kernels.
+    """
+    has_kernels(fmt)
+    if fmt.for_activations:
+        raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
+    weights = TILE_ROWS * TILE_COLUMNS
+    scales = weights // fmt.kernel_block_size * fmt.kernel_scale_bytes
+    high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
+    group = TILE_ROWS * fmt.kernel_group_bytes
+    low, high = weights * (fmt.bits - high) // 8, weights * high // 8
+    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1)
+
+
+def has_minimum(fmt: Format) -> bool:
+    """Whether kernels have a minimum or a zero point beside every scale."""
+    return len(fmt.scales) > 1 or fmt.has_zero_points
+
+
+def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
+    """Row tiles of a stack of matrices, and the tiles of each along K."""
+    return matrices * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
+
+
+def has_kernels(fmt: Format) -> None:
+    if not fmt.on_gpu:
+        raise NotImplementedError(f"{fmt} has no kernels yet: it works on NumPy arrays only")

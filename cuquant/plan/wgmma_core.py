@@ -1,0 +1,201 @@
+"""The wgmma core: tiles, splits and shares, chosen by a model of measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+from ..formats import Format
+from .cores import Core, Gemm, gemm_kernel, looked_up, table_of
+from .launch import LARGE_GPU, Plan, shared_limit
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
+
+
+class Tile(NamedTuple):
+    """An output tile of a cluster of the wgmma core."""
+
+    batch: int
+    groups: int
+    """Warpgroups of a block, one below the other."""
+    blocks: int = 1
+    """Times 64 rows of W for each of them."""
+    k_groups: int = 1
+    """Times as many warpgroups, for other columns of the same rows."""
+    k_tiles: int = 1
+    """Times 64 columns that each of them takes in a turn."""
+    pair: int = 1
+    """Blocks that share x, one's rows below the other's."""
+
+    @property
+    def rows(self) -> int:
+        """Of W, of one block."""
+        return self.groups * self.blocks * 64
+
+    @property
+    def width(self) -> int:
+        """Of a stage, in steps of 64 columns."""
+        return self.k_groups * self.k_tiles
+
+
+STEP_US = {
+    Tile(32, 1, k_groups=4, k_tiles=2): 0.097,
+    Tile(32, 2, k_groups=2, k_tiles=2): 0.180,
+    Tile(32, 4): 0.385,
+    Tile(64, 1): 0.212,
+    Tile(64, 1, k_groups=4): 0.137,
+    Tile(64, 2): 0.297,
+    Tile(64, 2, k_groups=2): 0.249,
+    Tile(64, 2, 2): 0.485,
+    Tile(128, 1): 0.229,
+    Tile(128, 1, k_groups=2): 0.202,
+    Tile(128, 2): 0.381,
+    Tile(128, 2, 2): 0.645,
+    Tile(256, 2): 0.500,
+    Tile(256, 2, pair=2): 0.500,
+}
+"""Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
+_INSTRUCTIONS = {2: 1.1, 3: 1.2, 4: 1.0, 5: 1.2, 6: 1.2, 8: 1.15}
+_LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
+"""How many times as many instructions codes of so many bits take, by their bits and in a codebook; a minimum
+adds 0.05, so do scales that are products, a sign beside a code that is looked up 0.1, a scale for every 16
+weights 0.15."""
+_TENSOR_US = 0.645 / (128 * 256)
+"""What the tensor cores take for a step of one output."""
+_START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
+"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met; of
+leaving sums to another cluster, and adding another's."""
+_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
+"""What it takes to store an output, and to add it up first."""
+_PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
+"""Blocks that run at once on an H200, in clusters of so many."""
+_STREAM_BYTES = 32 << 20
+"""Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+BOXED_BATCH = 128
+"""Batch rows of a tile from which on the copy engine stores its results."""
+FLAGS = 4 * LARGE_GPU
+"""Flags of warpgroups that leave sums to another block's."""
+
+
+class _Choice(NamedTuple):
+    """A way to run the wgmma core, with the microseconds that the measured times predict."""
+
+    us: float
+    tile: Tile
+    split: int
+    outputs: int
+    streamed: int
+    stages: int
+
+
+def _step_us(fmt: Format, tile: Tile) -> float:
+    work = _LOOKUPS[looked_up(fmt)] + 0.1 * fmt.sign_bits if fmt.lookup else _INSTRUCTIONS[fmt.bits]
+    work += 0.15 * (fmt.scale_size < 32) + 0.05 * has_minimum(fmt) + 0.05 * (fmt.kernel_group_bytes > 0)
+    tensor = tile.batch * tile.rows * _TENSOR_US
+    return max(STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
+
+
+def _stage_bytes(fmt: Format, tile: Tile) -> int:
+    x, weights = tile.batch * 2 * TILE_COLUMNS, tile.rows // TILE_ROWS * layout(fmt).step(tile.width)
+    return ceil((tile.width * x + weights) / 1024) * 1024
+
+
+def _staged_bytes(tile: Tile, split: int, room: int) -> int:
+    """Of results, of sums on their way out, and of further k groups'; after a split in the ring's place."""
+    rows = tile.batch if split > 1 else 32
+    sums = tile.groups * rows * (tile.blocks * 64 + 4) * 4
+    return max(sums, tile.rows * room * 2, tile.rows * (tile.k_groups - 1) * tile.batch * 4)
+
+
+def _room(fmt: Format, tile: Tile, split: int) -> int:
+    """Batch rows for whose results a block has room: all, if four stages are left, or half, or none.
+
+    Of little work the results are few, and registers scarce.
+    """
+    if split > 1 or tile.batch < BOXED_BATCH:
+        return 0
+    left = shared_limit(90) - table_of(fmt, Core.WGMMA, 90, tile.batch)[1] - 4 * _stage_bytes(fmt, tile)
+    return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
+
+
+def _stages(fmt: Format, tile: Tile, split: int) -> int:
+    """Of the ring, as many as fit; 0 where registers do not."""
+    if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
+        return 0  # 640 threads have none left for a lookup, so many sums and results
+    if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
+        return 0  # nor for the words of such codes
+    ring = shared_limit(90) - table_of(fmt, Core.WGMMA, 90, tile.batch)[1]
+    ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
+    return min(8, ring // _stage_bytes(fmt, tile))
+
+
+WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1)
+"""Those that need no other block."""
+
+
+def tile_us(fmt: Format, tile: Tile, steps: int) -> float:
+    """What an output tile takes, of so many steps of 64 columns."""
+    return steps * _step_us(fmt, tile) + tile.rows * tile.batch * _TILE_US
+
+
+def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
+    """The wgmma core with a tile whose sums no other block shares; None where it has no place."""
+    stages = _stages(fmt, tile, 1)
+    fits = stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
+    return _wgmma(fmt, tile, 1, 0, stages) if fits else None
+
+
+def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
+    """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
+    steps = ceil(k / TILE_COLUMNS)
+    for tile, (split, blocks) in product(STEP_US, _PLACES.items()):
+        stages = _stages(fmt, tile, split)
+        if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
+            continue
+        outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
+        places = blocks // (split * tile.pair)
+        step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
+        start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
+        waves, rest = divmod(outputs, places)
+        rounds = waves + (rest > 0)
+        if split > 1:
+            if rounds == 1 and steps >= 4 * split:
+                us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
+                yield _Choice(us, tile, split, outputs, 0, stages)
+            continue
+        yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
+        if fmt.lookup and fmt.bits == 2 and fmt.kernel_group_bytes and tile.blocks > 1:
+            continue  # too few registers for shares of tiles, by a handful
+        if waves and rest and tile.batch >= 128 and tile.width == 1 and m * k * 2 <= _STREAM_BYTES:
+            us = start + outputs / places * steps * step + rounds * store + _STREAM_US
+            yield _Choice(us, tile, 1, outputs, places + rest, stages)
+
+
+def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
+    """The wgmma core, as measured times predict it to be fastest."""
+    _, tile, split, outputs, streamed, stages = min(choices(fmt, m, n, k, matrices))
+    gemm = _wgmma(fmt, tile, split, streamed, stages)
+    batch, pair = tile.batch, tile.pair
+    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
+    partials = grid[0] * tile.rows * batch * 4 if streamed else 0
+    # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
+    box = min(batch // pair, ceil(m / 8) * 8)
+    return replace(gemm, plan=replace(gemm.plan, grid=grid), box=box, partials=partials)
+
+
+def _wgmma(fmt: Format, tile: Tile, split: int, streamed: int, stages: int) -> Gemm:
+    """The wgmma core with a tile, but for what the batch decides."""
+    batch, groups, blocks, k_groups, k_tiles, pair = tile
+    room = _room(fmt, tile, split)
+    stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
+    shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
+    copies, table = table_of(fmt, Core.WGMMA, 90, tile.batch)
+    constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
+    constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
+    constants |= {"STAGES": stages, "ROOM": room}
+    kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
+    threads = (groups * k_groups + 1) * 128
+    plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
+    return Gemm(plan, streamed=streamed, out_box=room if room == batch else room // 2)
