@@ -251,7 +251,7 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
 def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
-    """The arithmetic of Schedule in kernels/core/wgmma.cuh.
+    """The arithmetic of Schedule in kernels/core/schedule.cuh.
 
     Every step of every tile belongs to one cluster, a tile to two at most: who stores it has the higher
     number.

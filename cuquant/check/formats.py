@@ -63,17 +63,22 @@ def tensor_scale(value: Any, bounds: tuple[float, float]) -> float:
     return float(np.float32(value))
 
 
+def _new_floats(value: Any, what: str, needed: str) -> Any:
+    """Numbers as a new float32 array of NumPy's; those beyond it are infinite."""
+    if device.is_cuda(value):
+        on_cpu(value, what)
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(value, np.float32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{what} is no array of {needed}: {error}") from None
+
+
 def codebook(value: Any, count: int) -> Any:
     """`count` numbers in [-1, 1], ascending, as a new float32 array."""
     if isinstance(value, str):
         raise ValueError(f'codebook is {value!r}; allowed are "normal" and {count} numbers')
-    if device.is_cuda(value):
-        on_cpu(value, "codebook")
-    try:
-        with np.errstate(over="ignore"):
-            result = np.array(value, np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"codebook is no array of {count} numbers: {error}") from None
+    result = _new_floats(value, "codebook", f"{count} numbers")
     if result.shape != (count,):
         raise ValueError(f"codebook has shape {result.shape}; {count} numbers are needed")
     if not (np.abs(result) <= 1).all():
@@ -131,13 +136,7 @@ def kbit_tiled(packed: Any, absmax: Any, fmt: Format, shape: Any) -> tuple[int, 
 
 def grid(value: Any, most: int) -> Any:
     """1 to `most` finite numbers, as a new float32 array."""
-    if device.is_cuda(value):
-        on_cpu(value, "grid")
-    try:
-        with np.errstate(over="ignore"):
-            result = np.array(value, np.float32)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"grid is no array of numbers: {error}") from None
+    result = _new_floats(value, "grid", "numbers")
     if result.ndim != 1 or not 1 <= result.size <= most:
         raise ValueError(f"grid has shape {result.shape}; 1 to {most} numbers are needed")
     if not np.isfinite(result).all():

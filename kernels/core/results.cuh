@@ -1,0 +1,204 @@
+// From a warpgroup's registers to memory: sums for others, and results (wgmma core).
+#pragma once
+#include "schedule.cuh"
+
+#if __CUDA_ARCH__ == 900
+// A warpgroup's sums, thread by thread four at a time, in memory of either kind.
+template <int ROW_BLOCKS, int SUMS>
+DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j += 4)
+            to[(b * SUMS + j) / 4 * WARPGROUP] = make_float4(acc[b][j], acc[b][j + 1], acc[b][j + 2], acc[b][j + 3]);
+}
+
+template <int ROW_BLOCKS, int SUMS>
+DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j += 4) {
+            const float4 v = from[(b * SUMS + j) / 4 * WARPGROUP];
+            acc[b][j] += v.x, acc[b][j + 1] += v.y, acc[b][j + 2] += v.z, acc[b][j + 3] += v.w;
+        }
+}
+
+// Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two
+// factors with the same product (epilogue.cuh) the first or the `second`.
+template <int ROW_BLOCKS, int SUMS>
+DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int last_m,
+                       bool second) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int row = 0; row < SUMS * 2; row += WARP) {
+        const float2 both = safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, last_m)] : 1, p.lift);
+        const float factor = second ? both.y : both.x;
+#pragma unroll
+        for (int j = row / 8; j < (row + WARP) / 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const float own = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
+#pragma unroll
+                for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= own, acc[b][j * 4 + e + 2] *= own;
+            }
+    }
+}
+
+// A warpgroup's results, from its registers to memory, with nothing to be done that would take long code for every
+// register: scale, bias, one rounding. Those of float32 go at once, eight lanes a sector of 32 bytes. Others turn over
+// in its part of the shared memory at `shared`, from where the copy engine takes them while the next tile is computed:
+// boxes of 64 columns, batch row after batch row of 128 bytes, swizzled, so that no bank is met twice. There is room
+// for all batch rows, or for half of them, which then go in quarters.
+template <int GROUPS, int ROOM, int ROW_BLOCKS, int SUMS>
+DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int matrix, int first_m,
+                       int first_n, u8* shared, int group) {
+    constexpr int BATCH = SUMS * 2, CHUNK = ROOM < BATCH ? ROOM / 2 : BATCH, BOX = CHUNK * 128, BUFFERS = ROOM / CHUNK;
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
+    if (at.unscale || p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, false);
+    if (p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, true);
+    const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
+    if (p.bias) {
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e += 2) {
+                const int n = min(own_n + b * 64 + e * 4, p.N - 1);
+                const float bias = load_float(p.bias, at.bias + n, p.bias_dtype);
+#pragma unroll
+                for (int j = 0; j < BATCH / 8; j++) acc[b][j * 4 + e] += bias, acc[b][j * 4 + e + 1] += bias;
+            }
+    }
+    if (p.out_dtype == FLOAT32) {
+        const int m = first_m + lane % 4 * 2;
+        float* to = static_cast<float*>(p.out) + at.out + m * p.out_row + own_n;
+#pragma unroll
+        for (int j = 0; j < BATCH / 8; j++) {
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (m + j * 8 + e % 2 < p.M && own_n + b * 64 + e / 2 * 8 < p.N)
+                        to[e % 2 * p.out_row + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
+            to += 8 * p.out_row;
+        }
+        return;
+    }
+    u32 index[BATCH_AXES];
+    if (thread == 0) indices_of(p, matrix, index);
+#pragma unroll
+    for (int first = 0; first < BATCH; first += CHUNK) {
+        const u32 staged =
+            shared_address(shared) + (first / CHUNK % BUFFERS * GROUPS + group) * (ROW_BLOCKS * BOX);
+        const u32 own = staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+        if (first >= ROOM && thread == 0) store_box_wait<BUFFERS - 1>();
+        warpgroups_sync<WARPGROUP>(1 + group);  // the copy engine has read what was here: its thread has waited
+#pragma unroll
+        for (int j = 0; j < CHUNK / 8; j += 2)
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++) {
+                u32 r[4];
+#pragma unroll
+                for (int q = 0; q < 4; q++) {
+                    const float* v = &acc[b][(first / 8 + j + q / 2) * 4 + q % 2 * 2];
+                    r[q] = pack(v[0], v[1], p.out_dtype);
+                }
+                store_matrices_transposed(own + b * BOX + j * 1024, r);
+            }
+        store_box_fence();
+        warpgroups_sync<WARPGROUP>(1 + group);
+        if (thread == 0) {
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++)
+                if (first_n + b * 64 < p.N)
+                    store_box(p.out_map, staged + b * BOX, first_n + b * 64, first_m + first, index[2], index[1],
+                              index[0]);
+            store_box_commit();
+        }
+    }
+}
+
+// The same for results of any kind; with a split, of a share of the batch rows that the blocks of the cluster have
+// summed up, all its warpgroups together.
+template <int GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS>
+DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int first_n,
+                        u8* shared, int group) {
+    // [batch row][row of W], CHUNK batch rows at a time; 4 floats more keep a warp's stores in different banks.
+    constexpr int BATCH = SUMS * 2, CHUNK = SPLIT > 1 || BATCH < 32 ? BATCH : 32, SHARE = CHUNK / SPLIT;
+    constexpr int OWN_ROWS = ROW_BLOCKS * 64, LINE = OWN_ROWS + 4;
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP, rank = blockIdx.x % SPLIT;
+    float* const staged = reinterpret_cast<float*>(shared) + group * CHUNK * LINE;
+    float* const own = staged + lane % 4 * 2 * LINE + warp * 16 + lane / 4;
+    auto total = [&](int row, int column) {
+        const float* from = staged + (rank * SHARE + row) * LINE + column;
+        if constexpr (SPLIT == 1) return *reinterpret_cast<const float4*>(from);
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int other = 0; other < SPLIT; other++) {
+            float4 v;
+            load_cluster(v, cluster_address(shared_address(from), other));
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        return sum;
+    };
+    // One copy of the code in the instruction cache: registers of all chunks stand in it, under a condition.
+#pragma unroll 1
+    for (int first = 0; first < BATCH; first += CHUNK) {
+        if constexpr (SPLIT > 1)
+            warpgroups_sync<GROUPS * WARPGROUP>(1);  // everyone has read the stages
+        else
+            warpgroups_sync<WARPGROUP>(1 + group);  // and what was here
+#pragma unroll
+        for (int j = 0; j < BATCH / 8; j++)
+            if (first == j * 8 / CHUNK * CHUNK)
+#pragma unroll
+                for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        own[(j * 8 % CHUNK + e % 2) * LINE + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
+        if constexpr (SPLIT > 1)
+            cluster_sync();
+        else
+            warpgroups_sync<WARPGROUP>(1 + group);
+        finish_rows<OWN_ROWS, WARPGROUP>(p, at, first_m + first + rank * SHARE, SHARE, first_n, thread, total);
+    }
+}
+
+// Those of a grouped product, float32: straight to memory, eight lanes a sector of 32 bytes.
+template <int ROW_BLOCKS, int SUMS, class P>
+DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
+                        int first_n) {
+    int thread = threadIdx.x % WARPGROUP;
+    asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
+    const int warp = thread / WARP, lane = thread % WARP;
+    scale_rows(p, at, acc, first_m, end_m - 1, false);
+    if (p.lift != 1) scale_rows(p, at, acc, first_m, end_m - 1, true);
+    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS;
+#pragma unroll
+    for (int b = 0; b < RESULTS; b++) {
+        if (p.activation) activate(acc[b], p.activation);
+        if constexpr (P::GATED)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) acc[b][j] *= acc[1][j];
+    }
+    const int n = first_n + warp * 16 + lane / 4, m = first_m + lane % 4 * 2;
+    s64 to = m * p.out_row + n;
+#pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+        auto exists = [&](int b, int e) { return m + j * 8 + e % 2 < end_m && n + b * 64 + e / 2 * 8 < p.N; };
+        auto place = [&](int b, int e) { return to + e % 2 * p.out_row + b * 64 + e / 2 * 8; };
+        if (!P::GATED && p.residual)
+#pragma unroll
+            for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    if (exists(b, e)) acc[b][j * 4 + e] *= static_cast<const float*>(p.residual)[place(b, e)];
+#pragma unroll
+        for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (exists(b, e)) static_cast<float*>(p.out)[place(b, e)] = acc[b][j * 4 + e];
+        to += 8 * p.out_row;
+    }
+}
+#endif
