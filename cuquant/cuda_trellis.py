@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import check, device, jit, plan, problem
-from .formats.trellis import CANDIDATES, LEAST_HALF, Parts, Search, Trellis, random_signs, search_of
+from .formats.trellis import LEAST_HALF, Parts, Trellis, random_signs
+from .formats.trellis_search import CANDIDATES, Search, search_of
 from .fragments import Fragments
 
 NO_BAD_ROW = np.iinfo(np.uint64).max
@@ -45,7 +46,7 @@ def _levels(search: Search, bits: int) -> bytes:
 
 
 class Nearest:
-    """Indices and scales of groups, as the reference finds them, for `formats.trellis.fit`."""
+    """Indices and scales of groups, as the reference finds them, for `formats.trellis_search.fit`."""
 
     def __init__(self, fmt: Trellis) -> None:
         self._fmt = fmt.for_kernels

@@ -580,7 +580,7 @@ def test_scales_in_float16() -> None:
         assert greatest * 2.0**lift < 2.0**40
     assert _scale_lift(0.0, 0.0, fmt)[0]
     assert not _scale_lift(1.0, 1.0, cq.Trellis(2, grid=[0.0]))[0]
-    from cuquant.formats.trellis import search_of
+    from cuquant.formats.trellis_search import search_of
 
     assert len(_levels(search_of(np.array([-1, 0.5, 1], F)), 2)) == 224  # struct Levels
 

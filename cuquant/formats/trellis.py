@@ -7,7 +7,6 @@ sign vectors suh and svh, Hadamard transforms of 128 on both sides, and tiles pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, cached_property
 from math import frexp, ldexp, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from .. import check, device
 from .base import Format, get, register
+from .trellis_search import fit, nearest
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -34,11 +34,6 @@ _SLAB = 1 << 20
 """Weights unpacked or encoded at a time."""
 _SAMPLE = 1 << 16
 """Weights that a grid is fitted to, in groups drawn from rows of sixteen times as many."""
-_FIT_STEPS, _FIT_SEARCHES = 24, 4
-"""Steps of fitting a grid; in every so many scales are searched anew, else refined."""
-CANDIDATES = np.geomspace(0.15, 1.5, 20, dtype=np.float32)
-"""Scales tried for a group, over the one at which the grid just covers its largest weight."""
-_REFINEMENTS = 3
 LEAST_HALF = 2.0**-14
 """The least magnitude of a float16 number with all its bits."""
 _LARGEST_IN_TILE = 64
@@ -193,8 +188,8 @@ class Trellis(Format):
         if device.is_cuda(x):
             from ..cuda_trellis import Nearest
 
-            return Trellis(self.bits, self.group_size, fit(groups, h, 1 << self.bits, Nearest(self)))
-        return Trellis(self.bits, self.group_size, fit(groups, h, 1 << self.bits))
+            return Trellis(self.bits, self.group_size, fit(groups, h, self.bits, Nearest(self)))
+        return Trellis(self.bits, self.group_size, fit(groups, h, self.bits))
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
         return self.encode_with(x, *random_signs(*x.shape), None)
@@ -210,7 +205,7 @@ class Trellis(Format):
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
             groups, h = self._groups(x[part] * parts.su * parts.sv[part, None], moments)
-            codes, scales = _nearest(groups, h, self.grid)
+            codes, scales = nearest(groups, h, self.grid)
             check.trellis_scales(scales, self)
             parts.scales[:, part] = scales.reshape(-1, len(parts.scales)).T
             codes = codes.reshape(part.stop - start, -1)[:, :k]
@@ -397,98 +392,6 @@ def _unpack(tiles: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 @cache
 def _shifts(bits: int) -> NDArray[np.uint32]:
     return np.arange(0, 8 * bits, bits, dtype=np.uint32)
-
-
-def fit(groups: F32, h: F32, count: int, nearest: Callable[..., Any] | None = None) -> F32:
-    """A grid of `count` levels, ascending, for groups [m, group_size] of importances h of that shape.
-
-    `nearest` does what `_nearest` does elsewhere.
-    """
-    grid = _normal_grid(count)
-    peak = np.abs(groups).max(axis=1, initial=0.0)
-    usable = (peak > 0) & np.isfinite(peak)  # what is not finite is refused later
-    groups = groups[usable] / peak[usable].max(initial=0.0)
-    h = h[usable]
-    scales = None
-    for step in range(_FIT_STEPS if len(groups) else 0):
-        codes, scales = (nearest or _nearest)(groups, h, grid, scales if step % _FIT_SEARCHES else None)
-        importance = h * np.square(scales)[:, None]
-        total = np.bincount(codes.reshape(-1), importance.reshape(-1), count)
-        moment = np.bincount(codes.reshape(-1), (h * groups * scales[:, None]).reshape(-1), count)
-        grid = np.sort(np.where(total > 0, moment / np.where(total > 0, total, 1), grid)).astype(np.float32)
-        grid /= np.abs(grid).max()
-    return grid
-
-
-@cache
-def _normal_grid(count: int) -> F32:
-    """Quantiles of the normal distribution at the midpoints of equal probabilities, the largest being 1."""
-    from scipy.special import ndtri
-
-    levels = ndtri((np.arange(count) + 0.5) / count)
-    return (levels / levels[-1]).astype(np.float32)
-
-
-class Search(NamedTuple):
-    """What scales and indices of groups are searched for with."""
-
-    order: NDArray[np.int64]
-    """Index of each of the levels, which are ascending."""
-    levels: F32
-    middles: F32
-    """Means of neighbouring levels."""
-    largest: np.float32
-    """Magnitude of the largest level, by which they are divided."""
-    candidates: F32
-    """Scales to try, in units of a group's peak over the largest level."""
-
-
-def search_of(grid: F32) -> Search:
-    """The levels of a grid, and the scales to try: of both signs where it is not symmetric."""
-    order = np.argsort(grid, kind="stable")
-    largest = np.abs(grid).max() or np.float32(1)
-    levels = (grid / largest)[order]
-    both = not np.allclose(levels, -levels[::-1])
-    candidates = np.concatenate([CANDIDATES, -CANDIDATES]) if both else CANDIDATES
-    return Search(order, levels, (levels[1:] + levels[:-1]) / 2, largest, candidates)
-
-
-def _nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[NDArray[np.uint8], F32]:
-    """Indices [m, group_size] and scales [m] that lose little of groups [m, group_size], by importances h.
-
-    Scales are searched for, or refined from `start`.
-    """
-    order, levels, middles, largest, candidates = search_of(grid)
-    peak = np.abs(groups).max(axis=1, initial=0.0)
-    # In units of their largest weight, no square of a group over- or underflows.
-    v = groups / np.where(peak > 0, peak, np.float32(1))[:, None]
-
-    def codes(scales: F32) -> NDArray[np.uint8]:
-        usable = np.where(scales != 0, scales, np.float32(1))[:, None]
-        scaled, q = v / usable, np.zeros(v.shape, np.uint8)
-        for middle in middles:  # searchsorted takes ten times as long
-            q += scaled > middle
-        return q
-
-    def solved(q: NDArray[np.uint8]) -> tuple[F32, F32]:
-        """Least squares scales of those indices, and how much of the groups' power each explains."""
-        g = levels[q]
-        cross, power = (h * v * g).sum(axis=1), (h * g * g).sum(axis=1)
-        scales = np.divide(cross, power, out=np.zeros_like(cross), where=power > 0)
-        return scales, scales * cross
-
-    with np.errstate(over="ignore"):
-        unit = peak / largest
-    best, gain = np.zeros(len(v), np.float32), np.full(len(v), -1, np.float32)
-    tried: list[Any] = [*candidates]
-    if start is not None:
-        tried = [np.divide(start, unit, out=np.zeros_like(unit), where=unit > 0)]
-    for scale in (*tried, *(None,) * _REFINEMENTS):
-        scales, explained = solved(codes(best if scale is None else np.broadcast_to(scale, best.shape)))
-        better = explained > gain
-        best, gain = np.where(better, scales, best), np.where(better, explained, gain)
-    with np.errstate(over="ignore", invalid="ignore"):  # beyond float32 with tiny grids: the caller refuses
-        return order.astype(np.uint8)[codes(best)], best * unit
 
 
 for _bits in BITS:
