@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,11 @@ def write_blocks(path: Path, shape: tuple[int, ...], ggml_type: int, raw: NDArra
     """A file of one tensor, byte by byte: the gguf package is wrong about q8_1."""
     path.write_bytes(gguf_file([], [tensor("w.weight", shape[::-1], ggml_type)], raw.tobytes()))
     return path
+
+
+@contextmanager
+def untouched(folder: Path) -> Iterator[None]:
+    """Whatever happens inside changes no file below `folder` and leaves none behind."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    yield
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

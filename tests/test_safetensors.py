@@ -13,8 +13,9 @@ import safetensors
 import safetensors.numpy
 from formats_table import ACTIVATIONS, CODEBOOKS, NAMES, random_blocks
 from gguf import GGMLQuantizationType as Type
+from gguf_files import untouched
 from numpy.typing import NDArray
-from test_convert import small, untouched
+from test_convert import small
 
 import cuquant as cq
 from cuquant.formats import describe, described

@@ -1,0 +1,182 @@
+"""Quantizing a file: what is refused before any work, and what a failure in the middle leaves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from formats_table import random_blocks
+from gguf import GGMLQuantizationType as Type
+from gguf_files import Stored, untouched, write
+from test_convert import small, weights
+
+import cuquant as cq
+from cuquant.formats.q4_0 import Q4_0
+from cuquant.io import convert
+from cuquant.io.convert import quantize_file
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizing a tensor fails the test."""
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("a tensor was quantized before the refusal")
+
+    monkeypatch.setattr(convert, "quantize", refuse)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("fmt", "error", "problem"),
+    [
+        ("q8_1", ValueError, "q8_1 is a format of activations, not of weights"),
+        ("q9_9", ValueError, "unknown format 'q9_9'; known are .*q4_0, q4_1"),
+        (4, TypeError, "a format is a name or a Format, not int"),
+    ],
+)
+@pytest.mark.usefixtures("no_work")
+def test_a_wrong_format(tmp_path: Path, fmt: Any, error: type[Exception], problem: str) -> None:
+    source = small(tmp_path / "s.gguf")
+    with untouched(tmp_path), pytest.raises(error, match=problem):
+        quantize_file(source, tmp_path / "t.gguf", fmt)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_format_without_a_gguf_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Q4_0, "ggml_type", None)
+    source = small(tmp_path / "s.gguf")
+    with untouched(tmp_path), pytest.raises(ValueError, match="q4_0 has no GGUF type"):
+        quantize_file(source, tmp_path / "t.gguf", "q4_0")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_existing_target(tmp_path: Path) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    target.write_text("precious")
+    with untouched(tmp_path), pytest.raises(FileExistsError, match=r"t\.gguf exists"):
+        quantize_file(source, target, "q4_0")
+
+
+def test_force_replaces_an_existing_target(tmp_path: Path) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    target.write_text("old")
+    quantize_file(str(source), str(target), "q4_0", force=True)
+    assert cq.open(target)["output.weight"].format == "q4_0"
+
+
+@pytest.mark.parametrize("link", ["itself", "symlink", "hard link", "part"])
+@pytest.mark.usefixtures("no_work")
+def test_the_source_is_no_target(tmp_path: Path, link: str) -> None:
+    tensors: dict[str, Stored] = {f"{name}.weight": weights(4, 32) for name in "ab"}
+    write(tmp_path / "m.gguf", tensors, split=1)
+    source, other = (tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2))
+    target = {"itself": source, "part": other}.get(link, tmp_path / "link.gguf")
+    if link == "symlink":
+        target.symlink_to(source)
+    elif link == "hard link":
+        target.hardlink_to(other)
+    with untouched(tmp_path), pytest.raises(ValueError, match=f"{target.name} is the file being read"):
+        quantize_file(source, target, "q4_0", force=True)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_quantized_source(tmp_path: Path) -> None:
+    stored: dict[str, Stored] = {
+        f"blk.{i}.attn_q.weight": (random_blocks("q8_0", (4, 32)), Type.Q8_0) for i in range(4)
+    }
+    source = write(tmp_path / "s.gguf", {"output.weight": weights(4, 32)} | stored)
+    problem = r"s\.gguf is quantized already: blk\.0\.attn_q\.weight \(Q8_0\), .*, \.\.\.; quantize from a fl"
+    with untouched(tmp_path), pytest.raises(ValueError, match=problem):
+        quantize_file(source, tmp_path / "t.gguf", "q4_0")
+
+
+@pytest.mark.parametrize("keep", [["*"], ["output.weight", "blk.*"]])
+@pytest.mark.usefixtures("no_work")
+def test_nothing_to_quantize(tmp_path: Path, keep: list[str]) -> None:
+    source = small(tmp_path / "s.gguf")
+    with untouched(tmp_path), pytest.raises(ValueError, match="no weight matrix to quantize to q4_0"):
+        quantize_file(source, tmp_path / "t.gguf", "q4_0", keep=keep)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_target_in_a_missing_folder(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    with untouched(tmp_path), pytest.raises(FileNotFoundError, match="missing"):
+        quantize_file(source, tmp_path / "missing" / "t.gguf", "q4_0")
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_folder_is_no_target(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    (tmp_path / "folder").mkdir()
+    with untouched(tmp_path), pytest.raises(OSError, match="folder"):
+        quantize_file(source, tmp_path / "folder", "q4_0", force=True)
+
+
+# Failures in the middle.
+
+
+@pytest.mark.parametrize("existing", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "at", "value", "problem"),
+    [
+        ((8, 64), (5, 3), np.nan, "cannot quantize nan in row 5:"),
+        ((3, 4, 32), (1, 2, 0), -np.inf, r"cannot quantize -inf in row \(1, 2\):"),
+        ((8, 64), (7, 63), 1e30, "the scale 'd' of a block in row 7 overflows float16"),
+    ],
+    ids=["nan", "infinity", "scale"],
+)
+def test_a_weight_that_cannot_be_quantized(
+    tmp_path: Path, shape: tuple[int, ...], at: Any, value: float, problem: str, existing: bool
+) -> None:
+    bad = weights(*shape)
+    bad[at] = value
+    source, target = small(tmp_path / "s.gguf", bad__weight=bad), tmp_path / "t.gguf"
+    if existing:
+        target.write_text("precious")
+    with untouched(tmp_path), pytest.raises(ValueError, match=rf"tensor 'bad\.weight': .*{problem}"):
+        quantize_file(source, target, "q4_0", force=existing)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["write_kv_data_to_file", "write_tensor_data"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_an_interruption_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException], existing: bool
+) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    if existing:
+        target.write_text("precious")
+    original, calls = getattr(gguf.GGUFWriter, method), []
+
+    def interrupted(self: gguf.GGUFWriter, *args: Any) -> None:
+        original(self, *args)
+        calls.append(sorted(tmp_path.iterdir()))
+        if len(calls) == 2 or method != "write_tensor_data":
+            raise error
+
+    monkeypatch.setattr(gguf.GGUFWriter, method, interrupted)
+    with untouched(tmp_path), pytest.raises(error):
+        quantize_file(source, target, "q4_0", force=existing)
+    assert len(calls[-1]) == 2 + existing  # the unfinished file was there
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_mode_follows_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    before = os.umask(mask)
+    try:
+        quantize_file(source, target, "q4_0")
+        assert os.umask(mask) == mask
+    finally:
+        os.umask(before)
+    assert target.stat().st_mode & 0o777 == mode
+    assert sorted(tmp_path.iterdir()) == [source, target]
