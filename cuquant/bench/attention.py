@@ -116,7 +116,7 @@ def _random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) -
     cupy = device.cupy()
     random = cupy.random.default_rng(seed)
     cache = KVCache(kv_heads, HEAD_DIM, rooms, batch, device="cuda")
-    order = random.permutation(sum(rooms.values())).astype(np.int32)
+    order = random.random(sum(rooms.values()), dtype=np.float32).argsort().astype(np.int32)
     first = 0
     for bits, tier in cache.tiers.items():
         b = tier.buffers

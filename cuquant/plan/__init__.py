@@ -22,7 +22,7 @@ from .blocks import (
     repack,
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
-from .decode_core import decode
+from .decode_core import decode, decodes_long
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, layout, tiles
@@ -70,7 +70,8 @@ def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capabil
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums.
     """
-    if half and capability == 90 and m >= WGMMA_BATCH:
+    long = m <= DECODE_BATCH and decodes_long(fmt, n, matrices)
+    if half and capability == 90 and m >= WGMMA_BATCH and not long:
         return wgmma(fmt, m, n, k, matrices)
     if not half or m <= DECODE_BATCH:
         return decode(fmt, m, n, k, matrices, capability)
@@ -84,7 +85,10 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
         found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(fmt)
         if fmt.for_activations:
             continue
-        batches, rows = (1, 9, 17, 33, 65, 129, 513, 4096), (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16)
+        batches, rows = (
+            (1, 2, 4, 8, 9, 17, 33, 65, 129, 513, 4096),
+            (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16),
+        )
         for m, n, k, half in product(batches, rows, (1 << 10, 1 << 12), (True, False)):
             found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)
     return sorted(found, key=repr)

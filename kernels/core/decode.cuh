@@ -22,29 +22,33 @@ template <bool SIGNED, int THREADS, class P, class Row, class Meanwhile>
 DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
                        int row_bytes, const Meanwhile& meanwhile) {
     constexpr int TOGETHER = 4;
-    int start = threadIdx.x;
+    // Pieces are counted through the rows, one after the other; a division for each would take longer than its load.
+    const int rows = THREADS / pieces, rest = THREADS % pieces;
+    auto advance = [&](int& m, int& piece) {
+        m += rows, piece += rest;
+        if (piece >= pieces) m++, piece -= pieces;
+    };
+    int m = threadIdx.x / pieces, piece = threadIdx.x % pieces;
 #pragma unroll 1
     do {
         uint4 x[TOGETHER], signs[TOGETHER];
+        int to_m = m, to_piece = piece;
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) {
-            const int i = start + u * THREADS, m = i / pieces, column = first + i % pieces * 8;
+        for (int u = 0; u < TOGETHER; u++, advance(m, piece)) {
+            const int column = first + piece * 8;
             x[u] = signs[u] = make_uint4(0, 0, 0, 0);
-            if (i >= batch * pieces || column >= p.K) continue;
+            if (m >= batch || column >= p.K) continue;
             x[u] = *reinterpret_cast<const uint4*>(at.x + x_row(m) * p.x_row + column);
             if (SIGNED && at.signs) signs[u] = *reinterpret_cast<const uint4*>(at.signs + column);
         }
         meanwhile();
 #pragma unroll
-        for (int u = 0; u < TOGETHER; u++) {
-            const int i = start + u * THREADS;
+        for (int u = 0; u < TOGETHER; u++, advance(to_m, to_piece)) {
             if constexpr (SIGNED)
                 x[u] = make_uint4(x[u].x ^ signs[u].x, x[u].y ^ signs[u].y, x[u].z ^ signs[u].z, x[u].w ^ signs[u].w);
-            if (i < batch * pieces)
-                *reinterpret_cast<uint4*>(to + i / pieces * row_bytes + i % pieces * 16) = x[u];
+            if (to_m < batch) *reinterpret_cast<uint4*>(to + to_m * row_bytes + to_piece * 16) = x[u];
         }
-        start += TOGETHER * THREADS;
-    } while (start < batch * pieces);
+    } while (m < batch);
 }
 
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,

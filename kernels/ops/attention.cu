@@ -167,19 +167,21 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge(const __gr
     wait_for_predecessor();
     const int row = blockIdx.x, sequence = blockIdx.y, warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int2 split = p.splits[sequence];
-    if (split.y == 1) return;
-    const s64 rows = s64(p.heads) * p.q_len, first = split.x * rows + row;
+    // Of a single sequence sums are asked for before it is known how many there are: those beyond are not used.
+    const bool single = p.batch == 1;
+    const int most_splits = single ? p.budget : split.y;
+    const s64 rows = s64(p.heads) * p.q_len, first = (single ? 0 : split.x) * rows + row;
     // Each warp refers to the largest reference of its own shares.
     float2 own = make_float2(Queries::LEAST, 0);
     float4 sum[PADDED / 128 + (PADDED < 128)] = {};
 #pragma unroll 1
-    for (int base = warp; base < split.y; base += MERGE_WARPS * AT_ONCE) {
+    for (int base = warp; base < most_splits; base += MERGE_WARPS * AT_ONCE) {
         float2 w[AT_ONCE];
         float4 v[AT_ONCE][PADDED / 128 + (PADDED < 128)];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             const int share = base + k * MERGE_WARPS;
-            const s64 at = first + min(share, split.y - 1) * rows;
+            const s64 at = first + min(share, most_splits - 1) * rows;
             w[k] = p.weights[at];
             if (share >= split.y) w[k] = make_float2(Queries::LEAST, 0);
 #pragma unroll
@@ -206,6 +208,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge(const __gr
             for (int c = 0; c * 128 < PADDED; c++) add(sum[c], v[k][c], factor);
         }
     }
+    if (split.y == 1) return;
     if (lane == 0) weights[warp] = own;
 #pragma unroll
     for (int c = 0; c * 128 < PADDED; c++)
