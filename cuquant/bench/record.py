@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, sources
-from ..render import TABLE_STYLES, rows_to_csv, to_pandas
+from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
 
@@ -57,7 +57,7 @@ def plotter() -> Callable[[Record], Any]:
     try:
         from .plot import figure
     except ImportError as error:
-        raise ImportError(f"a plot needs matplotlib ({error}): pip install 'cuquant[notebook]'") from None
+        raise missing("a plot", "matplotlib", error) from None
     return figure
 
 
