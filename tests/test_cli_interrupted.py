@@ -87,7 +87,7 @@ def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (("compare", NANO, NANO), "cuquant.eval.compare"),
         (("dump", NANO), "cuquant.io.dump.as_text"),
-        (("bench", "--from", RECORD), "cuquant.bench.record.Record.render"),
+        (("bench", "--from", RECORD), "cuquant.bench.record.Record.only"),
     ],
 )
 def test_what_writes_no_file(

@@ -145,14 +145,18 @@ def _bench(arguments: argparse.Namespace) -> None:
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
+        count = f"{len(record.cells)} cells"
     else:
         wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
         wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
         if arguments.what == "attention":
             wanted["batch"] = wanted.pop("M")
-        record = Record.read(arguments.source).only(**wanted)
+        whole = Record.read(arguments.source)
+        record = whole.only(**wanted)
+        count = f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
     if draw is not None:
         draw(record).savefig(arguments.plot)
+    print(f"{count}, {record.origin}", file=sys.stderr)
     print(record.render(arguments.style))
 
 
