@@ -18,7 +18,10 @@ from typing import Any
 OLDEST_GPU = 75
 """Compute capability of the oldest GPU that kernels run on."""
 DRIVER_HINT = "no NVIDIA driver, or one older than this CuPy's CUDA: cuda13x needs driver 580, cuda12x 525"
-INSTALL_HINT = "pip install 'cuquant[cuda12x]' (or cuda13x, for a CUDA 13 driver)"
+INSTALL_HINT = (
+    "pip install '.[cuda12x]' in a checkout of cuquant, or 'cupy-cuda12x[ctk]' anywhere "
+    "(cuda13x for a CUDA 13 driver)"
+)
 
 
 @cache

@@ -56,12 +56,13 @@ def _gpu() -> dict[str, str]:
     return {
         "CuPy": cupy.__version__,
         "GPU": f"{properties['name'].decode()}, {arch}, {memory:.0f} GiB",
-        "CUDA driver": _cuda_version(runtime.driverGetVersion()),
-        "CUDA runtime": _cuda_version(runtime.runtimeGetVersion()),
+        "CUDA driver": cuda_version(runtime.driverGetVersion()),
+        "CUDA runtime": cuda_version(runtime.runtimeGetVersion()),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "kernel cache": device.kernel_cache(),
     }
 
 
-def _cuda_version(number: int) -> str:
+def cuda_version(number: int) -> str:
+    """13.2, of CUDA's 13020."""
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -245,6 +245,9 @@ def compile_ahead(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
             _modules.setdefault(key, module)
         return key
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         for done in as_completed([pool.submit(one, key) for key in wanted]):
             yield wanted[done.result()]
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interruption waits only for those under way

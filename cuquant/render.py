@@ -56,8 +56,15 @@ def to_pandas(records: list[dict[str, Any]], columns: list[str]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ImportError(f"pandas is needed ({error}): pip install 'cuquant[notebook]'") from None
+        raise missing("a DataFrame", "pandas", error) from None
     return pandas.DataFrame(records, columns=columns)
+
+
+def missing(what: str, package: str, error: ImportError) -> ImportError:
+    """The error for a package of the notebook extra that is not there."""
+    return ImportError(
+        f"{what} needs {package} ({error}): pip install {package}, or '.[notebook]' in a checkout of cuquant"
+    )
 
 
 def html_facts(facts: dict[str, str]) -> str:

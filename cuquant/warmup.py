@@ -66,10 +66,9 @@ def warmup(
         for kernel in kernels(fmt, shape, batches, jit.capability(), top_k)
     ]
     needed = list(dict.fromkeys(needed))
-    bar = tqdm(
-        jit.compile_ahead(needed), total=len(needed), unit="kernel", disable=None if progress else True
-    )
-    return sum(1 for _ in bar)
+    made = jit.compile_ahead(needed)
+    with tqdm(made, total=len(needed), unit="kernel", disable=None if progress else True) as bar:
+        return sum(1 for _ in bar)
 
 
 def kernels(

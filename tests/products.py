@@ -1,13 +1,28 @@
-"""Products on a GPU, held against float64."""
+"""What is held of every weight on a GPU: its bytes and numbers, and products against float64."""
 
 from __future__ import annotations
 
 import numpy as np
 from formats_table import FLOATS
+from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.testing import nmse, worst_element
+from cuquant.testing import as_numpy, nmse, worst_element
+
+
+def assert_read_back(raw: NDArray[np.uint8], fmt: cq.Format, shape: tuple[int, ...]) -> None:
+    """Numbers are the CPU's, bit for bit, and a prepared weight and its rows give the bytes back."""
+    own = cq.from_blocks(raw, fmt, shape)
+    for dtype in FLOATS:
+        with np.errstate(all="ignore"):
+            expected = own.dequantize(dtype).astype(np.float32)
+        got = as_numpy(own.to_device("cuda").dequantize(dtype)).astype(np.float32)
+        np.testing.assert_array_equal(got, expected)
+    there = own.to_device("cuda").prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), raw)
+    for row in (0, -1):
+        np.testing.assert_array_equal(as_numpy(there[row].blocks), raw[row])
 
 
 def assert_products(w: cq.QuantizedArray) -> None:

@@ -84,8 +84,14 @@ def test_some_cells_of_a_record() -> None:
     assert len(some.cells) == 2 * 2 * 2 * 2
     assert {(c["N"], c["K"]) for c in some.cells} == {(4096, 4096), (8192, 8192)}
     assert some.header == record.header
-    with pytest.raises(ValueError, match="the record has no such cells"):
-        record.only(M=[3])
+    problem = "the record has no such cells; it has shape 4096x4096, 14336x4096, .*8192; no bits"
+    with pytest.raises(ValueError, match=problem):
+        record.only(shape=[(1, 1)], bits=["4"], format=None)
+
+
+def test_where_a_record_is_from() -> None:
+    facts = {"device": "a GPU", "versions": {"cuda_runtime": 13020, "torch": "2.9"}, "commit": None}
+    assert Record(None, facts).origin == "a GPU, an installed package (CUDA runtime 13.2, torch 2.9)"
 
 
 def test_tables_compare_with_what_was_measured() -> None:
@@ -196,8 +202,12 @@ def test_a_peer_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_bench_shows_a_record(run: Run) -> None:
     done = run("bench", "--from", RECORD, "-o", "md")
-    assert (done.status, done.err) == (0, "")
+    assert done.status == 0
     assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
+    assert done.err == (
+        f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 3a50040441ca (cuquant 0.1.0, CuPy 14.2.0, "
+        "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3)\n"
+    )
 
 
 def test_bench_shows_some_of_a_record(run: Run) -> None:
@@ -207,7 +217,10 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
     assert [(row["format"], row["M"]) for row in rows] == [
         (f, m) for f in ("q4_0", "q8_0") for m in ("1", "64")
     ]
-    assert_one_line_error(run("bench", "--from", RECORD, "--batches", "3"))
+    assert done.err.startswith(f"{RECORD}: 4 of 650 cells, NVIDIA H200, commit ")
+    done = run("bench", "--from", RECORD, "--batches", "3")
+    assert_one_line_error(done)
+    assert "the record has no such cells; it has M 1, 2, 4, 8, " in done.err
 
 
 @pytest.mark.parametrize(

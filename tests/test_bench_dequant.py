@@ -89,14 +89,14 @@ def test_verdict() -> None:
 
 def test_a_record_of_conversions_is_read_and_shown(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    record = Record(path, {"device": "x", "versions": {}, "commit": None})
+    record = Record(path, {"device": "x", "versions": {"numpy": "2"}, "commit": None})
     record.add(cell("E2m1Uncorrected", 2))
     record.conclude("it is so")
     again = Record.read(path)
     assert again == Record(path, record.header, record.cells, "it is so")
     assert again.to_json() + "\n" == path.read_text(encoding="utf-8")
     done = run("bench", "--from", path)
-    assert (done.status, done.err) == (0, "")
+    assert (done.status, done.err) == (0, f"{path}: 1 of 1 cells, x, an installed package (NumPy 2)\n")
     assert done.out.splitlines()[-1] == "it is so"
     assert_one_line_error(run("bench", "--from", path, "--plot", tmp_path / "p.svg"))
 

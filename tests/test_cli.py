@@ -86,7 +86,10 @@ def test_control_c(tmp_path: Path) -> None:
     with (tmp_path / "text").open("w"):
         time.sleep(0.5)  # between the opening and the waiting a signal would be noticed only after the wait
         process.send_signal(signal.SIGINT)
-        assert finish(process) == (130, "", "")
+        done = finish(process)
+    assert (done.status, done.out) == (130, "")
+    assert done.err.startswith("cuquant: interrupted: nothing was written; ")
+    assert done.err.count("\n") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

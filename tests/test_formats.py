@@ -403,3 +403,8 @@ def test_dequantize_to_other_types_is_refused() -> None:
     for dtype in ("float64", "int8", "nonsense"):
         with pytest.raises(TypeError, match="is not one of float16, bfloat16 or float32"):
             w.dequantize(dtype)
+
+
+def test_near_names_are_offered() -> None:
+    with pytest.raises(ValueError, match=r"unknown format 'q4-0'; known are .*; did you mean q4_0"):
+        cq.formats.get("q4-0")

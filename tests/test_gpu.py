@@ -1,11 +1,7 @@
-"""What only a GPU can show: bits as on the CPU, layouts, graphs, streams, threads, memory, the evaluator."""
+"""What only a GPU can show: bits as on the CPU, layouts, the cores, memory."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import threading
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +16,6 @@ from cuquant.plan import wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parent.parent
 F = np.float32
 
 
@@ -196,192 +191,9 @@ def test_more_than_two_billion_elements() -> None:
     assert nmse(y[-1:, -1000:], testing.linear(big[-1:], small[-1000:])) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["float16", "float32", "q8_1"])
-@pytest.mark.parametrize("m", [1, 16, 64])
-def test_captured_in_a_graph(kind: str, m: int) -> None:
-    cupy = device.cupy()
-    w = cuda_weight("q4_1", (200, 512))
-    x = cupy.asarray(gauss((m, 512)).astype(np.float16 if kind != "float32" else F))
-    out = cupy.empty((m, 200), F)
-    stream = cupy.cuda.Stream(non_blocking=True)
-
-    def step() -> None:
-        cq.matmul(cq.quantize(x, "q8_1") if kind == "q8_1" else x, w.T, out=out)
-
-    with stream:
-        step()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-        for seed in range(3):
-            x[...] = cupy.asarray(gauss((m, 512), seed))
-            out.fill(np.nan)
-            graph.launch(stream)
-            stream.synchronize()
-            expected = testing.linear(cq.quantize(x, "q8_1") if kind == "q8_1" else x, w)
-            assert nmse(out, expected) < 1e-6
-
-
-def test_an_unprepared_weight_is_refused_in_a_capture() -> None:
-    cupy = device.cupy()
-    w = cuda_weight("q4_0", (32, 64))
-    x, out = cupy.zeros((1, 64), np.float16), cupy.empty((1, 32), np.float16)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        with pytest.raises(RuntimeError, match=r"prepare\(\)"):
-            cq.matmul(x, w.T, out=out)
-        stream.end_capture()
-
-
-def test_two_threads_and_two_streams() -> None:
-    cupy = device.cupy()
-    w = cuda_weight("q5_0", (512, 1024))
-    inputs = [cupy.asarray(gauss((m, 1024), m)) for m in (1, 5, 16, 40)]
-    expected = [as_numpy(x @ w.T) for x in inputs]
-    failures: list[str] = []
-
-    def work(stream: Any) -> None:
-        with stream:
-            for _ in range(50):
-                for x, reference in zip(inputs, expected, strict=True):
-                    if not np.array_equal(as_numpy(x @ w.T), reference):
-                        failures.append("differs")
-
-    streams = [
-        cupy.cuda.Stream(non_blocking=True),
-        cupy.cuda.Stream(non_blocking=True),
-        cupy.cuda.Stream.null,
-    ]
-    cupy.cuda.Device().synchronize()
-    threads = [threading.Thread(target=work, args=(stream,)) for stream in (*streams, streams[0])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-
-
-def test_threads_compile_once() -> None:
-    from cuquant import jit
-
-    cupy = device.cupy()
-    jit._functions.clear()
-    jit._modules.clear()
-    w = cuda_weight("q8_0", (64, 64))
-    results: list[Any] = []
-
-    def work() -> None:
-        results.append(as_numpy(cupy.ones((3, 64), F) @ w.T))
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 8
-    assert all(np.array_equal(result, results[0]) for result in results)
-    assert len([key for key in jit._modules if key[1] == "gemm"]) == 1
-
-
-def test_a_compiler_error_is_one_readable_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuquant import jit, plan, sources
-
-    monkeypatch.setattr(sources, "flatten", lambda op, format: '#line 7 "broken.cu"\nint x = nonsense;')
-    kernel = plan.Kernel("gemm", "gemm", "q4_0", (("ANSWER", 42),))
-    with pytest.raises(
-        jit.KernelError, match=r"gemm\.cu for q4_0 did not compile \(-DCUQUANT_ANSWER=42\)"
-    ) as error:
-        jit.launch(plan.Plan(kernel, (1, 1, 1), 32))
-    assert "broken.cu(7)" in str(error.value)
-    assert "nonsense" in str(error.value)
-
-
-def test_weights_stay_packed_in_an_evaluation() -> None:
-    """Device memory never holds a dense weight: the peak stays near the packed bytes."""
-    cupy = device.cupy()
-    w = cuda_weight("q4_0", (8192, 4096)).prepare()
-    x = cupy.asarray(gauss((4, 4096)).astype(np.float16))
-    x @ w.T
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    for _ in range(3):
-        x @ w.T
-    assert pool.total_bytes() - before < w.nbytes // 8
-    assert w.storage.nbytes == w.nbytes
-
-
-@pytest.mark.parametrize("activations", ["f16", "q8_1"])
-def test_evaluator_on_the_gpu(activations: str) -> None:
-    path = ROOT / "examples/data/nano-llama-f16.gguf"
-    text = (ROOT / "examples/data/heldout-public.txt").read_text()[:20000]
-    kwargs: Any = {"text": text, "formats": NAMES, "activations": activations}
-    cpu, gpu = (cq.evaluate(path, device=where, **kwargs) for where in ("cpu", "cuda"))
-    assert cpu.backend == "numpy"
-    assert "NVIDIA" in gpu.backend
-    assert cq.open(path).device == "cuda"  # by default
-    for a, b in zip(cpu.rows, gpu.rows, strict=True):
-        assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
-        if a.mean_kld:
-            assert b.mean_kld == pytest.approx(a.mean_kld, rel=0.05)
-
-
-def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:
-    reference = json.loads((ROOT / "tests/data/reference.json").read_text())["float32"]
-    text = ROOT / "examples/data/heldout-public.txt"
-    result = cq.evaluate(ROOT / "examples/data/nano-llama-f16.gguf", text=text, formats=NAMES, device="cuda")
-    assert result.scored_tokens == 119 * 255
-    for row in result.rows:
-        assert row.ppl == pytest.approx(reference[row.format]["ppl"], rel=2e-3)
-        assert row.mean_kld == pytest.approx(reference[row.format]["mean_kld"], rel=0.05, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_quantized_files_on_the_gpu_as_llama_quantize(name: str, tmp_path: Path) -> None:
-    expected = json.loads((ROOT / "tests/data/nano-llama-quantized-sha256.json").read_text())[name]
-    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", name, device="cuda")
-    model = cq.open(tmp_path / "q.gguf")
-    for tensor, (kind, digest) in expected.items():
-        assert model.tensors[tensor].type_name == kind
-        assert hashlib.sha256(model.raw(tensor).tobytes()).hexdigest() == digest
-
-
-def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
-    """Of a quantized model on the GPU nothing as large as the largest packed weight is ever allocated."""
-    cupy = device.cupy()
-    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", "q4_0")
-    tokens = np.arange(64) % 4096
-    largest = 4096 * 256 // 32 * 18
-    sizes: list[int] = []
-
-    class Watch(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
-        name = "watch"
-
-        def malloc_postprocess(
-            self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
-        ) -> None:
-            sizes.append(size)
-
-    from cuquant.eval import config
-    from cuquant.eval.llama import Llama
-
-    model = cq.open(tmp_path / "q.gguf", device="cuda")
-    tensors = {name: t.prepare() if isinstance(t, cq.QuantizedArray) else t for name, t in model.items()}
-    llama = Llama(config.read(model.metadata), tensors)
-    with Watch():
-        hidden = llama.hidden(tokens.reshape(4, 16), 8)
-        llama.logits(hidden.reshape(-1, hidden.shape[-1])[:16])
-    assert sizes
-    # Looking up embeddings rebuilds the storage blocks of that one matrix: packed bytes, not numbers.
-    assert max(sizes) <= largest
-
-
 @pytest.mark.parametrize("capability", [80, 86])
 def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """What a GPU without wgmma and clusters takes, with the tiles that fit its shared memory."""
-    from cuquant import jit
-
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: capability)
     for name in ON_GPU:
@@ -494,43 +306,3 @@ def test_weights_beyond_float16(name: str) -> None:
         x = cupy.asarray(gauss((m, 256)).astype(np.float16))
         y = cq.matmul(x, large.T, dtype=np.float32)
         assert nmse(y, testing.linear(x, large)) < 1e-6
-
-
-@pytest.mark.parametrize("batch", [1, 9, 40, 300])
-def test_products_follow_each_other(batch: int) -> None:
-    """Each product needs the one before, launched in a row and in a graph: launches overlap."""
-    cupy = device.cupy()
-    up, down = cuda_weight("q4_0", (1024, 256)).prepare(), cuda_weight("q4_1", (256, 1024), 2).prepare()
-    x = cupy.asarray(gauss((batch, 256)).astype(np.float16))
-    expected = x
-    for _ in range(6):
-        expected = cupy.asarray((testing.linear(expected, up) / 16).astype(np.float16))
-        expected = cupy.asarray((testing.linear(expected, down) / 16).astype(np.float16))
-
-    def chain() -> Any:
-        y = x
-        for _ in range(6):
-            for w in (up, down):
-                y = cq.matmul(y, w.T)
-                y *= np.float16(1 / 16)
-        return y
-
-    assert nmse(chain(), as_numpy(expected).astype(np.float64)) < 1e-5
-    hidden, y = cupy.empty((batch, 1024), np.float16), x.copy()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:
-        bias = cupy.zeros(256, np.float16)
-        small = cq.quantize(gauss((256, 1024), 2) / 16, "q4_1").to_device("cuda").prepare()
-        once = cq.matmul(cq.matmul(y, up.T, out=hidden), small.T)
-        stream.begin_capture()
-        for _ in range(20):
-            cq.matmul(y, up.T, out=hidden)
-            cq.linear(hidden, small, bias=bias, out=once)
-        graph = stream.end_capture()
-        want = as_numpy(once).copy()
-        for _ in range(5):
-            once.fill(np.nan)
-            hidden.fill(np.nan)
-            graph.launch(stream)
-            np.testing.assert_array_equal(as_numpy(once), want)

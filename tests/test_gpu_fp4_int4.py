@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
 from numpy.typing import NDArray
-from products import assert_products
+from products import assert_products, assert_read_back
 
 import cuquant as cq
 from cuquant import device, testing
@@ -41,16 +41,7 @@ def test_bytes_and_numbers_are_those_of_the_cpu(fmt: cq.Format) -> None:
         w = weight(fmt, shape)
         raw = random_blocks(w.format, shape)
         for blocks in (w.blocks, raw):
-            own = cq.from_blocks(blocks, w.format, shape)
-            for dtype in FLOATS:
-                with np.errstate(all="ignore"):
-                    expected = own.dequantize(dtype).astype(F)
-                np.testing.assert_array_equal(
-                    as_numpy(own.to_device("cuda").dequantize(dtype)).astype(F), expected
-                )
-            there = own.to_device("cuda").prepare()
-            np.testing.assert_array_equal(as_numpy(there.blocks), blocks)
-            np.testing.assert_array_equal(as_numpy(there[0].blocks), blocks[0])
+            assert_read_back(blocks, w.format, shape)
         np.testing.assert_array_equal(
             as_numpy(cq.quantize(cupy.asarray(gauss(shape, 1)), fmt).blocks), w.blocks
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, K_QUANTS, random_blocks
 from numpy.typing import NDArray
+from products import assert_read_back
 
 import cuquant as cq
 from cuquant import device, jit, plan, problem, testing
@@ -41,17 +42,7 @@ def weight(name: str, shape: tuple[int, ...], seed: int = 1, factor: float = 1) 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_and_numbers_are_those_of_the_cpu(name: str) -> None:
     for seed, shape in enumerate((*SHAPES, *([(5, 32), (40, 1056)] if name == "iq4_nl" else []))):
-        raw = random_blocks(name, shape, seed)
-        own = cq.from_blocks(raw, name, shape)
-        for dtype in FLOATS:
-            with np.errstate(all="ignore"):
-                expected = own.dequantize(dtype).astype(F)
-            np.testing.assert_array_equal(
-                as_numpy(own.to_device("cuda").dequantize(dtype)).astype(F), expected
-            )
-        there = own.to_device("cuda").prepare()
-        np.testing.assert_array_equal(as_numpy(there.blocks), raw)
-        np.testing.assert_array_equal(as_numpy(there[-1].blocks), raw[-1])
+        assert_read_back(random_blocks(name, shape, seed), cq.formats.get(name), shape)
 
 
 def codes_of(name: str, records: NDArray[Any]) -> NDArray[Any]:

@@ -45,8 +45,22 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "K differs on the right": (
         lambda: W @ np.zeros((32, 3), F),
         ValueError,
-        r"x \(3, 32\) and W \(6, 64\) differ in K",
+        r"W \(6, 64\) and x \(32, 3\) do not fit in W @ x, where x is \(64,\) or \(\.\.\., 64, M\), nor in",
     ),
+    "x on the wrong side": (
+        lambda: W @ X,
+        ValueError,
+        r"W \(6, 64\) and x \(3, 64\) do not fit in W @ x, .*: write x @ W\.T, which is \(3, 6\)$",
+    ),
+    "a vector on the left": (lambda: weight("q4_0", (64,)) @ X, ValueError, r"a weight is \(\.\.\., N, K\)"),
+    "a scalar on the right": (lambda: W @ np.array(1, F), ValueError, r"W \(6, 64\) and x \(\) do not fit"),
+    "W, where W.T is meant": (
+        lambda: X @ W,
+        TypeError,
+        r"ndarray \(3, 64\) @ q4_0 array \(6, 64\) contracts .*: write x @ W\.T, which is \(3, 6\)$",
+    ),
+    "W.T on the wrong side": (lambda: W.T @ X, TypeError, r"write x @ W\.T, which is \(3, 6\)$"),
+    "a weight as x": (lambda: W.T @ W, TypeError, r"x @ W\.T and W @ x do not$"),
     "batch differs": (
         lambda: np.zeros((2, 3, 64), F) @ weight("q4_0", (3, 6, 64)).T,
         ValueError,

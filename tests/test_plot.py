@@ -93,7 +93,7 @@ def test_a_notebook_shows_it() -> None:
 def test_bench_plots_a_record(run: Run, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"bench.{suffix}"
     done = run("bench", "--from", RECORD, "--formats", "q4_0", "--shapes", "4096x4096", "--plot", path)
-    assert (done.status, done.err) == (0, "")
+    assert done.status == 0
     assert done.out.count("q4_0") == 26
     if suffix == "png":
         assert path.read_bytes().startswith(PNG)
@@ -107,8 +107,8 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.delitem(sys.modules, "cuquant.bench.plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.artist", None)
-    with pytest.raises(ImportError, match=r"a plot needs matplotlib .*: pip install 'cuquant\[notebook\]'"):
+    with pytest.raises(ImportError, match=r"a plot needs matplotlib .*: pip install matplotlib, or"):
         Record.read(RECORD).plot()
     done = run("bench", "--from", RECORD, "--plot", tmp_path / "p.png")
     assert_one_line_error(done)
-    assert "pip install 'cuquant[notebook]'" in done.err
+    assert "'.[notebook]' in a checkout" in done.err

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -115,6 +116,12 @@ def test_other_ways_to_show(result: Evaluation) -> None:
     assert result._repr_html_() == result.render("html")
     with pytest.raises(ValueError, match="unknown style 'latex'; allowed are table, md, html, csv, json"):
         result.render("latex")
+
+
+def test_without_pandas(result: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"a DataFrame needs pandas \(.*\): pip install pandas, or"):
+        result.to_pandas()
 
 
 @pytest.mark.parametrize("tensors", [False, True])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +14,7 @@ from commands import Run, assert_one_line_error
 from gguf_files import NANO
 
 import cuquant as cq
-from cuquant import device, formats, plan
+from cuquant import device, formats, jit, plan
 from cuquant.warmup import BATCHES, kernels
 
 
@@ -43,10 +47,30 @@ def test_without_a_gpu(run: Run) -> None:
     assert_one_line_error(run("warmup", NANO))
 
 
+def test_an_interruption_waits_only_for_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_one(device_id: int, kernel: plan.Kernel) -> Any:
+        compiled.append(kernel)
+        time.sleep(0.1)
+
+    def interrupted(futures: list[Future[Any]]) -> Any:
+        raise KeyboardInterrupt
+
+    gpu = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 0), Device=nullcontext)
+    monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=gpu))
+    monkeypatch.setattr(jit, "_key", lambda device_id, kernel: (device_id, kernel))
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(jit, "_compiled", compile_one)
+    monkeypatch.setattr(jit, "as_completed", interrupted)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    with pytest.raises(KeyboardInterrupt):
+        list(jit.compile_ahead(kernels(formats.get("q4_0"), (14336, 4096), BATCHES, 90)))
+    assert len(compiled) <= 2
+
+
 @pytest.mark.gpu
 def test_products_compile_nothing_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuquant import jit
-
     cupy = device.cupy()
     w = cq.quantize(cupy.random.standard_normal((48, 320), cupy.float32), "q5_1")
     cq.warmup([w], (1, 3, 40))

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, device, sources
-from ..render import TABLE_STYLES, rows_to_csv, to_pandas
+from .. import __version__, device, info, sources
+from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
 
@@ -57,7 +57,7 @@ def plotter() -> Callable[[Record], Any]:
     try:
         from .plot import figure
     except ImportError as error:
-        raise ImportError(f"a plot needs matplotlib ({error}): pip install 'cuquant[notebook]'") from None
+        raise missing("a plot", "matplotlib", error) from None
     return figure
 
 
@@ -106,11 +106,22 @@ class Record:
         """What was measured: "matmul" or "dequant"."""
         return str(self.cells[0]["op"]) if self.cells else "matmul"
 
+    @property
+    def origin(self) -> str:
+        """The GPU, the commit and the versions that the cells were measured with, in a line."""
+        commit = self.header["commit"]
+        source = "an installed package" if commit is None else f"commit {commit[:12]}"
+        versions = [
+            f"{_TITLES.get(name, name)} {info.cuda_version(found) if isinstance(found, int) else found}"
+            for name, found in self.header["versions"].items()
+        ]
+        return f"{self.header['device']}, {source} ({', '.join(versions)})"
+
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
         `shape` stands for (N, K), `head_layout` for (heads, kv_heads). Cells without such a value are left
-        out. ValueError where none is left.
+        out. ValueError where none is left, with the values that there are.
         """
         kept = [
             cell
@@ -119,8 +130,20 @@ class Record:
             if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not kept:
-            raise ValueError("the record has no such cells")
+            held = [self._values(name) for name, allowed in wanted.items() if allowed is not None]
+            raise ValueError(f"the record has no such cells; it has {'; '.join(held)}")
         return Record(None, self.header, kept, self.verdict if len(kept) == len(self.cells) else None)
+
+    def _values(self, name: str) -> str:
+        """What cells have under a name."""
+        values = dict.fromkeys((cell | _pairs(cell)).get(name) for cell in self.cells)
+        between = "/" if name == "head_layout" else "x"
+        shown = [
+            between.join(map(str, value)) if isinstance(value, tuple) else str(value)
+            for value in values
+            if value not in (None, (None, None))
+        ]
+        return f"{name} {', '.join(shown)}" if shown else f"no {name}"
 
     def __contains__(self, key: dict[str, Any]) -> bool:
         return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
@@ -196,6 +219,14 @@ def _pairs(cell: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_TITLES = {
+    "cupy": "CuPy",
+    "cuda_runtime": "CUDA runtime",
+    "cuda_driver": "CUDA driver",
+    "nvrtc": "NVRTC",
+    "numpy": "NumPy",
+    "python": "Python",
+}
 _HEADER = {"device", "versions", "commit"}
 _PRODUCT = {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
 _KEYS = {

@@ -269,6 +269,9 @@ from .products import (
     result_dtype as result_dtype,
 )
 from .products import (
+    right_operand as right_operand,
+)
+from .products import (
     routing as routing,
 )
 from .products import (

@@ -194,15 +194,33 @@ def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
         )
 
 
+def right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
+    """x of W @ x: (K,), or (..., K, M)."""
+    k = w[-1]
+    if not x or x[-2:][0] != k:
+        fit = _instead(x, w)
+        other = f": {fit}" if fit else f", nor in x @ W.T, where it is (..., {k})"
+        raise ValueError(f"W {w} and x {x} do not fit in W @ x, where x is ({k},) or (..., {k}, M){other}")
+
+
+def _instead(x: tuple[int, ...], w: tuple[int, ...]) -> str | None:
+    """Advice to write x @ W.T, if these shapes fit in it."""
+    try:
+        return f"write x @ W.T, which is {product_shape(x, w)}"
+    except ValueError:
+        return None
+
+
 def not_a_product(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{described(a)} @ {described(b)}"
     if is_weight(b) and b.ndim < 2:
         return TypeError(f"{given}: a quantized vector has no rows to multiply by; dequantize it first")
     if is_weight(b) or (is_transposed(a) and is_weight(a.T)):
-        return TypeError(
-            f"{given} contracts the weight along N, but its blocks run along K: x @ W.T and W @ x do not"
-        )
+        x, w = (a, b) if is_weight(b) else (b, a.T)
+        shape = () if is_weight(x) else tuple(getattr(x, "shape", ()))
+        other = _instead(shape, w.shape) or "x @ W.T and W @ x do not"
+        return TypeError(f"{given} contracts the weight along N, but its blocks run along K: {other}")
     return TypeError(f"{given} has no quantized weight on either side: x @ W.T or W @ x is needed")
 
 

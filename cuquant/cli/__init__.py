@@ -15,7 +15,10 @@ from . import bench, evaluation, files, system
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, or 1 for a failure. Wrong usage exits with 2."""
+    """Run the command line; returns the exit status: 0, 1 for a failure, 130 for an interruption.
+
+    Wrong usage exits with 2.
+    """
     arguments = parser().parse_args(argv)
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
+        print(f"cuquant: interrupted: {arguments.left(arguments)}", file=sys.stderr)
         return 130
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"cuquant: error: {error}", file=sys.stderr)

@@ -9,9 +9,16 @@ from typing import Any
 from .. import formats
 
 
-def subcommand(commands: Any, name: str, run: Callable[[Any], None], text: str) -> argparse.ArgumentParser:
+def subcommand(
+    commands: Any,
+    name: str,
+    run: Callable[[Any], None],
+    text: str,
+    left: Callable[[Any], str] = lambda arguments: "nothing was written",
+) -> argparse.ArgumentParser:
+    """A command's parser; `left` says what an interruption leaves behind."""
     made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    made.set_defaults(run=run)
+    made.set_defaults(run=run, left=left)
     return made
 
 

@@ -20,6 +20,7 @@ def add(commands: Any) -> None:
         _bench,
         "Time products, mixtures of experts, attention or conversions on this GPU, next to other libraries "
         "and the bytes' floor; show a record.",
+        _left,
     )
     command.add_argument(
         "what",
@@ -144,14 +145,18 @@ def _bench(arguments: argparse.Namespace) -> None:
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
+        count = f"{len(record.cells)} cells"
     else:
         wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
         wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
         if arguments.what == "attention":
             wanted["batch"] = wanted.pop("M")
-        record = Record.read(arguments.source).only(**wanted)
+        whole = Record.read(arguments.source)
+        record = whole.only(**wanted)
+        count = f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
     if draw is not None:
         draw(record).savefig(arguments.plot)
+    print(f"{count}, {record.origin}", file=sys.stderr)
     print(record.render(arguments.style))
 
 
@@ -161,9 +166,21 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
     _, cells_of = _KINDS[arguments.what]
     record, cells, count = cells_of(arguments)
-    for cell in tqdm(cells, total=count, unit="cell", disable=None):
-        tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
+    with tqdm(cells, total=count, unit="cell", disable=None) as bar:
+        for cell in bar:
+            tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
     return record
+
+
+def _left(arguments: argparse.Namespace) -> str:
+    record = arguments.record
+    if arguments.source is not None:
+        return "nothing was written"
+    if record is None:
+        return "nothing was written; --record FILE.json keeps every cell that is measured"
+    if record.exists():
+        return f"{record} has every cell so far, and the same command goes on from there"
+    return f"no cell is measured, and {record} was not written"
 
 
 def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:

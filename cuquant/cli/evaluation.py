@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
         "eval",
         _eval,
         "Perplexity, KL divergence and tensor errors of models, or of their quantizations.",
+        _left,
     )
     command.add_argument("models", metavar="MODEL.gguf", nargs="+")
     command.add_argument(
@@ -98,6 +99,15 @@ def _eval(arguments: argparse.Namespace) -> None:
     print(shown.render(arguments.style))
     if arguments.tensors and arguments.style != "json":
         print(f"\n{shown.render(arguments.style, tensors=True)}")
+
+
+def _left(arguments: argparse.Namespace) -> str:
+    results = arguments.results
+    if results is None:
+        return "nothing was written; --results FILE.json keeps the result of every model that is done"
+    if results.exists():
+        return f"{results} has every result so far, and the same command goes on from there"
+    return f"no model is done, and {results} was not written"
 
 
 def _load_ids(path: Path) -> Any:

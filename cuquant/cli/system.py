@@ -12,7 +12,11 @@ from .arguments import int_list, subcommand
 def add(commands: Any) -> None:
     """Add the commands to the parser's."""
     command = subcommand(
-        commands, "warmup", _warmup, "Compile ahead the kernels that products with a model's weights need."
+        commands,
+        "warmup",
+        _warmup,
+        "Compile ahead the kernels that products with a model's weights need.",
+        lambda arguments: "kernels compiled so far are kept, and the same command goes on from there",
     )
     command.add_argument("models", metavar="MODEL.gguf", nargs="+")
     command.add_argument(

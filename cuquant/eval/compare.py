@@ -138,7 +138,7 @@ def compare(
     with ExitStack() as opened:
         first, second = (_opened(model, opened) for model in (a, b))
         names = list(dict.fromkeys([*first.tensors, *second.tensors]))
-        bar = tqdm(names, unit="tensor", disable=None if progress else True)
+        bar = opened.enter_context(tqdm(names, unit="tensor", disable=None if progress else True))
         return Comparison(
             str(first.path),
             str(second.path),

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..render import Columns, render_records, to_json, to_pandas
+from ..render import Columns, missing, render_records, to_json, to_pandas
 from .scores import TensorError
 
 _COLUMNS = {
@@ -183,4 +183,4 @@ def plotter() -> Any:
     try:
         return import_module(".plot", __package__)
     except ImportError as error:
-        raise ImportError(f"a plot needs matplotlib ({error}): pip install 'cuquant[notebook]'") from None
+        raise missing("a plot", "matplotlib", error) from None

@@ -33,7 +33,7 @@ def replacing(target: Path) -> Iterator[Path]:
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
     except BaseException:
-        os.unlink(name)
+        Path(name).unlink(missing_ok=True)  # an interruption may come after the replacing
         raise
 
 

@@ -104,6 +104,7 @@ def matmul(a: Any, b: Any, *, out: Any = None, dtype: Any = None) -> Any:
         if isinstance(b, Transposed):
             return _left(a, b.T, out, dtype)
         x = check.floats(b, "x")
+        check.right_operand(x.shape, check.weights(a).shape)
         return _left(a, x if x.ndim == 1 else x.swapaxes(-1, -2), out, dtype)
     if isinstance(b, Transposed):
         return linear(a, b.T, out=out, dtype=dtype)

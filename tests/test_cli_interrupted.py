@@ -1,0 +1,97 @@
+"""Commands that Ctrl-C ends: what they say is left, and that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import RECORD, cell
+from commands import FEW, Done, Run
+from gguf_files import NANO
+
+import cuquant as cq
+from cuquant.bench import Cell, Record
+from cuquant.bench import record as records
+
+
+def assert_interrupted(done: Done, left: str) -> None:
+    assert done == (130, "", f"cuquant: interrupted: {left}\n")
+
+
+def interrupted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
+def test_quantize(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    target = tmp_path / f"q.{suffix}"
+    monkeypatch.setattr("cuquant.io.convert.quantize", interrupted)
+    command = ("quantize", NANO, target, "--format", "q4_0", "--device", "cpu")
+    assert_interrupted(run(*command), f"{target} was not written, and no part of it is left")
+    assert not list(tmp_path.iterdir())
+    target.write_text("precious")
+    assert_interrupted(run(*command, "--force"), f"{target} is as it was")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_eval(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "r.json"
+    other = tmp_path / "other.gguf"
+    other.write_bytes(NANO.read_bytes())
+    command = ("eval", NANO, other, *FEW, "--device", "cpu")
+    real = cq.evaluate
+
+    def second(model: Any, **options: Any) -> cq.Evaluation:
+        return interrupted() if model == str(other) else real(model, **options)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", interrupted)
+    hint = "nothing was written; --results FILE.json keeps the result of every model that is done"
+    assert_interrupted(run(*command), hint)
+    left = f"no model is done, and {results} was not written"
+    assert_interrupted(run(*command, "--results", results), left)
+    monkeypatch.setattr("cuquant.eval.files.evaluate", second)
+    left = f"{results} has every result so far, and the same command goes on from there"
+    assert_interrupted(run(*command, "--results", results), left)
+    monkeypatch.undo()
+    assert run(*command, "--results", results).status == 0
+
+
+def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"device": "a GPU", "versions": {}, "commit": "0123"}
+    monkeypatch.setattr(records, "environment", lambda packages=(): facts)
+    path = tmp_path / "r.json"
+
+    def one(record: Record, *args: Any) -> Iterator[Cell]:
+        record.add(cell())
+        yield cell()
+        raise KeyboardInterrupt
+
+    command = ("bench", "--peers", "none", "--batches", "1,2")
+    monkeypatch.setattr("cuquant.bench.matmul", interrupted)
+    hint = "nothing was written; --record FILE.json keeps every cell that is measured"
+    assert_interrupted(run(*command), hint)
+    assert_interrupted(run(*command, "--record", path), f"no cell is measured, and {path} was not written")
+    monkeypatch.setattr("cuquant.bench.matmul", one)
+    done = run(*command, "--record", path)
+    assert (done.status, done.out) == (130, "")
+    left = f"{path} has every cell so far, and the same command goes on from there"
+    assert done.err.splitlines()[1:] == [f"cuquant: interrupted: {left}"]
+    assert len(Record.read(path).cells) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (("compare", NANO, NANO), "cuquant.eval.compare"),
+        (("dump", NANO), "cuquant.io.dump.as_text"),
+        (("bench", "--from", RECORD), "cuquant.bench.record.Record.only"),
+    ],
+)
+def test_what_writes_no_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], where: str
+) -> None:
+    monkeypatch.setattr(where, interrupted)
+    assert_interrupted(run(*command), "nothing was written")

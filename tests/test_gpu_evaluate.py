@@ -1,0 +1,99 @@
+"""The evaluator and quantized files on a GPU, and the memory that they take."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from formats_table import NAMES
+from test_gpu import cuda_weight, gauss
+
+import cuquant as cq
+from cuquant import device
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).parent.parent
+
+
+def test_weights_stay_packed_in_an_evaluation() -> None:
+    """Device memory never holds a dense weight: the peak stays near the packed bytes."""
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (8192, 4096)).prepare()
+    x = cupy.asarray(gauss((4, 4096)).astype(np.float16))
+    x @ w.T
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    for _ in range(3):
+        x @ w.T
+    assert pool.total_bytes() - before < w.nbytes // 8
+    assert w.storage.nbytes == w.nbytes
+
+
+@pytest.mark.parametrize("activations", ["f16", "q8_1"])
+def test_evaluator_on_the_gpu(activations: str) -> None:
+    path = ROOT / "examples/data/nano-llama-f16.gguf"
+    text = (ROOT / "examples/data/heldout-public.txt").read_text()[:20000]
+    kwargs: Any = {"text": text, "formats": NAMES, "activations": activations}
+    cpu, gpu = (cq.evaluate(path, device=where, **kwargs) for where in ("cpu", "cuda"))
+    assert cpu.backend == "numpy"
+    assert "NVIDIA" in gpu.backend
+    assert cq.open(path).device == "cuda"  # by default
+    for a, b in zip(cpu.rows, gpu.rows, strict=True):
+        assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
+        if a.mean_kld:
+            assert b.mean_kld == pytest.approx(a.mean_kld, rel=0.05)
+
+
+def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:
+    reference = json.loads((ROOT / "tests/data/reference.json").read_text())["float32"]
+    text = ROOT / "examples/data/heldout-public.txt"
+    result = cq.evaluate(ROOT / "examples/data/nano-llama-f16.gguf", text=text, formats=NAMES, device="cuda")
+    assert result.scored_tokens == 119 * 255
+    for row in result.rows:
+        assert row.ppl == pytest.approx(reference[row.format]["ppl"], rel=2e-3)
+        assert row.mean_kld == pytest.approx(reference[row.format]["mean_kld"], rel=0.05, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_files_on_the_gpu_as_llama_quantize(name: str, tmp_path: Path) -> None:
+    expected = json.loads((ROOT / "tests/data/nano-llama-quantized-sha256.json").read_text())[name]
+    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", name, device="cuda")
+    model = cq.open(tmp_path / "q.gguf")
+    for tensor, (kind, digest) in expected.items():
+        assert model.tensors[tensor].type_name == kind
+        assert hashlib.sha256(model.raw(tensor).tobytes()).hexdigest() == digest
+
+
+def test_evaluating_makes_no_dense_weight(tmp_path: Path) -> None:
+    """Of a quantized model on the GPU nothing as large as the largest packed weight is ever allocated."""
+    cupy = device.cupy()
+    cq.quantize_file(ROOT / "examples/data/nano-llama-f16.gguf", tmp_path / "q.gguf", "q4_0")
+    tokens = np.arange(64) % 4096
+    largest = 4096 * 256 // 32 * 18
+    sizes: list[int] = []
+
+    class Watch(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+        name = "watch"
+
+        def malloc_postprocess(
+            self, device_id: int, size: int, mem_size: int, mem_ptr: int, pmem_id: int
+        ) -> None:
+            sizes.append(size)
+
+    from cuquant.eval import config
+    from cuquant.eval.llama import Llama
+
+    model = cq.open(tmp_path / "q.gguf", device="cuda")
+    tensors = {name: t.prepare() if isinstance(t, cq.QuantizedArray) else t for name, t in model.items()}
+    llama = Llama(config.read(model.metadata), tensors)
+    with Watch():
+        hidden = llama.hidden(tokens.reshape(4, 16), 8)
+        llama.logits(hidden.reshape(-1, hidden.shape[-1])[:16])
+    assert sizes
+    # Looking up embeddings rebuilds the storage blocks of that one matrix: packed bytes, not numbers.
+    assert max(sizes) <= largest

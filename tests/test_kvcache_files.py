@@ -1,0 +1,117 @@
+"""The file of a cache of keys and values, also damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_kvcache import F, filled, state, tokens
+
+import cuquant as cq
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"key_scales": "halves"}, {"track_attention": True}, {"capacity": {8: 9, 3: 20}}]
+)
+def test_save_and_load(tmp_path: Path, options: dict[str, Any]) -> None:
+    cache = filled(12, 3, [8, 3] * 6, **({"widths": (8, 3)} | options))
+    cache.evict([[3], [-1], [7]])
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = cq.KVCache.load(tmp_path / "cache.safetensors")
+    assert state(loaded) == state(cache)
+    for name in ("capacity", "bits", "rotate", "auto_scales", "track_attention", "nbytes"):
+        assert getattr(loaded, name) == getattr(cache, name)
+    for each in (cache, loaded):
+        each.append(*tokens(3, 2, 2, 16, seed=3), 3)
+    assert state(loaded) == state(cache)
+
+
+def test_save_and_load_of_an_empty_rotated_cache(tmp_path: Path) -> None:
+    cq.KVCache(2, 32, 5, key_scales="pairs", rotate=True).save(str(tmp_path / "cache"))
+    loaded = cq.KVCache.load(tmp_path / "cache")
+    assert (loaded.rotate, loaded.auto_scales, loaded.slots) == (True, "pairs", 0)
+
+
+def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache"
+    path.write_bytes(b"before")
+
+    def fails(*args: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="no space left"):
+        filled().save(path)
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("cache", b"before")]
+
+
+def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path) -> None:
+    """A saved cache after a change of its arrays and settings."""
+    filled(6, 1, 8).save(path)
+    arrays = {name: array.copy() for name, array in load_file(path).items()}
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    settings = json.loads(header["__metadata__"]["cuquant.kv_cache"])
+    change(arrays, settings)
+    save_file(arrays, path, {"cuquant.kv_cache": json.dumps(settings)})
+
+
+DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "version": (lambda a, s: s.update(version=2), "its version is 2; this is version 1"),
+    "no version": (lambda a, s: s.pop("version"), "it has no 'version'"),
+    "no array": (lambda a, s: a.pop("8.k_qx"), "it has no '8.k_qx'"),
+    "head_dim": (
+        lambda a, s: s.update(head_dim=24),
+        r"16.k_qx is float16 \(0, 2, 16\); float16 \(0, 2, 24\) is",
+    ),
+    "dtype": (lambda a, s: a.update({"8.v_qx": a["8.v_qx"].astype(F)}), "8.v_qx is float32"),
+    "rooms": (lambda a, s: s.update(rooms=[[8, 3]], capacity=3), "8.lengths are beyond the 3 tokens"),
+    "lengths": (lambda a, s: a.update({"8.lengths": np.array([-1], np.int32)}), "8.lengths are beyond"),
+    "slots": (lambda a, s: a["8.global_slots"].fill(2), "global slots of sequence 0 are out of range, or"),
+    "next slot": (lambda a, s: a["next_slots"].fill(5), "global slots of sequence 0 are out of range"),
+    "ids": (lambda a, s: a["8.token_ids"].fill(-1), "sequence 0 has a negative token id"),
+    "bits": (lambda a, s: s.update(rooms=[[7, 64]]), "bits are"),
+    "text": (lambda a, s: s.update(batch="many"), "batch is a str"),
+    "scales": (
+        lambda a, s: a.update(key_scales=np.zeros((1, 2, 16), F)),
+        "key_scales must be finite and positive",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file(tmp_path: Path, name: str) -> None:
+    change, message = DAMAGES[name]
+    damaged(change, tmp_path / "cache")
+    with pytest.raises(ValueError, match=rf"cache is no cache that cuquant saved: .*{message}"):
+        cq.KVCache.load(tmp_path / "cache")
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    save_file({"x": np.zeros(3, F)}, tmp_path / "other")
+    (tmp_path / "text").write_bytes(b"nothing")
+    filled().save(tmp_path / "cut")
+    os.truncate(tmp_path / "cut", 900)
+    for name in ("other", "text", "cut"):
+        with pytest.raises(ValueError, match=rf"{name} is no cache that cuquant saved"):
+            cq.KVCache.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        cq.KVCache.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_key_scales_survive_a_file(order: Any, batch: int, tmp_path: Path) -> None:
+    """Also those that a batch shares, or that lie column by column."""
+    scales = np.asarray(np.random.default_rng(0).uniform(0.5, 2, (2, 32)), np.float32, order=order)
+    cache = cq.KVCache(2, 32, 10, batch, key_scales=scales)
+    cache.save(tmp_path / "c.safetensors")
+    again = cq.KVCache.load(tmp_path / "c.safetensors")
+    np.testing.assert_array_equal(again.key_scales, cache.key_scales)
+    np.testing.assert_array_equal(again.key_scales[0], scales)

@@ -1,0 +1,115 @@
+"""Widths of cached tokens by importance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_kvcache import WIDTHS, F, state, tokens, widths
+
+import cuquant as cq
+from cuquant.kv import allocator
+
+
+def allocated(
+    importance: Any, average: float, held: Any = 16, rooms: Any = None, hysteresis: float = 0.5
+) -> NDArray[np.int64]:
+    weights = np.asarray(importance, float)
+    n = len(weights)
+    return allocator.allocate(
+        weights,
+        np.broadcast_to(held, n),
+        np.arange(n),
+        rooms or dict.fromkeys(WIDTHS, n),
+        average,
+        hysteresis,
+    )
+
+
+weights = st.lists(st.floats(1e-30, 1e6) | st.just(0.0), min_size=1, max_size=40)
+
+
+@given(importance=weights, average=st.floats(2, 16), seed=st.integers(0, 99))
+def test_the_average_holds(importance: list[float], average: float, seed: int) -> None:
+    held = np.random.default_rng(seed).choice(WIDTHS, len(importance))
+    bits = allocated(importance, average, held)
+    assert {*bits.tolist()} <= {*WIDTHS}
+    assert average - 8 / len(bits) < bits.mean() + 1e-9
+    assert bits.mean() <= average + 1e-9
+
+
+@given(importance=weights, average=st.floats(2, 16))
+def test_more_important_tokens_are_never_narrower(importance: list[float], average: float) -> None:
+    bits = allocated(importance, average, hysteresis=0)
+    assert (np.diff(bits[np.argsort(importance, kind="stable")]) >= 0).all()
+
+
+def test_importance_beyond_hysteresis_moves_tokens() -> None:
+    rng = np.random.default_rng(0)
+    importance = rng.lognormal(0, 2, 500)
+    first = allocated(importance, 4.0)
+    noise = importance * rng.uniform(0.85, 1.2, 500)
+    assert np.array_equal(allocated(noise, 4.0, first), first)
+    assert not np.array_equal(allocated(noise, 4.0, first, hysteresis=0), first)
+    noise[first.argmin()] *= 1e6
+    assert allocated(noise, 4.0, first)[first.argmin()] == 16
+
+
+def test_equal_importance_favours_the_newest() -> None:
+    assert allocated([0, 0, 0, 0], 2.5).tolist() == [2, 2, 3, 3]
+    assert allocated([5, 5, 5, 5], 2.5, held=2).tolist() == [2, 2, 3, 3]
+
+
+def test_the_least_sum_of_errors() -> None:
+    """Against all ways to give six tokens widths, at averages that greedy steps reach exactly."""
+    importance = np.random.default_rng(3).lognormal(0, 2, 6)
+    ways = np.stack(np.meshgrid(*[WIDTHS] * 6), axis=-1).reshape(-1, 6)
+    errors = (importance * 4.0**-ways).sum(axis=1)
+    for average in (2.5, 3.0, 3.5, 4.0, 5.0, 7.0):
+        bits = allocated(importance, average, hysteresis=0)
+        best = errors[ways.sum(axis=1) <= bits.sum()].min()
+        assert (importance * 4.0**-bits).sum() == pytest.approx(best)
+
+
+def test_rooms_come_before_the_average() -> None:
+    importance = np.arange(10.0) + 1
+    few = allocated(importance, 8.0, rooms={16: 1, 8: 2, 4: 3, 2: 10})
+    assert few.tolist() == [2, 2, 2, 2, 2, 4, 4, 4, 8, 8]
+    many = allocated(importance, 2.0, rooms={16: 10, 4: 3, 2: 4})
+    assert many.tolist() == [2, 2, 2, 2, 4, 4, 4, 16, 16, 16]
+
+
+def test_allocate_holds_each_sequence() -> None:
+    cache = cq.KVCache(2, 16, 64, 2)
+    cache.append(*tokens(2, 40, 2, 16), lengths=[40, 20])
+    importance = np.random.default_rng(0).random((2, 40))
+    assert cache.allocate(3.5, importance, recent=3) > 0
+    for sequence, n in ((0, 40), (1, 20)):
+        held = widths(cache, sequence)
+        assert min(held[i] for i in range(n - 3, n)) >= max(held.values())
+        assert 3.5 - 4 / n <= np.mean([*held.values()]) <= 3.5
+    before = state(cache)
+    assert cache.allocate(3.5, importance * 1.2, recent=3) == 0
+    assert state(cache) == before
+
+
+def test_allocate_by_attention_received() -> None:
+    cache = cq.KVCache(1, 16, 64, bits=(8, 2), track_attention=True)
+    k, v = tokens(1, 30, 1, 16)
+    cache.append(k, v)
+    for _ in range(3):
+        cq.attention(np.concatenate([k[:, [4]], k[:, [9]]], axis=2) * F(5), cache)
+    received = {
+        int(s): float(w)
+        for tier in cache.tiers.values()
+        for s, w in zip(tier.bucket(0).global_slots, tier.bucket(0).importance, strict=True)
+    }
+    assert sum(received.values()) == pytest.approx(3, rel=1e-5)
+    assert {4, 9} == {*sorted(received, key=received.__getitem__)[-2:]}
+    cache.allocate(2.4)
+    assert {i for i, bits in widths(cache).items() if bits == 8} == {4, 9}
+    assert cache.tiers[8].bucket(0).importance.tolist() == [np.float32(received[4]), np.float32(received[9])]

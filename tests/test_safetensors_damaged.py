@@ -1,0 +1,148 @@
+"""Loading files that are damaged, or something else: words for each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_convert import small
+from test_safetensors import gauss
+
+import cuquant as cq
+
+
+def rewrite(path: Path, note: Any) -> None:
+    """The same tensors under other metadata, by another program."""
+    tensors = safetensors.numpy.load_file(path)
+    text = note if isinstance(note, str) else json.dumps(note)
+    safetensors.numpy.save_file(tensors, path, {"cuquant": text})
+
+
+def test_foreign_files(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"w\.safetensors"):
+        cq.load(path, "cpu")
+    with pytest.raises(IsADirectoryError):
+        cq.load(tmp_path, "cpu")
+    small(path)  # a GGUF file
+    contents = b"", b"GGUF", b"\xff" * 100, (10**6).to_bytes(8, "little") + b"{}", path.read_bytes()
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"w\.safetensors is not a safetensors file that can be read: "):
+            cq.load(path, "cpu")
+    for metadata in (None, {"format": "pt"}):
+        safetensors.numpy.save_file({"w": gauss(3)}, path, metadata)
+        with pytest.raises(
+            ValueError, match=r"is not a file of cuquant\.save: its metadata has no 'cuquant'"
+        ):
+            cq.load(path, "cpu")
+
+
+KBIT4 = {"name": "kbit", "bits": 4}
+DAMAGED_NOTES: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "the metadata 'cuquant' is damaged: '{'"),
+    "nested": ("[" * 10**5, r"the metadata 'cuquant' is damaged: '\[{80}'"),
+    "a list": ([], r"the metadata 'cuquant' is damaged: '\[\]'"),
+    "no version": ({"weights": {}}, "is damaged"),
+    "weights are a number": ({"version": 1, "weights": 3}, "is damaged"),
+    "another version": ({"version": 2, "weights": {}}, "has version 2; this cuquant reads version 1"),
+    "no such tensor": ({"version": 1, "weights": {"v": {}}}, "'v' is listed, but there is no such tensor"),
+}
+DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
+    "no format": ({"shape": [2, 32]}, "no 'format' is given"),
+    "no shape": ({"format": KBIT4}, "no 'shape' is given"),
+    "not a weight": (3, ""),
+    "format is a word": ({"shape": [2, 32], "format": "kbit4"}, "by a mapping, not by 'kbit4'"),
+    "unknown format": ({"shape": [2, 32], "format": {"name": "q9"}}, "unknown format 'q9'"),
+    "no name": ({"shape": [2, 32], "format": {}}, "a format is a name"),
+    "parameters of none": (
+        {"shape": [2, 32], "format": {"name": "q4_0", "bits": 4}},
+        "'q4_0' is no format with parameters; known are int4, kbit",
+    ),
+    "bits": ({"shape": [2, 32], "format": KBIT4 | {"bits": 9}}, "bits is 9"),
+    "unknown parameter": ({"shape": [2, 32], "format": KBIT4 | {"colour": 1}}, "unexpected keyword .*colour"),
+    "codebook": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [1, 0]}}, r"codebook has shape \(2,\)"),
+    "large entry": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [10**400] * 16}}, "too large"),
+    "shape": ({"shape": [3, 32], "format": KBIT4}, r"raw has 34 bytes; kbit4 of shape \(3, 32\) has 51"),
+    "large shape": ({"shape": [2**70, 32], "format": KBIT4}, "raw has 34 bytes"),
+    "shape of words": ({"shape": ["a"], "format": KBIT4}, "is not a tuple of integers"),
+    "shape is a number": ({"shape": 64, "format": KBIT4}, "is not a tuple of integers|not iterable"),
+    "no axes": ({"shape": [], "format": KBIT4}, "at least one axis"),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(gauss(2, 32), "kbit4")})
+    return tmp_path / "w.safetensors"
+
+
+@pytest.mark.parametrize("case", DAMAGED_NOTES)
+def test_damaged_notes(saved: Path, case: str) -> None:
+    note, message = DAMAGED_NOTES[case]
+    rewrite(saved, note)
+    with pytest.raises(ValueError, match=rf"w\.safetensors.*{message}"):
+        cq.load(saved, "cpu")
+
+
+@pytest.mark.parametrize("case", DAMAGED_WEIGHTS)
+def test_damaged_weights(saved: Path, case: str) -> None:
+    weight, message = DAMAGED_WEIGHTS[case]
+    rewrite(saved, {"version": 1, "weights": {"w": weight}})
+    with pytest.raises(ValueError, match=rf"w\.safetensors: the weight 'w' is damaged: .*({message})"):
+        cq.load(saved, "cpu")
+
+
+def test_a_weight_that_is_no_bytes(saved: Path) -> None:
+    cq.save(saved, {"w": gauss(17)})
+    rewrite(saved, {"version": 1, "weights": {"w": {"shape": [128], "format": KBIT4}}})
+    with pytest.raises(ValueError, match="the weight 'w' is damaged: raw has dtype float32"):
+        cq.load(saved, "cpu")
+
+
+def test_types_that_are_not_read(saved: Path) -> None:
+    content = saved.read_bytes().replace(b'"dtype": "U8"', b'"dtype":"F8_E5M2"')
+    size = int.from_bytes(content[:8], "little") + len('"dtype":"F8_E5M2"') - len('"dtype": "U8"')
+    saved.write_bytes(size.to_bytes(8, "little") + content[8:])
+    with pytest.raises(ValueError, match="tensor 'w' has the type F8_E5M2; read are F64, F32"):
+        cq.load(saved, "cpu")
+
+
+def test_a_cut_file(saved: Path) -> None:
+    content = saved.read_bytes()
+    for size in (0, 7, 100, len(content) - 1):
+        saved.write_bytes(content[:size])
+        with pytest.raises(ValueError, match="is not a safetensors file that can be read"):
+            cq.load(saved, "cpu")
+
+
+def test_any_damage_is_a_value_error(saved: Path) -> None:
+    """Or goes unseen, as other numbers do."""
+    content, g = saved.read_bytes(), np.random.default_rng(0)
+    header = 8 + int.from_bytes(content[:8], "little")
+    refused = []
+    for _ in range(500):
+        damaged = bytearray(content)
+        for at in g.integers(0, header, 2):
+            damaged[at] = g.choice([*b'0123456789"[]{},:.-eE', *g.integers(0, 256, 4)])
+        saved.write_bytes(damaged)
+        try:
+            for tensor in cq.load(saved, "cpu").values():
+                if isinstance(tensor, cq.QuantizedArray):
+                    tensor.dequantize()
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 400
+    assert all(str(saved) in error for error in refused)
+
+
+def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
+    cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
+    with pytest.raises(cq.GGUFError, match=r"cuquant\.load reads safetensors files"):
+        cq.open(tmp_path / "w.safetensors", "cpu")
+    with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):
+        cq.load(Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf")
