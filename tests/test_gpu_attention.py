@@ -60,8 +60,11 @@ def on_gpu(**arguments: Any) -> dict[str, Any]:
     }
 
 
-def agree(q: Array, cache: cq.KVCache, **arguments: Any) -> Array:
-    """The result, after it is compared with the float64 reference."""
+def agree(q: Array, cache: cq.KVCache, largest_score: float = 0, **arguments: Any) -> Array:
+    """The result, after it is compared with the float64 reference.
+
+    Scores are sums in float32: what they lack, at most 2^-18 of the largest, is a relative error of weights.
+    """
     guarded = testing.Guarded(q.shape, q.dtype, strided=True, xp=device.cupy())
     given = device.cupy().asarray(q)
     assert cq.attention(given, cache, out=guarded.array, **on_gpu(**arguments)) is guarded.array
@@ -70,7 +73,7 @@ def agree(q: Array, cache: cq.KVCache, **arguments: Any) -> Array:
     reference = testing.attention(q, cache, **arguments)
     nmse, element = testing.BOUNDS[q.dtype]
     assert testing.nmse(y, reference) <= nmse
-    assert testing.worst_element(y, reference) <= element
+    assert testing.worst_element(y, reference) <= element + largest_score * 2**-18
     return y
 
 
@@ -200,7 +203,7 @@ def test_given_positions(positions: Any) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 100.0])
 def test_scale(scale: float) -> None:
-    agree(normal(2, 3, 8, 64, seed=3), filled(), scale=scale)
+    agree(normal(2, 3, 8, 64, seed=3), filled(), largest_score=40 * abs(scale), scale=scale)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 3, 50), (2, 1, 1, 50), (8, 3, 50), (50,), (2, 1, 3, 64)])
@@ -222,7 +225,11 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
 
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-8, 1.0, 1e3, 1e30])
 def test_magnitudes_of_queries(magnitude: float) -> None:
-    agree(normal(2, 3, 8, 64, seed=3) * F(magnitude), filled())
+    agree(
+        normal(2, 3, 8, 64, seed=3) * F(magnitude),
+        filled(),
+        largest_score=5 * magnitude if magnitude < 1e6 else 0,
+    )
 
 
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])

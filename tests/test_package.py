@@ -104,9 +104,9 @@ def test_readme_scores_are_the_reference() -> None:
 
 def test_ci_runs_the_readme_s_test_command() -> None:
     readme, script = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", ".ci/run"))
-    assert ".venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest\n" in readme
+    assert ".venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest -n auto\n" in readme
     assert "pip\" install --quiet -e '.[test]'" in script
-    assert script.rstrip().endswith('python" -m pytest')
+    assert script.rstrip().endswith('python" -m pytest -n auto')
 
 
 def test_readme_times_are_the_record_s() -> None:

@@ -13,12 +13,12 @@ from .codes import BITS
 MERGE_WARPS = 16
 GROUP_ROWS = 8
 """Rows of queries, a key head's of all positions, in a group: the columns of a product."""
-STAGES = 4
-"""Half steps of the widest bucket that a warp's ring holds, where shared memory has room."""
+STAGES = 3
+"""Half steps of the widest bucket that a warp's ring holds: more were slower, 43.4 us in place of 42.7."""
 BLOCK_HEADS = 2
-"""Most key heads of a block. The rows of more lie side by side, and share sectors of scales; of fewer there are
-fewer shares of a sequence to be added up. Measured on an H200, 8 against 2: 45.3 and 42.9 us for 131072
-tokens of 4 bits, 15.8 and 10.6 us for 4096."""
+"""Most key heads of a block. Of more rows lie side by side, and share sectors of scales; of fewer there are fewer
+shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8 heads, 4096
+tokens 10.6 and 15.8."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
 LEAST = 64
@@ -71,8 +71,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     slots = [slot(bits, shape.head_dim, shape.masked) for bits in shape.bits]
     limit = shared_limit(capability)
     light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
-    for warps, stages in product((16, 8, 4, 2, 1) if light else (8, 4, 2, 1), (STAGES, 3)):
-        ring = max(*slots, ceil(sums / stages / 16) * 16) * stages
+    for warps in (16, 8, 4, 2, 1) if light else (8, 4, 2, 1):
+        ring = max(*slots, ceil(sums / STAGES / 16) * 16) * STAGES
         if warps * ring <= limit:
             break
     block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)

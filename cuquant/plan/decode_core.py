@@ -39,7 +39,9 @@ def decode(
     cluster = 2 if (groups == 2 or batch * k * 2 > room) and capability == 90 else 1
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
-    two = m <= 2 and share > 2 * m and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
+    # Of little work two blocks must not read much of x twice.
+    two = m <= 2 and share > 2 * m and (share > 4 or batch * k * 2 <= 24 << 10)
+    two = two and 2 * (ring + batch * ceil(k / cluster) * 2) < limit - table
     small = grouped and sides > 1 and groups == 1
     if small and ring > 24 << 10:
         two, limit = True, limit // 2 - table - 1024  # x may come in chunks
