@@ -16,9 +16,9 @@ GROUP_ROWS = 8
 STAGES = 3
 """Half steps of the widest bucket that a warp's ring holds: more were slower, 43.4 us in place of 42.7."""
 BLOCK_HEADS = 2
-"""Most key heads of a block. Of more rows lie side by side, and share sectors of scales; of fewer there are fewer
-shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8 heads, 4096
-tokens 10.6 and 15.8."""
+"""Most key heads of a block. Of more, rows lie side by side and share sectors of scales; of fewer, there are
+fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8
+heads, 4096 tokens 10.6 and 15.8."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
 LEAST = 64
