@@ -1,0 +1,143 @@
+"""Figures of the README and of docs/performance.md against the committed records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README, PERFORMANCE = ((ROOT / f).read_text(encoding="utf-8") for f in ("README.md", "docs/performance.md"))
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, Any]:
+    """Committed records, by what their files are called."""
+    paths = (ROOT / "examples/benchmarks").glob("h200-*.json")
+    return {path.stem.removeprefix("h200-"): json.loads(path.read_text()) for path in paths}
+
+
+def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
+    """The rows below a header: numbers, by the cells before them."""
+    lines = text[text.index(f"{header}\n") + len(header) :].split("\n")[2:]
+    rows = {}
+    for line in itertools.takewhile(lambda line: line.startswith("|"), lines):
+        cells = line.strip("|").split("|")
+        rows["|".join(cell.strip() for cell in cells[:labels])] = [float(cell) for cell in cells[labels:]]
+    return rows
+
+
+def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
+    assert len(records) == 7
+    for name, record in records.items():
+        (line,) = (
+            line
+            for line in PERFORMANCE.split("\n")
+            if line.startswith(f"| [JSON](../examples/benchmarks/h200-{name}.json)")
+        )
+        assert line.endswith(f"`{record['commit'][:12]}` |")
+        assert all(cell["nmse"] <= 5e-6 for cell in record["cells"] if "nmse" in cell)
+    assert f"`{records['matmul']['commit'][:12]}`" in README
+
+
+@pytest.mark.parametrize(
+    ("text", "batches", "names", "rows"),
+    [
+        (README, (1, 4, 16, 64, 256, 4096), ("matmul", "kbit"), 16),
+        (PERFORMANCE, (1, 4, 16, 64, 512, 4096), ("kquants", "fp4-int4", "trellis-moe"), 15),
+    ],
+    ids=["README", "performance"],
+)
+def test_times_of_products(
+    records: dict[str, Any], text: str, batches: tuple[int, ...], names: tuple[str, ...], rows: int
+) -> None:
+    cells = {
+        (c["format"], c["activation"], c["M"]): c
+        for c in itertools.chain(*(records[name]["cells"] for name in names))
+        if (c["op"], c["N"], c.get("K")) == ("matmul", 14336, 4096)
+    }
+    shown = table(text, f"| format | x | M = {' | '.join(map(str, batches))} |", 2)
+    assert len(shown) == rows
+    for label, times in shown.items():
+        name, activation = label.split("|")
+        kind = {"cuBLAS, dense": "cublas_us", "floor, q4_0": "floor_us"}.get(name, "us")
+        like = name if kind == "us" else {"matmul": "q4_0", "kquants": "q2_k"}[names[0]]
+        measured = [cells[like, activation, m][kind] for m in batches]
+        assert times == pytest.approx(measured, abs=0.051)
+
+
+def test_times_of_mixtures(records: dict[str, Any]) -> None:
+    cells = {(c["format"], c["M"]): c for c in records["trellis-moe"]["cells"] if c["op"] == "moe"}
+    batches = (1, 2, 4, 8, 16, 64, 512, 4096)
+    rows = table(PERFORMANCE, f"| format | 1 token | {' | '.join(map(str, batches[1:]))} |")
+    assert len(rows) == 6
+    for name, times in rows.items():
+        kind = {"cuBLAS, dense": "cublas_us", "floor, q4_0": "floor_us"}.get(name, "us")
+        measured = [cells[name if kind == "us" else "q4_0", m][kind] for m in batches]
+        assert times == pytest.approx(measured, abs=0.51)
+
+
+def test_times_of_attention(records: dict[str, Any]) -> None:
+    cells = {(c["bits"], c["batch"], c["context"]): c for c in records["attention"]["cells"]}
+    rows = table(PERFORMANCE, "| bits | 4k tokens | 32k | 128k | 8 x 4k | 8 x 32k | 8 x 128k |")
+    assert len(rows) == 8
+    for bits, times in rows.items():
+        kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
+        sizes = itertools.product((1, 8), (4096, 32768, 131072))
+        measured = [cells[(bits if kind == "us" else "4", *size)][kind] for size in sizes]
+        assert times == pytest.approx(measured, abs=0.051)
+
+
+@pytest.mark.parametrize(
+    ("family", "record", "formats"),
+    [
+        ("ggml", "matmul", ()),
+        ("k-bit", "kbit", ()),
+        ("FP4, int4", "fp4-int4", ()),
+        ("k-quants", "kquants", ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")),
+        ("IQ4", "kquants", ("iq4_nl", "iq4_xs")),
+        ("trellis", "trellis-moe", ()),
+    ],
+)
+def test_ranges_over_the_floor(
+    records: dict[str, Any], family: str, record: str, formats: tuple[str, ...]
+) -> None:
+    cells = [
+        c
+        for c in records[record]["cells"]
+        if (c["op"], c["activation"]) == ("matmul", "f16") and (not formats or c["format"] in formats)
+    ]
+    large = [c for c in cells if c["M"] >= 1024]
+    groups = [
+        [c["us"] / c["floor_us"] for c in cells if c["M"] == 1],
+        [c["us"] / c["floor_us"] for c in cells if 8 <= c["M"] <= 64],
+        [c["us"] / c["floor_us"] for c in large],
+        [c["us"] / c["cublas_us"] for c in large],
+    ]
+    row = " | ".join(f"{min(group):.2f} to {max(group):.2f}" for group in groups)
+    assert f"| {family} | {row} |" in README
+
+
+def test_times_of_conversions(records: dict[str, Any]) -> None:
+    cells = {(c["codes"], c["method"], c["M"]): c for c in records["dequant"]["cells"]}
+    shown = {
+        "E2M1: masks and shifts of plain nibbles": ("e2m1", "bits, uncorrected"),
+        "E2M1: masks and shifts, in the fragment layout's order": ("e2m1", "bits of the fragment layout"),
+        "E2M1: byte permutes": ("e2m1", "byte permutes"),
+        "any 16 numbers: shared table of pairs, one for each lane": ("any 16", "shared table of pairs"),
+        "any 16 numbers: shared table of single ones": ("any 16", "shared table of values"),
+        "any 16 numbers: byte-permute table": ("any 16", "byte-permute table"),
+        "integers − 8: magic number, subtracted": ("u4b8", "bits"),  # noqa: RUF001
+        "integers − 8: masks alone, offset by sums of x": ("u4b8", "bits, masked"),  # noqa: RUF001
+    }
+    for label, (codes, method) in shown.items():
+        (row,) = re.findall(rf"^\| {label} \| ([\d. |]+) \|$", PERFORMANCE, re.MULTILINE)
+        rate, instructions, *us = (float(cell) for cell in row.split(" | "))
+        alone = cells[codes, method, None]
+        assert rate == pytest.approx(alone["values_per_ns"], abs=0.51)
+        assert instructions == pytest.approx(alone["instructions"], abs=0.051)
+        assert us == pytest.approx([cells[codes, method, m]["us"] for m in (1, 8)], abs=0.051)
