@@ -88,7 +88,8 @@ def test_times_of_attention(records: dict[str, Any]) -> None:
     for bits, times in rows.items():
         kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
         sizes = itertools.product((1, 8), (4096, 32768, 131072))
-        measured = [cells[(bits if kind == "us" else "4", *size)][kind] for size in sizes]
+        keys = ((bits if kind == "us" else "4", *size) for size in sizes)
+        measured = [cells[key][kind] for key in keys]
         assert times == pytest.approx(measured, abs=0.051)
 
 
