@@ -145,7 +145,7 @@ def product(p: Product, out: Any) -> None:
         converted = 0 if x.source.entry is None else _rows_bytes(x.source.shape)[1]
         start = scratch.take(converted + launch.partials)
         addresses = x.addresses if x.source.entry is None else _convert(x, start)
-        sums = (start + converted, scratch.zeros(plan.FLAGS)) if launch.partials else (0, 0)
+        sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
         _launch(launch, fragments, signs, addresses, ends, sums)
 
 
@@ -305,7 +305,7 @@ class _Scratch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._buffers: list[Any] = []
-        self._zeros: list[Any] = []
+        self._flags: Any = None
 
     def take(self, nbytes: int) -> int:
         """Address of at least nbytes, valid for the work that this stream is given under the lock."""
@@ -314,17 +314,17 @@ class _Scratch:
             self._buffers.append(device.cupy().empty(grown, np.uint8))
         return int(self._buffers[-1].data.ptr)
 
-    def zeros(self, count: int) -> int:
-        """Address of so many 32-bit zeros, which every kernel leaves as it finds them.
+    def flags(self) -> int:
+        """Address of zeros, which every product leaves as it finds them.
 
-        They are made on a stream of their own, that they are there also while this one is captured.
+        They are made on a stream of their own, so that they are there also while this one is captured.
         """
-        if not self._zeros or self._zeros[-1].size < count:
+        if self._flags is None:
             cupy = device.cupy()
             with cupy.cuda.Stream(non_blocking=True) as stream:
-                self._zeros.append(cupy.zeros(max(count, plan.FLAGS), np.uint32))
+                self._flags = cupy.zeros(plan.FLAGS, np.uint32)
                 stream.synchronize()
-        return int(self._zeros[-1].data.ptr)
+        return int(self._flags.data.ptr)
 
     def __enter__(self) -> _Scratch:
         self.lock.acquire()

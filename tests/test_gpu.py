@@ -147,10 +147,11 @@ def test_every_step_of_k_counts(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", ON_GPU)
 def test_large_shapes_on_sampled_columns(name: str) -> None:
-    """K = 28672 and N = 14336 at many batch sizes, 64 random columns in float64."""
+    """Long rows of W and many of them, at many batch sizes, 64 random columns in float64."""
     cupy = device.cupy()
     for n, k, batches in (
-        (256, 28672, (1, 16, 100)),
+        (256, 28672, (1, 7, 16, 100)),  # 7: pairs of blocks of the decode core split K
+        (25600, 256, (9, 16)),  # decodes_long
         (14336, 1024, (1, 7, 16, 33, 256, 1000)),
         (4096, 4096, (4096,)),
     ):

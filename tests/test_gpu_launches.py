@@ -42,6 +42,34 @@ def test_captured_in_a_graph(kind: str, m: int) -> None:
             assert nmse(out, expected) < 1e-6
 
 
+@pytest.mark.parametrize("direct_first", [True, False])
+def test_a_stream_whose_first_product_is_captured(direct_first: bool) -> None:
+    """Its sums pass between blocks by way of flags, which must be zeros before the graph has run, too."""
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (9000, 1024)).prepare()
+    x = cupy.asarray(gauss((1000, 1024)).astype(np.float16))
+    if jit.capability() == 90:
+        assert plan.gemm(w.format, 1000, 9000, 1024, 1, True, 90).partials > 0
+    y, z = cupy.empty((1000, 9000), F), cupy.empty((1000, 9000), F)
+    expected = as_numpy(cq.matmul(x, w.T, dtype=F))  # by another stream
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        used = cupy.full(1 << 22, 255, np.uint8)
+        del used  # the stream's next allocations are of this memory
+        stream.begin_capture()
+        cq.matmul(x, w.T, out=y)
+        graph = stream.end_capture()
+        for step in (0, 1) if direct_first else (1, 0):
+            if step == 0:
+                cq.matmul(x, w.T, out=z)
+            else:
+                graph.launch(stream)
+        graph.launch(stream)
+        stream.synchronize()
+    np.testing.assert_array_equal(as_numpy(y), expected)
+    np.testing.assert_array_equal(as_numpy(z), expected)
+
+
 def test_an_unprepared_weight_is_refused_in_a_capture() -> None:
     cupy = device.cupy()
     w = cuda_weight("q4_0", (32, 64))

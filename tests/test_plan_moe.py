@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import nvrtc
 import pytest
-from test_compile import FORMATS, OTHERS, SHARED, check
+from test_compile import FORMATS, OTHERS, SHARED, assert_staged, check
 
 import cuquant as cq
 from cuquant import plan, problem
 from cuquant.plan.moe import Load
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
-NAMES = ("q4_0", "q5_1", "q8_0", "kbit2", "kbit5", "mxfp4", "nvfp4", "int4-128-zeros")
+NAMES = ("q4_0", "q5_1", "q8_0", "kbit2", "kbit4", "kbit5", "iq4_nl", "mxfp4", "nvfp4", "int4-128-zeros")
 LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 64), (8, 256))]
 
 
@@ -59,8 +59,9 @@ def test_every_kernel(arch: str) -> None:
 @pytest.mark.parametrize("half", [False, True])
 def test_plans_fit(capability: int, half: bool) -> None:
     """Tiles cover all rows of the weights, and the hardware has room for each block and enough blocks."""
-    for name, load, n, gated in product(NAMES, LOADS, (16, 200, 14336), (False, True)):
-        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, 4096, half, gated, capability)
+    shapes = ((16, 4096), (200, 4096), (14336, 4096), (768, 2048), (4096, 14336))
+    for name, load, (n, k), gated in product(NAMES, LOADS, shapes, (False, True)):
+        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, half, gated, capability)
         if made is None:
             assert gated
             continue
@@ -84,9 +85,8 @@ def test_plans_fit(capability: int, half: bool) -> None:
             rows = c["ROW_TILES"] * c["ROW_WARPS"] * 16 // (1 + gated)
             assert n <= x // launch.cluster * rows < n + rows
             assert made.gemm.chunk % (c["WARPS"] // c["ROW_WARPS"]) == 0
-            x_bytes = made.batch * (made.gemm.chunk * 128 + 16)
-            ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(cq.formats.get(name)).step(1)
-            assert ring + x_bytes <= launch.shared
+            assert_staged(cq.formats.get(name), made.gemm, made.batch, capability)
+            assert made.gemm.chunk >= min(8, ceil(k / 64) // launch.cluster)
         else:
             assert not gated
 

@@ -71,10 +71,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     slots = [slot(bits, shape.head_dim, shape.masked) for bits in shape.bits]
     limit = shared_limit(capability)
     light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
-    for warps in (16, 8, 4, 2, 1) if light else (8, 4, 2, 1):
-        ring = max(*slots, ceil(sums / STAGES / 16) * 16) * STAGES
-        if warps * ring <= limit:
-            break
+    ring = max(*slots, ceil(sums / STAGES / 16) * 16) * STAGES
+    warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
     block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
     budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))

@@ -79,16 +79,24 @@ def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capabil
 
 
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
-    """Every kernel that any plan can ask for on a GPU, for tests that compile them all."""
+    """Kernels of every kind that plans ask for on a GPU, for tests that compile them.
+
+    Of products those of many shapes: short and long rows, few and many of them, batches of every tile.
+    """
     found: set[Kernel] = set()
+    shapes = [
+        ((1, 2, 4, 6, 8, 9), (16, 1 << 10, 1 << 12, 14336, 1 << 16), (1 << 10, 1 << 12, 14336, 28672)),
+        (
+            (9, 17, 33, 65, 129, 513, 4096),
+            (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16),
+            (1 << 10, 1 << 12),
+        ),
+    ]
     for fmt in (f.for_kernels for f in formats if f.on_gpu):
         found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(fmt)
         if fmt.for_activations:
             continue
-        batches, rows = (
-            (1, 2, 4, 8, 9, 17, 33, 65, 129, 513, 4096),
-            (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16),
-        )
-        for m, n, k, half in product(batches, rows, (1 << 10, 1 << 12), (True, False)):
-            found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)
+        for batches, rows, columns in shapes:
+            for m, n, k, half in product(batches, rows, columns, (True, False)):
+                found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)
     return sorted(found, key=repr)

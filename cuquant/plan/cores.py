@@ -28,7 +28,8 @@ class Gemm:
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9
-"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins."""
+"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins, but
+where `decodes_long`."""
 
 
 class Core(IntEnum):

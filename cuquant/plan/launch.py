@@ -77,3 +77,9 @@ _STATIC = 1 << 10
 def shared_limit(capability: int) -> int:
     """Bytes of dynamic shared memory that a block may have."""
     return (_SHARED.get(capability, 227) << 10) - 2 * _STATIC
+
+
+def paired_limit(capability: int) -> int:
+    """The same of blocks of which a multiprocessor is to hold two. From sm_80 on each costs 1 KB more."""
+    most, system = _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
+    return (most + system) // 2 - system - _STATIC // 2
