@@ -48,3 +48,11 @@ def assert_one_line_error(done: Done) -> None:
     assert (done.status, done.out) == (1, "")
     assert done.err.startswith("cuquant: error: ")
     assert done.err.count("\n") == 1
+
+
+def assert_interrupted(done: Done, left: str) -> None:
+    assert done == (130, "", f"cuquant: interrupted: {left}\n")
+
+
+def interrupted(*args: Any, **kwargs: Any) -> Any:
+    raise KeyboardInterrupt

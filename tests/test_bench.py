@@ -8,6 +8,7 @@ import io
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,33 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
         Record.read(path)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": 5},
+        {"device": None},
+        {"versions": None},
+        {"versions": ["cupy"]},
+        {"commit": 5},
+        {"verdict": 5},
+        {"cells": {}},
+        {"cells": ""},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_of_other_types(run: Run, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = tmp_path / "r.json"
+    right: dict[str, Any] = {"device": "a GPU", "versions": {}, "commit": None, "cells": [asdict(cell())]}
+    path.write_text(json.dumps(right), encoding="utf-8")
+    assert run("bench", "--from", path).status == 0
+    path.write_text(json.dumps(right | wrong), encoding="utf-8")
+    assert run("bench", "--from", path) == (
+        1,
+        "",
+        f"cuquant: error: {path} is not a record of cuquant bench\n",
+    )
+
+
 def test_some_cells_of_a_record() -> None:
     record = Record.read(RECORD)
     some = record.only(
@@ -87,6 +115,13 @@ def test_some_cells_of_a_record() -> None:
     problem = "the record has no such cells; it has shape 4096x4096, 14336x4096, .*8192; no bits"
     with pytest.raises(ValueError, match=problem):
         record.only(shape=[(1, 1)], bits=["4"], format=None)
+
+
+def test_no_cells_of_a_record_without_any(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(Record(None, {"device": "a GPU", "versions": {}, "commit": None}).to_json())
+    for some in ((), ("--formats", "q4_0")):
+        assert run("bench", "--from", path, *some) == (1, "", "cuquant: error: the record has no cells\n")
 
 
 def test_where_a_record_is_from() -> None:

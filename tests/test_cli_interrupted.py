@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 from cells import RECORD, cell
-from commands import FEW, Done, Run
+from commands import FEW, Run, assert_interrupted, interrupted
 from gguf_files import NANO
 
 import cuquant as cq
 from cuquant.bench import Cell, Record
 from cuquant.bench import record as records
-
-
-def assert_interrupted(done: Done, left: str) -> None:
-    assert done == (130, "", f"cuquant: interrupted: {left}\n")
-
-
-def interrupted(*args: Any, **kwargs: Any) -> Any:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
@@ -34,6 +26,25 @@ def test_quantize(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suf
     target.write_text("precious")
     assert_interrupted(run(*command, "--force"), f"{target} is as it was")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("before", [None, "precious"])
+def test_quantize_after_the_file_is_in_place(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    target = tmp_path / "q.gguf"
+    if before is not None:
+        target.write_text(before)
+
+    def put_in_place(*args: Any, **kwargs: Any) -> Any:
+        cq.quantize_file(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cuquant.io.convert.quantize_file", put_in_place)
+    done = run("quantize", NANO, target, "--format", "q4_0", "--device", "cpu", "--force")
+    assert_interrupted(done, f"{target} is the new file, and whole")
+    assert "Q4_0" in {t.type_name for t in cq.open(target).tensors.values()}
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_eval(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +65,12 @@ def test_eval(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("cuquant.eval.files.evaluate", second)
     left = f"{results} has every result so far, and the same command goes on from there"
     assert_interrupted(run(*command, "--results", results), left)
-    monkeypatch.undo()
+
+    def not_the_first(model: Any, **options: Any) -> cq.Evaluation:
+        assert model != str(NANO)  # its result is there
+        return real(model, **options)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", not_the_first)
     assert run(*command, "--results", results).status == 0
 
 

@@ -14,15 +14,27 @@ from test_matmul import weight
 
 import cuquant as cq
 from cuquant import device, memory
+from cuquant.testing import nmse
 
 F = np.float32
 W, X = weight("q4_0", (6, 64)), np.zeros((3, 64), F)
 Q = cq.quantize(X, "q8_1")
+SQUARE, SQUARE_X = weight("q4_0", (64, 64)), np.zeros((64, 64), F)
+STACK = weight("q4_0", (2, 6, 64))
 OVERLAP = np.zeros((6, 64), F)
 WEIGHT_BYTES = np.zeros(6 * 36, np.uint8)
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "contracts N": (lambda: np.zeros((3, 6), F) @ W, TypeError, "contracts the weight along N"),
-    "W.T on the left": (lambda: W.T @ np.zeros((6, 3), F), TypeError, "contracts the weight along N"),
+    "contracts N": (
+        lambda: np.zeros((3, 6), F) @ W,
+        TypeError,
+        r"contracts the weight along N, .*: for x @ W write x @ W\.dequantize\(\), or quantize the transpose",
+    ),
+    "W.T on the left": (
+        lambda: W.T @ np.zeros((6, 3), F),
+        TypeError,
+        r"contracts the weight along N, .*: for W\.T @ x write W\.T\.dequantize\(\) @ x, or quantize the",
+    ),
+    "W.T of a stack on the left": (lambda: STACK.T @ np.zeros((6, 3), F), TypeError, r"for W\.T @ x write"),
     "two weights": (lambda: W @ W.T, TypeError, "x is quantized to q4_0; activations are"),
     "q8_1 as weight": (lambda: X @ Q.T, TypeError, "a format of activations"),
     "q8_1 twice": (lambda: Q @ Q.T, TypeError, "a format of activations"),
@@ -60,7 +72,44 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"ndarray \(3, 64\) @ q4_0 array \(6, 64\) contracts .*: write x @ W\.T, which is \(3, 6\)$",
     ),
     "W.T on the wrong side": (lambda: W.T @ X, TypeError, r"write x @ W\.T, which is \(3, 6\)$"),
+    "x @ W of a square W": (
+        lambda: X @ SQUARE,
+        TypeError,
+        r"K: x @ W\.T is another product, of shape \(3, 64\); "
+        r"for x @ W write x @ W\.dequantize\(\), or quantize the transpose of W$",
+    ),
+    "q8_1 @ W of a square W": (
+        lambda: Q @ SQUARE,
+        TypeError,
+        r"K: x @ W\.T is another product, .* write x\.dequantize\(\) @ W\.dequantize\(\), or",
+    ),
+    "W.T of a square W on the left": (
+        lambda: SQUARE.T @ SQUARE_X,
+        TypeError,
+        r"K: x @ W\.T is another product, .*; for W\.T @ x write W\.T\.dequantize\(\) @ x, or",
+    ),
+    "W.T of a square W on the wrong side": (
+        lambda: SQUARE.T @ X,
+        TypeError,
+        r"K: write x @ W\.T, which is \(3, 64\)$",
+    ),
     "a weight as x": (lambda: W.T @ W, TypeError, r"x @ W\.T and W @ x do not$"),
+    "a square weight as x": (lambda: SQUARE.T @ SQUARE, TypeError, r"K: x @ W\.T and W @ x do not$"),
+    "transposed q8_1": (
+        lambda: cq.quantize(SQUARE_X, "q8_1").T @ SQUARE,
+        TypeError,
+        r"K: x @ W\.T and W @ x do not$",
+    ),
+    "batch differs on the right": (
+        lambda: STACK @ np.zeros((3, 64, 5), F),
+        ValueError,
+        r"^the leading axes of W \(2, 6, 64\) and x \(3, 64, 5\) do not broadcast$",
+    ),
+    "batch differs, and x on the wrong side": (
+        lambda: STACK @ np.zeros((3, 5, 64), F),
+        ValueError,
+        r"do not fit in W @ x, .*, nor in x @ W\.T, where their leading axes do not broadcast$",
+    ),
     "batch differs": (
         lambda: np.zeros((2, 3, 64), F) @ weight("q4_0", (3, 6, 64)).T,
         ValueError,
@@ -160,6 +209,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 def test_refused(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_what_is_advised_instead_can_be_computed() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 64), F)
+    q, expected = cq.quantize(x, "q8_1"), x @ SQUARE.dequantize()
+    transpose = cq.quantize(SQUARE.T.dequantize(), "q8_0")
+    for y in (x @ transpose.T, q @ transpose.T, q.dequantize() @ SQUARE.dequantize()):
+        assert nmse(y, expected) < 1e-3
+    np.testing.assert_allclose(SQUARE.T.dequantize() @ x.T, expected.T, rtol=0, atol=1e-4)
+    assert (STACK.T.dequantize() @ np.zeros((6, 3), F)).shape == (2, 64, 3)
 
 
 class Foreign:

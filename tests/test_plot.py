@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from cells import RECORD, cell
-from commands import Run, assert_one_line_error
+from commands import Run, assert_interrupted, assert_one_line_error, interrupted
 
 from cuquant.bench import Record
+from cuquant.bench import record as records
 
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -100,6 +101,54 @@ def test_bench_plots_a_record(run: Run, tmp_path: Path, suffix: str) -> None:
     else:
         assert ET.parse(path).getroot().tag.endswith("svg")
     assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize("before", [None, "precious"])
+def test_bench_interrupted_before_the_plot_is_in_place(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    path = tmp_path / "p.png"
+    if before is not None:
+        path.write_text(before)
+
+    def half(figure: Any, target: Any, **options: Any) -> None:
+        Path(target).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cuquant.picture.Picture.savefig", half)
+    left = f"{path} was not written, and no part of it is left"
+    done = run("bench", "--from", RECORD, "--plot", path)
+    assert_interrupted(done, left if before is None else f"{path} is as it was")
+    assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_bench_interrupted_after_the_plot_is_in_place(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.png"
+    path.write_text("old")
+    monkeypatch.setattr(Record, "render", interrupted)
+    some = ("--formats", "q4_0", "--shapes", "4096x4096")
+    done = run("bench", "--from", RECORD, *some, "--plot", path)
+    assert (done.status, done.out) == (130, "")
+    assert done.err.splitlines()[1:] == [f"cuquant: interrupted: {path} is the new file, and whole"]
+    assert path.read_bytes().startswith(PNG)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_bench_interrupted_as_it_measures_names_the_plot(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, record = tmp_path / "p.svg", tmp_path / "r.json"
+    facts = {"device": "a GPU", "versions": {}, "commit": "0123"}
+    monkeypatch.setattr(records, "environment", lambda packages=(): facts)
+    monkeypatch.setattr("cuquant.bench.matmul", interrupted)
+    command = ("bench", "--peers", "none", "--plot", path)
+    no_plot = f"{path} was not written, and no part of it is left"
+    hint = f"{no_plot}; --record FILE.json keeps every cell that is measured"
+    assert_interrupted(run(*command), hint)
+    left = f"no cell is measured, and {record} was not written; {no_plot}"
+    assert_interrupted(run(*command, "--record", record), left)
 
 
 def test_without_matplotlib_the_extra_is_named(

@@ -95,7 +95,9 @@ class Record:
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
             cells, said = header.pop("cells"), header.pop("verdict", None)
-            if not (header.keys() >= _HEADER and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
+            typed = isinstance(cells, list) and isinstance(said, (str, type(None)))
+            typed = typed and all(isinstance(header[name], types) for name, types in _HEADER.items())
+            if not (typed and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
@@ -129,6 +131,8 @@ class Record:
             for values in [cell | _pairs(cell)]
             if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
+        if not self.cells:
+            raise ValueError("the record has no cells")
         if not kept:
             held = [self._values(name) for name, allowed in wanted.items() if allowed is not None]
             raise ValueError(f"the record has no such cells; it has {'; '.join(held)}")
@@ -227,7 +231,12 @@ _TITLES = {
     "numpy": "NumPy",
     "python": "Python",
 }
-_HEADER = {"device", "versions", "commit"}
+_HEADER: dict[str, tuple[type, ...]] = {
+    "device": (str,),
+    "versions": (dict,),
+    "commit": (str, type(None)),
+}
+"""What every record has beside its cells."""
 _PRODUCT = {"format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"}
 _KEYS = {
     "matmul": _PRODUCT,

@@ -194,21 +194,35 @@ def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
         )
 
 
+@lru_cache(maxsize=4096)
 def right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
-    """x of W @ x: (K,), or (..., K, M)."""
+    """x of W @ x: (K,), or (..., K, M), with leading axes that broadcast."""
     k = w[-1]
-    if not x or x[-2:][0] != k:
-        fit = _instead(x, w)
-        other = f": {fit}" if fit else f", nor in x @ W.T, where it is (..., {k})"
-        raise ValueError(f"W {w} and x {x} do not fit in W @ x, where x is ({k},) or (..., {k}, M){other}")
+    if x and x[-2:][0] == k:
+        if _shape(_swapped(x), w) is None:
+            raise ValueError(f"the leading axes of W {w} and x {x} do not broadcast")
+        return
+    shape = _shape(x, w)
+    if shape is not None:
+        other = f": write x @ W.T, which is {shape}"
+    elif x[-1:] == (k,):
+        other = ", nor in x @ W.T, where their leading axes do not broadcast"
+    else:
+        other = f", nor in x @ W.T, where it is (..., {k})"
+    raise ValueError(f"W {w} and x {x} do not fit in W @ x, where x is ({k},) or (..., {k}, M){other}")
 
 
-def _instead(x: tuple[int, ...], w: tuple[int, ...]) -> str | None:
-    """Advice to write x @ W.T, if these shapes fit in it."""
+def _shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Shape of x @ W.T; None if these shapes do not fit in it."""
     try:
-        return f"write x @ W.T, which is {product_shape(x, w)}"
+        return product_shape(x, w)
     except ValueError:
         return None
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its last two axes swapped; a vector's as it is."""
+    return (*shape[:-2], *shape[:-3:-1])
 
 
 def not_a_product(a: Any, b: Any) -> TypeError:
@@ -217,11 +231,29 @@ def not_a_product(a: Any, b: Any) -> TypeError:
     if is_weight(b) and b.ndim < 2:
         return TypeError(f"{given}: a quantized vector has no rows to multiply by; dequantize it first")
     if is_weight(b) or (is_transposed(a) and is_weight(a.T)):
-        x, w = (a, b) if is_weight(b) else (b, a.T)
-        shape = () if is_weight(x) else tuple(getattr(x, "shape", ()))
-        other = _instead(shape, w.shape) or "x @ W.T and W @ x do not"
-        return TypeError(f"{given} contracts the weight along N, but its blocks run along K: {other}")
+        return TypeError(
+            f"{given} contracts the weight along N, but its blocks run along K: {_along_k(a, b)}"
+        )
     return TypeError(f"{given} has no quantized weight on either side: x @ W.T or W @ x is needed")
+
+
+def _along_k(a: Any, b: Any) -> str:
+    """What to write instead of x @ W or W.T @ x.
+
+    x @ W.T is what was meant only where the product given fits in no way: with N equal to K both can fit.
+    """
+    left = is_weight(b)
+    x, w = (a, b.shape) if left else (b, a.T.shape)
+    shape = () if is_transposed(x) else tuple(getattr(x, "shape", ()))  # x.T of quantized x is in no product
+    instead = _shape(shape, w)
+    if _shape(shape if left else _swapped(shape), _swapped(w)) is None:
+        return "x @ W.T and W @ x do not" if instead is None else f"write x @ W.T, which is {instead}"
+    plain = "x.dequantize()" if is_quantized(x) else "x"
+    meant, dense = (
+        ("x @ W", f"{plain} @ W.dequantize()") if left else ("W.T @ x", f"W.T.dequantize() @ {plain}")
+    )
+    other = "" if instead is None else f"x @ W.T is another product, of shape {instead}; "
+    return f"{other}for {meant} write {dense}, or quantize the transpose of W"
 
 
 def experts(value: Any) -> tuple[Any, Any, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from .. import __version__
 from . import bench, evaluation, files, system
+from .arguments import replaced, stamp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong usage exits with 2.
     """
     arguments = parser().parse_args(argv)
+    arguments.before = stamp(replaced(arguments))
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character

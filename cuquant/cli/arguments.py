@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,38 @@ def subcommand(
     run: Callable[[Any], None],
     text: str,
     left: Callable[[Any], str] = lambda arguments: "nothing was written",
+    replaces: str | None = None,
 ) -> argparse.ArgumentParser:
-    """A command's parser; `left` says what an interruption leaves behind."""
+    """A command's parser; `left` says what an interruption leaves behind.
+
+    `replaces` is the argument that names a file which the command puts in place as a whole: see `left_at`.
+    """
     made: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    made.set_defaults(run=run, left=left)
+    made.set_defaults(run=run, left=left, replaces=replaces)
     return made
+
+
+def stamp(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:
+    """What changes when a file is replaced: its inode and time of change; None where there is no file."""
+    try:
+        status = None if path is None else os.stat(path)
+    except (OSError, ValueError):  # a path that no file can have
+        return None
+    return status and (status.st_ino, status.st_mtime_ns)
+
+
+def replaced(arguments: argparse.Namespace) -> Any:
+    """The path of the file that the command puts in place; None for commands without one."""
+    return None if arguments.replaces is None else getattr(arguments, arguments.replaces)
+
+
+def left_at(arguments: argparse.Namespace) -> str:
+    """What an interruption leaves of that file: the old one, the new one, or none."""
+    path = replaced(arguments)
+    now = stamp(path)
+    if now is None:
+        return f"{path} was not written, and no part of it is left"
+    return f"{path} is as it was" if now == arguments.before else f"{path} is the new file, and whole"
 
 
 def format_list(text: str) -> list[str]:

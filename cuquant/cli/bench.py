@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import formats
-from .arguments import format_list, int_list, positive_int, subcommand
+from .arguments import format_list, int_list, left_at, positive_int, subcommand
 
 
 def add(commands: Any) -> None:
@@ -21,6 +21,7 @@ def add(commands: Any) -> None:
         "Time products, mixtures of experts, attention or conversions on this GPU, next to other libraries "
         "and the bytes' floor; show a record.",
         _left,
+        replaces="plot",
     )
     command.add_argument(
         "what",
@@ -137,6 +138,7 @@ def _head_list(text: str) -> list[tuple[int, int]]:
 
 def _bench(arguments: argparse.Namespace) -> None:
     from ..bench.record import Record, plotter
+    from ..io.atomic import replacing
 
     takes, _ = _KINDS[arguments.what]
     for name in (*_OPTIONS, "plot"):
@@ -155,7 +157,9 @@ def _bench(arguments: argparse.Namespace) -> None:
         record = whole.only(**wanted)
         count = f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
     if draw is not None:
-        draw(record).savefig(arguments.plot)
+        figure = draw(record)
+        with replacing(arguments.plot) as part:
+            figure.savefig(part, format=arguments.plot.suffix[1:].lower())
     print(f"{count}, {record.origin}", file=sys.stderr)
     print(record.render(arguments.style))
 
@@ -174,13 +178,17 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
 def _left(arguments: argparse.Namespace) -> str:
     record = arguments.record
+    plot = None if arguments.plot is None else left_at(arguments)
     if arguments.source is not None:
-        return "nothing was written"
+        return plot or "nothing was written"
     if record is None:
-        return "nothing was written; --record FILE.json keeps every cell that is measured"
-    if record.exists():
-        return f"{record} has every cell so far, and the same command goes on from there"
-    return f"no cell is measured, and {record} was not written"
+        return f"{plot or 'nothing was written'}; --record FILE.json keeps every cell that is measured"
+    cells = (
+        f"{record} has every cell so far, and the same command goes on from there"
+        if record.exists()
+        else f"no cell is measured, and {record} was not written"
+    )
+    return f"{cells}; {plot}" if plot else cells
 
 
 def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:

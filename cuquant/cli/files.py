@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from .arguments import subcommand
+from .arguments import left_at, subcommand
 
 
 def add(commands: Any) -> None:
@@ -25,7 +25,8 @@ def _add_quantize(commands: Any) -> None:
         "quantize",
         _quantize,
         "Quantize a float model to a GGUF file that llama.cpp loads, or its tensors to a safetensors file.",
-        _left,
+        left_at,
+        replaces="target",
     )
     command.add_argument("source", metavar="IN.gguf")
     command.add_argument("target", metavar="OUT", help="OUT.gguf, or OUT.safetensors for cuquant.load")
@@ -78,12 +79,6 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if done.replaced:
         others = (f"{name} ({done.formats[name]})" for name in sorted(done.replaced))
         print(f"in another format, rows are not whole blocks: {', '.join(others)}", file=sys.stderr)
-
-
-def _left(arguments: argparse.Namespace) -> str:
-    if os.path.exists(arguments.target):
-        return f"{arguments.target} is as it was"
-    return f"{arguments.target} was not written, and no part of it is left"
 
 
 def _add_dump(commands: Any) -> None:
