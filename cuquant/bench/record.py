@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, info, sources
+from ..io.atomic import replacing
 from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
@@ -164,9 +165,8 @@ class Record:
 
     def _save(self) -> None:
         if self.path is not None:
-            temporary = self.path.with_name(f".{self.path.name}.part")
-            temporary.write_text(self.to_json() + "\n", encoding="utf-8")
-            os.replace(temporary, self.path)
+            with replacing(self.path) as temporary:
+                temporary.write_text(self.to_json() + "\n", encoding="utf-8")
 
     def to_json(self) -> str:
         """The whole record, a cell a line."""
