@@ -1,0 +1,182 @@
+"""CuPy's part, of NumPy arrays: what this library and its GPU tests use of it, on one GPU of sm_80."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from . import driver
+
+__version__ = "of the emulator"
+EDGE = 256
+"""Bytes that an array's address is a multiple of, as of CuPy's memory; so many follow it."""
+
+
+class ndarray(np.ndarray[Any, Any]):
+    """An array that NumPy computes with, and that the library takes for a GPU's."""
+
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data if self.size else 0, device_id=0)
+
+    def get(self, stream: Any = None) -> np.ndarray[Any, Any]:
+        return np.array(self.view(np.ndarray))
+
+    def set(self, values: Any) -> None:
+        self.view(np.ndarray)[...] = values
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(array).view(ndarray)  # never a scalar
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(super().__getitem__(index)).view(ndarray)
+
+
+def asarray(array: Any, dtype: Any = None) -> ndarray:
+    if isinstance(array, ndarray) and dtype in (None, array.dtype):
+        return array
+    given = np.asarray(array, dtype)
+    made = empty(given.shape, given.dtype)
+    made.set(given)
+    return made
+
+
+def asnumpy(array: Any) -> np.ndarray[Any, Any]:
+    return np.array(np.asarray(array))
+
+
+def empty(shape: Any, dtype: Any = float) -> ndarray:
+    """Filled with bytes 0xFF: NaN in every float type."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.full(count + 2 * EDGE, 0xFF, np.uint8)
+    start = -memory.ctypes.data % EDGE
+    return memory[start : start + count].view(dtype).reshape(shape).view(ndarray)
+
+
+def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
+    made = empty(shape, np.asarray(value).dtype if dtype is None else dtype)
+    made.set(value)
+    return made
+
+
+def zeros(shape: Any, dtype: Any = float) -> ndarray:
+    return full(shape, 0, dtype)
+
+
+def ones(shape: Any, dtype: Any = float) -> ndarray:
+    return full(shape, 1, dtype)
+
+
+def empty_like(array: Any) -> ndarray:
+    return empty(array.shape, array.dtype)
+
+
+def __getattr__(name: str) -> Any:
+    """All else is NumPy's, with results that are arrays of this module."""
+    found = getattr(np, name)
+    if not callable(found) or isinstance(found, type):
+        return found
+
+    def function(*arguments: Any, **options: Any) -> Any:
+        return _wrapped(found(*arguments, **options))
+
+    return function
+
+
+def _wrapped(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(map(_wrapped, result))
+    return np.asarray(result).view(ndarray) if isinstance(result, np.ndarray | np.generic) else result
+
+
+class RawModule:
+    """A module of kernels, compiled for the CPU."""
+
+    def __init__(self, code: str, options: tuple[str, ...]) -> None:
+        self._source, self._options = code, tuple(o for o in options if not o.startswith("-arch"))
+
+    def compile(self) -> None:
+        self._library = driver.build(self._source, self._options)
+
+    def get_function(self, name: str) -> driver.Function:
+        return driver.Function(self._library, name)
+
+
+class _Context:
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Graph:
+    def __init__(self, launches: list[Callable[[], None]]) -> None:
+        self._launches = launches
+
+    def launch(self, stream: Any = None) -> None:
+        for launch in self._launches:
+            launch()
+
+
+class Stream(_Context):
+    """All of them are one: what is launched has run."""
+
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return driver.captured is not None
+
+    def begin_capture(self) -> None:
+        driver.captured = []
+
+    def end_capture(self) -> Graph:
+        launches, driver.captured = driver.captured, None
+        assert launches is not None
+        return Graph(launches)
+
+
+class Device(_Context):
+    compute_capability = "80"
+    attributes = {"MultiProcessorCount": 108}  # noqa: RUF012
+
+    def __init__(self, number: int = 0) -> None:
+        self.id = number
+
+
+class Pinned(ctypes.Array[ctypes.c_char]):
+    _length_, _type_ = 64, ctypes.c_char
+
+    @property
+    def ptr(self) -> int:
+        return ctypes.addressof(self)
+
+
+class CUDARuntimeError(Exception):
+    """CuPy's, never raised."""
+
+
+cuda = SimpleNamespace(
+    Device=Device,
+    Stream=Stream,
+    alloc_pinned_memory=lambda size: Pinned(),
+    compiler=SimpleNamespace(CompileException=driver.CompileError),
+    get_current_stream=Stream,
+    nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+    runtime=SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: 0,
+        getDeviceCount=lambda: 1,
+        getDeviceProperties=lambda number: {"name": b"emulated GPU", "major": 8, "minor": 0},
+    ),
+)

@@ -1,0 +1,328 @@
+// One block of a GPU at a time, on one thread of the CPU: its threads are fibers that run until they wait for others.
+// Included before a translated kernel source; the types are those of kernels/core/types.cuh.
+#pragma once
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <utility>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef signed char s8;
+typedef long long s64;
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static __attribute__((section("emulated_shared")))
+#define __align__(n) __attribute__((aligned(n)))
+
+namespace emulated {
+
+constexpr u32 WARP = 32, MOST_THREADS = 1024, STACK = 256 << 10, SHARED = 256 << 10;
+
+struct Dim {
+    u32 x, y, z;
+};
+
+// An asynchronous copy on its way: it arrives when it is waited for, and not before.
+struct Copy {
+    u8 *to, bytes, value[16];
+    u32 group;
+};
+
+struct Fiber {
+    void* stack;
+    bool done;
+    const u32* awaited;  // runs again when this is no longer `seen`
+    u32 seen;
+    Copy* copies;
+    u32 copying, room, first, group;
+};
+
+struct Warp {
+    u32 arrived, generation;
+    u64 words[2][WARP][3];
+};
+
+static Fiber fibers[MOST_THREADS];
+static Warp warps[MOST_THREADS / WARP];
+static void* scheduler;
+static u32 current, alive, arrived, generation, shared_bytes;
+static char failure[256];
+static Dim block_index, grid_dim, block_dim;
+
+// Saves the registers that a call keeps and goes on with another stack (System V, x86-64).
+extern "C" void emulated_switch(void** from, void* to);
+asm(".text\n.local emulated_switch\n.type emulated_switch, @function\nemulated_switch:\n"
+    " push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
+    " mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
+    " pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
+
+[[noreturn]] inline void leave() {
+    for (;;) emulated_switch(&fibers[current].stack, scheduler);
+}
+
+// Ends the launch; the message is what the launch returns.
+template <class... Values>
+[[noreturn]] void fail(const char* format, Values... values) {
+    snprintf(failure, sizeof failure, format, values...);
+    leave();
+}
+
+inline void wait_until_changed(const u32& counter, u32 seen) {
+    Fiber& fiber = fibers[current];
+    fiber.awaited = &counter, fiber.seen = seen;
+    emulated_switch(&fiber.stack, scheduler);
+}
+
+// All lanes of a warp give up to three words, and see those of all.
+__noinline__ static const u64 (*exchange(u32 mask, u64 a, u64 b = 0, u64 c = 0))[3] {
+    if (mask != ~0u) fail("thread %u: a warp's instruction for the lanes %x alone", current, mask);
+    Warp& warp = warps[current / WARP];
+    const u32 seen = warp.generation;
+    u64(&words)[WARP][3] = warp.words[seen & 1];
+    u64* own = words[current % WARP];
+    own[0] = a, own[1] = b, own[2] = c;
+    if (++warp.arrived == WARP)
+        warp.arrived = 0, warp.generation++;
+    else
+        wait_until_changed(warp.generation, seen);
+    return words;
+}
+
+template <class To, class From>
+inline To bits_of(From from) {
+    To to{};
+    memcpy(&to, &from, sizeof(from) < sizeof(to) ? sizeof(from) : sizeof(to));
+    return to;
+}
+
+template <class T>
+inline T from_lane(u32 mask, T value, u32 lane) {
+    return bits_of<T>(exchange(mask, bits_of<u64>(value))[lane % WARP][0]);
+}
+
+}  // namespace emulated
+
+namespace {
+alignas(1024) u8 dynamic[emulated::SHARED];  // dynamic_shared() of kernels/core/ptx.cuh declares it
+}
+__attribute__((used)) __shared__ u8 fixed[16];  // the section exists
+extern u8 fixed_begin[] asm("__start_emulated_shared"), fixed_end[] asm("__stop_emulated_shared");
+
+struct alignas(8) int2 { int x, y; };
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+#define threadIdx (emulated::Dim{emulated::current, 0, 0})
+#define blockIdx emulated::block_index
+#define gridDim emulated::grid_dim
+#define blockDim emulated::block_dim
+
+template <class T>
+inline T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+inline T max(T a, T b) { return a < b ? b : a; }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline u32 min(u32 a, int b) { return min(a, u32(b)); }
+inline u32 min(int a, u32 b) { return min(u32(a), b); }
+inline u32 max(u32 a, int b) { return max(a, u32(b)); }
+inline u32 max(int a, u32 b) { return max(u32(a), b); }
+
+inline float __int_as_float(int v) { return emulated::bits_of<float>(v); }
+inline int __float_as_int(float v) { return emulated::bits_of<int>(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __expf(float x) { return expf(x); }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(u32 v) { return __builtin_ffs(v); }
+inline u32 __funnelshift_l(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) << (by & 31) >> 32); }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) >> (by & 31)); }
+constexpr int __float2int_rz(float x) {
+    return x != x ? 0 : x >= 0x1p31f ? 0x7fffffff : x < -0x1p31f ? -0x7fffffff - 1 : int(x);
+}
+template <class T>
+constexpr int to_int(T v) { return int(v); }
+constexpr int to_int(float v) { return __float2int_rz(v); }
+inline int __float2int_rn(float x) { return __float2int_rz(rintf(x)); }
+
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    u32 r = 0;
+    for (int i = 0; i < 4; i++) r |= u32((u64(b) << 32 | a) >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return r;
+}
+
+inline int __dp4a(int a, int b, int c) {
+    for (int i = 0; i < 4; i++) c += s8(a >> 8 * i) * s8(b >> 8 * i);
+    return c;
+}
+
+template <class T>
+inline T __ldcg(const T* p) { return *p; }
+inline void __threadfence() {}
+
+template <class T, class V>
+inline T atomicAdd(T* p, V v) { T old = *p; *p = T(old + v); return old; }
+template <class T, class V>
+inline T atomicMin(T* p, V v) { T old = *p; *p = min(old, T(v)); return old; }
+template <class T, class V>
+inline T atomicMax(T* p, V v) { T old = *p; *p = max(old, T(v)); return old; }
+
+__noinline__ static void __syncthreads() {
+    const u32 seen = emulated::generation;
+    if (++emulated::arrived == emulated::alive)
+        emulated::arrived = 0, emulated::generation++;
+    else
+        emulated::wait_until_changed(emulated::generation, seen);
+}
+
+inline void __syncwarp() { emulated::exchange(~0u, 0); }
+
+template <class T>
+inline T __shfl_sync(u32 mask, T v, int lane) { return emulated::from_lane(mask, v, lane); }
+template <class T>
+inline T __shfl_xor_sync(u32 mask, T v, int by) { return emulated::from_lane(mask, v, emulated::current ^ by); }
+template <class T>
+inline T __shfl_up_sync(u32 mask, T v, int by) {
+    const int lane = emulated::current % emulated::WARP;
+    return emulated::from_lane(mask, v, lane < by ? lane : lane - by);
+}
+
+inline u32 __ballot_sync(u32 mask, bool p) {
+    const auto* words = emulated::exchange(mask, p);
+    u32 r = 0;
+    for (u32 lane = 0; lane < emulated::WARP; lane++) r |= u32(words[lane][0]) << lane;
+    return r;
+}
+
+inline bool __any_sync(u32 mask, bool p) { return __ballot_sync(mask, p) != 0; }
+
+inline u32 __reduce_min_sync(u32 mask, u32 v) {
+    const auto* words = emulated::exchange(mask, v);
+    u32 r = ~0u;
+    for (u32 lane = 0; lane < emulated::WARP; lane++) r = min(r, u32(words[lane][0]));
+    return r;
+}
+
+// The dynamic memory is at the shared address 0, and fixed arrays are behind all of it.
+inline u64 __cvta_generic_to_shared(const void* pointer) {
+    const u8* p = static_cast<const u8*>(pointer);
+    return p >= fixed_begin && p < fixed_end ? emulated::SHARED + (p - fixed_begin) : p - dynamic;
+}
+
+namespace emulated {
+
+static void (*kernel)();
+
+static void thread() {
+    kernel();
+    Fiber& fiber = fibers[current];
+    if (fiber.first != fiber.copying) fail("thread %u ends before its asynchronous copies are waited for", current);
+    fiber.done = true, alive--;
+    if (arrived && arrived == alive) arrived = 0, generation++;
+    leave();
+}
+
+inline bool ready(const Fiber& fiber) { return !fiber.done && (!fiber.awaited || *fiber.awaited != fiber.seen); }
+
+// Whether any thread of a warp could run. Each runs until it waits; the order of the lanes turns from time to time.
+static bool run_warp(u32 first, bool backward) {
+    bool ran = false;
+    for (bool any = true; any && !failure[0];) {
+        any = false;
+        for (u32 i = 0; i < WARP && !failure[0]; i++) {
+            Fiber& fiber = fibers[first + (backward ? WARP - 1 - i : i)];
+            if (!ready(fiber)) continue;
+            fiber.awaited = nullptr, current = &fiber - fibers;
+            emulated_switch(&scheduler, fiber.stack);
+            any = ran = true;
+        }
+    }
+    return ran;
+}
+
+// Shared memory begins as NaN, and what follows the launch's part of it stays so.
+static void run_block(u32 threads, char* stacks, bool backward) {
+    const u32 filled = min(shared_bytes + 4096, SHARED);
+    memset(dynamic, 0xff, filled), memset(fixed_begin, 0xff, fixed_end - fixed_begin);
+    for (auto& warp : warps) warp.arrived = 0;
+    alive = threads, arrived = 0;
+    for (u32 i = 0; i < threads; i++) {
+        Fiber& fiber = fibers[i];
+        void** top = reinterpret_cast<void**>(stacks + u64(i + 1) * STACK - 64);
+        *--top = nullptr, *--top = reinterpret_cast<void*>(thread);
+        fiber.stack = top - 6, fiber.done = false, fiber.awaited = nullptr;
+        fiber.copying = fiber.first = fiber.group = 0;
+    }
+    // Warps, too, run in both orders: a barrier that is missing shows in one of them.
+    for (; alive && !failure[0]; backward = !backward) {
+        bool ran = false;
+        for (u32 i = 0; i < threads / WARP; i++)
+            ran |= run_warp((backward ? threads / WARP - 1 - i : i) * WARP, backward);
+        if (!ran && alive) snprintf(failure, sizeof failure, "%u threads wait for what never comes", alive);
+    }
+    for (u32 i = shared_bytes; i < filled && !failure[0]; i++)
+        if (dynamic[i] != 0xff) snprintf(failure, sizeof failure, "written beyond %u shared bytes", shared_bytes);
+}
+
+static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared, char* stacks) {
+    kernel = body, shared_bytes = shared, failure[0] = 0;
+    grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
+    if (threads % WARP || threads > MOST_THREADS || shared > SHARED) return "no such block";
+    bool backward = false;
+    for (u32 z = 0; z < grid[2]; z++)
+        for (u32 y = 0; y < grid[1]; y++)
+            for (u32 x = 0; x < grid[0] && !failure[0]; x++, backward = !backward)
+                block_index = {x, y, z}, run_block(threads, stacks, backward);
+    return failure[0] ? failure : nullptr;
+}
+
+// A launch's parameters, aligned as their types are.
+template <size_t I, class T>
+struct Parameter {
+    alignas(64) static inline u8 copy[sizeof(T)];
+    static const T& value() { return *reinterpret_cast<const T*>(copy); }
+};
+
+template <auto ENTRY, class... P, size_t... I, class... Rest>
+const char* launch(std::index_sequence<I...>, void (*)(P...), void** parameters, Rest... rest) {
+    (memcpy(Parameter<I, P>::copy, parameters[I], sizeof(P)), ...);
+    return run([] { ENTRY(Parameter<I, P>::value()...); }, rest...);
+}
+
+template <class... P>
+std::index_sequence_for<P...> indices(void (*)(P...)) { return {}; }
+
+template <class... P>
+const u32* sizes(void (*)(P...)) {
+    static const u32 all[] = {sizeof(P)..., 0};
+    return all;
+}
+
+}  // namespace emulated
+
+// What the driver calls: null, or what went wrong; and the sizes of the parameters, with a zero behind.
+#define EMULATED_KERNEL(name)                                                                                \
+    extern "C" const char* emulated_##name(void** parameters, const u32* grid, u32 threads, u32 shared,      \
+                                           char* stacks) {                                                   \
+        return emulated::launch<name>(emulated::indices(name), name, parameters, grid, threads, shared, stacks); \
+    }                                                                                                        \
+    extern "C" const u32* emulated_sizes_##name() { return emulated::sizes(name); }

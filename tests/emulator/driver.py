@@ -1,0 +1,109 @@
+"""The CUDA driver's part: libraries of kernels, made by g++, and launches on this thread."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from .translate import translate
+
+HERE = Path(__file__).parent
+FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing")
+STACKS = 1024 * (256 << 10)
+"""Bytes of the stacks of a block's threads (device.h)."""
+CLUSTERS = 4
+"""The launch attribute that asks for them."""
+_one_at_a_time = threading.Lock()
+_functions: list[Function] = []
+captured: list[Callable[[], None]] | None = None
+"""Launches of the graph that is being captured."""
+
+
+@cache
+def _stacks() -> Any:
+    return (ctypes.c_char * STACKS).from_buffer(mmap.mmap(-1, STACKS))
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """Lives as long as the process."""
+    return tempfile.TemporaryDirectory(prefix="emulated-kernels-")
+
+
+class CompileError(Exception):
+    """The compiler's messages."""
+
+
+def build(source: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of a kernel source; kept in CUPY_CACHE_DIR if that is set, else until the end."""
+    text = f'#define __CUDA_ARCH__ 800\n#include "ptx.h"\nnamespace {{\n{translate(source)}\n}}\n'
+    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *options, "-", "-o"]
+    headers = [(HERE / name).read_text(encoding="utf-8") for name in ("device.h", "ptx.h")]
+    key = hashlib.sha256("\0".join((text, *command, *headers)).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or _own_folder().name)
+    library = folder / f"{key}.so"
+    if not library.exists():
+        file, made = tempfile.mkstemp(".so", dir=folder)
+        os.close(file)
+        done = subprocess.run([*command, made], input=text, capture_output=True, text=True)
+        if done.returncode:
+            os.unlink(made)
+            raise CompileError(done.stderr[:4000])
+        os.replace(made, library)
+    return ctypes.CDLL(str(library))
+
+
+class Function:
+    """A kernel of a library, with what CuPy's has. Its address is its number."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self.max_dynamic_shared_size_bytes = self.preferred_shared_memory_carveout = 0
+        self._start = library[f"emulated_{name}"]
+        self._start.restype = ctypes.c_char_p
+        sizes = library[f"emulated_sizes_{name}"]
+        sizes.restype = ctypes.POINTER(ctypes.c_uint)
+        self._sizes: list[int] = []
+        while size := sizes()[len(self._sizes)]:
+            self._sizes.append(size)
+        _functions.append(self)
+        self.kernel = SimpleNamespace(ptr=len(_functions))
+
+    def launch(self, config: Any, arguments: Any) -> None:
+        """Now, or with the graph that is being captured."""
+        assert all(config.attributes[i].id != CLUSTERS for i in range(config.count)), "clusters"
+        assert config.shared <= max(48 << 10, self.max_dynamic_shared_size_bytes)
+        given = [
+            ctypes.create_string_buffer(ctypes.string_at(address, size), size)
+            for address, size in zip(arguments, self._sizes, strict=True)
+        ]
+        grid = (ctypes.c_uint * 3)(*config.grid)
+        threads, shared = config.block[0], config.shared
+
+        def start() -> None:
+            pointers = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, given))
+            with _one_at_a_time:
+                problem = self._start(pointers, grid, threads, shared, _stacks())
+            if problem is not None:
+                raise RuntimeError(f"a kernel failed: {problem.decode()}")
+
+        start() if captured is None else captured.append(start)
+
+
+class Driver:
+    """Of libcuda what kernels need."""
+
+    @staticmethod
+    def cuLaunchKernelEx(config: Any, function: ctypes.c_void_p, arguments: Any, extra: None) -> int:
+        assert function.value is not None
+        _functions[function.value - 1].launch(config._obj, arguments)
+        return 0

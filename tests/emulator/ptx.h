@@ -1,0 +1,209 @@
+// The PTX instructions of the kernels as functions (translate.py): results first, then operands, braces flattened.
+// Arithmetic is IEEE's; where the PTX manual leaves a sum's order open, it is that of the columns.
+#pragma once
+#include "device.h"
+
+namespace ptx {
+
+// Halves and bfloats
+
+inline float widened(u16 half) {
+    typedef short Halves __attribute__((vector_size(16)));
+    return __builtin_ia32_vcvtph2ps(Halves{short(half)})[0];
+}
+
+inline u16 narrowed(float value) {
+    typedef float Floats __attribute__((vector_size(16)));
+    return value != value ? u16(0x7fff) : u16(__builtin_ia32_vcvtps2ph(Floats{value, 0, 0, 0}, 0)[0]);
+}
+
+inline float widened_bfloat(u16 bits) { return __int_as_float(u32(bits) << 16); }
+
+inline u16 narrowed_bfloat(float value) {
+    if (value != value) return 0x7fff;
+    const u32 bits = __float_as_int(value);
+    return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// To the float whose last bit says that something is lost: rounded once more, it gives what one rounding gives.
+inline float to_odd(double value) {
+    const float near = float(value);
+    if (near == value || value != value) return near;
+    return __int_as_float((__float_as_int(near) - (fabs(near) > fabs(value))) | 1);
+}
+
+template <class Function>
+inline u32 of_halves(Function function, u32 a, u32 b, u32 c = 0) {
+    u32 r = 0;
+    for (int i = 0; i < 32; i += 16)
+        r |= u32(narrowed(to_odd(function(widened(a >> i), widened(b >> i), widened(c >> i))))) << i;
+    return r;
+}
+
+inline void cvt_f32_f16(float& r, u16 a) { r = widened(a); }
+inline void cvt_rn_f16_f32(u16& r, float a) { r = narrowed(a); }
+inline void cvt_rn_f16x2_f32(u32& r, float high, float low) { r = narrowed(low) | u32(narrowed(high)) << 16; }
+inline void cvt_rn_bf16x2_f32(u32& r, float high, float low) {
+    r = narrowed_bfloat(low) | u32(narrowed_bfloat(high)) << 16;
+}
+inline void sub_f16x2(u32& r, u32 a, u32 b) {
+    r = of_halves([](double a, double b, double) { return a - b; }, a, b);
+}
+inline void mul_f16x2(u32& r, u32 a, u32 b) {
+    r = of_halves([](double a, double b, double) { return a * b; }, a, b);
+}
+inline void fma_rn_f16x2(u32& r, u32 a, u32 b, u32 c) {
+    r = of_halves([](double a, double b, double c) { return a * b + c; }, a, b, c);
+}
+inline void neg_f16x2(u32& r, u32 a) { r = a ^ 0x80008000; }
+inline void fma_rn_bf16x2(u32& r, u32 a, u32 b, u32 c) {
+    r = 0;
+    for (int i = 0; i < 32; i += 16) {
+        const double product = double(widened_bfloat(a >> i)) * widened_bfloat(b >> i);
+        r |= u32(narrowed_bfloat(to_odd(product + widened_bfloat(c >> i)))) << i;
+    }
+}
+
+// Bits
+
+inline void mov_b16(u16& r, u16 a) { r = a; }
+inline void mov_b32(u16& low, u16& high, u32 a) { low = u16(a), high = u16(a >> 16); }
+inline void mov_b32(u32& r, u16 low, u16 high) { r = low | u32(high) << 16; }
+inline void lop3_b32(u32& r, u32 a, u32 b, u32 c, u32 table) {
+    r = 0;
+    for (int i = 0; i < 8; i++)
+        if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+}
+inline void prmt_b32(u32& r, u32 a, u32 b, u32 selector) {
+    r = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 byte = u8((u64(b) << 32 | a) >> 8 * (selector >> 4 * i & 7));
+        r |= (selector >> 4 * i & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;
+    }
+}
+inline void cvt_pack_sat_s8_s32_b32(u32& r, u32 a, u32 b, u32 c) {
+    const auto packed = [](u32 v) { return u32(u8(max(-128, min(127, int(v))))); };
+    r = c << 16 | packed(a) << 8 | packed(b);
+}
+inline void cvt_pack_sat_u4_s32_b32(u32& r, u32 a, u32 b, u32 c) {
+    const auto packed = [](u32 v) { return u32(max(0, min(15, int(v)))); };
+    r = c << 8 | packed(a) << 4 | packed(b);
+}
+
+// Floats
+
+inline void add_rn_f32(float& r, float a, float b) { r = a + b; }
+inline void sub_rn_f32(float& r, float a, float b) { r = a - b; }
+inline void mul_rn_f32(float& r, float a, float b) { r = a * b; }
+inline void div_rn_f32(float& r, float a, float b) { r = a / b; }
+inline void sqrt_rn_f32(float& r, float a) { r = sqrtf(a); }
+inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }
+inline void cvt_rmi_f32_f32(float& r, float a) { r = floorf(a); }
+inline void ex2_approx_ftz_f32(float& r, float a) { r = exp2f(a); }
+inline void lg2_approx_ftz_f32(float& r, float a) { r = log2f(a); }
+inline void min_NaN_f32(float& r, float a, float b) { r = a != a ? a : b != b ? b : fminf(a, b); }
+inline void max_NaN_f32(float& r, float a, float b) { r = a != a ? a : b != b ? b : fmaxf(a, b); }
+inline void setp_lt_f32(bool& r, float a, float b) { r = a < b; }
+inline void setp_gt_f32(bool& r, float a, float b) { r = a > b; }
+inline void selp_u32(u32& r, u32 a, u32 b, bool first) { r = first ? a : b; }
+
+// Memory
+
+inline u8* shared(u32 address, u32 bytes) {
+    const bool fixed = address >= emulated::SHARED;
+    const u64 begin = fixed ? address - emulated::SHARED : address;
+    const u64 size = fixed ? fixed_end - fixed_begin : emulated::shared_bytes;
+    if (address % bytes || begin + bytes > size)
+        emulated::fail("%u bytes at %llu of %llu shared ones", bytes, begin, size);
+    return (fixed ? fixed_begin : dynamic) + begin;
+}
+
+template <class T>
+inline void load(T& r, u32 address) { memcpy(&r, shared(address, sizeof r), sizeof r); }
+
+inline void ld_shared_u16(u16& r, u32 address) { load(r, address); }
+inline void ld_shared_u32(u32& r, u32 address) { load(r, address); }
+inline void ld_shared_v2_u32(u32& x, u32& y, u32 address) {
+    uint2 v;
+    load(v, address);
+    x = v.x, y = v.y;
+}
+inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
+    uint4 v;
+    load(v, address);
+    x = v.x, y = v.y, z = v.z, w = v.w;
+}
+inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
+inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
+    const auto* v = reinterpret_cast<const u32*>(address);
+    x = v[0], y = v[1], z = v[2], w = v[3];
+}
+
+// What was there is gone as soon as the copy begins; what comes is there only when the copy is waited for.
+inline void copy(u32 to, u64 from, u32 bytes, u32 given) {
+    if (given && from % bytes) emulated::fail("a copy of %u bytes from %llx", bytes, from);
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
+    if (fiber.copying == fiber.room) {
+        fiber.room = fiber.room ? 2 * fiber.room : 16;
+        fiber.copies = static_cast<emulated::Copy*>(realloc(fiber.copies, fiber.room * sizeof(emulated::Copy)));
+    }
+    emulated::Copy& c = fiber.copies[fiber.copying++];
+    c = {shared(to, bytes), u8(bytes), {}, fiber.group};
+    memcpy(c.value, reinterpret_cast<const void*>(from), given);
+    memset(c.to, 0xff, bytes);
+}
+
+inline void cp_async_cg_shared_global(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
+inline void cp_async_cg_shared_global(u32 to, u64 from, int bytes, u32 given) { copy(to, from, bytes, given); }
+inline void cp_async_cg_shared_global_L2__128B(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
+inline void cp_async_ca_shared_global(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
+inline void cp_async_commit_group() { emulated::fibers[emulated::current].group++; }
+inline void cp_async_wait_group(int pending) {
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
+    for (; fiber.first < fiber.copying; fiber.first++) {
+        const emulated::Copy& c = fiber.copies[fiber.first];
+        if (c.group + pending >= fiber.group) return;
+        memcpy(c.to, c.value, c.bytes);
+    }
+    fiber.first = fiber.copying = 0;
+}
+
+// Matrices: lane 4 g + i has elements (g, 2 i) and (g, 2 i + 1) of 8 x 8
+
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& x, u32& y, u32& z, u32& w, u32 address) {
+    const u32 lane = emulated::current % emulated::WARP;
+    const auto* addresses = emulated::exchange(~0u, address);
+    u32* results[] = {&x, &y, &z, &w};
+    for (u32 i = 0; i < 4; i++)
+        memcpy(results[i], shared(u32(addresses[8 * i + lane / 4][0]), 16) + 4 * (lane % 4), 4);
+    emulated::exchange(~0u, 0);  // no lane writes there before all have read
+}
+
+inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& r, u32 a) {
+    const u32 lane = emulated::current % emulated::WARP, row = lane / 4, column = 2 * (lane % 4);
+    const auto* words = emulated::exchange(~0u, a);
+    const auto element = [&](u32 row, u32 column) {
+        return u32(u16(words[4 * row + column / 2][0] >> 16 * (column % 2)));
+    };
+    r = element(column, row) | element(column + 1, row) << 16;
+}
+
+// a[16 x 16] b[16 x 8]: registers of a are its quarters, rows first; those of b are its halves, transposed.
+__noinline__ static void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
+    float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1,
+    float c2, float c3) {
+    const u32 lane = emulated::current % emulated::WARP, row = lane / 4, column = 2 * (lane % 4);
+    const auto* words = emulated::exchange(~0u, u64(a1) << 32 | a0, u64(a3) << 32 | a2, u64(b1) << 32 | b0);
+    float sums[] = {c0, c1, c2, c3};
+    for (u32 k = 0; k < 16; k++) {
+        const auto part = [&](u32 line, u32 word) { return words[4 * line + k % 8 / 2][word] >> 16 * (k % 2); };
+        const u64 rows = part(row, k / 8);
+        for (u32 i = 0; i < 4; i++) {
+            const u64 columns = part(column + i % 2, 2);
+            sums[i] += widened(u16(rows >> 32 * (i / 2))) * widened(u16(columns >> 32 * (k / 8)));
+        }
+    }
+    d0 = sums[0], d1 = sums[1], d2 = sums[2], d3 = sums[3];
+}
+
+}  // namespace ptx

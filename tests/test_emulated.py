@@ -1,0 +1,133 @@
+"""Kernels where there is no GPU: chosen GPU tests, in processes of their own with an emulated one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from emulator import driver, translate
+
+HERE = Path(__file__).parent
+
+
+def problem() -> str | None:
+    """Why nothing can be emulated here."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "emulated threads are x86-64 Linux's"
+    if "f16c" not in Path("/proc/cpuinfo").read_text():
+        return "the processor does not convert float16"
+    return None if shutil.which("g++") else "g++ is not installed"
+
+
+needs_compiler = pytest.mark.skipif(problem() is not None, reason=str(problem()))
+
+CHOSEN = {
+    "test_matmul.py": "not same_bits and not several_slabs and not magnitudes_of_activations"
+    " and not (every_format and (q4_1 or q5_0 or kbit2 or kbit4 or kbit5 or bfloat16 or float32))",
+    "test_gpu.py": "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
+    " or (two_steps and bfloat16)",
+    "test_gpu_convert.py": "places and (E2m1 or U4 or Pairs or Int8)",
+    "test_gpu_kquants.py": "(q4_k or q6_k or iq4_nl or picture) and not every_batch and not older"
+    " and not (every_step and not q4_k)",
+    "test_gpu_kbit.py": "not variant and not magnitudes and not large_ones and not many",
+    "test_gpu_fp4_int4.py": "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e",
+    "test_gpu_trellis.py": "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"
+    " and not magnitudes and not fuse and not (products and shape1)",
+    "test_gpu_moe.py": "(types and (few-q4_0 or few-mxfp4 or many-q5_1 or many-kbit3)) or nan"
+    " or float_experts or go_where or (test_activations and 90) or (sizes and 8-2-33) or (graph and 16)",
+    "test_gpu_kvcache.py": "not growing and not long_prompt",
+    "test_gpu_attention.py": "(types and (64 or 40)) or fewer or positions or bad or seen"
+    " or importance or (masks and True)",
+}
+"""Tests that are emulated in seconds, as -k takes them: of every kernel file and kind of format."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("file", CHOSEN)
+def test_kernels(file: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()  # under xdist each process has one beside the others'
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated-kernels"
+    folder.mkdir(exist_ok=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    path = os.pathsep.join([str(HERE.parent), str(HERE), env.get("PYTHONPATH", "")])
+    env |= {"PYTHONPATH": path, "CUPY_CACHE_DIR": str(folder), "OPENBLAS_NUM_THREADS": "1"}
+    options = ["-m", "gpu", "-p", "emulator.plugin", "-p", "no:xdist", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", *options, "--no-header", "-vv", file, "-k", CHOSEN[file]]
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    last = done.stdout.splitlines()[-1].strip("= ")
+    assert re.fullmatch(r"[1-9]\d* passed(, \d+ deselected)? in .*", last), last
+
+
+SOURCE = """
+typedef unsigned int u32;
+extern "C" __global__ void __launch_bounds__(2 * (32)) turn(const u32* in, u32* out, bool meets) {
+    __shared__ u32 all[64];
+    all[threadIdx.x] = in[threadIdx.x];
+    if (meets) __syncthreads();
+    out[threadIdx.x] = all[63 - threadIdx.x];
+    __syncthreads();
+    out[64 + threadIdx.x] = all[threadIdx.x ^ 32];
+}
+#if 0
+extern "C" __global__ void absent() {}
+#endif
+extern "C" __global__ void copied(const u32* in, u32* out, u32 to, int waits) {
+    to += 4 * threadIdx.x;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(in + threadIdx.x) : "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if (waits) asm volatile("cp.async.wait_group %0;" :: "n"(0) : "memory");
+    asm("ld.shared.u32 %0, [%1];" : "=r"(out[threadIdx.x]) : "r"(to));
+    asm volatile("cp.async.wait_group %0;" :: "n"(0) : "memory");
+}
+extern "C" __global__ void divided() {
+    if (threadIdx.x % 2) __syncwarp();
+}
+"""
+
+
+@needs_compiler
+def test_the_emulator_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Barriers and waits that are missing, addresses that are not there, lanes that do not come."""
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    library = driver.build(SOURCE, ("-std=c++17",))
+    given, out = (ctypes.c_uint * 64)(*range(64)), (ctypes.c_uint * 128)()
+
+    def launch(name: str, *values: Any) -> None:
+        arrays = [ctypes.c_void_p(ctypes.addressof(a)) for a in (given, out)] if values else []
+        pointers = [ctypes.addressof(value) for value in (*arrays, *values)]
+        config = SimpleNamespace(grid=(1, 1, 1), block=(64, 1, 1), shared=512, count=0)
+        driver.Function(library, name).launch(config, pointers)
+
+    launch("turn", ctypes.c_bool(True))
+    assert list(out) == [*range(63, -1, -1), *range(32, 64), *range(32)]
+    launch("turn", ctypes.c_bool(False))
+    assert list(out[:64]) != list(range(63, -1, -1))
+    launch("copied", ctypes.c_uint(256), ctypes.c_int(1))
+    assert list(out[:64]) == list(range(64))
+    launch("copied", ctypes.c_uint(256), ctypes.c_int(0))
+    assert set(out[:64]) == {0xFFFFFFFF}
+    with pytest.raises(RuntimeError, match="4 bytes at 512 of 512 shared ones"):
+        launch("copied", ctypes.c_uint(260), ctypes.c_int(1))
+    with pytest.raises(RuntimeError, match="32 threads wait for what never comes"):
+        launch("divided")
+    with pytest.raises(driver.CompileError, match="clz_b32"):
+        driver.build('__global__ void f(int v) { asm("clz.b32 %0, %0;" : "+r"(v)); }', ())
+
+
+def test_instructions_become_calls() -> None:
+    given = """if (a) asm volatile("{.reg .pred p;\\nsetp.lt.f32 p, %1, %2;\\n"
+    "selp.u32 %0, 1, 0, p;}" : "=r"(r) : "f"(f(a, b)), "f"(c) : "memory"); else int(d);"""
+    assert translate.translate(given) == (
+        "if (a) { u32 a0; float a1 = float(f(a, b)); float a2 = float(c); bool p; "
+        "ptx::setp_lt_f32(p, a1, a2); ptx::selp_u32(a0, 1, 0, p); r = a0; }\n else to_int(d);"
+    )
