@@ -96,7 +96,7 @@ def test_times_of_attention(records: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "record", "formats"),
     [
-        ("ggml", "matmul", ()),
+        ("q4_0 to q8_0", "matmul", ()),
         ("k-bit", "kbit", ()),
         ("FP4, int4", "fp4-int4", ()),
         ("k-quants", "kquants", ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")),

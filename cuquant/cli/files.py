@@ -35,7 +35,7 @@ def _add_quantize(commands: Any) -> None:
         required=True,
         type=str.lower,
         choices=mixture.names(),
-        help="of the weight matrices, or llama.cpp's mixtures (q4_k_m); GGUF has no kbit and int4 formats",
+        help="of all weight matrices (q4_k), or a mixture of llama.cpp's (q4_k_m); GGUF has no kbit and int4",
     )
     command.add_argument(
         "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"

@@ -225,6 +225,8 @@ def get(name: str | Format) -> Format:
     except KeyError:
         near = get_close_matches(name.lower(), names(), 3)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        if name.lower()[-2:] in ("_s", "_m", "_l") and name.lower()[:-2] in _BY_NAME:
+            hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
         raise ValueError(f"unknown format {name!r}; known are {', '.join(names())}{hint}") from None
 
 
