@@ -1,7 +1,10 @@
-"""What is held of every weight on a GPU: its bytes and numbers, and products against float64."""
+"""What is held of weights of every format: bytes and numbers as on the CPU, products against float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import ml_dtypes
 import numpy as np
 from formats_table import FLOATS
 from numpy.typing import NDArray
@@ -25,6 +28,17 @@ def assert_read_back(raw: NDArray[np.uint8], fmt: cq.Format, shape: tuple[int, .
         np.testing.assert_array_equal(as_numpy(there[row].blocks), raw[row])
 
 
+def assert_quantized_as_on_the_cpu(x: NDArray[Any], fmt: str | cq.Format) -> None:
+    """A GPU gives NumPy's bytes, wherever in memory the numbers (rows, K) are."""
+    cupy, (rows, k) = device.cupy(), x.shape
+    expected = cq.quantize(x, fmt).blocks
+    wide = cupy.zeros((rows, 2 * k), x.dtype)
+    for place in (slice(0, k), slice(1, k + 1), slice(0, None, 2), slice(1, None, 2)):
+        wide[:, place] = cupy.asarray(x)
+        np.testing.assert_array_equal(as_numpy(cq.quantize(wide[:, place], fmt).blocks), expected)
+    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(x), fmt).blocks), expected)
+
+
 def assert_products(w: cq.QuantizedArray) -> None:
     """x @ w.T is right for batches of every core, every type of activations, and those of 8 bits."""
     cupy = device.cupy()
@@ -37,3 +51,15 @@ def assert_products(w: cq.QuantizedArray) -> None:
             assert worst_element(y, exact) < 0.01, (m, w.shape, dtype)
         q = cq.quantize(x, "q8_1")
         assert nmse(q @ w.T, testing.linear(q, w)) < 1e-6, (m, w.shape)
+
+
+def assert_stack_products(w: cq.QuantizedArray) -> None:
+    """x @ w.T of a stack (3, N, K) on NumPy, of floats and of q8_1 activations."""
+    dense, (_, n, k) = w.dequantize().astype(np.float64), w.shape
+    for dtype, most in ((np.float32, 1e-6), (np.float16, 1e-6), (ml_dtypes.bfloat16, 1e-5)):
+        x = np.random.default_rng(2).standard_normal((3, 7, k), np.float32).astype(dtype)
+        y = x @ w.T
+        assert (y.shape, y.dtype) == ((3, 7, n), np.dtype(dtype))
+        assert nmse(y, x.astype(np.float64) @ dense.swapaxes(1, 2)) <= most
+    x8 = cq.quantize(np.random.default_rng(3).standard_normal((5, k), np.float32), "q8_1")
+    assert nmse(x8 @ w[1].T, testing.linear(x8, w[1])) <= 1e-6

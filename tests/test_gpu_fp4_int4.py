@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
 from numpy.typing import NDArray
-from products import assert_products, assert_read_back
+from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back
 
 import cuquant as cq
 from cuquant import device, testing
@@ -210,11 +210,7 @@ def test_fp4_is_quantized_as_on_the_cpu(name: str, dtype: np.dtype[np.generic]) 
     with np.errstate(over="ignore"):
         given = x.astype(dtype)
     given[~np.isfinite(given.astype(F))] = 1
-    expected = cq.quantize(given, name).blocks
-    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(given), name).blocks), expected)
-    strided = cupy.zeros((400, 1024), dtype)
-    strided[:, ::2] = cupy.asarray(given)
-    np.testing.assert_array_equal(as_numpy(cq.quantize(strided[:, ::2], name).blocks), expected)
+    assert_quantized_as_on_the_cpu(given, name)
     for bad in (np.nan, np.inf, *([2700.0] if name == "nvfp4" else [])):
         given[7, 9] = bad
         with pytest.raises(ValueError, match="row 7") as on_cpu:
@@ -242,13 +238,7 @@ def test_int4_is_quantized_as_on_the_cpu(fmt: cq.Int4, dtype: np.dtype[np.generi
     with np.errstate(over="ignore"):
         given = x.astype(dtype)
     given[~np.isfinite(given.astype(F))] = 1
-    expected = cq.quantize(given, fmt).blocks
-    np.testing.assert_array_equal(as_numpy(cq.quantize(cupy.asarray(given), fmt).blocks), expected)
-    wide = cupy.zeros((400, 3072), dtype)
-    wide[:, 1::2] = cupy.asarray(given)
-    np.testing.assert_array_equal(as_numpy(cq.quantize(wide[:, 1::2], fmt).blocks), expected)
-    wide[:, 1:1537] = cupy.asarray(given)
-    np.testing.assert_array_equal(as_numpy(cq.quantize(wide[:, 1:1537], fmt).blocks), expected)
+    assert_quantized_as_on_the_cpu(given, fmt)
     for bad in (np.nan, -np.inf, *([F(1e6)] if dtype != np.float16 else [])):
         given[7, 1009] = bad
         with pytest.raises(ValueError, match="row 7") as on_cpu:

@@ -57,9 +57,7 @@ def decode(
     elif wide:
         ring = 96 << 10 if two else max(ring, min(104 << 10, room - x_bytes))
     if two:
-        ring = min(ring, max(room - x_bytes, room // 2))
-    if two:
-        share = ceil(share / 2)
+        ring, share = min(ring, max(room - x_bytes, room // 2)), ceil(share / 2)
     if small:
         most_bytes = _GROUP_BYTES if m <= 4 else 2 * _GROUP_BYTES
         share = max(1, min(share, round(most_bytes * cluster / (tiles_k * step))))
