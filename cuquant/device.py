@@ -131,6 +131,11 @@ def of(array: Any) -> str:
     return "cuda" if is_cuda(array) else "cpu"
 
 
+def is_current(array: Any) -> bool:
+    """Whether an array is where work is done now: NumPy's always, CuPy's if they are of the current GPU."""
+    return not is_cuda(array) or array.data.device_id == cupy().cuda.runtime.getDevice()
+
+
 def backend(on_gpu: bool) -> ModuleType:
     """The module that computes there: cuquant.cuda or cuquant.cpu, of the same functions."""
     return _cuda() if on_gpu else _cpu()

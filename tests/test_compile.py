@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from itertools import product as combinations
 from math import ceil
 
@@ -245,7 +246,10 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
                 step, batch = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"], c["BATCH"]
                 outputs = ceil(n / step) * ceil(m / batch) * 3
                 assert gemm.plan.cluster == c["SPLIT"] * c["PAIR"]
-                assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs * c["PAIR"]
+                if c["STREAM"]:
+                    assert x == plan.LARGE_GPU // c["PAIR"] * c["PAIR"]
+                else:
+                    assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs * c["PAIR"]
                 assert x % gemm.plan.cluster == 0
                 assert gemm.box == min(batch // c["PAIR"], ceil(m / 8) * 8)
                 assert gemm.plan.block == (c["GROUPS"] * c["K_GROUPS"] + 1) * 128
@@ -274,27 +278,32 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
 def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     """The arithmetic of Schedule in kernels/core/schedule.cuh.
 
-    Every step of every tile belongs to one cluster, a tile to two at most: who stores it has the higher
-    number.
+    Every step of every tile belongs to one cluster. Parts of a tile follow each other, those nearer its end
+    having lower numbers: a cluster waits only for what has started before it.
     """
-    seen = 0
-    for m in (129, 256, 384, 512, 1000, 1024):
+    seen = set()
+    for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
         gemm = plan.gemm(cq.formats.get("q4_0"), m, n, k, 1, True, 90)
         if not gemm.streamed:
             continue
-        seen += 1
         c = dict(gemm.plan.kernel.constants)
-        clusters, tiles = gemm.plan.grid[0] // gemm.plan.cluster, ceil(k / 64)
+        clusters, tiles, width = (
+            gemm.plan.grid[0] // gemm.plan.cluster,
+            ceil(k / 64),
+            c["K_GROUPS"] * c["K_TILES"],
+        )
         rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"]
         works = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
+        seen.add(works > 0)
+        assert tiles % width == 0
         assert gemm.streamed * tiles * clusters < 1 << 32
         assert gemm.plan.grid[0] * c["GROUPS"] <= plan.FLAGS
         assert gemm.partials == gemm.plan.grid[0] * rows // c["PAIR"] * c["BATCH"] * 4
         owners: dict[int, list[tuple[int, int, int]]] = {}
         for cluster in range(clusters):
             share = clusters - 1 - cluster
-            first = gemm.streamed * tiles * share // clusters
-            end = gemm.streamed * tiles * (share + 1) // clusters
+            first = gemm.streamed * (tiles // width) * share // clusters * width
+            end = gemm.streamed * (tiles // width) * (share + 1) // clusters * width
             skipped = first // tiles
             start, stop = first - skipped * tiles, end - skipped * tiles
             for i in range((works - cluster + clusters - 1) // clusters):
@@ -306,9 +315,9 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
         for parts in map(sorted, owners.values()):
             assert parts[0][0] == 0
             assert parts[-1][1] == tiles
-            assert len(parts) == 1 or (len(parts) == 2 and parts[0][1] == parts[1][0])
             assert all(begin < until for begin, until, _ in parts)
-            assert len(parts) == 1 or parts[0][2] > parts[1][2]
+            for (_, until, cluster), (begin, _, later) in pairwise(parts):
+                assert (until, cluster - 1) == (begin, later)
     assert seen
 
 

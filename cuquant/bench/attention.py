@@ -36,7 +36,7 @@ class AttentionCell:
     """One measurement: a query per sequence; times in microseconds.
 
     `bits` are those of the tokens; "mixed" has MIXED of them. `floor_us` is there where the GPU's ceilings
-    are known, the others' times where they are installed.
+    are known, the others' times where they are installed. `mhz` is the clock of the multiprocessors after it.
     """
 
     op: str
@@ -50,6 +50,7 @@ class AttentionCell:
     sdpa_us: float | None
     gbps: float
     nmse: float
+    mhz: float | None = None
     flashinfer_us: float | None = None
 
 
@@ -95,13 +96,13 @@ def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell
     out = cupy.empty_like(q)
     error = _error(q, caches[-1], out)
     warm_up(0.05)
-    us = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
+    us, mhz = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
     ceilings = CEILINGS.get(device.name("cuda"))
     floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
     del caches
     cupy.get_default_memory_pool().free_all_blocks()
-    values = {"us": us, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
+    values = {"us": us, "mhz": mhz, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
     return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
 
 

@@ -134,7 +134,7 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
         if not np.array_equal(testing.as_numpy(sums[threads]), _expected_sums(conversion, threads)):
             raise RuntimeError(f"wrong result: {conversion.codec} in registers")
     warm_up(0.05)
-    us = graph_us([call])
+    us = graph_us([call]).us
     rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
     loop, alone = (hot_loop(k, "HFMA2") for k in (kernel, conversion_kernel("registers", None, capability)))
     instructions = None
@@ -202,7 +202,7 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     if not error <= testing.BOUNDS[out.dtype][0]:
         raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
     warm_up(0.05)
-    us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
+    us = graph_us([lambda w=w: call(w) for w in weights]).us  # type: ignore[misc]
     instructions, loop = None, hot_loop(launch.plan.kernel, "HMMA")
     if loop is not None:  # groups of 8 rows of x share the weights; some products sum up x
         tile, columns = dict(launch.plan.kernel.constants), 16 if jit.capability() >= 80 else 8

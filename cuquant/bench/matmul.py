@@ -34,8 +34,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Cell:
     """One measurement; times in microseconds.
 
-    `floor_us` is there where the GPU's ceilings are known; times of peers where they are installed and take
-    the shape, for formats of 4 bits and 16-bit x.
+    `mhz` is the clock of the multiprocessors after it. `floor_us` is there where the GPU's ceilings are
+    known; times of peers where they are installed and take the shape, for formats of 4 bits and 16-bit x.
     """
 
     op: str
@@ -51,6 +51,7 @@ class Cell:
     tflops: float
     nmse: float
     core: str
+    mhz: float | None = None
     tinygemm_us: float | None = None
     gemlite_us: float | None = None
 
@@ -116,17 +117,17 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) 
 
     error = _error(call, x, weights[-1], out, key["activation"])
     warm_up(0.05)  # the check left the GPU idle, and its clocks fall
-    us = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
+    us, mhz = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
     moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
     ceilings = CEILINGS.get(device.name("cuda"))
     floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
     core = plan.core_of(plan.gemm(weights[0].format, m, n, k, 1, True, jit.capability()).plan.kernel)
     rates = (moved / us * 1e-3, operations / us * 1e-6)
-    values = (us, floor, cublas_us, *rates)
+    values = (us, mhz, floor, cublas_us, *rates)
     return Cell(**key, **dict(zip(_RATES, (rounded(v) for v in values), strict=True)), nmse=error, core=core)
 
 
-_RATES = ("us", "floor_us", "cublas_us", "gbps", "tflops")
+_RATES = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops")
 
 
 def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:
@@ -136,9 +137,10 @@ def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> f
     columns = np.sort(
         np.random.default_rng(0).choice(w.shape[0], min(CHECKED_COLUMNS, w.shape[0]), replace=False)
     )
-    operand = quantize(x, "q8_1") if activation == "q8_1" else x
-    reference = as_numpy(operand).astype(np.float64) @ as_numpy(w[columns]).astype(np.float64).T
-    error = nmse(as_numpy(out)[:, columns], reference)
+    operand = quantize(x, "q8_1").dequantize(np.float32) if activation == "q8_1" else x
+    weight = device.cupy().asarray(as_numpy(w[columns]).astype(np.float64))  # what NumPy makes of its blocks
+    reference = operand.astype(np.float64) @ weight.T
+    error = nmse(out[:, columns], reference)
     if not error <= BOUNDS[out.dtype][0]:
         raise RuntimeError(f"wrong result: NMSE {error} for {w.format} {w.shape}, x {x.shape} {activation}")
     return float(f"{error:.3g}")

@@ -33,6 +33,7 @@ class MoeCell:
 
     Gates and ups are N x K, downs K x N. `hit` is how many experts the tokens lead to, on average over the
     routings gone through: the floor counts their bytes. cuBLAS multiplies each one's tokens by dense weights.
+    `mhz` is the clock of the multiprocessors after it.
     """
 
     op: str
@@ -51,6 +52,7 @@ class MoeCell:
     hit: float
     nmse: float
     core: str
+    mhz: float | None = None
 
     def __str__(self) -> str:
         return f"{self.format} {self.activation} {self.M} tokens, {self.top_k} of {self.experts} experts"
@@ -130,7 +132,7 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
 
     error = _error(call, x, experts, routings[0], out, key["activation"])
     warm_up(0.05)  # the check left the GPU idle, and its clocks fall
-    us = graph_us([lambda own=own: call(own) for own in routings])  # type: ignore[misc]
+    us, mhz = graph_us([lambda own=own: call(own) for own in routings])  # type: ignore[misc]
     hit = float(np.mean([len(np.unique(as_numpy(ids))) for ids, _ in routings]))
     moved = hit / key["experts"] * sum(w.nbytes for w in experts) + x.nbytes + out.nbytes
     operations = 2 * m * top_k * 3 * n * k
@@ -141,8 +143,8 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
     own = experts.down.fragments().weight
     made = plan.moe.product(own.format, load, k, n, own.half, False, jit.capability())
     assert made is not None
-    values = (us, floor, cublas_us, *rates, hit)
-    names = ("us", "floor_us", "cublas_us", "gbps", "tflops", "hit")
+    values = (us, mhz, floor, cublas_us, *rates, hit)
+    names = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops", "hit")
     measured = dict(zip(names, map(rounded, values), strict=True))
     return MoeCell(**key, **measured, nmse=error, core=plan.core_of(made.gemm.plan.kernel))
 

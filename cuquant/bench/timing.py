@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import device
+import numpy as np
+
+from .. import device, jit, plan
 
 ROTATE_BYTES = 256 << 20
 """Bytes of weights that are gone through before one is used again: several times any L2 cache."""
@@ -35,36 +37,59 @@ def warm_up(seconds: float = 0.3) -> None:
         cupy.cuda.get_current_stream().synchronize()
 
 
-def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """Microseconds of one call: the calls are captured in a row and replayed, median of REPEATS."""
+class Timing(NamedTuple):
+    """What a call takes."""
+
+    us: float
+    """Microseconds, median of REPEATS."""
+    mhz: float
+    """Clock of the multiprocessors at the end: a power limit lowers it under load."""
+
+
+def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
+    """One of the calls, which are captured in a row and replayed."""
     stream = device.cupy().cuda.Stream(non_blocking=True)
     with stream:
-        for call in calls:  # compile, prepare, allocate
+        _clock_mhz()  # compile, prepare, allocate
+        for call in calls:
             call()
         stream.synchronize()
         stream.begin_capture()
         for call in calls:
             call()
         graph = stream.end_capture()
-        return replay_us(stream, lambda: graph.launch(stream)) / len(calls)
+        us = replay_us(stream, lambda: graph.launch(stream)) / len(calls)
+        return Timing(us, _clock_mhz())
+
+
+def _clock_mhz() -> float:
+    """Of the current device, at once: it changes within milliseconds of what keeps it busy."""
+    counted = device.cupy().zeros(2, np.uint64)
+    jit.launch(plan.Plan(plan.Kernel("clock", "clock_rate"), (1, 1, 1), 1), counted[:1], counted[1:])
+    cycles, nanoseconds = counted.tolist()
+    return float(cycles / nanoseconds * 1e3)
 
 
 def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row.
+    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row, as long as replays take.
 
     They queue behind work that holds the stream until all are there, so that the host's pace does not show.
     """
     cupy = device.cupy()
     stream = cupy.cuda.Stream(non_blocking=True)
-    a = cupy.ones((8192, 8192), "float32")  # a product takes about 25 ms on an H200, longer elsewhere
-    count = max(1, QUEUE // len(calls))
-    times = []
-    with stream:
+    a = cupy.ones((6144, 6144), "float32")  # a product takes about 10 ms on an H200, longer elsewhere
+
+    def run() -> None:
         for call in calls:
             call()
+
+    times = []
+    with stream:
+        run()
+        count = max(1, min(QUEUE // len(calls), int(MEASURE_US / _elapsed_us(stream, run, 1))))
         for _ in range(REPEATS):
             a @ a
-            times.append(_elapsed_us(stream, lambda: [call() for call in calls], count) / len(calls))
+            times.append(_elapsed_us(stream, run, count) / len(calls))
     return statistics.median(times)
 
 

@@ -327,8 +327,8 @@ class KVCache:
         return file.load(cls, path, check.device_name(device))
 
     def to_device(self, device: str) -> KVCache:
-        """A copy on "cpu" or "cuda"; the cache itself where it is there already."""
-        if check.device_name(device) == self.device:
+        """A copy on "cpu" or "cuda" (the current CuPy device); the cache itself where it is there already."""
+        if check.device_name(device) == self.device and gpu.is_current(self.next_slots):
             return self
         rooms = self._rooms()
         copy = KVCache(

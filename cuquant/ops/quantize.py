@@ -105,8 +105,14 @@ def validate(w: QuantizedArray) -> None:
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
     """See QuantizedArray.to_device."""
-    if check.device_name(name) == w.device:
+    if check.device_name(name) == w.device and device.is_current(w.storage):
         return w
-    cupy = device.cupy()
-    blocks = cupy.asarray(w.blocks) if name == "cuda" else cupy.asnumpy(w.blocks)
+    if w.device == "cpu":
+        blocks = device.cupy().asarray(w.blocks)
+    else:
+        cuda = device.cupy().cuda
+        with cuda.Device(w.storage.data.device_id):  # where kernels make them of a prepared weight
+            blocks = w.blocks
+            cuda.get_current_stream().synchronize()
+        blocks = blocks.copy() if name == "cuda" else device.as_numpy(blocks)
     return QuantizedArray(w.format, blocks, shape=w.shape)

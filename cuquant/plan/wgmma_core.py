@@ -41,17 +41,17 @@ class Tile(NamedTuple):
 
 
 STEP_US = {
-    Tile(32, 1, k_groups=4, k_tiles=2): 0.097,
-    Tile(32, 2, k_groups=2, k_tiles=2): 0.180,
-    Tile(32, 4): 0.385,
-    Tile(64, 1): 0.212,
-    Tile(64, 1, k_groups=4): 0.137,
-    Tile(64, 2): 0.297,
-    Tile(64, 2, k_groups=2): 0.249,
-    Tile(64, 2, 2): 0.485,
-    Tile(128, 1): 0.229,
-    Tile(128, 1, k_groups=2): 0.202,
-    Tile(128, 2): 0.381,
+    Tile(32, 1, k_groups=4, k_tiles=2): 0.096,
+    Tile(32, 2, k_groups=2, k_tiles=2): 0.172,
+    Tile(32, 4): 0.370,
+    Tile(64, 1): 0.187,
+    Tile(64, 1, k_groups=4): 0.135,
+    Tile(64, 2): 0.266,
+    Tile(64, 2, k_groups=2): 0.244,
+    Tile(64, 2, 2): 0.456,
+    Tile(128, 1): 0.222,
+    Tile(128, 1, k_groups=2): 0.197,
+    Tile(128, 2): 0.373,
     Tile(128, 2, 2): 0.645,
     Tile(256, 2): 0.500,
     Tile(256, 2, pair=2): 0.500,
@@ -64,9 +64,11 @@ adds 0.05, so do scales that are products, a sign beside a code that is looked u
 weights 0.15."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
-_START_US, _PAIR_US, _SPLIT_US, _STREAM_US = 2.5, 1.0, 1.0, 3.0
-"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met; of
-leaving sums to another cluster, and adding another's."""
+_START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
+"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
+_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS = 2.2, 5e-5, 1.04
+"""Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes; and how
+many times as long steps take where no multiprocessor is idle any more."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes to store an output, and to add it up first."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
@@ -166,11 +168,19 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
                 yield _Choice(us, tile, split, outputs, 0, stages)
             continue
         yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
-        if fmt.lookup and fmt.bits == 2 and fmt.kernel_group_bytes and tile.blocks > 1:
-            continue  # too few registers for shares of tiles, by a handful
-        if waves and rest and tile.batch >= 128 and tile.width == 1 and m * k * 2 <= _STREAM_BYTES:
-            us = start + outputs / places * steps * step + rounds * store + _STREAM_US
-            yield _Choice(us, tile, 1, outputs, places + rest, stages)
+        if not _shares_tiles(fmt, tile):
+            continue
+        if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
+            us = start + outputs / places * steps * step * _STREAM_STEPS + rounds * store
+            us += _STREAM_US + tile.rows * tile.batch * 4 * _STREAM_BYTE_US
+            yield _Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
+
+
+def _shares_tiles(fmt: Format, tile: Tile) -> bool:
+    """Whether there are registers enough to share tiles out, which takes a few more."""
+    if tile.groups * tile.k_groups == 4:
+        return tile.batch < 64 and fmt.bits != 6
+    return not (fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
@@ -178,11 +188,12 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     _, tile, split, outputs, streamed, stages = min(choices(fmt, m, n, k, matrices))
     gemm = _wgmma(fmt, tile, split, streamed, stages)
     batch, pair = tile.batch, tile.pair
-    grid = (outputs * split if split > 1 else min(outputs, LARGE_GPU // pair) * pair, 1, 1)
-    partials = grid[0] * tile.rows * batch * 4 if streamed else 0
+    places = LARGE_GPU // pair
+    blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
+    partials = blocks * tile.rows * batch * 4 if streamed else 0
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
     box = min(batch // pair, ceil(m / 8) * 8)
-    return replace(gemm, plan=replace(gemm.plan, grid=grid), box=box, partials=partials)
+    return replace(gemm, plan=replace(gemm.plan, grid=(blocks, 1, 1)), box=box, partials=partials)
 
 
 def _wgmma(fmt: Format, tile: Tile, split: int, streamed: int, stages: int) -> Gemm:

@@ -9,7 +9,7 @@ struct Segment {
 };
 
 // The segments of one cluster: whole tiles, then (STREAM) its share of the last `streamed` ones.
-template <int ROW_TILES, int BATCH, bool STREAM>
+template <int ROW_TILES, int BATCH, int WIDTH, bool STREAM>
 struct Schedule {
     int blocks_n, blocks_m, tiles;         // of a matrix: row and batch tiles; steps of 64 columns
     int cluster, clusters, whole, shared;  // output tiles that this cluster has to itself, and first one that it shares
@@ -22,8 +22,9 @@ struct Schedule {
         if constexpr (STREAM) works -= p.streamed;
         whole = segments = uniform((works - cluster + clusters - 1) / clusters);
         if constexpr (STREAM) {
-            const u32 steps = p.streamed * tiles, share = clusters - 1 - cluster;
-            const int first = uniform(steps * share / clusters), end = uniform(steps * (share + 1) / clusters);
+            const u32 steps = p.streamed * (tiles / WIDTH), share = clusters - 1 - cluster;
+            const int first = uniform(steps * share / clusters * WIDTH);
+            const int end = uniform(steps * (share + 1) / clusters * WIDTH);
             const int skipped = uniform(first / tiles);
             shared = works + skipped, from = first - skipped * tiles, to = end - skipped * tiles;
             segments += uniform((to + tiles - 1) / tiles);

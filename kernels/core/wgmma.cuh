@@ -2,12 +2,12 @@
 //
 // A block owns GROUPS x ROW_BLOCKS x 64 rows of W and BATCH batch rows. One warpgroup copies: every stage of the ring
 // holds 64 columns of W, as the fragment layout has them, and of x. GROUPS warpgroups compute: each dequantizes its
-// own rows in registers, operand A, 16 columns at a time, while the tensor cores work on the two steps before; x in
-// shared memory is operand B.
+// own rows in registers, operand A, two steps of 16 columns at a time, while the tensor cores work on the two before; x
+// in shared memory is operand B.
 //
 //      copies:         | stage 0 | stage 1 | stage 2 | ...
-//      warpgroup:      dequantize step 2 | dequantize step 3 | dequantize step 0 of the next stage | ...
-//      tensor cores:   step 0            | step 1            | step 2                              | ...
+//      warpgroup:      dequantize steps 2 and 3 | steps 0 and 1 of the next stage | ...
+//      tensor cores:   steps 0 and 1            | steps 2 and 3                   | ...
 //
 // Where there is little to multiply, a stage may be K_GROUPS x K_TILES times as wide: K_GROUPS warpgroups for the same
 // rows hide each other's latencies, and K_TILES times 64 columns of each make a turn of the loop worth its overhead.
@@ -17,13 +17,13 @@
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
 // order. Or they share x (PAIR): one has the rows of W below the other's, and each copies half of x to both. Without
 // a split clusters go from one output tile to the next, and copies run ahead over the border. What is left when every
-// cluster has had as many whole tiles is cut into equal shares of K, one after the other over several tiles:
+// cluster has had as many whole tiles (STREAM) is cut into equal shares of K, one after the other over several tiles:
 //
 //      tiles           |    0    |    1    |    2    |    3    |
 //      clusters        |   c 2      |   c 1       |    c 0     |     (c 1: the end of tile 1, the beginning of tile 2)
 //
-// The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result.
-// It has the higher number, so what it waits for has started.
+// The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result; one
+// with a middle leaves its own with the end's added. Who waits has the higher number, so what it waits for has started.
 //
 // Of a grouped product the batch tiles are the works. Gated, a warpgroup has 64 rows of W and the same 64 rows of V:
 // its threads have what is multiplied in the same places.
@@ -41,7 +41,6 @@ DEVICE void wgmma(const P& p) {
     static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
-    static_assert(WIDTH == 1 || !STREAM, "shares of K are no multiples of wide stages");
     using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
@@ -73,7 +72,7 @@ DEVICE void wgmma(const P& p) {
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
     using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR>,
-                                  Schedule<ROW_TILES * PAIR, BATCH, STREAM>>::Type;
+                                  Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM>>::Type;
     const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
@@ -155,8 +154,7 @@ DEVICE void wgmma(const P& p) {
 #pragma unroll
                 for (int j = 0; j < BATCH / 2; j++) acc[b][j] = 0;
             Tile<F> tile[ROW_BLOCKS];
-            // Operand A of four steps of 16 columns.
-            u32 a0[ROW_BLOCKS][4], a1[ROW_BLOCKS][4], a2[ROW_BLOCKS][4], a3[ROW_BLOCKS][4];
+            u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
             auto load = [&](int k) {
                 if (k == 0) barrier_wait(full + stage * 8, parity);
                 const u8* weights = shared + stage * STAGE + WEIGHTS_AT;
@@ -166,25 +164,29 @@ DEVICE void wgmma(const P& p) {
                                   (P::GATED ? group : group * ROW_BLOCKS + b) * 4 + warp % 4, k * K_GROUPS + k_group,
                                   lane);
             };
-            auto dequantize = [&](u32 (&a)[ROW_BLOCKS][4], int h) {
-                pin(a);
+            auto dequantize = [&](int h) {  // steps h and h + 1
 #pragma unroll
-                for (int b = 0; b < ROW_BLOCKS; b++) codec.weights(tile[b], h, a[b]);
+                for (int step = h; step < h + 2; step++) {
+                    pin(a[step]);
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++) codec.weights(tile[b], step, a[step][b]);
+                }
             };
             // x: rows of 128 bytes, swizzled, 8 rows to a group of 1024 bytes; a step of 16 columns is 32 bytes.
-            auto multiply = [&](u32 (&a)[ROW_BLOCKS][4], u64 x) {
-                pin(a);
+            auto multiply = [&](int h, u64 x) {
+                pin(a[h]), pin(a[h + 1]);
                 wgmma_fence();
 #pragma unroll
-                for (int b = 0; b < ROW_BLOCKS; b++) Wgmma<BATCH>::add(acc[b], a[b], x);
+                for (int step = h; step < h + 2; step++)
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++) Wgmma<BATCH>::add(acc[b], a[step][b], x + 2 * step);
                 wgmma_commit();
-                wgmma_wait<2>();  // the instructions before the last two have read their operands
+                wgmma_wait<1>();  // the two steps before have read their operands
             };
             const int steps = (segment.end - segment.begin) / WIDTH;
             int previous = 0;  // stage that the tensor cores may still read
             load(0);
-            dequantize(a0, 0);
-            dequantize(a1, 1);
+            dequantize(0);
             for (int t = 0; t < steps; t++) {
                 const u64 own = u64((stages + stage * STAGE + k_group * X_BYTES) >> 4) | u64(1) << 16 | u64(64) << 32 |
                                 u64(1) << 62;
@@ -192,20 +194,15 @@ DEVICE void wgmma(const P& p) {
 #pragma unroll
                 for (int k = 0; k < K_TILES; k++) {
                     const u64 x = own + (k * K_GROUPS * X_BYTES >> 4);
-                    multiply(a0, x);
-                    dequantize(a2, 2);
-                    multiply(a1, x + 2);
+                    multiply(0, x);
                     if (k == 0) release(previous, t > 0);
-                    dequantize(a3, 3);
-                    multiply(a2, x + 4);
+                    dequantize(2);
+                    multiply(2, x);
                     if (k + 1 == K_TILES && ++stage == STAGES) stage = 0, parity ^= 1;
-                    const bool more = k + 1 < K_TILES || t + 1 < steps;
-                    if (more) {
+                    if (k + 1 < K_TILES || t + 1 < steps) {
                         load((k + 1) % K_TILES);
-                        dequantize(a0, 0);
+                        dequantize(0);
                     }
-                    multiply(a3, x + 6);
-                    if (more) dequantize(a1, 1);
                 }
                 previous = current;
             }
@@ -245,19 +242,19 @@ DEVICE void wgmma(const P& p) {
                 return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
                        threadIdx.x % WARPGROUP;
             };
+            if (STREAM && segment.end < tiles) {
+                const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
+                wait_for_flag(p.flags + slot);
+                add_sums(acc, left_by(slot));
+                warpgroups_sync<WARPGROUP>(1 + group);
+                set_flag(p.flags + slot, 0, leads);
+            }
             if (STREAM && segment.begin > 0) {
                 const int slot = blockIdx.x * GROUPS + group;
                 write_sums(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 1, leads);
             } else {
-                if (STREAM && segment.end < tiles) {
-                    const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
-                    wait_for_flag(p.flags + slot);
-                    add_sums(acc, left_by(slot));
-                    warpgroups_sync<WARPGROUP>(1 + group);
-                    set_flag(p.flags + slot, 0, leads);
-                }
                 bool stored = false;
                 if constexpr (BOXES) {
                     stored = p.straight;
