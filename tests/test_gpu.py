@@ -216,6 +216,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         (100, 200, 2048),
         (9, 2570, 1024),
         (300, 2570, 1056),
+        (60, 6000, 2048),  # fewer tiles than clusters: a tile may be three's
     ):
         choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
@@ -246,7 +247,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     plan.gemm.cache_clear()
     problem.resolve.cache_clear()
     assert (1, False) in ways or (fmt.lookup and ways)  # tables take room, and lookups registers
-    assert ((1, True) in ways) == (tile.batch >= 128 and tile.width == 1)
+    assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
     assert ((2, False) in ways) == (tile.pair == 1)
 
 

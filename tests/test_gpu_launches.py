@@ -46,15 +46,15 @@ def test_captured_in_a_graph(kind: str, m: int) -> None:
 def test_a_stream_whose_first_product_is_captured(direct_first: bool) -> None:
     """Its sums pass between blocks by way of flags, which must be zeros before the graph has run, too."""
     cupy = device.cupy()
-    w = cuda_weight("q4_0", (9000, 1024)).prepare()
-    x = cupy.asarray(gauss((1000, 1024)).astype(np.float16))
+    w = cuda_weight("q4_0", (9000, 4096)).prepare()
+    x = cupy.asarray(gauss((64, 4096)).astype(np.float16))
     if jit.capability() == 90:
-        assert plan.gemm(w.format, 1000, 9000, 1024, 1, True, 90).partials > 0
-    y, z = cupy.empty((1000, 9000), F), cupy.empty((1000, 9000), F)
+        assert plan.gemm(w.format, 64, 9000, 4096, 1, True, 90).partials > 0
+    y, z = cupy.empty((64, 9000), F), cupy.empty((64, 9000), F)
     expected = as_numpy(cq.matmul(x, w.T, dtype=F))  # by another stream
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        used = cupy.full(1 << 22, 255, np.uint8)
+        used = cupy.full(1 << 24, 255, np.uint8)
         del used  # the stream's next allocations are of this memory
         stream.begin_capture()
         cq.matmul(x, w.T, out=y)

@@ -17,7 +17,7 @@ from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, as_numpy, nmse
 from . import peers
 from .record import Record, rounded
-from .timing import graph_us, rotation, stream_us, warm_up
+from .timing import graph_us, rotation, settle, stream_us, warm_up
 
 CEILINGS = {"NVIDIA H200": (4.46e12, 770e12)}
 """Measured bytes per second of reading, and float16 operations per second of cuBLAS."""
@@ -74,13 +74,14 @@ def matmul(
     a result is wrong: nothing is recorded then.
     """
     names, activations, batches, others = list(names), list(activations), list(batches), list(others)
+    by_shape: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for (n, k), f, a, m in product(shapes, names, activations, batches):
+        key: dict[str, Any] = {"op": "matmul", "format": f, "activation": a, "M": m, "N": n, "K": k}
+        if key not in record:
+            by_shape.setdefault((n, k), []).append(key)
+    _compile(key for missing in by_shape.values() for key in missing)
     warm_up()
-    for n, k in shapes:
-        keys: list[dict[str, Any]] = [
-            {"op": "matmul", "format": f, "activation": a, "M": m, "N": n, "K": k}
-            for f, a, m in product(names, activations, batches)
-        ]
-        missing = [key for key in keys if key not in record]
+    for (n, k), missing in by_shape.items():
         dense = {m: _cublas_us(m, n, k) for m in _batches(missing)}
         compared = _batches([key for key in missing if _has_peers(key)])
         times = {peer.key: peers.measure(peer, n, k, compared) for peer in others if compared}
@@ -94,6 +95,16 @@ def matmul(
                     cell = replace(cell, **found)
                 record.add(cell)
                 yield cell
+
+
+def _compile(keys: Iterable[dict[str, Any]]) -> None:
+    """All kernels at once, on all processors."""
+    for _ in jit.compile_ahead({_gemm(formats.get(key["format"]), key).plan.kernel for key in keys}):
+        pass
+
+
+def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
+    return plan.gemm(fmt.for_kernels, key["M"], key["N"], key["K"], 1, True, jit.capability())
 
 
 def _batches(keys: list[dict[str, Any]]) -> list[int]:
@@ -116,12 +127,12 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float) 
         return product_of(quantize(x, "q8_1") if key["activation"] == "q8_1" else x, w.T, out=out)
 
     error = _error(call, x, weights[-1], out, key["activation"])
-    warm_up(0.05)  # the check left the GPU idle, and its clocks fall
+    settle()
     us, mhz = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
     moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
     ceilings = CEILINGS.get(device.name("cuda"))
     floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
-    core = plan.core_of(plan.gemm(weights[0].format, m, n, k, 1, True, jit.capability()).plan.kernel)
+    core = plan.core_of(_gemm(weights[0].format, key).plan.kernel)
     rates = (moved / us * 1e-3, operations / us * 1e-6)
     values = (us, mhz, floor, cublas_us, *rates)
     return Cell(**key, **dict(zip(_RATES, (rounded(v) for v in values), strict=True)), nmse=error, core=core)

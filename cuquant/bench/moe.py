@@ -17,7 +17,7 @@ from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
 from .matmul import CEILINGS, CHECKED_COLUMNS, LAUNCH_US, X_DTYPES
 from .record import Record, rounded
-from .timing import graph_us, rotation, stream_us, warm_up
+from .timing import graph_us, rotation, settle, stream_us, warm_up
 
 SHAPES = ((14336, 4096),)
 BATCHES = (1, 2, 4, 8, 16, 64, 512, 4096)
@@ -131,7 +131,7 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
         return mixture_of(given, experts, *routing, out=out)
 
     error = _error(call, x, experts, routings[0], out, key["activation"])
-    warm_up(0.05)  # the check left the GPU idle, and its clocks fall
+    settle()
     us, mhz = graph_us([lambda own=own: call(own) for own in routings])  # type: ignore[misc]
     hit = float(np.mean([len(np.unique(as_numpy(ids))) for ids, _ in routings]))
     moved = hit / key["experts"] * sum(w.nbytes for w in experts) + x.nbytes + out.nbytes

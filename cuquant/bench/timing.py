@@ -19,6 +19,8 @@ QUEUE = 200
 """Launches that are queued behind a held stream: well below what a stream's queue takes."""
 MEASURE_US = 4000.0
 """Least time of one measurement, in microseconds."""
+REST_S = 0.1
+"""Seconds without work before a measurement: a GPU at its power limit takes about as long to recover."""
 
 
 def rotation(nbytes: int) -> int:
@@ -35,6 +37,12 @@ def warm_up(seconds: float = 0.3) -> None:
         for _ in range(20):
             a @ a
         cupy.cuda.get_current_stream().synchronize()
+
+
+def settle() -> None:
+    """Rest, then get the clocks up: what was measured before must not heat the GPU for what comes next."""
+    time.sleep(REST_S)
+    warm_up(0.05)
 
 
 class Timing(NamedTuple):
@@ -83,6 +91,7 @@ def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
         for call in calls:
             call()
 
+    settle()
     times = []
     with stream:
         run()

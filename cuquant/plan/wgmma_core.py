@@ -53,6 +53,7 @@ STEP_US = {
     Tile(128, 1, k_groups=2): 0.197,
     Tile(128, 2): 0.373,
     Tile(128, 2, 2): 0.645,
+    Tile(256, 1): 0.270,
     Tile(256, 2): 0.500,
     Tile(256, 2, pair=2): 0.500,
 }
@@ -70,7 +71,7 @@ _STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS = 2.2, 5e-5, 1.04
 """Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes; and how
 many times as long steps take where no multiprocessor is idle any more."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
-"""What it takes to store an output, and to add it up first."""
+"""What it takes two warpgroups or more to store an output, and to add it up first."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
@@ -96,7 +97,11 @@ def _step_us(fmt: Format, tile: Tile) -> float:
     work = _LOOKUPS[looked_up(fmt)] + 0.1 * fmt.sign_bits if fmt.lookup else _INSTRUCTIONS[fmt.bits]
     work += 0.15 * (fmt.scale_size < 32) + 0.05 * has_minimum(fmt) + 0.05 * (fmt.kernel_group_bytes > 0)
     tensor = tile.batch * tile.rows * _TENSOR_US
-    return max(STEP_US[tile] * work, tensor * (0.985 if tile.pair > 1 else 1))
+    if tile.pair > 1:
+        tensor *= 0.985
+    elif tile.groups * tile.k_groups == 1:
+        tensor *= 1.07  # nobody else multiplies while a warpgroup waits
+    return max(STEP_US[tile] * work, tensor)
 
 
 def _stage_bytes(fmt: Format, tile: Tile) -> int:
@@ -139,7 +144,12 @@ WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1)
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> float:
     """What an output tile takes, of so many steps of 64 columns."""
-    return steps * _step_us(fmt, tile) + tile.rows * tile.batch * _TILE_US
+    return steps * _step_us(fmt, tile) + _outputs_of_two(tile) * _TILE_US
+
+
+def _outputs_of_two(tile: Tile) -> int:
+    """As many outputs would take two warpgroups as long to store."""
+    return tile.rows * tile.batch * (2 if tile.groups * tile.k_groups == 1 else 1)
 
 
 def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
@@ -158,29 +168,34 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         places = blocks // (split * tile.pair)
-        step, store = _step_us(fmt, tile), tile.rows * tile.batch * _TILE_US
+        step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
         if split > 1:
             if rounds == 1 and steps >= 4 * split:
-                us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
+                us = start + steps / split * step + _SPLIT_US + _outputs_of_two(tile) * _SPLIT_TILE_US
                 yield _Choice(us, tile, split, outputs, 0, stages)
             continue
         yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
         if not _shares_tiles(fmt, tile):
             continue
         if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
-            us = start + outputs / places * steps * step * _STREAM_STEPS + rounds * store
-            us += _STREAM_US + tile.rows * tile.batch * 4 * _STREAM_BYTE_US
+            # From one to the next: a tile may be shared by several, where there are few.
+            passed = (1 + max(0, places / outputs - 1) / 2) * (
+                _STREAM_US + tile.rows * tile.batch * 4 * _STREAM_BYTE_US
+            )
+            us = start + outputs / places * steps * step * _STREAM_STEPS + rounds * store + passed
             yield _Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
 
 def _shares_tiles(fmt: Format, tile: Tile) -> bool:
-    """Whether there are registers enough to share tiles out, which takes a few more."""
+    """Whether there are registers enough to share tiles out, which takes a few more, and threads to do it."""
     if tile.groups * tile.k_groups == 4:
         return tile.batch < 64 and fmt.bits != 6
-    return not (fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1)
+    if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
+        return False
+    return tile.batch < 256 or tile.groups > 1
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
