@@ -9,7 +9,7 @@ from cuquant.bench import Cell
 
 RECORD = Path(__file__).parents[1] / "examples" / "benchmarks" / "h200-matmul.json"
 KEYS = ["op", "format", "activation", "M", "N", "K", "us", "floor_us", "cublas_us", "gbps", "tflops"]
-KEYS += ["nmse", "core"]
+KEYS += ["nmse", "core", "mhz"]
 
 
 def cell(**changes: Any) -> Cell:

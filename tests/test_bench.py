@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import io
 import json
 import re
 import sys
+import types
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import AttentionCell, Record, matmul, moe, peers
+from cuquant.bench import AttentionCell, Record, matmul, moe, peers, timing
 from cuquant.bench import record as records
 
 
@@ -139,7 +141,7 @@ def test_tables_compare_with_what_was_measured() -> None:
     assert rows[1][-2:] == ["2.00", "1.50"]
     assert "gemlite" not in " ".join(shown)
     read = list(csv.DictReader(io.StringIO(record.render("csv"))))
-    assert list(read[0]) == [*KEYS, "mhz", "tinygemm_us", "gemlite_us"]
+    assert list(read[0]) == [*KEYS, "tinygemm_us", "gemlite_us"]
     assert [row["tinygemm_us"] for row in read] == ["10.0", ""]
     assert Record(None, {}, []).render("table") == ""
 
@@ -241,7 +243,7 @@ def test_bench_shows_a_record(run: Run) -> None:
     assert done.status == 0
     assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert done.err == (
-        f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 3a50040441ca (cuquant 0.1.0, CuPy 14.2.0, "
+        f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 08f10349efdb (cuquant 0.1.0, CuPy 14.2.0, "
         "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3)\n"
     )
 
@@ -377,3 +379,42 @@ def test_what_attention_cannot_be_timed_for(run: Run, arguments: list[str], mess
     done = run("bench", "attention", *arguments)
     assert done.status == 2
     assert message in done.err
+
+
+@pytest.mark.parametrize("late", [0, 3, 100])
+def test_launches_that_the_host_makes_too_slowly_are_not_timed(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream is held for longer until they are all there before it goes on."""
+    products, made = [], []
+
+    class Ones:
+        def __matmul__(self, other: Any) -> None:
+            products.append(other)
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+        @property
+        def done(self) -> bool:
+            made.append(len(products))
+            return len(made) <= late
+
+    cuda = types.SimpleNamespace(
+        Stream=lambda non_blocking: contextlib.nullcontext(), Event=Event, get_elapsed_time=lambda a, b: 2.0
+    )
+    monkeypatch.setattr(
+        timing.device, "cupy", lambda: types.SimpleNamespace(cuda=cuda, ones=lambda *a: Ones())
+    )
+    monkeypatch.setattr(timing, "settle", lambda: None)
+    calls: list[int] = []
+    if late == 100:
+        with pytest.raises(RuntimeError, match="take the host too long"):
+            timing.stream_us([lambda: calls.append(1)])
+        return
+    # Three runs of both calls seem to take 2 ms; six fill 4.
+    assert timing.stream_us([lambda: calls.append(1)] * 2) == pytest.approx(2000 / 6 / 2)
+    assert len(calls) == 2 * (1 + 3 + 6 * (late + timing.REPEATS))
+    assert len(made) == late + timing.REPEATS
+    assert made[:5] == [1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5]

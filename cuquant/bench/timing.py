@@ -17,6 +17,8 @@ REPEATS = 9
 """Measurements, of which the median counts."""
 QUEUE = 200
 """Launches that are queued behind a held stream: well below what a stream's queue takes."""
+MOST_HELD = 64
+"""Products that hold a stream, at most."""
 MEASURE_US = 4000.0
 """Least time of one measurement, in microseconds."""
 REST_S = 0.1
@@ -79,27 +81,17 @@ def _clock_mhz() -> float:
 
 
 def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row, as long as replays take.
-
-    They queue behind work that holds the stream until all are there, so that the host's pace does not show.
-    """
-    cupy = device.cupy()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    a = cupy.ones((6144, 6144), "float32")  # a product takes about 10 ms on an H200, longer elsewhere
+    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row."""
+    stream = device.cupy().cuda.Stream(non_blocking=True)
 
     def run() -> None:
         for call in calls:
             call()
 
     settle()
-    times = []
     with stream:
         run()
-        count = max(1, min(QUEUE // len(calls), int(MEASURE_US / _elapsed_us(stream, run, 1))))
-        for _ in range(REPEATS):
-            a @ a
-            times.append(_elapsed_us(stream, run, count) / len(calls))
-    return statistics.median(times)
+        return replay_us(stream, run, QUEUE // len(calls)) / len(calls)
 
 
 def host_us(call: Callable[[], Any], count: int = 500) -> float:
@@ -115,10 +107,35 @@ def host_us(call: Callable[[], Any], count: int = 500) -> float:
     return statistics.median(results)
 
 
-def replay_us(stream: Any, run: Callable[[], Any]) -> float:
-    """Microseconds of one run on a CuPy stream, each measurement as many runs as fill MEASURE_US."""
-    runs = max(1, int(MEASURE_US / _elapsed_us(stream, run, 3)))
-    return statistics.median(_elapsed_us(stream, run, runs) for _ in range(REPEATS))
+def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
+    """Microseconds of one run on a CuPy stream; runs fill MEASURE_US, but are `most` at most.
+
+    They queue behind work that holds the stream until all are there, so that the host's pace does not show:
+    where it was over before, the stream is held for longer. RuntimeError where that does not help.
+    """
+    cupy = device.cupy()
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    a = cupy.ones((6144, 6144), "float32")  # a product takes about 10 ms on an H200, longer elsewhere
+    runs = max(1, min(most, int(MEASURE_US / _elapsed_us(stream, run, 3))))
+    times: list[float] = []
+    held = 1
+    while len(times) < REPEATS:
+        with stream:
+            for _ in range(held):
+                a @ a
+        begin.record(stream)
+        for _ in range(runs):
+            run()
+        late = begin.done
+        end.record(stream)
+        end.synchronize()
+        if not late:
+            times.append(float(cupy.cuda.get_elapsed_time(begin, end)) * 1e3 / runs)
+        elif held == MOST_HELD:
+            raise RuntimeError("launches take the host too long to be timed: it is busy with other work")
+        else:
+            held *= 2
+    return statistics.median(times)
 
 
 def _elapsed_us(stream: Any, run: Callable[[], Any], runs: int) -> float:
