@@ -81,8 +81,9 @@ def _clock_mhz() -> float:
 
 
 def stream_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row."""
+    """The same for what cannot be captured (cuBLAS through CuPy): launches in a row, QUEUE calls at most."""
     stream = device.cupy().cuda.Stream(non_blocking=True)
+    calls = calls[:QUEUE]
 
     def run() -> None:
         for call in calls:
