@@ -132,8 +132,15 @@ def of(array: Any) -> str:
 
 
 def is_current(array: Any) -> bool:
-    """Whether an array is where work is done now: NumPy's always, CuPy's if they are of the current GPU."""
+    """Whether an array is where work is done now: NumPy's always, CuPy's on the current GPU."""
     return not is_cuda(array) or array.data.device_id == cupy().cuda.runtime.getDevice()
+
+
+def wait_for(array: Any) -> None:
+    """Until what the current stream of an array's GPU has been given is done: another GPU's is to read it."""
+    cuda = cupy().cuda
+    with cuda.Device(array.data.device_id):
+        cuda.get_current_stream().synchronize()
 
 
 def backend(on_gpu: bool) -> ModuleType:

@@ -410,11 +410,11 @@ def test_launches_that_the_host_makes_too_slowly_are_not_timed(
     monkeypatch.setattr(timing, "settle", lambda: None)
     calls: list[int] = []
     if late == 100:
-        with pytest.raises(RuntimeError, match="take the host too long"):
-            timing.stream_us([lambda: calls.append(1)])
+        with pytest.warns(UserWarning, match="cuBLAS is not timed: the host is busy"):
+            assert timing.stream_us([lambda: calls.append(1)]) is None
         return
     # Three runs of both calls seem to take 2 ms; six fill 4.
     assert timing.stream_us([lambda: calls.append(1)] * 2) == pytest.approx(2000 / 6 / 2)
     assert len(calls) == 2 * (1 + 3 + 6 * (late + timing.REPEATS))
     assert len(made) == late + timing.REPEATS
-    assert made[:5] == [1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5]
+    assert made[:5] == ([1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5])

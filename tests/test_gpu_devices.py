@@ -112,24 +112,24 @@ def test_graphs_of_two_gpus_are_replayed_at_once() -> None:
     cupy, given, made = device.cupy(), cq.quantize(W, "q4_0"), []
     for gpu in (0, 1):
         with on(gpu):
-            w, x = given.to_device("cuda"), cupy.asarray(X)
-            y = cupy.empty((300, 512), np.float16)
             stream = cupy.cuda.Stream(non_blocking=True)
             with stream:
-                cq.matmul(x, w.T, out=y)
-                stream.synchronize()
+                w, x = given.to_device("cuda"), cupy.asarray(X)
+                y = cq.matmul(x, w.T)
+                expected = as_numpy(y)
                 stream.begin_capture()
                 cq.matmul(x, w.T, out=y)
-                made.append((stream.end_capture(), stream, y, y.copy()))
-            y.fill(0)
-            cupy.cuda.Device().synchronize()
-    for gpu, (graph, stream, _, _) in enumerate(made):
+                graph = stream.end_capture()
+                y.fill(0)
+                stream.synchronize()
+            made.append((graph, stream, (w, x), y, expected))
+    for gpu, (graph, stream, *_) in enumerate(made):
         with on(gpu):
             graph.launch(stream)
-    for gpu, (_, stream, y, expected) in enumerate(made):
+    for gpu, (_, stream, _, y, expected) in enumerate(made):
         with on(gpu):
             stream.synchronize()
-            np.testing.assert_array_equal(as_numpy(y), as_numpy(expected))
+            np.testing.assert_array_equal(as_numpy(y), expected)
 
 
 def test_attention_and_mixtures_on_the_second_gpu() -> None:

@@ -16,7 +16,7 @@ from ..testing import BOUNDS, as_numpy, nmse
 from . import peers
 from .matmul import CEILINGS, LAUNCH_US
 from .record import Record, rounded
-from .timing import graph_us, rotation, settle, warm_up
+from .timing import graph_us, rotation, warm_up
 
 HEAD_DIM = 128
 CONTEXTS = (1024, 4096, 16384, 32768, 65536, 131072)
@@ -95,7 +95,6 @@ def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell
     q = cupy.random.standard_normal((batch, 1, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
     out = cupy.empty_like(q)
     error = _error(q, caches[-1], out)
-    settle()
     us, mhz = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
     ceilings = CEILINGS.get(device.name("cuda"))

@@ -15,7 +15,7 @@ from .conversions import CONVERSIONS, Conversion
 from .matmul import CEILINGS, LAUNCH_US
 from .record import Record, rounded
 from .sass import hot_loop
-from .timing import graph_us, rotation, settle, warm_up
+from .timing import graph_us, rotation, warm_up
 
 SHAPES = ((14336, 4096),)
 BATCHES = (1, 8)
@@ -133,7 +133,6 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
         threads = np.arange(CHECKED_THREADS) * (len(sums) // CHECKED_THREADS)
         if not np.array_equal(testing.as_numpy(sums[threads]), _expected_sums(conversion, threads)):
             raise RuntimeError(f"wrong result: {conversion.codec} in registers")
-    settle()
     us = graph_us([call]).us
     rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
     loop, alone = (hot_loop(k, "HFMA2") for k in (kernel, conversion_kernel("registers", None, capability)))
@@ -201,7 +200,6 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     error = testing.nmse(testing.as_numpy(out)[:, : exact.shape[1]], exact)
     if not error <= testing.BOUNDS[out.dtype][0]:
         raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
-    settle()
     us = graph_us([lambda w=w: call(w) for w in weights]).us  # type: ignore[misc]
     instructions, loop = None, hot_loop(launch.plan.kernel, "HMMA")
     if loop is not None:  # groups of 8 rows of x share the weights; some products sum up x

@@ -330,6 +330,8 @@ class KVCache:
         """A copy on "cpu" or "cuda" (the current CuPy device); the cache itself where it is there already."""
         if check.device_name(device) == self.device and gpu.is_current(self.next_slots):
             return self
+        if self.device == "cuda":
+            gpu.wait_for(self.next_slots)
         rooms = self._rooms()
         copy = KVCache(
             self.n_kv_heads,

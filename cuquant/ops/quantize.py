@@ -110,9 +110,10 @@ def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
     if w.device == "cpu":
         blocks = device.cupy().asarray(w.blocks)
     else:
-        cuda = device.cupy().cuda
-        with cuda.Device(w.storage.data.device_id):  # where kernels make them of a prepared weight
-            blocks = w.blocks
-            cuda.get_current_stream().synchronize()
-        blocks = blocks.copy() if name == "cuda" else device.as_numpy(blocks)
+        with device.cupy().cuda.Device(w.storage.data.device_id):  # kernels may have to make them
+            own = w.blocks
+        device.wait_for(own)
+        blocks = own.copy() if name == "cuda" else device.as_numpy(own)
+        if name == "cuda":
+            device.wait_for(blocks)  # before the memory of `own` is used again
     return QuantizedArray(w.format, blocks, shape=w.shape)
