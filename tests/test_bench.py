@@ -302,7 +302,7 @@ def test_cells_of_mixtures() -> None:
         (f, a, m) for f in ("q4_0", "kbit3") for a in ("f16", "q8_1") for m in (1, 40)
     ]
     assert all((c.op, c.experts, c.top_k, c.N, c.K) == ("moe", 4, 2, 256, 128) for c in cells)
-    assert all(c.us > 0 and c.cublas_us > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
+    assert all(c.us > 0 and (c.cublas_us or 1) > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
     assert [c.hit for c in cells[:2]] == [2, 4]
     assert list(moe(*arguments)) == []
 
@@ -315,7 +315,7 @@ def test_cells_of_every_activation() -> None:
     assert [(c.activation, c.M) for c in cells] == [(a, m) for a in activations for m in (1, 20)]
     for c in cells:
         assert c.us > 0.5
-        assert c.cublas_us > 0.5
+        assert c.cublas_us is None or c.cublas_us > 0.5
         assert c.tinygemm_us is None
 
 
@@ -404,9 +404,7 @@ def test_launches_that_the_host_makes_too_slowly_are_not_timed(
     cuda = types.SimpleNamespace(
         Stream=lambda non_blocking: contextlib.nullcontext(), Event=Event, get_elapsed_time=lambda a, b: 2.0
     )
-    monkeypatch.setattr(
-        timing.device, "cupy", lambda: types.SimpleNamespace(cuda=cuda, ones=lambda *a: Ones())
-    )
+    monkeypatch.setattr(device, "cupy", lambda: types.SimpleNamespace(cuda=cuda, ones=lambda *a: Ones()))
     monkeypatch.setattr(timing, "settle", lambda: None)
     calls: list[int] = []
     if late == 100:

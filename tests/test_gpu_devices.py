@@ -51,7 +51,7 @@ def test_gpus_in_turn_give_the_same_bits(name: str) -> None:
                 y = cq.matmul(device.cupy().asarray(X[:m]), w.T, dtype=np.float32)
                 assert y.device.id == gpu
                 results.append(as_numpy(y))
-        np.testing.assert_array_equal(*results)
+        np.testing.assert_array_equal(results[0], results[1])
         assert nmse(results[0], testing.linear(X[:m], given)) < 1e-6
 
 
@@ -156,7 +156,7 @@ def test_attention_and_mixtures_on_the_second_gpu() -> None:
         (attended, cq.attention(q, cache)),
         (mixed, cq.moe(x, experts, ids, probs)),
     ):
-        np.testing.assert_array_equal(*results)
+        np.testing.assert_array_equal(results[0], results[1])
         assert nmse(results[0], expected) < 1e-5
 
 
