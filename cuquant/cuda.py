@@ -206,9 +206,8 @@ def _launch(
         if straight:
             to = _map(ends[0], launch.out_map)
     columns = 0 if signs is None else signs.address
-    *planes, group = fragments.addresses
-    addresses = (*planes, *x, *ends, *sums, fragments.values, group)
-    argument = launch.packed(tensor, to, straight, columns, *addresses)
+    w = (fragments.addresses, fragments.values, columns)
+    argument = launch.packed(tensor, to, straight, *w, *x, *ends, *sums)
     jit.launch_packed(launch.plan, argument)
 
 

@@ -299,10 +299,8 @@ def _multiply(
     """Launch a grouped product: float16 rows of x and their factors to float32 rows, at these addresses."""
     launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row)
     tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
-    *planes, last = w.addresses
-    addresses = (*planes, *x, out, factor, w.values, last)
     ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early)
-    jit.launch_packed(launch.plan, launch.packed(tensor, addresses, *ends))
+    jit.launch_packed(launch.plan, launch.packed(tensor, w.addresses, w.values, (*x, out, factor), *ends))
 
 
 def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> None:

@@ -194,8 +194,8 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     assert fmt.half_levels is not None
     own, (matrices, n, k) = fmt.for_kernels, _sides(shape)
     blocks, sizes = _records(blocks), _sizes(matrices, n, k)
-    low, high, scale, group, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
-    place = (fmt, shape, cupy.empty(size, np.uint8), low, high, scale, group)
+    planes, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
+    place = (fmt, shape, cupy.empty(size, np.uint8), planes)
     stored = fmt.parts(blocks, shape)
     kept = Parts(None, None, stored.su.copy(), stored.sv.copy())
     values = cupy.asarray(fmt.half_levels.levels)
@@ -238,6 +238,6 @@ def from_fragments(fragments: Fragments) -> Any:
 
 def _repack(entry: str, fragments: Fragments, blocks: Any, lift: int) -> None:
     matrices, n, k = _sides(fragments.shape)
-    planes = (np.uint64(address) for address in fragments.addresses)
+    planes = (np.uint64(address) for address in fragments.addresses[:-1])
     step = plan.trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
     jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import frexp, prod
+from math import frexp, isfinite, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,10 +71,7 @@ class Fragments:
     fmt: Format
     shape: tuple[int, ...]
     buffer: Any
-    low: int
-    high: int
-    scale: int
-    group: int
+    planes: plan.Planes
     half: bool = True
     """Whether float16 holds the weights, times 2^lift, with all their bits."""
     lift: int = 0
@@ -96,10 +93,10 @@ class Fragments:
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, self.fmt.tensor_scale)
 
     @cached_property
-    def addresses(self) -> tuple[int, int, int, int]:
+    def addresses(self) -> plan.Planes:
         """Device addresses of the planes."""
         start = self.buffer.data.ptr
-        return start + self.low, start + self.high, start + self.scale, start + self.group
+        return plan.Planes(*(start + plane for plane in self.planes))
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
@@ -116,24 +113,32 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     *lead, n, row_bytes = fine.shape
     k = row_bytes // own.block_bytes * own.block_size
     tiles = plan.tiles(prod(lead), n, k)
-    low, high, scale, group, size = plan.layout(own).offsets(*tiles)
-    place = (fmt, (*lead, n, k), cupy.empty(size, np.uint8), low, high, scale, group)
-    half, lift, values = scales.half, scales.lift, 0
+    planes, size = plan.layout(own).offsets(*tiles)
+    place = (fmt, (*lead, n, k), cupy.empty(size, np.uint8), planes)
+    half, lift, values, kept = scales.half, scales.lift, 0, scales.kept
     if count := prod(tiles):
-        peaks = cupy.asarray(_NO_PEAKS)
-        _repack("to_fragments", Fragments(*place), fine, count, peaks)
-        greatest, least = (float(peak) for peak in peaks.get(stream).view(np.float32))
-        if fmt.scaling == "float":
+        peaks, made = cupy.asarray(_NO_PEAKS), Fragments(*place)
+        rows = cupy.zeros(plan.TILE_ROWS * tiles[0] * plan.lifted(own), np.uint32)
+        _repack("to_fragments", made, fine, count, rows, peaks)
+        if plan.lifted(own):
+            lifts = (np.uint64(made.addresses.scale), np.uint64(made.addresses.row))
+            jit.launch(plan.lift(own, tiles[0]), *lifts, rows, np.int32(tiles[1]), peaks[2:])
+        *found, lost = peaks.get(stream)
+        greatest, least = (float(peak) for peak in np.array(found).view(np.float32))
+        if plan.lifted(own):
+            half = isfinite(greatest)
+            kept = fine.reshape(-1, own.block_bytes)[:, : own.kernel_scale_bytes].copy() if lost else None
+        elif fmt.scaling == "float":
             half = greatest <= _LARGEST_HALF
         if fmt.lookup:
             half, lifted = _lifted(greatest, least)
             lift = _codebook_lift(fmt) + (_LIFT if lifted else 0)
             values = tables(fmt).lifted if lifted else tables(fmt).values
-    return Fragments(*place, half, lift, values, scales.offset, scales.kept)
+    return Fragments(*place, half, lift, values, scales.offset, kept)
 
 
-_NO_PEAKS = np.array([0, 0x7F800000], np.uint32)
-"""Bits of the greatest and the least magnitude, before there is any."""
+_NO_PEAKS = np.array([0, 0x7F800000, 0], np.uint32)
+"""Bits of the greatest and the least magnitude, before there is any, and that no scale has lost bits."""
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _LIFT, _LIFTED_UP_TO = 11, 31.0
 """Where the weights of a codebook are small, products multiply them by 2^11, for which they must not be above
@@ -216,7 +221,7 @@ def from_fragments(fragments: Fragments) -> Any:
     count = prod(plan.tiles(prod(lead), n, k))
     if not count:
         return fmt.from_kernels(blocks, cupy)
-    _repack("from_fragments", fragments, blocks, count)
+    _repack("from_fragments", fragments, blocks, count, np.uint64(fragments.addresses.row))
     scales = blocks.reshape(-1, fmt.for_kernels.block_bytes)
     if fragments.kept is not None:
         scales[:, : fragments.kept.shape[1]] = fragments.kept
@@ -225,8 +230,8 @@ def from_fragments(fragments: Fragments) -> Any:
     return fmt.from_kernels(blocks, cupy)
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *peaks: Any) -> None:
+def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *rows: Any) -> None:
     fmt, (n, k) = fragments.fmt.for_kernels, fragments.shape[-2:]
-    planes = (np.uint64(address) for address in fragments.addresses)
+    planes = (np.uint64(address) for address in fragments.addresses[:-1])
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *peaks)
+    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *rows)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from . import check, plan
 from .formats import Format
+from .plan import Planes
 
 DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
@@ -22,8 +23,8 @@ WHOLE = 8
 """Columns of a piece of 16 bytes: kernels read rows of whole ones, longer ones than K ending in zeros."""
 _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
-_OTHERS = struct.Struct("<i4xq40x")
-"""`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and an address."""
+_OTHERS = struct.Struct("<i4xqq32x")
+"""`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
 _GROUP = struct.Struct("<3q7i12x")
 """What `struct Grouped` adds."""
 
@@ -93,11 +94,20 @@ class Launch(NamedTuple):
     partials: int
     takes_signs: bool
 
-    def packed(self, map: bytes, out_map: bytes, straight: bool, signs: int, *addresses: int) -> bytes:
-        """The kernel's argument; addresses of the signs of W's columns, of W's planes but the last, of x, its
-        row factors, out, bias, residual, partial sums and their flags, of W's codebook and its last plane."""
-        others = _OTHERS.pack(straight, signs)
-        return map + out_map + _ADDRESSES.pack(*addresses) + self.numbers + others
+    def packed(
+        self,
+        map: bytes,
+        out_map: bytes,
+        straight: bool,
+        w: Planes,
+        values: int,
+        signs: int,
+        *addresses: int,
+    ) -> bytes:
+        """The kernel's argument; addresses of W's planes, its codebook and the signs of its columns, of x,
+        its row factors, out, bias, residual, partial sums and their flags."""
+        ends = _ADDRESSES.pack(w.low, w.high, w.scale, *addresses, values, w.group)
+        return map + out_map + ends + self.numbers + _OTHERS.pack(straight, signs, w.row)
 
 
 class Group(NamedTuple):
@@ -107,12 +117,12 @@ class Group(NamedTuple):
     map: Map | None
     numbers: bytes
 
-    def packed(self, map: bytes, addresses: Shape, *group: int) -> bytes:
-        """The kernel's argument; addresses of W's planes but the last, x, its row factors, out, a factor (or
-        0), W's codebook and its last plane, then the members of `struct Grouped`."""
-        *operands, out, factor, values, last = addresses
-        ends = _ADDRESSES.pack(*operands, out, 0, factor, 0, 0, values, last)
-        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, 0) + _GROUP.pack(*group)
+    def packed(self, map: bytes, w: Planes, values: int, addresses: Shape, *group: int) -> bytes:
+        """The kernel's argument; addresses of W's planes and its codebook, of x, its row factors, out and a
+        factor (or 0), then the members of `struct Grouped`."""
+        x, rows, out, factor = addresses
+        ends = _ADDRESSES.pack(w.low, w.high, w.scale, x, rows, out, 0, factor, 0, 0, values, w.group)
+        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, 0, w.row) + _GROUP.pack(*group)
 
 
 @lru_cache(maxsize=4096)

@@ -110,13 +110,38 @@ def test_the_fragment_layout_is_the_picture() -> None:
                     assert words[row_tile, k_tile, lane, h] == fragment_word("q4_0", tile, lane, h)
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_1", "q8_0"])
+def test_scales_and_factors_of_rows_are_those_of_the_picture(name: str) -> None:
+    """Scales times 2^L, those of rows g + 8 a sixteenth of it but for 8 bits; minimums times 2^(L - 24)."""
+    rng = np.random.default_rng(3)
+    rows = 2.0 ** rng.integers(-10, 10, (32, 1))
+    w = cq.quantize((gauss((32, 128)) * rows).astype(F), name)
+    records = w.blocks.view(w.format.storage).reshape(2, 2, 8, 2, 2)  # row tile, row / 8, g, tile, block
+    d = records["d"].astype(np.float64)
+    peaks = np.abs(d).max(axis=(3, 4), keepdims=True)
+    if "m" in w.format.scales:
+        peaks = np.maximum(
+            peaks, np.abs(records["m"].astype(np.float64)).max(axis=(3, 4), keepdims=True) / 2**22
+        )
+    lift = 2.0 ** (15 - np.maximum(np.floor(np.log2(peaks)), -15))  # of subnormal numbers 2^30
+    sixteenths = np.array([1, 1 if name == "q8_0" else 16]).reshape(1, 2, 1, 1, 1)
+    f = w.to_device("cuda").fragments()
+    kept = [d * lift / sixteenths] + ([records["m"] * lift / 2**24] if "m" in w.format.scales else [])
+    layout, buffer = plan.layout(f.fmt), as_numpy(f.buffer)
+    stored = buffer[f.planes.scale :][: 4 * layout.scale].view(np.float16).reshape(2, 2, 8, 2, 2, len(kept))
+    for word, expected in enumerate(kept):
+        np.testing.assert_array_equal(stored[..., word].transpose(0, 3, 2, 1, 4), expected)
+    factors = buffer[f.planes.row :][: 2 * layout.row].view(ml_dtypes.bfloat16).reshape(2, 8, 2)
+    np.testing.assert_array_equal(factors.transpose(0, 2, 1).astype(np.float64), 2**24 / lift[..., 0, 0])
+
+
 def test_fifth_bits_are_where_the_picture_has_them() -> None:
     """Element e of register r: bit 4 + 4 (r & 1) + (r >> 1) + 16 e, turned by 2 (h & 1) + 8 (h >> 1)."""
     raw = random_blocks("q5_0", (16, 64))
     f = cq.from_blocks(raw, "q5_0", (16, 64)).to_device("cuda").fragments()
     qh = raw.view(f.fmt.storage)["qh"].reshape(16, 8)
     bits = np.unpackbits(np.ascontiguousarray(qh).view(np.uint8), axis=1, bitorder="little")
-    words = as_numpy(f.buffer[f.high : f.high + 128]).view(np.uint32)
+    words = as_numpy(f.buffer[f.planes.high :][:128]).view(np.uint32)
     for lane in range(32):
         g, i = divmod(lane, 4)
         word = 0
@@ -292,15 +317,37 @@ def test_quantized_activations_of_any_magnitude(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_beyond_float16(name: str) -> None:
-    """Codes times scales that float16 does not hold: their sums are scaled in float32."""
+    """Codes times scales that float16 does not hold: rows that are kept in its range hold them nevertheless,
+    as do sums that are scaled in float32."""
     cupy = device.cupy()
     assert cuda_weight(name, (96, 256)).fragments().half
     assert not cq.from_blocks(cupy.asarray(random_blocks(name, (96, 256))), name, (96, 256)).fragments().half
     peak = F(1.5e4 if "m" in cq.formats.get(name).scales else 5e4)
     large = cq.quantize(gauss((96, 256)) * peak, name)
     large = large.to_device("cuda")
-    assert not large.fragments().half
+    assert large.fragments().half == plan.lifted(cq.formats.get(name).for_kernels)
     for m in (3, 16, 50):
         x = cupy.asarray(gauss((m, 256)).astype(np.float16))
         y = cq.matmul(x, large.T, dtype=np.float32)
         assert nmse(y, testing.linear(x, large)) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_blocks_of_any_magnitude(name: str) -> None:
+    """Every row is as exact as it would be alone, whatever the others are; blocks come back as they were."""
+    cupy = device.cupy()
+    rng = np.random.default_rng(7)
+    rows, blocks = F(10) ** rng.uniform(-5, 2, (150, 1)), F(10) ** rng.uniform(-3, 0, (150, 8))
+    numbers = gauss((150, 256)) * (rows * np.repeat(blocks, 32, 1)).astype(F)
+    numbers[3], numbers[5, 32:64] = 0, 0
+    w = cq.quantize(numbers.astype(F), name)
+    stored = w.blocks.copy()
+    w = w.to_device("cuda")
+    for m in (1, 7, 16, 50, 200):
+        x = cupy.asarray(gauss((m, 256)).astype(np.float16))
+        y, exact = as_numpy(cq.matmul(x, w.T, dtype=np.float32)), testing.linear(x, w)
+        assert not y[:, 3].any()
+        for n in range(150):
+            if exact[:, n].any():
+                assert nmse(y[:, n], exact[:, n]) < (1e-6 if m >= 7 else 1e-5), (m, n)
+    assert np.array_equal(as_numpy(w.blocks), stored)

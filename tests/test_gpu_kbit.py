@@ -123,7 +123,7 @@ def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
     low, high = fmt.bits // 2 * 64, fmt.bits % 2 * 32  # words of a tile
     buffer = as_numpy(f.buffer)
     lows = buffer[: 4 * low * 4].view(np.uint32).reshape(2, 2, low)
-    highs = buffer[f.high : f.high + 4 * high * 4].view(np.uint32).reshape(2, 2, high)
+    highs = buffer[f.planes.high :][: 4 * high * 4].view(np.uint32).reshape(2, 2, high)
     for rows, columns, lane in product((0, 1), (0, 1), range(32)):
         here = np.s_[rows * 16 : rows * 16 + 16, columns * 64 : columns * 64 + 64]
         at = [32 * word + lane for word in (0, 1)] if k < 4 else [4 * lane + word for word in range(4)]

@@ -77,14 +77,14 @@ def test_the_fragment_layout_is_the_picture(name: str) -> None:
                 at, turn, word = 4 + 4 * (r & 1) + 2 * (r >> 1) + 16 * e, 8 * (h & 1), h // 2
             for bit in range(layout.high // 128):
                 high[word] |= (code >> low_bits + bit & 1) << (at + bit + turn) % 32
-        at = f.low + tile * layout.low
+        at = f.planes.low + tile * layout.low
         stored = buffer[at : at + layout.low].view(np.uint32)
         places = [32 * word + lane for word in (0, 1)] if low_bits == 2 else range(4 * lane, 4 * lane + 4)
         assert [int(stored[place]) for place in places] == low
-        at = f.high + tile * layout.high
+        at = f.planes.high + tile * layout.high
         stored = buffer[at : at + layout.high].view(np.uint32)
         assert [int(word) for word in stored[lane::32]] == high
-    groups = buffer[f.group : f.group + 32].view(np.float16)
+    groups = buffer[f.planes.group :][:32].view(np.float16)
     expected = np.stack([records["d"][:8], records["d"][8:]], axis=1).reshape(-1)
     np.testing.assert_array_equal(groups.view(np.uint16), expected.view(np.uint16))
 

@@ -125,5 +125,5 @@ def test_numbers_are_those_of_the_struct() -> None:
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)
-    packed = group.packed(bytes(128), (1,) * 9, *range(10))
+    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, (6, 7, 8, 9), *range(10))
     assert len(packed) == 640 + 64

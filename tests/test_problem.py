@@ -180,13 +180,14 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 
 def test_the_packed_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    packed = launch.packed(bytes(range(128)), bytes(128), True, 99, *range(1, 13))
+    w = plan.Planes(1, 2, 3, 12, 100)
+    packed = launch.packed(bytes(range(128)), bytes(128), True, w, 11, 99, *range(4, 11))
     assert len(packed) % 64 == 0  # as its alignment
     assert packed[:256] == bytes(range(128)) + bytes(128)
     assert struct.unpack("<12q", packed[256:352]) == tuple(range(1, 13))
     numbers = packed[352 : 352 + len(launch.numbers)]
     assert numbers == launch.numbers
-    assert struct.unpack("<i4xq", packed[352 + len(numbers) :][:16]) == (True, 99)
+    assert struct.unpack("<i4xqq", packed[352 + len(numbers) :][:24]) == (True, 99, 100)
 
 
 @pytest.mark.parametrize(

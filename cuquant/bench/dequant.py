@@ -189,9 +189,8 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
     def call(w: _RandomWeight) -> None:
-        *planes, group = w.addresses
-        ends = (x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0, values.data.ptr, group)
-        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, False, 0, *planes, *ends)
+        addresses = (w.addresses, values.data.ptr, 0, x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0)
+        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, False, *addresses)
         jit.launch_packed(launch.plan, argument)
 
     out.fill(np.nan)
@@ -239,12 +238,13 @@ class _RandomWeight:
         cupy = device.cupy()
         self._columns = -(-k // plan.TILE_COLUMNS)
         layout = plan.layout(formats.get("q4_0"))
-        self._low, high, self._scale, group, size = layout.offsets(*plan.tiles(1, n, k))
+        planes, size = layout.offsets(*plan.tiles(1, n, k))
+        self._low, self._scale = planes.low, planes.scale
         self._buffer = cupy.random.randint(0, 256, size, np.uint8)
         scales = self._buffer[self._scale :].view(np.float16)
         scales[...] = cupy.random.uniform(0.01, 0.02, scales.size)
         start = int(self._buffer.data.ptr)
-        self.addresses = (start + self._low, start + high, start + self._scale, start + group)
+        self.addresses = plan.Planes(*(start + plane for plane in planes))
 
     def rows(self, conversion: Conversion) -> NDArray[np.float64]:
         """The first rows that a conversion makes of it, [CHECKED_TILES * 16, K]."""

@@ -17,6 +17,7 @@ from .blocks import (
     activations,
     block_kernels,
     group_lanes,
+    lift,
     per_block,
     quantize,
     repack,
@@ -25,7 +26,7 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import decode, decodes_long
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
 from .mma_core import mma
-from .planes import TILE_COLUMNS, TILE_ROWS, Layout, layout, tiles
+from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, lifted, tiles
 from .wgmma_core import FLAGS, wgmma
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Kernel",
     "Layout",
     "Plan",
+    "Planes",
     "activations",
     "all_kernels",
     "core_of",
@@ -51,6 +53,8 @@ __all__ = [
     "gemm",
     "group_lanes",
     "layout",
+    "lift",
+    "lifted",
     "mma",
     "moe",
     "per_block",

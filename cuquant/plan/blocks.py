@@ -7,7 +7,7 @@ from math import ceil
 
 from ..formats import Format
 from .launch import LARGE_GPU, WARP, Kernel, Plan
-from .planes import has_kernels
+from .planes import has_kernels, lifted
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
@@ -51,6 +51,12 @@ def repack(fmt: Format, entry: str, count: int) -> Plan:
     return Plan(per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
 
 
+@lru_cache(maxsize=1024)
+def lift(fmt: Format, row_tiles: int) -> Plan:
+    """Scales in the fragment layout to what products take: a block for each row tile."""
+    return Plan(per_format("lift", "lift", fmt), (row_tiles, 1, 1), 256)
+
+
 LONGEST_ROW = 4 * 16 * 1024
 """Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
 
@@ -76,6 +82,8 @@ def block_kernels(fmt: Format) -> set[Kernel]:
     found = {per_block("dequantize", fmt, 1).kernel} | (
         {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     )
+    if lifted(fmt):
+        found |= {lift(fmt, 1).kernel}
     if not fmt.for_activations:
         return found | {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
     entries = (

@@ -80,10 +80,11 @@ def decode(
     depth = max(2, min(8, ring // slot))
     k_warps = warps // row_warps
     own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
-    fits = (room - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
+    factors = rows * row_warps * layout(fmt).row
+    fits = (room - factors - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
     chunk = max(k_warps, min(own, fits))
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
-    shared = table + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
+    shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
     tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from ..formats import Format
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
+
+
+class Planes(NamedTuple):
+    """Where planes start: bytes from a buffer's beginning, or addresses."""
+
+    low: int
+    high: int
+    scale: int
+    group: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -21,19 +32,23 @@ class Layout:
     scale: int
     group: int = 0
     group_tiles: int = 1
+    row: int = 0
+    """Of a row tile, in the row plane."""
 
     def step(self, tiles: int) -> int:
         """Bytes of that many tiles along K, as the rings of kernels have them."""
         return tiles * (self.low + self.high + self.scale) + ceil(tiles / self.group_tiles) * self.group
 
-    def offsets(self, row_tiles: int, tiles_k: int) -> tuple[int, int, int, int, int]:
+    def offsets(self, row_tiles: int, tiles_k: int) -> tuple[Planes, int]:
         """Where the planes start in one buffer, and its size; aligned to 256 bytes."""
         tiles, groups = row_tiles * tiles_k, row_tiles * ceil(tiles_k / self.group_tiles)
         starts, end = [], 0
-        for count, size in ((tiles, self.low), (tiles, self.high), (tiles, self.scale), (groups, self.group)):
+        counts = (tiles, tiles, tiles, groups, row_tiles)
+        sizes = (self.low, self.high, self.scale, self.group, self.row)
+        for count, size in zip(counts, sizes, strict=True):
             starts.append(end)
             end += ceil(count * size / 256) * 256
-        return starts[0], starts[1], starts[2], starts[3], end
+        return Planes(*starts), end
 
 
 def layout(fmt: Format) -> Layout:
@@ -50,7 +65,15 @@ def layout(fmt: Format) -> Layout:
     high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
     group = TILE_ROWS * fmt.kernel_group_bytes
     low, high = weights * (fmt.bits - high) // 8, weights * high // 8
-    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1)
+    row = 2 * TILE_ROWS * lifted(fmt)
+    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1, row)
+
+
+def lifted(fmt: Format) -> bool:
+    """Whether kernels have a factor for every row (LIFTED in kernels/core/types.cuh): of codes that are
+    integers with a float16 scale."""
+    own = fmt.scaling == "float" and not fmt.kernel_group_bytes and not fmt.has_zero_points
+    return own and not fmt.lookup and not fmt.for_activations
 
 
 def has_minimum(fmt: Format) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, looked_up, table_of
 from .launch import LARGE_GPU, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, lifted
 
 
 class Tile(NamedTuple):
@@ -41,28 +41,41 @@ class Tile(NamedTuple):
 
 
 STEP_US = {
-    Tile(32, 1, k_groups=4, k_tiles=2): 0.096,
-    Tile(32, 2, k_groups=2, k_tiles=2): 0.172,
-    Tile(32, 4): 0.370,
-    Tile(64, 1): 0.187,
-    Tile(64, 1, k_groups=4): 0.135,
-    Tile(64, 2): 0.266,
-    Tile(64, 2, k_groups=2): 0.244,
-    Tile(64, 2, 2): 0.456,
-    Tile(128, 1): 0.222,
-    Tile(128, 1, k_groups=2): 0.197,
-    Tile(128, 2): 0.373,
-    Tile(128, 2, 2): 0.645,
-    Tile(256, 1): 0.270,
-    Tile(256, 2): 0.500,
-    Tile(256, 2, pair=2): 0.500,
+    Tile(32, 1, k_groups=2, k_tiles=2): 0.092,
+    Tile(32, 2, k_tiles=2): 0.168,
+    Tile(32, 2, k_groups=2, k_tiles=2): 0.142,
+    Tile(32, 2, k_groups=2, k_tiles=4): 0.139,
+    Tile(32, 4, k_tiles=2): 0.268,
+    Tile(64, 1): 0.141,
+    Tile(64, 1, k_groups=2, k_tiles=2): 0.098,
+    Tile(64, 2): 0.175,
+    Tile(64, 2, k_tiles=2): 0.164,
+    Tile(64, 2, k_groups=2): 0.162,
+    Tile(64, 2, 2): 0.295,
+    Tile(64, 2, 2, k_tiles=2): 0.286,
+    Tile(128, 1): 0.120,
+    Tile(128, 1, k_groups=2): 0.110,
+    Tile(128, 2): 0.179,
+    Tile(128, 2, k_tiles=2): 0.170,
+    Tile(128, 2, 2): 0.310,
+    Tile(256, 1): 0.140,
+    Tile(256, 2): 0.220,
+    Tile(256, 2, pair=2): 0.220,
 }
-"""Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0)."""
-_INSTRUCTIONS = {2: 1.1, 3: 1.2, 4: 1.0, 5: 1.2, 6: 1.2, 8: 1.15}
-_LOOKUPS = {2: 1.0, 3: 1.12, 4: 1.15, 5: 1.3}
-"""How many times as many instructions codes of so many bits take, by their bits and in a codebook; a minimum
-adds 0.05, so do scales that are products, a sign beside a code that is looked up 0.1, a scale for every 16
-weights 0.15."""
+"""Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
+tensor cores rest."""
+_CONTENTION = 0.5
+"""Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
+meanwhile."""
+_INSTRUCTIONS = {2: 1.1, 3: 1.1, 4: 1.0, 5: 1.24, 6: 1.1, 8: 1.3}
+_LOOKUPS = {2: 0.95, 3: 1.13, 4: 1.17, 5: 1.4}
+"""How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
+former 0.09 is added without factors of rows, 0.2 where scales are products; to the latter 0.15 for a sign; to
+both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
+_FEW_WAIT = 1.09
+"""How many times as long lookups take two warpgroups as four, of which more wait at a time."""
+_STEP_BYTES_PER_US = 34.3e3
+"""What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
@@ -94,14 +107,23 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: Tile) -> float:
-    work = _LOOKUPS[looked_up(fmt)] + 0.1 * fmt.sign_bits if fmt.lookup else _INSTRUCTIONS[fmt.bits]
-    work += 0.15 * (fmt.scale_size < 32) + 0.05 * has_minimum(fmt) + 0.05 * (fmt.kernel_group_bytes > 0)
+    warpgroups = tile.groups * tile.k_groups
+    if fmt.lookup:
+        work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
+        work *= _FEW_WAIT if warpgroups < 4 else 1
+    else:
+        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not lifted(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
+    work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = tile.batch * tile.rows * _TENSOR_US
+    instructions = STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor *= 0.985
-    elif tile.groups * tile.k_groups == 1:
+    elif warpgroups == 1:
         tensor *= 1.07  # nobody else multiplies while a warpgroup waits
-    return max(STEP_US[tile] * work, tensor)
+    elif tile.blocks == 1 and tile.batch < 256:
+        tensor *= 1.04  # operands are read more often
+    read = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width / _STEP_BYTES_PER_US
+    return max(instructions, tensor, read * (1 + 0.5 / max(1, _stages(fmt, tile, 1))))
 
 
 def _stage_bytes(fmt: Format, tile: Tile) -> int:
@@ -128,14 +150,25 @@ def _room(fmt: Format, tile: Tile, split: int) -> int:
 
 
 def _stages(fmt: Format, tile: Tile, split: int) -> int:
-    """Of the ring, as many as fit; 0 where registers do not."""
-    if fmt.lookup and tile.batch == 64 and tile.k_groups == 4 and split == 1:
-        return 0  # 640 threads have none left for a lookup, so many sums and results
-    if fmt.bits == 6 and tile.batch == 32 and tile.groups * tile.k_groups == 4 and split > 1:
-        return 0  # nor for the words of such codes
+    """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
+    if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
+        return 0
     ring = shared_limit(90) - table_of(fmt, Core.WGMMA, 90, tile.batch)[1]
     ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
     return min(8, ring // _stage_bytes(fmt, tile))
+
+
+def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
+    """Whether a kernel spills none: 640 threads have few, and two row blocks many sums and codes."""
+    if tile.groups * tile.k_groups == 4:
+        if tile.batch == 64:
+            return not lifted(fmt)  # there is no room for the factors of rows
+        if fmt.bits == 6:
+            return split == 1 and tile.groups == 2
+        return tile.k_tiles < 4 or not has_minimum(fmt)
+    if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
+        return not (fmt.bits in (5, 6) or has_minimum(fmt) or (fmt.lookup and fmt.kernel_group_bytes))
+    return True
 
 
 WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1)
@@ -153,10 +186,14 @@ def _outputs_of_two(tile: Tile) -> int:
 
 
 def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
-    """The wgmma core with a tile whose sums no other block shares; None where it has no place."""
+    """The wgmma core with a tile of a grouped product, whose sums no other block shares; None where it has no
+    place."""
     stages = _stages(fmt, tile, 1)
-    fits = stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
-    return _wgmma(fmt, tile, 1, 0, stages) if fits else None
+    # Work after work takes registers, too.
+    scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
+    scarce |= lifted(fmt) and fmt.bits == 8 and tile.blocks > 1
+    fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
+    return _wgmma(fmt, tile, 1, False, stages) if fits else None
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
@@ -192,7 +229,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
 def _shares_tiles(fmt: Format, tile: Tile) -> bool:
     """Whether there are registers enough to share tiles out, which takes a few more, and threads to do it."""
     if tile.groups * tile.k_groups == 4:
-        return tile.batch < 64 and fmt.bits != 6
+        return tile.batch < 64 and fmt.bits != 6 and not (fmt.bits == 5 and lifted(fmt))
     if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
         return False
     return tile.batch < 256 or tile.groups > 1
@@ -201,17 +238,19 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest."""
     _, tile, split, outputs, streamed, stages = min(choices(fmt, m, n, k, matrices))
-    gemm = _wgmma(fmt, tile, split, streamed, stages)
+    # Where tiles can be shared, the kernel for it does without, too: there is one less to compile.
+    gemm = _wgmma(fmt, tile, split, split == 1 and _shares_tiles(fmt, tile), stages)
     batch, pair = tile.batch, tile.pair
     places = LARGE_GPU // pair
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
     partials = blocks * tile.rows * batch * 4 if streamed else 0
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
     box = min(batch // pair, ceil(m / 8) * 8)
-    return replace(gemm, plan=replace(gemm.plan, grid=(blocks, 1, 1)), box=box, partials=partials)
+    grid = replace(gemm.plan, grid=(blocks, 1, 1))
+    return replace(gemm, plan=grid, streamed=streamed, box=box, partials=partials)
 
 
-def _wgmma(fmt: Format, tile: Tile, split: int, streamed: int, stages: int) -> Gemm:
+def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair = tile
     room = _room(fmt, tile, split)
@@ -219,9 +258,9 @@ def _wgmma(fmt: Format, tile: Tile, split: int, streamed: int, stages: int) -> G
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
     copies, table = table_of(fmt, Core.WGMMA, 90, tile.batch)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
-    constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(streamed > 0)}
+    constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}
     constants |= {"STAGES": stages, "ROOM": room}
     kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
-    return Gemm(plan, streamed=streamed, out_box=room if room == batch else room // 2)
+    return Gemm(plan, out_box=room if room == batch else room // 2)

@@ -59,8 +59,9 @@ DEVICE void decode(const P& p) {
     constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
     constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
-    // After a codebook's table rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES;
+    // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
+    Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (LIFTED<F> ? ROWS * 2 : 0);
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
@@ -114,6 +115,12 @@ DEVICE void decode(const P& p) {
         copy_commit();
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
+    if constexpr (LIFTED<F>)
+        for (int i = threadIdx.x; i < ROWS / 8; i += WARPS * WARP) {
+            const int row_tile = i / 2 % (SIDE_ROWS / 16);
+            const Planes side = side_of(p, operands.w, i >= SIDE_ROWS / 8);
+            copy_async(factors + i * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + i % 2 * 4, true);
+        }
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     codec.fill(threadIdx.x, WARPS * WARP);
@@ -223,9 +230,10 @@ DEVICE void decode(const P& p) {
         for (int group = 0; group < GROUPS; group++)
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
-                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
-                float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
+                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
+                if constexpr (LIFTED<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
+                float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }
     __syncthreads();

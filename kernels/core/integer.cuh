@@ -20,12 +20,7 @@ struct IntegerCodes {
     // (UNSCALE).
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if constexpr (F::BITS == 8)
-                a[r] = __byte_perm(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2] ^ 0x80808080, 0, r < 2 ? 0x4240 : 0x4341);
-            else
-                a[r] = masked(tile, h, r, 0);
-        }
+        for (int r = 0; r < 4; r++) a[r] = code(tile, h, r);
     }
 
     // Row g + 8's codes stand so many times higher than row g's.
@@ -33,40 +28,57 @@ struct IntegerCodes {
     static constexpr float UNSCALE = 16777216.f;             // 2^24, of rows g
     static constexpr float UNSCALE_8 = UNSCALE / TIMES_8;  // of rows g + 8
 
-    // What `codes` gives for the code -1 (OFFSET times it shifts codes to zero), or for 1 where there is a minimum.
-    // As operand A it makes sums of the activations in the units of the accumulators.
+    // What `codes` gives for the code that stands for 0, negative, or for 1 where there is a minimum (that of LIFTED
+    // formats is in the units of weights, not of codes). As operand A it makes sums of the activations in the units of
+    // the accumulators.
     static DEVICE void unit(u32 (&a)[4]) {
-        constexpr u32 one = F::HAS_MIN ? 1 : 0x8000 | F::ZERO;
-        constexpr u32 one_8 = F::HAS_MIN ? TIMES_8 : 0x8000 | F::ZERO * TIMES_8;
 #pragma unroll
-        for (int r = 0; r < 4; r++) a[r] = (r % 2 ? one_8 : one) * 0x00010001;
+        for (int r = 0; r < 4; r++)
+            a[r] = !F::HAS_MIN ? zero(r) : LIFTED<F> ? 0x3c003c00 : (r % 2 ? TIMES_8 : 1) * 0x00010001;
     }
 
     // The weights of step h in float16, rounded once. A code q in the mantissa under the exponent of 1024 reads
     // 1024 + q, four bits higher 1024 + 16 q, two bits higher 1024 + 4 q.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
-        if constexpr (F::SCALING >= BYTES && F::HAS_MIN)
+        if constexpr (LIFTED<F>)
+            lifted(tile, h, a);
+        else if constexpr (F::SCALING >= BYTES && F::HAS_MIN)
             above_minimums(tile, h, a);
         else
             scaled(tile, h, a);
     }
 
 private:
+    // One multiplication and addition makes weights of codes that are subnormal numbers.
+    static DEVICE void lifted(const Tile<F>& tile, int h, u32 (&a)[4]) {
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const u32 d = tile.scale_pair(h, r % 2);
+            if constexpr (F::HAS_MIN)
+                a[r] = fma_half2(code(tile, h, r), d, tile.scale_pair(h, r % 2, 1));
+            else
+                a[r] = fma_half2(code(tile, h, r), d, tile.scaled_pair(h, r % 2, zero(r)));
+        }
+    }
+
+    // Both elements of register r at step h as subnormal numbers.
+    static DEVICE u32 code(const Tile<F>& tile, int h, int r) {
+        if constexpr (F::BITS == 8)
+            return __byte_perm(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2], 0, r < 2 ? 0x4240 : 0x4341);
+        else
+            return masked(tile, h, r, 0);
+    }
+
+    // The code that stands for 0 in register r, negative, twice.
+    static DEVICE constexpr u32 zero(int r) { return (0x8000 | F::ZERO * (r % 2 ? TIMES_8 : 1)) * 0x00010001; }
+
     static DEVICE void scaled(const Tile<F>& tile, int h, u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
-            u32 q;
-            if constexpr (F::BITS == 8) {
-                q = int8_to_half2(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2], r / 2);
-            } else if (r % 2) {
-                q = corrected_times<F::OFFSET, TIMES_8>(masked(tile, h, r, 0x64006400));
-            } else {
-                q = corrected<F::OFFSET>(masked(tile, h, r, 0x64006400));
-            }
-            u32 d = tile.scale_pair(h, r % 2);
-            if constexpr (F::SCALING == HALF_AND_MIN)
-                a[r] = fma_half2(q, d, tile.scale_pair(h, r % 2, 1));
-            else if constexpr (F::SCALING == HALF_AND_ZERO)
+            const u32 bits = masked(tile, h, r, 0x64006400);
+            const u32 q = r % 2 ? corrected_times<F::OFFSET, TIMES_8>(bits) : corrected<F::OFFSET>(bits);
+            const u32 d = tile.scale_pair(h, r % 2);
+            if constexpr (F::SCALING == HALF_AND_ZERO)
                 a[r] = mul_half2(sub_half2(q, tile.scale_pair(h, r % 2, 1)), d);
             else
                 a[r] = mul_half2(q, d);

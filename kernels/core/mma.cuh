@@ -12,7 +12,9 @@ DEVICE void mma(const P& p) {
     constexpr int X_ROW = 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     using Weights = WeightCopy<F, TILES, THREADS>;
     constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES;  // stages, whose place the staged sums take
+    // After a codebook's table, or W's row plane, stages, whose place the staged sums take.
+    Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (LIFTED<F> ? ROWS * 2 : 0);
 
     begin(p);
     const Span span = span_of<BATCH>(p);
@@ -49,6 +51,9 @@ DEVICE void mma(const P& p) {
         }
         copy_commit();
     };
+    if constexpr (LIFTED<F>)
+        for (int i = threadIdx.x; i < ROWS / 8; i += THREADS)
+            copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
 #pragma unroll
     for (int tile = 0; tile < STAGES - 1; tile++) copy(tile);
 
@@ -84,6 +89,7 @@ DEVICE void mma(const P& p) {
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows at a time
     float* const staged = reinterpret_cast<float*>(shared);
+    auto factor = [&](int n) { return LIFTED<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
     // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
 #pragma unroll 1
     for (int first = 0; first < GROUPS; first += 2) {
@@ -99,11 +105,14 @@ DEVICE void mma(const P& p) {
                         own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
         __syncthreads();
         if constexpr (P::GROUPED) {
-            auto load = [&](int row, int column) { return staged[row * LINE + column]; };
+            auto load = [&](int row, int column) { return staged[row * LINE + column] * factor(column); };
             finish_group<ROWS, THREADS>(p, at, first_m + first * 8, span.end, first_tile * 16, threadIdx.x, load);
         } else {
             auto load = [&](int row, int column) {
-                return *reinterpret_cast<const float4*>(staged + row * LINE + column);
+                const float4 v = *reinterpret_cast<const float4*>(staged + row * LINE + column);
+                if constexpr (!LIFTED<F>) return v;
+                return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
+                                   v.w * factor(column + 3));
             };
             finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, load);
         }

@@ -36,6 +36,7 @@ struct Problem {
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)
+    const u32* rows;       // W's row plane, if its format has one
 };
 
 // Some rows of x and out that have one matrix of the stack to themselves; `count` is how many works there are.
@@ -94,7 +95,7 @@ template <class P>
 DEVICE Planes side_of(const P& p, const Planes& w, bool second) {
     if constexpr (P::GATED) {
         const s64 apart = second ? p.apart : 0;
-        return {w.low + apart, w.high + apart, w.scale + apart, w.group + apart};
+        return {w.low + apart, w.high + apart, w.scale + apart, w.group + apart, w.rows + apart / 4};
     } else {
         return w;
     }
@@ -199,7 +200,9 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
         at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
     s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    at.w = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES, p.group};
+    at.w = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES, p.group,
+            p.rows};
+    if constexpr (LIFTED<F>) at.w.rows += w * ((p.N + 15) / 16 * 8);
     if constexpr (F::GROUP_BYTES > 0)
         at.w.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;

@@ -19,6 +19,13 @@ DEVICE u32 and_xor(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
+// What does not change, asked for here and not where it is used.
+DEVICE u32 load_now(const void* p) {
+    u32 bits;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(bits) : "l"(p));
+    return bits;
+}
+
 // a & mask, once: the compiler would split it among the uses of single halves or bytes.
 DEVICE u32 masked(u32 a, u32 mask) { return and_or(a, mask, 0); }
 

@@ -20,6 +20,12 @@
 // Group plane: what scales of many columns share, one record of GROUP_BYTES bytes per row tile and GROUP_TILES tiles
 // along K. In the rings of shared memory it is a part of every slot, which has its tiles' records. Of integer scales
 // (types.cuh) it has the float16 number d, and -dmin as a second word, of rows g and g + 8.
+//
+// Row plane, of LIFTED formats (types.cuh) alone: for every row a factor, a power of two in bfloat16; a word has those of
+// rows g and g + 8 of a row tile. Operand A takes a code q as the bits of a subnormal float16 number, q * 2^-24, which is
+// nothing to do, and 16 times that in rows g + 8 of 4 and 5 bits. So that weights are normal numbers, the scales of a row
+// are kept multiplied by the 2^L that brings the greatest of them to 2^15, its minimums by 2^(L - 24); rows whose codes
+// are 16 times as great have scales divided by 16. The row's sums are multiplied by its factor, 2^(24 - L).
 #pragma once
 #include "ptx.cuh"
 
@@ -29,6 +35,16 @@ struct Planes {
     const u8* high;
     const u8* scale;
     const u8* group;
+    const u32* rows;
+};
+
+// A word of the row plane.
+struct Factors {
+    u32 word;
+
+    DEVICE void load(const Planes& w, int row_tile, int lane) { word = load_now(w.rows + row_tile * 8 + lane / 4); }
+
+    DEVICE float operator[](int row8) const { return __int_as_float(row8 ? word & 0xffff0000 : word << 16); }
 };
 
 // What a lane holds of a tile. Codes of 4 bits are a word for each step h, those of 8 bits two; of 5 bits the fifth
@@ -83,14 +99,15 @@ struct Tile {
     DEVICE u32 scale_pair(int h, int row8, int minimum = 0) const {
         const int b = h / 2;
         if constexpr (F::SCALING >= BYTES) return twice(product_halves(h), row8);
-        if constexpr (F::SCALING == E4M3)
-            return mul_half2(__byte_perm(step_halves(h, row8), 0, b ? 0x3232 : 0x1010), 0x78007800);
-        if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0)
-            return __byte_perm(group[0], 0, row8 ? 0x3232 : 0x1010);
-        if constexpr (F::HAS_MIN) return __byte_perm(scale[row8 * 2 + b], 0, minimum ? 0x3232 : 0x1010);
-        if constexpr (F::SCALE_BYTES == 32) return __byte_perm(halves(b), 0, row8 ? 0x3232 : 0x1010);
-        return __byte_perm(scale[row8], 0, b ? 0x3232 : 0x1010);
+        if constexpr (F::SCALING == E4M3) return mul_half2(twice(step_halves(h, row8), b), 0x78007800);
+        if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0) return twice(group[0], row8);
+        if constexpr (F::HAS_MIN) return twice(scale[row8 * 2 + b], minimum);
+        if constexpr (F::SCALE_BYTES == 32) return twice(halves(b), row8);
+        return twice(scale[row8], b);
     }
+
+    // Two copies of the scale of step h times a pair, where scales are pairs of blocks.
+    DEVICE u32 scaled_pair(int h, int row8, u32 pair) const { return twice(mul_half2(scale[row8], pair), h / 2); }
 
     // The same in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
     DEVICE float d(int h, int row8) const {

@@ -25,6 +25,11 @@ struct Ungrouped {
     static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;
 };
 
+// Whether scales are kept in the range that codes in subnormal numbers want, and the row plane has a factor for every
+// row, which takes that back (core/tile.cuh).
+template <class F>
+constexpr bool LIFTED = F::CODING == INTEGERS && (F::SCALING == HALF || F::SCALING == HALF_AND_MIN);
+
 // Records of the group plane for so many tiles along K.
 template <class F>
 DEVICE int groups_of(int tiles) {

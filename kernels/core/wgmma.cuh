@@ -154,6 +154,27 @@ DEVICE void wgmma(const P& p) {
 #pragma unroll
                 for (int j = 0; j < BATCH / 2; j++) acc[b][j] = 0;
             Tile<F> tile[ROW_BLOCKS];
+            Factors factors[ROW_BLOCKS];
+            auto load_factors = [&](const Segment& segment) {
+                if constexpr (LIFTED<F>) {
+                    const Planes w = matrix_of<F>(p, segment.matrix).w;
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++) {
+                        const int first = segment.first_row + (P::GATED ? group : group * ROW_BLOCKS + b) * 4;
+                        factors[b].load(side_of(p, w, b), min(first + warp % 4, row_tiles - 1), lane);
+                    }
+                }
+            };
+            auto multiply_by_factors = [&] {
+                if constexpr (LIFTED<F>)
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                        for (int j = 0; j < BATCH / 2; j++) acc[b][j] *= factors[b][j / 2 % 2];
+            };
+            // Where registers are left; else they come while sums are added, or are waited for.
+            constexpr bool EARLY = K_GROUPS == 1 && !(P::GROUPED && ROW_BLOCKS > 1);
+            if constexpr (EARLY) load_factors(segment);
             u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
             auto load = [&](int k) {
                 if (k == 0) barrier_wait(full + stage * 8, parity);
@@ -208,6 +229,11 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
+            int again = i;
+            if (P::GROUPED && ROW_BLOCKS > 1) asm volatile("" : "+r"(again));
+            const auto own = segment_of(again);  // the same, where registers are scarce
+            if constexpr (!EARLY) load_factors(own);
+            if constexpr (K_GROUPS == 1) multiply_by_factors();
             release(previous, true);
 
             u8* const staged = shared + (SPLIT > 1 ? 0 : STAGES * STAGE);
@@ -225,31 +251,29 @@ DEVICE void wgmma(const P& p) {
                 }
 #pragma unroll 1
                 for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
+                multiply_by_factors();
                 warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
             }
             if constexpr (P::GROUPED) {
-                int again = i;
-                if (ROW_BLOCKS > 1) asm volatile("" : "+r"(again));  // the same, where registers are scarce
-                const auto own = segment_of(again);
                 const int first_n = own.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64;
                 store_group(p, matrix_of<F>(p, own.matrix), acc, own.first_m, own.end_m, first_n);
                 continue;
             }
-            const Matrix at = matrix_of<F>(p, segment.matrix);
-            const int first_n = segment.first_row * 16 + group * ROW_BLOCKS * 64;
+            const Matrix at = matrix_of<F>(p, own.matrix);
+            const int first_n = own.first_row * 16 + group * ROW_BLOCKS * 64;
             const bool leads = threadIdx.x % WARPGROUP == 0;
             auto left_by = [&](int slot) {
                 return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
                        threadIdx.x % WARPGROUP;
             };
-            if (STREAM && segment.end < tiles) {
+            if (STREAM && own.end < tiles) {
                 const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
                 wait_for_flag(p.flags + slot);
                 add_sums(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 0, leads);
             }
-            if (STREAM && segment.begin > 0) {
+            if (STREAM && own.begin > 0) {
                 const int slot = blockIdx.x * GROUPS + group;
                 write_sums(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
@@ -259,9 +283,9 @@ DEVICE void wgmma(const P& p) {
                 if constexpr (BOXES) {
                     stored = p.straight;
                     if (stored)
-                        store_rows<GROUPS, ROOM>(p, at, acc, segment.matrix, segment.first_m, first_n, staged, group);
+                        store_rows<GROUPS, ROOM>(p, at, acc, own.matrix, own.first_m, first_n, staged, group);
                 }
-                if (!stored) finish_sums<GROUPS, SPLIT>(p, at, acc, segment.first_m, first_n, staged, group);
+                if (!stored) finish_sums<GROUPS, SPLIT>(p, at, acc, own.first_m, first_n, staged, group);
             }
         }
     }

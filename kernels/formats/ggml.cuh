@@ -85,8 +85,8 @@ struct GgmlBlock : Ungrouped {
             const int j = part / 2, b = part % 2;
             const u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
             if constexpr (BITS == 8) {
-                share.low[b * 4 + j] = gather_bytes(codes);
-                share.low[b * 4 + 2 + j] = gather_bytes(codes + 16);
+                share.low[b * 4 + j] = gather_bytes(codes) ^ 0x80808080;
+                share.low[b * 4 + 2 + j] = gather_bytes(codes + 16) ^ 0x80808080;
             } else {
                 u32 bytes = gather_bytes(codes);
                 share.low[2 * b] |= (bytes & 0x0f0f0f0f) << 4 * j;
@@ -113,8 +113,8 @@ struct GgmlBlock : Ungrouped {
             const int j = part / 2, b = part % 2;
             u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
             if constexpr (BITS == 8) {
-                scatter_bytes(codes, share.low[b * 4 + j]);
-                scatter_bytes(codes + 16, share.low[b * 4 + 2 + j]);
+                scatter_bytes(codes, share.low[b * 4 + j] ^ 0x80808080);
+                scatter_bytes(codes + 16, share.low[b * 4 + 2 + j] ^ 0x80808080);
             } else {
                 u32 even = share.low[2 * b] >> 4 * j & 0x0f0f0f0f, odd = share.low[2 * b + 1] >> 4 * j & 0x0f0f0f0f;
                 scatter_bytes(codes, even | odd << 4);

@@ -8,6 +8,7 @@
 //
 // Rows and columns beyond the matrix have code 0 and scale 0.
 #include "../core/ptx.cuh"
+#include "../formats/lift.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
@@ -23,7 +24,7 @@ constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 1
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 
 struct Run {
-    s64 first_tile, first_group, first_row;  // over all matrices
+    s64 row_tile, first_tile, first_group, first_row;  // over all matrices
     int rows, tiles;            // that the matrix has of it
     int bytes;                  // of each row
     s64 row_bytes, column;      // of the matrix in storage; where in its rows the run starts
@@ -34,6 +35,7 @@ DEVICE Run run_of(u32 index, int N, int blocks) {
     u32 runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
     u32 band = index / runs, first = index % runs * RUN, row = band % bands * ROWS;
     Run run;
+    run.row_tile = band;
     run.first_tile = s64(band) * tiles_k + first;
     run.first_group = s64(band) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
     run.first_row = s64(band / bands) * N + row;
@@ -123,8 +125,11 @@ DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int 
 
 // `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
 // that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
+//
+// Of LIFTED formats scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has to know.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group, u32* peaks) {
+to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
+             u32* peaks_of_rows, u32* peaks) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     u32 greatest = 0, least = ~0u;
@@ -153,6 +158,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         }
         const u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
                                    shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
+        u32 row_peak = 0;
         copy_wait<0>();
         __syncthreads();
         for_tiles(run, [&](int t, int at, int part) {
@@ -160,6 +166,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             const LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
             const u32 peak = __float_as_int(Format::peak(share));
             greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
+            if constexpr (LIFTED<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
@@ -174,6 +181,11 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if constexpr (Format::GROUP_BYTES > 0)
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
         });
+        if constexpr (LIFTED<Format>) {
+            row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, 1));
+            volatile u32* const known = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
+            if (lane % 2 == 0 && row_peak > *known) atomicMax(const_cast<u32*>(known), row_peak);
+        }
         __syncthreads();  // all have read this run
     }
 #pragma unroll
@@ -188,7 +200,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group) {
+from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
+               const u32* factors) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     for (u32 index = blockIdx.x;; index += gridDim.x) {
@@ -196,6 +209,9 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         if (run.first_tile >= tiles) return;
         u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
                              shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
+        int L = 0;
+        if constexpr (LIFTED<Format>)
+            L = lift_by(factors[run.row_tile * 8 + g] >> lane / 2 % 2 * 16 & 0xffff);
         for_tiles(run, [&](int t, int at, int part) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = {};
@@ -210,6 +226,7 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                 share.scale = reinterpret_cast<const u16*>(scales)[lane];
             else
                 share.scale = scales[lane];
+            if constexpr (LIFTED<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
             if constexpr (Format::GROUP_BYTES > 0)
                 if (in_group(lane)) share.group = *group_at(group, run, t, lane);
             scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
