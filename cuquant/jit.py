@@ -118,10 +118,17 @@ def _driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
-def encode_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
+def encode_map(
+    address: int,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzled: bool = True,
+) -> bytes:
     """A CUtensorMap of float16 numbers, fastest axis first: strides in bytes of all axes but the first.
 
-    The copy engine writes boxes of it in rows of 128 bytes, swizzled, with zeros beyond the dims.
+    The copy engine writes boxes of it in rows of 128 bytes, swizzled, or as they are, with zeros beyond the
+    dims.
     """
     rank = len(dims)
     result = (ctypes.c_uint64 * 32)()
@@ -136,7 +143,7 @@ def encode_map(address: int, dims: tuple[int, ...], strides: tuple[int, ...], bo
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
         0,  # no interleave
-        3,  # CU_TENSOR_MAP_SWIZZLE_128B
+        3 if swizzled else 0,  # CU_TENSOR_MAP_SWIZZLE_128B
         2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
         0,  # zeros outside
     )

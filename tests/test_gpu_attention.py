@@ -110,6 +110,22 @@ def test_grouped_heads(heads: int, shared: int) -> None:
     agree(normal(2, 1, heads, 64, seed=3, dtype=np.float16), filled(heads=shared))
 
 
+@pytest.mark.parametrize("n", [1, 15, 33, 90, 1000])
+@pytest.mark.parametrize(("heads", "shared"), [(8, 8), (32, 8), (64, 8), (32, 16), (48, 24)])
+def test_eight_heads_at_once(heads: int, shared: int, n: int) -> None:
+    """Float16 queries of heads of 128 channels: the copy engine takes tokens."""
+    q = normal(2, 1, heads, 128, seed=3, dtype=np.float16)
+    agree(q, filled(n, heads=shared, dim=128))
+
+
+@pytest.mark.parametrize("widths", [(16,), (8,), (4,), (3,), (2,), (16, 3), (8, 4, 2)])
+@pytest.mark.parametrize("n", [40, 3000, 70000])
+def test_eight_heads_of_fewer_widths(widths: tuple[int, ...], n: int) -> None:
+    batch = 1 if n > 3000 else 3
+    cache = filled(n, batch, widths, heads=8, dim=128)
+    agree(normal(batch, 1, 32, 128, seed=3, dtype=np.float16), cache)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"key_scales": "pairs"},
     {"key_scales": "halves", "rotate": True},
@@ -268,8 +284,10 @@ def test_bad_tokens_reach_only_what_sees_them(which: str, bad: float, widths: tu
     assert np.array_equal(y[~touched], expected[~touched])
 
 
-def test_what_lies_behind_the_tokens_is_never_seen() -> None:
-    cache, q = filled(37), device.cupy().asarray(normal(2, 1, 8, 64, seed=3, dtype=np.float16))
+@pytest.mark.parametrize(("heads", "dim"), [(2, 64), (8, 128)])
+def test_what_lies_behind_the_tokens_is_never_seen(heads: int, dim: int) -> None:
+    cache = filled(37, heads=heads, dim=dim)
+    q = device.cupy().asarray(normal(2, 1, 4 * heads, dim, seed=3, dtype=np.float16))
     expected = testing.as_numpy(cq.attention(q, cache))
     for tier in cache.tiers.values():
         for b in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +63,14 @@ def attend(p: Attention, out: Any) -> None:
             *((-1, 0) if p.mask is None else (_MASKS[p.mask.dtype], p.mask.shape[-1])),
             *(int(p.causal), int(cache.rotate), launch.budget),
             p.scale * LOG2_E,
-            plan.LEAST,
+            launch.least,
         )
-        jit.launch_packed(launch.attention, argument)
+        if launch.boxes:
+            maps = b"".join(_maps(cache.tiers[bits], batch, cache.n_kv_heads, dim) for bits in cache.bits)
+            start = len(argument) + -len(argument) % 64
+            jit.launch_packed(launch.attention, argument.ljust(start, b"\0") + maps, (0, start))
+        else:
+            jit.launch_packed(launch.attention, argument)
         jit.launch_packed(launch.merge, argument)
         if cache.track_attention:
             jit.launch_packed(plan.importance(batch, dim, multiprocessors), argument)
@@ -93,6 +98,30 @@ def _tier(tier: Tier | None) -> bytes:
         tier.lengths,
     )
     return _TIER.pack(*(a.data.ptr for a in arrays), tier.room)
+
+
+def _maps(tier: Tier, batch: int, heads: int, dim: int) -> bytes:
+    """Maps of keys, values, and scales of keys and values: `Maps` in kernels/attention/boxes.cuh."""
+    b = tier.buffers
+    arrays: tuple[Any, ...] = (b.k_qx, b.v_qx, b.k_scale, b.v_scale)
+    return _encoded(tuple(a.data.ptr for a in arrays), tier.bits, batch * tier.room, heads, dim)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim: int) -> bytes:
+    if tokens == 0:
+        return bytes(4 * 128)
+    step, row = plan.box_tokens(bits), heads * dim * bits // 8
+    box = (64, step, plan.BOX_HEADS * dim * bits // 1024, 1, 1)
+    lines = (64, tokens, row // 128, 1, 1), (row, 128, row, row), box
+    if heads == plan.BOX_HEADS:
+        scales = (heads * tokens, 1, 1, 1, 1), (16,) * 4, (heads * step, 1, 1, 1, 1)
+    else:
+        scales = (heads, tokens, 1, 1, 1), (heads * 2,) * 4, (plan.BOX_HEADS, step, 1, 1, 1)
+    codes_maps = [jit.encode_map(address, *lines) for address in addresses[:2]]
+    if bits == 16:
+        return b"".join(codes_maps) + bytes(2 * 128)
+    return b"".join(codes_maps + [jit.encode_map(address, *scales, False) for address in addresses[2:]])
 
 
 def _pointer(array: Any) -> int:

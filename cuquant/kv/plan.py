@@ -21,16 +21,26 @@ fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 
 heads, 4096 tokens 10.6 and 15.8."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
-LEAST = 64
-"""Cost (of 16 tokens: bits + 1) that a block is worth; shorter sequences are not split so far."""
+LEAST = 128
+"""Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
+so far."""
+
+
+BOX_HEADS = 8
+"""Key heads of which the copy engine takes rows at once, for as many warps."""
+BOX_RING = 100 << 10
+"""Bytes of a ring of boxes."""
 
 
 class Launch(NamedTuple):
-    """Attention, the merge of what its blocks leave, and how many blocks share all tokens."""
+    """Attention, the merge of what its blocks leave, how many blocks share all tokens, the cost of tokens
+    below which they are not shared, and whether the copy engine takes them."""
 
     attention: Plan
     merge: Plan
     budget: int
+    least: int
+    boxes: bool
 
 
 class Shape(NamedTuple):
@@ -57,6 +67,17 @@ def slot(bits: int, head_dim: int, masked: bool) -> int:
     return ceil(tokens * (padded(head_dim) * bits / 8 + 8 + 4 * masked) / 16) * 16
 
 
+def box_tokens(bits: int) -> int:
+    """Tokens of a step: `Box` in kernels/attention/boxes.cuh."""
+    return 16 if bits >= 8 else 32
+
+
+def box_slot(bits: int, head_dim: int) -> int:
+    """Bytes of half a step of eight heads; the copy engine wants multiples of 1024."""
+    scales = 0 if bits == 16 else 4
+    return ceil(box_tokens(bits) * BOX_HEADS * (head_dim * bits / 8 + scales) / 1024) * 1024
+
+
 @lru_cache(maxsize=1024)
 def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     """A block per multiprocessor, whose warps stream tokens each on its own.
@@ -72,8 +93,17 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     limit = shared_limit(capability)
     light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
     ring = max(*slots, ceil(sums / STAGES / 16) * 16) * STAGES
-    warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
-    block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
+    boxes = light and shape.head_dim == 128 and shape.kv_heads % BOX_HEADS == 0 and min(shape.bits) < 4
+    if boxes:
+        # Rows of 2 and 3 bits are less than half of a line each; of others shares of one sequence in more
+        # blocks cost more than whole lines save.
+        warps, block_heads = 2 * BOX_HEADS, BOX_HEADS
+        largest = max(box_slot(bits, shape.head_dim) for bits in shape.bits)
+        depth = min(8, BOX_RING // largest)
+        ring, rings = depth * largest, warps // BOX_HEADS
+    else:
+        rings = warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
+        block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
     budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
     constants = {
@@ -81,21 +111,27 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
         "GROUPS": groups,
         "PARTS": shape.parts,
+        "SPREAD": int(rows <= GROUP_ROWS // 2 and not shape.masked),
         "MASKED": int(shape.masked),
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": block_heads,
         "WARPS": warps,
         "RING": ring,
+        "BOXES": int(boxes),
     }
+    if boxes:
+        constants["DEPTH"] = depth
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), shared)
-        for entry, shared in (("attention", warps * ring), ("merge", 0))
+        for entry, shared in (("attention", rings * ring), ("merge", 0))
     ]
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
-        Plan(kernels[0], grid, warps * WARP, warps * ring, overlaps=True),
+        Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
         Plan(kernels[1], (shape.heads * shape.q_len, shape.batch, 1), MERGE_WARPS * WARP, overlaps=True),
         budget,
+        LEAST // block_heads,
+        boxes,
     )
 
 
@@ -128,6 +164,6 @@ def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256,
     found = {append(1, 1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
     for dim, (q_len, masked), parts in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
         found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, parts), capability, 1).attention.kernel)
-    for bits in BITS:
-        found.add(attention(Shape(1, 1, 32, 8, 128, (bits,), False, 1), capability, 1).attention.kernel)
+    for widths, group in product([(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):
+        found.add(attention(Shape(1, 1, 8 * group, 8, 128, widths, False, 1), capability, 1).attention.kernel)
     return sorted(found, key=repr)

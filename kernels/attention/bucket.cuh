@@ -42,67 +42,80 @@ DEVICE int load_shared_int(u32 address) {
     return value;
 }
 
-template <int BITS>
+// `S` streams the tokens.
+template <int BITS, class S>
 struct Bucket {
-    using L = Layout<BITS>;
-    static constexpr int TILES = L::TOKENS / 16;
+    static constexpr int TOKENS = S::L::TOKENS, TILES = TOKENS / 16;
     static constexpr int AT_ONCE = BITS >= 8 ? 1 : PAIRS;  // pairs of a key's units that are loaded together
     static constexpr int VALUES = BITS == 16 ? 1 : PAIRS;  // units of a value that are
 
     const Attention& p;
     Queries& q;
-    const Stream<BITS>& stream;
+    S& stream;
     const int sequence, head, first_row, lane, g, i;
-    const int odd;  // whether this lane's tokens have their scales in the upper halves of words
     float s[GROUPS][TILES][4];     // scores of tokens g and g + 8 of each tile
     u32 weight[GROUPS][TILES][2];  // as operand B: of tokens 2 i, 2 i + 1, and these + 8
     u32 seen;                      // bits of scores that are not hidden
+    float excess[GROUPS][4];       // of sums, by the offsets of codes; as float16 numbers of a shift of 0
 
-    DEVICE Bucket(const Attention& p, Queries& q, const Stream<BITS>& stream, int sequence, int head, int first_row)
+    DEVICE Bucket(const Attention& p, Queries& q, S& stream, int sequence, int head, int first_row)
         : p(p), q(q), stream(stream), sequence(sequence), head(head), first_row(first_row), lane(stream.lane),
-          g(stream.lane / 4), i(stream.lane % 4),
-          odd((stream.origin + g * HEADS) % 2) {}
+          g(stream.lane / 4), i(stream.lane % 4), excess() {}
 
     DEVICE void run() {
-        u32 slot = stream.ring;
 #pragma unroll 1
         for (int step = stream.first; step < stream.end; step += stream.stride) {
-            stream.wait();
-            scores(slot);
-            weights(slot, step);
-            stream.template release<false>(step, slot);
-            slot = stream.next(slot);
-            stream.wait();
-            values(slot);
-            stream.template release<true>(step, slot);
-            slot = stream.next(slot);
+            const u32 keys = stream.wait();
+            scores(keys);
+            weights(keys, step);
+            stream.template release<false>(step);
+            values(stream.wait());
+            stream.template release<true>(step);
         }
+        if constexpr (BALANCED<BITS>)
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int m = 0; m < PAIRS * 4; m++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        if (c % 2 < COLUMNS)
+                            q.o[n][m][c] -= excess[n][c % 2] * exact_power(shift<BITS>(m % 4 * 2 + c / 2));
     }
 
 private:
     DEVICE void scores(u32 slot) {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
+            float other[GROUPS][4];  // half of the products, so that they wait for each other half as long
 #pragma unroll
             for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                for (int c = 0; c < 4; c++) s[n][t][c] = -float(OFFSET<BITS>) / UNSCALE<BITS> * q.sum[n][c % 2];
+                for (int c = 0; c < 4; c++)
+                    s[n][t][c] = c % 2 < COLUMNS ? -float(OFFSET<BITS>) / UNSCALE<BITS> * q.sum[n][c % 2] : 0,
+                    other[n][c] = 0;
 #pragma unroll
             for (int first = 0; first < PAIRS; first += AT_ONCE) {
                 Units<BITS, AT_ONCE * 2> a, b;
-                a.load(slot + (t * 16 + g) * L::ROW, (i * PAIRS + first) * 2, L::turn(g));
-                b.load(slot + (t * 16 + g + 8) * L::ROW, (i * PAIRS + first) * 2, L::turn(g + 8));
+                stream.key(a, slot, t * 2, first);
+                stream.key(b, slot, t * 2 + 1, first);
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) multiply(t, first + u, a, b, u);
+                for (int u = 0; u < AT_ONCE; u++) multiply(t, other, first + u, a, b, u);
             }
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int c = 0; c < 4; c++)
+                    if (BITS < 16 && c % 2 < COLUMNS) s[n][t][c] += other[n][c];
         }
     }
 
     // Adds pair `at` of units of tokens g (a) and g + 8 (b), which is pair u of a lane's.
-    DEVICE void multiply(int t, int u, const Units<BITS, AT_ONCE * 2>& a, const Units<BITS, AT_ONCE * 2>& b, int at) {
+    DEVICE void multiply(int t, float (&other)[GROUPS][4], int u, const Units<BITS, AT_ONCE * 2>& a,
+                         const Units<BITS, AT_ONCE * 2>& b, int at) {
         u32 low[8], high[8];
-        pairs(a, 2 * at, a, 2 * at + 1, low);
-        pairs(b, 2 * at, b, 2 * at + 1, high);
+        pairs(a, a, 2 * at, low);
+        pairs(b, b, 2 * at, high);
         if constexpr (BITS == 16 && PADDED > CUQUANT_DIM) clear_padding(2 * u, low, high);
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -110,8 +123,10 @@ private:
 #pragma unroll
             for (int part = 0; part < PARTS; part++)
 #pragma unroll
-                for (int n = 0; n < GROUPS; n++)
-                    mma_half(s[n][t], k, q.b[part][n][u][2 * m], q.b[part][n][u][2 * m + 1], s[n][t]);
+                for (int n = 0; n < GROUPS; n++) {
+                    float(&sums)[4] = BITS < 16 && m % 2 ? other[n] : s[n][t];
+                    mma_half(sums, k, q.b[part][n][u][2 * m], q.b[part][n][u][2 * m + 1], sums);
+                }
         }
     }
 
@@ -130,22 +145,21 @@ private:
         for (int t = 0; t < TILES; t++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const u32 at = slot + L::SCALES + (t * 16 + h * 8 + g) * 4 + odd * 2;
                 // Infinite scales become NaN, as codes of 0 times them are: the products' sum is 0 but for rounding.
-                const float loaded = BITS < 16 ? load_shared_half(at) : 1;
+                const float loaded = BITS < 16 ? load_shared_half(stream.key_scale(slot, t * 2 + h)) : 1;
                 const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded) : 1;
-                const float stored = BITS < 16 ? load_shared_half(at + L::TOKENS * 4) : 1;
-                v_scale[t][h] = stored == 0 ? NOTHING : stored;
+                const float stored = BITS < 16 ? load_shared_half(stream.value_scale(slot, t * 2 + h)) : 1;
+                v_scale[t][h] = BITS < 16 ? stored + NOTHING : 1;
 #pragma unroll
                 for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                    for (int c = 0; c < 2; c++) {
+                    for (int c = 0; c < COLUMNS; c++) {
                         float& own = s[n][t][h * 2 + c];
                         // In two roundings: what the reference is made of, to the bit.
                         own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * UNSCALE<BITS>);
                     }
             }
-        if (CUQUANT_MASKED || first + L::TOKENS > stream.end) {
+        if (CUQUANT_MASKED || first + TOKENS > stream.end) {
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -159,24 +173,27 @@ private:
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) {
 #pragma unroll
-            for (int c = 0; c < 2; c++) q.total[n][c] += gained[n][c];
+            for (int c = 0; c < COLUMNS; c++) q.total[n][c] += gained[n][c];
 #pragma unroll
             for (int t = 0; t < TILES; t++)
 #pragma unroll
-                for (int h = 0; h < 2; h++)
-                    weight[n][t][h] = transposed(pack(w[n][t][h * 2], w[n][t][h * 2 + 1], FLOAT16));
+                for (int h = 0; h < 2; h++) {
+                    const float sign = BALANCED<BITS> && h ? -1 : 1;
+                    const float second = COLUMNS == 2 ? w[n][t][h * 2 + 1] : 0;
+                    weight[n][t][h] = transposed(pack(sign * w[n][t][h * 2], sign * second, FLOAT16));
+                }
         }
     }
 
     DEVICE void hide(u32 slot, int first, int t, int h, float& v_scale) {
-        const int token = t * 16 + h * 8 + g;
+        const int token = t * 16 + h * 8 + stream.token(g);
         const bool there = first + token < stream.end;
         if (!there) v_scale = NOTHING;
-        const int global = CUQUANT_MASKED && there ? load_shared_int(slot + L::SLOTS + token * 4) : 0;
+        const int global = CUQUANT_MASKED && there ? load_shared_int(slot + S::L::SLOTS + token * 4) : 0;
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < COLUMNS; c++) {
                 bool visible = there;
                 float& own = s[n][t][h * 2 + c];
                 if constexpr (CUQUANT_MASKED) {
@@ -193,8 +210,9 @@ private:
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < COLUMNS; c++) {
                 gained[n][c] = 0;
+                float here = 0;
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
@@ -203,8 +221,9 @@ private:
                         float own = BITS < 16 ? share * v_scale[t][h] : share;
                         if constexpr (CUQUANT_MASKED) own = seen & bit(n, t, h, c) ? own : 0;
                         gained[n][c] += share, w[n][t][h * 2 + c] = own;
-                        most = fmaxf(most, fabsf(own));
+                        here = fmaxf(here, fabsf(own));
                     }
+                most = fmaxf(most, here);
             }
         return most;
     }
@@ -213,7 +232,7 @@ private:
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
+            for (int c = 0; c < COLUMNS; c++) {
                 float most = -INFINITE;
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
@@ -229,26 +248,30 @@ private:
                 q.total[n][c] *= factor;
 #pragma unroll
                 for (int m = 0; m < PAIRS * 4; m++) q.o[n][m][c] *= factor, q.o[n][m][c + 2] *= factor;
+                excess[n][c] *= factor;
             }
     }
 
     DEVICE void values(u32 slot) {
 #pragma unroll
-        for (int t = 0; t < TILES; t++)
+        for (int t = 0; t < TILES; t++) {
+            if constexpr (BALANCED<BITS>) {
+                const u32 offsets[4] = {OFFSET<BITS> * 0x00010001u, 0, (OFFSET<BITS> - 1) * 0x00010001u, 0};
+#pragma unroll
+                for (int n = 0; n < GROUPS; n++)
+                    mma_half(excess[n], offsets, weight[n][t][0], weight[n][t][1], excess[n]);
+            }
 #pragma unroll
             for (int first = 0; first < PAIRS; first += VALUES) {
-                Units<BITS, VALUES> v[4];  // of tokens 2 i, 2 i + 1, 2 i + 8 and 2 i + 9
+                Units<BITS, VALUES> v[4];  // of rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9
 #pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const int token = 2 * i + k % 2 + k / 2 * 8;
-                    v[k].load(slot + (t * 16 + token) * L::ROW, g * PAIRS + first, L::turn(token));
-                }
+                for (int k = 0; k < 4; k++) stream.value(v[k], slot, t * 2 + k / 2, k % 2, first);
                 if constexpr (BITS == 16) spoil(v, t, first);
 #pragma unroll
                 for (int u = 0; u < VALUES; u++) {
                     u32 a[8], b[8];
-                    pairs(v[0], u, v[1], u, a);
-                    pairs(v[2], u, v[3], u, b);
+                    pairs(v[0], v[1], u, a);
+                    pairs<BALANCED<BITS>>(v[2], v[3], u, b);
                     centre<BITS>(a);
                     centre<BITS>(b);
 #pragma unroll
@@ -261,6 +284,7 @@ private:
                     }
                 }
             }
+        }
     }
 
     // Float16 values that are infinite or NaN count as 0, lest a weight of 0 makes them NaN, and spoil the queries that
@@ -286,11 +310,12 @@ private:
 #pragma unroll
             for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                for (int c = 0; c < 2; c++)
+                for (int c = 0; c < COLUMNS; c++)
                     if (bad >> (h * 8 + g) & 1 && seen & bit(n, t, h, c)) q.total[n][c] = __int_as_float(0x7fffffff);
     }
 
-    // Instead of a scale of 0: a weight so small that it adds nothing, and never 0 times infinity.
+    // In place of a scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and
+    // never 0 times infinity.
     static constexpr float NOTHING = 8.7e-19f;  // about 2^-60
 
     static DEVICE constexpr u32 bit(int n, int t, int h, int c) {

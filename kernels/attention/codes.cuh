@@ -27,50 +27,81 @@ constexpr float UNSCALE = BITS == 16 ? 1.f : 16777216.f;
 
 DEVICE float exact_power(int n) { return __int_as_float((127 + n) << 23); }
 
-// COUNT consecutive units of a token, from a shared address.
+// COUNT consecutive units of a token, from shared memory.
 template <int BITS, int COUNT>
 struct Units {
-    // Units of 3 bytes have a word each, of which the lower three bytes count; pairs of 2-byte units share one.
+    // Pairs of 2-byte units share a word.
     static constexpr int WORDS = BITS == 3 ? COUNT : (COUNT * BITS + 3) / 4;
+    // Units of 3 bytes may start between words, always at the same place of all tokens: words that they are in.
+    static constexpr int UNALIGNED = COUNT % 4 == 0 ? 0 : COUNT % 2 == 0 ? 2 : 3;
+    static constexpr int RAW = (3 * COUNT + UNALIGNED + 3) / 4;
     u32 w[WORDS];
 
-    // `turn` flips bits of the number of a 16-byte piece (Layout::turn).
+    // From the row's address; `turn` flips bits of the number of a 16-byte piece (Layout::turn).
+    template <bool APART>
     DEVICE void load(u32 row, int first, u32 turn) {
         const u32 at = first * BITS;
-        if constexpr (BITS == 3) {
-            // Rows are whole words; units may start between them, always at the same place of all tokens.
-            constexpr int UNALIGNED = COUNT % 4 == 0 ? 0 : COUNT % 2 == 0 ? 2 : 3;
-            constexpr int MOST = (3 * COUNT + UNALIGNED + 3) / 4;
-            u32 raw[MOST + 1] = {};
-#pragma unroll
-            for (int i = 0; i < MOST; i++)
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw[i]) : "r"(row + at / 4 * 4 + i * 4));
-            if constexpr (UNALIGNED)
-#pragma unroll
-                for (int i = 0; i < MOST; i++) raw[i] = __funnelshift_r(raw[i], raw[i + 1], at % 4 * 8);
-#pragma unroll
-            for (int k = 0; k < COUNT; k++) w[k] = __funnelshift_r(raw[k * 24 / 32], raw[k * 24 / 32 + 1], k * 24 % 32);
-        } else if constexpr (COUNT * BITS >= 16) {
+        if constexpr (BITS == 3)
+            load_bytes<APART>(at, [&](int i) { return row + at / 4 * 4 + i * 4; });
+        else
+            load_words([&](int i) { return row + ((at + i * 16) ^ turn); });
+    }
+
+    // From the address of piece i of 16 bytes, or of all that there is.
+    template <class F>
+    DEVICE void load_words(F address) {
+        static_assert(BITS != 3, "these are bytes");
+        if constexpr (COUNT * BITS >= 16) {
 #pragma unroll
             for (int i = 0; i < WORDS / 4; i++)
                 asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                              : "=r"(w[i * 4]), "=r"(w[i * 4 + 1]), "=r"(w[i * 4 + 2]), "=r"(w[i * 4 + 3])
-                             : "r"(row + ((at + i * 16) ^ turn)));
+                             : "r"(address(i)));
         } else if constexpr (COUNT * BITS == 8) {
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(row + (at ^ turn)));
+            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address(0)));
         } else if constexpr (COUNT * BITS == 4) {
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(row + (at ^ turn)));
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address(0)));
         } else {
             u16 half;
-            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(row + (at ^ turn)));
+            asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address(0)));
             w[0] = half;
         }
     }
+
+    // Units of 3 bytes that start at byte `at` of a row, from the addresses of their words: one after the other, or
+    // each in a word of its own (`place`).
+    template <bool APART, class F>
+    DEVICE void load_bytes(u32 at, F address) {
+        u32 raw[RAW + 1] = {};
+#pragma unroll
+        for (int i = 0; i < RAW; i++) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(raw[i]) : "r"(address(i)));
+        if constexpr (APART && COUNT == 2) {
+            w[0] = __funnelshift_r(raw[0], raw[1], at % 4 * 8);
+            w[1] = __funnelshift_rc(raw[0], raw[1], at % 4 * 8 + 16);
+            return;
+        }
+        if constexpr (UNALIGNED)
+#pragma unroll
+            for (int i = 0; i < RAW; i++) raw[i] = __funnelshift_r(raw[i], raw[i + 1], at % 4 * 8);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            w[k] = !APART ? raw[k < RAW ? k : 0] : __funnelshift_r(raw[k * 24 / 32], raw[k * 24 / 32 + 1], k * 24 % 32);
+    }
+
+    // The byte of word u where unit u of 3 bytes starts, if apart.
+    static DEVICE constexpr int place(int u) { return COUNT == 2 ? u : 0; }
 };
 
-// Pairs of unit i of a and unit j of b.
-template <int BITS, int COUNT>
-DEVICE void pairs(const Units<BITS, COUNT>& a, int i, const Units<BITS, COUNT>& b, int j, u32 (&h)[8]) {
+// Words of bytes at, at + 1 and to, to + 1 of two others, the second of which has the numbers from 4 on.
+DEVICE constexpr u32 bytes(int at, int to) { return at | (at + 1) << 4 | to << 8 | (to + 1) << 12; }
+
+// Pairs of units i and i + 1, i even, of a key (of 3 bits not apart), or of unit i of the values a and b. FLIP: of
+// complemented codes.
+template <bool FLIP = false, int BITS, int COUNT>
+DEVICE void pairs(const Units<BITS, COUNT>& a, const Units<BITS, COUNT>& b, int i, u32 (&h)[8]) {
+    const bool key = &a == &b;
+    const int j = key ? i + 1 : i;
+    const auto codes = [](u32 x, u32 mask) { return FLIP ? masked_not(x, mask) : masked(x, mask); };
     if constexpr (BITS == 16) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -88,29 +119,36 @@ DEVICE void pairs(const Units<BITS, COUNT>& a, int i, const Units<BITS, COUNT>& 
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const u32 x = __byte_perm(a.w[i], b.w[j], k ? 0x7632 : 0x5410), y = x >> 8;
-            h[4 * k] = masked(x, 0x000f000f), h[4 * k + 1] = masked(x, 0x00f000f0);
-            h[4 * k + 2] = masked(y, 0x000f000f), h[4 * k + 3] = masked(y, 0x00f000f0);
+            h[4 * k] = codes(x, 0x000f000f), h[4 * k + 1] = codes(x, 0x00f000f0);
+            h[4 * k + 2] = codes(y, 0x000f000f), h[4 * k + 3] = codes(y, 0x00f000f0);
         }
     } else if constexpr (BITS == 3) {
-        const u32 x = __byte_perm(a.w[i], b.w[j], 0x5410), y = __byte_perm(a.w[i], b.w[j], 0x6521), z = y >> 10;
-        h[0] = masked(x, 0x00070007), h[1] = masked(x, 0x00380038), h[2] = masked(x, 0x01c001c0);
-        h[3] = masked(y, 0x000e000e), h[4] = masked(y, 0x00700070), h[5] = masked(y, 0x03800380);
-        h[6] = masked(z, 0x00070007), h[7] = masked(z, 0x00380038);
+        const int word = key ? i * 3 / 4 : i, at = key ? i * 3 % 4 : a.place(i), to = key ? at + 3 : at + 4;
+        const u32 low = a.w[word], high = key ? a.w[word + 1] : b.w[word];
+        const u32 x = __byte_perm(low, high, bytes(at, to)), y = __byte_perm(low, high, bytes(at + 1, to + 1));
+        const u32 z = y >> 10;
+        h[0] = codes(x, 0x00070007), h[1] = codes(x, 0x00380038), h[2] = codes(x, 0x01c001c0);
+        h[3] = codes(y, 0x000e000e), h[4] = codes(y, 0x00700070), h[5] = codes(y, 0x03800380);
+        h[6] = codes(z, 0x00070007), h[7] = codes(z, 0x00380038);
     } else {
         // Both halves of one word, as keys have them, are in place.
-        const bool whole = &a == &b && i % 2 == 0 && j == i + 1;
         const u32 select = (i % 2 ? 0x32 : 0x10) | (j % 2 ? 0x7600 : 0x5400);
-        const u32 x = whole ? a.w[i / 2] : __byte_perm(a.w[i / 2], b.w[j / 2], select), y = x >> 10;
-        h[0] = masked(x, 0x00030003), h[1] = masked(x, 0x000c000c), h[2] = masked(x, 0x00300030);
-        h[3] = masked(x, 0x00c000c0), h[4] = masked(x, 0x03000300);
-        h[5] = masked(y, 0x00030003), h[6] = masked(y, 0x000c000c), h[7] = masked(y, 0x00300030);
+        const u32 x = key ? a.w[i / 2] : __byte_perm(a.w[i / 2], b.w[j / 2], select), y = x >> 10;
+        h[0] = codes(x, 0x00030003), h[1] = codes(x, 0x000c000c), h[2] = codes(x, 0x00300030);
+        h[3] = codes(x, 0x00c000c0), h[4] = codes(x, 0x03000300);
+        h[5] = codes(y, 0x00030003), h[6] = codes(y, 0x000c000c), h[7] = codes(y, 0x00300030);
     }
 }
+
+// Values of 4 bits and less keep their offset: of every 16 tokens eight are complemented, with weights of the other
+// sign, so that offsets all but cancel. What is left is in a sum of its own, `excess`.
+template <int BITS>
+constexpr bool BALANCED = BITS <= 4;
 
 // Codes without their offset, exactly: both are multiples of 2^-24.
 template <int BITS>
 DEVICE void centre(u32 (&h)[8]) {
-    if constexpr (BITS < 16)
+    if constexpr (BITS < 16 && !BALANCED<BITS>)
 #pragma unroll
         for (int j = 0; j < 8; j++) h[j] = sub_half2(h[j], (OFFSET<BITS> << shift<BITS>(j)) * 0x00010001u);
 }

@@ -6,12 +6,13 @@
 #include "../core/ieee.cuh"
 #include "split.cuh"
 #include "ring.cuh"
-#include "codes.cuh"
 
 constexpr int GROUPS = CUQUANT_GROUPS;  // of eight rows
 constexpr int ROWS = GROUPS * 8;
-constexpr int PAIRS = PADDED / 64;      // pairs of units that a lane has of a key, and units that it has of a value
-constexpr int PARTS = CUQUANT_PARTS;    // float16 numbers of which a query's channel is the sum
+// Rows of eight that a lane has after products. Up to four rows take every other place, so that each lane has one: no
+// work is done for places that are empty.
+constexpr int COLUMNS = CUQUANT_SPREAD ? 1 : 2;
+constexpr int PARTS = CUQUANT_PARTS;  // float16 numbers of which a query's channel is the sum
 
 struct Queries {
     u32 b[PARTS][GROUPS][PAIRS][8];    // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
@@ -25,10 +26,10 @@ struct Queries {
     DEVICE Queries(const Attention& p, int sequence, int head, int first, bool writes, int lane, F meanwhile) {
         uint4 raw[GROUPS][WORDS];
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++) fetch(p, sequence, head, first + n * 8 + lane / 4, lane, raw[n]);
+        for (int n = 0; n < GROUPS; n++) fetch(p, sequence, head, first + row_of(n * 8 + lane / 4), lane, raw[n]);
         meanwhile();
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first + n * 8, n, writes, lane, raw[n]);
+        for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, raw[n]);
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
@@ -110,7 +111,7 @@ private:
 
     DEVICE void prepare(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
                         const uint4 (&raw)[WORDS]) {
-        const int row = first + lane / 4, start = lane % 4 * OWN, rows = rows_of(p);
+        const int row = first + row_of(n * 8 + lane / 4), start = lane % 4 * OWN, rows = rows_of(p);
         float x[OWN];
 #pragma unroll
         for (int e = 0; e < OWN; e++) x[e] = number(raw, e, p.q_dtype);
@@ -153,12 +154,13 @@ private:
         all += __shfl_xor_sync(~0u, all, 2);
         const float factor = __fmul_rn(p.scale, exact_power(-lift));
 #pragma unroll
-        for (int c = 0; c < 2; c++) {
+        for (int c = 0; c < COLUMNS; c++) {
             const int from = (lane % 4 * 2 + c) * 4;
             sum[n][c] = __shfl_sync(~0u, all, from);
             scale[n][c] = __shfl_sync(~0u, factor, from);
             reference[n][c] = LEAST, total[n][c] = 0;
-            if (CUQUANT_MASKED) last[n][c] = last_seen(p, sequence, (first + lane % 4 * 2 + c) % p.q_len);
+            const int after = first + row_of(n * 8 + lane % 4 * 2 + c);
+            if (CUQUANT_MASKED) last[n][c] = last_seen(p, sequence, after % p.q_len);
         }
     }
 
@@ -183,5 +185,8 @@ private:
     }
 
 public:
+    // The row at a place of those of this block; beyond all rows if there is none.
+    static DEVICE constexpr int row_of(int place) { return COLUMNS == 2 ? place : place % 2 ? 1 << 20 : place / 2; }
+
     static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
 };

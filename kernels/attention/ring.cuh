@@ -4,9 +4,12 @@
 // steps take the slots of the ring in turn. Only the warp itself waits: no barrier is needed.
 #pragma once
 #include "cache.cuh"
+#include "codes.cuh"
 
 // Channels in shared memory and in registers; those added count as 0.
 constexpr int PADDED = CUQUANT_DIM <= 64 ? 64 : CUQUANT_DIM <= 128 ? 128 : 256;
+
+constexpr int PAIRS = PADDED / 64;  // pairs of units that a lane has of a key, and units that it has of a value
 
 constexpr int HEADS = CUQUANT_HEADS;  // of keys: rows from token to token
 
@@ -63,11 +66,14 @@ struct Stream {
     const Tier& tier;
     s64 origin;  // of this head, in rows: keys, values and scales are indexed alike
     int first, end, stride, lane;
-    u32 ring;
+    u32 ring, slot;
+    const int g, i;
+    const int odd;  // whether this lane's tokens have their scales in the upper halves of words
 
     DEVICE Stream(const Attention& p, const Tier& tier, int sequence, int head, int begin, int end, int own, int warps,
                   u32 ring, int lane)
-        : tier(tier), origin(s64(sequence) * tier.room * HEADS + head), first(begin + own * L::TOKENS), end(end), stride(warps * L::TOKENS), lane(lane), ring(ring) {}
+        : tier(tier), origin(s64(sequence) * tier.room * HEADS + head), first(begin + own * L::TOKENS), end(end), stride(warps * L::TOKENS),
+          lane(lane), ring(ring), slot(ring), g(lane / 4), i(lane % 4), odd((origin + g * HEADS) % 2) {}
 
     // Fill the ring, all of it at once.
     DEVICE void start() const {
@@ -76,20 +82,47 @@ struct Stream {
             copy(half % 2, first + half / 2 * stride, ring + half * L::SLOT);
     }
 
-    DEVICE u32 next(u32 slot) const { return slot == ring + (L::DEPTH - 1) * L::SLOT ? ring : slot + L::SLOT; }
-
-    DEVICE void wait() const {
+    // The next half step, when it is there: its slot.
+    DEVICE u32 wait() const {
         copy_wait<L::DEPTH - 1>();
         __syncwarp();
+        return slot;
     }
 
-    // The slot of keys or values of a step has been read; it takes the half step that is DEPTH further on.
+    // Keys or values of a step have been read: their slot takes the half step that is DEPTH further on.
     template <bool VALUES>
-    DEVICE void release(int step, u32 slot) const {
+    DEVICE void release(int step) {
         __syncwarp();
         constexpr bool THEN = L::DEPTH % 2 ? !VALUES : VALUES;
         copy(THEN, step + (L::DEPTH + VALUES) / 2 * stride, slot);
+        slot = slot == ring + (L::DEPTH - 1) * L::SLOT ? ring : slot + L::SLOT;
     }
+
+    // All copies are done.
+    DEVICE void finish() const {
+        copy_wait<0>();
+        __syncwarp();
+    }
+
+    // The token, of eight, that is row r of a product.
+    static DEVICE constexpr int token(int r) { return r; }
+
+    // Pairs of units from `pair` on, of those that this lane has of the key in row g of eight tokens.
+    template <int COUNT>
+    DEVICE void key(Units<BITS, COUNT>& to, u32 from, int eight, int pair) const {
+        to.template load<false>(from + (eight * 8 + g) * L::ROW, (i * PAIRS + pair) * 2, L::turn(eight * 8 + g));
+    }
+
+    // Units from `unit` on, of those that this lane has of the value in row 2 i or 2 i + 1.
+    template <int COUNT>
+    DEVICE void value(Units<BITS, COUNT>& to, u32 from, int eight, int second, int unit) const {
+        const int row = eight * 8 + 2 * i + second;
+        to.template load<true>(from + row * L::ROW, g * PAIRS + unit, L::turn(row));
+    }
+
+    // Scales of the key and the value in row g.
+    DEVICE u32 key_scale(u32 from, int eight) const { return from + L::SCALES + (eight * 8 + g) * 4 + odd * 2; }
+    DEVICE u32 value_scale(u32 from, int eight) const { return key_scale(from, eight) + L::TOKENS * 4; }
 
 private:
     DEVICE void copy(bool values, int step, u32 slot) const {

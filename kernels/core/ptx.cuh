@@ -29,6 +29,13 @@ DEVICE u32 load_now(const void* p) {
 // a & mask, once: the compiler would split it among the uses of single halves or bytes.
 DEVICE u32 masked(u32 a, u32 mask) { return and_or(a, mask, 0); }
 
+// ~a & mask, likewise.
+DEVICE u32 masked_not(u32 a, u32 mask) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0x0c;" : "=r"(r) : "r"(a), "r"(mask), "r"(0));
+    return r;
+}
+
 // Pairs of float16, each result rounded once.
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;

@@ -1,11 +1,60 @@
 // Attention over a cache of buckets: every block streams a share of one sequence's tokens, all its buckets, for a few
 // key heads; then `merge` adds up the shares of each sequence, in order.
 #include "../attention/bucket.cuh"
+#if CUQUANT_BOXES
+#include "../attention/boxes.cuh"
+#endif
 
-constexpr int WARPS = CUQUANT_WARPS;
+constexpr int WARPS = CUQUANT_WARPS;  // that compute
 
 constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
+
+#if CUQUANT_BOXES
+static_assert(BLOCK_HEADS == BOX_HEADS, "a ring's warps have different heads");
+
+struct Shared {
+    u64 barriers[STREAMS * Ring::DEPTH * 2];
+
+    DEVICE void init(const Attention& p, const Maps& maps) { Ring::init(p, maps, barriers); }
+};
+
+// What a warp does for one key head.
+struct Work {
+    const Attention& p;
+    const Share& share;
+    int head, first_row, lane;
+    Ring ring;
+
+    DEVICE Work(const Attention& p, const Share& share, Shared& shared, int head, int first_row, int own, int lane,
+                const Maps& maps)
+        : p(p), share(share), head(head), first_row(first_row), lane(lane),
+          ring(p, maps, share, threadIdx.x / WARP % BOX_HEADS, shared.barriers) {}
+
+    DEVICE void start() const {
+        if (ring.head == 0 && lane == 0) ring.fill();
+    }
+
+    template <int TIER = 0>
+    DEVICE void run(Queries& q) {
+        if constexpr (has_tier(TIER)) {
+            constexpr int BITS = bits_of(TIER);
+            Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], lane);
+            if (tokens.first < tokens.end) {
+                q.turn<BITS>(true);
+                q.turn_sums<BITS>(true);
+                Bucket<BITS, Boxes<BITS>>(p, q, tokens, share.sequence, head, first_row).run();
+                q.turn<BITS>(false);
+                q.turn_sums<BITS>(false);
+            }
+        }
+        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
+    }
+};
+#else
+struct Shared {
+    DEVICE void init(const Attention&) {}
+};
 
 // What a warp does for one key head.
 struct Work {
@@ -14,6 +63,10 @@ struct Work {
     int head, first_row, own, lane;
     u32 ring;
     int started;  // the tier that is in the ring already
+
+    DEVICE Work(const Attention& p, const Share& share, Shared&, int head, int first_row, int own, int lane)
+        : p(p), share(share), head(head), first_row(first_row), own(own), lane(lane),
+          ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(-1) {}
 
     template <int TIER>
     DEVICE Stream<bits_of(TIER)> stream() const {
@@ -41,20 +94,20 @@ struct Work {
         if constexpr (has_tier(TIER)) {
             if (!empty(TIER)) {
                 constexpr int BITS = bits_of(TIER);
-                const Stream<BITS> tokens = stream<TIER>();
+                Stream<BITS> tokens = stream<TIER>();
                 if (TIER != started) tokens.start();
                 q.turn<BITS>(true);
                 q.turn_sums<BITS>(true);
-                Bucket<BITS>(p, q, tokens, share.sequence, head, first_row).run();
+                Bucket<BITS, Stream<BITS>>(p, q, tokens, share.sequence, head, first_row).run();
                 q.turn<BITS>(false);
                 q.turn_sums<BITS>(false);
-                copy_wait<0>();
-                __syncwarp();
+                tokens.finish();
             }
         }
         if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
     }
 };
+#endif
 
 // Row sums of one warp in shared memory.
 struct Partial {
@@ -66,8 +119,8 @@ struct Partial {
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const int row = n * 8 + i * 2 + c;
+            for (int c = 0; c < COLUMNS; c++) {
+                const int row = Queries::row_of(n * 8 + i * 2 + c);
                 float total = q.total[n][c];
 #pragma unroll
                 for (int step = 4; step < WARP; step *= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -79,10 +132,14 @@ struct Partial {
             }
     }
 };
-static_assert(sizeof(Partial) <= CUQUANT_RING, "the sums take the ring's place");
 
-DEVICE const Partial& partial(int head, int stream) {
-    return *reinterpret_cast<const Partial*>(dynamic_shared() + (stream * BLOCK_HEADS + head) * CUQUANT_RING);
+// They take the rings' place: a warp's that of its own ring, or those of eight warps that of the ring they share.
+constexpr int PARTIAL = CUQUANT_BOXES ? sizeof(Partial) : CUQUANT_RING;
+static_assert(PARTIAL * BLOCK_HEADS <= (CUQUANT_BOXES ? 1 : BLOCK_HEADS) * CUQUANT_RING, "there is room");
+static_assert(sizeof(Partial) <= PARTIAL, "for each");
+
+DEVICE Partial& partial(int head, int stream) {
+    return *reinterpret_cast<Partial*>(dynamic_shared() + (stream * BLOCK_HEADS + head) * PARTIAL);
 }
 
 DEVICE void add(float4& sum, const float4& v, float factor) {
@@ -131,23 +188,42 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 
 // Grid: blocks that share the tokens, groups of ROWS rows, groups of key heads. Warp w has key head w % BLOCK_HEADS of
 // its group, and the steps of stream w / BLOCK_HEADS.
-extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1) attention(const __grid_constant__ Attention p) {
+template <class... M>
+DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Share share;
+    __shared__ Shared shared;
+    if (threadIdx.x == 0) shared.init(p, maps...);
     let_successor_start();
     wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    if (warp == 0) share.find(p, blockIdx.x, lane);
-    __syncthreads();
-    if (share.sequence < 0) return;
+    // Of a single sequence queries are asked for before the share is known.
+    const bool single = p.batch == 1;
+    if (!single) {
+        if (warp == 0) share.find(p, blockIdx.x, lane);
+        __syncthreads();
+        if (share.sequence < 0) return;
+    }
+    const auto find_single = [&] {
+        if (!single) return;
+        if (warp == 0) share.find_single(p, blockIdx.x, lane);
+        __syncthreads();
+    };
     const int first_row = blockIdx.y * ROWS;
     if (warp < STREAMS * BLOCK_HEADS) {
-        u8* const ring = dynamic_shared() + warp * CUQUANT_RING;
         const int head = blockIdx.z * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS;
-        Work work{p, share, head, first_row, own, lane, shared_address(ring), -1};
-        const bool writes = p.queries != nullptr && share.split == 0 && own == 0;
-        Queries q(p, share.sequence, head, first_row, writes, lane, [&] { work.start(); });
+        Work work(p, share, shared, head, first_row, own, lane, maps...);
+        const bool writes = p.queries != nullptr && own == 0 && (single ? blockIdx.x : share.split) == 0;
+        Queries q(p, single ? 0 : share.sequence, head, first_row, writes, lane, [&] {
+            find_single();
+            if (share.sequence >= 0) work.start();
+        });
+        if (share.sequence < 0) return;
         work.run(q);
-        reinterpret_cast<Partial*>(ring)->store(q, lane);
+        if (CUQUANT_BOXES) __syncthreads();  // all of a ring's warps have read it
+        partial(warp % BLOCK_HEADS, own).store(q, lane);
+    } else {
+        find_single();
+        if (share.sequence < 0) return;
     }
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);
@@ -156,6 +232,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1) attention(const __
     if (threadIdx.x == 0 && share.split == 0 && blockIdx.y == 0 && blockIdx.z == 0)
         p.splits[share.sequence] = make_int2(share.first, share.splits);
 }
+
+#if CUQUANT_BOXES
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1)
+    attention(const __grid_constant__ Attention p, const __grid_constant__ Maps maps) {
+    attend(p, maps);
+}
+#else
+extern "C" __global__ void __launch_bounds__(WARPS * WARP, 1) attention(const __grid_constant__ Attention p) {
+    attend(p);
+}
+#endif
 
 // A block for each row of each sequence whose tokens were split: warp w adds up the shares w, w + MERGE_WARPS, ...
 constexpr int MERGE_WARPS = 16, AT_ONCE = 4;

@@ -156,6 +156,9 @@ inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return __builtin_ffs(v); }
 inline u32 __funnelshift_l(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) << (by & 31) >> 32); }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) >> (by & 31)); }
+inline u32 __funnelshift_rc(u32 low, u32 high, u32 by) {
+    return u32((u64(high) << 32 | low) >> (by < 32 ? by : 32));
+}
 constexpr int __float2int_rz(float x) {
     return x != x ? 0 : x >= 0x1p31f ? 0x7fffffff : x < -0x1p31f ? -0x7fffffff - 1 : int(x);
 }

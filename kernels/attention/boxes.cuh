@@ -1,0 +1,210 @@
+// A block's own rings in shared memory, through which the copy engine streams keys and values of eight heads (sm_90).
+//
+// Rows of eight neighbouring heads are whole lines of memory; of one head at 2 bits they are a quarter of one, and
+// requests for quarters keep the L2 cache busy, not the memory. Warps of BOX_HEADS heads share a ring, in which a step
+// is TOKENS tokens: keys, with the scales of both, then values. Copies go on over the borders of buckets.
+#pragma once
+#include "ring.cuh"
+#include "split.cuh"
+
+constexpr int BOX_HEADS = 8;
+constexpr int RINGS = CUQUANT_WARPS / BOX_HEADS;
+constexpr int LINE = 128;  // bytes, of which eight pieces of 16 change places with the token
+
+DEVICE constexpr int maps_before(int tier) {
+    int count = 0;
+    for (int t = 0; t < tier; t++) count += has_tier(t);
+    return count;
+}
+
+// CUtensorMaps of each bucket: codes of keys and of values, scales of keys and of values.
+struct __align__(64) Maps {
+    u8 maps[maps_before(TIERS)][4][128];
+};
+
+template <int BITS>
+struct Box {
+    static constexpr int TOKENS = BITS >= 8 ? 16 : 32;
+    static constexpr int ROW = CUQUANT_DIM / 8 * BITS, LINES = BOX_HEADS * ROW / LINE;
+    static_assert(BOX_HEADS * ROW % LINE == 0, "whole lines");
+    // Line l of token t is at (l * TOKENS + t) * LINE. Behind the codes are the scales of keys, then of values.
+    static constexpr int SCALES = LINES * TOKENS * LINE, SCALE_BYTES = BITS == 16 ? 0 : TOKENS * BOX_HEADS * 2;
+    static constexpr int SLOTS = 0;  // are not copied: nothing is masked
+    static_assert(SCALES + 2 * SCALE_BYTES <= CUQUANT_RING / CUQUANT_DEPTH, "a slot for each bucket's half steps");
+};
+
+// A ring, as each of its warps sees it.
+struct Ring {
+    static constexpr int DEPTH = CUQUANT_DEPTH, SLOT = CUQUANT_RING / DEPTH;
+    static constexpr int LAG = 1;  // half steps before a slot that was left is filled again: stragglers hold up nobody
+
+    const Attention& p;
+    const Maps& maps;
+    const Share& share;
+    int head;         // this warp's, of eight
+    u32 start, full;  // its first slot, and the barrier that copies to it pass; DEPTH further on, that of its warps
+    int half, at;     // the half step, of all buckets, and its slot
+    u32 parity;
+
+    DEVICE Ring(const Attention& p, const Maps& maps, const Share& share, int head, u64* barriers)
+        : p(p), maps(maps), share(share), head(head),
+          start(shared_address(dynamic_shared()) + own() * CUQUANT_RING),
+          full(shared_address(barriers + own() * DEPTH * 2)), half(0), at(0), parity(0) {}
+
+    // Its number: it takes every RINGS-th step.
+    static DEVICE int own() { return threadIdx.x / (BOX_HEADS * WARP); }
+
+    // By one thread. Maps are asked for ahead; a bucket without room has none.
+    static DEVICE void init(const Attention& p, const Maps& maps, u64* barriers) {
+#pragma unroll
+        for (int t = 0; t < TIERS; t++) {
+            if (!has_tier(t) || p.tiers[t].room == 0) continue;
+#pragma unroll
+            for (int m = 0; m < (t == 0 ? 2 : 4); m++)
+                asm volatile("prefetch.tensormap [%0];" :: "l"(&maps.maps[maps_before(t)][m]) : "memory");
+        }
+        for (int s = 0; s < RINGS * DEPTH * 2; s++)
+            barrier_init(shared_address(barriers + s), s / DEPTH % 2 ? BOX_HEADS : 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+
+    // By one thread.
+    DEVICE void fill() const {
+#pragma unroll 1
+        for (int s = 0; s < DEPTH; s++) copy(s, s);
+    }
+
+    DEVICE u32 wait() const {
+        barrier_wait(full + at * 8, parity);
+        return start + at * SLOT;
+    }
+
+    // The warp has read its slot. Warps take turns to have one filled again that all have left, LAG half steps ago.
+    DEVICE void release(int lane) {
+        __syncwarp();
+        barrier_arrive(full + (DEPTH + at) * 8, lane == 0);
+        if (half % BOX_HEADS == head && lane == 0 && half >= LAG) {
+            const int slot = at < LAG ? at - LAG + DEPTH : at - LAG;
+            barrier_wait(full + (DEPTH + slot) * 8, at < LAG ? parity ^ 1 : parity);
+            copy(half - LAG + DEPTH, slot);
+        }
+        half++;
+        if (++at == DEPTH) at = 0, parity ^= 1;
+    }
+
+private:
+    // Have a half step copied, if there is one.
+    template <int TIER = 0>
+    DEVICE void copy(int number, int slot) const {
+        if constexpr (has_tier(TIER)) {
+            constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
+            const int first = share.cuts[0][TIER] + own() * TOKENS, tokens = share.cuts[1][TIER] - first;
+            const int step = number / 2, steps = tokens > 0 ? (tokens - 1) / (RINGS * TOKENS) + 1 : 0;
+            if (step < steps) {
+                copy_tokens<TIER>(first + step * RINGS * TOKENS, number % 2, slot);
+                return;
+            }
+            number -= 2 * steps;
+        }
+        if constexpr (TIER + 1 < TIERS) copy<TIER + 1>(number, slot);
+    }
+
+    template <int TIER>
+    DEVICE void copy_tokens(int first, int values, int slot) const {
+        using L = Box<bits_of(TIER)>;
+        const auto& map = maps.maps[maps_before(TIER)];
+        const u32 to = start + slot * SLOT, barrier = full + slot * 8;
+        const int row = int(share.sequence * p.tiers[TIER].room) + first, group = blockIdx.z;
+        barrier_expect(barrier, L::SCALES + (values ? 0 : 2 * L::SCALE_BYTES));
+        copy_box<1>(to, map[values], barrier, 0, row, group * L::LINES, 0, 0);
+        if (L::SCALE_BYTES == 0 || values) return;
+        // Scales of all heads are side by side: one row of the map, if there are no others between them.
+        const int x = HEADS == BOX_HEADS ? row * BOX_HEADS : group * BOX_HEADS, y = HEADS == BOX_HEADS ? 0 : row;
+        copy_box<1>(to + L::SCALES, map[2], barrier, x, y, 0, 0, 0);
+        copy_box<1>(to + L::SCALES + L::SCALE_BYTES, map[3], barrier, x, y, 0, 0, 0);
+    }
+};
+
+// One warp's part of a ring: the tokens of its head.
+template <int BITS>
+struct Boxes {
+    using L = Box<BITS>;
+    // Rows of a product are tokens in an order for which lanes that read keys meet different banks, and those that
+    // read values, two rows each, too.
+    static DEVICE constexpr int token(int r) { return (r % 2 * 4 + r / 2 % 2 * 2) ^ r / 4 * 5; }
+
+    static constexpr bool NARROW = BITS <= 4;  // a lane reads all that it needs of a row at once: in so many words
+    static constexpr int KEY_WORDS = BITS == 3 ? 3 : 1, VALUE_WORDS = BITS == 3 ? 2 : 1;
+
+    Ring& ring;
+    int first, end, stride, lane;
+    const int g, i;
+    u32 scale_at, key_at[KEY_WORDS], value_at[2][VALUE_WORDS];  // in a slot
+
+    DEVICE Boxes(Ring& ring, int begin, int end, int lane)
+        : ring(ring), first(begin + ring.own() * L::TOKENS), end(end), stride(RINGS * L::TOKENS), lane(lane),
+          g(lane / 4), i(lane % 4), scale_at(L::SCALES + ring.head * 2 + token(g) * (BOX_HEADS * 2)) {
+        // Opaque, lest the compiler work them out anew at every step.
+        asm volatile("" : "+r"(scale_at));
+#pragma unroll
+        for (int k = 0; k < KEY_WORDS; k++) {
+            key_at[k] = place(token(g), key_byte() + k * 4);
+            asm volatile("" : "+r"(key_at[k]));
+        }
+#pragma unroll
+        for (int k = 0; k < 2 * VALUE_WORDS; k++) {
+            u32& at = value_at[k % 2][k / 2];
+            at = place(token(2 * i + k % 2), (BITS == 3 ? value_byte() / 4 * 4 : value_byte()) + k / 2 * 4);
+            asm volatile("" : "+r"(at));
+        }
+    }
+
+    DEVICE u32 wait() const { return ring.wait(); }
+
+    template <bool VALUES>
+    DEVICE void release(int) const {
+        ring.release(lane);
+    }
+
+    template <int COUNT>
+    DEVICE void key(Units<BITS, COUNT>& to, u32 from, int eight, int pair) const {
+        from += eight * 8 * LINE;
+        if constexpr (NARROW)
+            read<false>(to, from, key_at, key_byte());
+        else
+            to.load_words([&](int k) { return from + place(token(g), key_byte() + pair * 2 * BITS + k * 16); });
+    }
+
+    template <int COUNT>
+    DEVICE void value(Units<BITS, COUNT>& to, u32 from, int eight, int second, int unit) const {
+        from += eight * 8 * LINE;
+        const int row = token(2 * i + second);
+        if constexpr (NARROW)
+            read<true>(to, from, value_at[second], value_byte());
+        else
+            to.load_words([&](int k) { return from + place(row, value_byte() + unit * BITS + k * 16); });
+    }
+
+    DEVICE u32 key_scale(u32 from, int eight) const { return from + scale_at + eight * 8 * BOX_HEADS * 2; }
+    DEVICE u32 value_scale(u32 from, int eight) const { return key_scale(from, eight) + L::SCALE_BYTES; }
+
+private:
+    // Where byte `at` of a token's row is in a slot.
+    DEVICE u32 place(int token, int at) const {
+        const int byte = at + ring.head * L::ROW, in_line = byte % LINE;
+        return byte / LINE * (L::TOKENS * LINE) + token * LINE + (in_line ^ token * 16);
+    }
+
+    // The first byte that this lane reads of a key's row, and of a value's.
+    DEVICE int key_byte() const { return i * PAIRS * 2 * BITS; }
+    DEVICE int value_byte() const { return g * PAIRS * BITS; }
+
+    // Units from byte `byte` of a row on, whose words are `at` these places.
+    template <bool APART, int COUNT, int WORDS>
+    static DEVICE void read(Units<BITS, COUNT>& to, u32 from, const u32 (&at)[WORDS], int byte) {
+        if constexpr (BITS == 3)
+            to.template load_bytes<APART>(byte, [&](int k) { return from + at[k]; });
+        else
+            to.load_words([&](int) { return from + at[0]; });
+    }
+};
