@@ -80,9 +80,10 @@ _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
-_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS = 2.2, 5e-5, 1.04
+_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS, _LIFTED_STEPS = 2.2, 5e-5, 1.04, 1.07
 """Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes; and how
-many times as long steps take where no multiprocessor is idle any more."""
+many times as long steps take where no multiprocessor is idle any more: memory and power are shared by more,
+which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes two warpgroups or more to store an output, and to add it up first."""
 _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
@@ -198,7 +199,7 @@ def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    steps = ceil(k / TILE_COLUMNS)
+    steps, more = ceil(k / TILE_COLUMNS), _LIFTED_STEPS if lifted(fmt) else _STREAM_STEPS
     for tile, (split, blocks) in product(STEP_US, _PLACES.items()):
         stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
@@ -222,7 +223,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
             passed = (1 + max(0, places / outputs - 1) / 2) * (
                 _STREAM_US + tile.rows * tile.batch * 4 * _STREAM_BYTE_US
             )
-            us = start + outputs / places * steps * step * _STREAM_STEPS + rounds * store + passed
+            us = start + outputs / places * steps * step * more + rounds * store + passed
             yield _Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
 
