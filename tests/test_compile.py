@@ -293,7 +293,7 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     """
     seen = set()
     for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
-        gemm = plan.gemm(cq.formats.get("q8_0"), m, n, k, 1, True, 90)
+        gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, 90)
         if not gemm.streamed:
             continue
         c = dict(gemm.plan.kernel.constants)
