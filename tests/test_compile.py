@@ -171,6 +171,22 @@ def test_sources_are_self_contained() -> None:
         assert re.search(r'^#line \d+ "gemm.cu"$', text, re.MULTILINE)
 
 
+def test_no_pragma_follows_a_discarded_loop() -> None:
+    """NVRTC 12.9 leaves out a loop with a #pragma behind `if constexpr (false) for (...) {...}`."""
+    for path in sources.folder().rglob("*.cu*"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines[:-1], 1):
+            if not line.lstrip().startswith("if constexpr") or line.endswith(("{", ";")):
+                continue
+            inner = " " * (len(line) - len(line.lstrip()) + 4)
+            body = lines[number:]
+            length = next(
+                at for at, row in enumerate(body) if not row.startswith(inner) and (at or row[0] != "#")
+            )
+            bad = body[length].startswith("#") and body[length - 1].strip() == "}"
+            assert not bad, f"{path.name}:{number}"
+
+
 def test_line_numbers_are_those_of_the_files() -> None:
     text = sources.flatten("gemm", "q4_0").splitlines()
     where: dict[str, int] = {}

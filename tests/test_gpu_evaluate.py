@@ -31,7 +31,7 @@ def test_weights_stay_packed_in_an_evaluation() -> None:
     for _ in range(3):
         x @ w.T
     assert pool.total_bytes() - before < w.nbytes // 8
-    assert w.storage.nbytes == w.nbytes
+    assert w.storage.nbytes == w.nbytes + 2 * 8192  # a factor for every row
 
 
 @pytest.mark.parametrize("activations", ["f16", "q8_1"])

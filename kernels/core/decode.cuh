@@ -115,12 +115,13 @@ DEVICE void decode(const P& p) {
         copy_commit();
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
-    if constexpr (LIFTED<F>)
+    if constexpr (LIFTED<F>) {  // NVRTC 12.9 takes a #pragma behind a statement without braces for a part of it
         for (int i = threadIdx.x; i < ROWS / 8; i += WARPS * WARP) {
             const int row_tile = i / 2 % (SIDE_ROWS / 16);
             const Planes side = side_of(p, operands.w, i >= SIDE_ROWS / 8);
             copy_async(factors + i * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + i % 2 * 4, true);
         }
+    }
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     codec.fill(threadIdx.x, WARPS * WARP);

@@ -51,9 +51,10 @@ DEVICE void mma(const P& p) {
         }
         copy_commit();
     };
-    if constexpr (LIFTED<F>)
+    if constexpr (LIFTED<F>) {  // with braces, as in decode.cuh
         for (int i = threadIdx.x; i < ROWS / 8; i += THREADS)
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
+    }
 #pragma unroll
     for (int tile = 0; tile < STAGES - 1; tile++) copy(tile);
 
