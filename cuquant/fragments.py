@@ -5,7 +5,7 @@ Making it waits for the GPU once, so that any stream may use it afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp, isfinite, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,7 +73,8 @@ class Fragments:
     buffer: Any
     planes: plan.Planes
     half: bool = True
-    """Whether float16 holds the weights, times 2^lift, with all their bits."""
+    """Whether float16 holds the weights, times 2^lift, or over the factors of their rows, with all their bits
+    or about as well."""
     lift: int = 0
     """Exponent of the power of two by which the weights are multiplied."""
     values: int = 0
@@ -81,7 +82,7 @@ class Fragments:
     offset: int = 0
     """What has been added to scales that are exponents."""
     kept: Any = None
-    """Scales as blocks have them, where what kernels read has lost some; of trellis weights signs, too."""
+    """`Kept`, where what kernels read has lost bits of scales; of trellis weights `Parts`, with signs."""
     held: Any = None
     """What else must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
@@ -118,16 +119,20 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     half, lift, values, kept = scales.half, scales.lift, 0, scales.kept
     if count := prod(tiles):
         peaks, made = cupy.asarray(_NO_PEAKS), Fragments(*place)
-        rows = cupy.zeros(plan.TILE_ROWS * tiles[0] * plan.lifted(own), np.uint32)
+        rows = cupy.zeros(plan.TILE_ROWS * tiles[0] * plan.row_factors(own), np.uint32)
         _repack("to_fragments", made, fine, count, rows, peaks)
-        if plan.lifted(own):
+        if plan.row_factors(own):
             lifts = (np.uint64(made.addresses.scale), np.uint64(made.addresses.row))
-            jit.launch(plan.lift(own, tiles[0]), *lifts, rows, np.int32(tiles[1]), peaks[2:])
-        *found, lost = peaks.get(stream)
+            jit.launch(plan.lift(own, tiles[0]), *lifts, rows, np.int32(tiles[1]), peaks[2:3], peaks[3:])
+        *found, lost, small = peaks.get(stream)
         greatest, least = (float(peak) for peak in np.array(found).view(np.float32))
-        if plan.lifted(own):
-            half = isfinite(greatest)
-            kept = fine.reshape(-1, own.block_bytes)[:, : own.kernel_scale_bytes].copy() if lost else None
+        if plan.row_factors(own):
+            half = isfinite(greatest) and not small
+            if half and lost:
+                kept = _lost(made, fine)
+            elif not half:
+                _repack("to_fragments", replace(made, half=False), fine, count, rows, peaks)
+                stream.synchronize()
         elif fmt.scaling == "float":
             half = greatest <= _LARGEST_HALF
         if fmt.lookup:
@@ -137,12 +142,13 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     return Fragments(*place, half, lift, values, scales.offset, kept)
 
 
-_NO_PEAKS = np.array([0, 0x7F800000, 0], np.uint32)
-"""Bits of the greatest and the least magnitude, before there is any, and that no scale has lost bits."""
+_NO_PEAKS = np.array([0, 0x7F800000, 0, 0], np.uint32)
+"""Bits of the greatest and the least magnitude, before there is any, and that nothing has lost bits: no
+scale, and of no block all weights."""
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _LIFT, _LIFTED_UP_TO = 11, 31.0
 """Where the weights of a codebook are small, products multiply them by 2^11, for which they must not be above
-31, since float16 loses bits of small numbers. (Integers times a scale lose none.)"""
+31, since float16 loses bits of small numbers. (Integers have factors of rows.)"""
 _SMALL, _SMALL_BLOCK = 2.0**-5, 2.0**-13
 """What is small: all weights; or all of a block, of which float16 would lose what counts."""
 
@@ -151,6 +157,26 @@ def _lifted(greatest: float, least: float) -> tuple[bool, bool]:
     """Whether float16 can hold weights of a codebook, given blocks' peaks, and whether they are lifted."""
     lifted = greatest <= _LIFTED_UP_TO and (greatest < _SMALL or least < _SMALL_BLOCK)
     return greatest <= _LARGEST_HALF and (lifted or least >= _SMALL_BLOCK), lifted
+
+
+class Kept(NamedTuple):
+    """Scales as blocks have them: first bytes of some blocks, one after the other, or of all."""
+
+    blocks: Any
+    """Their numbers."""
+    scales: Any
+
+
+def _lost(made: Fragments, blocks: Any) -> Kept:
+    """The scales that do not come back from fragments with all their bits."""
+    cupy, fmt = device.cupy(), made.fmt.for_kernels
+    scales = blocks.reshape(-1, fmt.block_bytes)[:, : fmt.kernel_scale_bytes]
+    numbers = cupy.flatnonzero(
+        (_blocks(made).reshape(-1, fmt.block_bytes)[:, : scales.shape[1]] != scales).any(axis=1)
+    )
+    kept = Kept(numbers, scales[numbers])
+    cupy.cuda.get_current_stream().synchronize()  # other streams may use it
+    return kept
 
 
 class _Scales(NamedTuple):
@@ -190,7 +216,7 @@ def _centered(blocks: Any, fmt: Format) -> _Scales:
     offset = last - greatest if half else -1 if greatest == 255 else int(least == 0)
     wanted = e + offset
     made = cupy.where(used, cupy.clip(wanted, 1, 254), first if half else 1)
-    kept = records[:, :1].copy() if bool((made != wanted).any()) else None
+    kept = Kept(slice(None), records[:, :1].copy()) if bool((made != wanted).any()) else None
     changed = blocks.copy()
     changed.reshape(records.shape)[:, 0] = made
     # Sums in units of 2^(e - 127) are 2^-14 times their own, for E2M1 numbers' bits, times 2^16.
@@ -206,7 +232,7 @@ def _canonical(blocks: Any, fmt: Format) -> _Scales:
         return _Scales(blocks, lift=lift)
     changed = blocks.copy()
     changed.reshape(-1, fmt.block_bytes)[:, :width] = cupy.where(d == 0x7F, 0, d & 0x7F)
-    return _Scales(changed, lift=lift, kept=d.copy())
+    return _Scales(changed, lift=lift, kept=Kept(slice(None), d.copy()))
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -215,23 +241,26 @@ def from_fragments(fragments: Fragments) -> Any:
         from . import cuda_trellis
 
         return cuda_trellis.from_fragments(fragments)
-    cupy, fmt = device.cupy(), fragments.fmt
-    *lead, n, k = fragments.shape
-    blocks = cupy.empty((*lead, n, fmt.for_kernels.row_bytes(k)), np.uint8)
-    count = prod(plan.tiles(prod(lead), n, k))
-    if not count:
-        return fmt.from_kernels(blocks, cupy)
-    _repack("from_fragments", fragments, blocks, count, np.uint64(fragments.addresses.row))
-    scales = blocks.reshape(-1, fmt.for_kernels.block_bytes)
+    fmt, blocks = fragments.fmt, _blocks(fragments)
     if fragments.kept is not None:
-        scales[:, : fragments.kept.shape[1]] = fragments.kept
-    elif fragments.offset:
-        scales[:, 0] -= np.uint8(fragments.offset % 256)
-    return fmt.from_kernels(blocks, cupy)
+        numbers, scales = fragments.kept
+        blocks.reshape(-1, fmt.for_kernels.block_bytes)[numbers, : scales.shape[1]] = scales
+    elif fragments.offset and blocks.size:
+        blocks.reshape(-1, fmt.for_kernels.block_bytes)[:, 0] -= np.uint8(fragments.offset % 256)
+    return fmt.from_kernels(blocks, device.cupy())
+
+
+def _blocks(fragments: Fragments) -> Any:
+    """Blocks as kernels have them, with what has become of their scales."""
+    fmt, (*lead, n, k) = fragments.fmt.for_kernels, fragments.shape
+    blocks = device.cupy().empty((*lead, n, fmt.row_bytes(k)), np.uint8)
+    if count := prod(plan.tiles(prod(lead), n, k)):
+        _repack("from_fragments", fragments, blocks, count, np.uint64(fragments.addresses.row))
+    return blocks
 
 
 def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *rows: Any) -> None:
     fmt, (n, k) = fragments.fmt.for_kernels, fragments.shape[-2:]
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count), blocks, *sizes, *planes, *rows)
+    jit.launch(plan.repack(fmt, entry, count, fragments.half), blocks, *sizes, *planes, *rows)

@@ -112,7 +112,7 @@ def test_the_fragment_layout_is_the_picture() -> None:
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_1", "q8_0"])
 def test_scales_and_factors_of_rows_are_those_of_the_picture(name: str) -> None:
-    """Scales times 2^L, those of rows g + 8 a sixteenth of it but for 8 bits; minimums times 2^(L - 24)."""
+    """Scales times 2^L, minimums times 2^(L - C), factors 2^(C - L): C is 24, in rows g + 8 of nibbles 20."""
     rng = np.random.default_rng(3)
     rows = 2.0 ** rng.integers(-10, 10, (32, 1))
     w = cq.quantize((gauss((32, 128)) * rows).astype(F), name)
@@ -124,15 +124,15 @@ def test_scales_and_factors_of_rows_are_those_of_the_picture(name: str) -> None:
             peaks, np.abs(records["m"].astype(np.float64)).max(axis=(3, 4), keepdims=True) / 2**22
         )
     lift = 2.0 ** (15 - np.maximum(np.floor(np.log2(peaks)), -15))  # of subnormal numbers 2^30
-    sixteenths = np.array([1, 1 if name == "q8_0" else 16]).reshape(1, 2, 1, 1, 1)
+    codes = 2.0 ** np.array([24, 24 if name == "q8_0" else 20]).reshape(1, 2, 1, 1, 1)
     f = w.to_device("cuda").fragments()
-    kept = [d * lift / sixteenths] + ([records["m"] * lift / 2**24] if "m" in w.format.scales else [])
+    kept = [d * lift] + ([records["m"] * lift / codes] if "m" in w.format.scales else [])
     layout, buffer = plan.layout(f.fmt), as_numpy(f.buffer)
     stored = buffer[f.planes.scale :][: 4 * layout.scale].view(np.float16).reshape(2, 2, 8, 2, 2, len(kept))
     for word, expected in enumerate(kept):
         np.testing.assert_array_equal(stored[..., word].transpose(0, 3, 2, 1, 4), expected)
     factors = buffer[f.planes.row :][: 2 * layout.row].view(ml_dtypes.bfloat16).reshape(2, 8, 2)
-    np.testing.assert_array_equal(factors.transpose(0, 2, 1).astype(np.float64), 2**24 / lift[..., 0, 0])
+    np.testing.assert_array_equal(factors.transpose(0, 2, 1).astype(np.float64), (codes / lift)[..., 0, 0])
 
 
 def test_fifth_bits_are_where_the_picture_has_them() -> None:
@@ -328,11 +328,53 @@ def test_weights_beyond_float16(name: str) -> None:
     peak = F(1.5e4 if "m" in cq.formats.get(name).scales else 5e4)
     large = cq.quantize(gauss((96, 256)) * peak, name)
     large = large.to_device("cuda")
-    assert large.fragments().half == plan.lifted(cq.formats.get(name).for_kernels)
+    assert large.fragments().half == plan.row_factors(cq.formats.get(name).for_kernels)
     for m in (3, 16, 50):
         x = cupy.asarray(gauss((m, 256)).astype(np.float16))
         y = cq.matmul(x, large.T, dtype=np.float32)
         assert nmse(y, testing.linear(x, large)) < 1e-6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_small_blocks_beside_large_ones(name: str) -> None:
+    """Activations that meet one block alone get all its bits, however much greater the others of its row are:
+    where float16 does not hold both, scales multiply float32 sums."""
+    cupy = device.cupy()
+    rng = np.random.default_rng(5)
+    halves = set()
+    for exponent in range(0, 15):
+        numbers = gauss((40, 128))
+        numbers[:, 32:64] *= F(2.0**-exponent)
+        numbers[:, 64:96] = F(2.0**-exponent) * rng.uniform(0.9, 1.1, (40, 32)).astype(
+            F
+        )  # small beside a minimum
+        w = cq.quantize(numbers, name).to_device("cuda")
+        halves.add(w.fragments().half)
+        for m, block in ((1, 1), (20, 1), (20, 2), (70, 1)):
+            x = np.zeros((m, 128), np.float16)
+            x[:, block * 32 : block * 32 + 32] = gauss((m, 32))
+            y = cq.matmul(cupy.asarray(x), w.T, dtype=np.float32)
+            exact = testing.linear(x, w)
+            assert nmse(y, exact) < 1e-6, (exponent, m, block)
+    assert halves == {False, True}
+
+
+@pytest.mark.parametrize("name", ["q4_1", "q5_1"])
+def test_minimums_that_lose_bits_come_back(name: str) -> None:
+    """Small ones beside large scales, and what is made of them on another stream."""
+    cupy = device.cupy()
+    numbers = gauss((33, 256))
+    numbers[5, 64:96] = np.linspace(1.2345e-4, 2, 32)
+    w = cq.quantize(numbers, name)
+    stored = w.blocks.copy()
+    w = w.to_device("cuda")
+    kept = w.fragments().kept
+    assert kept is not None
+    assert len(kept.scales) < 8
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        again = w.blocks
+        stream.synchronize()
+    assert np.array_equal(as_numpy(again), stored)
 
 
 @pytest.mark.parametrize("name", NAMES)

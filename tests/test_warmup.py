@@ -22,7 +22,7 @@ def test_kernels_of_a_weight() -> None:
     found = kernels(formats.get("q4_0"), (14336, 4096), (1, 256), 90)
     for m in (1, 256):
         assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, 90).plan.kernel in found
-    assert {kernel.op for kernel in found} == {"repack", "activations", "gemm"}
+    assert {kernel.op for kernel in found} == {"repack", "lift", "activations", "gemm"}
     assert len(found) == len(set(found))
 
 

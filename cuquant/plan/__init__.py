@@ -26,7 +26,7 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import decode, decodes_long
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
 from .mma_core import mma
-from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, lifted, tiles
+from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
 from .wgmma_core import FLAGS, wgmma
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "group_lanes",
     "layout",
     "lift",
-    "lifted",
+    "row_factors",
     "mma",
     "moe",
     "per_block",
@@ -78,7 +78,7 @@ def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capabil
     if half and capability == 90 and m >= WGMMA_BATCH and not long:
         return wgmma(fmt, m, n, k, matrices)
     if not half or m <= DECODE_BATCH:
-        return decode(fmt, m, n, k, matrices, capability)
+        return decode(fmt, m, n, k, matrices, capability, half)
     return mma(fmt, m, n, matrices, capability)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 
 from ..formats import Format
 from .launch import LARGE_GPU, WARP, Kernel, Plan
-from .planes import has_kernels, lifted
+from .planes import has_kernels, row_factors
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
@@ -46,9 +47,14 @@ def _quantize_groups(has_zero_points: bool, threads: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def repack(fmt: Format, entry: str, count: int) -> Plan:
-    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left."""
-    return Plan(per_format("repack", entry, fmt), (ceil(count / 16), 1, 1), 256)
+def repack(fmt: Format, entry: str, count: int, half: bool = True) -> Plan:
+    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left.
+
+    Weights that are not `half`, that float16 does not hold, have no factors of rows.
+    """
+    kernel = per_format("repack", entry, fmt)
+    constants = (*kernel.constants, ("ROW_FACTORS", int(half and row_factors(fmt))))
+    return Plan(replace(kernel, constants=constants), (ceil(count / 16), 1, 1), 256)
 
 
 @lru_cache(maxsize=1024)
@@ -82,10 +88,11 @@ def block_kernels(fmt: Format) -> set[Kernel]:
     found = {per_block("dequantize", fmt, 1).kernel} | (
         {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     )
-    if lifted(fmt):
+    if row_factors(fmt):
         found |= {lift(fmt, 1).kernel}
     if not fmt.for_activations:
-        return found | {repack(fmt, entry, 1).kernel for entry in ("to_fragments", "from_fragments")}
+        both = ("to_fragments", "from_fragments")
+        return found | {repack(fmt, entry, 1, half).kernel for entry in both for half in (True, False)}
     entries = (
         "rows_to_half",
         "prepare_rows",

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from ..formats import Format
 from .launch import Kernel, Plan, shared_limit
+from .planes import row_factors
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,12 @@ class Core(IntEnum):
     WGMMA = 2
 
 
-def gemm_kernel(fmt: Format, core: Core, copies: int, tile: dict[str, int], shared: int) -> Kernel:
-    constants = (("BLOCK_BYTES", fmt.block_bytes), ("CORE", int(core)), ("COPIES", copies))
-    return Kernel("gemm", "gemm", fmt.header, (*constants, *tile.items()), shared)
+def gemm_kernel(
+    fmt: Format, core: Core, copies: int, tile: dict[str, int], shared: int, half: bool = True
+) -> Kernel:
+    kind = {"BLOCK_BYTES": fmt.block_bytes, "CORE": int(core), "COPIES": copies}
+    kind["ROW_FACTORS"] = int(half and row_factors(fmt))
+    return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
 
 
 ROOMY_BATCH = 64

@@ -21,6 +21,7 @@ def decode(
     k: int,
     matrices: int,
     capability: int,
+    in_half: bool = True,
     sides: int = 1,
     grouped: bool = False,
 ) -> Gemm:
@@ -29,9 +30,9 @@ def decode(
     Of one or two batch rows two small blocks per multiprocessor, where there is work for them, x is short
     and shared memory has room, hide each other's start and end; with more rows one large block, which reads x
     once. On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the
-    ring, and of more than 8 rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only
-    the GPU knows how many matrices count: blocks of two sides are small then, so that any number of matrices
-    fills it.
+    ring, and of more than 8 rows. Weights that are not `in_half`, that float16 does not hold, have no factors
+    of rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows how
+    many matrices count: blocks of two sides are small then, so that any number of matrices fills it.
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     copies, table = table_of(fmt, Core.DECODE, capability)
@@ -80,7 +81,7 @@ def decode(
     depth = max(2, min(8, ring // slot))
     k_warps = warps // row_warps
     own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
-    factors = rows * row_warps * layout(fmt).row
+    factors = rows * row_warps * layout(fmt).row if in_half else 0
     fits = (room - factors - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
     chunk = max(k_warps, min(own, fits))
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
@@ -88,7 +89,7 @@ def decode(
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
     tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
-    kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability))
+    kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 

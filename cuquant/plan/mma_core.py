@@ -7,7 +7,7 @@ from math import ceil
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import LARGE_GPU, WARP, Plan
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, lifted
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
@@ -20,7 +20,11 @@ def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     row_tiles, warps = ceil(n / TILE_ROWS), 4
     cheap = fmt.bits == 4 and not fmt.lookup and not has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
-    groups, rows, resident = 4 if m <= 32 else 8, 2, (4 if cheap and not lifted(fmt) else 3) if spared else 2
+    groups, rows, resident = (
+        4 if m <= 32 else 8,
+        2,
+        (4 if cheap and not row_factors(fmt) else 3) if spared else 2,
+    )
     scarce = fmt.has_zero_points or fmt.bits == 6  # which take more registers again
     if fmt.bits == 6:
         resident = 2

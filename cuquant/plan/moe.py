@@ -92,7 +92,7 @@ def product(
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
         matrices = max(1, ceil(load.hit - 0.2))
-        gemm = decode(fmt, batch, n, k, matrices, capability, sides, load.tokens > 1)
+        gemm = decode(fmt, batch, n, k, matrices, capability, half, sides, load.tokens > 1)
     elif gated:
         return None
     else:

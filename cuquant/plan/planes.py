@@ -65,12 +65,12 @@ def layout(fmt: Format) -> Layout:
     high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
     group = TILE_ROWS * fmt.kernel_group_bytes
     low, high = weights * (fmt.bits - high) // 8, weights * high // 8
-    row = 2 * TILE_ROWS * lifted(fmt)
+    row = 2 * TILE_ROWS * row_factors(fmt)
     return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1, row)
 
 
-def lifted(fmt: Format) -> bool:
-    """Whether kernels have a factor for every row (LIFTED in kernels/core/types.cuh): of codes that are
+def row_factors(fmt: Format) -> bool:
+    """Whether kernels have a factor for every row (ROW_FACTORS in kernels/core/types.cuh): of codes that are
     integers with a float16 scale."""
     own = fmt.scaling == "float" and not fmt.kernel_group_bytes and not fmt.has_zero_points
     return own and not fmt.lookup and not fmt.for_activations

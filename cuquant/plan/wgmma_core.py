@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, looked_up, table_of
 from .launch import LARGE_GPU, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, lifted
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
 class Tile(NamedTuple):
@@ -80,7 +80,7 @@ _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
-_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS, _LIFTED_STEPS = 2.2, 5e-5, 1.04, 1.07
+_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS, _INTEGER_STEPS = 2.2, 5e-5, 1.04, 1.07
 """Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes; and how
 many times as long steps take where no multiprocessor is idle any more: memory and power are shared by more,
 which shows most where instructions are few."""
@@ -113,7 +113,7 @@ def _step_us(fmt: Format, tile: Tile) -> float:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
     else:
-        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not lifted(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
+        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = tile.batch * tile.rows * _TENSOR_US
     instructions = STEP_US[tile] * work + _CONTENTION * tensor
@@ -163,7 +163,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether a kernel spills none: 640 threads have few, and two row blocks many sums and codes."""
     if tile.groups * tile.k_groups == 4:
         if tile.batch == 64:
-            return not lifted(fmt)  # there is no room for the factors of rows
+            return not row_factors(fmt)  # there is no room for the factors of rows
         if fmt.bits == 6:
             return split == 1 and tile.groups == 2
         return tile.k_tiles < 4 or not has_minimum(fmt)
@@ -192,14 +192,14 @@ def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
     stages = _stages(fmt, tile, 1)
     # Work after work takes registers, too.
     scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
-    scarce |= lifted(fmt) and fmt.bits == 8 and tile.blocks > 1
+    scarce |= row_factors(fmt) and fmt.bits == 8 and tile.blocks > 1
     fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
     return _wgmma(fmt, tile, 1, False, stages) if fits else None
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    steps, more = ceil(k / TILE_COLUMNS), _LIFTED_STEPS if lifted(fmt) else _STREAM_STEPS
+    steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if row_factors(fmt) else _STREAM_STEPS
     for tile, (split, blocks) in product(STEP_US, _PLACES.items()):
         stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
@@ -230,7 +230,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
 def _shares_tiles(fmt: Format, tile: Tile) -> bool:
     """Whether there are registers enough to share tiles out, which takes a few more, and threads to do it."""
     if tile.groups * tile.k_groups == 4:
-        return tile.batch < 64 and fmt.bits != 6 and not (fmt.bits == 5 and lifted(fmt))
+        return tile.batch < 64 and fmt.bits != 6 and not (fmt.bits == 5 and row_factors(fmt))
     if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
         return False
     return tile.batch < 256 or tile.groups > 1

@@ -61,7 +61,7 @@ DEVICE void decode(const P& p) {
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
     // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (LIFTED<F> ? ROWS * 2 : 0);
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (ROW_FACTORS<F> ? ROWS * 2 : 0);
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
@@ -115,7 +115,7 @@ DEVICE void decode(const P& p) {
         copy_commit();
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
-    if constexpr (LIFTED<F>) {  // NVRTC 12.9 takes a #pragma behind a statement without braces for a part of it
+    if constexpr (ROW_FACTORS<F>) {  // NVRTC 12.9 takes a #pragma behind a statement without braces for a part of it
         for (int i = threadIdx.x; i < ROWS / 8; i += WARPS * WARP) {
             const int row_tile = i / 2 % (SIDE_ROWS / 16);
             const Planes side = side_of(p, operands.w, i >= SIDE_ROWS / 8);
@@ -233,7 +233,7 @@ DEVICE void decode(const P& p) {
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
                 float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
-                if constexpr (LIFTED<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
+                if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }

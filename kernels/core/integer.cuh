@@ -16,32 +16,32 @@ struct IntegerCodes {
     DEVICE void fill(int, int) {}
 
     // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 to 6 bits
-    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes, and the powers of two leave with the accumulators
-    // (UNSCALE).
+    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes. The powers of two leave with the accumulators, by
+    // UNSCALE or the factors of rows.
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) a[r] = code(tile, h, r);
     }
 
     // Row g + 8's codes stand so many times higher than row g's.
-    static constexpr int TIMES_8 = F::BITS == 8 ? 1 : F::LOW_BYTES == 256 ? 4 : 16;
+    static constexpr int TIMES_8 = 1 << HIGHER<F>;
     static constexpr float UNSCALE = 16777216.f;             // 2^24, of rows g
     static constexpr float UNSCALE_8 = UNSCALE / TIMES_8;  // of rows g + 8
 
-    // What `codes` gives for the code that stands for 0, negative, or for 1 where there is a minimum (that of LIFTED
-    // formats is in the units of weights, not of codes). As operand A it makes sums of the activations in the units of
-    // the accumulators.
+    // What `codes` gives for the code that stands for 0, negative, or for 1 where there is a minimum: as operand A it
+    // makes sums of the activations in the units of the accumulators. Minimums beside factors of rows are in these units
+    // themselves.
     static DEVICE void unit(u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++)
-            a[r] = !F::HAS_MIN ? zero(r) : LIFTED<F> ? 0x3c003c00 : (r % 2 ? TIMES_8 : 1) * 0x00010001;
+            a[r] = !F::HAS_MIN ? zero(r) : ROW_FACTORS<F> ? 0x3c003c00 : (r % 2 ? TIMES_8 : 1) * 0x00010001;
     }
 
-    // The weights of step h in float16, rounded once. A code q in the mantissa under the exponent of 1024 reads
-    // 1024 + q, four bits higher 1024 + 16 q, two bits higher 1024 + 4 q.
+    // The weights of step h in float16, rounded once as long as they are normal numbers. A code q in the mantissa under
+    // the exponent of 1024 reads 1024 + q, four bits higher 1024 + 16 q, two bits higher 1024 + 4 q.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
-        if constexpr (LIFTED<F>)
-            lifted(tile, h, a);
+        if constexpr (ROW_FACTORS<F>)
+            of_subnormals(tile, h, a);
         else if constexpr (F::SCALING >= BYTES && F::HAS_MIN)
             above_minimums(tile, h, a);
         else
@@ -50,7 +50,7 @@ struct IntegerCodes {
 
 private:
     // One multiplication and addition makes weights of codes that are subnormal numbers.
-    static DEVICE void lifted(const Tile<F>& tile, int h, u32 (&a)[4]) {
+    static DEVICE void of_subnormals(const Tile<F>& tile, int h, u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const u32 d = tile.scale_pair(h, r % 2);
@@ -73,6 +73,7 @@ private:
     static DEVICE constexpr u32 zero(int r) { return (0x8000 | F::ZERO * (r % 2 ? TIMES_8 : 1)) * 0x00010001; }
 
     static DEVICE void scaled(const Tile<F>& tile, int h, u32 (&a)[4]) {
+        static_assert(F::BITS < 8, "codes of 8 bits have factors of rows");
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const u32 bits = masked(tile, h, r, 0x64006400);

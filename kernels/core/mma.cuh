@@ -14,7 +14,7 @@ DEVICE void mma(const P& p) {
     constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
     // After a codebook's table, or W's row plane, stages, whose place the staged sums take.
     Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (LIFTED<F> ? ROWS * 2 : 0);
+    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (ROW_FACTORS<F> ? ROWS * 2 : 0);
 
     begin(p);
     const Span span = span_of<BATCH>(p);
@@ -51,7 +51,7 @@ DEVICE void mma(const P& p) {
         }
         copy_commit();
     };
-    if constexpr (LIFTED<F>) {  // with braces, as in decode.cuh
+    if constexpr (ROW_FACTORS<F>) {  // with braces, as in decode.cuh
         for (int i = threadIdx.x; i < ROWS / 8; i += THREADS)
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
     }
@@ -90,7 +90,7 @@ DEVICE void mma(const P& p) {
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows at a time
     float* const staged = reinterpret_cast<float*>(shared);
-    auto factor = [&](int n) { return LIFTED<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
+    auto factor = [&](int n) { return ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
     // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
 #pragma unroll 1
     for (int first = 0; first < GROUPS; first += 2) {
@@ -111,7 +111,7 @@ DEVICE void mma(const P& p) {
         } else {
             auto load = [&](int row, int column) {
                 const float4 v = *reinterpret_cast<const float4*>(staged + row * LINE + column);
-                if constexpr (!LIFTED<F>) return v;
+                if constexpr (!ROW_FACTORS<F>) return v;
                 return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
                                    v.w * factor(column + 3));
             };

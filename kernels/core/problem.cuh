@@ -202,7 +202,7 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
     s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
     at.w = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES, p.group,
             p.rows};
-    if constexpr (LIFTED<F>) at.w.rows += w * ((p.N + 15) / 16 * 8);
+    if constexpr (ROW_FACTORS<F>) at.w.rows += w * ((p.N + 15) / 16 * 8);
     if constexpr (F::GROUP_BYTES > 0)
         at.w.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;

@@ -26,9 +26,17 @@ struct Ungrouped {
 };
 
 // Whether scales are kept in the range that codes in subnormal numbers want, and the row plane has a factor for every
-// row, which takes that back (core/tile.cuh).
+// row, which takes that back (core/tile.cuh). Without, a weight that float16 does not hold has its scales as they are.
+#ifndef CUQUANT_ROW_FACTORS
+#define CUQUANT_ROW_FACTORS 1
+#endif
 template <class F>
-constexpr bool LIFTED = F::CODING == INTEGERS && (F::SCALING == HALF || F::SCALING == HALF_AND_MIN);
+constexpr bool ROW_FACTORS =
+    CUQUANT_ROW_FACTORS && F::CODING == INTEGERS && (F::SCALING == HALF || F::SCALING == HALF_AND_MIN);
+
+// By how many bits integers of rows g + 8 stand higher in a register than those of rows g (core/tile.cuh).
+template <class F>
+constexpr int HIGHER = F::BITS == 8 ? 0 : F::LOW_BYTES == 256 ? 2 : 4;
 
 // Records of the group plane for so many tiles along K.
 template <class F>

@@ -156,7 +156,7 @@ DEVICE void wgmma(const P& p) {
             Tile<F> tile[ROW_BLOCKS];
             Factors factors[ROW_BLOCKS];
             auto load_factors = [&](const Segment& segment) {
-                if constexpr (LIFTED<F>) {
+                if constexpr (ROW_FACTORS<F>) {
                     const Planes w = matrix_of<F>(p, segment.matrix).w;
 #pragma unroll
                     for (int b = 0; b < ROW_BLOCKS; b++) {
@@ -166,7 +166,7 @@ DEVICE void wgmma(const P& p) {
                 }
             };
             auto multiply_by_factors = [&] {
-                if constexpr (LIFTED<F>)
+                if constexpr (ROW_FACTORS<F>)
 #pragma unroll
                     for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll

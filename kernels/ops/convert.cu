@@ -4,10 +4,10 @@
 #include "../core/convert.cuh"
 #include "../core/decode.cuh"
 
-// Weights of four and of eight bits with a float16 scale for every 32, which no row plane changes.
+// Weights of four and of eight bits with a float16 scale for every 32.
 struct FourBits : Ungrouped {
     static constexpr int BITS = 4, OFFSET = 8, ZERO = 8, LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = 64;
-    static constexpr Coding CODING = CODEBOOK;
+    static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = HALF;
     static constexpr bool HAS_MIN = false;
 };

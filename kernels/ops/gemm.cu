@@ -5,6 +5,7 @@
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
+static_assert(ROW_FACTORS<Format> == CUQUANT_ROW_FACTORS, "host and device disagree about the row plane");
 
 using Values = Codec<Format, CUQUANT_COPIES>;
 

@@ -1,10 +1,9 @@
-// Scales in the fragment layout as products take them, of formats that are LIFTED (the picture is in core/tile.cuh): a
-// block of threads for each row tile; and factors of the rows, of which ops/repack.cu has found the peaks.
-#include "../core/ptx.cuh"
+// Scales in the fragment layout as products take them, of formats with ROW_FACTORS (the picture is in core/tile.cuh): a
+// block of threads for each row tile; and the factors of rows, of which ops/repack.cu has found the peaks.
 #include "../formats/lift.cuh"
 #include CUQUANT_FORMAT
 
-static_assert(LIFTED<Format>, "the format has no row plane");
+static_assert(ROW_FACTORS<Format>, "the format has no row plane");
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256, ROWS = 16;
@@ -12,21 +11,36 @@ constexpr int THREADS = 256, ROWS = 16;
 constexpr int WORDS = Format::SCALE_BYTES / 4;
 static_assert(THREADS % WORDS == 0, "tiles end where threads do");
 
-// `lost` becomes 1 where a scale or a minimum would not come back with all its bits.
+// Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
+// those between its weights. By the peaks of formats: 8 of the latter (q4_0), 128 of them, or a minimum besides.
+DEVICE bool is_small(u32 scale, int exponent) {
+    LaneShare<Format> share = {};
+    share.scale = scale;
+    const float peak = Format::peak(share) * power_of_two(exponent);
+    return peak > 0 && peak < power_of_two(Format::HAS_MIN ? -12 : Format::BITS == 8 ? -13 : -14);
+}
+
+// `lost` becomes 1 where a scale or a minimum would not come back with all its bits, `small` where weights lack some.
 extern "C" __global__ void __launch_bounds__(THREADS)
-lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* lost) {
+lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* lost, u32* small) {
     const int column = threadIdx.x % WORDS, row8 = column / (Format::HAS_MIN ? 2 : 1) % 2;
     u32* const words = reinterpret_cast<u32*>(scale + s64(blockIdx.x) * tiles_k * Format::SCALE_BYTES);
     peaks += s64(blockIdx.x) * ROWS;
-    const int L = lift_of(peaks[column / (WORDS / 8) + row8 * 8]);
-    bool lossy = false;
+    const int L = lift_of(peaks[column / (WORDS / 8) + row8 * 8]), exponent = L - code_exponent<Format>(row8);
+    bool lossy = false, lacking = false;
     for (int w = threadIdx.x; w < tiles_k * WORDS; w += THREADS) {
         const u32 own = words[w], made = lifted<Format>(own, L, row8, 1);
         lossy |= lifted<Format>(made, L, row8, -1) != own;
+        if constexpr (Format::HAS_MIN)
+            lacking |= is_small(own, exponent);
+        else
+            lacking |= is_small(own & 0xffff, exponent) || is_small(own >> 16, exponent);
         words[w] = made;
     }
     if (lossy) *lost = 1;
+    if (lacking) *small = 1;
     const int g = threadIdx.x;
     if (g < 8)
-        factors[s64(blockIdx.x) * 8 + g] = factor_of(lift_of(peaks[g])) | factor_of(lift_of(peaks[g + 8])) << 16;
+        factors[s64(blockIdx.x) * 8 + g] = factor_of<Format>(lift_of(peaks[g]), 0) |
+                                           factor_of<Format>(lift_of(peaks[g + 8]), 1) << 16;
 }

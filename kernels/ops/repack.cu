@@ -126,7 +126,7 @@ DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int 
 // `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
 // that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
 //
-// Of LIFTED formats scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has to know.
+// Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has to know.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              u32* peaks_of_rows, u32* peaks) {
@@ -166,7 +166,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             const LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
             const u32 peak = __float_as_int(Format::peak(share));
             greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
-            if constexpr (LIFTED<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
+            if constexpr (ROW_FACTORS<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
@@ -181,7 +181,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if constexpr (Format::GROUP_BYTES > 0)
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
         });
-        if constexpr (LIFTED<Format>) {
+        if constexpr (ROW_FACTORS<Format>) {
             row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, 1));
             volatile u32* const known = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
             if (lane % 2 == 0 && row_peak > *known) atomicMax(const_cast<u32*>(known), row_peak);
@@ -210,8 +210,8 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
                              shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
         int L = 0;
-        if constexpr (LIFTED<Format>)
-            L = lift_by(factors[run.row_tile * 8 + g] >> lane / 2 % 2 * 16 & 0xffff);
+        if constexpr (ROW_FACTORS<Format>)
+            L = lift_by<Format>(factors[run.row_tile * 8 + g] >> lane / 2 % 2 * 16 & 0xffff, lane / 2 % 2);
         for_tiles(run, [&](int t, int at, int part) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = {};
@@ -226,7 +226,7 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                 share.scale = reinterpret_cast<const u16*>(scales)[lane];
             else
                 share.scale = scales[lane];
-            if constexpr (LIFTED<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
+            if constexpr (ROW_FACTORS<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
             if constexpr (Format::GROUP_BYTES > 0)
                 if (in_group(lane)) share.group = *group_at(group, run, t, lane);
             scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
