@@ -189,8 +189,8 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
     m, rows, axes = _merge(w.shape, x, out, residual)
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
-    # A map cannot repeat rows (stride 0); the decode core, which takes any weights, can.
-    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half and rows[1] > 0, capability)
+    # A map cannot repeat rows (stride 0).
+    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, capability, repeats=rows[1] == 0)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]

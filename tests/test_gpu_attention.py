@@ -140,6 +140,12 @@ def test_scaled_and_rotated_keys(options: dict[str, Any], dtype: Any) -> None:
     agree(normal(2, 3, 8, 64, seed=3, dtype=dtype), filled(**options))
 
 
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], OPTIONS[3], {"track_attention": True}], ids=str)
+def test_options_of_eight_heads_at_once(options: dict[str, Any]) -> None:
+    """One float16 query of 128 channels for each head: the copy engine takes tokens."""
+    agree(normal(2, 1, 32, 128, seed=3, dtype=np.float16), filled(heads=8, dim=128, **options))
+
+
 @pytest.mark.parametrize("dim", [96, 128, 256])
 def test_rotated_keys_of_other_sizes(dim: int) -> None:
     agree(normal(2, 3, 8, dim, seed=3), filled(dim=dim, rotate=True))

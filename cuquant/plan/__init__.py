@@ -68,16 +68,18 @@ __all__ = [
 
 
 @lru_cache(maxsize=4096)
-def gemm(fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capability: int) -> Gemm:
+def gemm(
+    fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capability: int, repeats: bool = False
+) -> Gemm:
     """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
-    scales multiply float32 sums.
+    scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
     """
     long = m <= DECODE_BATCH and decodes_long(fmt, n, matrices)
-    if half and capability == 90 and m >= WGMMA_BATCH and not long:
+    if half and not repeats and capability == 90 and m >= WGMMA_BATCH and not long:
         return wgmma(fmt, m, n, k, matrices)
-    if not half or m <= DECODE_BATCH:
+    if not half or repeats or m <= DECODE_BATCH:
         return decode(fmt, m, n, k, matrices, capability, half)
     return mma(fmt, m, n, matrices, capability)
 

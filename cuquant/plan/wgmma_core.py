@@ -168,7 +168,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             return split == 1 and tile.groups == 2
         return tile.k_tiles < 4 or not has_minimum(fmt)
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
-        return not (fmt.bits in (5, 6) or has_minimum(fmt) or (fmt.lookup and fmt.kernel_group_bytes))
+        return not (fmt.bits in (5, 6) or has_minimum(fmt) or fmt.whole_matrices)
     return True
 
 

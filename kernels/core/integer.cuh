@@ -1,4 +1,4 @@
-// Codes that are integers: W = d (q - OFFSET), d q + m or d (q - zero).
+// Codes that are integers: W = d (q - ZERO), d q + m or d (q - zero).
 //
 // The picture is in tile.cuh. A mask selects the two codes of a register, and their place in a float16 number is
 // their value: under the exponent of a subnormal number exactly q times a power of two, under that of 1024 a number

@@ -9,8 +9,8 @@
 //     a2         g       2i+8, 2i+9       2, 6                  1, 3 of row g's
 //     a3         g + 8   2i+8, 2i+9       3, 7                  1, 3 of row g + 8's
 //
-// Two-bit words, one for two steps: codes of registers r at step h are at bits 4 (h & 1) + 2 (r & 1) + 8 (r >> 1), their
-// second elements 16 higher.
+// Codes of 8 bits are around 128. Two-bit words, one for two steps: codes of registers r at step h are at bits
+// 4 (h & 1) + 2 (r & 1) + 8 (r >> 1), their second elements 16 higher.
 //
 // High plane, of one bit: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word,
 // turned left by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the
@@ -221,8 +221,8 @@ private:
 };
 
 // One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step at a time: of the step's pieces
-// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead. AGAIN: the next step may
-// well be the same bytes.
+// of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead.
+// AGAIN: the next step may well be the same bytes.
 template <int ROW_TILES, int BYTES, int THREADS, bool AGAIN = false>
 struct PlaneCopy {
     static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;

@@ -32,8 +32,6 @@ DEVICE int lift_by(u32 factor, int row8) {
     return 127 + code_exponent<F>(row8) - int(factor >> 7);
 }
 
-DEVICE float power_of_two(int exponent) { return __int_as_float(127 + exponent << 23); }
-
 // A word of scales lifted; or brought back, where `direction` is -1. What is not finite stays as it is.
 template <class F>
 DEVICE u32 lifted(u32 word, int L, int row8, int direction) {

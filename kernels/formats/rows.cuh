@@ -27,8 +27,6 @@ DEVICE int shift_of(u32 peak) {
     return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
 
-DEVICE float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
-
 // Eight numbers, times a factor, to float16.
 DEVICE void store_halves(u16* to, const float* x, float scale) {
     u32 pairs[4];
