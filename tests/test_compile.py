@@ -76,7 +76,7 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
 @needs_nvrtc
 def test_every_kernel_for_the_h200() -> None:
     """But of formats that differ in widths alone, or take less than one like them, one tile of each core."""
-    alike = {"q4_1", "q5_0", "kbit4", "q2_k", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
+    alike = {"q4_1", "q5_0", "kbit3", "kbit4", "nvfp4", "q2_k", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
     every = kernels("sm_90a")
     once = {(k.op, k.entry, k.format, dict(k.constants).get("CORE")): k for k in every if k.format in alike}
     check([*(k for k in every if k.format not in alike), *once.values()], "sm_90a")
