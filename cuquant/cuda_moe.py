@@ -2,7 +2,9 @@
 
     gather -> gate and up -> hidden -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
 
-Of few tokens each block of a product finds its rows of x itself, and `gather` is spared.
+Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Of many, gate and up
+make float16 numbers in levels (kernels/core/levels.cuh), of which `level` has less to do than `hidden` of
+float32.
 
 Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
 scratch.
@@ -175,7 +177,7 @@ def _source(x: Any, converted: int) -> _Rows:
 def _tokens_at_once(mixture: _Mixture, top_k: int) -> int:
     """Tokens whose rows the workspace holds; at least one."""
     (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
-    row = 2 * max(k, width) + 4 * max(width, n) + 2 * width * mixture.blocks
+    row = max(2 * k, 2 * width, 4 * n) + 4 * max(width, n) + 2 * width * mixture.blocks
     # Of rows at least 8 have a block of the launch's third axis.
     most = 8 * (plan.MOST_BLOCKS - mixture.gate.shape[0])
     return max(1, min(WORKSPACE // row, most) // top_k)
@@ -185,9 +187,11 @@ def _layout(mixture: _Mixture, load: Load) -> _Layout:
     """Arrays between the launches: what is over makes room for what comes."""
     (count, width, k), n, rows = mixture.gate.shape, mixture.down.shape[1], load.rows
     layout = _Layout()
-    layout.add("halves", rows * 2 * max(k, width))  # of x, then of hidden numbers
+    layout.add("halves", rows * max(2 * k, 2 * width, 4 * n))  # of x, then of hidden numbers
     layout.add("factors", rows * 4)
-    layout.add("sums", rows * 4 * max(width, n))  # hidden numbers, then results
+    # Hidden numbers, then results. Those in levels are what `down` multiplies: its results take x's place.
+    layout.add("sums", rows * 4 * max(width, n))
+    layout.add("levels", rows * ceil(width / plan.moe.LEVEL_COLUMNS))
     if mixture.blocks:
         layout.add("blocks", rows * get("q8_1").row_bytes(width))
     layout.add("places", rows * 4)
@@ -218,15 +222,22 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         lists = (at["of gate"], at["of up"], at["of down"])
         rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
         then = given._replace(x_row=width)
-    sums, activation = at["sums"], mixture.activation
+    halves, sums, activation, levels = at["halves"], at["sums"], mixture.activation, 0
     if both is not None:
         apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
-        _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart)
+        if both.levels and not mixture.blocks and width % plan.moe.LEVEL_COLUMNS == 0:
+            levels = at["levels"]
+        _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart, levels=levels)
     else:
         _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)
         _multiply(mixture.up, load, up, rows, sums, given, 1, factor=sums, early=True)
-    _hidden(mixture, load.rows, width, at)
-    _multiply(mixture.down, load, down, (at["halves"], at["factors"]), sums, then, 2, early=True)
+    if levels:
+        own = (np.uint64(sums), np.int32(width), np.uint64(levels), np.int32(load.rows))
+        jit.launch(plan.moe.level(load.rows), *own, np.uint64(at["factors"]))
+        halves, sums = sums, halves
+    else:
+        _hidden(mixture, load.rows, width, at)
+    _multiply(mixture.down, load, down, (halves, at["factors"]), sums, then, 2, early=True)
     jit.launch(
         plan.moe.combine(load.tokens, n),
         *(np.uint64(sums), np.int32(n), np.uint64(places), *routing),
@@ -295,11 +306,13 @@ def _multiply(
     factor: int = 0,
     apart: int = 0,
     early: bool = False,
+    levels: int = 0,
 ) -> None:
-    """Launch a grouped product: float16 rows of x and their factors to float32 rows, at these addresses."""
-    launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row)
+    """Launch a grouped product: float16 rows of x and their factors to float32 rows, or to float16 rows in
+    levels, at these addresses."""
+    launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row, levels != 0)
     tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
-    ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early)
+    ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early, levels)
     jit.launch_packed(launch.plan, launch.packed(tensor, w.addresses, w.values, (*x, out, factor), *ends))
 
 

@@ -25,7 +25,7 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
 _OTHERS = struct.Struct("<i4xqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
-_GROUP = struct.Struct("<3q7i12x")
+_GROUP = struct.Struct("<3q7i4xq")
 """What `struct Grouped` adds."""
 
 Shape = tuple[int, ...]
@@ -126,14 +126,16 @@ class Group(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: int) -> Group:
-    """Pack the numbers of rows of float16, so many elements apart, times a stack (E, N, K), to float32."""
+def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: int, leveled: bool) -> Group:
+    """Pack the numbers of rows of float16, so many elements apart, times a stack (E, N, K), to float32, or to
+    float16 in levels."""
     count, n, k = w.shape
     none, float32 = (0, 0, 0), DTYPES[check.FLOATS[2]]
+    out = DTYPES[check.FLOATS[0]] if leveled else float32
     numbers = _NUMBERS.pack(
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
-        *(rows, n, k, gemm.chunk, float32, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
+        *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
         2.0**-w.lift * w.scale,
     )
     tensor = None

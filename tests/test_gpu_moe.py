@@ -136,6 +136,48 @@ def test_many_tokens() -> None:
     close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs), np.float16)
 
 
+@pytest.mark.parametrize("format", ["q4_0", "kbit4", "q8_0"])
+def test_hidden_numbers_of_many_magnitudes(format: str) -> None:
+    """Within a row, from row to row, and rows of which a number is far above all others."""
+    w = stacks(format, 4, k=256, hidden=512, n=64)
+    spread = np.ldexp(F(1), np.random.default_rng(1).integers(-9, 10, (4, 512, 1))).astype(F)
+    up = cq.quantize(testing.as_numpy(w.up) * spread, format).to_device("cuda")
+    experts = w._replace(up=up)
+    x, ids, probs = gauss(300, 256), *routed(300, 4, 2)
+    x *= np.ldexp(F(1), np.arange(300) % 41 - 20).astype(F)[:, None]
+    x[::5, ::64] *= 3000
+    x[7] = 0
+    y = testing.as_numpy(cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:]))
+    expected = reference(x, experts, ids, probs)
+    assert not y[7].any()
+    for row in (*range(7), *range(8, 300)):
+        assert testing.nmse(y[row], expected[row]) <= 1e-5, row
+
+
+def test_rows_in_levels() -> None:
+    """The kernel that brings the columns of a row to one level."""
+    cupy, generator = device.cupy(), np.random.default_rng(2)
+    rows, k, columns = 11, 160, plan.moe.LEVEL_COLUMNS
+    x = generator.integers(-2048, 2048, (rows, k // columns, columns)).astype(np.float16)
+    levels = generator.integers(14, 19, (rows, k // columns)).astype(np.uint8)  # a byte is the level + 16
+    levels[1], levels[2] = 17, 0
+    levels[3, ::2] = 0
+    x[levels == 0] = 0
+    levels[4, 0] = 31
+    given, factors = cupy.asarray(x.reshape(rows, k)), cupy.empty(rows, F)
+    numbers = (np.int32(k), cupy.asarray(levels), np.int32(rows), factors)
+    jit.launch(plan.moe.level(rows), given, *numbers)
+    made, factor = testing.as_numpy(given).astype(np.float64), testing.as_numpy(factors).astype(np.float64)
+    expected = np.ldexp(x.astype(np.float64), 8 * (levels[..., None].astype(int) - 16)).reshape(rows, k)
+    highest = levels.max(axis=1).astype(int)
+    np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - 16)), 1))
+    # Numbers of lower levels are subnormal in the highest, if anything.
+    np.testing.assert_allclose(
+        made * factor[:, None], expected, rtol=0, atol=2.0**-25 * factor.max(initial=0)
+    )
+    np.testing.assert_array_equal((made * factor[:, None])[1:3], expected[1:3])
+
+
 @pytest.mark.parametrize("tokens", [5, 40, 600])
 @pytest.mark.parametrize("kind", ["one", "two", "last", "repeated", "out of range", "lost"])
 def test_skewed_routing(tokens: int, kind: str) -> None:

@@ -122,8 +122,8 @@ def test_numbers_are_those_of_the_struct() -> None:
     """What kernels/core/problem.cuh asserts of its size, and that a launch is packed to it."""
     fmt = cq.formats.get("q4_0")
     made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
-    group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512)
+    group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)
-    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, (6, 7, 8, 9), *range(10))
+    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, (6, 7, 8, 9), *range(11))
     assert len(packed) == 640 + 64

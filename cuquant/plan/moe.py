@@ -17,18 +17,20 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
 from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import mma
-from .planes import TILE_COLUMNS
-from .wgmma_core import WGMMA_TILES, tile_us, wgmma_unshared
+from .planes import TILE_COLUMNS, row_factors
+from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
 FEW_TOKENS = 512
 """Tokens up to which every block of `gather` finds the place of its own entry."""
-_ROUTE_WARPS, _GROUP_WARPS = 4, 16
+LEVEL_COLUMNS = 16
+"""Columns that have a level of their own (kernels/core/levels.cuh)."""
+_ROUTE_WARPS, _GROUP_WARPS, _LEVEL_WARPS = 4, 16, 4
 _COLUMNS = 4 * 256
 """Columns that a block of `combine` sums."""
-_BYTES_US = 4.46e6
-"""Bytes of weights that an H200 reads in a microsecond."""
+_BYTES_US, _RESULTS_US = 4.46e6, 1e6
+"""Bytes in a microsecond on an H200: of weights, which are read meanwhile; and of float32 results."""
 _LAUNCH_US = 2.0
 
 
@@ -76,6 +78,12 @@ class Product(NamedTuple):
     us: float = 0
 
     @property
+    def levels(self) -> bool:
+        """Whether its results may be float16 numbers in levels, of LEVEL_COLUMNS each."""
+        kernel = self.gemm.plan.kernel
+        return core_of(kernel) == "wgmma" and dict(kernel.constants)["GATED"] == 1
+
+    @property
     def finds_rows(self) -> bool:
         """Whether blocks can find their rows by the ids of a warp's lanes."""
         return core_of(self.gemm.plan.kernel) == "decode"
@@ -107,7 +115,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
     for tile in WGMMA_TILES:
         gemm = wgmma_unshared(fmt, tile, k)
-        if gemm is None or (sides == 2 and tile.blocks != 2) or _lacks_registers(fmt, tile.batch, sides):
+        if gemm is None or (tile.blocks != 2 if sides == 2 else _lacks_registers(fmt, tile)):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
@@ -119,9 +127,10 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
         )
 
 
-def _lacks_registers(fmt: Format, batch: int, sides: int) -> bool:
-    """Whether a tile's kernel would keep registers in memory."""
-    return batch == 128 and fmt.sign_bits > 0 if sides == 2 else batch == 64 and fmt.bits == 6
+def _lacks_registers(fmt: Format, tile: Tile) -> bool:
+    """Whether a tile's kernel would keep registers in memory, if it is not gated."""
+    many = fmt.bits == 8 and row_factors(fmt)
+    return tile.blocks == 2 and (many or (tile.batch == 64 and fmt.bits == 6))
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
@@ -131,11 +140,13 @@ def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
 
 
 def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, capability: int) -> Product | None:
-    """Both in one launch, where that is possible and no slower than two."""
+    """Both in one launch, where that is possible and no slower than two, of which the second reads what the
+    first has stored."""
     both = product(fmt, load, n, k, half, True, capability)
     single = product(fmt, load, n, k, half, False, capability)
     assert single is not None
-    return None if both is None or both.us > 2 * single.us else both
+    results = load.rows * n * 4 / _RESULTS_US
+    return None if both is None or both.us > 2 * (single.us + results) else both
 
 
 def _threads(k: int, each: int, most: int) -> int:
@@ -152,6 +163,13 @@ def gather(load: Load, k: int) -> Plan:
 def hidden(rows: int, k: int) -> Plan:
     """A block for every row."""
     return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def level(rows: int) -> Plan:
+    """A warp for every row."""
+    grid = (ceil(rows / _LEVEL_WARPS), 1, 1)
+    return Plan(Kernel("moe", "level"), grid, _LEVEL_WARPS * WARP, overlaps=True)
 
 
 @lru_cache(maxsize=1024)

@@ -24,12 +24,6 @@ DEVICE float log2_of(float x) {
     return r;
 }
 
-DEVICE u32 transposed(u32 pair) {
-    u32 r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
-    return r;
-}
-
 DEVICE float load_shared_half(u32 address) {
     u16 bits;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));

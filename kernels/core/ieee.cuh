@@ -27,8 +27,6 @@ DEVICE float ieee_div(float a, float b) {
     return r;
 }
 
-DEVICE u32 magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
-
 // Compiled signs flush subnormal numbers, too.
 DEVICE float absolute(float x) { return __int_as_float(magnitude(x)); }
 

@@ -72,10 +72,10 @@ struct Routing {
 };
 
 // A product in which the rows of x are sorted by their matrix of W (a mixture of experts): a work at a time. How many
-// works there are, only the GPU knows; those beyond have no rows. Results are float32 and lie in rows of N.
+// works there are, only the GPU knows; those beyond have no rows. Results lie in rows of N.
 //
-// Plain, act(x W^T), times what `residual` has in the same place. Gated, act(x W^T) * (x V^T) at once, where V has the
-// format, the shape and the codebook of W.
+// Plain, act(x W^T), times what `residual` has in the same place, float32. Gated, act(x W^T) * (x V^T) at once, where V
+// has the format, the shape and the codebook of W; float32, or (wgmma core) float16 in levels.
 //
 // Without a list of works, for at most a warp's lanes of ids (entries), blocks find their work themselves: rows of out
 // are those of the entries, rows of x every `share` entries'.
@@ -87,6 +87,7 @@ struct Grouped : Problem {
     Routing routing;
     int batch, share;  // rows of a work, at most; entries of a row of x
     int early;         // whether the works are there before the kernel before this one is done
+    u8* levels;        // of results of 16 bits (core/levels.cuh)
 };
 static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "problem.py packs one after the other");
 

@@ -249,6 +249,13 @@ DEVICE void copy_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which lane 4 g + i has (g, 2 i) and (g, 2 i + 1): it gets (2 i, g), (2 i + 1, g).
+DEVICE u32 transposed(u32 pair) {
+    u32 r;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
+
 // The reverse of load_matrices, transposed: elements (2 i, g) and (2 i + 1, g) of each matrix come from lane 4 g + i.
 DEVICE void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"

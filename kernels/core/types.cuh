@@ -91,6 +91,9 @@ DEVICE u16 float_to_half(float value) {
 // A normal number, exponents from -126 to 127.
 DEVICE float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
+// The bits of a float's magnitude, which are in the order of their numbers; NaN's are the greatest.
+DEVICE u32 magnitude(float x) { return __float_as_int(x) & 0x7fffffff; }
+
 DEVICE float bfloat_to_float(u16 bits) { return __int_as_float(u32(bits) << 16); }
 
 // Round to nearest even; NaN keeps a set mantissa bit, which adding the rounding bias could carry away.

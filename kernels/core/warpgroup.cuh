@@ -94,6 +94,12 @@ struct Wgmma<256> {
     }
 };
 
+// The sums of the first batch rows.
+template <int COUNT, int SUMS>
+DEVICE float (&first_of(float (&sums)[SUMS]))[COUNT] {
+    return reinterpret_cast<float(&)[COUNT]>(sums);
+}
+
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

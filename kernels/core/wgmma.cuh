@@ -40,6 +40,8 @@ DEVICE void wgmma(const P& p) {
     static_assert(!P::GROUPED || (SPLIT == 1 && !STREAM), "only the GPU knows what there is to share out");
     static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
+    // An expert's last rows are mostly few: the tensor cores need not take as long for them.
+    constexpr int NARROW = P::GROUPED && BATCH >= 128 ? BATCH / 4 : BATCH;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
     using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
@@ -193,39 +195,55 @@ DEVICE void wgmma(const P& p) {
                     for (int b = 0; b < ROW_BLOCKS; b++) codec.weights(tile[b], step, a[step][b]);
                 }
             };
-            // x: rows of 128 bytes, swizzled, 8 rows to a group of 1024 bytes; a step of 16 columns is 32 bytes.
-            auto multiply = [&](int h, u64 x) {
-                pin(a[h]), pin(a[h + 1]);
-                wgmma_fence();
-#pragma unroll
-                for (int step = h; step < h + 2; step++)
-#pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) Wgmma<BATCH>::add(acc[b], a[step][b], x + 2 * step);
-                wgmma_commit();
-                wgmma_wait<1>();  // the two steps before have read their operands
-            };
             const int steps = (segment.end - segment.begin) / WIDTH;
             int previous = 0;  // stage that the tensor cores may still read
-            load(0);
-            dequantize(0);
-            for (int t = 0; t < steps; t++) {
-                const u64 own = u64((stages + stage * STAGE + k_group * X_BYTES) >> 4) | u64(1) << 16 | u64(64) << 32 |
-                                u64(1) << 62;
-                const int current = stage;
+            // All steps; inlined twice, as which of the two it is would otherwise be asked in the inner loop.
+            auto multiply_all = [&](bool narrow) {
+                if constexpr (NARROW < BATCH) asm volatile("" : "+r"(lane), "+r"(full), "+r"(stages));
+                // x: rows of 128 bytes, swizzled, 8 rows to a group of 1024 bytes; a step of 16 columns is 32 bytes.
+                auto multiply = [&](int h, u64 x) {
+                    pin(a[h]), pin(a[h + 1]);
+                    wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < K_TILES; k++) {
-                    const u64 x = own + (k * K_GROUPS * X_BYTES >> 4);
-                    multiply(0, x);
-                    if (k == 0) release(previous, t > 0);
-                    dequantize(2);
-                    multiply(2, x);
-                    if (k + 1 == K_TILES && ++stage == STAGES) stage = 0, parity ^= 1;
-                    if (k + 1 < K_TILES || t + 1 < steps) {
-                        load((k + 1) % K_TILES);
-                        dequantize(0);
+                    for (int step = h; step < h + 2; step++)
+#pragma unroll
+                        for (int b = 0; b < ROW_BLOCKS; b++)
+                            if (narrow)
+                                Wgmma<NARROW>::add(first_of<NARROW / 2>(acc[b]), a[step][b], x + 2 * step);
+                            else
+                                Wgmma<BATCH>::add(acc[b], a[step][b], x + 2 * step);
+                    wgmma_commit();
+                    wgmma_wait<1>();  // the two steps before have read their operands
+                };
+                load(0);
+                dequantize(0);
+                for (int t = 0; t < steps; t++) {
+                    const u64 own = u64((stages + stage * STAGE + k_group * X_BYTES) >> 4) | u64(1) << 16 |
+                                    u64(64) << 32 | u64(1) << 62;
+                    const int current = stage;
+#pragma unroll
+                    for (int k = 0; k < K_TILES; k++) {
+                        const u64 x = own + (k * K_GROUPS * X_BYTES >> 4);
+                        multiply(0, x);
+                        if (k == 0) release(previous, t > 0);
+                        dequantize(2);
+                        multiply(2, x);
+                        if (k + 1 == K_TILES && ++stage == STAGES) stage = 0, parity ^= 1;
+                        if (k + 1 < K_TILES || t + 1 < steps) {
+                            load((k + 1) % K_TILES);
+                            dequantize(0);
+                        }
                     }
+                    previous = current;
                 }
-                previous = current;
+            };
+            if constexpr (NARROW < BATCH) {
+                if (segment.end_m - segment.first_m <= NARROW)
+                    multiply_all(true);
+                else
+                    multiply_all(false);
+            } else {
+                multiply_all(false);
             }
             wgmma_wait<0>();
             pin(acc);

@@ -5,12 +5,16 @@
 //
 //      gather -> products with gate and up -> hidden -> product with down -> combine
 //
+// Where gate and up together make float16 themselves, `level` stands in for `hidden`.
+//
 // Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
 // weights while what they multiply is still being made (`early` in core/problem.cuh).
+#include "../core/levels.cuh"
 #include "../core/problem.cuh"
 #include "../formats/rows.cuh"
 
-constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, MOST_EXPERTS = 1024, MOST_SLOTS = 256;  // as plan/moe.py has them
+constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, LEVEL_WARPS = 4;  // as plan/moe.py has them
+constexpr int MOST_EXPERTS = 1024, MOST_SLOTS = 256;
 constexpr int PRODUCTS = 3, GATHER_THREADS = 512;
 
 DEVICE void enter() {
@@ -261,6 +265,31 @@ hidden(const float* x, int K, u16* out, float* unscale) {
     }
     for (int i = beyond; i < pieces; i += blockDim.x) to[i] = halves(from[i]);
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
+}
+
+// The same of rows in levels (core/levels.cuh), in place, a warp a row.
+extern "C" __global__ void __launch_bounds__(LEVEL_WARPS* WARP)
+level(u16* x, int K, const u8* row_levels, int rows, float* unscale) {
+    enter();
+    const int row = blockIdx.x * LEVEL_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (row >= rows) return;
+    const int count = K / levels::COLUMNS;
+    const u8* const own = row_levels + s64(row) * count;
+    u32 highest = levels::ZEROS;
+#pragma unroll 4
+    for (int i = lane; i < count; i += WARP) highest = max(highest, u32(own[i]));
+#pragma unroll
+    for (int step = 16; step; step /= 2) highest = max(highest, __shfl_xor_sync(~0u, highest, step));
+#pragma unroll 4
+    for (int i = lane; i < count; i += WARP) {
+        const u32 lower = own[i];
+        if (lower == highest || lower == levels::ZEROS) continue;
+        const float factor = levels::factor(max(int(lower - highest), levels::LOWEST));
+        u32* const pairs = reinterpret_cast<u32*>(x + s64(row) * K + i * levels::COLUMNS);
+        for (int j = 0; j < levels::COLUMNS / 2; j++)
+            pairs[j] = pack(low_to_float(pairs[j]) * factor, high_to_float(pairs[j]) * factor, FLOAT16);
+    }
+    if (lane == 0) unscale[row] = highest == levels::ZEROS ? 1 : levels::factor(int(highest) - levels::BYTE);
 }
 
 // y: the results of a token's entries, times their probabilities, in the order of their experts. Results are in the
