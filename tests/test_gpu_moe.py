@@ -136,7 +136,7 @@ def test_many_tokens() -> None:
     close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs), np.float16)
 
 
-@pytest.mark.parametrize("format", ["q4_0", "kbit4", "q8_0"])
+@pytest.mark.parametrize("format", ["q4_0", "q4_k", "q8_0"])
 def test_hidden_numbers_of_many_magnitudes(format: str) -> None:
     """Within a row, from row to row, and rows of which a number is far above all others."""
     w = stacks(format, 4, k=256, hidden=512, n=64)
@@ -172,10 +172,9 @@ def test_rows_in_levels() -> None:
     highest = levels.max(axis=1).astype(int)
     np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - 16)), 1))
     # Numbers of lower levels are subnormal in the highest, if anything.
-    np.testing.assert_allclose(
-        made * factor[:, None], expected, rtol=0, atol=2.0**-25 * factor.max(initial=0)
-    )
-    np.testing.assert_array_equal((made * factor[:, None])[1:3], expected[1:3])
+    made *= factor[:, None]
+    assert (np.abs(made - expected) <= 2.0**-25 * factor[:, None]).all()
+    np.testing.assert_array_equal(made[1:3], expected[1:3])
 
 
 @pytest.mark.parametrize("tokens", [5, 40, 600])

@@ -4,29 +4,35 @@
 
 enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_ERF = 3, SILU = 4 };
 
-// NaN stays NaN in each of them. A quotient's divisor of 2^126 and more makes 0 of it, which is then less than 2^-119 in
-// any case. With u = sqrt(2 / pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function
+// A quotient; or about it, which takes a few instructions and no branch, but more registers where there are many. Divisors
+// of 2^126 and more then make 0 of it: these are of numbers that are nearly 0 in any case.
+template <bool ABOUT>
+DEVICE float quotient(float a, float b) {
+    return ABOUT ? __fdividef(a, b) : a / b;
+}
+
+// NaN stays NaN in each of them. With u = sqrt(2 / pi) (x + 0.044715 x^3), (1 + tanh u) / 2 is the logistic function
 // of 2 u.
-template <int ACTIVATION, int COUNT>
+template <int ACTIVATION, bool ABOUT, int COUNT>
 DEVICE void activate(float (&x)[COUNT]) {
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
         const float v = x[j];
         if constexpr (ACTIVATION == RELU) x[j] = v < 0 ? 0 : v;
         if constexpr (ACTIVATION == GELU)
-            x[j] = __fdividef(v, 1 + __expf(-1.5957691216f * (v + 0.044715f * v * v * v)));
+            x[j] = quotient<ABOUT>(v, 1 + __expf(-1.5957691216f * (v + 0.044715f * v * v * v)));
         if constexpr (ACTIVATION == GELU_ERF) x[j] = 0.5f * v * (1 + erff(v * 0.7071067812f));
-        if constexpr (ACTIVATION == SILU) x[j] = __fdividef(v, 1 + __expf(-v));
+        if constexpr (ACTIVATION == SILU) x[j] = quotient<ABOUT>(v, 1 + __expf(-v));
     }
 }
 
-template <int COUNT>
+template <bool ABOUT = false, int COUNT>
 DEVICE void activate(float (&x)[COUNT], int activation) {
     switch (activation) {
-        case RELU: return activate<RELU>(x);
-        case GELU: return activate<GELU>(x);
-        case GELU_ERF: return activate<GELU_ERF>(x);
-        case SILU: return activate<SILU>(x);
+        case RELU: return activate<RELU, ABOUT>(x);
+        case GELU: return activate<GELU, ABOUT>(x);
+        case GELU_ERF: return activate<GELU_ERF, ABOUT>(x);
+        case SILU: return activate<SILU, ABOUT>(x);
     }
 }
 

@@ -165,79 +165,106 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     }
 }
 
-// A warp's results of levels::COLUMNS columns from n on and of 8 batch rows from m on, to float16 rows in levels: in
-// registers as a column of a warpgroup's sums has them.
-template <class P>
-DEVICE void store_leveled(const P& p, const float (&v)[4], int m, int end_m, int n) {
-    static_assert(levels::COLUMNS == 16, "as many as a warp has");
-    const int lane = threadIdx.x % WARP, stored_m = m + lane / 4, own_m = m + lane % 4 * 2;
-    // Of both batch rows of a lane: a peak's upper 16 bits tell its level.
-    u32 peaks = __byte_perm(max(magnitude(v[0]), magnitude(v[2])), max(magnitude(v[1]), magnitude(v[3])), 0x7632);
+// A warp's results of levels::COLUMNS columns from n on and of WARP batch rows from m on, as its sums are, to float16
+// rows in levels.
+template <class P, int SUMS>
+DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, int n) {
+    static_assert(levels::COLUMNS == 16 && SUMS * 2 == WARP, "16 columns, and as many rows as there are lanes");
+    constexpr int PARTS = SUMS / 4;  // of 8 batch rows
+    const int lane = threadIdx.x % WARP, row_levels = p.N / levels::COLUMNS;
+    // Peaks of both batch rows of a lane: their upper 16 bits tell levels.
+    u32 peaks[PARTS];
 #pragma unroll
-    for (int step = 4; step < WARP; step *= 2) peaks = __vmaxu2(peaks, __shfl_xor_sync(~0u, peaks, step));
-    const int low = levels::of_peak(peaks << 16), high = levels::of_peak(peaks & 0xffff0000);
-    const float low_factor = levels::factor(-low), high_factor = levels::factor(-high);
-    const u32 pairs[2] = {transposed(pack(v[0] * low_factor, v[1] * high_factor, FLOAT16)),
-                          transposed(pack(v[2] * low_factor, v[3] * high_factor, FLOAT16))};
-    if (stored_m < end_m) {
-        u16* const to = static_cast<u16*>(p.out) + stored_m * p.out_row + n + lane % 4 * 2;
-        reinterpret_cast<u32*>(to)[0] = pairs[0], reinterpret_cast<u32*>(to)[4] = pairs[1];
+    for (int j = 0; j < PARTS; j++) {
+        auto peak = [&](int e) { return max(magnitude(v[j * 4 + e]), magnitude(v[j * 4 + e + 2])); };
+        peaks[j] = __byte_perm(peak(0), peak(1), 0x7632);
     }
-    const int row_levels = p.N / levels::COLUMNS;
-    u8* const to = p.levels + s64(own_m) * row_levels + n / levels::COLUMNS;
-    if (lane < 4 && own_m < end_m) to[0] = levels::as_byte(peaks << 16, low);
-    if (lane < 4 && own_m + 1 < end_m) to[row_levels] = levels::as_byte(peaks >> 16, high);
+#pragma unroll
+    for (int step = 4; step < WARP; step *= 2)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) peaks[j] = __vmaxu2(peaks[j], __shfl_xor_sync(~0u, peaks[j], step));
+    u16* to = static_cast<u16*>(p.out) + (m + lane / 4) * p.out_row + n + lane % 4 * 2;
+    u8* to_levels = p.levels + s64(m + lane % 4 * 2) * row_levels + n / levels::COLUMNS;
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) {
+        const int low = levels::of_peak(peaks[j] << 16), high = levels::of_peak(peaks[j] & 0xffff0000);
+        const float factor = levels::factor(-low), factor1 = levels::factor(-high);
+        const u32 pair = transposed(pack(v[j * 4] * factor, v[j * 4 + 1] * factor1, FLOAT16));
+        const u32 pair8 = transposed(pack(v[j * 4 + 2] * factor, v[j * 4 + 3] * factor1, FLOAT16));
+        if (m + j * 8 + lane / 4 < end_m)
+            reinterpret_cast<u32*>(to)[0] = pair, reinterpret_cast<u32*>(to)[4] = pair8;
+        const int own_m = m + j * 8 + lane * 2;
+        if (lane < 4 && own_m < end_m) to_levels[0] = levels::as_byte(peaks[j] << 16, low);
+        if (lane < 4 && own_m + 1 < end_m) to_levels[row_levels] = levels::as_byte(peaks[j] >> 16, high);
+        to += 8 * p.out_row, to_levels += 8 * row_levels;
+    }
 }
 
-// Those of a grouped product, 8 batch rows at a time. Float32 goes straight to memory, eight lanes a sector of 32 bytes.
+// Those of a grouped product, WARP batch rows at a time. Float32 goes straight to memory, eight lanes a sector of 32
+// bytes.
 template <int ROW_BLOCKS, int SUMS, class P>
 DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
                         int first_n) {
     int thread = threadIdx.x % WARPGROUP;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
-    const int warp = thread / WARP, lane = thread % WARP;
-    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS;
+    const int warp = uniform(thread / WARP), lane = thread % WARP;
+    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS, OWN = WARP / 2, CHUNKS = SUMS / OWN;
     const int warp_n = first_n + warp * 16, n = warp_n + lane / 4;
-    float2 factors[SUMS * 2 / WARP];  // of batch rows, a lane has one of every 32
+    float2 factors[CHUNKS];  // a lane has those of one of the rows
 #pragma unroll
-    for (int i = 0; i < SUMS * 2 / WARP; i++)
+    for (int i = 0; i < CHUNKS; i++)
         factors[i] = safe_factors(at.unscale ? at.unscale[min(first_m + i * WARP + lane, end_m - 1)] : 1, p.lift);
 #pragma unroll
-    for (int j = 0; j < SUMS / 4; j++) {
-        const int m = first_m + j * 8;
-        float v[ROW_BLOCKS][4];
+    for (int i = 0; i < CHUNKS; i++) {
+        const int m = first_m + i * WARP;
+        if (m >= end_m) break;
+        float v[ROW_BLOCKS][OWN];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int own = j * 8 % WARP + lane % 4 * 2 + e % 2;
-            const float2& of_lane = factors[j * 8 / WARP];
-            const float first = __shfl_sync(~0u, of_lane.x, own), second = __shfl_sync(~0u, of_lane.y, own);
+        for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
-            for (int b = 0; b < ROW_BLOCKS; b++) v[b][e] = acc[b][j * 4 + e] * first * second;
-        }
+            for (int j = 0; j < OWN; j++) v[b][j] = acc[b][i * OWN + j];
+        auto scale = [&](float of_lane) {
+#pragma unroll
+            for (int j = 0; j < OWN; j += 4)
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    const float factor = __shfl_sync(~0u, of_lane, j * 2 + lane % 4 * 2 + e);
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++) v[b][j + e] *= factor, v[b][j + e + 2] *= factor;
+                }
+        };
+        scale(factors[i].x);
+        if (p.lift != 1) scale(factors[i].y);
         if (p.activation)
 #pragma unroll
-            for (int b = 0; b < RESULTS; b++) activate(v[b], p.activation);
+            for (int b = 0; b < RESULTS; b++) activate<true>(v[b], p.activation);
         if constexpr (P::GATED) {
 #pragma unroll
-            for (int e = 0; e < 4; e++) v[0][e] *= v[1][e];
+            for (int j = 0; j < OWN; j++) v[0][j] *= v[1][j];
             if (p.out_dtype == FLOAT16) {
                 if (warp_n < p.N) store_leveled(p, v[0], m, end_m, warp_n);
                 continue;
             }
         }
-        auto exists = [&](int b, int e) { return m + lane % 4 * 2 + e % 2 < end_m && n + b * 64 + e / 2 * 8 < p.N; };
-        auto place = [&](int b, int e) { return (m + lane % 4 * 2 + e % 2) * p.out_row + n + b * 64 + e / 2 * 8; };
-        if (!P::GATED && p.residual)
+        const int own_m = m + lane % 4 * 2;
+        s64 to = own_m * p.out_row + n;
+#pragma unroll
+        for (int j = 0; j < OWN; j += 4) {
+            auto exists = [&](int b, int e) { return own_m + j * 2 + e % 2 < end_m && n + b * 64 + e / 2 * 8 < p.N; };
+            auto place = [&](int b, int e) { return to + e % 2 * p.out_row + b * 64 + e / 2 * 8; };
+            if (!P::GATED && p.residual)
+#pragma unroll
+                for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (exists(b, e)) v[b][j + e] *= static_cast<const float*>(p.residual)[place(b, e)];
 #pragma unroll
             for (int b = 0; b < RESULTS; b++)
 #pragma unroll
                 for (int e = 0; e < 4; e++)
-                    if (exists(b, e)) v[b][e] *= static_cast<const float*>(p.residual)[place(b, e)];
-#pragma unroll
-        for (int b = 0; b < RESULTS; b++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (exists(b, e)) static_cast<float*>(p.out)[place(b, e)] = v[b][e];
+                    if (exists(b, e)) static_cast<float*>(p.out)[place(b, e)] = v[b][j + e];
+            to += 8 * p.out_row;
+        }
     }
 }
 #endif

@@ -175,7 +175,7 @@ DEVICE void wgmma(const P& p) {
                         for (int j = 0; j < BATCH / 2; j++) acc[b][j] *= factors[b][j / 2 % 2];
             };
             // Where registers are left; else they come while sums are added, or are waited for.
-            constexpr bool EARLY = K_GROUPS == 1 && !(P::GROUPED && ROW_BLOCKS > 1);
+            constexpr bool EARLY = K_GROUPS == 1;
             if constexpr (EARLY) load_factors(segment);
             u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
             auto load = [&](int k) {
@@ -247,9 +247,7 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
-            int again = i;
-            if (P::GROUPED && ROW_BLOCKS > 1) asm volatile("" : "+r"(again));
-            const auto own = segment_of(again);  // the same, where registers are scarce
+            const auto own = segment_of(i);
             if constexpr (!EARLY) load_factors(own);
             if constexpr (K_GROUPS == 1) multiply_by_factors();
             release(previous, true);
