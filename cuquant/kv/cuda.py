@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import check, device, jit
-from ..cuda import _scratch
+from ..cuda import _element_strides, _pointer, _scratch
 from ..problem import DTYPES
 from . import codes, plan
 from .codes import BITS
@@ -56,9 +56,9 @@ def attend(p: Attention, out: Any) -> None:
         argument = b"".join([_tier(cache.tiers.get(bits)) for bits in BITS]) + _ATTENTION.pack(
             *(q.data.ptr, out.data.ptr, _pointer(p.mask), _pointer(p.positions), cache.next_slots.data.ptr),
             *(_pointer(cache.key_scales), *places[:3], *kept),
-            *_strides(q)[:3],
-            *_strides(out),
-            *((0,) * 4 if p.mask is None else _strides(p.mask)),
+            *_element_strides(q)[:3],
+            *_element_strides(out),
+            *((0,) * 4 if p.mask is None else _element_strides(p.mask)),
             *(batch, q_len, heads, cache.n_kv_heads, DTYPES[q.dtype], DTYPES[out.dtype]),
             *((-1, 0) if p.mask is None else (_MASKS[p.mask.dtype], p.mask.shape[-1])),
             *(int(p.causal), int(cache.rotate), launch.budget),
@@ -120,14 +120,6 @@ def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim
     if bits == 16:
         return b"".join(codes_maps) + bytes(2 * 128)
     return b"".join(codes_maps + [jit.encode_map(address, *scales, False) for address in addresses[2:]])
-
-
-def _pointer(array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
-def _strides(array: Any) -> tuple[int, ...]:
-    return tuple(stride // array.itemsize for stride in array.strides)
 
 
 class Appender:
@@ -192,8 +184,8 @@ class Appender:
         argument = b"".join([_tier(cache.tiers.get(b)) for b in BITS]) + _APPEND.pack(
             *map(_pointer, arrays),
             self._pinned.ptr,
-            *_strides(k)[:3],
-            *_strides(v)[:3],
+            *_element_strides(k)[:3],
+            *_element_strides(v)[:3],
             *(batch, n, cache.n_kv_heads, cache.head_dim, DTYPES[k.dtype], DTYPES[v.dtype]),
             *(tier, cache.capacity, int(cache.rotate)),
         )
