@@ -59,7 +59,7 @@ CHOSEN = {
         "(types and (few-q4_0 or few-mxfp4 or many-q5_1 or many-kbit3)) or nan"
         " or float_experts or go_where or (test_activations and 90) or (sizes and 8-2-33) or (graph and 16)",
     ),
-    "test_gpu_kvcache.py": (80, "not growing and not long_prompt"),
+    "test_gpu_kvcache.py": (81, "not growing and not long_prompt"),
     "test_gpu_attention.py": (
         74,
         "(types and (64 or 40)) or fewer or positions or bad or seen or importance or (masks and True)",

@@ -345,9 +345,8 @@ def test_small_blocks_beside_large_ones(name: str) -> None:
     for exponent in range(0, 15):
         numbers = gauss((40, 128))
         numbers[:, 32:64] *= F(2.0**-exponent)
-        numbers[:, 64:96] = F(2.0**-exponent) * rng.uniform(0.9, 1.1, (40, 32)).astype(
-            F
-        )  # small beside a minimum
+        # Of one sign and about one size: steps are small beside the minimum.
+        numbers[:, 64:96] = rng.uniform(0.9, 1.1, (40, 32)) * 2.0**-exponent
         w = cq.quantize(numbers, name).to_device("cuda")
         halves.add(w.fragments().half)
         for m, block in ((1, 1), (20, 1), (20, 2), (70, 1)):

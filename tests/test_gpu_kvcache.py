@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,17 @@ def test_scaled_and_rotated_keys(options: dict[str, Any]) -> None:
         b.append(put(k), put(v), np.resize(WIDTHS, n), lengths=lengths)
     np.testing.assert_array_equal(a.key_scales, testing.as_numpy(b.key_scales))
     assert_same(a, b)
+
+
+def test_buffers_are_freed_with_the_last_reference() -> None:
+    """At once: a cache is large, and garbage that refers to itself is collected at any time later."""
+    a, b = both(2, 64, 8, 1, WIDTHS)
+    k, v = tokens(1, 4, 2, 64)
+    a.append(k, v)
+    b.append(put(k), put(v))
+    left = weakref.ref(a), weakref.ref(b)
+    del a, b
+    assert [cache() for cache in left] == [None, None]
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, F])

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from .. import check
 from .. import device as gpu
-from . import allocator, codes, cpu, file
-from .tiers import Bucket, Tier
+from . import allocator, codes, cpu, file, moves
+from .tiers import Tier, capacity_argument, rooms_of
 
 
 class KVCache:
@@ -100,11 +100,11 @@ class KVCache:
         given = check.key_scales(key_scales, shape)
         self.key_scales: Any = None if given is None else self._xp.asarray(given)
         self.backend: Any = cpu
-        self._gpu: Any = None
         if self.device == "cuda":
             from . import cuda
 
-            self.backend, self._gpu = cuda, cuda.Appender(self)
+            self.backend = cuda
+        self._appender = self.backend.Appender(self)
 
     @property
     def _xp(self) -> Any:
@@ -128,7 +128,7 @@ class KVCache:
     @property
     def known_slots(self) -> int:
         """The same as far as the host knows without asking the GPU: it does not see what graphs append."""
-        return self.slots if self._gpu is None else int(self._gpu.slots.max())
+        return int(self._appender.known_slots(self))
 
     @property
     def average_bits(self) -> float:
@@ -170,29 +170,7 @@ class KVCache:
         """
         k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
         check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
-        if self._gpu is not None:
-            self._gpu.append(k, v, self.bits[0] if bits is None else bits, token_ids, lengths)
-            return
-        n = k.shape[1]
-        new = np.arange(n) < check.lengths(lengths, self.batch, n)[:, None]
-        wanted = check.token_bits(self.bits[0] if bits is None else bits, (self.batch, n), self.bits)
-        slots = self.next_slots[:, None] + np.arange(n)
-        ids = check.token_ids(slots if token_ids is None else token_ids, (self.batch, n))
-        adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in self.bits}
-        check.fits(adds, self._held(), self._rooms(), self.capacity)
-        check.slot_range(slots.max(initial=0))
-        k, v = k.astype(np.float32), v.astype(np.float32)
-        for sequence in np.flatnonzero(new.any(axis=1)).tolist():
-            if self.auto_scales and self.next_slots[sequence] == 0:
-                self.key_scales[sequence] = _automatic(k[sequence, new[sequence]], self.auto_scales)
-            for bits, tier in self.tiers.items():
-                chosen = new[sequence] & (wanted[sequence] == bits)
-                if chosen.any():
-                    keys = self._stored_keys(k[sequence, chosen], sequence)
-                    names = ids[sequence, chosen], slots[sequence, chosen], np.zeros(chosen.sum())
-                    coded = *codes.encode(keys, bits), *codes.encode(v[sequence, chosen], bits)
-                    tier.add(sequence, Bucket(*names, *coded))
-        self.next_slots += new.sum(axis=1, dtype=np.int32)
+        self._appender.append(self, k, v, self.bits[0] if bits is None else bits, token_ids, lengths)
 
     def assign(self, token_ids: Any, bits: Any) -> int:
         """Move tokens to other bit widths: what the cache holds of them is quantized anew.
@@ -214,12 +192,12 @@ class KVCache:
         TypeError, ValueError
             An argument does not fit, an id is not there, or a bucket is full: nothing has changed then.
         """
-        ids, found = self._found(token_ids)
+        ids, found = moves.named(self, token_ids)
         wanted = check.token_bits(bits, ids.shape, self.bits)
         targets = []
         for sequence, named in enumerate(found):
             targets.append({held: np.append(wanted[sequence], held)[index] for held, index in named.items()})
-        return self._move(targets)
+        return moves.move(self, targets)
 
     def allocate(
         self, average_bits: float, importance: Any = None, *, recent: int = 0, hysteresis: float = 0.5
@@ -251,17 +229,16 @@ class KVCache:
         """
         average = check.average_bits(average_bits, self.bits)
         hysteresis = check.not_negative(hysteresis, "hysteresis")
-        targets = []
-        for sequence, (held, slots, weights) in enumerate(self._ranked(importance, recent)):
-            rooms = self._rooms()
+        targets, rooms = [], rooms_of(self.tiers)
+        for sequence, (held, slots, weights) in enumerate(moves.ranked(self, importance, recent)):
             wanted = allocator.allocate(weights, held, slots, rooms, average, hysteresis)
-            targets.append(self._by_tier(sequence, wanted))
-        return self._move(targets)
+            targets.append(moves.by_tier(self, sequence, wanted))
+        return moves.move(self, targets)
 
     def evict(self, token_ids: Any) -> int:
         """Remove tokens, named as in `assign`; returns how many. Their slots stay empty."""
-        _, found = self._found(token_ids)
-        return self._keep([{bits: index < 0 for bits, index in named.items()} for named in found])
+        _, found = moves.named(self, token_ids)
+        return moves.keep(self, [{bits: index < 0 for bits, index in named.items()} for named in found])
 
     def trim(self, length: int, importance: Any = None, *, recent: int = 0) -> int:
         """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
@@ -270,11 +247,11 @@ class KVCache:
         """
         length = check.count(length, "length", least=0)
         keeps = []
-        for sequence, (_, slots, weights) in enumerate(self._ranked(importance, recent)):
+        for sequence, (_, slots, weights) in enumerate(moves.ranked(self, importance, recent)):
             kept = np.ones(len(slots), bool)
             kept[np.lexsort((slots, weights))[: max(0, len(slots) - length)]] = False
-            keeps.append(self._by_tier(sequence, kept))
-        return self._keep(keeps)
+            keeps.append(moves.by_tier(self, sequence, kept))
+        return moves.keep(self, keeps)
 
     def clear(self) -> None:
         """Empty the cache; automatic key scales are found anew."""
@@ -303,13 +280,17 @@ class KVCache:
 
     def refresh(self) -> None:
         """Take note of lengths and slots that were written into the buffers on a GPU."""
-        if self._gpu is not None:
-            self._gpu.read()
+        self._appender.read(self)
 
     def check_appended(self) -> None:
         """ValueError if an append that a graph replayed found no room since the last call."""
-        if self._gpu is not None:
-            self._gpu.check()
+        self._appender.check(self)
+
+    def stored_keys(self, k: NDArray[np.float32], sequence: int) -> NDArray[np.float32]:
+        """Keys (n, n_kv_heads, head_dim) of a sequence of a cache on the CPU, as they are quantized."""
+        if self.key_scales is not None:
+            k = k / self.key_scales[sequence]
+        return codes.rotate(k) if self.rotate else k
 
     def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
         """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
@@ -332,11 +313,10 @@ class KVCache:
             return self
         if self.device == "cuda":
             gpu.wait_for(self.next_slots)
-        rooms = self._rooms()
         copy = KVCache(
             self.n_kv_heads,
             self.head_dim,
-            self.capacity if {*rooms.values()} == {self.capacity} else rooms,
+            capacity_argument(rooms_of(self.tiers), self.capacity),
             self.batch,
             self.bits,
             key_scales=gpu.as_numpy(self.key_scales),
@@ -352,84 +332,6 @@ class KVCache:
         copy.refresh()
         return copy
 
-    def _held(self) -> dict[int, NDArray[np.int64]]:
-        return {bits: tier.held.astype(np.int64) for bits, tier in self.tiers.items()}
-
-    def _rooms(self) -> dict[int, int]:
-        return {bits: tier.room for bits, tier in self.tiers.items()}
-
-    def _stored_keys(self, k: NDArray[np.float32], sequence: int) -> NDArray[np.float32]:
-        if self.key_scales is not None:
-            k = k / self.key_scales[sequence]
-        return codes.rotate(k) if self.rotate else k
-
-    def _found(self, token_ids: Any) -> tuple[NDArray[np.int64], list[dict[int, NDArray[np.intp]]]]:
-        """Ids (batch, n), and for every sequence and width the last index there of each token's id, or -1."""
-        ids, rows = check.named_tokens(token_ids, self.batch)
-        found, seen = [], np.zeros(ids.shape, bool)
-        for sequence, row in enumerate(ids):
-            order, named = np.argsort(row, kind="stable"), {}
-            for bits, tier in self.tiers.items():
-                held = gpu.as_numpy(tier.bucket(sequence).token_ids)
-                index = np.append(order, -1)[np.searchsorted(row, held, side="right", sorter=order) - 1]
-                named[bits] = np.where(np.append(row, -1)[index] == held, index, -1)
-                seen[sequence] |= np.isin(row, held)
-            found.append(named)
-        check.found(ids, seen, rows)
-        return ids, found
-
-    def _ranked(self, importance: Any, recent: int) -> list[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]]:
-        """Of every sequence: widths, slots and importances [T] of its tokens, in the order of the tiers."""
-        recent = check.count(recent, "recent", least=0)
-        given = check.importance(importance, (self.batch, self.slots))
-        ranked = []
-        for sequence in range(self.batch):
-            names = [tier.bucket(sequence)[:3] for tier in self.tiers.values()]
-            slots, tracked = (np.concatenate([gpu.as_numpy(part[i]) for part in names]) for i in (1, 2))
-            held = np.repeat(self.bits, [len(part[0]) for part in names])
-            weights = (tracked if given is None else given[sequence, slots]).astype(np.float64)
-            weights[np.argsort(-slots)[:recent]] = weights.max(initial=0) or 1
-            ranked.append((held, slots, weights))
-        return ranked
-
-    def _by_tier(self, sequence: int, values: NDArray[Any]) -> dict[int, NDArray[Any]]:
-        """Values [T] of a sequence's tokens, in the order of the tiers, by width."""
-        ends = np.cumsum([tier.held[sequence] for tier in self.tiers.values()])[:-1]
-        return dict(zip(self.tiers, np.split(values, ends), strict=True))
-
-    def _move(self, targets: list[dict[int, NDArray[Any]]]) -> int:
-        """Bring the tokens of every sequence and width to the widths [T] of `targets`."""
-        zero = np.zeros(self.batch, np.int64)
-        adds = {bits: zero.copy() for bits in self.bits}
-        for sequence, target in enumerate(targets):
-            for held, wanted in target.items():
-                for bits in self.bits:
-                    adds[bits][sequence] += int((wanted == bits).sum()) - (bits == held) * len(wanted)
-        check.fits(adds, self._held(), self._rooms(), self.capacity)
-        moved = 0
-        for sequence, target in enumerate(targets):
-            leaving = []
-            for held, wanted in target.items():
-                for bits in sorted({*wanted.tolist()} - {held}):
-                    tokens = self.tiers[held].take(sequence, wanted == bits).on_cpu()
-                    leaving.append((bits, _recoded(tokens, held, bits)))
-                if (wanted != held).any():
-                    self.tiers[held].keep(sequence, wanted == held)
-            for bits, tokens in leaving:
-                self.tiers[bits].add(sequence, tokens)
-                moved += len(tokens.token_ids)
-        self.refresh()
-        return moved
-
-    def _keep(self, kept: list[dict[int, NDArray[np.bool_]]]) -> int:
-        before = int(self.lengths.sum())
-        for sequence, named in enumerate(kept):
-            for bits, tokens in named.items():
-                if not tokens.all():
-                    self.tiers[bits].keep(sequence, tokens)
-        self.refresh()
-        return before - int(self.lengths.sum())
-
     def __repr__(self) -> str:
         held = ", ".join(f"{bits}: {int(tier.held.sum())}" for bits, tier in self.tiers.items())
         return (
@@ -437,16 +339,3 @@ class KVCache:
             f"batch={self.batch}, tokens={{{held}}}, average_bits={self.average_bits:.4g}, "
             f"nbytes={self.nbytes})"
         )
-
-
-def _recoded(tokens: Bucket, held: int, bits: int) -> Bucket:
-    k = codes.encode(codes.decode(tokens.k_qx, tokens.k_scale, held), bits)
-    v = codes.encode(codes.decode(tokens.v_qx, tokens.v_scale, held), bits)
-    return Bucket(*tokens[:3], *k, *v)
-
-
-def _automatic(k: NDArray[np.float32], how: str) -> NDArray[np.float32]:
-    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]."""
-    with np.errstate(all="ignore"):
-        scales: NDArray[np.float32] = codes.key_scales(np.mean(k * k, axis=0), how)
-        return scales

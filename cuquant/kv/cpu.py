@@ -1,4 +1,7 @@
-"""Attention on NumPy: for every piece of a bucket a maximum, a sum and an output, then one merge."""
+"""A cache on NumPy: attention and appending.
+
+Attention is a maximum, a sum and an output for every piece of a bucket, then one merge.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
 from ..cpu import slabs
 from . import codes
-from .tiers import Bucket
+from .tiers import Bucket, held_of, rooms_of
 
 if TYPE_CHECKING:
     from .attention import Attention
+    from .cache import KVCache
 
 Array = NDArray[np.float32]
 
@@ -119,3 +124,50 @@ def _partial(scores: Array, visible: NDArray[np.bool_], bits: int, tokens: Bucke
 def _finite(m: Array) -> Array:
     """Maxima, 0 in place of -inf: exp(-inf - 0) is 0, where exp(-inf - -inf) would be NaN."""
     return np.where(m == -np.inf, np.float32(0), m)
+
+
+class Appender:
+    """How a cache on the CPU takes tokens: at once, so that there is nothing to keep (see cuda.Appender)."""
+
+    def __init__(self, cache: KVCache) -> None:
+        pass
+
+    def read(self, cache: KVCache) -> None:
+        """Lengths are where they are looked up."""
+
+    def check(self, cache: KVCache) -> None:
+        """An append that is refused has raised."""
+
+    def known_slots(self, cache: KVCache) -> int:
+        """All of them."""
+        return cache.slots
+
+    def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
+        """See KVCache.append."""
+        n = k.shape[1]
+        new = np.arange(n) < check.lengths(lengths, cache.batch, n)[:, None]
+        wanted = check.token_bits(bits, (cache.batch, n), cache.bits)
+        slots = cache.next_slots[:, None] + np.arange(n)
+        ids = check.token_ids(slots if token_ids is None else token_ids, (cache.batch, n))
+        adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in cache.bits}
+        check.fits(adds, held_of(cache.tiers), rooms_of(cache.tiers), cache.capacity)
+        check.slot_range(slots.max(initial=0))
+        k, v = k.astype(np.float32), v.astype(np.float32)
+        for sequence in np.flatnonzero(new.any(axis=1)).tolist():
+            if cache.auto_scales and cache.next_slots[sequence] == 0:
+                cache.key_scales[sequence] = _automatic(k[sequence, new[sequence]], cache.auto_scales)
+            for bits, tier in cache.tiers.items():
+                chosen = new[sequence] & (wanted[sequence] == bits)
+                if chosen.any():
+                    keys = cache.stored_keys(k[sequence, chosen], sequence)
+                    names = ids[sequence, chosen], slots[sequence, chosen], np.zeros(chosen.sum())
+                    coded = *codes.encode(keys, bits), *codes.encode(v[sequence, chosen], bits)
+                    tier.add(sequence, Bucket(*names, *coded))
+        cache.next_slots += new.sum(axis=1, dtype=np.int32)
+
+
+def _automatic(k: Array, how: str) -> Array:
+    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]."""
+    with np.errstate(all="ignore"):
+        scales: Array = codes.key_scales(np.mean(k * k, axis=0), how)
+        return scales

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import check, device, jit
-from ..cuda import _scratch
+from ..cuda import _element_strides, _pointer, _scratch
 from ..problem import DTYPES
 from . import codes, plan
 from .codes import BITS
-from .tiers import Tier
+from .tiers import Tier, held_of, rooms_of
 
 if TYPE_CHECKING:
     from .attention import Attention
@@ -56,9 +56,9 @@ def attend(p: Attention, out: Any) -> None:
         argument = b"".join([_tier(cache.tiers.get(bits)) for bits in BITS]) + _ATTENTION.pack(
             *(q.data.ptr, out.data.ptr, _pointer(p.mask), _pointer(p.positions), cache.next_slots.data.ptr),
             *(_pointer(cache.key_scales), *places[:3], *kept),
-            *_strides(q)[:3],
-            *_strides(out),
-            *((0,) * 4 if p.mask is None else _strides(p.mask)),
+            *_element_strides(q)[:3],
+            *_element_strides(out),
+            *((0,) * 4 if p.mask is None else _element_strides(p.mask)),
             *(batch, q_len, heads, cache.n_kv_heads, DTYPES[q.dtype], DTYPES[out.dtype]),
             *((-1, 0) if p.mask is None else (_MASKS[p.mask.dtype], p.mask.shape[-1])),
             *(int(p.causal), int(cache.rotate), launch.budget),
@@ -109,8 +109,6 @@ def _maps(tier: Tier, batch: int, heads: int, dim: int) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim: int) -> bytes:
-    if tokens == 0:
-        return bytes(4 * 128)
     step, row = plan.box_tokens(bits), heads * dim * bits // 8
     box = (64, step, plan.BOX_HEADS * dim * bits // 1024, 1, 1)
     lines = (64, tokens, row // 128, 1, 1), (row, 128, row, row), box
@@ -124,133 +122,133 @@ def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim
     return b"".join(codes_maps + [jit.encode_map(address, *scales, False) for address in addresses[2:]])
 
 
-def _pointer(array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
-def _strides(array: Any) -> tuple[int, ...]:
-    return tuple(stride // array.itemsize for stride in array.strides)
-
-
 class Appender:
     """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
 
     The host knows lengths that the buckets have at least: exactly, but for what graphs append and what device
     arrays say. So a full cache is an error before the launch. Else the kernel finds that tokens do not fit,
     and leaves word in memory of the host, which the next call reads.
+
+    It does not refer to its cache, whose buffers would then not be freed with the last reference to it.
     """
 
     def __init__(self, cache: KVCache) -> None:
         cupy = device.cupy()
-        self._cache = cache
         self._ticket = cupy.zeros(1, np.uint32)
         self._pinned = cupy.cuda.alloc_pinned_memory(4)
         self._refused = np.frombuffer(self._pinned, np.int32, 1)
         self._refused[0] = 0
-        self.held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
-        self.slots = np.zeros(cache.batch, np.int64)
+        self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
+        self._slots = np.zeros(cache.batch, np.int64)
         """Of `next_slots`, as far as the host knows."""
 
-    def read(self) -> None:
+    def read(self, cache: KVCache) -> None:
         """Take the lengths from the GPU."""
-        self.held = {bits: tier.held.astype(np.int64) for bits, tier in self._cache.tiers.items()}
-        self.slots = device.as_numpy(self._cache.next_slots).astype(np.int64)
+        self._held = held_of(cache.tiers)
+        self._slots = device.as_numpy(cache.next_slots).astype(np.int64)
 
-    def check(self) -> None:
+    def check(self, cache: KVCache) -> None:
         """ValueError if an append that could not raise was refused since."""
         refused = int(self._refused[0])
         if refused:
             self._refused[0] = 0
-            check.appended(refused - 1, self._cache.capacity)
+            check.appended(refused - 1, cache.capacity)
 
-    def append(self, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
+    def known_slots(self, cache: KVCache) -> int:
+        """Slots given out in the longest sequence, as far as the host knows."""
+        return int(self._slots.max())
+
+    def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
         """See KVCache.append; device arrays are taken as they are."""
-        cache, cupy = self._cache, device.cupy()
-        self.check()
+        cupy = device.cupy()
+        self.check(cache)
         batch, n = k.shape[:2]
         if batch * n == 0:
             return
-        new, new_known = self._lengths(lengths, n)
-        widths, bits_known = self._bits(bits, n)
-        ids = self._ids(token_ids, n)
+        new, new_known = _lengths(lengths, batch, n)
+        widths, bits_known = _bits(bits, (batch, n), cache.bits)
+        ids = _ids(token_ids, (batch, n))
         capturing = bool(cupy.cuda.get_current_stream().is_capturing())
         counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
         if new_known is not None and bits_known is not None:
             fresh = np.arange(n) < new_known[:, None]
             counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
-            check.fits(counts, self.held, {b: tier.room for b, tier in cache.tiers.items()}, cache.capacity)
-            check.slot_range(int((self.slots + new_known).max()) - 1)
-        if cache.auto_scales and not self.slots.all():
-            self._find_scales(k, new, cache.auto_scales)
-        tier_of, rank, adds = (None, None, None) if widths is None else self._places(widths, new, n)
+            check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
+            check.slot_range(int((self._slots + new_known).max()) - 1)
+        if cache.auto_scales and not self._slots.all():
+            _find_scales(cache, k, new, cache.auto_scales)
+        tier_of, rank, adds = (None, None, None) if widths is None else _ranks(cache, widths, new)
         k, v = (a if a.strides[-1] == a.itemsize else cupy.ascontiguousarray(a) for a in (k, v))
         arrays = (k, v, cache.next_slots, cache.key_scales, tier_of, rank, adds, ids, new, self._ticket)
         tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
         argument = b"".join([_tier(cache.tiers.get(b)) for b in BITS]) + _APPEND.pack(
             *map(_pointer, arrays),
             self._pinned.ptr,
-            *_strides(k)[:3],
-            *_strides(v)[:3],
+            *_element_strides(k)[:3],
+            *_element_strides(v)[:3],
             *(batch, n, cache.n_kv_heads, cache.head_dim, DTYPES[k.dtype], DTYPES[v.dtype]),
             *(tier, cache.capacity, int(cache.rotate)),
         )
         jit.launch_packed(plan.append(batch, n, cache.n_kv_heads), argument)
         if not capturing and new_known is not None:
-            self.slots += new_known
+            self._slots += new_known
             for b, count in counts.items():
-                self.held[b] += count
+                self._held[b] += count
 
-    def _lengths(self, lengths: Any, n: int) -> tuple[Any, Any]:
-        """On the GPU (None: all of n), and where the host knows them."""
-        if device.is_cuda(lengths):
-            return device.cupy().ascontiguousarray(check.on_gpu_integers(lengths, "lengths"), np.int32), None
-        known = check.lengths(lengths, self._cache.batch, n)
-        return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
 
-    def _bits(self, bits: Any, n: int) -> tuple[Any, Any]:
-        """Widths (batch, n) on the GPU (None: all the same), and where the host knows them."""
-        cupy, shape = device.cupy(), (self._cache.batch, n)
-        if device.is_cuda(bits):
-            return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
-        known = check.token_bits(bits, shape, self._cache.bits)
-        return None if np.ndim(bits) == 0 else cupy.asarray(known), known
+def _lengths(lengths: Any, batch: int, n: int) -> tuple[Any, Any]:
+    """Tokens of each sequence on the GPU (None: all of n), and where the host knows them."""
+    if device.is_cuda(lengths):
+        return device.cupy().ascontiguousarray(check.on_gpu_integers(lengths, "lengths"), np.int32), None
+    known = check.lengths(lengths, batch, n)
+    return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
 
-    def _ids(self, token_ids: Any, n: int) -> Any:
-        cupy, shape = device.cupy(), (self._cache.batch, n)
-        if token_ids is None:
-            return None
-        if device.is_cuda(token_ids):
-            ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
-        else:
-            ids = cupy.asarray(check.token_ids(token_ids, shape))
-        return cupy.ascontiguousarray(ids, np.int32)
 
-    def _places(self, widths: Any, new: Any, n: int) -> tuple[Any, Any, Any]:
-        """Each token's tier and rank in it (batch, n), and how many go to each tier and to none."""
-        cupy = device.cupy()
-        here = self._new(new, n)
-        chosen = cupy.stack([here & (widths == b if b in self._cache.tiers else False) for b in BITS])
-        none = here & ~chosen.any(axis=0)
-        rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
-        adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
-        tier_of, rank, adds = (
-            cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds)
-        )
-        return tier_of, rank, adds
+def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...]) -> tuple[Any, Any]:
+    """Widths (batch, n) on the GPU (None: all the same), and where the host knows them."""
+    cupy = device.cupy()
+    if device.is_cuda(bits):
+        return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
+    known = check.token_bits(bits, shape, allowed)
+    return None if np.ndim(bits) == 0 else cupy.asarray(known), known
 
-    def _new(self, new: Any, n: int) -> Any:
-        """Which of n tokens each sequence gets, bool (batch, n)."""
-        cupy = device.cupy()
-        return cupy.broadcast_to(
-            cupy.arange(n) < (n if new is None else new[:, None]), (self._cache.batch, n)
-        )
 
-    def _find_scales(self, k: Any, new: Any, how: str) -> None:
-        """Automatic key scales of the sequences that have had no token yet."""
-        cache, cupy = self._cache, device.cupy()
-        here = self._new(new, k.shape[1])
-        power = cupy.where(here[:, :, None, None], k.astype(np.float32) ** 2, np.float32(0)).sum(axis=1)
-        power /= cupy.maximum(here.sum(axis=1), 1)[:, None, None].astype(np.float32)
-        first = (cache.next_slots == 0) & here.any(axis=1)
-        found = codes.key_scales(power, how, cupy)
-        cupy.copyto(cache.key_scales, found, where=first[:, None, None])
+def _ids(token_ids: Any, shape: tuple[int, int]) -> Any:
+    """Ids (batch, n) on the GPU, int32; None stays None."""
+    cupy = device.cupy()
+    if token_ids is None:
+        return None
+    if device.is_cuda(token_ids):
+        ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
+    else:
+        ids = cupy.asarray(check.token_ids(token_ids, shape))
+    return cupy.ascontiguousarray(ids, np.int32)
+
+
+def _ranks(cache: KVCache, widths: Any, new: Any) -> tuple[Any, Any, Any]:
+    """Each token's tier and rank in it (batch, n), and how many go to each tier and to none."""
+    cupy = device.cupy()
+    here = _new(new, widths.shape)
+    chosen = cupy.stack([here & (widths == b if b in cache.tiers else False) for b in BITS])
+    none = here & ~chosen.any(axis=0)
+    rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
+    adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
+    tier_of, rank, adds = (cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds))
+    return tier_of, rank, adds
+
+
+def _new(new: Any, shape: tuple[int, int]) -> Any:
+    """Which of n tokens each sequence gets, bool (batch, n), of how many it gets (None: all)."""
+    cupy = device.cupy()
+    return cupy.broadcast_to(cupy.arange(shape[1]) < (shape[1] if new is None else new[:, None]), shape)
+
+
+def _find_scales(cache: KVCache, k: Any, new: Any, how: str) -> None:
+    """Automatic key scales of the sequences that have had no token yet."""
+    cupy = device.cupy()
+    here = _new(new, k.shape[:2])
+    power = cupy.where(here[:, :, None, None], k.astype(np.float32) ** 2, np.float32(0)).sum(axis=1)
+    power /= cupy.maximum(here.sum(axis=1), 1)[:, None, None].astype(np.float32)
+    first = (cache.next_slots == 0) & here.any(axis=1)
+    found = codes.key_scales(power, how, cupy)
+    cupy.copyto(cache.key_scales, found, where=first[:, None, None])

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import check, device
 from ..io.atomic import replacing
-from .tiers import Bucket
+from .tiers import Bucket, capacity_argument, rooms_of
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -37,7 +37,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     settings |= {
         "version": VERSION,
         "capacity": cache.capacity,
-        "rooms": [[bits, tier.room] for bits, tier in cache.tiers.items()],
+        "rooms": [*rooms_of(cache.tiers).items()],
         "auto_scales": cache.auto_scales,
     }
     raw = to_bytes(
@@ -68,11 +68,10 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
 
 def _restored(kind: type[KVCache], settings: dict[str, Any], arrays: dict[str, Any]) -> KVCache:
     rooms = {bits: room for bits, room in settings["rooms"]}
-    capacity = settings["capacity"]
     cache = kind(
         settings["n_kv_heads"],
         settings["head_dim"],
-        capacity if {*rooms.values()} == {capacity} else rooms,
+        capacity_argument(rooms, settings["capacity"]),
         settings["batch"],
         tuple(rooms),
         key_scales=arrays.get("key_scales"),

@@ -24,8 +24,6 @@ BUSY = 0.9
 LEAST = 128
 """Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
 so far."""
-
-
 BOX_HEADS = 8
 """Key heads of which the copy engine takes rows at once, for as many warps."""
 BOX_RING = 100 << 10
@@ -33,14 +31,17 @@ BOX_RING = 100 << 10
 
 
 class Launch(NamedTuple):
-    """Attention, the merge of what its blocks leave, how many blocks share all tokens, the cost of tokens
-    below which they are not shared, and whether the copy engine takes them."""
+    """A planned attention."""
 
     attention: Plan
     merge: Plan
+    """Of what the blocks leave."""
     budget: int
+    """Blocks that share all tokens."""
     least: int
+    """Cost of tokens below which they are not shared."""
     boxes: bool
+    """Whether the copy engine takes them."""
 
 
 class Shape(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,3 +119,18 @@ class Tier:
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def held_of(tiers: Mapping[int, Tier]) -> dict[int, NDArray[np.int64]]:
+    """Tokens [batch] that each width holds."""
+    return {bits: tier.held.astype(np.int64) for bits, tier in tiers.items()}
+
+
+def rooms_of(tiers: Mapping[int, Tier]) -> dict[int, int]:
+    """Tokens of a sequence that each width has room for."""
+    return {bits: tier.room for bits, tier in tiers.items()}
+
+
+def capacity_argument(rooms: dict[int, int], capacity: int) -> int | dict[int, int]:
+    """What KVCache takes for `capacity` to have these rooms: the number itself where every width has it."""
+    return capacity if {*rooms.values()} == {capacity} else rooms

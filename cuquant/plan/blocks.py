@@ -12,6 +12,7 @@ from .planes import has_kernels, row_factors
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
+    """A kernel that is compiled for each format. NotImplementedError for formats without kernels."""
     has_kernels(fmt)
     return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
 

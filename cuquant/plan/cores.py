@@ -44,6 +44,10 @@ class Core(IntEnum):
 def gemm_kernel(
     fmt: Format, core: Core, copies: int, tile: dict[str, int], shared: int, half: bool = True
 ) -> Kernel:
+    """The matrix product by a core, with so many `copies` of a codebook's table, and the constants of a tile.
+
+    `half` tells whether float16 holds the weights, which have factors of rows only then.
+    """
     kind = {"BLOCK_BYTES": fmt.block_bytes, "CORE": int(core), "COPIES": copies}
     kind["ROW_FACTORS"] = int(half and row_factors(fmt))
     return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)

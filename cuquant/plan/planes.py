@@ -87,5 +87,6 @@ def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
 
 
 def has_kernels(fmt: Format) -> None:
+    """NotImplementedError for a format that GPUs do not know."""
     if not fmt.on_gpu:
         raise NotImplementedError(f"{fmt} has no kernels yet: it works on NumPy arrays only")

@@ -115,7 +115,9 @@ DEVICE void decode(const P& p) {
         copy_commit();
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
-    if constexpr (ROW_FACTORS<F>) {  // NVRTC 12.9 takes a #pragma behind a statement without braces for a part of it
+    // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
+    // the next one, which has a `#pragma unroll`.
+    if constexpr (ROW_FACTORS<F>) {
         for (int i = threadIdx.x; i < ROWS / 8; i += WARPS * WARP) {
             const int row_tile = i / 2 % (SIDE_ROWS / 16);
             const Planes side = side_of(p, operands.w, i >= SIDE_ROWS / 8);

@@ -21,11 +21,11 @@
 // along K. In the rings of shared memory it is a part of every slot, which has its tiles' records. Of integer scales
 // (types.cuh) it has the float16 number d, and -dmin as a second word, of rows g and g + 8.
 //
-// Row plane, of formats with ROW_FACTORS (types.cuh) alone: for every row a factor, a power of two in bfloat16; a word has
-// those of rows g and g + 8 of a row tile. Operand A takes a code q as the bits of a subnormal float16 number, which is
-// nothing to do: q * 2^-C, where C is 24, in rows g + 8 less by what codes stand HIGHER. So that weights are normal numbers,
-// the scales of a row are kept multiplied by 2^L, its minimums by 2^(L - C); the row's factor is 2^(C - L). L brings the
-// greatest scale to 2^15 or more, as far as 2^30 does, and minimums allow it.
+// Row plane, of formats with ROW_FACTORS (types.cuh) alone: for every row a factor, a power of two in bfloat16; a word
+// has those of rows g and g + 8 of a row tile. Operand A takes a code q as the bits of a subnormal float16 number, which
+// is nothing to do: q * 2^-C, where C is 24, in rows g + 8 less by what codes stand HIGHER. So that weights are normal
+// numbers, the scales of a row are kept multiplied by 2^L, its minimums by 2^(L - C); the row's factor is 2^(C - L). L
+// brings the greatest scale to 2^15 or more, as far as 2^30 does, and minimums allow it.
 #pragma once
 #include "ptx.cuh"
 

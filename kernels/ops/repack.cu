@@ -126,7 +126,8 @@ DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int 
 // `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
 // that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
 //
-// Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has to know.
+// Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has
+// to know.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              u32* peaks_of_rows, u32* peaks) {
