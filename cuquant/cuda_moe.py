@@ -2,7 +2,8 @@
 
     gather -> gate and up -> hidden -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
 
-Of few tokens each block of a product finds its rows of x itself, and `gather` is spared.
+Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Where columns have
+signs (trellis) it gives them to these rows; else whoever writes rows in the order of experts does.
 
 Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
 scratch.
@@ -28,11 +29,12 @@ WORKSPACE = 1 << 30
 
 def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     """Whether there are kernels for checked operands."""
-    experts, width = gate.shape[:2]
+    experts, width, k = gate.shape
     formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
     return (
         len(formats) == 3
-        and all(fmt.on_gpu and not fmt.whole_matrices for fmt in formats)  # whose columns may have signs
+        and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
+        and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS
         and min(gate.shape + down.shape) > 0
@@ -103,7 +105,7 @@ class _Mixture(NamedTuple):
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""
         a, b = self.gate, self.up
-        return (a.weight, a.values) == (b.weight, b.values)
+        return (a.weight, a.codebook) == (b.weight, b.codebook) and a.signs == b.signs
 
     def products(self, load: Load) -> tuple[Product | None, Product, Product, Product]:
         """Gate and up together or None, then each on its own, and down."""
@@ -213,7 +215,7 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         rows, given = (x.address, x.factors), _Group((0, 0, 0), numbers, x.row, load.top_k)
         then = _Group((0, 0, 0), numbers, width, 1)
     else:
-        _gather(load, x, k, routing, (both or gate, up, down), at)
+        _gather(mixture, load, x, routing, (both or gate, up, down), at)
         places = at["places"]
         lists = (at["of gate"], at["of up"], at["of down"])
         rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
@@ -224,8 +226,11 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart)
     else:
         _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)
+        if places and mixture.gate.signs != mixture.up.signs:
+            signs = (mixture.gate.signs_address, mixture.up.signs_address)
+            _change_signs(at["halves"], k, load, routing, places, *signs)
         _multiply(mixture.up, load, up, rows, sums, given, 1, factor=sums, early=True)
-    _hidden(mixture, load.rows, width, at)
+    _hidden(mixture, load, width, routing, places, at)
     _multiply(mixture.down, load, down, (at["halves"], at["factors"]), sums, then, 2, early=True)
     jit.launch(
         plan.moe.combine(load.tokens, n),
@@ -244,15 +249,15 @@ def _convert(x: _Rows, tokens: int, k: int, at: dict[str, int]) -> _Rows:
 
 
 def _gather(
+    mixture: _Mixture,
     load: Load,
     x: _Rows,
-    k: int,
     routing: tuple[Any, ...],
     products: tuple[Product, ...],
     at: dict[str, int],
 ) -> None:
-    """Rows of x in the order of their experts, and every product's works."""
-    starts = 0
+    """Rows of x in the order of their experts, with gate's signs, and every product's works."""
+    starts, k = 0, mixture.gate.shape[2]
     if load.tokens > plan.moe.FEW_TOKENS:
         starts = at["starts"]
         jit.launch(plan.moe.group(load.experts), *routing, np.uint64(at["places"]), np.uint64(starts))
@@ -260,7 +265,7 @@ def _gather(
         plan.moe.gather(load, k),
         *(np.uint64(x.address), np.int32(x.dtype), np.int64(x.row), np.int64(x.column)),
         *(np.uint64(x.factors), np.int32(k), *routing, np.uint64(at["places"]), np.uint64(starts)),
-        *(np.uint64(at["halves"]), np.uint64(at["factors"])),
+        *(np.uint64(at["halves"]), np.uint64(at["factors"]), np.uint64(mixture.gate.signs_address)),
         *_works(at["of gate"], products[0]),
         *_works(at["of up"], products[1]),
         *_works(at["of down"], products[2]),
@@ -298,17 +303,34 @@ def _multiply(
 ) -> None:
     """Launch a grouped product: float16 rows of x and their factors to float32 rows, at these addresses."""
     launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row)
+    signs = 0 if group.lists[which] else w.signs_address
     tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
     ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early)
-    jit.launch_packed(launch.plan, launch.packed(tensor, w.addresses, w.values, (*x, out, factor), *ends))
+    packed = launch.packed(tensor, w.addresses, w.values, signs, (*x, out, factor), *ends)
+    jit.launch_packed(launch.plan, packed)
 
 
-def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> None:
-    """Hidden numbers to the float16 rows that `down` multiplies, through q8_1 if x is of it."""
-    to = (np.uint64(at["halves"]), np.uint64(at["factors"]))
+def _change_signs(
+    halves: int, k: int, load: Load, routing: tuple[Any, ...], places: int, before: int, after: int
+) -> None:
+    """Give rows in the order of their experts other signs, or 0 for none, in place of those that they have."""
+    given = (np.uint64(halves), np.int32(k), *routing, np.uint64(places))
+    jit.launch(plan.moe.change_signs(load.rows, k), *given, np.uint64(before), np.uint64(after))
+
+
+def _hidden(
+    mixture: _Mixture, load: Load, width: int, routing: tuple[Any, ...], places: int, at: dict[str, int]
+) -> None:
+    """Hidden numbers to the float16 rows that `down` multiplies, through q8_1 if x is of it; with its signs
+    where rows have places."""
+    rows, to = load.rows, (np.uint64(at["halves"]), np.uint64(at["factors"]))
+    signs = mixture.down.signs_address if places else 0
     if not mixture.blocks:
-        jit.launch(plan.moe.hidden(rows, width), np.uint64(at["sums"]), np.int32(width), *to)
+        given = (np.uint64(at["sums"]), np.int32(width), *to, *routing, np.uint64(places), np.uint64(signs))
+        jit.launch(plan.moe.hidden(rows, width), *given)
         return
     step = plan.activations("quantize_rows", get("q8_1"), rows, width)
     source = (np.uint64(at["sums"]), np.int32(_FLOAT), np.int64(width), np.int64(1))
     jit.launch(step, *source, np.int32(width), np.uint64(at["blocks"]), *to)
+    if signs:
+        _change_signs(at["halves"], width, load, routing, places, 0, signs)

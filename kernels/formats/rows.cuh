@@ -27,18 +27,26 @@ DEVICE int shift_of(u32 peak) {
     return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
 
-// Eight numbers, times a factor, to float16.
-DEVICE void store_halves(u16* to, const float* x, float scale) {
+// Eight float16 numbers, changed by the bits of signs.
+DEVICE uint4 flip(uint4 v, uint4 signs) {
+    return make_uint4(v.x ^ signs.x, v.y ^ signs.y, v.z ^ signs.z, v.w ^ signs.w);
+}
+
+// Eight numbers, times a factor, to float16, with signs or null.
+DEVICE void store_halves(u16* to, const float* x, float scale, const u16* signs = nullptr) {
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * scale, x[j * 2 + 1] * scale, FLOAT16);
-    *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    uint4 v = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    if (signs) v = flip(v, *reinterpret_cast<const uint4*>(signs));
+    *reinterpret_cast<uint4*>(to) = v;
 }
 
 // A row of floats, from element `at` of x on (strides in elements), by all threads of a block; the power of two that it
-// then lacks. Float16 itself is copied. Pieces of 16 elements, as encode.cuh takes them; the second time they come from
-// a cache.
-DEVICE float row_to_half(const void* x, int dtype, s64 at, s64 row_stride, s64 column_stride, int K, u16* out) {
+// then lacks. Float16 itself is copied, but for `signs` [K], if there are any. Pieces of 16 elements, as encode.cuh takes
+// them; the second time they come from a cache.
+DEVICE float row_to_half(const void* x, int dtype, s64 at, s64 row_stride, s64 column_stride, int K, u16* out,
+                         const u16* signs = nullptr) {
     auto load = [&](int piece, float (&values)[MINE]) {
         const int first = piece / 2 * 32 + piece % 2 * 8;
         load_elements(x, at + first * column_stride, row_stride, column_stride, dtype, values);
@@ -57,9 +65,9 @@ DEVICE float row_to_half(const void* x, int dtype, s64 at, s64 row_stride, s64 c
     }
     const float scale = power_of_two(shift);
     for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
-        u16* const to = out + load(piece, values);
-        store_halves(to, values, scale);
-        store_halves(to + 16, values + 8, scale);
+        const int first = load(piece, values);
+        store_halves(out + first, values, scale, signs ? signs + first : nullptr);
+        store_halves(out + first + 16, values + 8, scale, signs ? signs + first + 16 : nullptr);
     }
     return power_of_two(-shift);
 }

@@ -5,6 +5,9 @@
 //
 //      gather -> products with gate and up -> hidden -> product with down -> combine
 //
+// Columns of an expert's matrices may have signs: bits that float16 numbers are changed by, [expert][K]. Rows in the
+// entries' places have them when a product reads them; what finds its rows itself gives them theirs (core/decode.cuh).
+//
 // Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
 // weights while what they multiply is still being made (`early` in core/problem.cuh).
 #include "../core/problem.cuh"
@@ -199,14 +202,17 @@ DEVICE void list_works(const Routing& expert_of, const int* starts, const Works 
     }
 }
 
-// Rows of x in the order of the entries' places, as float16, a block an entry; `factors` are what rows of x lack, or
-// null. The last block lists the works. Of many tokens `group` has found places and starts before, of few they are made
-// here.
+// An expert's of the signs of all, or null.
+DEVICE const u16* signs_of(const u16* signs, int expert, int K) { return signs ? signs + s64(expert) * K : nullptr; }
+
+// Rows of x in the order of the entries' places, as float16 with gate's signs (or null), a block an entry; `factors` are
+// what rows of x lack, or null. The last block lists the works. Of many tokens `group` has found places and starts
+// before, of few they are made here.
 extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
 gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float* factors, int K, const void* ids,
        int wide, int tokens, int top_k, int experts, int* places, const int* starts, u16* out, float* unscale,
-       Work* gate_list, int gate_batch, int gate_most, Work* up_list, int up_batch, int up_most, Work* down_list,
-       int down_batch, int down_most) {
+       const u16* signs, Work* gate_list, int gate_batch, int gate_most, Work* up_list, int up_batch, int up_most,
+       Work* down_list, int down_batch, int down_most) {
     enter();
     const Routing expert_of = {ids, wide, tokens, top_k, experts};
     const int entry = blockIdx.x;
@@ -219,20 +225,41 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
     if (!starts && threadIdx.x == 0) places[entry] = place;
     if (place == NOWHERE) return;
     const s64 token = entry / top_k;
+    const u16* const own = signs_of(signs, expert_of(token, entry % top_k), K);
     float factor =
-        row_to_half(x, dtype, token * row_stride, row_stride, column_stride, K, out + s64(place) * K);
+        row_to_half(x, dtype, token * row_stride, row_stride, column_stride, K, out + s64(place) * K, own);
     if (factors) factor *= factors[token];
     if (threadIdx.x == 0) unscale[place] = factor;
 }
 
-// What `down` multiplies, from float32 rows to float16, as row_to_half does it. A block keeps a row of up to KEPT times
-// four numbers of each thread; what is beyond is read again.
+// Rows in the entries' places with other signs (or null) in place of those that they have, a block an entry.
+extern "C" __global__ void __launch_bounds__(256)
+change_signs(u16* rows, int K, const void* ids, int wide, int tokens, int top_k, int experts, const int* places,
+             const u16* before, const u16* after) {
+    enter();
+    const int place = places[blockIdx.x];
+    if (place == NOWHERE) return;
+    const int expert = Routing{ids, wide, tokens, top_k, experts}.fresh(blockIdx.x);
+    uint4* const row = reinterpret_cast<uint4*>(rows + s64(place) * K);
+    for (int piece = threadIdx.x; piece < K / 8; piece += blockDim.x) {
+        uint4 v = row[piece];
+        if (before) v = flip(v, reinterpret_cast<const uint4*>(signs_of(before, expert, K))[piece]);
+        if (after) v = flip(v, reinterpret_cast<const uint4*>(signs_of(after, expert, K))[piece]);
+        row[piece] = v;
+    }
+}
+
+// What `down` multiplies, from float32 rows to float16, as row_to_half does it: a block a row, or, with down's signs, an
+// entry. A block keeps a row of up to KEPT times four numbers of each thread; what is beyond is read again.
 constexpr int HIDDEN_THREADS = 512, KEPT = 8;
 
 extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS, 2)
-hidden(const float* x, int K, u16* out, float* unscale) {
+hidden(const float* x, int K, u16* out, float* unscale, const void* ids, int wide, int tokens, int top_k, int experts,
+       const int* places, const u16* signs) {
     enter();
-    const s64 row = blockIdx.x;
+    const s64 row = signs ? places[blockIdx.x] : int(blockIdx.x);
+    if (row == NOWHERE) return;
+    if (signs) signs = signs_of(signs, Routing{ids, wide, tokens, top_k, experts}.fresh(blockIdx.x), K);
     const float4* const from = reinterpret_cast<const float4*>(x + row * K);
     uint2* const to = reinterpret_cast<uint2*>(out + row * K);
     const int pieces = K / 4, beyond = KEPT * blockDim.x + threadIdx.x;
@@ -251,15 +278,16 @@ hidden(const float* x, int K, u16* out, float* unscale) {
     for (int i = beyond; i < pieces; i += blockDim.x) look(from[i]);
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
-    auto halves = [&](const float4& v) {
-        return make_uint2(pack(v.x * scale, v.y * scale, FLOAT16), pack(v.z * scale, v.w * scale, FLOAT16));
+    auto halves = [&](const float4& v, int piece) {
+        const uint2 by = signs ? reinterpret_cast<const uint2*>(signs)[piece] : make_uint2(0, 0);
+        return make_uint2(pack(v.x * scale, v.y * scale, FLOAT16) ^ by.x, pack(v.z * scale, v.w * scale, FLOAT16) ^ by.y);
     };
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
         const int i = j * blockDim.x + threadIdx.x;
-        if (i < pieces) to[i] = halves(kept[j]);
+        if (i < pieces) to[i] = halves(kept[j], i);
     }
-    for (int i = beyond; i < pieces; i += blockDim.x) to[i] = halves(from[i]);
+    for (int i = beyond; i < pieces; i += blockDim.x) to[i] = halves(from[i], i);
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
