@@ -313,7 +313,7 @@ def _multiply(
 def _change_signs(
     halves: int, k: int, load: Load, routing: tuple[Any, ...], places: int, before: int, after: int
 ) -> None:
-    """Give rows in the order of their experts other signs, or 0 for none, in place of those that they have."""
+    """Give rows in the order of their experts other signs (0: none) in place of those that they have."""
     given = (np.uint64(halves), np.int32(k), *routing, np.uint64(places))
     jit.launch(plan.moe.change_signs(load.rows, k), *given, np.uint64(before), np.uint64(after))
 
