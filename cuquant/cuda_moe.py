@@ -326,8 +326,9 @@ def _hidden(
     rows, to = load.rows, (np.uint64(at["halves"]), np.uint64(at["factors"]))
     signs = mixture.down.signs_address if places else 0
     if not mixture.blocks:
-        given = (np.uint64(at["sums"]), np.int32(width), *to, *routing, np.uint64(places), np.uint64(signs))
-        jit.launch(plan.moe.hidden(rows, width), *given)
+        by = (*routing, np.uint64(places), np.uint64(signs)) if signs else ()
+        step = plan.moe.hidden(rows, width, signs > 0)
+        jit.launch(step, np.uint64(at["sums"]), np.int32(width), *to, *by)
         return
     step = plan.activations("quantize_rows", get("q8_1"), rows, width)
     source = (np.uint64(at["sums"]), np.int32(_FLOAT), np.int64(width), np.int64(1))

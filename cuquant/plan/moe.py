@@ -18,7 +18,7 @@ from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import mma
 from .planes import TILE_COLUMNS
-from .wgmma_core import WGMMA_TILES, tile_us, wgmma_unshared
+from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -109,7 +109,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
     for tile in WGMMA_TILES:
         gemm = wgmma_unshared(fmt, tile, k)
-        if gemm is None or (sides == 2 and tile.blocks != 2) or _lacks_registers(fmt, tile.batch, sides):
+        if gemm is None or (sides == 2 and tile.blocks != 2) or _lacks_registers(fmt, tile, sides):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
@@ -121,9 +121,13 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
         )
 
 
-def _lacks_registers(fmt: Format, batch: int, sides: int) -> bool:
+def _lacks_registers(fmt: Format, tile: Tile, sides: int) -> bool:
     """Whether a tile's kernel would keep registers in memory."""
-    return batch == 128 and fmt.sign_bits > 0 if sides == 2 else batch == 64 and fmt.bits == 6
+    if sides == 2:
+        return tile.batch == 128 and fmt.sign_bits > 0
+    if fmt.whole_matrices and fmt.bits == 4 and fmt.kernel_group_bytes:
+        return tile.k_tiles == 2 and tile.groups * tile.k_groups == 4
+    return tile.batch == 64 and fmt.bits == 6
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
@@ -157,9 +161,14 @@ def change_signs(rows: int, k: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def hidden(rows: int, k: int) -> Plan:
+def hidden(rows: int, k: int, signed: bool) -> Plan:
     """A block for every row."""
-    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
+    return Plan(
+        Kernel("moe", "signed_hidden" if signed else "hidden"),
+        (rows, 1, 1),
+        _threads(k, 32, 512),
+        overlaps=True,
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -249,17 +249,11 @@ change_signs(u16* rows, int K, const void* ids, int wide, int tokens, int top_k,
     }
 }
 
-// What `down` multiplies, from float32 rows to float16, as row_to_half does it: a block a row, or, with down's signs, an
-// entry. A block keeps a row of up to KEPT times four numbers of each thread; what is beyond is read again.
+// What `down` multiplies, from a float32 row to float16 with signs (or null), as row_to_half does it. A block keeps a row
+// of up to KEPT times four numbers of each thread; what is beyond is read again.
 constexpr int HIDDEN_THREADS = 512, KEPT = 8;
 
-extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS, 2)
-hidden(const float* x, int K, u16* out, float* unscale, const void* ids, int wide, int tokens, int top_k, int experts,
-       const int* places, const u16* signs) {
-    enter();
-    const s64 row = signs ? places[blockIdx.x] : int(blockIdx.x);
-    if (row == NOWHERE) return;
-    if (signs) signs = signs_of(signs, Routing{ids, wide, tokens, top_k, experts}.fresh(blockIdx.x), K);
+DEVICE void hidden_row(const float* x, int K, s64 row, u16* out, float* unscale, const u16* signs) {
     const float4* const from = reinterpret_cast<const float4*>(x + row * K);
     uint2* const to = reinterpret_cast<uint2*>(out + row * K);
     const int pieces = K / 4, beyond = KEPT * blockDim.x + threadIdx.x;
@@ -289,6 +283,24 @@ hidden(const float* x, int K, u16* out, float* unscale, const void* ids, int wid
     }
     for (int i = beyond; i < pieces; i += blockDim.x) to[i] = halves(from[i], i);
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
+}
+
+// A block a row.
+extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS, 2)
+hidden(const float* x, int K, u16* out, float* unscale) {
+    enter();
+    hidden_row(x, K, blockIdx.x, out, unscale, nullptr);
+}
+
+// A block an entry, since signs are its expert's; for them registers are too scarce to have two blocks of any size.
+extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS)
+signed_hidden(const float* x, int K, u16* out, float* unscale, const void* ids, int wide, int tokens, int top_k,
+              int experts, const int* places, const u16* signs) {
+    enter();
+    const int place = places[blockIdx.x];
+    if (place == NOWHERE) return;
+    const int expert = Routing{ids, wide, tokens, top_k, experts}.fresh(blockIdx.x);
+    hidden_row(x, K, place, out, unscale, signs_of(signs, expert, K));
 }
 
 // y: the results of a token's entries, times their probabilities, in the order of their experts. Results are in the
