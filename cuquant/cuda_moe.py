@@ -4,7 +4,8 @@
 
 Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Of many, gate and up
 make float16 numbers in levels (kernels/core/levels.cuh), of which `level` has less to do than `hidden` of
-float32.
+float32. Where columns have signs (trellis), a block that finds its rows gives them these, and `change_signs`
+gives them to rows in the order of their experts.
 
 Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
 scratch.
@@ -30,11 +31,12 @@ WORKSPACE = 1 << 30
 
 def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     """Whether there are kernels for checked operands."""
-    experts, width = gate.shape[:2]
+    experts, width, k = gate.shape
     formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
     return (
         len(formats) == 3
-        and all(fmt.on_gpu and not fmt.whole_matrices for fmt in formats)  # whose columns may have signs
+        and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
+        and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS
         and min(gate.shape + down.shape) > 0
@@ -105,7 +107,7 @@ class _Mixture(NamedTuple):
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""
         a, b = self.gate, self.up
-        return (a.weight, a.values) == (b.weight, b.values)
+        return (a.weight, a.codebook) == (b.weight, b.codebook) and a.signs == b.signs
 
     def products(self, load: Load) -> tuple[Product | None, Product, Product, Product]:
         """Gate and up together or None, then each on its own, and down."""
@@ -219,17 +221,19 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
     else:
         _gather(load, x, k, routing, (both or gate, up, down), at)
         places = at["places"]
+        _change_signs(at["halves"], k, load, routing, places, None, mixture.gate)
         lists = (at["of gate"], at["of up"], at["of down"])
         rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
         then = given._replace(x_row=width)
     halves, sums, activation, levels = at["halves"], at["sums"], mixture.activation, 0
     if both is not None:
         apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
-        if both.levels and not mixture.blocks and width % plan.moe.LEVEL_COLUMNS == 0:
+        if both.levels and not mixture.blocks:
             levels = at["levels"]
         _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart, levels=levels)
     else:
         _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)
+        _change_signs(at["halves"], k, load, routing, places, mixture.gate, mixture.up)
         _multiply(mixture.up, load, up, rows, sums, given, 1, factor=sums, early=True)
     if levels:
         own = (np.uint64(sums), np.int32(width), np.uint64(levels), np.int32(load.rows))
@@ -237,6 +241,7 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         halves, sums = sums, halves
     else:
         _hidden(mixture, load.rows, width, at)
+    _change_signs(halves, width, load, routing, places, None, mixture.down)
     _multiply(mixture.down, load, down, (halves, at["factors"]), sums, then, 2, early=True)
     jit.launch(
         plan.moe.combine(load.tokens, n),
@@ -311,9 +316,28 @@ def _multiply(
     """Launch a grouped product: float16 rows of x and their factors to float32 rows, or to float16 rows in
     levels, at these addresses."""
     launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row, levels != 0)
+    signs = 0 if group.lists[which] else w.signs_address
     tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
     ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early, levels)
-    jit.launch_packed(launch.plan, launch.packed(tensor, w.addresses, w.values, (*x, out, factor), *ends))
+    packed = launch.packed(tensor, w.addresses, w.values, signs, (*x, out, factor), *ends)
+    jit.launch_packed(launch.plan, packed)
+
+
+def _change_signs(
+    halves: int,
+    k: int,
+    load: Load,
+    routing: tuple[Any, ...],
+    places: int,
+    before: Fragments | None,
+    after: Fragments,
+) -> None:
+    """Give rows that have places the signs of a weight's columns, instead of those they have of another."""
+    if not places or after.signs == (before and before.signs):
+        return
+    signs = (np.uint64(before.signs_address if before else 0), np.uint64(after.signs_address))
+    given = (np.uint64(halves), np.int32(k), *routing, np.uint64(places))
+    jit.launch(plan.moe.change_signs(load.rows, k), *given, *signs)
 
 
 def _hidden(mixture: _Mixture, rows: int, width: int, at: dict[str, int]) -> None:

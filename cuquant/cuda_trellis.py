@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import sha256
 from math import frexp, ldexp, prod
 from typing import Any
 
@@ -141,12 +142,16 @@ def select(
 
 @dataclass
 class Signs:
-    """Signs of columns as bits that float16 numbers are changed by: uint16 [..., K filled up to 8s]."""
+    """Signs of columns as bits that float16 numbers are changed by: uint16 [..., K filled up to 8s].
 
-    bits: Any
-    differ: bool
+    They compare by `digest`, for which nothing synchronises.
+    """
+
+    bits: Any = field(compare=False)
+    differ: bool = field(compare=False)
     """Whether the matrices of a stack have different ones."""
-    _expanded: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    digest: bytes
+    _expanded: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)
 
     @property
     def address(self) -> int:
@@ -214,7 +219,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
         step = plan.trellis.sign_bits(own, bits.size)
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch))
-        known["signs"] = Signs(bits, bool(facts[3]))
+        known["signs"] = Signs(bits, bool(facts[3]), sha256(kept.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
     _repack("to_fragments", made, blocks, lift)
     stream.synchronize()  # other streams may use it

@@ -117,12 +117,12 @@ class Group(NamedTuple):
     map: Map | None
     numbers: bytes
 
-    def packed(self, map: bytes, w: Planes, values: int, addresses: Shape, *group: int) -> bytes:
-        """The kernel's argument; addresses of W's planes and its codebook, of x, its row factors, out and a
-        factor (or 0), then the members of `struct Grouped`."""
+    def packed(self, map: bytes, w: Planes, values: int, signs: int, addresses: Shape, *group: int) -> bytes:
+        """The kernel's argument; addresses of W's planes, its codebook, its columns' signs (or 0), of x, its
+        row factors, out and a factor (or 0), then the members of `struct Grouped`."""
         x, rows, out, factor = addresses
         ends = _ADDRESSES.pack(w.low, w.high, w.scale, x, rows, out, 0, factor, 0, 0, values, w.group)
-        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, 0, w.row) + _GROUP.pack(*group)
+        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, signs, w.row) + _GROUP.pack(*group)
 
 
 @lru_cache(maxsize=4096)

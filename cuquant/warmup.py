@@ -88,7 +88,7 @@ def kernels(
     for m in batches:
         found.add(plan.gemm(kept, m, n, k, prod(lead), True, capability).plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
-        if len(lead) == 1 and not kept.whole_matrices:
+        if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
             for gated in (True, False):

@@ -296,10 +296,10 @@ def test_bench_without_a_gpu_says_why(run: Run) -> None:
 @pytest.mark.gpu
 def test_cells_of_mixtures() -> None:
     record = Record(None, records.environment())
-    arguments: Any = (record, ["q4_0", "kbit3"], ["f16", "q8_1"], [(256, 128)], [1, 40], 4, 2)
+    arguments: Any = (record, ["q4_0", "trellis3"], ["f16", "q8_1"], [(256, 128)], [1, 40], 4, 2)
     cells = list(moe(*arguments))
     assert [(c.format, c.activation, c.M) for c in cells] == [
-        (f, a, m) for f in ("q4_0", "kbit3") for a in ("f16", "q8_1") for m in (1, 40)
+        (f, a, m) for f in ("q4_0", "trellis3") for a in ("f16", "q8_1") for m in (1, 40)
     ]
     assert all((c.op, c.experts, c.top_k, c.N, c.K) == ("moe", 4, 2, 256, 128) for c in cells)
     assert all(c.us > 0 and (c.cublas_us or 1) > 0 and 0 <= c.nmse <= 1e-3 for c in cells)

@@ -8,7 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from formats_table import TRELLIS
 from numpy.typing import NDArray
+from test_trellis import random_parts
 
 import cuquant as cq
 from cuquant import check, cuda_moe, device, jit, plan, testing
@@ -20,6 +22,8 @@ F = np.float32
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128")
 MIXED = ("kbit3", "q5_1", "q8_0")
+TOKENS = (3, 70)
+"""Of trellis experts: the decode core, and others, whose rows have signs when they come."""
 
 
 def gauss(*shape: int, seed: int = 0) -> NDArray[np.float32]:
@@ -34,6 +38,31 @@ def stacks(formats: Any, count: int = 5, k: int = 128, hidden: int = 160, n: int
     return cq.Experts(
         *(cq.quantize(w, name).to_device("cuda") for w, name in zip(floats, names, strict=True))
     )
+
+
+KINDS = ("alike", "signs", "grid", "bare_gate", "bare_up", "apart")
+
+
+def trellis_stacks(name: str, kind: str, k: int = 160, hidden: int = 192, n: int = 24) -> cq.Experts:
+    """Five experts, each with signs of its own. Gate and up are alike or differ in signs or the grid, or one
+    has no signs; or scales are too far apart for float16."""
+    fmt = cq.formats.get(name)
+    made: list[dict[str, Any]] = []
+    assert isinstance(fmt, cq.Trellis)
+    for seed, shape in enumerate(((5, hidden, k), (5, hidden, k), (5, n, hidden))):
+        parts = random_parts(fmt.bits, shape, fmt.group_size, seed=seed)
+        parts["grid"] = np.linspace(-1, 2 if (seed, kind) == (1, "grid") else 1, 1 << fmt.bits)
+        sizes = np.random.default_rng(seed).uniform(0.5, 1, parts["scales"].shape) / np.sqrt(shape[-1])
+        if kind == "apart":
+            sizes *= 10.0 ** -(2.5 * np.arange(5)[:, None, None])
+        parts["scales"] = np.copysign(sizes, parts["scales"]).astype(F)
+        if seed == 1 and kind != "signs":
+            parts["su"] = made[0]["su"]
+        made.append(parts)
+    for i, bare in enumerate(("bare_gate", "bare_up")):
+        if kind == bare:
+            made[i]["su"] = np.ones((5, k), F)
+    return cq.Experts(*(cq.trellis_from_parts(**parts).to_device("cuda") for parts in made))
 
 
 def routed(tokens: int, count: int, top_k: int, seed: int = 7) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -75,14 +104,19 @@ def compiled() -> None:
     loads = [Load(t, 2, 5) for t in (3, 6, 12, 60, 150)] + [Load(t, 2, 8) for t in (1, 4, 16, 200, 300)]
     loads += [Load(t, 3, 9) for t in (5, 40, 600)] + [Load(t, 2, 2) for t in (4, 90, 400)]
     kernels = set()
-    for load, name in product(loads, (*FORMATS, *MIXED)):
-        if name != "q4_0" and load.tokens not in (3, 6, 60, 150):
-            continue
-        fmt, (n, k) = cq.formats.get(name).for_kernels, (384, 256)
-        for gated, shape in product((True, False), ((n, k), (72, n))):
-            made = plan.moe.product(fmt, load, *shape, True, gated, jit.capability())
+
+    def needs(name: str, load: Load, half: bool, *shapes: tuple[int, int]) -> None:
+        fmt = cq.formats.get(name).for_kernels
+        for gated, shape in product((True, False), shapes):
+            made = plan.moe.product(fmt, load, *shape, half, gated, jit.capability())
             if made is not None:
                 kernels.add(made.gemm.plan.kernel)
+
+    for load, name in product(loads, (*FORMATS, *MIXED)):
+        if name == "q4_0" or load.tokens in (3, 6, 60, 150):
+            needs(name, load, True, (384, 256), (72, 384))
+    for name, tokens, half in product(TRELLIS, TOKENS, (True, False)):
+        needs(name, Load(tokens, 2, 5), half, (192, 160), (24, 192))
     list(jit.compile_ahead(kernels))
 
 
@@ -117,6 +151,54 @@ def test_formats_and_types(format: Any, tokens: int) -> None:
     assert testing.nmse(y, expected) <= 1e-3
     rebuilt = cq.from_blocks(x.blocks, "q8_1", x.shape)  # without the rows that came with the blocks
     np.testing.assert_array_equal(testing.as_numpy(cq.moe(rebuilt, experts, there_ids, there_probs)), y)
+
+
+def agree(tokens: int, experts: cq.Experts) -> None:
+    """Of floats and of q8_1, the same bits again; every fourth token is lost."""
+    cupy, (ids, probs) = device.cupy(), routed(tokens, 5, 2)
+    ids[2::4, 1] = 5
+    x, there_ids, there_probs = on_gpu(gauss(tokens, experts.gate.shape[2]), ids, probs)
+    for operand, most in ((x, 1e-5), (cq.quantize(x, "q8_1"), 1e-3)):
+        y = cq.moe(operand, experts, there_ids, there_probs)
+        again = cq.moe(operand, experts, there_ids, there_probs)
+        assert (y.view(np.uint32) == again.view(np.uint32)).all()
+        expected = reference(operand, experts, ids, probs)
+        lost = np.isnan(expected).all(axis=1)
+        assert (cupy.asnumpy(cupy.isnan(y)).all(axis=1) == lost).all()
+        assert testing.nmse(testing.as_numpy(y)[~lost], expected[~lost]) <= most
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TRELLIS)
+def test_signs_of_columns(name: str, kind: str, tokens: int) -> None:
+    experts = trellis_stacks(name, kind)
+    agree(tokens, experts)
+    gate, up = (w.fragments() for w in (experts.gate, experts.up))
+    prepared = cuda_moe._Mixture(gate, up, experts.down.fragments(), "silu", False)
+    assert prepared.alike() == (kind in ("alike", "apart"))
+    assert gate.half == (kind != "apart")
+    assert (gate.signs is None, up.signs is None) == (kind == "bare_gate", kind == "bare_up")
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("whole", ["gate", "up", "down"])
+def test_signs_of_some_projections(whole: str, tokens: int) -> None:
+    experts = stacks("q4_0", k=160, hidden=192, n=24)
+    own = getattr(trellis_stacks("trellis3-32", "alike"), whole)
+    agree(tokens, experts._replace(**{whole: own}))
+
+
+def test_trellis_beyond_the_kernels_fallback() -> None:
+    """Sides that are no whole pieces, and a grid that float16 does not hold."""
+    odd = trellis_stacks("trellis3-32", "alike", k=40, hidden=72)
+    parts = random_parts(2, (5, 24, 192)) | {"grid": [1e-30, 1, 3]}
+    wide = stacks("q4_0", k=160, hidden=192)._replace(down=cq.trellis_from_parts(**parts).to_device("cuda"))
+    for experts in (odd, wide):
+        x, ids, probs = gauss(6, experts.gate.shape[2]), *routed(6, 5, 2)
+        assert not cuda_moe.takes(x, *experts, 2)
+        there = on_gpu(x, ids, probs)
+        close(cq.moe(there[0], experts, *there[1:]), reference(x, experts, ids, probs))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33, 257, 1500])
@@ -269,11 +351,12 @@ def test_the_same_call_gives_the_same_bits(tokens: int) -> None:
     assert not different
 
 
+@pytest.mark.parametrize("format", ["q4_0", "trellis3"])
 @pytest.mark.parametrize("tokens", [1, 16, 200])
-def test_a_step_in_a_graph(tokens: int) -> None:
+def test_a_step_in_a_graph(tokens: int, format: str) -> None:
     """Routing and mixture follow the graph's inputs, whichever experts they lead to."""
     cupy = device.cupy()
-    experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
+    experts = stacks(format, 8, k=256, hidden=512, n=256)
     x, logits = cupy.zeros((tokens, 256), np.float16), cupy.zeros((tokens, 8), F)
     out = cupy.empty((tokens, 256), np.float16)
     stream = cupy.cuda.Stream(non_blocking=True)

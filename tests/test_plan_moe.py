@@ -16,7 +16,19 @@ from cuquant import plan, problem
 from cuquant.plan.moe import Load
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
-NAMES = ("q4_0", "q5_1", "q8_0", "kbit2", "kbit4", "kbit5", "iq4_nl", "mxfp4", "nvfp4", "int4-128-zeros")
+NAMES = (
+    "q4_0",
+    "q5_1",
+    "q8_0",
+    "kbit2",
+    "kbit4",
+    "kbit5",
+    "iq4_nl",
+    "mxfp4",
+    "nvfp4",
+    "int4-128-zeros",
+    "trellis3",
+)
 LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 64), (8, 256))]
 
 
@@ -27,10 +39,10 @@ def kernels(arch: str, names: tuple[str, ...]) -> list[plan.Kernel]:
     return list({(k.op, k.format, k.constants): k for k in found}.values())
 
 
-def one_of_each(arch: str) -> list[plan.Kernel]:
+def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3")) -> list[plan.Kernel]:
     """One tile of each core, gated and not, of an integer format and a codebook."""
     chosen = {}
-    for kernel in kernels(arch, ("q4_0", "kbit3")):
+    for kernel in kernels(arch, names):
         constants = dict(kernel.constants)
         chosen[kernel.op, kernel.format, constants.get("CORE"), constants.get("GATED")] = kernel
     return list(chosen.values())
@@ -38,7 +50,7 @@ def one_of_each(arch: str) -> list[plan.Kernel]:
 
 @needs_nvrtc
 def test_kernels_for_the_h200() -> None:
-    check(kernels("sm_90a", ("q4_0",)) + one_of_each("sm_90a"), "sm_90a")
+    check(kernels("sm_90a", ("q4_0",)) + one_of_each("sm_90a", ("kbit3", "trellis3")), "sm_90a")
 
 
 @needs_nvrtc
@@ -125,5 +137,5 @@ def test_numbers_are_those_of_the_struct() -> None:
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)
-    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, (6, 7, 8, 9), *range(11))
+    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9), *range(11))
     assert len(packed) == 640 + 64

@@ -114,9 +114,9 @@ def _stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
     fmt = formats.get(name)
     # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
-    blocks = quantize(dense * np.float32(k**-0.5), fmt).blocks
-    rows = [cupy.random.permutation(n) % len(blocks) for _ in range(count)]
-    return QuantizedArray(fmt, cupy.stack([blocks[own] for own in rows])).prepare()
+    w = quantize(dense * np.float32(k**-0.5), fmt)
+    experts = [w[cupy.random.permutation(n) % len(w)].blocks for _ in range(count)]
+    return QuantizedArray(w.format, cupy.stack(experts), shape=(count, n, k)).prepare()
 
 
 def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us: float | None) -> MoeCell:

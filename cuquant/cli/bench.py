@@ -213,8 +213,6 @@ def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
     record = Record.start(arguments.record)
     names, activations = arguments.formats or ["q4_0"], arguments.activations or ["f16"]
-    if any(formats.get(name).whole_matrices for name in names):
-        arguments.wrong_usage("moe takes no trellis formats: their experts are products of their own")
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     experts, top_k = arguments.experts or 8, arguments.top_k or 2
     cells = moe(record, names, activations, shapes, batches, experts, top_k)

@@ -89,8 +89,9 @@ def moe(
     experts in ascending order of their ids, and y is rounded once: the same call gives the same bits.
 
     On a GPU, for quantized experts, all experts of a projection are one launch; nothing synchronises, and
-    after a warm-up call it can be captured in a CUDA graph. Float and trellis experts, more than 1024 of them
-    or than 256 for a token are products of their own, for which the host reads ids and probabilities.
+    after a warm-up call it can be captured in a CUDA graph. Experts are products of their own, for which the
+    host reads ids and probabilities, if some are floats or of a grid that float16 does not hold, if there are
+    more than 1024 or a token has more than 256, or if K or F (of trellis) is no multiple of 32.
 
     Parameters
     ----------

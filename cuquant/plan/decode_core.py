@@ -64,8 +64,8 @@ def decode(
         share = max(1, min(share, round(most_bytes * cluster / (tiles_k * step))))
     # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
     most = 4 if groups == 1 or has_minimum(fmt) else 7
-    if fmt.lookup and has_minimum(fmt) and capability >= 100:
-        most = 3  # two words of scales a block, and more registers taken by the same code
+    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and capability >= 100:
+        most = 3  # two words of scales a block, or signs of x, and more registers taken by the same code
     if wide and two and ring > 72 << 10:
         most = 2
     most = min(most, max(1, (half if small else whole) // (4 * warps * step)))

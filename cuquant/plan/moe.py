@@ -22,6 +22,8 @@ from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
+WHOLE = 32
+"""Of whole pieces of so many columns are the rows that kernels/ops/moe.cu makes."""
 FEW_TOKENS = 512
 """Tokens up to which every block of `gather` finds the place of its own entry."""
 LEVEL_COLUMNS = 16
@@ -160,6 +162,12 @@ def gather(load: Load, k: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
+def change_signs(rows: int, k: int) -> Plan:
+    """A block for every entry."""
+    return Plan(Kernel("moe", "change_signs"), (rows, 1, 1), _threads(k, 8, 256), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
 def hidden(rows: int, k: int) -> Plan:
     """A block for every row."""
     return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
@@ -195,7 +203,7 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
-    for fmt in {f.for_kernels for f in formats if f.on_gpu and not (f.for_activations or f.whole_matrices)}:
+    for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
         for load in loads:
             for n in (1 << 10, 14336):
                 for half in (True, False):

@@ -42,10 +42,6 @@ DEVICE uint4 load_halves(const u16* from, s64 column_stride, int count) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-DEVICE uint4 flip(uint4 v, uint4 signs) {
-    return make_uint4(v.x ^ signs.x, v.y ^ signs.y, v.z ^ signs.z, v.w ^ signs.w);
-}
-
 // Rows of bits by which those of W's columns that are negative change float16 numbers, [..][pieces of 8], each of them
 // for `each` rows of x; or null.
 struct RowSigns {

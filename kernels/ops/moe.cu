@@ -7,6 +7,9 @@
 //
 // Where gate and up together make float16 themselves, `level` stands in for `hidden`.
 //
+// Columns of an expert's matrices may have signs: bits that float16 numbers are changed by, [expert][K]. Rows in the
+// entries' places get them from `change_signs`; a product that finds its rows itself gives them theirs (core/decode.cuh).
+//
 // Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
 // weights while what they multiply is still being made (`early` in core/problem.cuh).
 #include "../core/levels.cuh"
@@ -227,6 +230,26 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
         row_to_half(x, dtype, token * row_stride, row_stride, column_stride, K, out + s64(place) * K);
     if (factors) factor *= factors[token];
     if (threadIdx.x == 0) unscale[place] = factor;
+}
+
+// An expert's of the signs of all, or null.
+DEVICE const u16* signs_of(const u16* signs, int expert, int K) { return signs ? signs + s64(expert) * K : nullptr; }
+
+// Rows in the entries' places with other signs (or null) in place of those that they have, a block an entry.
+extern "C" __global__ void __launch_bounds__(256)
+change_signs(u16* rows, int K, const void* ids, int wide, int tokens, int top_k, int experts, const int* places,
+             const u16* before, const u16* after) {
+    enter();
+    const int place = places[blockIdx.x];
+    if (place == NOWHERE) return;
+    const int expert = Routing{ids, wide, tokens, top_k, experts}.fresh(blockIdx.x);
+    uint4* const row = reinterpret_cast<uint4*>(rows + s64(place) * K);
+    for (int piece = threadIdx.x; piece < K / 8; piece += blockDim.x) {
+        uint4 v = row[piece];
+        if (before) v = flip(v, reinterpret_cast<const uint4*>(signs_of(before, expert, K))[piece]);
+        if (after) v = flip(v, reinterpret_cast<const uint4*>(signs_of(after, expert, K))[piece]);
+        row[piece] = v;
+    }
 }
 
 // What `down` multiplies, from float32 rows to float16, as row_to_half does it. A block keeps a row of up to KEPT times
