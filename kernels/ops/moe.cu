@@ -315,25 +315,36 @@ level(u16* x, int K, const u8* row_levels, int rows, float* unscale) {
     if (lane == 0) unscale[row] = highest == levels::ZEROS ? 1 : levels::factor(int(highest) - levels::BYTE);
 }
 
+// As load_float, from the L2 cache.
+DEVICE float load_fresh(const void* array, s64 index, int dtype) {
+    if (dtype == FLOAT32) return __ldcg(static_cast<const float*>(array) + index);
+    const u16 bits = __ldcg(static_cast<const u16*>(array) + index);
+    return dtype == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+}
+
 // y: the results of a token's entries, times their probabilities, in the order of their experts. Results are in the
 // entries' places, or (null) in the order of the entries.
 extern "C" __global__ void __launch_bounds__(256)
 combine(const float* results, int columns, const int* places, const void* ids, int wide, int tokens, int top_k,
         int experts, const void* probs, int probs_dtype, void* out, int dtype, s64 row_stride, s64 column_stride) {
-    __shared__ int sorted[MOST_SLOTS];
+    __shared__ int chosen[MOST_SLOTS], sorted[MOST_SLOTS];
     __shared__ float weights[MOST_SLOTS];
-    enter();
+    let_successor_start();
+    // Routing was there before the product that this kernel waits for.
     const s64 token = blockIdx.x, first_entry = token * top_k;
-    const Routing expert_of = {ids, wide, tokens, top_k, experts};
-    const bool lost = expert_of.lost(token);
-    if (!lost && threadIdx.x < top_k) {
-        const int slot = threadIdx.x, own = expert_of(token, slot);
+    const int own = threadIdx.x;
+    if (own < top_k) chosen[own] = Routing{ids, wide, tokens, top_k, experts}.fresh(int(first_entry) + own);
+    __syncthreads();
+    bool lost = false;
+    for (int s = 0; s < top_k; s++) lost |= chosen[s] == NOWHERE;
+    if (!lost && own < top_k) {
         int rank = 0;
-        for (int s = 0; s < top_k; s++) rank += expert_of(token, s) < own || (expert_of(token, s) == own && s < slot);
-        sorted[rank] = places ? places[first_entry + slot] : first_entry + slot;
-        weights[rank] = load_float(probs, first_entry + slot, probs_dtype);
+        for (int s = 0; s < top_k; s++) rank += chosen[s] < chosen[own] || (chosen[s] == chosen[own] && s < own);
+        sorted[rank] = places ? __ldcg(places + first_entry + own) : int(first_entry) + own;
+        weights[rank] = load_fresh(probs, first_entry + own, probs_dtype);
     }
     __syncthreads();
+    wait_for_predecessor();
     constexpr int EACH = 4;
     const int first = (blockIdx.y * blockDim.x + threadIdx.x) * EACH;
     if (first >= columns) return;
