@@ -1,11 +1,12 @@
 """Mixtures of experts on the GPU: tokens sorted by expert, one launch for each projection of all experts.
 
-    gather -> gate and up -> hidden -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
+    gather -> gate and up -> hidden, or level -> down -> combine        (kernels/ops/moe.cu and gemm.cu)
 
-Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Of many, gate and up
-make float16 numbers in levels (kernels/core/levels.cuh), of which `level` has less to do than `hidden` of
-float32. Where columns have signs (trellis), a block that finds its rows gives them these, and `change_signs`
-gives them to rows in the order of their experts.
+Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Where the wgmma core
+multiplies by gate and up in one launch, and x is not of q8_1, it makes float16 numbers in levels
+(kernels/core/levels.cuh), of which `level` has less to do than `hidden` of float32. Where columns have signs
+(trellis), a block that finds its rows gives them these, and `change_signs` gives them to rows in the order of
+their experts.
 
 Nothing synchronises, and every launch overlaps the one before it. Memory between them is the stream's
 scratch.
@@ -119,6 +120,11 @@ class _Mixture(NamedTuple):
         singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
         return (both, *singles)  # type: ignore[return-value]
 
+    def levels(self, load: Load) -> bool:
+        """Whether gate and up together make float16 numbers in levels."""
+        both = self.products(load)[0]
+        return both is not None and both.levels and not self.blocks
+
 
 def _single(w: Fragments, load: Load, capability: int) -> Product:
     own = w.weight
@@ -145,17 +151,16 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
     x = x if quantized else cuda._as_rows(x)
     with cuda._scratch() as scratch:
         step = _tokens_at_once(prepared, top_k)
-        load = Load(min(step, tokens), top_k, gate.shape[0])
-        layout = _layout(prepared, load)
+        parts = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
+        loads = [Load(part.stop - part.start, top_k, gate.shape[0]) for part in parts]
+        layouts = {load: _layout(prepared, load) for load in loads}
+        size = max(layout.size for layout in layouts.values())
         converted = sum(cuda._rows_bytes((tokens, gate.shape[2]))) if quantized and x.rows is None else 0
-        start = scratch.take(layout.size + converted)
-        source = _source(x, start + layout.size)
-        for first in range(0, tokens, step):
-            part = slice(first, min(first + step, tokens))
-            load = Load(part.stop - first, top_k, gate.shape[0])
-            size = 2 if quantized else x.dtype.itemsize
-            given = source.skip(first, size)
-            _run(prepared, load, given, ids[part], probs[part], rows[part], layout.at(start))
+        start = scratch.take(size + converted)
+        source = _source(x, start + size)
+        for part, load in zip(parts, loads, strict=True):
+            given = source.skip(part.start, 2 if quantized else x.dtype.itemsize)
+            _run(prepared, load, given, ids[part], probs[part], rows[part], layouts[load].at(start))
     if rows.data.ptr != out.data.ptr:
         out[...] = rows.reshape(out.shape)
 
@@ -178,25 +183,30 @@ def _source(x: Any, converted: int) -> _Rows:
 
 def _tokens_at_once(mixture: _Mixture, top_k: int) -> int:
     """Tokens whose rows the workspace holds; at least one."""
-    (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
-    row = max(2 * k, 2 * width, 4 * n) + 4 * max(width, n) + 2 * width * mixture.blocks
+    row = max(sum(_row_bytes(mixture, levels).values()) for levels in (False, True))
     # Of rows at least 8 have a block of the launch's third axis.
     most = 8 * (plan.MOST_BLOCKS - mixture.gate.shape[0])
     return max(1, min(WORKSPACE // row, most) // top_k)
 
 
-def _layout(mixture: _Mixture, load: Load) -> _Layout:
-    """Arrays between the launches: what is over makes room for what comes."""
-    (count, width, k), n, rows = mixture.gate.shape, mixture.down.shape[1], load.rows
-    layout = _Layout()
-    layout.add("halves", rows * max(2 * k, 2 * width, 4 * n))  # of x, then of hidden numbers
-    layout.add("factors", rows * 4)
-    # Hidden numbers, then results. Those in levels are what `down` multiplies: its results take x's place.
-    layout.add("sums", rows * 4 * max(width, n))
-    layout.add("levels", rows * ceil(width / plan.moe.LEVEL_COLUMNS))
+def _row_bytes(mixture: _Mixture, levels: bool) -> dict[str, int]:
+    """Bytes of a row in each array between the launches: what is over makes room for what comes."""
+    (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
+    if levels:  # x, then results; hidden numbers, which `down` multiplies where they are
+        sizes = {"halves": max(2 * k, 4 * n), "sums": 2 * width, "levels": width // plan.moe.LEVEL_COLUMNS}
+    else:  # x, then hidden numbers in float16; in float32, then results
+        sizes = {"halves": 2 * max(k, width), "sums": 4 * max(width, n)}
     if mixture.blocks:
-        layout.add("blocks", rows * get("q8_1").row_bytes(width))
-    layout.add("places", rows * 4)
+        sizes["blocks"] = get("q8_1").row_bytes(width)
+    return {**sizes, "factors": 4, "places": 4}
+
+
+def _layout(mixture: _Mixture, load: Load) -> _Layout:
+    """Where these arrays and those of works are."""
+    count = mixture.gate.shape[0]
+    layout = _Layout()
+    for name, row in _row_bytes(mixture, mixture.levels(load)).items():
+        layout.add(name, load.rows * row)
     layout.add("starts", (count + 1) * 4)
     for name in ("of gate", "of up", "of down"):  # lists of works
         layout.add(name, load.most_works(1) * 16)
@@ -225,11 +235,9 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         lists = (at["of gate"], at["of up"], at["of down"])
         rows, given = (at["halves"], at["factors"]), _Group(lists, numbers, k, 1)
         then = given._replace(x_row=width)
-    halves, sums, activation, levels = at["halves"], at["sums"], mixture.activation, 0
+    halves, sums, activation, levels = at["halves"], at["sums"], mixture.activation, at.get("levels", 0)
     if both is not None:
         apart = mixture.up.addresses[0] - mixture.gate.addresses[0]
-        if both.levels and not mixture.blocks:
-            levels = at["levels"]
         _multiply(mixture.gate, load, both, rows, sums, given, 0, activation, apart=apart, levels=levels)
     else:
         _multiply(mixture.gate, load, gate, rows, sums, given, 0, activation)

@@ -16,6 +16,7 @@ import cuquant as cq
 from cuquant import check, cuda_moe, device, jit, plan, testing
 from cuquant.ops import moe as module
 from cuquant.plan.moe import Load
+from cuquant.plan.wgmma_core import WGMMA_TILES
 
 pytestmark = pytest.mark.gpu
 F = np.float32
@@ -241,7 +242,8 @@ def test_rows_in_levels() -> None:
     cupy, generator = device.cupy(), np.random.default_rng(2)
     rows, k, columns = 11, 160, plan.moe.LEVEL_COLUMNS
     x = generator.integers(-2048, 2048, (rows, k // columns, columns)).astype(np.float16)
-    levels = generator.integers(14, 19, (rows, k // columns)).astype(np.uint8)  # a byte is the level + 16
+    zero = 16  # the byte of level 0
+    levels = generator.integers(14, 19, (rows, k // columns)).astype(np.uint8)
     levels[1], levels[2] = 17, 0
     levels[3, ::2] = 0
     x[levels == 0] = 0
@@ -250,9 +252,9 @@ def test_rows_in_levels() -> None:
     numbers = (np.int32(k), cupy.asarray(levels), np.int32(rows), factors)
     jit.launch(plan.moe.level(rows), given, *numbers)
     made, factor = testing.as_numpy(given).astype(np.float64), testing.as_numpy(factors).astype(np.float64)
-    expected = np.ldexp(x.astype(np.float64), 8 * (levels[..., None].astype(int) - 16)).reshape(rows, k)
+    expected = np.ldexp(x.astype(np.float64), 8 * (levels[..., None].astype(int) - zero)).reshape(rows, k)
     highest = levels.max(axis=1).astype(int)
-    np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - 16)), 1))
+    np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - zero)), 1))
     # Numbers of lower levels are subnormal in the highest, if anything.
     made *= factor[:, None]
     assert (np.abs(made - expected) <= 2.0**-25 * factor[:, None]).all()
@@ -307,9 +309,36 @@ def test_magnitudes(magnitude: float) -> None:
         close(y, reference(x, experts, ids, probs))
 
 
+def leveled(tokens: int, top_k: int, count: int, width: int = 160, k: int = 128) -> bool:
+    """Whether q4_0's gate and up make levels: on Hopper they have to, if a test is to see it."""
+    fmt = cq.formats.get("q4_0").for_kernels
+    both = plan.moe.gate_and_up(fmt, Load(tokens, top_k, count), width, k, True, jit.capability())
+    return (both is not None and both.levels) or jit.capability() != 90
+
+
+@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 128], ids=str)
+def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tiles: up to a quarter of one, which the tensor cores take in narrower steps, and more."""
+    if jit.capability() != 90:
+        pytest.skip("the wgmma core is for sm_90")
+    counts = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
+    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
+    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
+    experts = stacks("q4_0", len(counts), k=256, hidden=384, n=72)
+    plan.moe.product.cache_clear()
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
+            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
+    finally:
+        plan.moe.product.cache_clear()
+    close(y, reference(x, experts, ids, probs))
+
+
 def test_rows_with_nan_touch_no_others() -> None:
     experts = stacks("q4_0")
-    for tokens in (6, 60):
+    assert leveled(600, 2, 5)
+    for tokens in (6, 60, 600):
         x, ids, probs = on_gpu(gauss(tokens, 128), *routed(tokens, 5, 2))
         clean = testing.as_numpy(cq.moe(x, experts, ids, probs))
         x[2, 5], probs[4, 1], x[5, 1] = np.nan, np.nan, np.inf
@@ -382,9 +411,10 @@ def test_a_step_in_a_graph(tokens: int, format: str) -> None:
 
 
 def test_more_tokens_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_moe, "WORKSPACE", 1 << 17)
+    monkeypatch.setattr(cuda_moe, "WORKSPACE", 1 << 20)
+    assert leveled(600, 2, 5)  # of which about as many are taken at a time
     experts = stacks("q4_0")
-    x, ids, probs = on_gpu(gauss(400, 128), *routed(400, 5, 2))
+    x, ids, probs = on_gpu(gauss(4000, 128), *routed(4000, 5, 2))
     close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs))
     quantized = cq.quantize(x, "q8_1")
     y = cq.moe(quantized, experts, ids, probs)

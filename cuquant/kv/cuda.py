@@ -8,6 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import check, device, jit
 from ..cuda import _element_strides, _pointer, _scratch
@@ -26,6 +27,8 @@ _ABSENT = _TIER.pack(*(0,) * 9)
 _ATTENTION = struct.Struct("<11q11q11ifi4x")
 _APPEND = struct.Struct("<11q6q9i4x")
 _MASKS = {**DTYPES, np.dtype(bool): 3}
+_WORDS = 1024
+"""Of the host's memory, that are taken at a time."""
 
 
 @cache
@@ -122,6 +125,23 @@ def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim
     return b"".join(codes_maps + [jit.encode_map(address, *scales, False) for address in addresses[2:]])
 
 
+_words: list[NDArray[np.int32]] = []
+_pages: list[Any] = []
+
+
+def _host_word() -> NDArray[np.int32]:
+    """A zero in memory of the host that kernels can write, as an array [1].
+
+    It is not given to anybody again: an append may still be running when its cache is gone.
+    """
+    if not _words:
+        _pages.append(device.cupy().cuda.alloc_pinned_memory(4 * _WORDS))
+        page = np.frombuffer(_pages[-1], np.int32, _WORDS)
+        page[:] = 0
+        _words.extend(page[i : i + 1] for i in range(_WORDS))
+    return _words.pop()
+
+
 class Appender:
     """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
 
@@ -133,11 +153,8 @@ class Appender:
     """
 
     def __init__(self, cache: KVCache) -> None:
-        cupy = device.cupy()
-        self._ticket = cupy.zeros(1, np.uint32)
-        self._pinned = cupy.cuda.alloc_pinned_memory(4)
-        self._refused = np.frombuffer(self._pinned, np.int32, 1)
-        self._refused[0] = 0
+        self._ticket = device.cupy().zeros(1, np.uint32)
+        self._refused = _host_word()
         self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
         self._slots = np.zeros(cache.batch, np.int64)
         """Of `next_slots`, as far as the host knows."""
@@ -183,7 +200,7 @@ class Appender:
         tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
         argument = b"".join([_tier(cache.tiers.get(b)) for b in BITS]) + _APPEND.pack(
             *map(_pointer, arrays),
-            self._pinned.ptr,
+            self._refused.ctypes.data,
             *_element_strides(k)[:3],
             *_element_strides(v)[:3],
             *(batch, n, cache.n_kv_heads, cache.head_dim, DTYPES[k.dtype], DTYPES[v.dtype]),

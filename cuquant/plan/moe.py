@@ -81,9 +81,8 @@ class Product(NamedTuple):
 
     @property
     def levels(self) -> bool:
-        """Whether its results may be float16 numbers in levels, of LEVEL_COLUMNS each."""
-        kernel = self.gemm.plan.kernel
-        return core_of(kernel) == "wgmma" and dict(kernel.constants)["GATED"] == 1
+        """Whether its results, if it is gated, may be float16 numbers in levels, of LEVEL_COLUMNS each."""
+        return core_of(self.gemm.plan.kernel) == "wgmma"
 
     @property
     def finds_rows(self) -> bool:

@@ -44,8 +44,7 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
         meanwhile();
 #pragma unroll
         for (int u = 0; u < TOGETHER; u++, advance(to_m, to_piece)) {
-            if constexpr (SIGNED)
-                x[u] = make_uint4(x[u].x ^ signs[u].x, x[u].y ^ signs[u].y, x[u].z ^ signs[u].z, x[u].w ^ signs[u].w);
+            if constexpr (SIGNED) x[u] = flip(x[u], signs[u]);
             if (to_m < batch) *reinterpret_cast<uint4*>(to + to_m * row_bytes + to_piece * 16) = x[u];
         }
     } while (m < batch);

@@ -4,8 +4,8 @@
 
 enum Activation { NONE = 0, RELU = 1, GELU = 2, GELU_ERF = 3, SILU = 4 };
 
-// A quotient; or about it, which takes a few instructions and no branch, but more registers where there are many. Divisors
-// of 2^126 and more then make 0 of it: these are of numbers that are nearly 0 in any case.
+// A quotient; or about it, which takes a few instructions and no branch, but more registers where there are many.
+// Divisors of 2^126 and more then make 0 of it: these are of numbers that are nearly 0 in any case.
 template <bool ABOUT>
 DEVICE float quotient(float a, float b) {
     return ABOUT ? __fdividef(a, b) : a / b;

@@ -112,6 +112,14 @@ DEVICE void load_matrices(u32 (&r)[4], u32 address) {
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address));
 }
 
+// An 8 x 8 matrix of 16-bit elements, of which lane 4 g + i has (g, 2 i) and (g, 2 i + 1): it gets (2 i, g) and
+// (2 i + 1, g).
+DEVICE u32 transposed(u32 pair) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+    return r;
+}
+
 // 16 bytes from global to shared memory; zeros where `valid` is false. Before sm_80 an ordinary load and store.
 DEVICE void copy_async(void* shared, const void* global, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -247,13 +255,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
 // An arrival when all of this thread's asynchronous copies so far are done.
 DEVICE void copy_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
-}
-
-// An 8 x 8 matrix of 16-bit elements, of which lane 4 g + i has (g, 2 i) and (g, 2 i + 1): it gets (2 i, g), (2 i + 1, g).
-DEVICE u32 transposed(u32 pair) {
-    u32 r;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
-    return r;
 }
 
 // The reverse of load_matrices, transposed: elements (2 i, g) and (2 i + 1, g) of each matrix come from lane 4 g + i.

@@ -25,6 +25,20 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         }
 }
 
+// Sums of WARP batch rows, from the `first` of a thread on, times the rows' factors, of which a lane has one.
+template <int ROW_BLOCKS, int SUMS>
+DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor) {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int j = 0; j < WARP / 2; j += 4)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const float own = __shfl_sync(~0u, factor, j * 2 + lane % 4 * 2 + e);
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++) acc[b][first + j + e] *= own, acc[b][first + j + e + 2] *= own;
+        }
+}
+
 // Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two
 // factors with the same product (epilogue.cuh) the first or the `second`.
 template <int ROW_BLOCKS, int SUMS>
@@ -35,14 +49,7 @@ DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     for (int row = 0; row < SUMS * 2; row += WARP) {
         const float2 both = safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, last_m)] : 1, p.lift);
         const float factor = second ? both.y : both.x;
-#pragma unroll
-        for (int j = row / 8; j < (row + WARP) / 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float own = __shfl_sync(~0u, factor, j * 8 % WARP + lane % 4 * 2 + e);
-#pragma unroll
-                for (int b = 0; b < ROW_BLOCKS; b++) acc[b][j * 4 + e] *= own, acc[b][j * 4 + e + 2] *= own;
-            }
+        scale_part(acc, row / 2, factor);
     }
 }
 
@@ -223,18 +230,8 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
         for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
             for (int j = 0; j < OWN; j++) v[b][j] = acc[b][i * OWN + j];
-        auto scale = [&](float of_lane) {
-#pragma unroll
-            for (int j = 0; j < OWN; j += 4)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const float factor = __shfl_sync(~0u, of_lane, j * 2 + lane % 4 * 2 + e);
-#pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) v[b][j + e] *= factor, v[b][j + e + 2] *= factor;
-                }
-        };
-        scale(factors[i].x);
-        if (p.lift != 1) scale(factors[i].y);
+        scale_part(v, 0, factors[i].x);
+        if (p.lift != 1) scale_part(v, 0, factors[i].y);
         if (p.activation)
 #pragma unroll
             for (int b = 0; b < RESULTS; b++) activate<true>(v[b], p.activation);

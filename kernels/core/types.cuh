@@ -122,6 +122,11 @@ DEVICE u32 pack(float low, float high, int dtype) {
     return bits;
 }
 
+// Eight float16 numbers, changed by the bits of signs.
+DEVICE uint4 flip(uint4 v, uint4 signs) {
+    return make_uint4(v.x ^ signs.x, v.y ^ signs.y, v.z ^ signs.z, v.w ^ signs.w);
+}
+
 DEVICE float load_float(const void* array, s64 index, int dtype) {
     if (dtype == FLOAT32) return static_cast<const float*>(array)[index];
     u16 bits = static_cast<const u16*>(array)[index];

@@ -199,6 +199,7 @@ DEVICE void wgmma(const P& p) {
             int previous = 0;  // stage that the tensor cores may still read
             // All steps; inlined twice, as which of the two it is would otherwise be asked in the inner loop.
             auto multiply_all = [&](bool narrow) {
+                // Opaque, lest addresses of both copies of the loop be kept all the time.
                 if constexpr (NARROW < BATCH) asm volatile("" : "+r"(lane), "+r"(full), "+r"(stages));
                 // x: rows of 128 bytes, swizzled, 8 rows to a group of 1024 bytes; a step of 16 columns is 32 bytes.
                 auto multiply = [&](int h, u64 x) {
@@ -247,7 +248,7 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
-            const auto own = segment_of(i);
+            const auto own = segment_of(i);  // again: `segment` would take registers in the loop
             if constexpr (!EARLY) load_factors(own);
             if constexpr (K_GROUPS == 1) multiply_by_factors();
             release(previous, true);

@@ -27,11 +27,6 @@ DEVICE int shift_of(u32 peak) {
     return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
 
-// Eight float16 numbers, changed by the bits of signs.
-DEVICE uint4 flip(uint4 v, uint4 signs) {
-    return make_uint4(v.x ^ signs.x, v.y ^ signs.y, v.z ^ signs.z, v.w ^ signs.w);
-}
-
 // Eight numbers, times a factor, to float16.
 DEVICE void store_halves(u16* to, const float* x, float scale) {
     u32 pairs[4];

@@ -8,7 +8,8 @@
 // Where gate and up together make float16 themselves, `level` stands in for `hidden`.
 //
 // Columns of an expert's matrices may have signs: bits that float16 numbers are changed by, [expert][K]. Rows in the
-// entries' places get them from `change_signs`; a product that finds its rows itself gives them theirs (core/decode.cuh).
+// entries' places get them from `change_signs`; a product that finds its rows itself gives them theirs
+// (core/decode.cuh).
 //
 // Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
 // weights while what they multiply is still being made (`early` in core/problem.cuh).
@@ -233,7 +234,9 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
 }
 
 // An expert's of the signs of all, or null.
-DEVICE const u16* signs_of(const u16* signs, int expert, int K) { return signs ? signs + s64(expert) * K : nullptr; }
+DEVICE const u16* signs_of(const u16* signs, int expert, int K) {
+    return signs ? signs + s64(expert) * K : nullptr;
+}
 
 // Rows in the entries' places with other signs (or null) in place of those that they have, a block an entry.
 extern "C" __global__ void __launch_bounds__(256)
@@ -292,12 +295,12 @@ hidden(const float* x, int K, u16* out, float* unscale) {
 
 // The same of rows in levels (core/levels.cuh), in place, a warp a row.
 extern "C" __global__ void __launch_bounds__(LEVEL_WARPS* WARP)
-level(u16* x, int K, const u8* row_levels, int rows, float* unscale) {
+level(u16* x, int K, const u8* levels_of_rows, int rows, float* unscale) {
     enter();
     const int row = blockIdx.x * LEVEL_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (row >= rows) return;
     const int count = K / levels::COLUMNS;
-    const u8* const own = row_levels + s64(row) * count;
+    const u8* const own = levels_of_rows + s64(row) * count;
     u32 highest = levels::ZEROS;
 #pragma unroll 4
     for (int i = lane; i < count; i += WARP) highest = max(highest, u32(own[i]));
@@ -312,7 +315,7 @@ level(u16* x, int K, const u8* row_levels, int rows, float* unscale) {
         for (int j = 0; j < levels::COLUMNS / 2; j++)
             pairs[j] = pack(low_to_float(pairs[j]) * factor, high_to_float(pairs[j]) * factor, FLOAT16);
     }
-    if (lane == 0) unscale[row] = highest == levels::ZEROS ? 1 : levels::factor(int(highest) - levels::BYTE);
+    if (lane == 0) unscale[row] = levels::factor_of_byte(highest);
 }
 
 // As load_float, from the L2 cache.

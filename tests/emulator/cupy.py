@@ -155,7 +155,7 @@ class Device(_Context):
 
 
 class Pinned(ctypes.Array[ctypes.c_char]):
-    _length_, _type_ = 64, ctypes.c_char
+    _length_, _type_ = 4096, ctypes.c_char
 
     @property
     def ptr(self) -> int:
