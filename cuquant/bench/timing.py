@@ -127,7 +127,7 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
     """
     cupy = device.cupy()
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    a = cupy.ones((6144, 6144), "float32")  # a product takes about 10 ms on an H200, longer elsewhere
+    a = cupy.ones((5120, 5120), "float32")  # a product takes about 6 ms on an H200, longer elsewhere
     settle()
     runs = max(1, min(most, int(MEASURE_US / _elapsed_us(stream, run, 3))))
     times: list[float] = []
