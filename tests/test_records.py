@@ -74,7 +74,7 @@ def test_times_of_mixtures(records: dict[str, Any]) -> None:
     cells = {(c["format"], c["M"]): c for c in records["trellis-moe"]["cells"] if c["op"] == "moe"}
     batches = (1, 2, 4, 8, 16, 64, 512, 4096)
     rows = table(PERFORMANCE, f"| format | 1 token | {' | '.join(map(str, batches[1:]))} |")
-    assert len(rows) == 6
+    assert len(rows) == 7
     for name, times in rows.items():
         kind = {"cuBLAS, dense": "cublas_us", "floor, q4_0": "floor_us"}.get(name, "us")
         measured = [cells[name if kind == "us" else "q4_0", m][kind] for m in batches]
