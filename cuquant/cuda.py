@@ -6,15 +6,13 @@ reads back whether its values were good.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil, prod
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import check, cpu, cuda_trellis, device, jit, plan, problem
+from . import buffers, check, cpu, cuda_trellis, device, jit, plan, problem
 from .formats import Format, get
 from .formats.trellis import Trellis
 from .fragments import Fragments, tables
@@ -40,7 +38,7 @@ def quantize(x: Any, fmt: Format) -> Any:
     if not fmt.encodes_on_gpu:
         return cupy.asarray(cpu.quantize(cupy.asnumpy(x), fmt))
     k = x.shape[-1]
-    rows = _as_rows(x)
+    rows = buffers.as_rows(x)
     out = cupy.empty((*x.shape[:-1], fmt.row_bytes(k)), np.uint8)
     if out.size == 0:
         return out
@@ -48,7 +46,7 @@ def quantize(x: Any, fmt: Format) -> Any:
     blocks_per_row = k // fmt.block_size
     count = len(rows) * blocks_per_row
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(plan.quantize(fmt, count), *_float_rows(rows), *sizes, out, bad, *_encoder(fmt))
+    jit.launch(plan.quantize(fmt, count), *buffers.float_rows(rows), *sizes, out, bad, *_encoder(fmt))
     if bad is not None:
         _raise_for(int(bad[0]), rows, fmt, x.shape)
     return out
@@ -81,12 +79,12 @@ def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None]:
     if count == 0 or k == 0 or (k > plan.LONGEST_ROW and not half):
         return quantize(x, fmt), None
     cupy = device.cupy()
-    factors, total = _rows_bytes(x.shape)
+    factors, total = buffers.rows_bytes(x.shape)
     blocks, buffer = cupy.empty((*lead, fmt.row_bytes(k)), np.uint8), cupy.empty(total, np.uint8)
     start = buffer.data.ptr
     to = (np.int32(k), blocks, np.uint64(start), np.uint64(start + factors))
     step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
-    jit.launch(step, *_float_rows(_as_rows(x)), *to)
+    jit.launch(step, *buffers.float_rows(buffers.as_rows(x)), *to)
     return blocks, Rows(buffer, factors)
 
 
@@ -137,14 +135,14 @@ def product(p: Product, out: Any) -> None:
     if signs is not None and not launch.takes_signs:
         x, signs = _signed(p.x, signs, out.shape[:-2]), None
         launch = problem.resolve(fragments.weight, x.source, *to)
-    ends = (out.data.ptr, _pointer(p.bias), _pointer(p.residual))
+    ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
     if x.source.entry is None and not launch.partials:
         _launch(launch, fragments, signs, x.addresses, ends, (0, 0))
         return
-    with _scratch() as scratch:
-        converted = 0 if x.source.entry is None else _rows_bytes(x.source.shape)[1]
+    with buffers.scratch() as scratch:
+        converted = 0 if x.source.entry is None else buffers.rows_bytes(x.source.shape)[1]
         start = scratch.take(converted + launch.partials)
-        addresses = x.addresses if x.source.entry is None else _convert(x, start)
+        addresses = x.addresses if x.source.entry is None else convert(x, start)
         sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
         _launch(launch, fragments, signs, addresses, ends, sums)
 
@@ -199,25 +197,20 @@ def _launch(
     sums: tuple[int, int],
 ) -> None:
     """Start the product with the rows of x and their factors at these addresses; x still lacks `signs`."""
-    tensor = problem.NO_MAP if launch.map is None else _map(x[0], launch.map)
+    tensor = problem.NO_MAP if launch.map is None else buffers.tensor_map(x[0], launch.map)
     straight, to = launch.straight, problem.NO_MAP
     if launch.out_map is not None:
         straight = ends[0] % 16 == 0
         if straight:
-            to = _map(ends[0], launch.out_map)
+            to = buffers.tensor_map(ends[0], launch.out_map)
     columns = 0 if signs is None else signs.address
     w = (fragments.addresses, fragments.values, columns)
     argument = launch.packed(tensor, to, straight, *w, *x, *ends, *sums)
     jit.launch_packed(launch.plan, argument)
 
 
-@lru_cache(maxsize=4096)
-def _map(address: int, tensor: problem.Map) -> bytes:
-    return jit.encode_map(address, *tensor)
-
-
 def _output(out: Any) -> problem.Output:
-    return problem.Output(out.shape, _element_strides(out), problem.DTYPES[out.dtype])
+    return problem.Output(out.shape, buffers.element_strides(out), problem.DTYPES[out.dtype])
 
 
 _NOTHING = problem.Epilogue(0, False, None, 0, None)
@@ -229,22 +222,15 @@ def _epilogue(p: Product) -> problem.Epilogue:
     bias_dtype, stacked = (0, False) if p.bias is None else (problem.DTYPES[p.bias.dtype], p.bias.ndim > 1)
     if p.residual is None:
         return problem.Epilogue(bias_dtype, stacked, p.activation, 0, None)
-    strides = _element_strides(p.residual)
+    strides = buffers.element_strides(p.residual)
     return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
 
 
-def _rows_bytes(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes of activations as float16 rows, and of these with the float32 factors of the rows behind them."""
-    *rows, k = shape
-    halves = ceil(prod(rows) * (k + -k % problem.WHOLE) * 2 / 256) * 256
-    return halves, halves + ceil(prod(rows) * 4 / 256) * 256
-
-
-def _convert(x: Operand, start: int) -> tuple[int, int]:
+def convert(x: Operand, start: int) -> tuple[int, int]:
     """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
     entry, k, count = x.source.entry, x.source.shape[-1], prod(x.source.shape[:-1])
     assert entry is not None
-    factors = start + _rows_bytes(x.source.shape)[0]
+    factors = start + buffers.rows_bytes(x.source.shape)[0]
     if entry == "prepare_rows":
         return _prepare_rows(x, start, factors)
     to = (np.int32(k), np.uint64(start), np.uint64(factors))
@@ -252,7 +238,7 @@ def _convert(x: Operand, start: int) -> tuple[int, int]:
     if entry == "blocks_to_half":
         jit.launch(step, x.x.blocks, *to)
     else:
-        jit.launch(step, *_float_rows(_as_rows(x.x)), *to)
+        jit.launch(step, *buffers.float_rows(buffers.as_rows(x.x)), *to)
     return start, factors
 
 
@@ -262,10 +248,10 @@ def _prepare_rows(x: Operand, start: int, factors: int) -> tuple[int, int]:
     floats = not check.is_quantized(x.x)
     half = not floats or x.x.dtype == check.FLOATS[0]
     if floats:
-        given, unscale = _float_rows(_as_rows(x.x)), factors
+        given, unscale = buffers.float_rows(buffers.as_rows(x.x)), factors
     else:
         if x.rows is None:
-            at, factors = _convert(Operand(x.x, problem.quantized_source(x.source.shape, False)), start)
+            at, factors = convert(Operand(x.x, problem.quantized_source(x.source.shape, False)), start)
         else:
             at, factors = x.addresses
         given, unscale = (np.uint64(at), np.int32(0), np.int64(k), np.int64(1)), 0
@@ -273,74 +259,6 @@ def _prepare_rows(x: Operand, start: int, factors: int) -> tuple[int, int]:
     to = (np.int32(k), np.uint64(start), np.uint64(unscale))
     jit.launch(step, *given, *to, x.signs, np.int32(x.each or count))
     return start, factors
-
-
-def _float_rows(rows: Any) -> tuple[Any, ...]:
-    """Rows of floats as kernels take them: array, number of the dtype, strides in elements."""
-    return (rows, np.int32(problem.DTYPES[rows.dtype]), *map(np.int64, _element_strides(rows)))
-
-
-def _pointer(array: Any) -> int:
-    return 0 if array is None else int(array.data.ptr)
-
-
-def _as_rows(x: Any) -> Any:
-    """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def _element_strides(array: Any) -> tuple[int, ...]:
-    size = array.itemsize
-    return tuple([stride // size for stride in array.strides])
-
-
-class _Scratch:
-    """Device memory of one stream for converted activations and partial sums; it only grows.
-
-    Old buffers are kept, too: a captured graph may hold their addresses. The lock keeps two threads on one
-    stream from interleaving a conversion with the other's product.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._buffers: list[Any] = []
-        self._flags: Any = None
-
-    def take(self, nbytes: int) -> int:
-        """Address of at least nbytes, valid for the work that this stream is given under the lock."""
-        if not self._buffers or self._buffers[-1].size < nbytes:
-            grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
-            self._buffers.append(device.cupy().empty(grown, np.uint8))
-        return int(self._buffers[-1].data.ptr)
-
-    def flags(self) -> int:
-        """Address of zeros, which every product leaves as it finds them.
-
-        They are made on a stream of their own, so that they are there also while this one is captured.
-        """
-        if self._flags is None:
-            cupy = device.cupy()
-            with cupy.cuda.Stream(non_blocking=True) as stream:
-                self._flags = cupy.zeros(plan.FLAGS, np.uint32)
-                stream.synchronize()
-        return int(self._flags.data.ptr)
-
-    def __enter__(self) -> _Scratch:
-        self.lock.acquire()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.lock.release()
-
-
-_scratches: dict[tuple[int, int], _Scratch] = {}
-
-
-def _scratch() -> _Scratch:
-    """The scratch memory of the current device and stream."""
-    cuda = device.cupy().cuda
-    key = (cuda.runtime.getDevice(), cuda.get_current_stream().ptr)
-    return _scratches.get(key) or _scratches.setdefault(key, _Scratch())
 
 
 def _dense(p: Product, out: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import check, cuda, device, jit, plan, problem
+from . import buffers, check, cuda, device, jit, plan, problem
 from .array import QuantizedArray
 from .formats import get
 from .fragments import Fragments
@@ -53,7 +53,7 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any]:
     if ids.size:
         rows = logits.reshape(-1, logits.shape[-1])
         numbers = (np.int64(len(rows)), np.int32(rows.shape[1]), np.int32(top_k), np.int32(normalize))
-        jit.launch(plan.moe.route(len(rows)), *cuda._float_rows(rows), *numbers, ids, probs)
+        jit.launch(plan.moe.route(len(rows)), *buffers.float_rows(rows), *numbers, ids, probs)
     return ids, probs
 
 
@@ -148,14 +148,14 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
     ids = cupy.ascontiguousarray(ids).reshape(tokens, top_k)
     probs = cupy.ascontiguousarray(cupy.asarray(probs)).reshape(tokens, top_k)
     rows = out.reshape(tokens, n)  # a copy if no two strides lead through it
-    x = x if quantized else cuda._as_rows(x)
-    with cuda._scratch() as scratch:
+    x = x if quantized else buffers.as_rows(x)
+    with buffers.scratch() as scratch:
         step = _tokens_at_once(prepared, top_k)
         parts = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
         loads = [Load(part.stop - part.start, top_k, gate.shape[0]) for part in parts]
         layouts = {load: _layout(prepared, load) for load in loads}
         size = max(layout.size for layout in layouts.values())
-        converted = sum(cuda._rows_bytes((tokens, gate.shape[2]))) if quantized and x.rows is None else 0
+        converted = sum(buffers.rows_bytes((tokens, gate.shape[2]))) if quantized and x.rows is None else 0
         start = scratch.take(size + converted)
         source = _source(x, start + size)
         for part, load in zip(parts, loads, strict=True):
@@ -168,7 +168,7 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
 def _source(x: Any, converted: int) -> _Rows:
     """Activations as `gather` reads them: rows of floats, or the float16 rows of blocks (made there)."""
     if not check.is_quantized(x):
-        _, dtype, row, column = cuda._float_rows(x)
+        _, dtype, row, column = buffers.float_rows(x)
         return _Rows(x.data.ptr, int(dtype), int(row), int(column), 0)
     k = x.shape[-1]
     if x.rows is not None:
@@ -177,7 +177,7 @@ def _source(x: Any, converted: int) -> _Rows:
     blocks = x.blocks.reshape(-1, x.blocks.shape[-1])
     shape = (len(blocks), k)
     operand = cuda.Operand(QuantizedArray(x.format, blocks), problem.quantized_source(shape, False))
-    address, factors = cuda._convert(operand, converted)
+    address, factors = cuda.convert(operand, converted)
     return _Rows(address, _HALF, k, 1, factors)
 
 
@@ -255,7 +255,7 @@ def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any
         plan.moe.combine(load.tokens, n),
         *(np.uint64(sums), np.int32(n), np.uint64(places), *routing),
         *(probs, np.int32(problem.DTYPES[probs.dtype])),
-        *cuda._float_rows(out),
+        *buffers.float_rows(out),
     )
 
 
@@ -325,7 +325,7 @@ def _multiply(
     levels, at these addresses."""
     launch = problem.group(w.weight, load.rows, product.gemm, activation, group.x_row, levels != 0)
     signs = 0 if group.lists[which] else w.signs_address
-    tensor = problem.NO_MAP if launch.map is None else cuda._map(x[0], launch.map)
+    tensor = problem.NO_MAP if launch.map is None else buffers.tensor_map(x[0], launch.map)
     ends = (group.lists[which], apart, *group.routing, product.batch, group.share, early, levels)
     packed = launch.packed(tensor, w.addresses, w.values, signs, (*x, out, factor), *ends)
     jit.launch_packed(launch.plan, packed)

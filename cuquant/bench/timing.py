@@ -59,8 +59,8 @@ class Timing(NamedTuple):
 
 def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
     """One of the calls, which are captured in a row and replayed."""
-    # CuPy's pool keeps what streams before had. It is emptied now, rather than when memory runs out: what calls
-    # take in a capture is free after it, and a graph would write to what is no longer there.
+    # CuPy's pool keeps what streams before had. It is emptied now, rather than when memory runs out: what
+    # calls take in a capture is free after it, and a graph would write to what is no longer there.
     device.cupy().get_default_memory_pool().free_all_blocks()
     stream = device.cupy().cuda.Stream(non_blocking=True)
     with stream:

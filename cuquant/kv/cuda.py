@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check, device, jit
-from ..cuda import _element_strides, _pointer, _scratch
+from .. import buffers, check, device, jit
 from ..problem import DTYPES
 from . import codes, plan
 from .codes import BITS
@@ -53,15 +52,21 @@ def attend(p: Attention, out: Any) -> None:
     sizes: tuple[int, ...] = (blocks * rows * dim * 4, blocks * rows * 8, batch * 8)
     if cache.track_attention:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
-    with _scratch() as scratch:
+    with buffers.scratch() as scratch:
         places = _places(scratch, sizes)
         kept = places[3:] or (0, 0)
         argument = b"".join([_tier(cache.tiers.get(bits)) for bits in BITS]) + _ATTENTION.pack(
-            *(q.data.ptr, out.data.ptr, _pointer(p.mask), _pointer(p.positions), cache.next_slots.data.ptr),
-            *(_pointer(cache.key_scales), *places[:3], *kept),
-            *_element_strides(q)[:3],
-            *_element_strides(out),
-            *((0,) * 4 if p.mask is None else _element_strides(p.mask)),
+            *(
+                q.data.ptr,
+                out.data.ptr,
+                buffers.pointer(p.mask),
+                buffers.pointer(p.positions),
+                cache.next_slots.data.ptr,
+            ),
+            *(buffers.pointer(cache.key_scales), *places[:3], *kept),
+            *buffers.element_strides(q)[:3],
+            *buffers.element_strides(out),
+            *((0,) * 4 if p.mask is None else buffers.element_strides(p.mask)),
             *(batch, q_len, heads, cache.n_kv_heads, DTYPES[q.dtype], DTYPES[out.dtype]),
             *((-1, 0) if p.mask is None else (_MASKS[p.mask.dtype], p.mask.shape[-1])),
             *(int(p.causal), int(cache.rotate), launch.budget),
@@ -199,10 +204,10 @@ class Appender:
         arrays = (k, v, cache.next_slots, cache.key_scales, tier_of, rank, adds, ids, new, self._ticket)
         tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
         argument = b"".join([_tier(cache.tiers.get(b)) for b in BITS]) + _APPEND.pack(
-            *map(_pointer, arrays),
+            *map(buffers.pointer, arrays),
             self._refused.ctypes.data,
-            *_element_strides(k)[:3],
-            *_element_strides(v)[:3],
+            *buffers.element_strides(k)[:3],
+            *buffers.element_strides(v)[:3],
             *(batch, n, cache.n_kv_heads, cache.head_dim, DTYPES[k.dtype], DTYPES[v.dtype]),
             *(tier, cache.capacity, int(cache.rotate)),
         )

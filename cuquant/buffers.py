@@ -1,0 +1,95 @@
+"""Arrays as kernels take them, and the device memory between launches."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from math import ceil, prod
+from typing import Any
+
+import numpy as np
+
+from . import device, jit, plan, problem
+
+
+def pointer(array: Any) -> int:
+    """Device address of an array, or 0 for None."""
+    return 0 if array is None else int(array.data.ptr)
+
+
+def element_strides(array: Any) -> tuple[int, ...]:
+    """Strides in elements."""
+    size = array.itemsize
+    return tuple([stride // size for stride in array.strides])
+
+
+def as_rows(x: Any) -> Any:
+    """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def float_rows(rows: Any) -> tuple[Any, ...]:
+    """Rows of floats as kernels take them: array, number of the dtype, strides in elements."""
+    return (rows, np.int32(problem.DTYPES[rows.dtype]), *map(np.int64, element_strides(rows)))
+
+
+def rows_bytes(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Bytes of activations as float16 rows, and of these with the float32 factors of the rows behind them."""
+    *rows, k = shape
+    halves = ceil(prod(rows) * (k + -k % problem.WHOLE) * 2 / 256) * 256
+    return halves, halves + ceil(prod(rows) * 4 / 256) * 256
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(address: int, tensor: problem.Map) -> bytes:
+    """A tensor of float16 numbers at an address, as the copy engine takes it."""
+    return jit.encode_map(address, *tensor)
+
+
+class Scratch:
+    """Device memory of one stream for converted activations and partial sums; it only grows.
+
+    Old buffers are kept, too: a captured graph may hold their addresses. The lock keeps two threads on one
+    stream from interleaving a conversion with the other's product.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._buffers: list[Any] = []
+        self._flags: Any = None
+
+    def take(self, nbytes: int) -> int:
+        """Address of at least nbytes, valid for the work that this stream is given under the lock."""
+        if not self._buffers or self._buffers[-1].size < nbytes:
+            grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
+            self._buffers.append(device.cupy().empty(grown, np.uint8))
+        return int(self._buffers[-1].data.ptr)
+
+    def flags(self) -> int:
+        """Address of zeros, which every product leaves as it finds them.
+
+        They are made on a stream of their own, so that they are there also while this one is captured.
+        """
+        if self._flags is None:
+            cupy = device.cupy()
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                self._flags = cupy.zeros(plan.FLAGS, np.uint32)
+                stream.synchronize()
+        return int(self._flags.data.ptr)
+
+    def __enter__(self) -> Scratch:
+        self.lock.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.lock.release()
+
+
+_scratches: dict[tuple[int, int], Scratch] = {}
+
+
+def scratch() -> Scratch:
+    """The scratch memory of the current device and stream."""
+    cuda = device.cupy().cuda
+    key = (cuda.runtime.getDevice(), cuda.get_current_stream().ptr)
+    return _scratches.get(key) or _scratches.setdefault(key, Scratch())
