@@ -259,6 +259,12 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
     done = run("bench", "--from", RECORD, "--batches", "3")
     assert_one_line_error(done)
     assert "the record has no such cells; it has M 1, 2, 4, 8, " in done.err
+    done = run("bench", "moe", "--from", RECORD)
+    assert_one_line_error(done)
+    assert "the record has no such cells; it has op matmul" in done.err
+    both = RECORD.with_name("h200-trellis-moe.json")
+    done = run("bench", "moe", "--from", both, "--batches", "1", "-o", "csv")
+    assert {(row["op"], row["M"]) for row in csv.DictReader(io.StringIO(done.out))} == {("moe", "1")}
 
 
 @pytest.mark.parametrize(
@@ -268,6 +274,7 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         (("--peers", "marlin"), "peers are tinygemm, gemlite, or none"),
         (("--shapes", "5"), "a shape is NxK, as 14336x4096"),
         (("--shapes", "axb"), "argument --shapes: invalid"),
+        (("--batches", "4k"), "argument --batches: '4k' is no list of whole numbers"),
         (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),

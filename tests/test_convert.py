@@ -60,6 +60,10 @@ def test_real_model(tmp_path: Path, name: str) -> None:
     del before["GGUF.kv_count"], after["GGUF.kv_count"]
     assert after == before
     assert done.format == name
+    assert (
+        repr(done)
+        == f"Selection({name}: {len(done.quantized)} tensors quantized, {len(done.kept)} as they are)"
+    )
     assert done.quantized == {n for n, (kind, _) in SHA256[name].items() if kind != "F32"}
     assert done.kept == {n for n, (kind, _) in SHA256[name].items() if kind == "F32"}
     assert not done.ragged

@@ -67,7 +67,10 @@ def file_format_list(text: str) -> list[str]:
 
 
 def int_list(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as 1,16,4096") from None
 
 
 def positive_int(text: str) -> int:

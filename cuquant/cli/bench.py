@@ -27,9 +27,9 @@ def add(commands: Any) -> None:
         "what",
         nargs="?",
         choices=tuple(_KINDS),
-        default="matmul",
-        help="x @ W.T (the default); mixtures of experts with gates of the shapes; decode attention over "
-        "quantized keys and values; or ways to convert small codes to 16-bit floats",
+        help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
+        "shapes; decode attention over quantized keys and values; or ways to convert small codes to 16-bit "
+        "floats",
     )
     command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
     command.add_argument(
@@ -140,10 +140,11 @@ def _bench(arguments: argparse.Namespace) -> None:
     from ..bench.record import Record, plotter
     from ..io.atomic import replacing
 
-    takes, _ = _KINDS[arguments.what]
+    what = arguments.what or _DEFAULT
+    takes, _ = _KINDS[what]
     for name in (*_OPTIONS, "plot"):
         if name not in takes and getattr(arguments, name) is not None:
-            arguments.wrong_usage(f"{arguments.what} takes no --{name.replace('_', '-')}")
+            arguments.wrong_usage(f"{what} takes no --{name.replace('_', '-')}")
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
@@ -151,8 +152,9 @@ def _bench(arguments: argparse.Namespace) -> None:
     else:
         wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
         wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
-        if arguments.what == "attention":
+        if what == "attention":
             wanted["batch"] = wanted.pop("M")
+        wanted = {"op": arguments.what and [arguments.what], **wanted}
         whole = Record.read(arguments.source)
         record = whole.only(**wanted)
         count = f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
@@ -168,7 +170,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
     """The record of what the arguments ask for, and of what it held before."""
     from tqdm import tqdm
 
-    _, cells_of = _KINDS[arguments.what]
+    _, cells_of = _KINDS[arguments.what or _DEFAULT]
     record, cells, count = cells_of(arguments)
     with tqdm(cells, total=count, unit="cell", disable=None) as bar:
         for cell in bar:
@@ -267,3 +269,4 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "dequant": ({"shapes", "batches"}, _dequant),
 }
 """What can be measured: the options that it takes, and its cells."""
+_DEFAULT = "matmul"

@@ -56,7 +56,7 @@ def is_weight_matrix(info: TensorInfo) -> bool:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selection:
     """What happens to each tensor of a model: quantized to a format, or copied as it is."""
 
@@ -71,6 +71,11 @@ class Selection:
     """Those of `formats` that have another format because K is not a multiple of the block size."""
     source_bytes: int
     """Size of the model's file, or of all parts of a split one."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Selection({self.format}: {len(self.formats)} tensors quantized, {len(self.kept)} as they are)"
+        )
 
     @property
     def quantized(self) -> frozenset[str]:

@@ -127,7 +127,7 @@ class KVCache:
 
     @property
     def known_slots(self) -> int:
-        """The same as far as the host knows without asking the GPU: it does not see what graphs append."""
+        """`slots` as far as the host knows without asking the GPU: it does not see what graphs append."""
         return int(self._appender.known_slots(self))
 
     @property
