@@ -214,8 +214,8 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
                         int first_n) {
     int thread = threadIdx.x % WARPGROUP;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
-    // Known to be a warp's: where a branch around shuffles is not, the main loop's counters and addresses are not either,
-    // and take a fifth more instructions.
+    // Known to be a warp's: where a branch around shuffles is not, counters and addresses of the main loop are not
+    // either, and take a fifth more instructions.
     const int warp = uniform(thread / WARP), lane = thread % WARP;
     constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS, OWN = WARP / 2, CHUNKS = SUMS / OWN;
     const int warp_n = first_n + warp * 16, n = warp_n + lane / 4;
