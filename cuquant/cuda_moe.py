@@ -95,6 +95,10 @@ class _Layout:
         return {name: start + offset for name, offset in self._offsets.items()}
 
 
+_Products = tuple[Product | None, Product, Product, Product]
+"""With gate and up together or None, with each on its own, and with down."""
+
+
 class _Mixture(NamedTuple):
     """Prepared operands, but for x and the result."""
 
@@ -110,7 +114,7 @@ class _Mixture(NamedTuple):
         a, b = self.gate, self.up
         return (a.weight, a.codebook) == (b.weight, b.codebook) and a.signs == b.signs
 
-    def products(self, load: Load) -> tuple[Product | None, Product, Product, Product]:
+    def products(self, load: Load) -> _Products:
         """Gate and up together or None, then each on its own, and down."""
         capability, (_, width, k) = jit.capability(), self.gate.shape
         both = None
@@ -120,9 +124,8 @@ class _Mixture(NamedTuple):
         singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
         return (both, *singles)  # type: ignore[return-value]
 
-    def levels(self, load: Load) -> bool:
+    def levels(self, both: Product | None) -> bool:
         """Whether gate and up together make float16 numbers in levels."""
-        both = self.products(load)[0]
         return both is not None and both.levels and not self.blocks
 
 
@@ -153,14 +156,16 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
         step = _tokens_at_once(prepared, top_k)
         parts = [slice(first, min(first + step, tokens)) for first in range(0, tokens, step)]
         loads = [Load(part.stop - part.start, top_k, gate.shape[0]) for part in parts]
-        layouts = {load: _layout(prepared, load) for load in loads}
+        plans = {load: prepared.products(load) for load in loads}
+        layouts = {load: _layout(prepared, load, prepared.levels(plans[load][0])) for load in loads}
         size = max(layout.size for layout in layouts.values())
         converted = sum(buffers.rows_bytes((tokens, gate.shape[2]))) if quantized and x.rows is None else 0
         start = scratch.take(size + converted)
         source = _source(x, start + size)
         for part, load in zip(parts, loads, strict=True):
             given = source.skip(part.start, 2 if quantized else x.dtype.itemsize)
-            _run(prepared, load, given, ids[part], probs[part], rows[part], layouts[load].at(start))
+            at = layouts[load].at(start)
+            _run(prepared, load, plans[load], given, ids[part], probs[part], rows[part], at)
     if rows.data.ptr != out.data.ptr:
         out[...] = rows.reshape(out.shape)
 
@@ -201,11 +206,11 @@ def _row_bytes(mixture: _Mixture, levels: bool) -> dict[str, int]:
     return {**sizes, "factors": 4, "places": 4}
 
 
-def _layout(mixture: _Mixture, load: Load) -> _Layout:
+def _layout(mixture: _Mixture, load: Load, levels: bool) -> _Layout:
     """Where these arrays and those of works are."""
     count = mixture.gate.shape[0]
     layout = _Layout()
-    for name, row in _row_bytes(mixture, mixture.levels(load)).items():
+    for name, row in _row_bytes(mixture, levels).items():
         layout.add(name, load.rows * row)
     layout.add("starts", (count + 1) * 4)
     for name in ("of gate", "of up", "of down"):  # lists of works
@@ -213,10 +218,19 @@ def _layout(mixture: _Mixture, load: Load) -> _Layout:
     return layout
 
 
-def _run(mixture: _Mixture, load: Load, x: _Rows, ids: Any, probs: Any, out: Any, at: dict[str, int]) -> None:
+def _run(
+    mixture: _Mixture,
+    load: Load,
+    products: _Products,
+    x: _Rows,
+    ids: Any,
+    probs: Any,
+    out: Any,
+    at: dict[str, int],
+) -> None:
     """All launches for some tokens."""
     (count, width, k), n = mixture.gate.shape, mixture.down.shape[1]
-    both, gate, up, down = mixture.products(load)
+    both, gate, up, down = products
     wide = np.int32(ids.dtype.itemsize == 8)
     routing = (ids, wide, np.int32(load.tokens), np.int32(load.top_k), np.int32(count))
     numbers = (ids.data.ptr, int(wide), load.tokens, load.top_k, count)

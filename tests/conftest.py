@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 # Before they are imported: their asserts then explain themselves as those of test files do.
-pytest.register_assert_rewrite("commands", "products", "scoring")
+pytest.register_assert_rewrite("commands", "mixtures", "products", "scoring")
 
 from commands import Done, Run  # noqa: E402
 from commands import run as run_here  # noqa: E402
 from synthetic import Spec, write  # noqa: E402
 
 import cuquant as cq  # noqa: E402
-from cuquant import device  # noqa: E402
+from cuquant import check, device  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,6 +35,20 @@ def xp(request: pytest.FixtureRequest) -> ModuleType:
     import numpy
 
     return numpy
+
+
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No mixture on the GPU may fall back to the host, but in tests that say so."""
+    from cuquant.ops import moe
+
+    real = moe._mixed
+
+    def mixed(x: Any, *others: Any) -> Any:
+        assert "fallback" in request.node.name or not device.is_cuda(check.storage(x))
+        return real(x, *others)
+
+    monkeypatch.setattr(moe, "_mixed", mixed)
 
 
 @pytest.fixture(scope="module")

@@ -55,11 +55,15 @@ CHOSEN = {
         " and not magnitudes and not fuse and not (products and shape1)",
     ),
     "test_gpu_moe.py": (
-        34,
+        19,
         "(types and (few-q4_0 or few-mxfp4 or many-q5_1 or many-kbit3)) or nan"
         " or float_experts or go_where or (test_activations and 90) or (sizes and 8-2-33)"
-        " or (graph and 16-q4_0) or down-70"
-        " or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
+        " or (graph and 16-q4_0)",
+    ),
+    "test_gpu_moe_prefill.py": (1, "levels"),
+    "test_gpu_moe_trellis.py": (
+        15,
+        "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
     "test_gpu_kvcache.py": (81, "not growing and not long_prompt"),
     "test_gpu_attention.py": (

@@ -1,102 +1,21 @@
-"""Mixtures of experts on a GPU: routing, grouping, and every core's grouped launches against float64."""
+"""Mixtures of experts on a GPU: every core's grouped launches against float64."""
 
 from __future__ import annotations
 
 from itertools import product
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from formats_table import TRELLIS
-from numpy.typing import NDArray
-from test_trellis import random_parts
+from mixtures import BF16, F, close, gauss, kernels_of, leveled, on_gpu, reference, routed, stacks
 
 import cuquant as cq
-from cuquant import check, cuda_moe, device, jit, plan, testing
-from cuquant.ops import moe as module
+from cuquant import cuda_moe, device, jit, plan, testing
 from cuquant.plan.moe import Load
-from cuquant.plan.wgmma_core import WGMMA_TILES
 
-pytestmark = pytest.mark.gpu
-F = np.float32
-BF16 = np.dtype(ml_dtypes.bfloat16)
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
 FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128")
 MIXED = ("kbit3", "q5_1", "q8_0")
-TOKENS = (3, 70)
-"""Of trellis experts: the decode core, and others, whose rows have signs when they come."""
-
-
-def gauss(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, F)
-
-
-def stacks(formats: Any, count: int = 5, k: int = 128, hidden: int = 160, n: int = 48) -> cq.Experts:
-    """Experts on the GPU; of one format, or of three."""
-    names = formats if isinstance(formats, tuple) else (formats,) * 3
-    shapes = [(count, hidden, k), (count, hidden, k), (count, n, hidden)]
-    floats = [gauss(*shape, seed=i) / F(np.sqrt(shape[-1])) for i, shape in enumerate(shapes)]
-    return cq.Experts(
-        *(cq.quantize(w, name).to_device("cuda") for w, name in zip(floats, names, strict=True))
-    )
-
-
-KINDS = ("alike", "signs", "grid", "bare_gate", "bare_up", "apart")
-
-
-def trellis_stacks(name: str, kind: str, k: int = 160, hidden: int = 192, n: int = 24) -> cq.Experts:
-    """Five experts, each with signs of its own. Gate and up are alike or differ in signs or the grid, or one
-    has no signs; or scales are too far apart for float16."""
-    fmt = cq.formats.get(name)
-    made: list[dict[str, Any]] = []
-    assert isinstance(fmt, cq.Trellis)
-    for seed, shape in enumerate(((5, hidden, k), (5, hidden, k), (5, n, hidden))):
-        parts = random_parts(fmt.bits, shape, fmt.group_size, seed=seed)
-        parts["grid"] = np.linspace(-1, 2 if (seed, kind) == (1, "grid") else 1, 1 << fmt.bits)
-        sizes = np.random.default_rng(seed).uniform(0.5, 1, parts["scales"].shape) / np.sqrt(shape[-1])
-        if kind == "apart":
-            sizes *= 10.0 ** -(2.5 * np.arange(5)[:, None, None])
-        parts["scales"] = np.copysign(sizes, parts["scales"]).astype(F)
-        if seed == 1 and kind != "signs":
-            parts["su"] = made[0]["su"]
-        made.append(parts)
-    for i, bare in enumerate(("bare_gate", "bare_up")):
-        if kind == bare:
-            made[i]["su"] = np.ones((5, k), F)
-    return cq.Experts(*(cq.trellis_from_parts(**parts).to_device("cuda") for parts in made))
-
-
-def routed(tokens: int, count: int, top_k: int, seed: int = 7) -> tuple[NDArray[Any], NDArray[Any]]:
-    return cq.route(gauss(tokens, count, seed=seed), top_k)
-
-
-def reference(x: Any, experts: cq.Experts, ids: Any, probs: Any, activation: str | None = "silu") -> Any:
-    """Expert by expert in float64, of tokens whose ids are all good; NaN for the others."""
-    x, ids, probs = (testing.as_numpy(a) for a in (x, ids, probs))
-    gate, up, down = (testing.as_numpy(w).astype(np.float64) for w in experts)
-    y = np.zeros((len(x), down.shape[1]))
-    for e in np.intersect1d(ids, np.arange(len(gate))):
-        token, slot = np.nonzero(ids == e)
-        rows = x[token].astype(np.float64)
-        act = testing.linear(rows, gate[e], activation=activation) * (rows @ up[e].T)
-        np.add.at(y, token, probs[token, slot, None].astype(np.float64) * (act @ down[e].T))
-    y[((ids < 0) | (ids >= len(gate))).any(axis=1)] = np.nan
-    return y
-
-
-def on_gpu(x: Any, ids: Any, probs: Any) -> tuple[Any, Any, Any]:
-    cupy = device.cupy()
-    return cupy.asarray(x), cupy.asarray(ids), cupy.asarray(probs)
-
-
-def close(y: Any, expected: Any, dtype: Any = F) -> None:
-    y = testing.as_numpy(y)
-    assert y.dtype == dtype
-    lost = np.isnan(expected).all(axis=-1)
-    assert np.isnan(y[lost].astype(F)).all()
-    y, expected = y[~lost], expected[~lost]
-    assert testing.nmse(y, expected) <= (5e-5 if dtype == BF16 else 1e-5)
-    assert y.size == 0 or testing.worst_element(y, expected) <= (0.05 if dtype == BF16 else 0.01)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,32 +24,10 @@ def compiled() -> None:
     loads = [Load(t, 2, 5) for t in (3, 6, 12, 60, 150)] + [Load(t, 2, 8) for t in (1, 4, 16, 200, 300)]
     loads += [Load(t, 3, 9) for t in (5, 40, 600)] + [Load(t, 2, 2) for t in (4, 90, 400)]
     kernels = set()
-
-    def needs(name: str, load: Load, half: bool, *shapes: tuple[int, int]) -> None:
-        fmt = cq.formats.get(name).for_kernels
-        for gated, shape in product((True, False), shapes):
-            made = plan.moe.product(fmt, load, *shape, half, gated, jit.capability())
-            if made is not None:
-                kernels.add(made.gemm.plan.kernel)
-
     for load, name in product(loads, (*FORMATS, *MIXED)):
         if name == "q4_0" or load.tokens in (3, 6, 60, 150):
-            needs(name, load, True, (384, 256), (72, 384))
-    for name, tokens, half in product(TRELLIS, TOKENS, (True, False)):
-        needs(name, Load(tokens, 2, 5), half, (192, 160), (24, 192))
+            kernels |= kernels_of(name, load, True, (384, 256), (72, 384))
     list(jit.compile_ahead(kernels))
-
-
-@pytest.fixture(autouse=True)
-def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """No mixture may fall back to the host unless a test says so."""
-    real = module._mixed
-
-    def mixed(x: Any, *others: Any) -> Any:
-        assert "fallback" in request.node.name or not device.is_cuda(check.storage(x))
-        return real(x, *others)
-
-    monkeypatch.setattr(module, "_mixed", mixed)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, MIXED], ids=str)
@@ -154,54 +51,6 @@ def test_formats_and_types(format: Any, tokens: int) -> None:
     np.testing.assert_array_equal(testing.as_numpy(cq.moe(rebuilt, experts, there_ids, there_probs)), y)
 
 
-def agree(tokens: int, experts: cq.Experts) -> None:
-    """Of floats and of q8_1, the same bits again; every fourth token is lost."""
-    cupy, (ids, probs) = device.cupy(), routed(tokens, 5, 2)
-    ids[2::4, 1] = 5
-    x, there_ids, there_probs = on_gpu(gauss(tokens, experts.gate.shape[2]), ids, probs)
-    for operand, most in ((x, 1e-5), (cq.quantize(x, "q8_1"), 1e-3)):
-        y = cq.moe(operand, experts, there_ids, there_probs)
-        again = cq.moe(operand, experts, there_ids, there_probs)
-        assert (y.view(np.uint32) == again.view(np.uint32)).all()
-        expected = reference(operand, experts, ids, probs)
-        lost = np.isnan(expected).all(axis=1)
-        assert (cupy.asnumpy(cupy.isnan(y)).all(axis=1) == lost).all()
-        assert testing.nmse(testing.as_numpy(y)[~lost], expected[~lost]) <= most
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TRELLIS)
-def test_signs_of_columns(name: str, kind: str, tokens: int) -> None:
-    experts = trellis_stacks(name, kind)
-    agree(tokens, experts)
-    gate, up = (w.fragments() for w in (experts.gate, experts.up))
-    prepared = cuda_moe._Mixture(gate, up, experts.down.fragments(), "silu", False)
-    assert prepared.alike() == (kind in ("alike", "apart"))
-    assert gate.half == (kind != "apart")
-    assert (gate.signs is None, up.signs is None) == (kind == "bare_gate", kind == "bare_up")
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("whole", ["gate", "up", "down"])
-def test_signs_of_some_projections(whole: str, tokens: int) -> None:
-    experts = stacks("q4_0", k=160, hidden=192, n=24)
-    own = getattr(trellis_stacks("trellis3-32", "alike"), whole)
-    agree(tokens, experts._replace(**{whole: own}))
-
-
-def test_trellis_beyond_the_kernels_fallback() -> None:
-    """Sides that are no whole pieces, and a grid that float16 does not hold."""
-    odd = trellis_stacks("trellis3-32", "alike", k=40, hidden=72)
-    parts = random_parts(2, (5, 24, 192)) | {"grid": [1e-30, 1, 3]}
-    wide = stacks("q4_0", k=160, hidden=192)._replace(down=cq.trellis_from_parts(**parts).to_device("cuda"))
-    for experts in (odd, wide):
-        x, ids, probs = gauss(6, experts.gate.shape[2]), *routed(6, 5, 2)
-        assert not cuda_moe.takes(x, *experts, 2)
-        there = on_gpu(x, ids, probs)
-        close(cq.moe(there[0], experts, *there[1:]), reference(x, experts, ids, probs))
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 2, 33, 257, 1500])
 @pytest.mark.parametrize(
     ("count", "top_k"), [(1, 1), (2, 2), (8, 2), (8, 8), (64, 1), (64, 8), (256, 8), (700, 2)]
@@ -217,48 +66,6 @@ def test_many_tokens() -> None:
     experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
     x, ids, probs = on_gpu(gauss(4096, 256).astype(np.float16), *routed(4096, 8, 2))
     close(cq.moe(x, experts, ids, probs), reference(x, experts, ids, probs), np.float16)
-
-
-@pytest.mark.parametrize("format", ["q4_0", "q4_k", "q8_0"])
-def test_hidden_numbers_of_many_magnitudes(format: str) -> None:
-    """Within a row, from row to row, and rows of which a number is far above all others."""
-    w = stacks(format, 4, k=256, hidden=512, n=64)
-    spread = np.ldexp(F(1), np.random.default_rng(1).integers(-9, 10, (4, 512, 1))).astype(F)
-    up = cq.quantize(testing.as_numpy(w.up) * spread, format).to_device("cuda")
-    experts = w._replace(up=up)
-    x, ids, probs = gauss(300, 256), *routed(300, 4, 2)
-    x *= np.ldexp(F(1), np.arange(300) % 41 - 20).astype(F)[:, None]
-    x[::5, ::64] *= 3000
-    x[7] = 0
-    y = testing.as_numpy(cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:]))
-    expected = reference(x, experts, ids, probs)
-    assert not y[7].any()
-    for row in (*range(7), *range(8, 300)):
-        assert testing.nmse(y[row], expected[row]) <= 1e-5, row
-
-
-def test_rows_in_levels() -> None:
-    """The kernel that brings the columns of a row to one level."""
-    cupy, generator = device.cupy(), np.random.default_rng(2)
-    rows, k, columns = 11, 160, plan.moe.LEVEL_COLUMNS
-    x = generator.integers(-2048, 2048, (rows, k // columns, columns)).astype(np.float16)
-    zero = 16  # the byte of level 0
-    levels = generator.integers(14, 19, (rows, k // columns)).astype(np.uint8)
-    levels[1], levels[2] = 17, 0
-    levels[3, ::2] = 0
-    x[levels == 0] = 0
-    levels[4, 0] = 31
-    given, factors = cupy.asarray(x.reshape(rows, k)), cupy.empty(rows, F)
-    numbers = (np.int32(k), cupy.asarray(levels), np.int32(rows), factors)
-    jit.launch(plan.moe.level(rows), given, *numbers)
-    made, factor = testing.as_numpy(given).astype(np.float64), testing.as_numpy(factors).astype(np.float64)
-    expected = np.ldexp(x.astype(np.float64), 8 * (levels[..., None].astype(int) - zero)).reshape(rows, k)
-    highest = levels.max(axis=1).astype(int)
-    np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - zero)), 1))
-    # Numbers of lower levels are subnormal in the highest, if anything.
-    made *= factor[:, None]
-    assert (np.abs(made - expected) <= 2.0**-25 * factor[:, None]).all()
-    np.testing.assert_array_equal(made[1:3], expected[1:3])
 
 
 @pytest.mark.parametrize("tokens", [5, 40, 600])
@@ -307,32 +114,6 @@ def test_magnitudes(magnitude: float) -> None:
         x, ids, probs = gauss(tokens, 128) * F(magnitude), *routed(tokens, 5, 3)
         y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
         close(y, reference(x, experts, ids, probs))
-
-
-def leveled(tokens: int, top_k: int, count: int, width: int = 160, k: int = 128) -> bool:
-    """Whether q4_0's gate and up make levels: on Hopper they have to, if a test is to see it."""
-    fmt = cq.formats.get("q4_0").for_kernels
-    both = plan.moe.gate_and_up(fmt, Load(tokens, top_k, count), width, k, True, jit.capability())
-    return (both is not None and both.levels) or jit.capability() != 90
-
-
-@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 128], ids=str)
-def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large tiles: up to a quarter of one, which the tensor cores take in narrower steps, and more."""
-    if jit.capability() != 90:
-        pytest.skip("the wgmma core is for sm_90")
-    counts = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
-    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
-    experts = stacks("q4_0", len(counts), k=256, hidden=384, n=72)
-    plan.moe.product.cache_clear()
-    try:
-        with monkeypatch.context() as m:
-            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
-            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
-    finally:
-        plan.moe.product.cache_clear()
-    close(y, reference(x, experts, ids, probs))
 
 
 def test_rows_with_nan_touch_no_others() -> None:
@@ -438,34 +219,6 @@ def test_ids_of_the_gpu_need_x_there() -> None:
     ids, probs = routed(6, 5, 2)
     with pytest.raises(TypeError, match="expert_ids is a CuPy array"):
         cq.moe(gauss(6, 128), experts, cupy.asarray(ids), probs)
-
-
-@pytest.mark.parametrize("dtype", [F, np.dtype(np.float16), BF16], ids=str)
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (11, 11), (64, 8), (300, 40)])
-def test_routing(dtype: Any, experts: int, top_k: int) -> None:
-    logits = (gauss(70, experts) * 3).astype(dtype)
-    logits[5:20] = np.round(logits[5:20])  # equal ones
-    for normalize in (True, False):
-        ids, probs = cq.route(device.cupy().asarray(logits), top_k, normalize)
-        expected_ids, expected_probs = cq.route(logits, top_k, normalize)
-        assert (ids.dtype, probs.dtype) == (np.int32, F)
-        np.testing.assert_array_equal(ids.get(), expected_ids)
-        np.testing.assert_allclose(probs.get(), expected_probs, rtol=1e-5)
-
-
-def test_routing_of_extreme_logits() -> None:
-    cupy = device.cupy()
-    inf, nan = np.inf, np.nan
-    logits = [[3e38, -3e38, 0], [-inf, 1, 1], [0.0, -0.0, 0.0], [1e-45, 0, -1e-45]]
-    logits += [[nan, 1, 2], [inf, 1, 2], [-inf] * 3]
-    given = np.array(logits, F)
-    ids, probs = (a.get() for a in cq.route(cupy.asarray(given), 2))
-    expected = cq.route(given, 2)
-    np.testing.assert_array_equal(ids, expected[0])
-    np.testing.assert_array_equal(probs[:4], expected[1][:4])
-    assert np.isnan(probs[4:]).all()
-    assert cq.route(cupy.zeros((0, 4), F), 4)[0].shape == (0, 4)
-    assert cq.route(cupy.zeros(4, F), 2)[0].shape == (2,)
 
 
 def test_more_experts_than_the_kernels_take_fallback() -> None:

@@ -1,0 +1,76 @@
+"""Mixtures of many tokens on a GPU: hidden numbers in levels, and an expert's last rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
+
+import cuquant as cq
+from cuquant import device, jit, plan, testing
+from cuquant.plan.wgmma_core import WGMMA_TILES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q4_k", "q8_0"])
+def test_hidden_numbers_of_many_magnitudes(format: str) -> None:
+    """Within a row, from row to row, and rows of which a number is far above all others."""
+    w = stacks(format, 4, k=256, hidden=512, n=64)
+    spread = np.ldexp(F(1), np.random.default_rng(1).integers(-9, 10, (4, 512, 1))).astype(F)
+    up = cq.quantize(testing.as_numpy(w.up) * spread, format).to_device("cuda")
+    experts = w._replace(up=up)
+    x, ids, probs = gauss(300, 256), *routed(300, 4, 2)
+    x *= np.ldexp(F(1), np.arange(300) % 41 - 20).astype(F)[:, None]
+    x[::5, ::64] *= 3000
+    x[7] = 0
+    y = testing.as_numpy(cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:]))
+    expected = reference(x, experts, ids, probs)
+    assert not y[7].any()
+    for row in (*range(7), *range(8, 300)):
+        assert testing.nmse(y[row], expected[row]) <= 1e-5, row
+
+
+def test_rows_in_levels() -> None:
+    """The kernel that brings the columns of a row to one level."""
+    cupy, generator = device.cupy(), np.random.default_rng(2)
+    rows, k, columns = 11, 160, plan.moe.LEVEL_COLUMNS
+    x = generator.integers(-2048, 2048, (rows, k // columns, columns)).astype(np.float16)
+    zero = 16  # the byte of level 0
+    levels = generator.integers(14, 19, (rows, k // columns)).astype(np.uint8)
+    levels[1], levels[2] = 17, 0
+    levels[3, ::2] = 0
+    x[levels == 0] = 0
+    levels[4, 0] = 31
+    given, factors = cupy.asarray(x.reshape(rows, k)), cupy.empty(rows, F)
+    numbers = (np.int32(k), cupy.asarray(levels), np.int32(rows), factors)
+    jit.launch(plan.moe.level(rows), given, *numbers)
+    made, factor = testing.as_numpy(given).astype(np.float64), testing.as_numpy(factors).astype(np.float64)
+    expected = np.ldexp(x.astype(np.float64), 8 * (levels[..., None].astype(int) - zero)).reshape(rows, k)
+    highest = levels.max(axis=1).astype(int)
+    np.testing.assert_array_equal(factor, np.where(highest, np.ldexp(1.0, 8 * (highest - zero)), 1))
+    # Numbers of lower levels are subnormal in the highest, if anything.
+    made *= factor[:, None]
+    assert (np.abs(made - expected) <= 2.0**-25 * factor[:, None]).all()
+    np.testing.assert_array_equal(made[1:3], expected[1:3])
+
+
+@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 128], ids=str)
+def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tiles: up to a quarter of one, which the tensor cores take in narrower steps, and more."""
+    if jit.capability() != 90:
+        pytest.skip("the wgmma core is for sm_90")
+    counts = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
+    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
+    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
+    experts = stacks("q4_0", len(counts), k=256, hidden=384, n=72)
+    plan.moe.product.cache_clear()
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
+            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
+    finally:
+        plan.moe.product.cache_clear()
+    close(y, reference(x, experts, ids, probs))
