@@ -84,13 +84,14 @@ q4_0; trellis weights of 2 and 3 bits with scales of 128 columns take more regis
 
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
-    tiles that differ only in how many warps there are along N, or blocks of a split, if several."""
+    tiles that differ only in how many warps there are along N, or blocks of a split, if several, or in the
+    pieces of x that a thread has at once, of which most take most registers."""
     chosen = {}
-    for kernel in todo:
+    for kernel in sorted(todo, key=lambda kernel: dict(kernel.constants).get("TOGETHER", 0)):
         c = dict(kernel.constants)
         size = c.get("BLOCK_BYTES")
         alike = kernel.format in ALIKE or (kernel.format, size) in ALIKE_BLOCKS
-        tile = {name: n for name, n in c.items() if name not in ("DEPTH", "STAGES", "ROOM")}
+        tile = {name: n for name, n in c.items() if name not in ("DEPTH", "STAGES", "ROOM", "TOGETHER")}
         tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT") if name in c}
         own = (c.get("CORE"), c.get("ROW_FACTORS")) if alike else tuple(tile.items())
         chosen[kernel.op, kernel.entry, kernel.format, size, own] = kernel

@@ -172,8 +172,8 @@ def test_large_shapes_on_sampled_columns(name: str) -> None:
     cupy = device.cupy()
     for n, k, batches in (
         (256, 28672, (1, 7, 16, 100)),  # 7: pairs of blocks of the decode core split K
-        (25600, 256, (9, 16)),  # decodes_long
-        (14336, 1024, (1, 7, 16, 33, 256, 1000)),
+        (25600, 256, (2, 5, 9, 16)),  # up to seven row tiles of a warp; decodes_long
+        (14336, 1024, (1, 4, 7, 16, 33, 256, 1000)),
         (4096, 4096, (4096,)),
     ):
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from .. import device
 from ..testing import nmse
-from .timing import replay_us, rotation
+from .timing import captured_us, rotation
 
 GROUP = 32
 BITS = 4
@@ -186,8 +186,13 @@ def graph_us(torch: Any, calls: list[Callable[[], Any]]) -> float:
         for call in calls:  # compile, tune
             call()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=theirs):
-            for call in calls:
-                call()
-        return replay_us(stream, graph.replay) / len(calls)
+
+        def captured(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=theirs):
+                for call in calls:
+                    call()
+            replay: Callable[[], Any] = graph.replay
+            return replay
+
+        return captured_us(stream, captured, calls)

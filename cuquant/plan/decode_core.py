@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
@@ -12,6 +13,9 @@ from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
 _GROUP_BYTES = 288 << 10
 """Of weights, for a block of a grouped product of two sides with up to four batch rows; of more rows twice as
 many. Measured."""
+
+_LONG_X, _LONG_TILES = 96 << 10, 192
+"""Bytes of x from which on pairs of blocks with few rows share it; of 8-bit codes tiles along K. Measured."""
 
 
 def decode(
@@ -41,18 +45,25 @@ def decode(
     step = layout(fmt).step(1)
     batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
     least_x = batch * k * 2 + (40 << 10 if fmt.lookup else 0)
+    wide = fmt.bits == 8 and groups == 1 and capability == 90  # of large codes two slots are too few
     cluster = 2 if (groups == 2 or least_x > whole - ring) and capability == 90 else 1
+    tall = None
+    if capability == 90 and groups == sides == 1 and not grouped:
+        own_share = ceil(row_tiles * matrices / LARGE_GPU)
+        tall = _tall(fmt, m, own_share, cluster)
+        few_rows = own_share <= 4 and (batch * k * 2 >= _LONG_X or (wide and tiles_k >= _LONG_TILES))
+        cluster = tall.cluster if tall else 2 if few_rows else cluster
     x_bytes = batch * (ceil(tiles_k / (8 * cluster)) * 8 * TILE_COLUMNS * 2 + 16)
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
     # Of little work two blocks must not read much of x twice.
-    two = m <= 2 and share > 2 * m and (share > 4 or batch * k * 2 <= 24 << 10) and ring + x_bytes < half
+    short = share > 4 or batch * k * 2 <= (8 if fmt.lookup or _few_instructions(fmt) else 24) << 10
+    two = tall is None and m <= 2 and share > 2 * m and short and ring + x_bytes < half
     # Of more rows where two blocks can stage a quarter of x at a time.
     small = grouped and sides > 1 and groups == 1 and (m <= 4 or half - (36 << 10) > x_bytes // 4)
     two = two or (small and ring > 24 << 10)
     room = half if two else whole
     warps = 16 if groups == 1 and not two and capability >= 80 else 8
-    wide = fmt.bits == 8 and groups == 1 and capability == 90  # of large codes two slots are too few
     if two and ring > 48 << 10 and (m > 4 if small else share > 8):
         ring = 48 << 10  # in the long run more bytes in flight only wait for each other, or x would not fit
     elif wide:
@@ -76,6 +87,9 @@ def decode(
     most_warps = warps if m > 2 else warps // 2
     row_warps = max(sides, least, min(most_warps, 1 << (ceil(share / most) - 1).bit_length()))
     rows = min(most, ceil(share / row_warps))
+    if tall:
+        warps, row_warps = tall.warps, tall.row_warps
+        rows = ceil(share / row_warps)
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot = warps * rows * step
     depth = max(2, min(8, ring // slot))
@@ -87,18 +101,58 @@ def decode(
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
     shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
-    tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 else 1}
+    tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 and not tall else 1}
+    # Pieces of x that a thread asks for at once. As many as it has, if there are registers.
+    tile["TOGETHER"] = 8 if tall or (batch * chunk * 8 > 4 * warps * WARP and not fmt.lookup) else 4
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 
+def _few_instructions(fmt: Format) -> bool:
+    """Whether codes are neither looked up nor scaled but in blocks of 32 or more: they soon are numbers."""
+    return not (fmt.lookup or fmt.scale_size < 32 or fmt.kernel_group_bytes)
+
+
+class _Tall(NamedTuple):
+    """Warps of a block, with up to seven row tiles each; those along N; blocks that split K."""
+
+    warps: int
+    row_warps: int
+    cluster: int
+
+
+def _tall(fmt: Format, m: int, share: int, cluster: int) -> _Tall | None:
+    """Tiles for `share` row tiles of a multiprocessor, where seven of a warp leave fewer of them idle.
+
+    14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
+    H200 takes up to 14% less, most of codebooks and k-quants. Where instructions are few, fewer warps, or
+    only one block for a multiprocessor, cost as much: those formats keep to four. None, too, where x is so
+    long that a `cluster` must share it, and of 8 bits, of which two slots of seven tiles do not fit.
+    """
+    few = _few_instructions(fmt)
+    if fmt.bits < 8 and cluster == 1 and 4 < share <= 7:
+        slow = few and (m <= 2 or m > 4 or (fmt.bits == 5 and has_minimum(fmt)))
+        return None if slow else _Tall(8, 1, 1)
+    if fmt.bits < 8 and 8 < share <= 28 and (m > 2 or cluster == 1):
+        if m <= 2:
+            slow = few and fmt.bits == 5 and has_minimum(fmt)
+            return None if slow else _Tall(8, 2 if share <= 14 else 4, 1)
+        if fmt.lookup:
+            roomy = fmt.bits <= 4 and not fmt.whole_matrices
+        else:
+            roomy = fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32)
+        return _Tall(16 if roomy else 8, 4 if share <= 14 else 8, 2)
+    return None
+
+
 def decodes_long(fmt: Format, n: int, matrices: int) -> bool:
     """Whether the decode core is faster than the wgmma core also of 9 to 16 batch rows.
 
-    So it is where a weight takes few instructions, and blocks have so many rows of W that staging x does not
-    show. 16 rows of x take an H200 45.7 us by decode and 51.5 by wgmma at 28672 x 8192, but 16.6 and 15.7 at
-    14336 x 4096 (q4_0).
+    So it is of codebooks of 2 and 3 bits, and of 5-bit codes without a minimum, where blocks have so many
+    rows of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by wgmma at
+    28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
     """
-    few = fmt.bits <= 5 and not (has_minimum(fmt) or (fmt.lookup and fmt.bits > 3))
-    return few and matrices == 1 and ceil(n / TILE_ROWS) >= 12 * LARGE_GPU
+    plain = not has_minimum(fmt) and fmt.scale_size >= 32
+    fast = fmt.bits <= 3 if fmt.lookup else fmt.bits == 5 and plain
+    return fast and matrices == 1 and ceil(n / TILE_ROWS) >= 12 * LARGE_GPU

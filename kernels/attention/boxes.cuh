@@ -60,8 +60,7 @@ struct Ring {
         for (int t = 0; t < TIERS; t++) {
             if (!has_tier(t) || p.tiers[t].room == 0) continue;
 #pragma unroll
-            for (int m = 0; m < (t == 0 ? 2 : 4); m++)
-                asm volatile("prefetch.tensormap [%0];" :: "l"(&maps.maps[maps_before(t)][m]) : "memory");
+            for (int m = 0; m < (t == 0 ? 2 : 4); m++) prefetch_map(&maps.maps[maps_before(t)][m]);
         }
         for (int s = 0; s < RINGS * DEPTH * 2; s++)
             barrier_init(shared_address(barriers + s), s / DEPTH % 2 ? BOX_HEADS : 1);

@@ -16,12 +16,10 @@
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
-// while pieces are on their way; there are few of these at a time, since more would be more code that is not in the
-// cache.
-template <bool SIGNED, int THREADS, class P, class Row, class Meanwhile>
+// while a thread's first TOGETHER pieces are on their way; more at a time than there are would be code for nothing.
+template <bool SIGNED, int THREADS, int TOGETHER, class P, class Row, class Meanwhile>
 DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
                        int row_bytes, const Meanwhile& meanwhile) {
-    constexpr int TOGETHER = 4;
     // Pieces are counted through the rows, one after the other; a division for each would take longer than its load.
     const int rows = THREADS / pieces, rest = THREADS % pieces;
     auto advance = [&](int& m, int& piece) {
@@ -51,7 +49,7 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
 }
 
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
-          class P>
+          int TOGETHER, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
@@ -143,8 +141,8 @@ DEVICE void decode(const P& p) {
 #pragma unroll
                 for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
         };
-        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP>(p, operands, x_row, batch, chunk * 64, pieces, x_rows, row_bytes,
-                                                    fill);
+        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
+                                                              row_bytes, fill);
         __syncthreads();
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll

@@ -164,6 +164,9 @@ DEVICE void copy_wait() {
 #endif
 }
 
+// To the L2 cache, of memory that is read soon.
+DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" :: "l"(global)); }
+
 // d[16 x 8] = a[16 x 16] b[16 x 8] + c, float16 in, float32 out. sm_75 has the same in two steps of eight columns.
 DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
 #if __CUDA_ARCH__ >= 800
@@ -262,6 +265,9 @@ DEVICE void store_matrices_transposed(u32 address, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }
+
+// What describes a tensor takes as long to come as a box of it: asked for before it is needed.
+DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" :: "l"(map) : "memory"); }
 
 // The box at (k, m, i, j, l) of the tensor that `map` describes; to all of a cluster's BLOCKS, at the same place.
 template <int BLOCKS>

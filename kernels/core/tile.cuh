@@ -44,6 +44,8 @@ struct Factors {
 
     DEVICE void load(const Planes& w, int row_tile, int lane) { word = load_now(w.rows + row_tile * 8 + lane / 4); }
 
+    static DEVICE void prefetch(const Planes& w, int row_tile) { ::prefetch(w.rows + row_tile * 8); }
+
     DEVICE float operator[](int row8) const { return __int_as_float(row8 ? word & 0xffff0000 : word << 16); }
 };
 

@@ -60,6 +60,8 @@ DEVICE void wgmma(const P& p) {
     int lane = threadIdx.x % WARP;
     asm volatile("" : "+r"(lane));
     if (threadIdx.x == 0) {
+        prefetch_map(p.map);
+        if (BOXES && p.straight) prefetch_map(p.out_map);
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + s * 8, WARPGROUP + 1);  // every copying thread, and the copies of x
             barrier_init(empty + s * 8, CONSUMERS / WARP * PAIR);
@@ -157,14 +159,23 @@ DEVICE void wgmma(const P& p) {
                 for (int j = 0; j < BATCH / 2; j++) acc[b][j] = 0;
             Tile<F> tile[ROW_BLOCKS];
             Factors factors[ROW_BLOCKS];
+            auto row_tile_of = [&](const Segment& segment, int b) {
+                const int first = segment.first_row + (P::GATED ? group : group * ROW_BLOCKS + b) * 4;
+                return min(first + warp % 4, row_tiles - 1);
+            };
             auto load_factors = [&](const Segment& segment) {
                 if constexpr (ROW_FACTORS<F>) {
                     const Planes w = matrix_of<F>(p, segment.matrix).w;
 #pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) {
-                        const int first = segment.first_row + (P::GATED ? group : group * ROW_BLOCKS + b) * 4;
-                        factors[b].load(side_of(p, w, b), min(first + warp % 4, row_tiles - 1), lane);
-                    }
+                    for (int b = 0; b < ROW_BLOCKS; b++)
+                        factors[b].load(side_of(p, w, b), row_tile_of(segment, b), lane);
+                }
+            };
+            auto prefetch_factors = [&](const Segment& segment) {
+                if constexpr (ROW_FACTORS<F>) {
+                    const Planes w = matrix_of<F>(p, segment.matrix).w;
+#pragma unroll
+                    for (int b = 0; b < ROW_BLOCKS; b++) Factors::prefetch(side_of(p, w, b), row_tile_of(segment, b));
                 }
             };
             auto multiply_by_factors = [&] {
@@ -176,7 +187,10 @@ DEVICE void wgmma(const P& p) {
             };
             // Where registers are left; else they come while sums are added, or are waited for.
             constexpr bool EARLY = K_GROUPS == 1;
-            if constexpr (EARLY) load_factors(segment);
+            if constexpr (EARLY)
+                load_factors(segment);
+            else
+                prefetch_factors(segment);
             u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
             auto load = [&](int k) {
                 if (k == 0) barrier_wait(full + stage * 8, parity);

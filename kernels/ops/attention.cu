@@ -146,13 +146,14 @@ DEVICE void add(float4& sum, const float4& v, float factor) {
     sum.x += v.x * factor, sum.y += v.y * factor, sum.z += v.z * factor, sum.w += v.w * factor;
 }
 
-DEVICE void store_row(const Attention& p, int sequence, int head, int row, int column, const float4& sum, float total) {
+// Channels from `column` on of a row's result.
+template <int COUNT>
+DEVICE void store_row(const Attention& p, int sequence, int head, int row, int column, const float (&sum)[COUNT], float total) {
     const int place = p.q_len == 1 ? 0 : row % p.q_len, query_head = head * group_of(p) + (p.q_len == 1 ? row : row / p.q_len);
     const s64 to = sequence * p.out_strides[0] + place * p.out_strides[1] + query_head * p.out_strides[2];
-    const float y[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-    for (int c = 0; c < 4; c++)
-        store_float(p.out, to + (column + c) * p.out_strides[3], p.out_dtype, total == 0 ? y[c] : __fdiv_rn(y[c], total));
+    for (int c = 0; c < COUNT; c++)
+        store_float(p.out, to + (column + c) * p.out_strides[3], p.out_dtype, total == 0 ? sum[c] : __fdiv_rn(sum[c], total));
 }
 
 // A warp adds up what the streams of a block have of a row; the result, or what `merge` goes on with.
@@ -177,7 +178,7 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
         if (share.splits > 1)
             *reinterpret_cast<float4*>(p.sums + to * CUQUANT_DIM + column) = sum;
         else
-            store_row(p, share.sequence, head, at, column, sum, all.y);
+            store_row(p, share.sequence, head, at, column, {sum.x, sum.y, sum.z, sum.w}, all.y);
     }
     if (lane > 0) return;
     if (share.splits > 1)
@@ -194,6 +195,11 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Shared shared;
     if (threadIdx.x == 0) shared.init(p, maps...);
     let_successor_start();
+    // Whatever they are by then, they are what is needed first.
+    if (threadIdx.x == 0)
+#pragma unroll
+        for (int t = 0; t < TIERS; t++)
+            if (has_tier(t)) prefetch(p.tiers[t].lengths);
     wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     // Of a single sequence queries are asked for before the share is known.
@@ -301,17 +307,19 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge(const __gr
     for (int c = 0; c * 128 < PADDED; c++)
         if (c * 32 + lane < PADDED / 4) sums[warp][c * 32 + lane] = sum[c];
     __syncthreads();
+    if (threadIdx.x >= CUQUANT_DIM) return;
+    // A thread for a channel. Little code: it is rarely in the cache.
     float2 all = make_float2(Queries::LEAST, 0);
-#pragma unroll
+#pragma unroll 4
     for (int w = 0; w < MERGE_WARPS; w++) all.x = fmaxf(all.x, weights[w].x);
-#pragma unroll
-    for (int w = 0; w < MERGE_WARPS; w++) all.y += weights[w].y * exp2_of(weights[w].x - all.x);
-    if (threadIdx.x < CUQUANT_DIM / 4) {
-        float4 y = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int w = 0; w < MERGE_WARPS; w++) add(y, sums[w][threadIdx.x], exp2_of(weights[w].x - all.x));
-        const int key_rows = rows_of(p);
-        store_row(p, sequence, row / key_rows, row % key_rows, threadIdx.x * 4, y, all.y);
+    float y[1] = {0};
+#pragma unroll 4
+    for (int w = 0; w < MERGE_WARPS; w++) {
+        const float factor = exp2_of(weights[w].x - all.x);
+        all.y += weights[w].y * factor;
+        y[0] += reinterpret_cast<const float*>(sums[w])[threadIdx.x] * factor;
     }
+    const int key_rows = rows_of(p);
+    store_row(p, sequence, row / key_rows, row % key_rows, threadIdx.x, y, all.y);
     if (p.totals && threadIdx.x == 0) p.totals[sequence * rows + row] = all;
 }

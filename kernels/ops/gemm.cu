@@ -19,7 +19,7 @@ using Argument = Problem;
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Argument problem) {
     decode<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH,
-           CUQUANT_CLUSTER>(problem);
+           CUQUANT_CLUSTER, CUQUANT_TOGETHER>(problem);
 }
 #elif CUQUANT_CORE == 1
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)

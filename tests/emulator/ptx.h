@@ -134,6 +134,7 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
+inline void prefetch_global_L2(u64) {}
 inline void ld_global_nc_u32(u32& r, u64 address) { memcpy(&r, reinterpret_cast<const void*>(address), sizeof r); }
 inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
     const auto* v = reinterpret_cast<const u32*>(address);
