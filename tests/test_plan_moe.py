@@ -139,3 +139,17 @@ def test_numbers_are_those_of_the_struct() -> None:
     assert group.map.dims[:2] == (512, 128)
     packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9), *range(11))
     assert len(packed) == 640 + 64
+
+
+def test_trellis_takes_the_tiles_of_codebooks() -> None:
+    """The bytes of their rows are counted alike, though a trellis weight has no rows of blocks."""
+    load = Load(4096, 2, 8)
+    for n, k, gated in ((14336, 4096, False), (14336, 4096, True), (4096, 14336, False)):
+        made, like = (
+            plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, True, gated, 90)
+            for name in ("trellis3", "kbit3")
+        )
+        assert made is not None
+        assert like is not None
+        assert made.batch == like.batch
+        assert made.us < 1.2 * like.us

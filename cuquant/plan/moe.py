@@ -17,7 +17,7 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
 from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import mma
-from .planes import TILE_COLUMNS, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
@@ -113,7 +113,8 @@ def product(
 
 def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Product]:
     """The wgmma core's tiles, with the microseconds that measured times predict."""
-    steps, weights = ceil(k / TILE_COLUMNS), sides * load.hit * n * fmt.row_bytes(k)
+    steps = ceil(k / TILE_COLUMNS)
+    weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
         gemm = wgmma_unshared(fmt, tile, k)
         if gemm is None or (tile.blocks != 2 if sides == 2 else _lacks_registers(fmt, tile)):
@@ -131,6 +132,8 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
 def _lacks_registers(fmt: Format, tile: Tile) -> bool:
     """Whether a tile's kernel would keep registers in memory, if it is not gated."""
     many = fmt.bits == 8 and row_factors(fmt)
+    if fmt.whole_matrices and fmt.bits == 4 and tile.groups * tile.k_groups == 4:
+        return True
     return tile.blocks == 2 and (many or (tile.batch == 64 and fmt.bits == 6))
 
 
