@@ -114,12 +114,16 @@ def test_ranges_over_the_floor(
         for c in records[record]["cells"]
         if (c["op"], c["activation"]) == ("matmul", "f16") and (not formats or c["format"] in formats)
     ]
-    large = [c for c in cells if c["M"] >= 1024]
     groups = [
-        [c["us"] / c["floor_us"] for c in cells if c["M"] == 1],
-        [c["us"] / c["floor_us"] for c in cells if 8 <= c["M"] <= 64],
-        [c["us"] / c["floor_us"] for c in large],
-        [c["us"] / c["cublas_us"] for c in large],
+        [c["us"] / c[other] for c in cells if first <= c["M"] <= last]
+        for other, first, last in (
+            ("floor_us", 1, 16),
+            ("floor_us", 32, 64),
+            ("floor_us", 128, 512),
+            ("floor_us", 1024, 4096),
+            ("cublas_us", 256, 512),
+            ("cublas_us", 1024, 4096),
+        )
     ]
     row = " | ".join(f"{min(group):.2f} to {max(group):.2f}" for group in groups)
     assert f"| {family} | {row} |" in README

@@ -72,7 +72,7 @@ class Record:
 
     path: Path | None
     header: dict[str, Any]
-    cells: list[dict[str, Any]] = field(default_factory=list)
+    cells: list[dict[str, Any]] = field(default_factory=list, repr=False)
     verdict: str | None = None
     """What the cells say, where a benchmark sums them up: a sentence a line."""
 
