@@ -423,3 +423,23 @@ def test_launches_that_the_host_makes_too_slowly_are_not_timed(
     assert len(calls) == 2 * (1 + 3 + 6 * (late + timing.REPEATS))
     assert len(made) == late + timing.REPEATS
     assert made[:5] == ([1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("calls", "each", "captured"), [(2, 20.0, 32), (3, 400.0, 9), (2, 3000.0, 2), (40, 1.0, 40)]
+)
+def test_graphs_of_short_calls_hold_many(
+    calls: int, each: float, captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fill a measurement, 32 at most; those of long calls, or of many, hold each once."""
+    sizes = []
+
+    def capture(calls: Any) -> Any:
+        sizes.append(len(calls))
+        return lambda: None
+
+    monkeypatch.setattr(timing, "_elapsed_us", lambda stream, replay, runs: calls * each)
+    monkeypatch.setattr(timing, "replay_us", lambda stream, replay: sizes[-1] * each)
+    assert timing.captured_us(None, capture, [lambda: None] * calls) == pytest.approx(each)
+    assert sizes[0] == calls
+    assert sizes[-1] == captured

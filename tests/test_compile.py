@@ -331,6 +331,27 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             assert n <= x * step < n + step
 
 
+def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
+    """A warp has more than four row tiles only where the busiest multiprocessor has fewer then, and never
+    more than a matrix has."""
+    seen = set()
+    names = ("q4_0", "q4_1", "q8_0", "kbit3", "q4_k")
+    rows = (192, 4096, 11008, 12288, 14336, 18944, 28672, 32000, 49152, 128_256)
+    for name, m, n, count in combinations(names, (1, 2, 4, 8), rows, (1, 128)):
+        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, 90)
+        c = dict(gemm.plan.kernel.constants)
+        if c["ROW_TILES"] <= 4:
+            continue
+        block, share = c["ROW_TILES"] * c["ROW_WARPS"], ceil(n // 16 * count / plan.LARGE_GPU)
+        row_warps = 1 << (ceil(share / 4) - 1).bit_length()
+        assert block / c["CLUSTER"] < row_warps * ceil(share / row_warps)
+        assert block <= n // 16
+        assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
+        seen.add((name, m, n))
+    assert {("kbit3", 8, 14336), ("q4_0", 4, 14336), ("q4_0", 8, 28672), ("q4_k", 1, 18944)} <= seen
+    assert not {("q4_0", 1, 14336), ("q4_1", 1, 28672), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
+
+
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
 def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     """The arithmetic of Schedule in kernels/core/schedule.cuh.

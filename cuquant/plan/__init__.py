@@ -76,7 +76,7 @@ def gemm(
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
     """
-    long = m <= DECODE_BATCH and decodes_long(fmt, n, matrices)
+    long = m <= DECODE_BATCH and decodes_long(fmt, m, n, matrices)
     if half and not repeats and capability == 90 and m >= WGMMA_BATCH and not long:
         return wgmma(fmt, m, n, k, matrices)
     if not half or repeats or m <= DECODE_BATCH:
@@ -91,7 +91,11 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """
     found: set[Kernel] = set()
     shapes = [
-        ((1, 2, 4, 6, 8, 9), (16, 1 << 10, 1 << 12, 14336, 28672, 1 << 16), (1 << 10, 1 << 12, 14336, 28672)),
+        (
+            (1, 2, 4, 6, 8, 9),
+            (16, 1 << 10, 1 << 12, 14336, 28672, 1 << 16),
+            (1 << 10, 1 << 12, 14336, 28672),
+        ),
         (
             (9, 17, 33, 65, 129, 513, 4096),
             (16, 1 << 10, 1 << 12, 1 << 13, 14336, 1 << 16),

@@ -13,9 +13,14 @@ from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
 _GROUP_BYTES = 288 << 10
 """Of weights, for a block of a grouped product of two sides with up to four batch rows; of more rows twice as
 many. Measured."""
-
-_LONG_X, _LONG_TILES = 96 << 10, 192
-"""Bytes of x from which on pairs of blocks with few rows share it; of 8-bit codes tiles along K. Measured."""
+_LONG_X = 96 << 10
+"""Bytes of x from which on pairs of blocks share it, of up to _FEW_TILES a multiprocessor. Measured."""
+_LONG_K = 192
+"""Tiles along K from which on they do so of 8-bit codes, however short x is. Measured."""
+_FEW_TILES = 4
+_PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
+"""Bytes of x up to which a multiprocessor with up to _FEW_TILES has two blocks; the latter on sm_90 of codes
+that take few instructions, or are looked up. Measured."""
 
 
 def decode(
@@ -34,9 +39,10 @@ def decode(
     Of one or two batch rows two small blocks per multiprocessor, where there is work for them, x is short
     and shared memory has room, hide each other's start and end; with more rows one large block, which reads x
     once. On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the
-    ring, and of more than 8 rows. Weights that are not `in_half`, that float16 does not hold, have no factors
-    of rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows how
-    many matrices count: blocks of two sides are small then, so that any number of matrices fills it.
+    ring or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that
+    leaves fewer multiprocessors idle. Weights that are not `in_half`, that float16 does not hold, have no
+    factors of rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows
+    how many matrices count: blocks of two sides are small then, so that any number of matrices fills it.
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     copies, table = table_of(fmt, Core.DECODE, capability)
@@ -49,16 +55,18 @@ def decode(
     cluster = 2 if (groups == 2 or least_x > whole - ring) and capability == 90 else 1
     tall = None
     if capability == 90 and groups == sides == 1 and not grouped:
-        own_share = ceil(row_tiles * matrices / LARGE_GPU)
-        tall = _tall(fmt, m, own_share, cluster)
-        few_rows = own_share <= 4 and (batch * k * 2 >= _LONG_X or (wide and tiles_k >= _LONG_TILES))
-        cluster = tall.cluster if tall else 2 if few_rows else cluster
+        tall = _tall(fmt, m, row_tiles, matrices, cluster)
+        long = batch * k * 2 >= _LONG_X or (wide and tiles_k >= _LONG_K)
+        few_rows = row_tiles * matrices <= _FEW_TILES * LARGE_GPU
+        cluster = tall.cluster if tall else 2 if few_rows and long else cluster
     x_bytes = batch * (ceil(tiles_k / (8 * cluster)) * 8 * TILE_COLUMNS * 2 + 16)
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
     # Of little work two blocks must not read much of x twice.
-    short = share > 4 or batch * k * 2 <= (8 if fmt.lookup or _few_instructions(fmt) else 24) << 10
-    two = tall is None and m <= 2 and share > 2 * m and short and ring + x_bytes < half
+    soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
+    short = share > _FEW_TILES or batch * k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
+    alone = tall is None and (cluster == 1 or capability != 90)
+    two = alone and m <= 2 and share > 2 * m and short and ring + x_bytes < half
     # Of more rows where two blocks can stage a quarter of x at a time.
     small = grouped and sides > 1 and groups == 1 and (m <= 4 or half - (36 << 10) > x_bytes // 4)
     two = two or (small and ring > 24 << 10)
@@ -102,15 +110,16 @@ def decode(
     shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
     tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 and not tall else 1}
-    # Pieces of x that a thread asks for at once. As many as it has, if there are registers.
-    tile["TOGETHER"] = 8 if tall or (batch * chunk * 8 > 4 * warps * WARP and not fmt.lookup) else 4
+    # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each.
+    many = batch * chunk * 8 > 4 * warps * WARP and (groups == 2 or not fmt.lookup)
+    tile["TOGETHER"] = 8 if tall or many else 4
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 
 def _few_instructions(fmt: Format) -> bool:
-    """Whether codes are neither looked up nor scaled but in blocks of 32 or more: they soon are numbers."""
+    """Whether codes soon are numbers: not looked up, and with plain scales for 32 or more of them."""
     return not (fmt.lookup or fmt.scale_size < 32 or fmt.kernel_group_bytes)
 
 
@@ -122,37 +131,47 @@ class _Tall(NamedTuple):
     cluster: int
 
 
-def _tall(fmt: Format, m: int, share: int, cluster: int) -> _Tall | None:
-    """Tiles for `share` row tiles of a multiprocessor, where seven of a warp leave fewer of them idle.
+def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _Tall | None:
+    """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
     H200 takes up to 14% less, most of codebooks and k-quants. Where instructions are few, fewer warps, or
-    only one block for a multiprocessor, cost as much: those formats keep to four. None, too, where x is so
-    long that a `cluster` must share it, and of 8 bits, of which two slots of seven tiles do not fit.
+    only one block for a multiprocessor, cost as much: of up to 7 row tiles a multiprocessor these formats
+    have tall tiles at 3 and 4 batch rows only, and those with minimums none at 1 and 2. There are none where
+    x is so long that a `cluster` must share it, nor of 8 bits, of which two slots of seven do not fit.
     """
-    few = _few_instructions(fmt)
-    if fmt.bits < 8 and cluster == 1 and 4 < share <= 7:
-        slow = few and (m <= 2 or m > 4 or (fmt.bits == 5 and has_minimum(fmt)))
-        return None if slow else _Tall(8, 1, 1)
-    if fmt.bits < 8 and 8 < share <= 28 and (m > 2 or cluster == 1):
-        if m <= 2:
-            slow = few and fmt.bits == 5 and has_minimum(fmt)
-            return None if slow else _Tall(8, 2 if share <= 14 else 4, 1)
+    count = row_tiles * matrices
+    share, few = ceil(count / LARGE_GPU), _few_instructions(fmt)
+    row_warps = 1 << (ceil(share / 4) - 1).bit_length()
+    usual = row_warps * ceil(share / row_warps)
+    if fmt.bits == 8 or (few and m <= 2 and (share <= 7 or has_minimum(fmt))):
+        return None
+    if 4 < share <= 7 and cluster == 1:
+        slow = few and (m > 4 or (fmt.bits == 5 and has_minimum(fmt)))
+        tall = None if slow else _Tall(8, 1, 1)
+    elif 8 < share <= 28 and m > 2:
         if fmt.lookup:
             roomy = fmt.bits <= 4 and not fmt.whole_matrices
         else:
             roomy = fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32)
-        return _Tall(16 if roomy else 8, 4 if share <= 14 else 8, 2)
-    return None
+        tall = _Tall(16 if roomy else 8, 4 if share <= 14 else 8, 2)
+    elif 8 < share <= 28 and cluster == 1:
+        tall = _Tall(8, 2 if share <= 14 else 4, 1)
+    else:
+        tall = None
+    if tall is None:
+        return None
+    block = tall.row_warps * ceil(ceil(count * tall.cluster / LARGE_GPU) / tall.row_warps)
+    return tall if block <= row_tiles and block < usual * tall.cluster else None
 
 
-def decodes_long(fmt: Format, n: int, matrices: int) -> bool:
+def decodes_long(fmt: Format, m: int, n: int, matrices: int) -> bool:
     """Whether the decode core is faster than the wgmma core also of 9 to 16 batch rows.
 
-    So it is of codebooks of 2 and 3 bits, and of 5-bit codes without a minimum, where blocks have so many
-    rows of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by wgmma at
-    28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
+    So it is of 5-bit codes without a minimum, and to 12 rows of codebooks of 2 and 3 bits, where blocks have
+    so many rows of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by
+    wgmma at 28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
     """
     plain = not has_minimum(fmt) and fmt.scale_size >= 32
-    fast = fmt.bits <= 3 if fmt.lookup else fmt.bits == 5 and plain
+    fast = fmt.bits <= 3 and m <= 12 if fmt.lookup else fmt.bits == 5 and plain
     return fast and matrices == 1 and ceil(n / TILE_ROWS) >= 12 * LARGE_GPU

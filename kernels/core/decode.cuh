@@ -16,7 +16,7 @@
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
-// while a thread's first TOGETHER pieces are on their way; more at a time than there are would be code for nothing.
+// while a thread's first TOGETHER pieces are on their way.
 template <bool SIGNED, int THREADS, int TOGETHER, class P, class Row, class Meanwhile>
 DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
                        int row_bytes, const Meanwhile& meanwhile) {

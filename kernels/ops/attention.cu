@@ -195,7 +195,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Shared shared;
     if (threadIdx.x == 0) shared.init(p, maps...);
     let_successor_start();
-    // Whatever they are by then, they are what is needed first.
+    // What is needed first. It may still change, but the L2 cache has what kernels store.
     if (threadIdx.x == 0)
 #pragma unroll
         for (int t = 0; t < TIERS; t++)
@@ -307,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP) merge(const __gr
     for (int c = 0; c * 128 < PADDED; c++)
         if (c * 32 + lane < PADDED / 4) sums[warp][c * 32 + lane] = sum[c];
     __syncthreads();
+    static_assert(CUQUANT_DIM <= MERGE_WARPS * WARP, "a thread for each channel");
     if (threadIdx.x >= CUQUANT_DIM) return;
     // A thread for a channel. Little code: it is rarely in the cache.
     float2 all = make_float2(Queries::LEAST, 0);
