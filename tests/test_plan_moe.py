@@ -153,3 +153,14 @@ def test_trellis_takes_the_tiles_of_codebooks() -> None:
         assert like is not None
         assert made.batch == like.batch
         assert made.us < 1.2 * like.us
+
+
+def test_the_experts_that_are_likely_hit_have_room_at_once() -> None:
+    """Blocks that need a multiprocessor each are no more than there are: one more takes as long again."""
+    for tokens, n, name in product((2, 3, 4, 6, 8, 12, 16), (4096, 11008, 14336), ("q4_0", "trellis3")):
+        load = Load(tokens, 2, 8)
+        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, 4096, True, False, 90)
+        assert made is not None
+        launch = made.gemm.plan
+        if dict(launch.kernel.constants)["RESIDENT"] == 1:
+            assert launch.grid[0] * ceil(load.hit - 0.2) <= plan.LARGE_GPU

@@ -62,6 +62,9 @@ def decode(
     x_bytes = batch * (ceil(tiles_k / (8 * cluster)) * 8 * TILE_COLUMNS * 2 + 16)
     # Row tiles of a multiprocessor, or of a pair.
     share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
+    if grouped and sides == 1 and matrices * cluster <= LARGE_GPU:
+        # A block has rows of one matrix: what is left over of each must not be a block too many.
+        share = ceil(row_tiles / (LARGE_GPU // (matrices * cluster)))
     # Of little work two blocks must not read much of x twice.
     soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
     short = share > _FEW_TILES or batch * k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
