@@ -352,6 +352,17 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
     assert not {("q4_0", 1, 14336), ("q4_1", 1, 28672), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
 
 
+def test_blocks_of_stacked_matrices_run_at_once() -> None:
+    """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
+    block can have its share, that is: up to 56 row tiles, seven of eight warps."""
+    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
+        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, 90)
+        c = dict(gemm.plan.kernel.constants)
+        share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
+        if share <= 56 and c["RESIDENT"] == 1:
+            assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
+
+
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
 def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     """The arithmetic of Schedule in kernels/core/schedule.cuh.

@@ -76,7 +76,7 @@ def gemm(
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
     """
-    long = m <= DECODE_BATCH and decodes_long(fmt, m, n, matrices)
+    long = m <= DECODE_BATCH and decodes_long(fmt, n, matrices)
     if half and not repeats and capability == 90 and m >= WGMMA_BATCH and not long:
         return wgmma(fmt, m, n, k, matrices)
     if not half or repeats or m <= DECODE_BATCH:

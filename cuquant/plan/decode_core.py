@@ -57,19 +57,14 @@ def decode(
     if capability == 90 and groups == sides == 1 and not grouped:
         tall = _tall(fmt, m, row_tiles, matrices, cluster)
         long = batch * k * 2 >= _LONG_X or (wide and tiles_k >= _LONG_K)
-        few_rows = row_tiles * matrices <= _FEW_TILES * LARGE_GPU
+        few_rows = _share(row_tiles, matrices, 1) <= _FEW_TILES
         cluster = tall.cluster if tall else 2 if few_rows and long else cluster
     x_bytes = batch * (ceil(tiles_k / (8 * cluster)) * 8 * TILE_COLUMNS * 2 + 16)
-    # Row tiles of a multiprocessor, or of a pair.
-    share = max(1, ceil(row_tiles * matrices * cluster / LARGE_GPU))
-    if grouped and sides == 1 and matrices * cluster <= LARGE_GPU:
-        # A block has rows of one matrix: what is left over of each must not be a block too many.
-        share = ceil(row_tiles / (LARGE_GPU // (matrices * cluster)))
+    share = _share(row_tiles, matrices, cluster)
     # Of little work two blocks must not read much of x twice.
     soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
     short = share > _FEW_TILES or batch * k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
-    alone = tall is None and (cluster == 1 or capability != 90)
-    two = alone and m <= 2 and share > 2 * m and short and ring + x_bytes < half
+    two = tall is None and cluster == 1 and m <= 2 and share > 2 * m and short and ring + x_bytes < half
     # Of more rows where two blocks can stage a quarter of x at a time.
     small = grouped and sides > 1 and groups == 1 and (m <= 4 or half - (36 << 10) > x_bytes // 4)
     two = two or (small and ring > 24 << 10)
@@ -99,8 +94,7 @@ def decode(
     row_warps = max(sides, least, min(most_warps, 1 << (ceil(share / most) - 1).bit_length()))
     rows = min(most, ceil(share / row_warps))
     if tall:
-        warps, row_warps = tall.warps, tall.row_warps
-        rows = ceil(share / row_warps)
+        warps, row_warps, rows = tall.warps, tall.row_warps, tall.rows
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot = warps * rows * step
     depth = max(2, min(8, ring // slot))
@@ -121,16 +115,26 @@ def decode(
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
 
 
+def _share(row_tiles: int, matrices: int, cluster: int) -> int:
+    """Row tiles of a multiprocessor, or of a cluster.
+
+    A block has rows of one matrix: what is left over of each must not be a block too many.
+    """
+    places = LARGE_GPU // (matrices * cluster)
+    return ceil(row_tiles / places) if places else ceil(row_tiles * matrices * cluster / LARGE_GPU)
+
+
 def _few_instructions(fmt: Format) -> bool:
     """Whether codes soon are numbers: not looked up, and with plain scales for 32 or more of them."""
     return not (fmt.lookup or fmt.scale_size < 32 or fmt.kernel_group_bytes)
 
 
 class _Tall(NamedTuple):
-    """Warps of a block, with up to seven row tiles each; those along N; blocks that split K."""
+    """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
 
     warps: int
     row_warps: int
+    rows: int
     cluster: int
 
 
@@ -143,38 +147,33 @@ def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _
     have tall tiles at 3 and 4 batch rows only, and those with minimums none at 1 and 2. There are none where
     x is so long that a `cluster` must share it, nor of 8 bits, of which two slots of seven do not fit.
     """
-    count = row_tiles * matrices
-    share, few = ceil(count / LARGE_GPU), _few_instructions(fmt)
-    row_warps = 1 << (ceil(share / 4) - 1).bit_length()
-    usual = row_warps * ceil(share / row_warps)
-    if fmt.bits == 8 or (few and m <= 2 and (share <= 7 or has_minimum(fmt))):
+    share, few = _share(row_tiles, matrices, 1), _few_instructions(fmt)
+    short, pairs = share <= 7, share > 8 and m > 2
+    if fmt.bits == 8 or not 4 < share <= 28 or (cluster > 1 and not pairs):
         return None
-    if 4 < share <= 7 and cluster == 1:
-        slow = few and (m > 4 or (fmt.bits == 5 and has_minimum(fmt)))
-        tall = None if slow else _Tall(8, 1, 1)
-    elif 8 < share <= 28 and m > 2:
-        if fmt.lookup:
-            roomy = fmt.bits <= 4 and not fmt.whole_matrices
-        else:
-            roomy = fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32)
-        tall = _Tall(16 if roomy else 8, 4 if share <= 14 else 8, 2)
-    elif 8 < share <= 28 and cluster == 1:
-        tall = _Tall(8, 2 if share <= 14 else 4, 1)
+    if few and ((m <= 2 and (short or has_minimum(fmt))) or (short and m > 4)):
+        return None
+    if few and short and fmt.bits == 5 and has_minimum(fmt):
+        return None
+    if fmt.lookup:
+        roomy = fmt.bits <= 4 and not fmt.whole_matrices
     else:
-        tall = None
-    if tall is None:
-        return None
-    block = tall.row_warps * ceil(ceil(count * tall.cluster / LARGE_GPU) / tall.row_warps)
-    return tall if block <= row_tiles and block < usual * tall.cluster else None
+        roomy = fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32)
+    row_warps = 1 if short else (2 if share <= 14 else 4) * (1 + pairs)
+    rows = ceil(_share(row_tiles, matrices, 1 + pairs) / row_warps)
+    usual_warps = 1 << (ceil(share / 4) - 1).bit_length()
+    usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
+    fewer = row_warps * rows < usual and row_warps * rows <= row_tiles
+    return _Tall(16 if pairs and roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
 
 
-def decodes_long(fmt: Format, m: int, n: int, matrices: int) -> bool:
+def decodes_long(fmt: Format, n: int, matrices: int) -> bool:
     """Whether the decode core is faster than the wgmma core also of 9 to 16 batch rows.
 
-    So it is of 5-bit codes without a minimum, and to 12 rows of codebooks of 2 and 3 bits, where blocks have
-    so many rows of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by
-    wgmma at 28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
+    So it is of codebooks of 2 and 3 bits and of 5-bit codes without a minimum, where blocks have so many rows
+    of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by wgmma at
+    28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
     """
     plain = not has_minimum(fmt) and fmt.scale_size >= 32
-    fast = fmt.bits <= 3 and m <= 12 if fmt.lookup else fmt.bits == 5 and plain
+    fast = fmt.bits <= 3 if fmt.lookup else fmt.bits == 5 and plain
     return fast and matrices == 1 and ceil(n / TILE_ROWS) >= 12 * LARGE_GPU

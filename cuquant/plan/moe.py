@@ -132,9 +132,8 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
 def _lacks_registers(fmt: Format, tile: Tile) -> bool:
     """Whether a tile's kernel would keep registers in memory, if it is not gated."""
     many = fmt.bits == 8 and row_factors(fmt)
-    if fmt.whole_matrices and fmt.bits == 4 and tile.groups * tile.k_groups == 4:
-        return True
-    return tile.blocks == 2 and (many or (tile.batch == 64 and fmt.bits == 6))
+    few = tile.groups * tile.k_groups == 4 and fmt.whole_matrices and fmt.bits == 4
+    return few or (tile.blocks == 2 and (many or (tile.batch == 64 and fmt.bits == 6)))
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
