@@ -313,6 +313,9 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
                 assert gemm.plan.block == (c["GROUPS"] * c["K_GROUPS"] + 1) * 128
                 assert ceil(k / 64) % (c["SPLIT"] * c["K_GROUPS"] * c["K_TILES"]) == 0
                 assert c["STAGES"] >= 3  # one that is read, one that waits, one on its way
+                if c["RESIDENT"] > 1:  # the ring starts at a whole KB behind the barriers
+                    assert 2 * (gemm.plan.shared + (2 << 10)) <= 228 << 10
+                    assert plan.LARGE_GPU < x <= 2 * plan.LARGE_GPU
                 assert (capability, half) == (90, True)
                 continue
             assert gemm.plan.block == c["WARPS"] * 32
@@ -350,6 +353,21 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
         seen.add((name, m, n))
     assert {("kbit3", 8, 14336), ("q4_0", 4, 14336), ("q4_0", 8, 28672), ("q4_k", 1, 18944)} <= seen
     assert not {("q4_0", 1, 14336), ("q4_1", 1, 28672), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
+
+
+def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
+    """From one batch row on, from five, or from nine, as others; if float16 holds them, and on sm_90 only."""
+    for name, n, k, first in (
+        ("q8_0", 28672, 8192, 1),
+        ("q8_0", 14336, 4096, 5),
+        ("q8_0", 4096, 4096, 9),
+        ("q5_0", 28672, 8192, 9),
+        ("kbit2", 28672, 8192, 9),
+    ):
+        for m, half, capability in combinations((1, 2, 4, 5, 8, 9, 16), (True, False), (90, 80)):
+            gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, capability)
+            expected = "wgmma" if half and capability == 90 and m >= first else "decode"
+            assert plan.core_of(gemm.plan.kernel) == expected, (name, n, m)
 
 
 def test_blocks_of_stacked_matrices_run_at_once() -> None:

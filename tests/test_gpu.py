@@ -172,7 +172,7 @@ def test_large_shapes_on_sampled_columns(name: str) -> None:
     cupy = device.cupy()
     for n, k, batches in (
         (256, 28672, (1, 7, 16, 100)),  # 7: pairs of blocks of the decode core split K
-        (25600, 256, (2, 5, 9, 16)),  # up to seven row tiles of a warp; decodes_long
+        (25600, 256, (2, 5, 9, 16)),  # up to seven row tiles of a warp
         (14336, 1024, (1, 4, 7, 16, 33, 256, 1000)),
         (4096, 4096, (4096,)),
     ):
@@ -235,14 +235,17 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         pytest.skip("wgmma is sm_90a's")
     fmt = cq.formats.get(name)
     ways = set()
-    for m, n, k in (
+    shapes = [
         (3000, 2570, 1024),
         (3000, 2560, 512),
         (100, 200, 2048),
         (9, 2570, 1024),
         (300, 2570, 1056),
         (60, 6000, 2048),  # fewer tiles than clusters: a tile may be three's
-    ):
+    ]
+    if tile.resident > 1:  # as many blocks as run at once
+        shapes = [(9, 9002, 512), (13, 9000, 1056), (13, 4306, 1024), (5, 4300, 512)]
+    for m, n, k in shapes:
         choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)

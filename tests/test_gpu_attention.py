@@ -118,6 +118,15 @@ def test_eight_heads_at_once(heads: int, shared: int, n: int) -> None:
     agree(q, filled(n, heads=shared, dim=128))
 
 
+@pytest.mark.parametrize("widths", [(16,), (8,), (4,), (16, 4), (8, 4)])
+@pytest.mark.parametrize(("heads", "shared", "n"), [(32, 32, 40), (64, 32, 3000), (40, 40, 9000)])
+def test_many_heads(heads: int, shared: int, n: int, widths: tuple[int, ...]) -> None:
+    """From so many on the copy engine takes tokens of 4 and 8 bits, too."""
+    batch = 1 if n > 3000 else 3
+    cache = filled(n, batch, widths, heads=shared, dim=128)
+    agree(normal(batch, 1, heads, 128, seed=3, dtype=np.float16), cache)
+
+
 @pytest.mark.parametrize("widths", [(16,), (8,), (4,), (3,), (2,), (16, 3), (8, 4, 2)])
 @pytest.mark.parametrize("n", [40, 3000, 70000])
 def test_eight_heads_of_fewer_widths(widths: tuple[int, ...], n: int) -> None:

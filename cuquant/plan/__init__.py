@@ -23,11 +23,11 @@ from .blocks import (
     repack,
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
-from .decode_core import decode, decodes_long
+from .decode_core import decode
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
-from .wgmma_core import FLAGS, wgmma
+from .wgmma_core import FLAGS, least_batch, wgmma
 
 __all__ = [
     "DECODE_BATCH",
@@ -76,8 +76,7 @@ def gemm(
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
     """
-    long = m <= DECODE_BATCH and decodes_long(fmt, n, matrices)
-    if half and not repeats and capability == 90 and m >= WGMMA_BATCH and not long:
+    if half and not repeats and capability == 90 and m >= least_batch(fmt, matrices * n * k):
         return wgmma(fmt, m, n, k, matrices)
     if not half or repeats or m <= DECODE_BATCH:
         return decode(fmt, m, n, k, matrices, capability, half)

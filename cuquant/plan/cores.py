@@ -29,8 +29,8 @@ class Gemm:
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9
-"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins, but
-where `decodes_long`."""
+"""Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins (of
+codes of 8 bits from fewer, `wgmma_core.least_batch`)."""
 
 
 class Core(IntEnum):
@@ -53,23 +53,19 @@ def gemm_kernel(
     return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
 
 
-ROOMY_BATCH = 64
-"""Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
-
-
-def table_of(fmt: Format, core: Core, capability: int, batch: int = 0) -> tuple[int, int]:
+def table_of(fmt: Format, core: Core, capability: int, roomy: bool = False) -> tuple[int, int]:
     """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
 
     Where weights are looked up at the speed of memory, so many copies that lanes (almost) never wait for
     another, in at most a third of the room. The mma core uses each weight so often that room matters more.
-    The wgmma core spares instructions by rows of 256 bytes, twice the copies' size, while its tiles have
-    room for them.
+    The wgmma core spares instructions by rows of 256 bytes, twice the copies' size, where its tile is
+    `roomy`.
     """
     if not fmt.lookup:
         return 0, 0
     tables = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
     copies, entries, size = tables[looked_up(fmt)]
-    if core is Core.WGMMA and entries == 256 and batch <= ROOMY_BATCH:
+    if roomy and entries == 256:
         return 256 // size, 256 * entries
     if core is Core.MMA:
         copies //= 4

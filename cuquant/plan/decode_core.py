@@ -165,15 +165,3 @@ def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _
     usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
     fewer = row_warps * rows < usual and row_warps * rows <= row_tiles
     return _Tall(16 if pairs and roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
-
-
-def decodes_long(fmt: Format, n: int, matrices: int) -> bool:
-    """Whether the decode core is faster than the wgmma core also of 9 to 16 batch rows.
-
-    So it is of codebooks of 2 and 3 bits and of 5-bit codes without a minimum, where blocks have so many rows
-    of W that staging x does not show: 12 rows of x take an H200 50.2 us by decode and 53.5 by wgmma at
-    28672 x 8192 (q5_0), but 43.2 and 41.7 of q4_0.
-    """
-    plain = not has_minimum(fmt) and fmt.scale_size >= 32
-    fast = fmt.bits <= 3 if fmt.lookup else fmt.bits == 5 and plain
-    return fast and matrices == 1 and ceil(n / TILE_ROWS) >= 12 * LARGE_GPU

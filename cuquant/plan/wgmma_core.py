@@ -9,8 +9,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import Core, Gemm, gemm_kernel, looked_up, table_of
-from .launch import LARGE_GPU, Plan, shared_limit
+from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of
+from .launch import LARGE_GPU, Plan, paired_limit, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
@@ -28,6 +28,8 @@ class Tile(NamedTuple):
     """Times 64 columns that each of them takes in a turn."""
     pair: int = 1
     """Blocks that share x, one's rows below the other's."""
+    resident: int = 1
+    """Blocks of a multiprocessor."""
 
     @property
     def rows(self) -> int:
@@ -41,6 +43,13 @@ class Tile(NamedTuple):
 
 
 STEP_US = {
+    Tile(16, 1, k_groups=2, k_tiles=2): 0.082,
+    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.128,
+    Tile(16, 2, k_tiles=2): 0.153,
+    Tile(16, 2, k_groups=2, k_tiles=2): 0.14,
+    Tile(16, 2, k_groups=2, k_tiles=4): 0.129,
+    Tile(16, 4, k_tiles=2): 0.257,
+    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.136,
     Tile(32, 1, k_groups=2, k_tiles=2): 0.092,
     Tile(32, 2, k_tiles=2): 0.168,
     Tile(32, 2, k_groups=2, k_tiles=2): 0.142,
@@ -74,8 +83,13 @@ former 0.09 is added without factors of rows, 0.2 where scales are products; to 
 both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
 _FEW_WAIT = 1.09
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
+_SMALL_TABLE = 1.1
+"""How many times as long those of 4 bits take where two blocks share a multiprocessor: there is no room for
+rows of 256 bytes."""
 _STEP_BYTES_PER_US = 34.3e3
 """What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
+_MEET_WAIT = 0.03
+"""How much longer that takes warpgroups that share a stage."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
@@ -90,8 +104,12 @@ _PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
 """Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+ROOMY_BATCH = 64
+"""Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
 BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
+_LARGE, _VERY_LARGE = 1 << 25, 1 << 27
+"""Weights of 8 bits from which on the core is the faster one of five batch rows, and of any. Measured."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
@@ -108,14 +126,15 @@ class _Choice(NamedTuple):
 
 
 def _step_us(fmt: Format, tile: Tile) -> float:
-    warpgroups = tile.groups * tile.k_groups
+    warpgroups = tile.groups * tile.k_groups * tile.resident
     if fmt.lookup:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
+        work *= _SMALL_TABLE if looked_up(fmt) == 4 and tile.resident > 1 else 1
     else:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
-    tensor = tile.batch * tile.rows * _TENSOR_US
+    tensor = tile.batch * tile.rows * tile.resident * _TENSOR_US
     instructions = STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor *= 0.985
@@ -123,8 +142,20 @@ def _step_us(fmt: Format, tile: Tile) -> float:
         tensor *= 1.07  # nobody else multiplies while a warpgroup waits
     elif tile.blocks == 1 and tile.batch < 256:
         tensor *= 1.04  # operands are read more often
-    read = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width / _STEP_BYTES_PER_US
-    return max(instructions, tensor, read * (1 + 0.5 / max(1, _stages(fmt, tile, 1))))
+    step = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width
+    read = tile.resident * step / _STEP_BYTES_PER_US
+    waits = 0.5 / max(1, _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
+    return max(instructions, tensor, read * (1 + waits))
+
+
+def _shared_room(tile: Tile) -> int:
+    """Bytes of shared memory of a block; whole KB of one that is to share it, as the ring starts at one."""
+    return shared_limit(90) if tile.resident == 1 else paired_limit(90) >> 10 << 10
+
+
+def _table(fmt: Format, tile: Tile) -> tuple[int, int]:
+    """Copies of a codebook's table, and bytes: 64 KB have room beside few batch rows, if nobody shares it."""
+    return table_of(fmt, Core.WGMMA, 90, tile.batch <= ROOMY_BATCH and tile.resident == 1)
 
 
 def _stage_bytes(fmt: Format, tile: Tile) -> int:
@@ -146,7 +177,7 @@ def _room(fmt: Format, tile: Tile, split: int) -> int:
     """
     if split > 1 or tile.batch < BOXED_BATCH:
         return 0
-    left = shared_limit(90) - table_of(fmt, Core.WGMMA, 90, tile.batch)[1] - 4 * _stage_bytes(fmt, tile)
+    left = _shared_room(tile) - _table(fmt, tile)[1] - 4 * _stage_bytes(fmt, tile)
     return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
 
 
@@ -154,26 +185,30 @@ def _stages(fmt: Format, tile: Tile, split: int) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
-    ring = shared_limit(90) - table_of(fmt, Core.WGMMA, 90, tile.batch)[1]
+    ring = _shared_room(tile) - _table(fmt, tile)[1]
     ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
 def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether a kernel spills none: 640 threads have few, and two row blocks many sums and codes."""
+    if tile.resident == 2:
+        return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
         if tile.batch == 64:
             return not row_factors(fmt)  # there is no room for the factors of rows
         if fmt.bits == 6:
-            return split == 1 and tile.groups == 2
-        return tile.k_tiles < 4 or not has_minimum(fmt)
+            return split == 1 and tile.groups == 2 and tile.k_tiles < 4
+        if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
+            return False
+        return tile.k_tiles < 4 or not (has_minimum(fmt) or (tile.batch == 16 and fmt.bits in (2, 5)))
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
         return not (fmt.bits in (5, 6) or has_minimum(fmt) or fmt.whole_matrices)
     return True
 
 
-WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1)
-"""Those that need no other block."""
+WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1)
+"""Those of grouped products: they need no other block, and store WARP batch rows at a time."""
 
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> float:
@@ -204,7 +239,9 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
-        places = blocks // (split * tile.pair)
+        if tile.resident > 1 and not 1 < outputs * split / LARGE_GPU <= tile.resident:
+            continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
+        places = blocks * tile.resident // (split * tile.pair)
         step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
         waves, rest = divmod(outputs, places)
@@ -228,11 +265,27 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
 
 def _shares_tiles(fmt: Format, tile: Tile) -> bool:
     """Whether there are registers enough to share tiles out, which takes a few more, and threads to do it."""
+    if tile.resident > 1:
+        return False
     if tile.groups * tile.k_groups == 4:
+        if tile.batch == 16:
+            return True
         return tile.batch < 64 and fmt.bits != 6 and not (fmt.bits == 5 and row_factors(fmt))
     if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
         return False
     return tile.batch < 256 or tile.groups > 1
+
+
+def least_batch(fmt: Format, numbers: int) -> int:
+    """Batch rows from which on the wgmma core is faster than the decode core, of so many weights.
+
+    Codes of 8 bits are so many bytes that how they are read decides, and this core shares them out evenly:
+    q8_0 at 28672 x 8192 takes an H200 61.5 us in place of 67.2 with two rows, 61.9 in place of 70.6 with six;
+    at 14336 x 4096 17.3 in place of 17.8 with six, but 17.1 in place of 16.3 with two.
+    """
+    if fmt.bits < 8 or numbers < _LARGE:
+        return WGMMA_BATCH
+    return 5 if numbers < _VERY_LARGE else 1
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
@@ -241,7 +294,7 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     # Where tiles can be shared, the kernel for it does without, too: there is one less to compile.
     gemm = _wgmma(fmt, tile, split, split == 1 and _shares_tiles(fmt, tile), stages)
     batch, pair = tile.batch, tile.pair
-    places = LARGE_GPU // pair
+    places = LARGE_GPU * tile.resident // pair
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
     partials = blocks * tile.rows * batch * 4 if streamed else 0
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
@@ -252,14 +305,14 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
 
 def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
-    batch, groups, blocks, k_groups, k_tiles, pair = tile
+    batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     room = _room(fmt, tile, split)
     stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
-    copies, table = table_of(fmt, Core.WGMMA, 90, tile.batch)
+    copies, table = _table(fmt, tile)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}
-    constants |= {"STAGES": stages, "ROOM": room}
+    constants |= {"STAGES": stages, "ROOM": room, "RESIDENT": resident}
     kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)

@@ -11,6 +11,17 @@ template <int N>
 struct Wgmma;
 
 template <>
+struct Wgmma<16> {
+    static DEVICE void add(float (&d)[8], const u32* a, u64 b) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+             "%0, %1, %2, %3, %4, %5, %6, %7"
+             "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    }
+};
+
+template <>
 struct Wgmma<32> {
     static DEVICE void add(float (&d)[16], const u32* a, u64 b) {
         asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"

@@ -11,7 +11,8 @@
 //
 // Where there is little to multiply, a stage may be K_GROUPS x K_TILES times as wide: K_GROUPS warpgroups for the same
 // rows hide each other's latencies, and K_TILES times 64 columns of each make a turn of the loop worth its overhead.
-// The sums of the K_GROUPS meet in shared memory.
+// The sums of the K_GROUPS meet in shared memory. With few batch rows there are registers and room enough for two blocks
+// on a multiprocessor (RESIDENT): one's start and end are in the other's shadow.
 // A warpgroup stores its own rows of the result, so that the others may go on meanwhile.
 //
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
@@ -32,7 +33,7 @@
 
 #if __CUDA_ARCH__ == 900
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR,
-          bool STREAM, int STAGES, int ROOM, class P>
+          bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
 DEVICE void wgmma(const P& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
@@ -86,8 +87,10 @@ DEVICE void wgmma(const P& p) {
     };
 
     if (warp >= CONSUMERS / WARP) {
-        // What the copying warpgroup gives, the others get: 384 threads start with 168 registers each, 640 with 96.
-        if constexpr (GROUPS * K_GROUPS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        // What the copying warpgroup gives, the others get: 384 threads start with 168 registers each, or with 80 if two
+        // blocks share a multiprocessor, 640 with 96.
+        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         const int thread = threadIdx.x - CONSUMERS;
         int stage = 0, parity = 1;  // the first pass over a fresh barrier does not wait
@@ -135,7 +138,8 @@ DEVICE void wgmma(const P& p) {
         copy_wait<0>();
         if constexpr (SPLIT > 1) cluster_sync();  // with the computing threads
     } else {
-        if constexpr (GROUPS * K_GROUPS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
         C codec(p.values, lane);
         codec.fill(threadIdx.x, CONSUMERS);

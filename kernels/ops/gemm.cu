@@ -27,9 +27,9 @@ gemm(const __grid_constant__ Argument problem) {
     mma<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_WARPS, CUQUANT_STAGES>(problem);
 }
 #elif __CUDA_ARCH__ == 900
-extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, 1)
+extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Argument problem) {
     wgmma<Format, Values, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_K_GROUPS, CUQUANT_K_TILES,
-          CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM>(problem);
+          CUQUANT_SPLIT, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM, CUQUANT_RESIDENT>(problem);
 }
 #endif
