@@ -116,7 +116,7 @@ def test_too_many_matrices_are_refused() -> None:
     rows = problem.source((70_000, 2, 64), (256, 128, 2), True)
     out = problem.Output((70_000, 2, 32), (64, 32, 1), 0)
     with pytest.raises(ValueError, match="70000 blocks along an axis of one launch; at most 65535"):
-        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (70_000, 32, 64)), rows, out, NOTHING, 90)
+        problem.resolve(problem.Weight(cq.formats.get("q4_0"), (70_000, 32, 64)), rows, out, NOTHING, 90)
 
 
 @pytest.mark.parametrize(
