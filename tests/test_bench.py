@@ -14,13 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import AttentionCell, Record, matmul, moe, peers, timing
+from cuquant.bench import AttentionCell, Record, WeightCell, matmul, moe, peers, timing, weights
 from cuquant.bench import record as records
+from cuquant.fragments import from_fragments
 
 
 @pytest.fixture
@@ -280,6 +282,7 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),
         (("moe", "--peers", "none"), "moe takes no --peers"),
         (("--top-k", "2"), "matmul takes no --top-k"),
+        (("weights", "--batches", "1"), "weights takes no --batches"),
         (("mixture",), "invalid choice: 'mixture'"),
     ],
 )
@@ -312,6 +315,32 @@ def test_cells_of_mixtures() -> None:
     assert all(c.us > 0 and (c.cublas_us or 1) > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
     assert [c.hit for c in cells[:2]] == [2, 4]
     assert list(moe(*arguments)) == []
+
+
+@pytest.mark.gpu
+def test_cells_of_weights() -> None:
+    record = Record(None, {})
+    arguments: Any = (record, ["q4_0", "q5_k", "kbit3", "mxfp4", "trellis2-32"], [(320, 512)])
+    cells = list(weights(*arguments))
+    works = ["quantize", "dequantize", "prepare", "restore", "call"]
+    quantized = {"q4_0", "kbit3", "mxfp4", "q5_k"} & {c.format for c in cells if c.work == "quantize"}
+    assert {"q4_0", "kbit3"} <= quantized
+    assert [(c.format, c.work) for c in cells] == [
+        (f, w) for f in arguments[1] for w in works if w != "quantize" or f in quantized
+    ]
+    assert all((c.op, c.N, c.K) == ("weights", 320, 512) and c.us > 0 for c in cells)
+    assert all((c.gbps is None) == (c.work == "call") for c in cells)
+    assert list(weights(*arguments)) == []
+
+
+@pytest.mark.gpu
+def test_a_wrong_pass_over_weights_is_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(None, {})
+    wrong = importlib.import_module("cuquant.bench.weights")
+    monkeypatch.setattr(wrong, "from_fragments", lambda f: from_fragments(f) ^ np.uint8(1))
+    with pytest.raises(RuntimeError, match="wrong result: restore of q8_0, 64x64"):
+        list(weights(record, ["q8_0"], [(64, 64)]))
+    assert [c["work"] for c in record.cells] == ["quantize", "dequantize", "prepare"]
 
 
 @pytest.mark.gpu
@@ -372,6 +401,20 @@ def test_cells_of_attention(header: dict[str, Any], tmp_path: Path) -> None:
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
     assert shown[-4:] == ["x", "floor", "x", "SDPA"]
     assert rows[0][-2:] == ["1.25", "3.00"]
+
+
+def test_cells_of_passes_over_weights_in_a_record(header: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    facts: dict[str, Any] = {"op": "weights", "format": "q4_0", "N": 64, "K": 128}
+    record = Record.start(path)
+    record.add(WeightCell(**facts, work="prepare", us=5.0, floor_us=4.0, gbps=1.0))
+    record.add(WeightCell(**facts, work="call", us=9.0, floor_us=None, gbps=None))
+    record = Record.start(path)
+    assert facts | {"work": "call"} in record
+    assert facts | {"work": "restore"} not in record
+    shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
+    assert shown[-2:] == ["x", "floor"]
+    assert [row[-1] for row in rows] == ["1.25", "9.0"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from .dequant import DequantCell, dequant
 from .matmul import Cell, matmul
 from .moe import MoeCell, moe
 from .record import Record
+from .weights import WeightCell, weights
 
 __all__ = [
     "AttentionCell",
@@ -13,9 +14,11 @@ __all__ = [
     "DequantCell",
     "MoeCell",
     "Record",
+    "WeightCell",
     "attend",
     "dequant",
     "matmul",
     "moe",
     "peers",
+    "weights",
 ]

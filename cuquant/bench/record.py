@@ -243,6 +243,7 @@ _KEYS = {
     "moe": _PRODUCT | {"experts", "top_k"},
     "attention": {"bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
+    "weights": {"work", "format", "N", "K", "us", "floor_us", "gbps"},
 }
 """What cells have, by what was measured."""
 _RATIOS = {

@@ -131,6 +131,28 @@ class TooSlowError(RuntimeError):
     """The host does not keep up with the GPU."""
 
 
+def call_us(call: Callable[[], Any]) -> float:
+    """Microseconds from when the stream comes to a call until it goes on: median of REPEATS, each behind work
+    that holds the stream while the host makes the call's first launches.
+
+    For what waits for the GPU itself, and takes much longer than the host to notice that.
+    """
+    cupy = device.cupy()
+    a = cupy.ones((5120, 5120), "float32")
+    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    call()
+    settle()
+    times = []
+    for _ in range(REPEATS):
+        a @ a
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(float(cupy.cuda.get_elapsed_time(begin, end)) * 1e3)
+    return statistics.median(times)
+
+
 def host_us(call: Callable[[], Any], count: int = 500) -> float:
     """Microseconds that the host spends in one call, median of REPEATS runs of `count`."""
     results = []

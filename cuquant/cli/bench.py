@@ -18,8 +18,8 @@ def add(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "Time products, mixtures of experts, attention or conversions on this GPU, next to other libraries "
-        "and the bytes' floor; show a record.",
+        "Time products, mixtures of experts, attention, conversions or passes over weights on this GPU, next "
+        "to other libraries and the bytes' floor; show a record.",
         _left,
         replaces="plot",
     )
@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
         nargs="?",
         choices=tuple(_KINDS),
         help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
-        "shapes; decode attention over quantized keys and values; or ways to convert small codes to 16-bit "
-        "floats",
+        "shapes; decode attention over quantized keys and values; ways to convert small codes to 16-bit "
+        "floats; or quantizing, dequantizing and preparing weights, and what a product takes the host",
     )
     command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
     command.add_argument(
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         "--shapes",
         metavar="NxK,...",
         type=_shape_list,
-        help="rows by columns of W (five; moe and dequant: 14336x4096)",
+        help="rows by columns of W (five; moe and dequant: 14336x4096, weights: 32768x8192)",
     )
     command.add_argument(
         "--batches",
@@ -200,12 +200,17 @@ def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
     others = peers.installed(arguments.peers)
     record = Record.start(arguments.record, [peer.package for peer in others])
-    known = map(formats.get, formats.names())
-    names = arguments.formats or [str(f) for f in known if f.on_gpu and not f.for_activations]
+    names = arguments.formats or _weight_formats()
     activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     cells = matmul(record, names, activations, shapes, batches, others)
     return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+
+
+def _weight_formats() -> list[str]:
+    """Names of the formats that weights on a GPU can have."""
+    known = map(formats.get, formats.names())
+    return [str(f) for f in known if f.on_gpu and not f.for_activations]
 
 
 def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
@@ -249,6 +254,18 @@ def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     return record, dequant(record, shapes, batches), count
 
 
+def _weights(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of passes over weights."""
+    from ..bench import Record, weights
+    from ..bench.weights import SHAPES, WORK, quantizes
+
+    record = Record.start(arguments.record)
+    shapes = arguments.shapes or SHAPES
+    names = arguments.formats or _weight_formats()
+    cells = sum(len(WORK) - (not quantizes(formats.get(name))) for name in names)
+    return record, weights(record, names, shapes), cells * len(shapes)
+
+
 _OPTIONS = {
     "formats": "format",
     "activations": "activation",
@@ -267,6 +284,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k"}, _moe),
     "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
+    "weights": ({"formats", "shapes"}, _weights),
 }
 """What can be measured: the options that it takes, and its cells."""
 _DEFAULT = "matmul"

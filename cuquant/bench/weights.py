@@ -1,0 +1,168 @@
+"""What weights take apart from products: quantizing, dequantizing, preparing them for kernels, the way back.
+
+And what a product takes the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import cpu, device, formats
+from ..array import QuantizedArray
+from ..fragments import from_fragments
+from ..ops.matmul import matmul as product_of
+from ..ops.quantize import quantize
+from .matmul import CEILINGS, LAUNCH_US
+from .record import Record, rounded
+from .timing import call_us, host_us, warm_up
+
+SHAPES = ((32768, 8192),)
+"""2^28 numbers: many times what an L2 cache holds."""
+WORK = ("quantize", "dequantize", "prepare", "restore", "call")
+CHECKED_ROWS = 32
+
+
+@dataclass(frozen=True)
+class WeightCell:
+    """One measurement of a weight of N x K, in microseconds.
+
+    `work` is "quantize" (of float16), "dequantize" (to float16), "prepare" (storage bytes to the fragment
+    layout), "restore" (back to them), all as their caller sees them once the stream comes to them, waiting
+    for the GPU included; or "call": what one x @ W.T with a row of x and `out=` takes the host, of which the
+    GPU sees nothing as long as it has work. The floor counts what must be read and written once.
+    """
+
+    op: str
+    work: str
+    format: str
+    N: int
+    K: int
+    us: float
+    floor_us: float | None
+    gbps: float | None
+
+    def __str__(self) -> str:
+        return f"{self.work} {self.format} {self.N}x{self.K}"
+
+
+def weights(
+    record: Record,
+    names: Iterable[str],
+    shapes: Iterable[tuple[int, int]] = SHAPES,
+) -> Iterator[WeightCell]:
+    """Measure what the record lacks, cell by cell, adding each to it; what is made is compared with NumPy's.
+
+    Formats that search (trellis), and those without a kernel that quantizes, are not timed quantizing.
+    RuntimeError where a result is wrong: nothing is recorded then.
+    """
+    warm_up()
+    for (n, k), name in product(shapes, names):
+        fmt = formats.get(name)
+        keys = [
+            {"op": "weights", "work": work, "format": name, "N": n, "K": k}
+            for work in WORK
+            if work != "quantize" or quantizes(fmt)
+        ]
+        todo = [key for key in keys if key not in record]
+        if not todo:
+            continue
+        given = _Given(fmt, n, k)
+        for key in todo:
+            cell = _cell(key, given)
+            record.add(cell)
+            yield cell
+
+
+def quantizes(fmt: formats.Format) -> bool:
+    """Whether quantizing is a pass over the numbers, on the GPU."""
+    return fmt.encodes_on_gpu and not fmt.whole_matrices
+
+
+class _Given:
+    """What is worked on: float16 numbers, their storage bytes, and the same weight, prepared."""
+
+    def __init__(self, fmt: formats.Format, n: int, k: int) -> None:
+        random = device.cupy().random.default_rng(0)
+        rows = n if quantizes(fmt) or fmt.whole_matrices else min(n, 256)  # a few by NumPy, again and again
+        dense = random.standard_normal((rows, k), dtype=np.float32) * np.float32(0.02)
+        self.dense = dense.astype(np.float16)
+        made = quantize(self.dense, fmt)
+        if rows < n:
+            made = made[random.random(n, dtype=np.float32).argsort() % rows]
+        self.weight = made
+        self.blocks = made.blocks
+        self.nbytes = self.blocks.nbytes
+        self.prepared = self._again().prepare()
+
+    def _again(self) -> QuantizedArray:
+        """Not prepared yet."""
+        return QuantizedArray(self.weight.format, self.blocks, shape=self.weight.shape)
+
+    def prepare(self) -> QuantizedArray:
+        return self._again().prepare()
+
+    def restore(self) -> Any:
+        return from_fragments(self.prepared.fragments())
+
+    def quantize(self) -> QuantizedArray:
+        return quantize(self.dense, self.weight.format)
+
+    def dequantize(self) -> Any:
+        return self._again().dequantize(np.float16)
+
+
+def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
+    if key["work"] == "call":
+        return WeightCell(**key, us=rounded(_host_us(given.prepared)), floor_us=None, gbps=None)
+    run: Callable[[], Any] = getattr(given, key["work"])
+    _CHECKS[key["work"]](key, given, run())
+    us, ceilings = call_us(run), CEILINGS.get(device.name("cuda"))
+    numbers = key["N"] * key["K"] * 2
+    moved = given.nbytes + (numbers if "quantize" in key["work"] else given.prepared.nbytes)
+    floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
+    return WeightCell(**key, us=rounded(us), floor_us=rounded(floor), gbps=rounded(moved / us * 1e-3))
+
+
+def _host_us(w: QuantizedArray) -> float:
+    cupy = device.cupy()
+    n, k = w.shape
+    x, out = cupy.ones((1, k), np.float16), cupy.empty((1, n), np.float16)
+    return host_us(lambda: product_of(x, w.T, out=out))
+
+
+def _require(same: bool, key: dict[str, Any]) -> None:
+    if not same:
+        raise RuntimeError(f"wrong result: {key['work']} of {key['format']}, {key['N']}x{key['K']}")
+
+
+def _check_quantized(key: dict[str, Any], given: _Given, made: QuantizedArray) -> None:
+    cupy = device.cupy()
+    rows = cupy.asnumpy(given.dense[:CHECKED_ROWS])
+    _require(np.array_equal(cupy.asnumpy(made.blocks[:CHECKED_ROWS]), cpu.quantize(rows, made.format)), key)
+
+
+def _check_dequantized(key: dict[str, Any], given: _Given, made: Any) -> None:
+    cupy = device.cupy()
+    expected = given.weight[:CHECKED_ROWS].to_device("cpu").dequantize(np.float16)
+    _require(np.array_equal(cupy.asnumpy(made[:CHECKED_ROWS]), expected), key)
+
+
+def _check_prepared(key: dict[str, Any], given: _Given, made: QuantizedArray) -> None:
+    _require(bool((made.blocks == given.blocks).all()), key)
+
+
+def _check_restored(key: dict[str, Any], given: _Given, made: Any) -> None:
+    _require(bool((made == given.blocks).all()), key)
+
+
+_CHECKS: dict[str, Callable[[dict[str, Any], _Given, Any], None]] = {
+    "quantize": _check_quantized,
+    "dequantize": _check_dequantized,
+    "prepare": _check_prepared,
+    "restore": _check_restored,
+}
