@@ -18,6 +18,7 @@ from cuquant import plan, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
+from cuquant.plan import wgmma_core
 from cuquant.plan.cores import Core, table_of
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
@@ -102,6 +103,39 @@ def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
 def test_every_core_and_format_for_the_h200() -> None:
     """In all tiles, but for formats and tiles like others."""
     check(telling(kernels("sm_90a")), "sm_90a")
+
+
+def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
+    """Kernels of one of the wgmma core's tiles, splitting K and not, where it has room for them."""
+    fmt = cq.formats.get(name).for_kernels
+    return [
+        wgmma_core._wgmma(
+            fmt, tile, split, split == 1 and wgmma_core._shares_tiles(fmt, tile), stages
+        ).plan.kernel
+        for split in (1, 2)
+        if (stages := wgmma_core._stages(fmt, tile, split)) >= 3
+    ]
+
+
+@needs_nvrtc
+def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -> None:
+    """To the register: with fewer its warpgroups would wait for more for ever."""
+    names = ("q4_0", "q5_1", "q4_k", "q6_k", "kbit4", "trellis3")
+    shared = [tile for tile in wgmma_core.STEP_US if tile.resident > 1]
+    todo = list({k for name, tile in combinations(names, shared) for k in tiles_of(name, tile)})
+    assert len(todo) >= 20
+    with ThreadPoolExecutor(2) as pool:
+        for kernel, report in zip(todo, pool.map(lambda k: nvrtc.compile(k, "sm_90a"), todo), strict=True):
+            assert (report.registers, report.stack, report.spills) == (80, 0, 0), kernel
+
+
+@needs_nvrtc
+@pytest.mark.compile_all
+@pytest.mark.parametrize("name", [str(f) for f in FORMATS if f.on_gpu and not f.for_activations])
+def test_small_tiles_of_every_format(name: str) -> None:
+    """All that plans may choose, of whatever shapes."""
+    small = [tile for tile in wgmma_core.STEP_US if tile.batch == 16 or tile.resident > 1]
+    check([kernel for tile in small for kernel in tiles_of(name, tile)], "sm_90a")
 
 
 @needs_nvrtc

@@ -243,8 +243,8 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         (300, 2570, 1056),
         (60, 6000, 2048),  # fewer tiles than clusters: a tile may be three's
     ]
-    if tile.resident > 1:  # as many blocks as run at once
-        shapes = [(9, 9002, 512), (13, 9000, 1056), (13, 4306, 1024), (5, 4300, 512)]
+    if tile.resident > 1:  # as many blocks as run at once, of splits in 1, 2 and 4
+        shapes = [(9, 9002, 512), (13, 9000, 992), (13, 4306, 1024), (9, 2570, 1024), (40, 3000, 1024)]
     for m, n, k in shapes:
         choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
@@ -280,6 +280,35 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
     assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
     assert ((2, False) in ways) == (tile.pair == 1 and tile.k_tiles < 4)
+    assert tile.resident == 1 or {split for split, _ in ways} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("m", [1, 2, 5, 8])
+def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+    """By the wgmma core, as if all weights were large."""
+    cupy = device.cupy()
+    if jit.capability() != 90:
+        pytest.skip("wgmma is sm_90a's")
+    monkeypatch.setattr(wgmma_core, "_LARGE", 0)
+    monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
+    for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
+        *lead, n, k = shape
+        w, x = cuda_weight("q8_0", shape), cupy.asarray(gauss((*lead, m, k), 2))
+        bias, residual = cupy.asarray(gauss((n,), 3)), cupy.asarray(gauss((*lead, m, n), 4))
+        for a in (x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), cq.quantize(x, "q8_1")):
+            assert nmse(cq.matmul(a, w.T, dtype=F), testing.linear(a, w)) < 1e-6, (shape, m)
+        y = cq.linear(x, w, bias=bias, activation="gelu", residual=residual, dtype=F)
+        expected = testing.linear(x, w, bias=bias, activation="gelu", residual=residual)
+        assert nmse(y, expected) < 1e-6, (shape, m)
+        frame = cupy.full((*lead, m + 2, n + 24), np.nan, np.float16)
+        view = frame[..., 1 : m + 1, 1 : n + 1]
+        assert nmse(cq.matmul(x, w.T, out=view), testing.linear(x, w)) < 1e-6, (shape, m)
+        view.fill(np.nan)
+        assert cupy.isnan(frame).all(), (shape, m)
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

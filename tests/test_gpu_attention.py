@@ -155,6 +155,12 @@ def test_options_of_eight_heads_at_once(options: dict[str, Any]) -> None:
     agree(normal(2, 1, 32, 128, seed=3, dtype=np.float16), filled(heads=8, dim=128, **options))
 
 
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], OPTIONS[3], {"track_attention": True}], ids=str)
+def test_options_of_many_heads(options: dict[str, Any]) -> None:
+    cache = filled(widths=(8, 4), heads=32, dim=128, **options)
+    agree(normal(2, 1, 128, 128, seed=3, dtype=np.float16), cache)
+
+
 @pytest.mark.parametrize("dim", [96, 128, 256])
 def test_rotated_keys_of_other_sizes(dim: int) -> None:
     agree(normal(2, 3, 8, dim, seed=3), filled(dim=dim, rotate=True))
