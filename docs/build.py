@@ -28,6 +28,8 @@ GUIDES = {
     "how-it-works.md": "How it works",
     "formats/README.md": "Formats",
     "adding-a-format.md": "Adding a format",
+    "performance.md": "Performance",
+    "tuning.md": "Tuning",
     "troubleshooting.md": "Troubleshooting",
 }
 """In the order of the menu; the pages of format families are reached from theirs."""
