@@ -22,6 +22,7 @@ from commands import Run, assert_one_line_error
 from cuquant import device
 from cuquant.bench import AttentionCell, Record, WeightCell, matmul, moe, peers, timing, weights
 from cuquant.bench import record as records
+from cuquant.bench.attention import CONTEXTS
 from cuquant.fragments import from_fragments
 
 
@@ -267,6 +268,58 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
     both = RECORD.with_name("h200-trellis-moe.json")
     done = run("bench", "moe", "--from", both, "--batches", "1", "-o", "csv")
     assert {(row["op"], row["M"]) for row in csv.DictReader(io.StringIO(done.out))} == {("moe", "1")}
+
+
+@pytest.mark.parametrize(
+    ("name", "some", "key", "value"),
+    [
+        ("attention", ("--bits", "mixed"), "bits", "mixed"),
+        ("attention", ("--contexts", "131072"), "context", "131072"),
+        ("attention", ("--heads", "32/32"), "kv_heads", "32"),
+        ("attention", ("--batches", "8"), "batch", "8"),
+        ("trellis-moe", ("--experts", "8"), "op", "moe"),
+        ("trellis-moe", ("--top-k", "2", "--batches", "4"), "M", "4"),
+    ],
+)
+def test_options_select_what_a_record_holds(
+    run: Run, name: str, some: tuple[str, ...], key: str, value: str
+) -> None:
+    done = run("bench", "--from", RECORD.with_name(f"h200-{name}.json"), *some, "-o", "csv")
+    assert {row[key] for row in csv.DictReader(io.StringIO(done.out))} == {value}
+
+
+def test_batches_of_products_and_of_attention_in_one_record(run: Run, tmp_path: Path) -> None:
+    record = Record(tmp_path / "r.json", {"device": "a GPU", "versions": {}, "commit": None})
+    for made in (cell(M=1), cell(M=8), attention_cell(batch=1), attention_cell(batch=8)):
+        record.add(made)
+    done = run("bench", "--from", record.path, "--batches", "8", "-o", "csv")
+    rows = list(csv.DictReader(io.StringIO(done.out)))
+    assert [(row["op"], row["M"], row["batch"]) for row in rows] == [
+        ("matmul", "8", ""),
+        ("attention", "", "8"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "some", "problem"),
+    [
+        ("matmul", ("--bits", "4"), "has cells of matmul, which take no --bits"),
+        ("trellis-moe", ("--contexts", "1024"), "has cells of matmul, moe, which take no --contexts"),
+        ("attention", ("--top-k", "2"), "has cells of attention, which take no --top-k"),
+        ("attention", ("--batches", "3"), "the record has no such cells; it has batch 1, 8, 32"),
+    ],
+)
+def test_options_that_fit_no_cell_of_a_record(
+    run: Run, name: str, some: tuple[str, ...], problem: str
+) -> None:
+    done = run("bench", "--from", RECORD.with_name(f"h200-{name}.json"), *some)
+    assert_one_line_error(done)
+    assert problem in done.err
+
+
+def test_help_has_contexts_as_they_are_given(run: Run) -> None:
+    text = run("bench", "--help").out
+    assert f"attention: cached tokens ({CONTEXTS[0]} to {CONTEXTS[-1]})" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ import cuquant as cq
         (("eval", NANO, *FEW, "--ctx", "many"), "argument --ctx: invalid int value: 'many'"),
         (("eval", NANO, *FEW, "--device", "tpu"), "argument --device: invalid choice: 'tpu'"),
         (("quantize", NANO, "out.gguf"), "the following arguments are required: --format"),
-        (("quantize", NANO, "out.gguf", "--format", "q8_1"), "argument --format: invalid choice: 'q8_1'"),
+        (("quantize", NANO, "out.gguf", "--format", "zz"), "argument --format: unknown format 'zz'; known"),
         (("quantize", NANO, "--format", "q8_0"), "the following arguments are required: OUT"),
         (("dump",), "the following arguments are required: MODEL.gguf"),
         (("info", "more"), "unrecognized arguments: more"),

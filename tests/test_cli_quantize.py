@@ -40,6 +40,21 @@ def test_quantize_to_a_format_that_gguf_lacks(run: Run, tmp_path: Path) -> None:
     np.testing.assert_array_equal(made["output_norm.weight"], source["output_norm.weight"])
 
 
+def test_quantize_names_formats_that_are_near(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", "q4_1_m")
+    assert (done.status, done.out) == (2, "")
+    assert "did you mean q4_k_m or q4_1" in done.err
+    assert done.err.count("q8_0") == 1
+    assert "q8_0" in run("quantize", "--help").out
+
+
+def test_quantize_to_a_format_of_activations(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", "q8_1")
+    assert_one_line_error(done)
+    assert "q8_1 is a format of activations, not of weights" in done.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_quantize_shows_no_progress_in_a_pipe(tmp_path: Path) -> None:
     done = finish(start("quantize", NANO, tmp_path / "q.gguf", "--format", "q8_0"))
     assert (done.status, done.out) == (0, "")

@@ -109,8 +109,12 @@ def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]
     assert done.status == 0
     assert done.out.splitlines()[0].startswith("model,format,")
     assert len(done.out.splitlines()) == 3
+    hint = "\nno KLD without a model to compare with: --base BASE.gguf gives it\n"
+    assert done.err.endswith(hint)
     assert run("eval", *models, *options, "-o", "csv").out == done.out
     assert len(calls) == 2
+    for other in ((models[0], *options[:-2]), (*models, *options[:-2], "--base", models[0])):
+        assert hint not in run("eval", *other).err
     failed = run("eval", models[0], tmp_path / "none.gguf", *options)
     assert_one_line_error(failed)
     assert "none.gguf" in failed.err

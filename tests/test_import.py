@@ -240,7 +240,22 @@ def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
 
 
 def test_a_file_without_such_weights(tmp_path: Path) -> None:
-    assert cq.read_safetensors(save(tmp_path / "m.safetensors", {"a.weight": np.ones(3, F)})) == {}
+    path = save(tmp_path / "m.safetensors", {"a.weight": np.ones(3, F)})
+    with pytest.raises(ValueError, match=r"m\.safetensors has no weight of GPTQ or AWQ: .* \*\.qweight$"):
+        cq.read_safetensors(path)
+
+
+def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
+    """The last file of many has the output matrix alone."""
+    path = save(tmp_path / "m-00002-of-00002.safetensors", {"lm_head.weight": np.ones(3, F)})
+    assert cq.read_safetensors(path) == {}
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])
+def test_a_file_of_this_library(tmp_path: Path, name: str) -> None:
+    cq.save(tmp_path / name, {"a.weight": weight(8, 64, 32)[0]})
+    with pytest.raises(ValueError, match=r"\*\.qweight; cuquant\.save wrote it, and cuquant\.load reads it"):
+        cq.read_safetensors(tmp_path / name)
 
 
 def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:

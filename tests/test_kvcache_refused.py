@@ -75,6 +75,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "bits twice": (lambda: cq.KVCache(2, 64, 8, bits=(8, 8)), ValueError, r"\[8, 8\].* each once"),
     "no bits": (lambda: cq.KVCache(2, 64, 8, bits=()), ValueError, r"bits are \[\]"),
+    "one number of bits": (
+        lambda: cq.KVCache(2, 64, 8, bits=4),  # type: ignore[arg-type]
+        TypeError,
+        r"bits is 4; widths are needed, as \(4,\) or .* capacity=\{8: 64, 4: 256\}: how many",
+    ),
+    "a text of bits": (
+        lambda: cq.KVCache(2, 64, 8, bits="8:64,4"),  # type: ignore[arg-type]
+        TypeError,
+        r"bits is '8:64,4'; widths are needed, as \(4,\)",
+    ),
+    "a mapping of bits": (
+        lambda: cq.KVCache(2, 64, 8, bits={8: 64, 4: 256}),  # type: ignore[arg-type]
+        TypeError,
+        r"bits is \{8: 64, 4: 256\}; widths are needed",
+    ),
     "key_scales": (
         lambda: cq.KVCache(2, 64, 8, key_scales=np.ones((2, 32), F)),
         ValueError,

@@ -86,6 +86,15 @@ def test_nothing_to_draw() -> None:
         Record(None, {"device": "", "commit": None}).plot()
 
 
+def test_only_products_are_drawn() -> None:
+    """Cells of mixtures have the same keys."""
+    whole = Record.read(RECORD.with_name("h200-trellis-moe.json"))
+    figure, products = whole.plot(), whole.only(op=["matmul"]).plot()
+    assert [lines(axes) for axes in figure.axes] == [lines(axes) for axes in products.axes]
+    with pytest.raises(ValueError, match="a plot shows products, not a record of moe"):
+        whole.only(op=["moe"]).plot()
+
+
 def test_a_notebook_shows_it() -> None:
     assert Record.read(RECORD).only(shape=[(4096, 4096)]).plot()._repr_png_().startswith(PNG)
 

@@ -229,6 +229,12 @@ def test_what_cannot_be_saved(tmp_path: Path, tensors: Any, kind: type[Exception
         cq.save(tmp_path / "w.safetensors", tensors)
 
 
+@pytest.mark.parametrize("name", ["w.gguf", "W.GGUF"])
+def test_a_name_of_a_gguf_file(tmp_path: Path, name: str) -> None:
+    with untouched(tmp_path), pytest.raises(ValueError, match=r"(?i)w\.gguf .*cuquant\.quantize_file makes"):
+        cq.save(tmp_path / name, {"w": gauss(3)})
+
+
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="missing is no folder: w cannot be written there"):
         cq.save(tmp_path / "missing" / "w", {})

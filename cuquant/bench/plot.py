@@ -50,12 +50,14 @@ Lines = dict[str, tuple[dict[str, Any], list[Point]]]
 
 def figure(record: Record) -> Picture:
     """See Record.plot."""
-    if record.op != "matmul":
-        raise ValueError(f"a plot shows products, not a record of {record.op}")
-    shapes = sorted({(cell["N"], cell["K"]) for cell in record.cells}, key=lambda s: (s[0] * s[1], s))
-    if not shapes:
+    if not record.cells:
         raise ValueError("the record has no cells to plot")
-    formats = list(dict.fromkeys(cell["format"] for cell in record.cells))
+    # Cells of mixtures have the same keys: drawn as products they would seem to be other ones of that W.
+    products = [cell for cell in record.cells if cell["op"] == "matmul"]
+    if not products:
+        raise ValueError(f"a plot shows products, not a record of {record.op}")
+    shapes = sorted({(cell["N"], cell["K"]) for cell in products}, key=lambda s: (s[0] * s[1], s))
+    formats = list(dict.fromkeys(cell["format"] for cell in products))
     width = max(8.0, 4.2 * len(shapes))
     made = Picture(figsize=(width, 9), dpi=120, layout="constrained")
     commit = (record.header["commit"] or "unknown")[:12]
@@ -63,7 +65,7 @@ def figure(record: Record) -> Picture:
     grid = made.subplots(2, len(shapes), squeeze=False, sharey="row")
     ceilings = CEILINGS.get(record.header["device"])
     for (n, k), above, below in zip(shapes, *grid, strict=True):
-        cells = [cell for cell in record.cells if (cell["N"], cell["K"]) == (n, k)]
+        cells = [cell for cell in products if (cell["N"], cell["K"]) == (n, k)]
         lines = _own(cells, formats) | _others(cells)
         above.set_title(f"W: {n} x {k}")
         _roofline(above, lines, ceilings)

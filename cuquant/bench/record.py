@@ -106,7 +106,7 @@ class Record:
 
     @property
     def op(self) -> str:
-        """What was measured: "matmul" or "dequant"."""
+        """What the first cell is of: "matmul", "moe", "attention", "dequant" or "weights"."""
         return str(self.cells[0]["op"]) if self.cells else "matmul"
 
     @property
@@ -123,13 +123,14 @@ class Record:
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
-        `shape` stands for (N, K), `head_layout` for (heads, kv_heads). Cells without such a value are left
-        out. ValueError where none is left, with the values that there are.
+        `shape` stands for (N, K), `head_layout` for (heads, kv_heads), `M` for the `batch` of attention too.
+        Cells without such a value are left out. ValueError where none is left, with the values that there
+        are.
         """
         kept = [
             cell
             for cell in self.cells
-            for values in [cell | _pairs(cell)]
+            for values in [cell | _aliases(cell)]
             if all(allowed is None or values.get(name) in allowed for name, allowed in wanted.items())
         ]
         if not self.cells:
@@ -141,7 +142,7 @@ class Record:
 
     def _values(self, name: str) -> str:
         """What cells have under a name."""
-        values = dict.fromkeys((cell | _pairs(cell)).get(name) for cell in self.cells)
+        values = dict.fromkeys((cell | _aliases(cell)).get(name) for cell in self.cells)
         between = "/" if name == "head_layout" else "x"
         shown = [
             between.join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -176,10 +177,10 @@ class Record:
         return f'{head},\n "cells": [\n{lines}\n ]\n}}'
 
     def plot(self) -> Any:
-        """A matplotlib Figure: for each shape a roofline, and below it times as multiples of the floor.
+        """A matplotlib Figure of products: for each shape a roofline, and below it times over the floor.
 
         ``record.plot().savefig("bench.svg")``; a notebook shows it. matplotlib comes with the notebook extra:
-        ImportError without. ValueError for a record without cells, or of something else than products.
+        ImportError without. Cells of anything else are left out: ValueError for a record without products.
         """
         return plotter()(self)
 
@@ -216,8 +217,9 @@ def _paragraphs(text: str, style: str) -> str:
     return "\n".join(pattern.format(line) for line in text.splitlines())
 
 
-def _pairs(cell: dict[str, Any]) -> dict[str, Any]:
+def _aliases(cell: dict[str, Any]) -> dict[str, Any]:
     return {
+        "M": cell.get("M", cell.get("batch")),
         "shape": (cell.get("N"), cell.get("K")),
         "head_layout": (cell.get("heads"), cell.get("kv_heads")),
     }

@@ -125,6 +125,9 @@ from .common import (
     row_name as row_name,
 )
 from .common import (
+    safetensors_path as safetensors_path,
+)
+from .common import (
     same_device as same_device,
 )
 from .common import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,22 @@ def head_dim(value: Any, multiple: int) -> int:
 
 def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     """Tokens that each width has room for, widest first."""
-    widths = list(capacity) if isinstance(capacity, Mapping) else list(bits)
+    widths = list(capacity) if isinstance(capacity, Mapping) else _widths(bits)
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"bits are {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     given = capacity if isinstance(capacity, Mapping) else dict.fromkeys(widths, capacity)
     return {b: count(given[b], "capacity") for b in allowed if b in given}
+
+
+def _widths(bits: Any) -> list[Any]:
+    """What a sequence of widths holds; a text's letters and a mapping's keys are not taken for that."""
+    if not isinstance(bits, (str, Mapping)):
+        with contextlib.suppress(TypeError):
+            return list(bits)
+    raise TypeError(
+        f"bits is {bits!r}; widths are needed, as (4,) or (8, 4), or capacity={{8: 64, 4: 256}}: how many "
+        "tokens each width has room for"
+    )
 
 
 def key_scales(value: Any, shape: tuple[int, int, int]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -150,6 +151,17 @@ def tensors(value: Any) -> Mapping[str, Any]:
         if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):  # reserved; no UTF-8
             raise ValueError(f"a safetensors file can have no tensor named {name!r}")
     return value
+
+
+def safetensors_path(value: Any) -> Path:
+    """Where a safetensors file is to be: not under a name by which programs know GGUF files."""
+    path = Path(value)
+    if path.suffix.lower() == ".gguf":
+        raise ValueError(
+            f"{path} would be a safetensors file by the name of a GGUF file: name it *.safetensors "
+            "(cuquant.quantize_file makes GGUF files, of models)"
+        )
+    return path
 
 
 def device_name(name: Any) -> str:

@@ -58,10 +58,14 @@ def format_list(text: str) -> list[str]:
 
 
 def file_format_list(text: str) -> list[str]:
+    return [file_format(name.strip()) for name in text.split(",")]
+
+
+def file_format(name: str) -> str:
     from ..io import mixture
 
     try:
-        return [str(mixture.get(name.strip())) for name in text.split(",")]
+        return str(mixture.get(name))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

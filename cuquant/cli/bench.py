@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
         "--bits", metavar="B,B,...", type=_width_list, help="attention: of cached tokens, or mixed (all)"
     )
     command.add_argument(
-        "--contexts", metavar="T,T,...", type=int_list, help="attention: cached tokens (1k to 128k)"
+        "--contexts", metavar="T,T,...", type=int_list, help="attention: cached tokens (1024 to 131072)"
     )
     command.add_argument(
         "--heads", metavar="H/K,...", type=_head_list, help="attention: of queries, of keys (32/8,32/32)"
@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
         "--plot",
         metavar="FILE",
         type=_plot_path,
-        help="also draw rooflines, and times over the floor: .png, .svg or .pdf (notebook extra)",
+        help="also draw rooflines of products, and times over the floor: .png, .svg or .pdf (notebook extra)",
     )
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
@@ -137,33 +137,53 @@ def _head_list(text: str) -> list[tuple[int, int]]:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from ..bench.record import Record, plotter
+    from ..bench.record import plotter
     from ..io.atomic import replacing
 
-    what = arguments.what or _DEFAULT
-    takes, _ = _KINDS[what]
-    for name in (*_OPTIONS, "plot"):
-        if name not in takes and getattr(arguments, name) is not None:
-            arguments.wrong_usage(f"{what} takes no --{name.replace('_', '-')}")
+    what = arguments.what or (_DEFAULT if arguments.source is None else None)
+    if what is not None:
+        takes, _ = _KINDS[what]
+        for name in (*_OPTIONS, "plot"):
+            if name not in takes and getattr(arguments, name) is not None:
+                arguments.wrong_usage(f"{what} takes no {_written(name)}")
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
         count = f"{len(record.cells)} cells"
     else:
-        wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell and name in takes}
-        wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
-        if what == "attention":
-            wanted["batch"] = wanted.pop("M")
-        wanted = {"op": arguments.what and [arguments.what], **wanted}
-        whole = Record.read(arguments.source)
-        record = whole.only(**wanted)
-        count = f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
+        record, count = _selected(arguments)
     if draw is not None:
         figure = draw(record)
         with replacing(arguments.plot) as part:
             figure.savefig(part, format=arguments.plot.suffix[1:].lower())
     print(f"{count}, {record.origin}", file=sys.stderr)
     print(record.render(arguments.style))
+
+
+def _written(name: str) -> str:
+    """An option as people write it."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """The part of a record that the arguments ask for, and how much of it that is."""
+    from ..bench.record import Record
+
+    whole = Record.read(arguments.source)
+    held = list(dict.fromkeys(cell["op"] for cell in whole.cells))
+    kinds = [arguments.what] if arguments.what else held
+    taken = {name for kind in kinds for name in _KINDS[kind][0]}
+    for name in _OPTIONS:
+        if held and name not in taken and getattr(arguments, name) is not None:
+            raise ValueError(
+                f"{arguments.source} has cells of {', '.join(held)}, which take no {_written(name)}"
+            )
+    wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell}
+    wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
+    if kinds == ["attention"]:
+        wanted["batch"] = wanted.pop("M")
+    record = whole.only(op=arguments.what and [arguments.what], **wanted)
+    return record, f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
 
 
 def _measured(arguments: argparse.Namespace) -> Any:

@@ -92,6 +92,8 @@ def _eval(arguments: argparse.Namespace) -> None:
         f"{result.scored_tokens} scored, {result.backend}, {time.perf_counter() - started:.1f} s",
         file=sys.stderr,
     )
+    if len(arguments.models) > 1 and not (arguments.base or arguments.formats or arguments.kv_bits):
+        print("no KLD without a model to compare with: --base BASE.gguf gives it", file=sys.stderr)
     shown: Any = several if len(arguments.models) > 1 else result
     if arguments.tensors and arguments.style == "csv":
         print(shown.render("csv", tensors=True))

@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import Any
 
-from .arguments import left_at, subcommand
+from .arguments import file_format, left_at, subcommand
 
 
 def add(commands: Any) -> None:
@@ -33,9 +33,10 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--format",
         required=True,
-        type=str.lower,
-        choices=mixture.names(),
-        help="of all weight matrices (q4_k), or a mixture of llama.cpp's (q4_k_m); GGUF has no kbit and int4",
+        metavar="FORMAT",
+        type=file_format,
+        help=f"one of {', '.join(mixture.names())}: of all weight matrices (q4_k), or a mixture of "
+        "llama.cpp's (q4_k_m); GGUF has no int4, kbit and trellis",
     )
     command.add_argument(
         "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"

@@ -8,6 +8,7 @@ parameters sets the attributes in its constructor and registers the instances th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, Literal
 
@@ -223,11 +224,18 @@ def get(name: str | Format) -> Format:
     try:
         return _BY_NAME[name.lower()]
     except KeyError:
-        near = get_close_matches(name.lower(), names(), 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        if name.lower()[-2:] in ("_s", "_m", "_l") and name.lower()[:-2] in _BY_NAME:
+        hint = None
+        if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
             hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-        raise ValueError(f"unknown format {name!r}; known are {', '.join(names())}{hint}") from None
+        raise ValueError(unknown(name, names(), hint)) from None
+
+
+def unknown(name: str, known: Sequence[str], hint: str | None = None) -> str:
+    """What an error says of a name that is none of those known; without a hint, which are near."""
+    if hint is None:
+        near = get_close_matches(name.lower(), known, 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"unknown format {name!r}; known are {', '.join(known)}{hint}"
 
 
 def by_ggml_type(number: int) -> Format | None:

@@ -14,6 +14,7 @@ kernels (both along N). A weight is read as (q - zero) * scale.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from .. import check
 from ..array import QuantizedArray
 from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
+from .safetensors import KEY
 
 _PER_WORD = 8
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _SYMMETRIC_ZERO = 8
+_PART = re.compile(r".*-\d+-of-\d+\.safetensors")
+"""A file of a checkpoint of several, by its name: it may have only what is not quantized."""
 
 
 def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version: int = 1) -> QuantizedArray:
@@ -101,12 +105,13 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
+        Empty for one file of several (…-00002-of-00003.safetensors) that has none.
 
     Raises
     ------
     TypeError, ValueError
-        The file is no safetensors file; a weight lacks a tensor, or `from_gptq` or `from_awq` refuse it (the
-        message names it).
+        The file is no safetensors file, or has no such weight; a weight lacks a tensor, or `from_gptq` or
+        `from_awq` refuse it (the message names it).
     """
     from safetensors import SafetensorError, safe_open
 
@@ -114,6 +119,10 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
         with safe_open(Path(path), framework="numpy") as file:
             names = set(file.keys())
             prefixes = sorted(n.removesuffix("qweight") for n in names if n.endswith(".qweight"))
+            own = KEY in (file.metadata() or {})
+            if not prefixes and (own or not _PART.fullmatch(Path(path).name)):
+                hint = "; cuquant.save wrote it, and cuquant.load reads it" if own else ""
+                raise ValueError(f"{path} has no weight of GPTQ or AWQ: no tensor named *.qweight{hint}")
             return {f"{prefix}weight": _read(file, names, prefix, version) for prefix in prefixes}
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file that can be read: {error}") from None

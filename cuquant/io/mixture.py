@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import formats
 from ..formats import Format
+from ..formats.base import unknown
 from .gguf import TensorInfo
 
 _FALLBACK = {
@@ -218,12 +219,18 @@ FormatLike = str | Format | Mapping[str, str | Format]
 
 
 def get(name: FormatLike) -> Format | Mixture | Recipe:
-    """The mixture of that name (any case), a recipe of these rules, or the format; `formats.get`'s errors."""
+    """The mixture of that name (any case), a recipe of these rules, or the format.
+
+    `formats.get`'s errors, but of a name that is neither: ValueError lists the mixtures too.
+    """
     if isinstance(name, Mapping):
         return Recipe(tuple((str(pattern), formats.get(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
-    return formats.get(name)
+    try:
+        return formats.get(name)
+    except ValueError:
+        raise ValueError(unknown(str(name), names())) from None
 
 
 def of_file(base: str, file_type: Any) -> str | None:

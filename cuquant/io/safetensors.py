@@ -68,18 +68,21 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
     Parameters
     ----------
     path : str or path
+        By any name that does not end in .gguf.
     tensors : mapping of str to QuantizedArray or array
         Quantized arrays of any format; plain ones of floats, integers or bools; NumPy's or CuPy's.
 
     Raises
     ------
     TypeError, ValueError
-        A tensor is something else, or cannot have this name in a file (the message names it).
+        A tensor is something else, or cannot have this name in a file (the message names it); the path is
+        named like a GGUF file.
     OSError
         The file cannot be written.
     """
+    target = check.safetensors_path(path)
     entries = {name: entry(name, tensor) for name, tensor in check.tensors(tensors).items()}
-    with replacing(Path(path)) as temporary:
+    with replacing(target) as temporary:
         write(temporary, entries)
 
 
