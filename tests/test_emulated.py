@@ -68,7 +68,8 @@ CHOSEN = {
     "test_gpu_kvcache.py": (81, "not growing and not long_prompt"),
     "test_gpu_attention.py": (
         74,
-        "(types and (64 or 40)) or fewer or positions or bad or seen or importance or (masks and True)",
+        "(types and (64 or 40)) or (fewer and not 70000) or positions or bad or seen or importance"
+        " or (masks and True)",
     ),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
