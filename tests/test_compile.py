@@ -1,17 +1,16 @@
-"""Every kernel compiles, for GPUs that are not there, without spilling registers; plans fit the hardware."""
+"""Every kernel compiles, for GPUs that are not there, without spilling registers."""
 
 from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from itertools import product as combinations
-from math import ceil
 
 import numpy as np
 import nvrtc
 import pytest
-from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
+from formats_table import NAMES
+from hardware import SHARED
 
 import cuquant as cq
 from cuquant import plan, sources
@@ -19,15 +18,12 @@ from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
-from cuquant.plan.cores import Core, table_of
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""
-SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10}
-"""Bytes of shared memory that a block may have, where less than 227 KB."""
 
 
 def kernels(arch: str) -> list[plan.Kernel]:
@@ -53,19 +49,6 @@ def one_of_each(arch: str) -> list[plan.Kernel]:
         if kernel.format in chosen_formats:
             chosen[route] = kernel
     return list(chosen.values())
-
-
-def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capability: int) -> None:
-    """A block of the decode core has room for table, ring and rows of x, many columns of them at a time; a
-    multiprocessor for two blocks, where two are to share it."""
-    c = dict(gemm.plan.kernel.constants)
-    table = table_of(fmt.for_kernels, Core.DECODE, capability)[1]
-    ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(fmt.for_kernels).step(1)
-    assert table + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
-    if c["RESIDENT"] == 2 and capability >= 80:
-        multiprocessor = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100}.get(capability, 228) << 10
-        assert 2 * (gemm.plan.shared + (1 << 10) + 512) <= multiprocessor
-        assert c["DEPTH"] >= 2
 
 
 def check(todo: list[plan.Kernel], arch: str) -> None:
@@ -194,37 +177,6 @@ def test_all_attention(arch: str) -> None:
     check(kv_plan.all_kernels(int("".join(c for c in arch if c.isdigit()))), arch)
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
-def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
-    """Rings hold three half steps of every bucket and the sums; blocks cover all heads and rows."""
-    for dim, heads, group, q_len in combinations(
-        (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
-    ):
-        for masked, parts, batch in combinations((False, True), (1, 2), (1, 20, 33, 1000)):
-            shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
-            launch = kv_plan.attention(shape, capability, 132)
-            kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
-            c = dict(kernel.constants)
-            rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
-            assert kernel.max_shared == rings * c["RING"] == launch.attention.shared
-            assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
-            sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
-            if launch.boxes:
-                assert c["RING"] % (1024 * c["DEPTH"]) == 0
-                assert c["RING"] >= c["DEPTH"] * max(kv_plan.box_slot(bits, dim) for bits in (16, 8, 4, 3, 2))
-                assert c["DEPTH"] >= 3
-                assert c["RING"] >= c["BLOCK_HEADS"] * sums
-            else:
-                assert c["RING"] % 16 == 0
-                assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
-                assert c["RING"] >= sums
-            assert c["BLOCK_HEADS"] * z == heads
-            assert c["BLOCK_HEADS"] <= c["WARPS"]
-            assert y * c["GROUPS"] * 8 >= group * q_len
-            assert x == launch.budget + batch - 1
-            assert max(y, z) <= plan.MOST_BLOCKS
-
-
 def test_sources_are_self_contained() -> None:
     """No include is left, each header stands in once, and messages name the files."""
     for name in NAMES:
@@ -267,234 +219,3 @@ def test_line_numbers_are_those_of_the_files() -> None:
         original = path.read_text().splitlines()
         if where[name] <= len(original) and "#pragma" not in original[where[name] - 1]:
             assert line == original[where[name] - 1] or "#include" in original[where[name] - 1]
-
-
-@pytest.mark.parametrize("name", [*NAMES, *(row.name for row in K_QUANTS)])
-def test_layout_holds_every_code_and_scale(name: str) -> None:
-    """The planes have the storage's bytes, of 16 x 256 weights; but integer scales of 6 bits take bytes, and
-    rows whose scales are float16 numbers a factor."""
-    fmt = cq.formats.get(name)
-    layout = plan.layout(fmt)
-    wider = {"q3_k": 4, "q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
-    assert layout.step(4) == 16 * (fmt.row_bytes(256) + wider)
-    starts, size = layout.offsets(2, 3)
-    groups = ceil(3 / layout.group_tiles)
-    sizes = [6 * layout.low, 6 * layout.high, 6 * layout.scale, 2 * groups * layout.group, 2 * layout.row]
-    assert layout.row == (0 if fmt.lookup or fmt.kernel_group_bytes else 32)
-    assert starts[0] == 0
-    for start, nbytes, end in zip(starts, sizes, [*starts[1:], size], strict=True):
-        assert start % 256 == 0
-        assert start + nbytes <= end
-
-
-@pytest.mark.parametrize("name", TRELLIS)
-def test_layout_of_trellis_weights(name: str) -> None:
-    """Indices and float32 scales, those of 128 columns once for two tiles."""
-    fmt = cq.formats.get(name)
-    layout = plan.layout(fmt)
-    assert layout.low + layout.high == 128 * fmt.bits
-    assert (layout.scale, layout.group, layout.group_tiles) == ((128, 0, 1) if "-32" in name else (0, 64, 2))
-    assert layout.step(2) == 16 * 128 * fmt.bits // 8 + 16 * 4 * (4 if "-32" in name else 1)
-    assert plan.trellis.repack(fmt, "to_fragments", 3, 129, 257).grid == (3 * 2 * 2, 1, 1)
-    assert plan.trellis.take_rows(fmt, 17, 33).grid == (1, 1, 1)
-
-
-def test_activations_have_no_weight_layout() -> None:
-    with pytest.raises(NotImplementedError, match="q8_1 has no fragment layout"):
-        plan.layout(cq.formats.get("q8_1"))
-
-
-@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
-@pytest.mark.parametrize("half", [False, True])
-def test_plans_cover_the_problem(capability: int, half: bool) -> None:
-    """The grid's tiles cover all rows of W and of the batch, and the hardware has room for each block."""
-    names = [
-        *ON_GPU,
-        "kbit5",
-        "mxfp4",
-        "nvfp4",
-        "int4-32-zeros",
-        "q2_k",
-        "q4_k",
-        "q6_k",
-        "iq4_xs",
-        "trellis2",
-    ]
-    for name in [*names, "trellis3-32"]:
-        for m, n, k in combinations(
-            (1, 2, 3, 8, 9, 16, 17, 31, 64, 65, 1000, 4096),
-            (1, 16, 17, 4096, 8704, 14336, 100_000),
-            (32, 4096, 14336, 30_000),
-        ):
-            gemm = plan.gemm(cq.formats.get(name), m, n, k, 3, half, capability)
-            c, (x, y, z) = dict(gemm.plan.kernel.constants), gemm.plan.grid
-            core = plan.core_of(gemm.plan.kernel)
-            assert (
-                gemm.plan.shared <= gemm.plan.kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
-            )
-            assert gemm.plan.overlaps
-            if core == "wgmma":
-                step, batch = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"], c["BATCH"]
-                outputs = ceil(n / step) * ceil(m / batch) * 3
-                assert gemm.plan.cluster == c["SPLIT"] * c["PAIR"]
-                if gemm.streamed:
-                    assert c["STREAM"]
-                    assert x == plan.LARGE_GPU // c["PAIR"] * c["PAIR"]
-                else:
-                    assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs * c["PAIR"]
-                assert x % gemm.plan.cluster == 0
-                assert gemm.box == min(batch // c["PAIR"], ceil(m / 8) * 8)
-                assert gemm.plan.block == (c["GROUPS"] * c["K_GROUPS"] + 1) * 128
-                assert ceil(k / 64) % (c["SPLIT"] * c["K_GROUPS"] * c["K_TILES"]) == 0
-                assert c["STAGES"] >= 3  # one that is read, one that waits, one on its way
-                if c["RESIDENT"] > 1:  # the ring starts at a whole KB behind the barriers
-                    assert 2 * (gemm.plan.shared + (2 << 10)) <= 228 << 10
-                    assert plan.LARGE_GPU < x <= 2 * plan.LARGE_GPU
-                assert (capability, half) == (90, True)
-                continue
-            assert gemm.plan.block == c["WARPS"] * 32
-            assert z == 3
-            assert y == ceil(m / (c["GROUPS"] * 8))
-            if core == "decode":
-                step = c["ROW_TILES"] * c["ROW_WARPS"] * 16
-                assert gemm.plan.cluster == c["CLUSTER"]
-                assert gemm.chunk > 0
-                assert gemm.chunk % (c["WARPS"] // c["ROW_WARPS"]) == 0
-                assert_staged(cq.formats.get(name), gemm, min(m, c["GROUPS"] * 8), capability)
-                x //= c["CLUSTER"]
-            else:
-                step = c["ROW_TILES"] * c["WARPS"] * 16
-                assert (half, gemm.chunk) == (True, 0)
-            assert n <= x * step < n + step
-
-
-def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
-    """A warp has more than four row tiles only where the busiest multiprocessor has fewer then, and never
-    more than a matrix has."""
-    seen = set()
-    names = ("q4_0", "q4_1", "q8_0", "kbit3", "q4_k")
-    rows = (192, 4096, 11008, 12288, 14336, 18944, 28672, 32000, 49152, 128_256)
-    for name, m, n, count in combinations(names, (1, 2, 4, 8), rows, (1, 128)):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, 90)
-        c = dict(gemm.plan.kernel.constants)
-        if c["ROW_TILES"] <= 4:
-            continue
-        block, share = c["ROW_TILES"] * c["ROW_WARPS"], ceil(n // 16 * count / plan.LARGE_GPU)
-        row_warps = 1 << (ceil(share / 4) - 1).bit_length()
-        assert block / c["CLUSTER"] < row_warps * ceil(share / row_warps)
-        assert block <= n // 16
-        assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
-        seen.add((name, m, n))
-    assert {("kbit3", 8, 14336), ("q4_0", 4, 14336), ("q4_0", 8, 28672), ("q4_k", 1, 18944)} <= seen
-    assert not {("q4_0", 1, 14336), ("q4_1", 1, 28672), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
-
-
-def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
-    """From one batch row on, from five, or from nine, as others; if float16 holds them, and on sm_90 only."""
-    for name, n, k, first in (
-        ("q8_0", 28672, 8192, 1),
-        ("q8_0", 14336, 4096, 5),
-        ("q8_0", 4096, 4096, 9),
-        ("q5_0", 28672, 8192, 9),
-        ("kbit2", 28672, 8192, 9),
-    ):
-        for m, half, capability in combinations((1, 2, 4, 5, 8, 9, 16), (True, False), (90, 80)):
-            gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, capability)
-            expected = "wgmma" if half and capability == 90 and m >= first else "decode"
-            assert plan.core_of(gemm.plan.kernel) == expected, (name, n, m)
-
-
-def test_blocks_of_stacked_matrices_run_at_once() -> None:
-    """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
-    block can have its share, that is: up to 56 row tiles, seven of eight warps."""
-    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
-        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, 90)
-        c = dict(gemm.plan.kernel.constants)
-        share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
-        if share <= 56 and c["RESIDENT"] == 1:
-            assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
-
-
-@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
-def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
-    """The arithmetic of Schedule in kernels/core/schedule.cuh.
-
-    Every step of every tile belongs to one cluster. Parts of a tile follow each other, those nearer its end
-    having lower numbers: a cluster waits only for what has started before it.
-    """
-    seen = set()
-    for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
-        gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, 90)
-        if not gemm.streamed:
-            continue
-        c = dict(gemm.plan.kernel.constants)
-        clusters, tiles, width = (
-            gemm.plan.grid[0] // gemm.plan.cluster,
-            ceil(k / 64),
-            c["K_GROUPS"] * c["K_TILES"],
-        )
-        rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"]
-        works = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
-        seen.add(works > 0)
-        assert tiles % width == 0
-        assert gemm.streamed * tiles * clusters < 1 << 32
-        assert gemm.plan.grid[0] * c["GROUPS"] <= plan.FLAGS
-        assert gemm.partials == gemm.plan.grid[0] * rows // c["PAIR"] * c["BATCH"] * 4
-        owners: dict[int, list[tuple[int, int, int]]] = {}
-        for cluster in range(clusters):
-            share = clusters - 1 - cluster
-            first = gemm.streamed * (tiles // width) * share // clusters * width
-            end = gemm.streamed * (tiles // width) * (share + 1) // clusters * width
-            skipped = first // tiles
-            start, stop = first - skipped * tiles, end - skipped * tiles
-            for i in range((works - cluster + clusters - 1) // clusters):
-                owners.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
-            for piece in range(ceil(stop / tiles)):
-                begin, until = 0 if piece else start, min(tiles, stop - piece * tiles)
-                owners.setdefault(works + skipped + piece, []).append((begin, until, cluster))
-        assert sorted(owners) == list(range(works + gemm.streamed))
-        for parts in map(sorted, owners.values()):
-            assert parts[0][0] == 0
-            assert parts[-1][1] == tiles
-            assert all(begin < until for begin, until, _ in parts)
-            for (_, until, cluster), (begin, _, later) in pairwise(parts):
-                assert (until, cluster - 1) == (begin, later)
-    assert seen == {False, True}
-
-
-def test_quantizing_plans_cover_all_threads() -> None:
-    fmt = cq.formats.get("q4_0")
-    assert plan.quantize(fmt, 128).grid == (1, 1, 1)
-    assert plan.quantize(fmt, 129).grid == (2, 1, 1)
-    for size, lanes in ((32, 2), (64, 4), (96, 4), (128, 8), (512, 32), (14336, 32)):
-        assert plan.group_lanes(cq.Int4(size)) == lanes
-        assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
-    assert plan.repack(fmt, "to_fragments", 17).grid == (2, 1, 1)
-    assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
-    for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
-        launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
-        assert launch.grid == (rows, 1, 1)
-        assert launch.block % 32 == 0
-        assert launch.block <= 1024
-        assert 4 * 16 * launch.block >= k
-        halves = plan.activations("prepare_halves", cq.formats.get("q8_1"), rows, k)
-        assert halves.block <= 256  # as its launch bound
-        assert 8 * halves.block * halves.grid[1] >= k
-
-
-def test_kernels_are_keys() -> None:
-    a, b = (plan.Kernel("gemm", "gemm", "q4_0", (("X", x),)) for x in (1, 2))
-    assert a != b
-    assert a == plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))
-    assert len({a, b, plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))}) == 2
-
-
-@pytest.mark.parametrize("budget", [1, 44, 108, 132, 148])
-@pytest.mark.parametrize("batch", [1, 3, 12, 100])
-def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> None:
-    """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
-    f32, total = np.float32, budget * batch
-    for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
-        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
-        counts = batch * int(np.ceil(f32(cost) / part))
-        assert batch <= counts <= total + batch - 1

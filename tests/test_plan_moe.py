@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import nvrtc
 import pytest
-from test_compile import FORMATS, OTHERS, SHARED, assert_staged, check
+from hardware import SHARED, assert_staged
+from test_compile import FORMATS, OTHERS, check
 
 import cuquant as cq
 from cuquant import plan, problem

@@ -137,19 +137,13 @@ def call_us(call: Callable[[], Any]) -> float:
 
     For what waits for the GPU itself, and takes much longer than the host to notice that.
     """
-    cupy = device.cupy()
-    a = cupy.ones((5120, 5120), "float32")
-    begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+    stream, a = device.cupy().cuda.get_current_stream(), _factor()
     call()
     settle()
     times = []
     for _ in range(REPEATS):
         a @ a
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(float(cupy.cuda.get_elapsed_time(begin, end)) * 1e3)
+        times.append(_elapsed_us(stream, call, 1))
     return statistics.median(times)
 
 
@@ -174,7 +168,7 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
     """
     cupy = device.cupy()
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-    a = cupy.ones((5120, 5120), "float32")  # a product takes about 6 ms on an H200, longer elsewhere
+    a = _factor()
     settle()
     runs = max(1, min(most, int(MEASURE_US / _elapsed_us(stream, run, 3))))
     times: list[float] = []
@@ -196,6 +190,11 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
         else:
             held *= 2
     return statistics.median(times)
+
+
+def _factor() -> Any:
+    """Of a product that holds a stream: it takes about 6 ms on an H200, longer elsewhere."""
+    return device.cupy().ones((5120, 5120), "float32")
 
 
 def _elapsed_us(stream: Any, run: Callable[[], Any], runs: int) -> float:

@@ -23,7 +23,6 @@ from .timing import call_us, host_us, warm_up
 
 SHAPES = ((32768, 8192),)
 """2^28 numbers: many times what an L2 cache holds."""
-WORK = ("quantize", "dequantize", "prepare", "restore", "call")
 CHECKED_ROWS = 32
 
 
@@ -55,20 +54,17 @@ def weights(
     names: Iterable[str],
     shapes: Iterable[tuple[int, int]] = SHAPES,
 ) -> Iterator[WeightCell]:
-    """Measure what the record lacks, cell by cell, adding each to it; what is made is compared with NumPy's.
+    """Measure what the record lacks, cell by cell, adding each to it.
 
-    Formats that search (trellis), and those without a kernel that quantizes, are not timed quantizing.
+    Bytes and numbers are compared with NumPy's, or with those that were prepared. Formats that search
+    (trellis), and those without a kernel that quantizes, are not timed quantizing.
     RuntimeError where a result is wrong: nothing is recorded then.
     """
     warm_up()
     for (n, k), name in product(shapes, names):
         fmt = formats.get(name)
-        keys = [
-            {"op": "weights", "work": work, "format": name, "N": n, "K": k}
-            for work in WORK
-            if work != "quantize" or quantizes(fmt)
-        ]
-        todo = [key for key in keys if key not in record]
+        shared = {"op": "weights", "format": name, "N": n, "K": k}
+        todo = [key for work in works(fmt) if (key := {"work": work, **shared}) not in record]
         if not todo:
             continue
         given = _Given(fmt, n, k)
@@ -78,33 +74,33 @@ def weights(
             yield cell
 
 
-def quantizes(fmt: formats.Format) -> bool:
+def works(fmt: formats.Format) -> tuple[str, ...]:
+    """What is measured of a format."""
+    return (*(("quantize",) if _quantizes(fmt) else ()), "dequantize", "prepare", "restore", "call")
+
+
+def _quantizes(fmt: formats.Format) -> bool:
     """Whether quantizing is a pass over the numbers, on the GPU."""
     return fmt.encodes_on_gpu and not fmt.whole_matrices
 
 
 class _Given:
-    """What is worked on: float16 numbers, their storage bytes, and the same weight, prepared."""
+    """What is worked on: float16 numbers, the weight that they make, and the same weight, prepared."""
 
     def __init__(self, fmt: formats.Format, n: int, k: int) -> None:
         random = device.cupy().random.default_rng(0)
-        rows = n if quantizes(fmt) or fmt.whole_matrices else min(n, 256)  # a few by NumPy, again and again
+        rows = n if _quantizes(fmt) or fmt.whole_matrices else min(n, 256)  # a few by NumPy, again and again
         dense = random.standard_normal((rows, k), dtype=np.float32) * np.float32(0.02)
         self.dense = dense.astype(np.float16)
         made = quantize(self.dense, fmt)
         if rows < n:
             made = made[random.random(n, dtype=np.float32).argsort() % rows]
         self.weight = made
-        self.blocks = made.blocks
-        self.nbytes = self.blocks.nbytes
-        self.prepared = self._again().prepare()
-
-    def _again(self) -> QuantizedArray:
-        """Not prepared yet."""
-        return QuantizedArray(self.weight.format, self.blocks, shape=self.weight.shape)
+        self.prepared = self.prepare()
 
     def prepare(self) -> QuantizedArray:
-        return self._again().prepare()
+        w = self.weight  # stays as it is
+        return QuantizedArray(w.format, w.blocks, shape=w.shape).prepare()
 
     def restore(self) -> Any:
         return from_fragments(self.prepared.fragments())
@@ -113,7 +109,7 @@ class _Given:
         return quantize(self.dense, self.weight.format)
 
     def dequantize(self) -> Any:
-        return self._again().dequantize(np.float16)
+        return self.weight.dequantize(np.float16)
 
 
 def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
@@ -123,7 +119,7 @@ def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
     _CHECKS[key["work"]](key, given, run())
     us, ceilings = call_us(run), CEILINGS.get(device.name("cuda"))
     numbers = key["N"] * key["K"] * 2
-    moved = given.nbytes + (numbers if "quantize" in key["work"] else given.prepared.nbytes)
+    moved = given.weight.nbytes + (numbers if "quantize" in key["work"] else given.prepared.storage.nbytes)
     floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
     return WeightCell(**key, us=rounded(us), floor_us=rounded(floor), gbps=rounded(moved / us * 1e-3))
 
@@ -153,11 +149,11 @@ def _check_dequantized(key: dict[str, Any], given: _Given, made: Any) -> None:
 
 
 def _check_prepared(key: dict[str, Any], given: _Given, made: QuantizedArray) -> None:
-    _require(bool((made.blocks == given.blocks).all()), key)
+    _require(bool((made.blocks == given.weight.blocks).all()), key)
 
 
 def _check_restored(key: dict[str, Any], given: _Given, made: Any) -> None:
-    _require(bool((made == given.blocks).all()), key)
+    _require(bool((made == given.weight.blocks).all()), key)
 
 
 _CHECKS: dict[str, Callable[[dict[str, Any], _Given, Any], None]] = {

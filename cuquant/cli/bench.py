@@ -181,7 +181,7 @@ def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
     wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell}
     wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
     if kinds == ["attention"]:
-        wanted["batch"] = wanted.pop("M")
+        wanted["batch"] = wanted.pop("M")  # an error names what there is as its table does
     record = whole.only(op=arguments.what and [arguments.what], **wanted)
     return record, f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
 
@@ -277,12 +277,12 @@ def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 def _weights(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     """The same of passes over weights."""
     from ..bench import Record, weights
-    from ..bench.weights import SHAPES, WORK, quantizes
+    from ..bench.weights import SHAPES, works
 
     record = Record.start(arguments.record)
     shapes = arguments.shapes or SHAPES
     names = arguments.formats or _weight_formats()
-    cells = sum(len(WORK) - (not quantizes(formats.get(name))) for name in names)
+    cells = sum(len(works(formats.get(name))) for name in names)
     return record, weights(record, names, shapes), cells * len(shapes)
 
 

@@ -1,0 +1,230 @@
+"""Benchmarks: what is measured next to what, and how times are taken; on a GPU, the measuring."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from cells import cell
+
+from cuquant import device
+from cuquant.bench import Record, matmul, moe, peers, timing, weights
+from cuquant.bench import record as records
+from cuquant.fragments import from_fragments
+
+# What is measured next to what.
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is asked of peers, on a machine where nothing is measured in truth."""
+    asked: list[tuple[Any, ...]] = []
+
+    def measure(peer: peers.Peer, n: int, k: int, batches: list[int]) -> dict[int, float]:
+        asked.append((peer.name, n, k, batches))
+        return {m: 10.0 + m for m in batches if m < 16}
+
+    module = importlib.import_module("cuquant.bench.matmul")  # the package has a function of that name
+    for name, value in {
+        "warm_up": lambda: None,
+        "_compile": lambda keys: None,
+        "_cublas_us": lambda m, n, k: 100.0 + m,
+        "_random_weights": lambda name, n, k: [],
+        "_cell": lambda key, weights, cublas_us: cell(**key, cublas_us=cublas_us),
+    }.items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(peers, "measure", measure)
+    return asked
+
+
+def test_peers_stand_next_to_4_bit_formats_with_16_bit_x(measured: list[tuple[Any, ...]]) -> None:
+    record = Record(None, {}, [])
+    names, activations, batches = ["q4_0", "q5_0", "q4_1"], ["f16", "f32", "bf16", "q8_1"], [1, 16]
+    cells = list(matmul(record, names, activations, [(64, 128)], batches, [peers.PEERS["tinygemm"]]))
+    assert measured == [("tinygemm", 64, 128, [1, 16])]
+    assert len(cells) == 3 * 4 * 2
+    for c in cells:
+        compared = c.format != "q5_0" and c.activation != "f32" and c.M == 1
+        assert c.tinygemm_us == (11.0 if compared else None)
+        assert c.gemlite_us is None
+        assert c.cublas_us == 100 + c.M
+
+
+def test_peers_are_asked_for_what_is_missing(measured: list[tuple[Any, ...]]) -> None:
+    record = Record(None, {}, [])
+    for c in (cell(), cell(format="q8_0", M=8)):
+        record.add(c)
+    every = list(peers.PEERS.values())
+    assert len(list(matmul(record, ["q4_0", "q8_0"], ["f16"], [(64, 128)], [1, 8], every))) == 2
+    assert measured == [("tinygemm", 64, 128, [8]), ("gemlite", 64, 128, [8])]
+    assert list(matmul(record, ["q4_0", "q8_0"], ["f16"], [(64, 128)], [1, 8], every)) == []
+    list(matmul(record, ["q5_0"], ["f16"], [(64, 128)], [1], every))
+    assert len(measured) == 2
+
+
+def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda package: package == "torch" or None)
+    assert [peer.name for peer in peers.installed()] == ["tinygemm"]
+    assert peers.installed([]) == []
+    with pytest.raises(ValueError, match="gemlite is not installed"):
+        peers.installed(["tinygemm", "gemlite"])
+
+
+class Broken(peers.Tinygemm):
+    """Fails as it is packed."""
+
+    def product(self, w: peers.Int4) -> peers.Product:
+        raise RuntimeError("no kernel\nfor this GPU")
+
+
+class Wrong(peers.Tinygemm):
+    """Another weight's product."""
+
+    def product(self, w: peers.Int4) -> peers.Product:
+        right = super().product(w)
+        return lambda x: right(x.flip(1))
+
+
+def test_a_shape_that_a_peer_does_not_take() -> None:
+    assert peers.measure(peers.PEERS["tinygemm"], 64, 96, [1]) == {}
+
+
+def test_a_peer_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.warns(UserWarning, match="tinygemm, 64x128: 0 of 2 times: import of torch halted"):
+        assert peers.measure(Broken(), 64, 128, [1, 2]) == {}
+
+
+# Measuring.
+
+
+@pytest.mark.gpu
+def test_cells_of_mixtures() -> None:
+    record = Record(None, records.environment())
+    arguments: Any = (record, ["q4_0", "trellis3"], ["f16", "q8_1"], [(256, 128)], [1, 40], 4, 2)
+    cells = list(moe(*arguments))
+    assert [(c.format, c.activation, c.M) for c in cells] == [
+        (f, a, m) for f in ("q4_0", "trellis3") for a in ("f16", "q8_1") for m in (1, 40)
+    ]
+    assert all((c.op, c.experts, c.top_k, c.N, c.K) == ("moe", 4, 2, 256, 128) for c in cells)
+    assert all(c.us > 0 and (c.cublas_us or 1) > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
+    assert [c.hit for c in cells[:2]] == [2, 4]
+    assert list(moe(*arguments)) == []
+
+
+@pytest.mark.gpu
+def test_cells_of_weights() -> None:
+    record = Record(None, {})
+    arguments: Any = (record, ["q4_0", "q5_k", "kbit3", "mxfp4", "trellis2-32"], [(320, 512)])
+    cells = list(weights(*arguments))
+    works = ["quantize", "dequantize", "prepare", "restore", "call"]
+    assert [(c.format, c.work) for c in cells] == [
+        (f, w) for f in arguments[1] for w in works if (f, w) != ("trellis2-32", "quantize")
+    ]
+    assert all((c.op, c.N, c.K) == ("weights", 320, 512) and c.us > 0 for c in cells)
+    assert all((c.gbps is None) == (c.work == "call") for c in cells)
+    assert list(weights(*arguments)) == []
+
+
+@pytest.mark.gpu
+def test_a_wrong_pass_over_weights_is_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(None, {})
+    wrong = importlib.import_module("cuquant.bench.weights")
+    monkeypatch.setattr(wrong, "from_fragments", lambda f: from_fragments(f) ^ np.uint8(1))
+    with pytest.raises(RuntimeError, match="wrong result: restore of q8_0, 64x64"):
+        list(weights(record, ["q8_0"], [(64, 64)]))
+    assert [c["work"] for c in record.cells] == ["quantize", "dequantize", "prepare"]
+
+
+@pytest.mark.gpu
+def test_cells_of_every_activation() -> None:
+    activations = ["f16", "bf16", "f32", "q8_1"]
+    record = Record(None, records.environment())
+    cells = list(matmul(record, ["q4_0"], activations, [(2048, 2048)], [1, 20]))
+    assert [(c.activation, c.M) for c in cells] == [(a, m) for a in activations for m in (1, 20)]
+    for c in cells:
+        assert c.us > 0.5
+        assert c.cublas_us is None or c.cublas_us > 0.5
+        assert c.tinygemm_us is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", peers.PEERS)
+def test_a_peer_is_measured(name: str) -> None:
+    peer = peers.PEERS[name]
+    pytest.importorskip(peer.package)
+    times = peers.measure(peer, 2048, 2048, [1, 20])
+    assert list(times) == [1, 20]
+    assert min(times.values()) > 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("peer", "reason"), [(Broken(), "no kernel$"), (Wrong(), "wrong result for 1 rows of x")]
+)
+def test_a_peer_that_is_wrong_has_no_time(peer: peers.Peer, reason: str) -> None:
+    pytest.importorskip("torch")
+    with pytest.warns(UserWarning, match=f"tinygemm, 2048x2048: 0 of 1 times: {reason}"):
+        assert peers.measure(peer, 2048, 2048, [1]) == {}
+
+
+@pytest.mark.parametrize("late", [0, 3, 100])
+def test_launches_that_the_host_makes_too_slowly_are_not_timed(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream is held for longer until they are all there before it goes on."""
+    products, made = [], []
+
+    class Ones:
+        def __matmul__(self, other: Any) -> None:
+            products.append(other)
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+        @property
+        def done(self) -> bool:
+            made.append(len(products))
+            return len(made) <= late
+
+    cuda = types.SimpleNamespace(
+        Stream=lambda non_blocking: contextlib.nullcontext(), Event=Event, get_elapsed_time=lambda a, b: 2.0
+    )
+    monkeypatch.setattr(device, "cupy", lambda: types.SimpleNamespace(cuda=cuda, ones=lambda *a: Ones()))
+    monkeypatch.setattr(timing, "settle", lambda: None)
+    calls: list[int] = []
+    if late == 100:
+        with pytest.warns(UserWarning, match="cuBLAS is not timed: the host is busy"):
+            assert timing.stream_us([lambda: calls.append(1)]) is None
+        return
+    # Three runs of both calls seem to take 2 ms; six fill 4.
+    assert timing.stream_us([lambda: calls.append(1)] * 2) == pytest.approx(2000 / 6 / 2)
+    assert len(calls) == 2 * (1 + 3 + 6 * (late + timing.REPEATS))
+    assert len(made) == late + timing.REPEATS
+    assert made[:5] == ([1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("calls", "each", "captured"), [(2, 20.0, 32), (3, 400.0, 9), (2, 3000.0, 2), (40, 1.0, 40)]
+)
+def test_graphs_of_short_calls_hold_many(
+    calls: int, each: float, captured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fill a measurement, 32 at most; those of long calls, or of many, hold each once."""
+    sizes = []
+
+    def capture(calls: Any) -> Any:
+        sizes.append(len(calls))
+        return lambda: None
+
+    monkeypatch.setattr(timing, "_elapsed_us", lambda stream, replay, runs: calls * each)
+    monkeypatch.setattr(timing, "replay_us", lambda stream, replay: sizes[-1] * each)
+    assert timing.captured_us(None, capture, [lambda: None] * calls) == pytest.approx(each)
+    assert sizes[0] == calls
+    assert sizes[-1] == captured
