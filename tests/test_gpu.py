@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -13,7 +14,7 @@ from products import assert_quantized_as_on_the_cpu
 
 import cuquant as cq
 from cuquant import device, jit, plan, problem, testing
-from cuquant.plan import wgmma_core
+from cuquant.plan import mma_core, wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -224,6 +225,34 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
             for m in (1, 8, 9, 16, 40, 200):
                 x = cupy.asarray(gauss((m, shape[1])).astype(np.float16))
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
+
+
+MMA_TILES = [(4, 1, 1), (8, 1, 2), (8, 2, 1), (4, 2, 4, 3), (8, 2, 3, 3), (8, 4, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "mxfp4"])
+@pytest.mark.parametrize("tile", MMA_TILES, ids=lambda tile: "x".join(map(str, tile)))
+def test_every_tile_of_the_mma_core(
+    monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, ...]
+) -> None:
+    """Whatever shape asks for it, where there is no wgmma."""
+    cupy = device.cupy()
+    monkeypatch.setattr(jit, "capability", lambda: 80)
+    monkeypatch.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
+    for (n, k), m in product(
+        ((70, 256), (600, 4352)), (17, 100)
+    ):  # few steps along K, and more than a ring has
+        w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
+        bias, residual = cupy.asarray(gauss((n,), 2)), cupy.asarray(gauss((m, n), 3))
+        expected = testing.linear(x, w, bias=bias, activation="relu", residual=residual)
+        y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
+        assert nmse(y, expected) < 1e-6, (n, m)
+        assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (n, m)
+    monkeypatch.undo()
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])

@@ -107,9 +107,11 @@ def decode(
     shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
     tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 and not tall else 1}
-    # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each.
+    # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each; but 16
+    # warps that look codes up have few registers, and of one or two batch rows few pieces.
     many = batch * chunk * 8 > 4 * warps * WARP and (groups == 2 or not fmt.lookup)
-    tile["TOGETHER"] = 8 if tall or many else 4
+    scarce = fmt.lookup and warps == 16 and cluster == 1
+    tile["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)
     return Gemm(Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk)
@@ -155,13 +157,14 @@ def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _
         return None
     if few and short and fmt.bits == 5 and has_minimum(fmt):
         return None
+    # Whether 16 warps have registers enough, and win.
     if fmt.lookup:
-        roomy = fmt.bits <= 4 and not fmt.whole_matrices
+        roomy = not fmt.whole_matrices and fmt.bits <= 4 and (pairs or (fmt.bits > 2 and not short))
     else:
-        roomy = fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32)
+        roomy = pairs and (fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32))
     row_warps = 1 if short else (2 if share <= 14 else 4) * (1 + pairs)
     rows = ceil(_share(row_tiles, matrices, 1 + pairs) / row_warps)
     usual_warps = 1 << (ceil(share / 4) - 1).bit_length()
     usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
     fewer = row_warps * rows < usual and row_warps * rows <= row_tiles
-    return _Tall(16 if pairs and roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
+    return _Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None

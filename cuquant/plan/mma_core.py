@@ -3,40 +3,77 @@
 from __future__ import annotations
 
 from math import ceil
+from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import LARGE_GPU, WARP, Plan
+from .launch import LARGE_GPU, WARP, Plan, paired_limit, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
+
+_WARPS, _MOST_STAGES = 4, 8
+_BUSY = 0.9
+"""Share of its blocks' time that a launch of tall tiles should use."""
+
+
+class MmaTile(NamedTuple):
+    """Groups of 8 batch rows, row tiles of a warp, blocks of a multiprocessor; and stages of a block's ring,
+    or None for as many as there is room for."""
+
+    groups: int
+    rows: int
+    resident: int
+    stages: int | None = None
 
 
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
-    """The mma core: tiles so small that several blocks hide each other's latencies, as registers allow.
+    """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
+    tile = _tile(fmt, m, n, matrices, capability)
+    batch, row_tiles = tile.groups * 8, _WARPS * tile.rows
+    copies, table = table_of(fmt, Core.MMA, capability)
+    stage = batch * (2 * TILE_COLUMNS + 16) + row_tiles * layout(fmt).step(1)
+    factors, sums = row_tiles * layout(fmt).row, 16 * (row_tiles * TILE_ROWS + 4) * 4
+    limit = shared_limit(capability) if tile.resident == 1 else paired_limit(capability)
+    stages = tile.stages or max(3, min(_MOST_STAGES, (limit - table - factors) // stage))
+    if capability < 80:
+        stages = 2  # nothing is copied meanwhile
+    shared = table + factors + max(stages * stage, sums)
+    constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "WARPS": _WARPS, "STAGES": stages}
+    constants |= {"RESIDENT": tile.resident}
+    grid = (ceil(n / (row_tiles * TILE_ROWS)), ceil(m / batch), matrices)
+    kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
+    return Gemm(Plan(kernel, grid, _WARPS * WARP, shared, overlaps=True))
 
-    Codes that take more instructions get tiles of twice the rows, where that leaves enough of them. Chosen on
-    an H200 without wgmma; elsewhere by registers (no spills) and shared memory: with 163 KB three blocks per
-    multiprocessor, with 99 KB two.
+
+def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTile:
+    """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor; else tiles of
+    which several on a multiprocessor hide each other's latencies, as registers allow.
+
+    The deep ring hides that of memory: 128 rows times q4_0 weights of 4096 x 4096 take an H200 31.6 us in
+    place of 42. Of the others codes that take more instructions have twice the rows, where that leaves enough
+    of them. With 163 KB three blocks fit on a multiprocessor, with 99 KB two.
     """
-    row_tiles, warps = ceil(n / TILE_ROWS), 4
+    groups = 4 if m <= 32 else 8
+    batches = ceil(m / (8 * groups)) * matrices
+
+    def blocks(rows: int) -> int:
+        return ceil(n / (_WARPS * rows * TILE_ROWS)) * batches
+
+    for rows, most in ((1, groups // 4 * LARGE_GPU), (2, 2 * LARGE_GPU if groups == 8 else 0)):
+        if blocks(rows) <= most:
+            return MmaTile(groups, rows, ceil(blocks(rows) / LARGE_GPU))
     cheap = fmt.bits == 4 and not fmt.lookup and not has_minimum(fmt)
     spared = 80 <= capability < 100  # elsewhere more registers are taken by the same code
-    groups, rows, resident = (
-        4 if m <= 32 else 8,
-        2,
-        (4 if cheap and not row_factors(fmt) else 3) if spared else 2,
-    )
     scarce = fmt.has_zero_points or fmt.bits == 6  # which take more registers again
-    if fmt.bits == 6:
-        resident = 2
-    wide = spared and not cheap and not scarce
-    if m > 128 and wide and ceil(row_tiles / 16) * ceil(m / 64) * matrices >= LARGE_GPU:
-        rows, resident = 4, 2
-    stages = 3 if capability >= 80 else 2
-    stage = groups * 8 * (2 * TILE_COLUMNS + 16) + warps * rows * layout(fmt).step(1)
-    copies, table = table_of(fmt, Core.MMA, capability)
-    factors, sums = warps * rows * layout(fmt).row, 16 * (warps * rows * TILE_ROWS + 4) * 4
-    shared = table + factors + max(stages * stage, sums)
-    tile = {"GROUPS": groups, "ROW_TILES": rows, "WARPS": warps, "STAGES": stages, "RESIDENT": resident}
-    grid = (ceil(row_tiles / (warps * rows)), ceil(m / (groups * 8)), matrices)
-    kernel = gemm_kernel(fmt, Core.MMA, copies, tile, shared)
-    return Gemm(Plan(kernel, grid, warps * WARP, shared, overlaps=True))
+    if spared and not cheap and not scarce and m > 128 and _busy(blocks(4), fmt.lookup):
+        return MmaTile(groups, 4, 2, 3)
+    if not spared or fmt.bits == 6:
+        return MmaTile(groups, 2, 2, 3)
+    light = cheap or fmt.bits == 8 if groups == 4 else cheap and not row_factors(fmt)
+    return MmaTile(groups, 2, 4 if light else 3, 3)
+
+
+def _busy(blocks: int, lookup: bool) -> bool:
+    """Whether so many blocks, of which a multiprocessor has two, keep it busy to the end; of codes that are
+    looked up, once for all batch rows of a block, half as many are better than smaller ones."""
+    waves = blocks / (2 * LARGE_GPU)
+    return waves >= (0.5 if lookup else 3) or waves / ceil(waves) >= _BUSY

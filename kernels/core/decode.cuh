@@ -48,13 +48,136 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
     } while (m < batch);
 }
 
+// Tiles of one 64-column step in a slot, plane by plane.
+template <class F, int ROW_TILES>
+struct RingSlot {
+    static constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
+    static constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SIZE = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
+
+    static DEVICE void load(Tile<F>& tile, const u8* slot, int r, int lane) {
+        tile.load_shared(slot + r * F::LOW_BYTES, slot + HIGH_AT + r * F::HIGH_BYTES,
+                         slot + SCALE_AT + r * F::SCALE_BYTES, slot + GROUP_AT + r * F::GROUP_BYTES, lane);
+    }
+
+    static DEVICE void load_block(Tile<F>& tile, const u8* slot, int r, int block, int lane) {
+        tile.load_block(slot + r * F::LOW_BYTES, slot + HIGH_AT + r * F::HIGH_BYTES, slot + SCALE_AT + r * F::SCALE_BYTES,
+                        slot + GROUP_AT + r * F::GROUP_BYTES, block, lane);
+    }
+};
+
+// acc += W X^T for a slot's tiles, with x's rows of the step at x_at: codes are operand A, what they add up to is
+// multiplied by their scale.
+template <class F, class C, int GROUPS, int ROW_TILES>
+DEVICE void add_codes(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
+                      float (&acc)[ROW_TILES][GROUPS][4]) {
+    static_assert(!(Tile<F>::STEP_SCALES && F::HAS_MIN), "minimums are those of 32 columns");
+    u32 unit[4];
+    C::unit(unit);
+#pragma unroll
+    for (int block = 0; block < 2; block++) {
+        u32 x[GROUPS][4];
+        float sums[GROUPS][4], odd_sums[GROUPS][4];  // the latter of the second step, if scales are steps'
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            load_matrices(x[group], x_at[group] + block * 64);
+            if constexpr (!C::SUMS) continue;
+            const float zero[4] = {0, 0, 0, 0};
+            mma_half(sums[group], unit, x[group][0], x[group][1], zero);
+            if constexpr (Tile<F>::STEP_SCALES)
+                mma_half(odd_sums[group], unit, x[group][2], x[group][3], zero);
+            else
+                mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
+        }
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+            Tile<F> tile;
+            RingSlot<F, ROW_TILES>::load_block(tile, slot, r, block, lane);
+            u32 a0[4], a1[4];
+            codec.codes(tile, 2 * block, a0);
+            codec.codes(tile, 2 * block + 1, a1);
+            const float d[2] = {tile.d(2 * block, 0), tile.d(2 * block, 1)};
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++) {
+                float c[4] = {};
+                if constexpr (F::HAS_MIN || !C::SUMS)
+                    mma_half(c, a0, x[group][0], x[group][1], c);
+                else
+                    mma_half(c, a0, x[group][0], x[group][1], sums[group]);
+                if constexpr (Tile<F>::STEP_SCALES) {
+                    const float odd[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
+#pragma unroll
+                    for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
+                    float other[4] = {};
+                    if constexpr (C::SUMS)
+                        mma_half(other, a1, x[group][2], x[group][3], odd_sums[group]);
+                    else
+                        mma_half(other, a1, x[group][2], x[group][3], other);
+#pragma unroll
+                    for (int j = 0; j < 4; j++) acc[r][group][j] += odd[j >> 1] * other[j];
+                    continue;
+                }
+                mma_half(c, a1, x[group][2], x[group][3], c);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    acc[r][group][j] += d[j >> 1] * c[j];
+                    if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
+                }
+            }
+        }
+    }
+}
+
+// The same where codes times integer scales are exact: they are operand A, and integer minimums another one. What a tile
+// adds up to is multiplied just once. Of a block's two steps a product takes columns 2i and 2i+1, or 2i+8 and 2i+9:
+// minimums are the same for both, so that one operand serves two products.
+template <class F, class C, int GROUPS, int ROW_TILES>
+DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
+                         float (&acc)[ROW_TILES][GROUPS][4]) {
+    static_assert(F::GROUP_BYTES > 0 && F::HAS_MIN, "integer scales and minimums");
+    u32 x[2][GROUPS][4];
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+        Tile<F> tile;
+        RingSlot<F, ROW_TILES>::load(tile, slot, r, lane);
+        float products[GROUPS][4] = {}, minimums[GROUPS][4] = {};
+#pragma unroll
+        for (int block = 0; block < 2; block++) {
+            u32 a[2][4], m[4];
+            codec.products(tile, block, a);
+            codec.minimums(tile, block, m);
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32(&b)[4] = x[block][group];
+                    mma_half(products[group], a[half], b[2 * half], b[2 * half + 1], products[group]);
+                    mma_half(minimums[group], m, b[2 * half], b[2 * half + 1], minimums[group]);
+                }
+        }
+#pragma unroll
+        for (int row8 = 0; row8 < 2; row8++) {
+            const float d = tile.integer_unit(row8, 0), m = tile.integer_unit(row8, 1) * (row8 ? C::TIMES_8 : 1);
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+                for (int j = 2 * row8; j < 2 * row8 + 2; j++) {
+                    acc[r][group][j] += d * products[group][j];
+                    acc[r][group][j] += m * minimums[group][j];
+                }
+        }
+    }
+}
+
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
           int TOGETHER, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
-    constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
-    constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SLOT = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
+    using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
     // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
@@ -82,7 +205,7 @@ DEVICE void decode(const P& p) {
 
     // One slot: every plane's share of the tiles at `tile`, 16 bytes a lane. A row tile beyond N reads the last one
     // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
-    u8* const ring = shared + warp * DEPTH * SLOT;
+    u8* const ring = shared + warp * DEPTH * Slot::SIZE;
     const int first = min(first_row, row_tiles - 1), last = row_tiles - 1 - first;
     const Planes w = side_of(p, operands.w, row_warp >= SIDE_WARPS);
     const u8* const low = w.low + s64(first) * tiles * F::LOW_BYTES;
@@ -91,7 +214,7 @@ DEVICE void decode(const P& p) {
     const u8* const group = w.group + s64(first) * groups * F::GROUP_BYTES;
     auto fetch = [&](int slot, int tile) {
         if (tile < end) {
-            u8* const to = ring + slot * SLOT;
+            u8* const to = ring + slot * Slot::SIZE;
             auto plane = [&](const u8* source, int bytes, u8* to, int count, int at, bool again) {
                 const int pieces = bytes / 16;
 #pragma unroll
@@ -104,10 +227,10 @@ DEVICE void decode(const P& p) {
                 }
             };
             plane(low, F::LOW_BYTES, to, tiles, tile, false);
-            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + HIGH_AT, tiles, tile, false);
-            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + SCALE_AT, tiles, tile, false);
+            if constexpr (F::HIGH_BYTES > 0) plane(high, F::HIGH_BYTES, to + Slot::HIGH_AT, tiles, tile, false);
+            if constexpr (F::SCALE_BYTES > 0) plane(scale, F::SCALE_BYTES, to + Slot::SCALE_AT, tiles, tile, false);
             if constexpr (F::GROUP_BYTES > 0)
-                plane(group, F::GROUP_BYTES, to + GROUP_AT, groups, tile / F::GROUP_TILES, true);
+                plane(group, F::GROUP_BYTES, to + Slot::GROUP_AT, groups, tile / F::GROUP_TILES, true);
         }
         copy_commit();
     };
@@ -126,11 +249,9 @@ DEVICE void decode(const P& p) {
     codec.fill(threadIdx.x, WARPS * WARP);
     wait_for_operands<P>();
 
-    u8* const x_rows = shared + WARPS * DEPTH * SLOT;
+    u8* const x_rows = shared + WARPS * DEPTH * Slot::SIZE;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     float acc[ROW_TILES][GROUPS][4] = {};
-    u32 unit[4];
-    C::unit(unit);
     int slot = 0;
     for (int chunk = begin; chunk < end; chunk += p.chunk) {
         const int stop = min(chunk + p.chunk, end);
@@ -144,74 +265,22 @@ DEVICE void decode(const P& p) {
         stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
                                                               row_bytes, fill);
         __syncthreads();
+        // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
+        const int piece = EXACT_PRODUCTS<F> ? lane / 8 % 2 * 2 + lane / 16 : lane / 8;
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
-            row[group] = shared_address(x_rows) + min(group * 8 + lane % 8, batch - 1) * row_bytes + lane / 8 * 16;
+            row[group] = shared_address(x_rows) + min(group * 8 + lane % 8, batch - 1) * row_bytes + piece * 16;
         for (; next < stop; next += K_WARPS) {
             copy_wait<DEPTH - 1>();
             __syncwarp();
-            const u8* const from = ring + slot * SLOT;
+            u32 x[GROUPS];
 #pragma unroll
-            for (int block = 0; block < 2; block++) {
-                u32 x[GROUPS][4];
-                float sums[GROUPS][4], odd_sums[GROUPS][4];  // the latter of the second step, if scales are steps'
-#pragma unroll
-                for (int group = 0; group < GROUPS; group++) {
-                    load_matrices(x[group], row[group] + (next - chunk) * 128 + block * 64);
-                    if constexpr (!C::SUMS) continue;
-                    const float zero[4] = {0, 0, 0, 0};
-                    mma_half(sums[group], unit, x[group][0], x[group][1], zero);
-                    if constexpr (Tile<F>::STEP_SCALES)
-                        mma_half(odd_sums[group], unit, x[group][2], x[group][3], zero);
-                    else
-                        mma_half(sums[group], unit, x[group][2], x[group][3], sums[group]);
-                }
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; r++) {
-                    Tile<F> tile;
-                    tile.load_block(from + r * F::LOW_BYTES, from + HIGH_AT + r * F::HIGH_BYTES,
-                                    from + SCALE_AT + r * F::SCALE_BYTES, from + GROUP_AT + r * F::GROUP_BYTES, block,
-                                    lane);
-                    u32 a0[4], a1[4];
-                    codec.codes(tile, 2 * block, a0);
-                    codec.codes(tile, 2 * block + 1, a1);
-                    const float d[2] = {tile.d(2 * block, 0), tile.d(2 * block, 1)};
-#pragma unroll
-                    for (int group = 0; group < GROUPS; group++) {
-                        float c[4] = {};
-                        if constexpr (F::HAS_MIN || !C::SUMS)
-                            mma_half(c, a0, x[group][0], x[group][1], c);
-                        else
-                            mma_half(c, a0, x[group][0], x[group][1], sums[group]);
-                        if constexpr (Tile<F>::STEP_SCALES) {
-                            const float odd[2] = {tile.d(2 * block + 1, 0), tile.d(2 * block + 1, 1)};
-#pragma unroll
-                            for (int j = 0; j < 4; j++) acc[r][group][j] += d[j >> 1] * c[j];
-                            float other[4] = {};
-                            if constexpr (F::HAS_MIN || !C::SUMS)
-                                mma_half(other, a1, x[group][2], x[group][3], other);
-                            else
-                                mma_half(other, a1, x[group][2], x[group][3], odd_sums[group]);
-#pragma unroll
-                            for (int j = 0; j < 4; j++) {
-                                acc[r][group][j] += odd[j >> 1] * other[j];
-                                if constexpr (F::HAS_MIN) {
-                                    acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
-                                    acc[r][group][j] += tile.m(2 * block + 1, j >> 1) * odd_sums[group][j];
-                                }
-                            }
-                            continue;
-                        }
-                        mma_half(c, a1, x[group][2], x[group][3], c);
-#pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            acc[r][group][j] += d[j >> 1] * c[j];
-                            if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(2 * block, j >> 1) * sums[group][j];
-                        }
-                    }
-                }
-            }
+            for (int group = 0; group < GROUPS; group++) x[group] = row[group] + (next - chunk) * 128;
+            if constexpr (EXACT_PRODUCTS<F>)
+                add_products<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
+            else
+                add_codes<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
             __syncwarp();  // all lanes have read the slot
             fetch(slot, fetched);
             fetched += K_WARPS;

@@ -23,6 +23,24 @@ struct IntegerCodes {
         for (int r = 0; r < 4; r++) a[r] = code(tile, h, r);
     }
 
+    // Exact codes of block b's two steps times integer scales, in the same units: columns 2i, 2i+1 of both steps, then
+    // columns 2i+8, 2i+9 of both.
+    DEVICE void products(const Tile<F>& tile, int b, u32 (&a)[2][4]) const {
+#pragma unroll
+        for (int step = 0; step < 2; step++) {
+            const u32 s = tile.integer_halves(2 * b + step, 0);
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+                a[r / 2][2 * step + r % 2] = mul_half2(code(tile, 2 * b + step, r), twice(s, r % 2));
+        }
+    }
+
+    // Integer minimums of these columns, of either half, in units of 2^-24.
+    DEVICE void minimums(const Tile<F>& tile, int b, u32 (&a)[4]) const {
+#pragma unroll
+        for (int r = 0; r < 4; r++) a[r] = tile.minimum_bits(2 * b + r / 2, r % 2);
+    }
+
     // Row g + 8's codes stand so many times higher than row g's.
     static constexpr int TIMES_8 = 1 << HIGHER<F>;
     static constexpr float UNSCALE = 16777216.f;             // 2^24, of rows g
@@ -92,7 +110,7 @@ private:
         constexpr u32 part = TIMES_8 == 4 ? 0x34003c00 : 0x2c003c00, minus = TIMES_8 == 4 ? 0xdc00e400 : 0xd400e400;
         const u32 s = fma_half2(tile.integer_pair(h, 0), part, minus);  // of row g + 8 what takes codes back, too
         const u32 base = mul_half2(s, 0xe400e400);                      // -1024 times
-        const u32 m = sub_half2(tile.integer_pair(h, 1), 0x64006400), factor = tile.group[1];
+        const u32 m = tile.integer_halves(h, 1), factor = tile.group[1];
         const u32 first = mul_half2(m, factor);
         const bool ends = Tile<F>::STEP_SCALES || h % 2;
         const u32 registers = Tile<F>::STEP_SCALES ? 0x40004000 : 0x44004400;  // 2 or 4

@@ -139,6 +139,22 @@ struct Tile {
         return __byte_perm(s.word, 0x64646464, 0x4040 | s.at | s.at + 1 << 8);
     }
 
+    // Both rows' integer scale of step h, or minimum, in float16.
+    DEVICE u32 integer_halves(int h, int minimum) const {
+        return sub_half2(integer_pair(h, minimum), 0x64006400 + F::SCALE_ZERO * 0x10001);
+    }
+
+    // Two copies of the integer minimum of step h, as a subnormal float16 number.
+    DEVICE u32 minimum_bits(int h, int row8) const {
+        const Integers s = integers(h, 1);
+        return __byte_perm(s.word, 0, 0x4040 | (s.at + row8) * 0x0101);
+    }
+
+    // What integer scales (or minimums) are multiplied by.
+    DEVICE float integer_unit(int row8, int minimum) const {
+        return row8 ? high_to_float(group[minimum]) : low_to_float(group[minimum]);
+    }
+
     // Whether every step has a scale of its own.
     static constexpr bool STEP_SCALES =
         F::SCALING == E4M3 || F::SCALING == STEP_BYTES || F::SCALING == STEP_NIBBLES_AND_MIN;
@@ -160,14 +176,14 @@ private:
 
     // Both rows' scale, integer times d, in float16, rounded once.
     DEVICE u32 product_halves(int h) const {
-        return mul_half2(sub_half2(integer_pair(h, 0), 0x64006400 + F::SCALE_ZERO * 0x10001), group[0]);
+        return mul_half2(integer_halves(h, 0), group[0]);
     }
 
     // The same, or the minimum, in float32, exact: as the second byte of 32768's bits s reads 32768 + s.
     DEVICE float product(int h, int row8, int minimum) const {
         const Integers s = integers(h, minimum);
         const float read = __int_as_float(__byte_perm(s.word, 0x47000000, 0x7404 | s.at + row8 << 4));
-        const float factor = row8 ? high_to_float(group[minimum]) : low_to_float(group[minimum]);
+        const float factor = integer_unit(row8, minimum);
         return __fmaf_rn(read, factor, factor * -(32768.f + F::SCALE_ZERO));
     }
 

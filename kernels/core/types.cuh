@@ -38,6 +38,11 @@ constexpr bool ROW_FACTORS =
 template <class F>
 constexpr int HIGHER = F::BITS == 8 ? 0 : F::LOW_BYTES == 256 ? 2 : 4;
 
+// Whether the decode core multiplies codes by integer scales before their sums, which float16 holds exactly: codes of 2
+// bits, scales of 4.
+template <class F>
+constexpr bool EXACT_PRODUCTS = F::SCALING == STEP_NIBBLES_AND_MIN;
+
 // Records of the group plane for so many tiles along K.
 template <class F>
 DEVICE int groups_of(int tiles) {

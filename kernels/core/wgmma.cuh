@@ -40,6 +40,7 @@ DEVICE void wgmma(const P& p) {
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
     static_assert(!P::GROUPED || (SPLIT == 1 && !STREAM), "only the GPU knows what there is to share out");
     static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
+    static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = P::GROUPED && BATCH >= 128 ? BATCH / 4 : BATCH;
