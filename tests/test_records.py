@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
-    assert len(records) == 7
+    assert len(records) == 8
     for name, record in records.items():
         (line,) = (
             line
@@ -153,6 +154,36 @@ def test_how_many_cells_reach_their_aim(records: dict[str, Any]) -> None:
         assert text.format(f"{low:.2f} to {high:.2f}") in " ".join(README.split())
     q4_0 = [c["us"] < c["cublas_us"] for c in cells["matmul"] if c["format"] == "q4_0"]
     assert f"with q4_0 weights, {sum(q4_0)} of {len(q4_0)} cells" in " ".join(README.split())
+
+
+FAMILIES = {
+    "q4_0 to q8_0": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
+    "k-bit": ("kbit2", "kbit3", "kbit4", "kbit5"),
+    "mxfp4, nvfp4": ("mxfp4", "nvfp4"),
+    "int4": tuple(f"int4-{group}{zeros}" for group in (32, 64, 128) for zeros in ("", "-zeros")),
+    "k-quants": ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+    "IQ4": ("iq4_nl", "iq4_xs"),
+    "trellis": tuple(f"trellis{bits}{group}" for bits in (2, 3, 4) for group in ("", "-32")),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_done_once_for_a_weight(records: dict[str, Any], family: str) -> None:
+    shown = []
+    for work in ("quantize", "dequantize", "prepare", "restore"):
+        times = [
+            c["us"] / c["floor_us"]
+            for c in records["weights"]["cells"]
+            if c["work"] == work and c["format"] in FAMILIES[family]
+        ]
+        shown.append(f"{min(times):.2f} to {max(times):.2f}" if times else "")
+    assert re.sub(" +", " ", f"| {family} | {' | '.join(shown)} |") in PERFORMANCE
+
+
+def test_what_a_call_takes_the_host(records: dict[str, Any]) -> None:
+    times = [c["us"] for c in records["weights"]["cells"] if c["work"] == "call"]
+    said = f"{min(times):.0f} to {max(times):.0f} µs (of the formats the median is {median(times):.0f};"
+    assert said in " ".join(PERFORMANCE.split())
 
 
 def test_times_of_conversions(records: dict[str, Any]) -> None:

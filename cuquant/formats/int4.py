@@ -76,8 +76,10 @@ class Int4(Format):
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
         *lead, row_bytes = blocks.shape
-        groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
         parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
+        if parts == 1:
+            return blocks
+        groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
         fine = xp.empty((*groups.shape[:-1], parts, scales + _KERNELS_GROUP // 2), np.uint8)
         fine[..., :scales] = groups[..., None, :scales]
         fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, _KERNELS_GROUP // 2)
@@ -86,6 +88,8 @@ class Int4(Format):
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
         *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
+        if parts == 1:
+            return blocks
         part_bytes = scales + _KERNELS_GROUP // 2
         fine = blocks.reshape(*lead, row_bytes // (parts * part_bytes), parts, part_bytes)
         groups = xp.empty((*fine.shape[:-2], self.block_bytes), np.uint8)
