@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import buffers, check, cpu, cuda_trellis, device, jit, plan, problem
+from . import buffers, check, cpu, cuda_trellis, device, jit, plan, problem, repeats
+from .array import QuantizedArray
 from .formats import Format, get
 from .formats.trellis import Trellis
 from .fragments import Fragments, tables
@@ -138,6 +139,8 @@ def product(p: Product, out: Any) -> None:
     ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
     if x.source.entry is None and not launch.partials:
         _launch(launch, fragments, signs, x.addresses, ends, (0, 0))
+        if to[1] is _NOTHING and not check.is_quantized(p.x):
+            repeats.remember(launch, fragments, p.x, out)
         return
     with buffers.scratch() as scratch:
         converted = 0 if x.source.entry is None else buffers.rows_bytes(x.source.shape)[1]
@@ -145,6 +148,14 @@ def product(p: Product, out: Any) -> None:
         addresses = x.addresses if x.source.entry is None else convert(x, start)
         sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
         _launch(launch, fragments, signs, addresses, ends, sums)
+
+
+def repeat(known: repeats.Repeat, x: Any, w: QuantizedArray, out: Any) -> Any:
+    """A product like one before, to `out` or, if that is None, to a new array; returns it."""
+    y = device.cupy().empty(known.shape, known.dtype) if out is None else out
+    fragments = w.fragments()
+    _launch(known.launch, fragments, fragments.signs, (x.data.ptr, 0), (y.data.ptr, 0, 0), (0, 0))
+    return y
 
 
 class Operand(NamedTuple):

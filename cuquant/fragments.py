@@ -5,7 +5,7 @@ Making it waits for the GPU once, so that any stream may use it afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import frexp, isfinite, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,6 +87,8 @@ class Fragments:
     """What else must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
     """Signs of columns, where some are -1."""
+    repeats: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """Products that were checked, by what their operands look like (`repeats.Repeat`)."""
 
     @cached_property
     def weight(self) -> problem.Weight:

@@ -10,8 +10,16 @@ from formats_table import FLOATS
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import device, testing
+from cuquant import device, plan, problem, testing
 from cuquant.testing import as_numpy, nmse, worst_element
+
+
+def plan_anew(*prepared: cq.QuantizedArray) -> None:
+    """Forget every plan, and what weights know of their products."""
+    plan.gemm.cache_clear()
+    problem.resolve.cache_clear()
+    for w in prepared:
+        w.fragments().repeats.clear()
 
 
 def assert_read_back(raw: NDArray[np.uint8], fmt: cq.Format, shape: tuple[int, ...]) -> None:

@@ -37,18 +37,20 @@ CHOSEN = {
         " and not (every_format and (q4_1 or q5_0 or kbit2 or kbit4 or kbit5 or bfloat16 or float32))",
     ),
     "test_gpu.py": (
-        136,
+        142,
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
-        " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
+        " or (tile_of_the_mma and q4_0) or (two_steps and bfloat16) or minimums_that_lose"
+        " or (small_blocks and (q4_1 or q8_0))",
     ),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (
-        27,
-        "(q4_k or q6_k or iq4_nl or picture) and not every_batch and not older"
+        30,
+        "(q2_k or q4_k or q6_k or iq4_nl or picture) and not every_batch and not older"
         " and not (every_step and not q4_k)",
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_fp4_int4.py": (35, "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e"),
+    "test_gpu_repeats.py": (10, "test"),
     "test_gpu_trellis.py": (
         19,
         "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"

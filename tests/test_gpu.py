@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from formats_table import CODEBOOKS, FLOATS, NAMES, ON_GPU, random_blocks
 from numpy.typing import NDArray
-from products import assert_quantized_as_on_the_cpu
+from products import assert_quantized_as_on_the_cpu, plan_anew
 
 import cuquant as cq
-from cuquant import device, jit, plan, problem, testing
+from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core, wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
@@ -239,8 +239,7 @@ def test_every_tile_of_the_mma_core(
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: 80)
     monkeypatch.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
     for (n, k), m in product(
         ((70, 256), (600, 4352)), (17, 100)
     ):  # few steps along K, and more than a ring has
@@ -251,8 +250,7 @@ def test_every_tile_of_the_mma_core(
         assert nmse(y, expected) < 1e-6, (n, m)
         assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (n, m)
     monkeypatch.undo()
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
@@ -283,8 +281,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         for choice in choices:
             ways.add((choice.split, choice.streamed > 0))
             monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
-            plan.gemm.cache_clear()
-            problem.resolve.cache_clear()
+            plan_anew(w)
             for _ in range(2):  # flags are as they were
                 assert nmse(x @ w.T, reference) < 1e-6, choice
             y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
@@ -301,8 +298,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
                 view.fill(np.nan)
                 assert cupy.isnan(frame).all(), choice
         monkeypatch.undo()
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
     if not ways:  # no room for three stages, or registers
         assert max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) < 3
         return
@@ -320,8 +316,7 @@ def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m:
         pytest.skip("wgmma is sm_90a's")
     monkeypatch.setattr(wgmma_core, "_LARGE", 0)
     monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape
         w, x = cuda_weight("q8_0", shape), cupy.asarray(gauss((*lead, m, k), 2))
@@ -336,8 +331,7 @@ def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m:
         assert nmse(cq.matmul(x, w.T, out=view), testing.linear(x, w)) < 1e-6, (shape, m)
         view.fill(np.nan)
         assert cupy.isnan(frame).all(), (shape, m)
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, K_QUANTS, random_blocks
 from numpy.typing import NDArray
-from products import assert_read_back
+from products import assert_read_back, plan_anew
 
 import cuquant as cq
-from cuquant import device, jit, plan, problem, testing
+from cuquant import device, jit, plan, testing
 from cuquant.formats import ggml, kquant
 from cuquant.plan import wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
@@ -185,14 +185,12 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
             if choice.tile != tile:
                 continue
             monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
-            plan.gemm.cache_clear()
-            problem.resolve.cache_clear()
+            plan_anew(w)
             assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
             monkeypatch.undo()
             tried += 1
     assert tried or tile.resident == 1  # others may have no room
-    plan.gemm.cache_clear()
-    problem.resolve.cache_clear()
+    plan_anew()
 
 
 def test_quantized_weights_and_their_products() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import check, device
+from .. import check, device, repeats
 from ..array import QuantizedArray, Transposed
 from ..debug import shown
 
@@ -60,6 +60,10 @@ def linear(
     TypeError, ValueError
         Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
     """
+    if bias is None and activation is None and residual is None and dtype is None:
+        known = repeats.find(x, w, out)
+        if known is not None:
+            return device.backend(True).repeat(known, x, w, out)
     x, w = check.activations(x), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     check.activation(activation)
