@@ -193,6 +193,15 @@ class QuantizedArray:
         chosen, shape = self._format.select(blocks, self._shape, index)
         return QuantizedArray(self._format, chosen, shape=shape)
 
+    def __copy__(self) -> QuantizedArray:
+        made = QuantizedArray(self._format, self._blocks, self.rows, self._shape)
+        made._fragments = self._fragments
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of pickles and deep copies: the storage bytes, since prepared weights know their own addresses."""
+        return QuantizedArray, (self._format, self.blocks, None, self._shape)
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -29,12 +29,18 @@ def test_copies_of_arrays(xp: ModuleType, fmt: Any, how: str) -> None:
     if xp is not np and not formats.get(fmt).on_gpu:
         pytest.skip("no kernels")
     w = cq.quantize(xp.asarray(W), fmt)
-    if xp is not np:
-        w.prepare()
+    x = xp.asarray(RNG.standard_normal((2, 256)).astype(np.float16))
+    expected = x @ w.T  # on a GPU the weight is prepared now, and knows where it lies
     made = COPIES[how](w)
+    assert (x @ made.T == expected).all()
+    if xp is not np:
+        own = made.fragments()
+        assert own.addresses.low == own.buffer.data.ptr + own.planes.low
     assert (made.format, made.shape, made.device) == (w.format, w.shape, w.device)
     assert (made.blocks == w.blocks).all()
     assert (made.dequantize() == w.dequantize()).all()
+    q = cq.quantize(x, "q8_1")
+    assert (COPIES[how](q) @ w.T == q @ w.T).all()
 
 
 def test_a_matrix_and_a_record_array_are_arrays() -> None:
