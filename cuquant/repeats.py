@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import device, jit, problem
+from . import device, problem
 from .array import QuantizedArray
 
-_MOST = 256
+_MOST = 64
 """Of a weight; then it starts anew."""
 
 
@@ -22,7 +22,6 @@ class Repeat(NamedTuple):
     after the sums."""
 
     launch: problem.Launch
-    capability: int
     device: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -35,12 +34,7 @@ class Repeat(NamedTuple):
         """Whether arrays that are like the first ones lie as they may, too: on the current GPU, x where
         kernels can read it, and the result apart from what is read."""
         start, here = x.data.ptr, device.cupy().cuda.runtime.getDevice()
-        if (
-            here != self.device
-            or x.data.device_id != here
-            or start % 16
-            or jit.capability() != self.capability
-        ):
+        if here != self.device or x.data.device_id != here or start % 16:
             return False
         if out is None:
             return True
@@ -62,14 +56,13 @@ def find(x: Any, w: Any, out: Any) -> Repeat | None:
 
 def remember(launch: problem.Launch, fragments: Any, x: Any, out: Any) -> None:
     """That a product, of x as kernels read it, was checked and launched."""
-    if launch.partials or not (x.flags.c_contiguous and out.flags.c_contiguous):
+    if not (x.flags.c_contiguous and out.flags.c_contiguous):
         return
     repeats, start = fragments.repeats, fragments.buffer.data.ptr
     if len(repeats) >= _MOST:
         repeats.clear()
     repeat = Repeat(
         launch,
-        jit.capability(),
         device.cupy().cuda.runtime.getDevice(),
         out.shape,
         out.dtype,

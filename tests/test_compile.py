@@ -59,7 +59,7 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 
-ALIKE = {"q4_1", "q5_0", "kbit3", "kbit4", "nvfp4", "q2_k", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
+ALIKE = {"q4_1", "q5_0", "kbit3", "kbit4", "nvfp4", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
 """Headers of formats that differ in widths alone from others, or take fewer registers than one like them."""
 ALIKE_BLOCKS = {("int4", 18), *(("trellis", size) for size in (12, 16, 20, 68))}
 """The same of headers that several formats share, with the bytes of blocks: to products symmetric int4 is

@@ -50,7 +50,7 @@ CHOSEN = {
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_fp4_int4.py": (35, "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e"),
-    "test_gpu_repeats.py": (10, "test"),
+    "test_gpu_repeats.py": (9, "test"),
     "test_gpu_trellis.py": (
         19,
         "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"

@@ -227,7 +227,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
 
 
-MMA_TILES = [(4, 1, 1), (8, 1, 2), (8, 2, 1), (4, 2, 4, 3), (8, 2, 3, 3), (8, 4, 2, 3)]
+MMA_TILES = [(4, 1, 2, 8), (8, 1, 2, 7), (8, 2, 2, 5), (4, 2, 4, 3), (8, 2, 3, 3), (8, 4, 2, 3)]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "mxfp4"])

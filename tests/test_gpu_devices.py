@@ -58,8 +58,11 @@ def test_gpus_in_turn_give_the_same_bits(name: str) -> None:
 def test_operands_of_two_gpus_are_refused() -> None:
     cupy = device.cupy()
     w = cq.quantize(cupy.asarray(W), "q4_0").prepare()
+    halves = X[:3].astype(np.float16)
+    x = cupy.asarray(halves)
+    cq.matmul(x, w.T, out=x @ w.T)  # the products below are like these, but for where their operands are
     with on(1):
-        x, elsewhere = cupy.asarray(X[:3]), cupy.empty((3, 512), np.float16)
+        x, elsewhere = cupy.asarray(halves), cupy.empty((3, 512), np.float16)
         with pytest.raises(ValueError, match=r"x on GPU 1, W on GPU 0.*current device is GPU 1"):
             x @ w.T
         with pytest.raises(ValueError, match="the current device is GPU 1"):
@@ -67,7 +70,7 @@ def test_operands_of_two_gpus_are_refused() -> None:
     with pytest.raises(ValueError, match=r"x on GPU 1, W on GPU 0.*current device is GPU 0"):
         x @ w.T
     with pytest.raises(ValueError, match="out on GPU 1"):
-        cq.matmul(cupy.asarray(X[:3]), w.T, out=elsewhere)
+        cq.matmul(cupy.asarray(halves), w.T, out=elsewhere)
 
 
 @pytest.mark.parametrize("prepared", [False, True])

@@ -9,8 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import check, cuda, device, jit, testing
-from cuquant.testing import as_numpy, nmse
+from cuquant import check, cuda, device, testing
+from cuquant.testing import nmse
 
 pytestmark = pytest.mark.gpu
 
@@ -49,10 +49,8 @@ def test_what_is_like_a_product_before_is_not_checked_again(counted: list[int], 
             assert (given is y) == (seed % 2 == 0)
             assert given.dtype == np.float16
             assert nmse(given, testing.linear(x, w)) < 1e-6, (m, seed)
-        fresh, again = counted[0] - before[0], counted[1] - before[1]
-        assert fresh + again == 4
-        assert again in (0, 3)  # none where rows are converted: signs, or no launch of its own
-        assert again == 3 or not isinstance(fmt, str)
+        converted = m == 40 and not isinstance(fmt, str)  # signs: rows that are made first are always checked
+        assert [counted[0] - before[0], counted[1] - before[1]] == ([4, 0] if converted else [1, 3])
 
 
 def test_only_what_is_alike_is_repeated(counted: list[int]) -> None:
@@ -115,16 +113,6 @@ def test_vectors_and_stacks(counted: list[int]) -> None:
     for _ in range(2):
         assert nmse(row @ w[0].T, testing.linear(row, w[0])) < 1e-6
     assert counted == [3, 1]
-
-
-def test_another_kind_of_gpu_is_another_product(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
-    cupy = device.cupy()
-    w = cq.quantize(gauss((64, 256)), "q4_0").to_device("cuda")
-    x = cupy.asarray(gauss((20, 256)).astype(np.float16))
-    first = as_numpy(x @ w.T)
-    monkeypatch.setattr(jit, "capability", lambda: 86)
-    assert nmse(x @ w.T, first) < 1e-6
-    assert counted == [2, 0]
 
 
 def test_a_weight_knows_so_many(counted: list[int]) -> None:

@@ -182,27 +182,32 @@ def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
             assert plan.core_of(gemm.plan.kernel) == expected, (name, n, m)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
 def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
-    """As deep as shared memory allows those that share a multiprocessor, up to eight stages; of many blocks,
-    which hide each other's latencies, three stages."""
+    """As deep as shared memory allows two of them, up to eight stages, if that is four; of many blocks, which
+    hide each other's latencies, three stages."""
     room = {80: 164, 86: 100, 89: 100, 120: 100}.get(capability, 228) << 10
-    few = {(17, 4096): 1, (32, 8448): 1, (64, 4096): 1, (256, 4096): 2, (512, 4096): 2, (128, 14336): 2}
-    for name, (m, n) in combinations(
-        ("q4_0", "q8_0", "q4_k", "kbit4", "mxfp4", "trellis3"), (*few, (33, 1 << 16), (2048, 14336))
-    ):
+    few = {(17, 4096): 1, (32, 8448): 1, (64, 4096): 1, (256, 4096): 1, (512, 4096): 2, (128, 14336): 2}
+    names = ("q4_0", "q8_0", "q4_k", "kbit4", "mxfp4", "trellis3")
+    deep = set()
+    for name, (m, n) in combinations(names, (*few, (33, 1 << 16), (2048, 14336))):
         gemm = plan.mma(cq.formats.get(name).for_kernels, m, n, 1, capability)
         c, batch = dict(gemm.plan.kernel.constants), 8 * dict(gemm.plan.kernel.constants)["GROUPS"]
         assert gemm.plan.grid == (ceil(n / (64 * c["ROW_TILES"])), ceil(m / batch), 1)
         assert batch == (32 if m <= 32 else 64)
-        if (m, n) not in few:
-            assert c["STAGES"] == 3
+        if c["STAGES"] < 4:
+            assert c["STAGES"] == (2 if capability < 80 else 3)
             continue
-        resident = few[m, n]
-        assert c["RESIDENT"] == resident == ceil(gemm.plan.grid[0] * gemm.plan.grid[1] / plan.LARGE_GPU)
+        deep.add((name, m, n))
+        assert (c["RESIDENT"], c["ROW_TILES"]) == (2, few[m, n])
+        assert gemm.plan.grid[0] * gemm.plan.grid[1] <= 2 * plan.LARGE_GPU
+        assert 2 * (gemm.plan.shared + (1 << 10)) <= room
         own = batch * 144 + 4 * c["ROW_TILES"] * plan.layout(cq.formats.get(name).for_kernels).step(1)
-        assert c["STAGES"] == 3 or resident * (gemm.plan.shared + (1 << 10)) <= room
-        assert c["STAGES"] == 8 or resident * (gemm.plan.shared + own + (3 << 10)) > room
+        assert c["STAGES"] == 8 or 2 * (gemm.plan.shared + own + (3 << 10)) > room
+    if capability in (80, 90):
+        assert deep == {(name, *cell) for name, cell in combinations(names, few)}
+    else:
+        assert (("q4_0", 64, 4096) in deep) == (capability > 80)
 
 
 def test_blocks_of_stacked_matrices_run_at_once() -> None:

@@ -191,8 +191,8 @@ def _stages(fmt: Format, tile: Tile, split: int) -> int:
 
 
 def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
-    """Whether a kernel spills none: 640 threads have few, as have those of two blocks, of which codes of 8
-    bits take twice as many; and two row blocks have many sums and codes."""
+    """Whether a kernel spills none: 640 threads have few, and so have two blocks, where codes of 8 bits take
+    too many; and two row blocks have many sums and codes."""
     if tile.resident == 2:
         return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
