@@ -14,6 +14,14 @@ from cuquant import device, plan, problem, testing
 from cuquant.testing import as_numpy, nmse, worst_element
 
 
+def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def cuda_weight(name: str, shape: tuple[int, ...], seed: int = 1) -> cq.QuantizedArray:
+    return cq.quantize(gauss(shape, seed), name).to_device("cuda")
+
+
 def plan_anew(*prepared: cq.QuantizedArray) -> None:
     """Forget every plan, and what weights know of their products."""
     plan.gemm.cache_clear()

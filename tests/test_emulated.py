@@ -37,11 +37,11 @@ CHOSEN = {
         " and not (every_format and (q4_1 or q5_0 or kbit2 or kbit4 or kbit5 or bfloat16 or float32))",
     ),
     "test_gpu.py": (
-        142,
+        136,
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
-        " or (tile_of_the_mma and q4_0) or (two_steps and bfloat16) or minimums_that_lose"
-        " or (small_blocks and (q4_1 or q8_0))",
+        " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
     ),
+    "test_gpu_cores.py": (6, "tile_of_the_mma and q4_0"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (
         30,

@@ -1,8 +1,7 @@
-"""What only a GPU can show: bits as on the CPU, layouts, the cores, memory."""
+"""What only a GPU can show: bits as on the CPU, layouts, magnitudes, memory."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -10,23 +9,14 @@ import numpy as np
 import pytest
 from formats_table import CODEBOOKS, FLOATS, NAMES, ON_GPU, random_blocks
 from numpy.typing import NDArray
-from products import assert_quantized_as_on_the_cpu, plan_anew
+from products import assert_quantized_as_on_the_cpu, cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
-from cuquant.plan import mma_core, wgmma_core
+from cuquant import device, plan, testing
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
 F = np.float32
-
-
-def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, F)
-
-
-def cuda_weight(name: str, shape: tuple[int, ...], seed: int = 1) -> cq.QuantizedArray:
-    return cq.quantize(gauss(shape, seed), name).to_device("cuda")
 
 
 @pytest.mark.parametrize("name", [*ON_GPU, "q8_1"])
@@ -212,126 +202,6 @@ def test_more_than_two_billion_elements() -> None:
     y = cq.matmul(big, small.T)
     assert y.size > 2**31
     assert nmse(y[-1:, -1000:], testing.linear(big[-1:], small[-1000:])) < 1e-6
-
-
-@pytest.mark.parametrize("capability", [80, 86])
-def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
-    """What a GPU without wgmma and clusters takes, with the tiles that fit its shared memory."""
-    cupy = device.cupy()
-    monkeypatch.setattr(jit, "capability", lambda: capability)
-    for name in ON_GPU:
-        for shape in ((70, 160), (300, 4096)):
-            w = cuda_weight(name, shape)
-            for m in (1, 8, 9, 16, 40, 200):
-                x = cupy.asarray(gauss((m, shape[1])).astype(np.float16))
-                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
-
-
-MMA_TILES = [(4, 1, 2, 8), (8, 1, 2, 7), (8, 2, 2, 5), (4, 2, 4, 3), (8, 2, 3, 3), (8, 4, 2, 3)]
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "mxfp4"])
-@pytest.mark.parametrize("tile", MMA_TILES, ids=lambda tile: "x".join(map(str, tile)))
-def test_every_tile_of_the_mma_core(
-    monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, ...]
-) -> None:
-    """Whatever shape asks for it, where there is no wgmma."""
-    cupy = device.cupy()
-    monkeypatch.setattr(jit, "capability", lambda: 80)
-    monkeypatch.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
-    plan_anew()
-    for (n, k), m in product(
-        ((70, 256), (600, 4352)), (17, 100)
-    ):  # few steps along K, and more than a ring has
-        w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
-        bias, residual = cupy.asarray(gauss((n,), 2)), cupy.asarray(gauss((m, n), 3))
-        expected = testing.linear(x, w, bias=bias, activation="relu", residual=residual)
-        y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
-        assert nmse(y, expected) < 1e-6, (n, m)
-        assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (n, m)
-    monkeypatch.undo()
-    plan_anew()
-
-
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
-@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
-def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
-    """Whatever the measured times make of them: splits, shared tiles, edges, every epilogue."""
-    cupy = device.cupy()
-    if jit.capability() != 90:
-        pytest.skip("wgmma is sm_90a's")
-    fmt = cq.formats.get(name)
-    ways = set()
-    shapes = [
-        (3000, 2570, 1024),
-        (3000, 2560, 512),
-        (100, 200, 2048),
-        (9, 2570, 1024),
-        (300, 2570, 1056),
-        (60, 6000, 2048),  # fewer tiles than clusters: a tile may be three's
-    ]
-    if tile.resident > 1:  # as many blocks as run at once, of splits in 1, 2 and 4
-        shapes = [(9, 9002, 512), (13, 9000, 992), (13, 4306, 1024), (9, 2570, 1024), (40, 3000, 1024)]
-    for m, n, k in shapes:
-        choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
-        w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
-        x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
-        bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)
-        reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in choices:
-            ways.add((choice.split, choice.streamed > 0))
-            monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
-            plan_anew(w)
-            for _ in range(2):  # flags are as they were
-                assert nmse(x @ w.T, reference) < 1e-6, choice
-            y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
-            assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
-            assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
-            y = cq.linear(x, w, bias=bias)
-            assert nmse(y, reference + bias) < 1e-6, choice
-            frame = cupy.full(
-                (m + 2, n + 24), np.nan, np.float16
-            )  # aligned rows, a row that is not, the rest
-            for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
-                frame.fill(np.nan)
-                assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
-                view.fill(np.nan)
-                assert cupy.isnan(frame).all(), choice
-        monkeypatch.undo()
-    plan_anew()
-    if not ways:  # no room for three stages, or registers
-        assert max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) < 3
-        return
-    assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
-    assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
-    assert ((2, False) in ways) == (tile.pair == 1 and tile.k_tiles < 4)
-    assert tile.resident == 1 or {split for split, _ in ways} == {1, 2, 4}
-
-
-@pytest.mark.parametrize("m", [1, 2, 5, 8])
-def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
-    """By the wgmma core, as if all weights were large."""
-    cupy = device.cupy()
-    if jit.capability() != 90:
-        pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "_LARGE", 0)
-    monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
-    plan_anew()
-    for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
-        *lead, n, k = shape
-        w, x = cuda_weight("q8_0", shape), cupy.asarray(gauss((*lead, m, k), 2))
-        bias, residual = cupy.asarray(gauss((n,), 3)), cupy.asarray(gauss((*lead, m, n), 4))
-        for a in (x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), cq.quantize(x, "q8_1")):
-            assert nmse(cq.matmul(a, w.T, dtype=F), testing.linear(a, w)) < 1e-6, (shape, m)
-        y = cq.linear(x, w, bias=bias, activation="gelu", residual=residual, dtype=F)
-        expected = testing.linear(x, w, bias=bias, activation="gelu", residual=residual)
-        assert nmse(y, expected) < 1e-6, (shape, m)
-        frame = cupy.full((*lead, m + 2, n + 24), np.nan, np.float16)
-        view = frame[..., 1 : m + 1, 1 : n + 1]
-        assert nmse(cq.matmul(x, w.T, out=view), testing.linear(x, w)) < 1e-6, (shape, m)
-        view.fill(np.nan)
-        assert cupy.isnan(frame).all(), (shape, m)
-    plan_anew()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from formats_table import NAMES
-from test_gpu import cuda_weight, gauss
+from products import cuda_weight, gauss
 
 import cuquant as cq
 from cuquant import device

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
-from numpy.typing import NDArray
-from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back
+from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back, gauss
 
 import cuquant as cq
 from cuquant import device, testing
@@ -18,10 +17,6 @@ F = np.float32
 INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, -1) for symmetric in (True, False)]
 FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), cq.NvFp4(0.003), *INT4]
 SHAPES = [(1, 192), (16, 384), (33, 960), (130, 1152), (3, 17, 192)]
-
-
-def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, F)
 
 
 def weight(fmt: cq.Format, shape: tuple[int, ...], scale: float = 1) -> cq.QuantizedArray:

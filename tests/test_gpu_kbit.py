@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
 from numpy.typing import NDArray
-from products import assert_products
+from products import assert_products, gauss
 
 import cuquant as cq
 from cuquant import device, testing
@@ -30,10 +30,6 @@ FORMATS = [
     cq.KBit(5, np.sort(np.random.default_rng(1).uniform(-1, 1, 32)) ** 3),
     cq.KBit(2, [0, 0, 0, 1]),
 ]
-
-
-def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, F)
 
 
 def on_gpu(x: Any, fmt: Any) -> cq.QuantizedArray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, K_QUANTS, random_blocks
 from numpy.typing import NDArray
-from products import assert_read_back, plan_anew
+from products import assert_read_back, gauss, plan_anew
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
@@ -24,10 +24,6 @@ NAMES = [row.name for row in K_QUANTS]
 SHAPES = [(1, 256), (16, 768), (33, 1280), (130, 2304), (3, 17, 512), (2, 3, 16, 8448)]
 BATCHES = (1, 3, 8, 9, 16, 17, 33, 64, 130, 300)
 PRODUCT = (200, 2048)
-
-
-def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, F)
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int = 1, factor: float = 1) -> cq.QuantizedArray:

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_gpu import F, cuda_weight, gauss
+from products import cuda_weight, gauss
 
 import cuquant as cq
 from cuquant import device, jit, plan, sources, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
+F = np.float32
 
 
 @pytest.mark.parametrize("kind", ["float16", "float32", "q8_1"])

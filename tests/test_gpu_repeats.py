@@ -6,17 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from products import gauss
 
 import cuquant as cq
 from cuquant import check, cuda, device, testing
 from cuquant.testing import nmse
 
 pytestmark = pytest.mark.gpu
-
-
-def gauss(shape: tuple[int, ...], seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 @pytest.fixture
