@@ -14,7 +14,7 @@ from .render import html_facts
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from .cuda import Rows
+    from .activations import Rows
     from .fragments import Fragments
 
 _preparing = threading.Lock()

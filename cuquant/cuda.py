@@ -6,21 +6,21 @@ reads back whether its values were good.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import buffers, check, cpu, cuda_trellis, device, jit, plan, problem, repeats
+from . import activations, buffers, check, cpu, cuda_trellis, device, jit, plan, problem
+from .activations import Blocks, Operand, Rows, Step
 from .array import QuantizedArray
-from .formats import Format, get
+from .formats import Format
 from .formats.trellis import Trellis
 from .fragments import Fragments, tables
 
 if TYPE_CHECKING:
     from .cuda_trellis import Signs
     from .ops.matmul import Product
+    from .repeats import Repeat
 
 DENSE_SLAB = 1 << 24
 """Numbers of a plain float weight that are in float32 at a time: 64 MB."""
@@ -38,19 +38,23 @@ def quantize(x: Any, fmt: Format) -> Any:
         return cuda_trellis.quantize(x, fmt)
     if not fmt.encodes_on_gpu:
         return cupy.asarray(cpu.quantize(cupy.asnumpy(x), fmt))
-    k = x.shape[-1]
     rows = buffers.as_rows(x)
-    out = cupy.empty((*x.shape[:-1], fmt.row_bytes(k)), np.uint8)
+    out = cupy.empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), np.uint8)
     if out.size == 0:
         return out
     bad = None if fmt.for_activations else cupy.full(1, np.iinfo(np.uint64).max, np.uint64)
-    blocks_per_row = k // fmt.block_size
-    count = len(rows) * blocks_per_row
-    sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(plan.quantize(fmt, count), *buffers.float_rows(rows), *sizes, out, bad, *_encoder(fmt))
+    encode(rows, fmt, out, bad)
     if bad is not None:
-        _raise_for(int(bad[0]), rows, fmt, x.shape)
+        _raise_for(int(buffers.read(bad)[0]), rows, fmt, x.shape)
     return out
+
+
+def encode(rows: Any, fmt: Format, out: Any, bad: Any) -> None:
+    """Write the blocks of rows of floats; `bad` becomes the number of the first row without one, if less."""
+    blocks_per_row = rows.shape[1] // fmt.block_size
+    step = plan.quantize(fmt, len(rows) * blocks_per_row)
+    sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
+    jit.launch(step, *buffers.float_rows(rows), *sizes, out, bad, *_encoder(fmt))
 
 
 def _encoder(fmt: Format) -> tuple[Any, ...]:
@@ -64,29 +68,16 @@ def _encoder(fmt: Format) -> tuple[Any, ...]:
     return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Activations as the float16 rows that products read: one buffer, and where the rows' factors start."""
+def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Blocks | None]:
+    """Blocks of floats (..., K), the rows that a product will want, and how others like x are quantized.
 
-    buffer: Any
-    factors: int
-
-
-def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None]:
-    """Blocks of floats (..., K), and the rows that a product will want; None for rows beyond the kernel's."""
-    *lead, k = x.shape
-    count = prod(lead)
-    half = x.dtype == check.FLOATS[0]
-    if count == 0 or k == 0 or (k > plan.LONGEST_ROW and not half):
-        return quantize(x, fmt), None
-    cupy = device.cupy()
-    factors, total = buffers.rows_bytes(x.shape)
-    blocks, buffer = cupy.empty((*lead, fmt.row_bytes(k)), np.uint8), cupy.empty(total, np.uint8)
-    start = buffer.data.ptr
-    to = (np.int32(k), blocks, np.uint64(start), np.uint64(start + factors))
-    step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
-    jit.launch(step, *buffers.float_rows(buffers.as_rows(x)), *to)
-    return blocks, Rows(buffer, factors)
+    None instead of rows beyond the kernel's, and of how, where a copy of x was read.
+    """
+    rows = buffers.as_rows(x)
+    how = activations.to_blocks(rows, x.shape, fmt)
+    if how is None:
+        return quantize(x, fmt), None, None
+    return *activations.quantize(how, rows), how if rows.data.ptr == x.data.ptr else None
 
 
 def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -> None:
@@ -102,13 +93,13 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int,
     """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
     if isinstance(fmt, Trellis):
         return cuda_trellis.dequantize(blocks, fmt, shape, dtype)
-    blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_kernels, fmt.tensor_scale
+    blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_repacking, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
     count = out.size // 32
     if count:
         jit.launch(
-            plan.per_block("dequantize", fmt, count * out.itemsize),  # a thread per 2 x 16 bytes
+            plan.per_block("dequantize", fmt, count),
             blocks,
             np.int64(count),
             out,
@@ -119,65 +110,88 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int,
     return out
 
 
-def product(p: Product, out: Any) -> None:
-    """Write act(x @ W.T + bias) + residual to `out` (..., M, N): one launch, two if x is converted."""
+def quantize_again(how: Blocks, x: Any) -> tuple[Any, Rows]:
+    """Activations like others before."""
+    return activations.quantize(how, x)
+
+
+class Ready(NamedTuple):
+    """A product that is planned: all that is left to know is where its operands lie."""
+
+    launch: problem.Launch
+    steps: tuple[Step, ...]
+    """What makes rows of x, if it has to be converted."""
+    rows: int
+    """Bytes of these, of which the first `factors` are without their factors."""
+    factors: int
+    signs: int
+    """Address of the signs that the product itself gives x, or 0."""
+
+
+def product(p: Product, out: Any) -> Ready | None:
+    """Write act(x @ W.T + bias) + residual to `out` (..., M, N): one launch, two if x is converted.
+
+    Returns how others like it are computed, if it was computed by the product's kernels from x's own memory.
+    """
     if out.size == 0:
-        return
+        return None
     if not check.is_quantized(p.w):
         _dense(p, out)
-        return
+        return None
     if not p.w.format.in_float16:
         _dense(p._replace(w=p.w.dequantize()), out)
-        return
-    fragments, x = p.w.fragments(), _operand(p.x)
+        return None
+    fragments, x = p.w.fragments(), activations.operand(p.x)
     to = (_output(out), _epilogue(p), jit.capability())
     launch = problem.resolve(fragments.weight, x.source, *to)
     signs = fragments.signs
     if signs is not None and not launch.takes_signs:
         x, signs = _signed(p.x, signs, out.shape[:-2]), None
         launch = problem.resolve(fragments.weight, x.source, *to)
+    held, steps = activations.conversion(x)
+    factors, size = buffers.rows_bytes(x.source.shape) if steps else (0, 0)
+    ready = Ready(launch, steps, size, factors, 0 if signs is None else signs.address)
     ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
-    if x.source.entry is None and not launch.partials:
-        _launch(launch, fragments, signs, x.addresses, ends, (0, 0))
-        if to[1] is _NOTHING and not check.is_quantized(p.x):
-            repeats.remember(launch, fragments, p.x, out)
-        return
-    with buffers.scratch() as scratch:
-        converted = 0 if x.source.entry is None else buffers.rows_bytes(x.source.shape)[1]
-        start = scratch.take(converted + launch.partials)
-        addresses = x.addresses if x.source.entry is None else convert(x, start)
-        sums = (start + converted, scratch.flags()) if launch.partials else (0, 0)
-        _launch(launch, fragments, signs, addresses, ends, sums)
+    _run(ready, fragments, _addresses(held, x.rows), ends)
+    return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
-def repeat(known: repeats.Repeat, x: Any, w: QuantizedArray, out: Any) -> Any:
+def repeat(known: Repeat, x: Any, w: QuantizedArray, bias: Any, residual: Any, out: Any) -> Any:
     """A product like one before, to `out` or, if that is None, to a new array; returns it."""
     y = device.cupy().empty(known.shape, known.dtype) if out is None else out
-    fragments = w.fragments()
-    _launch(known.launch, fragments, fragments.signs, (x.data.ptr, 0), (y.data.ptr, 0, 0), (0, 0))
+    at = _addresses(x.blocks, x.rows) if type(x) is QuantizedArray else (x.data.ptr, 0)
+    added = 0 if bias is None else bias.data.ptr, 0 if residual is None else residual.data.ptr
+    _run(known.work, w.fragments(), at, (y.data.ptr, *added))
     return y
 
 
-class Operand(NamedTuple):
-    """Activations of a product.
+def _addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
+    """Of what kernels read of x, and of the factors of its rows if these are there."""
+    if rows is None:
+        return held.data.ptr, 0
+    start = rows.buffer.data.ptr
+    return start, start + rows.factors
 
-    `rows` are the float16 rows that were made with q8_1 blocks, else None; `signs` those that rows take as
-    they are converted, for `each` rows (0: all) another row of bits.
+
+def _run(ready: Ready, fragments: Fragments, x: tuple[int, int], ends: tuple[int, int, int]) -> None:
+    """Start the product, after what converts x, which lies at these addresses (its factors at the second).
+
+    Scratch memory may have grown or be another stream's: where it is, is asked each time.
     """
-
-    x: Any
-    source: problem.Source
-    rows: Rows | None = None
-    signs: Any = None
-    each: int = 0
-
-    @property
-    def addresses(self) -> tuple[int, int]:
-        """Of rows that are as the kernel reads them, and of their factors."""
-        if self.rows is None:
-            return self.x.data.ptr, 0
-        start = self.rows.buffer.data.ptr
-        return start, start + self.rows.factors
+    launch, signs = ready.launch, ready.signs
+    if not ready.steps and not launch.partials:
+        _launch(launch, fragments, signs, x, ends, (0, 0))
+        return
+    with buffers.scratch() as scratch:
+        start = scratch.take(ready.rows + launch.partials)
+        rows, factors = x
+        for step in ready.steps:
+            if step.factors:
+                factors = start + ready.factors
+            step.call(rows, start, factors if step.factors else 0)
+            rows = start
+        sums = (start + ready.rows, scratch.flags()) if launch.partials else (0, 0)
+        _launch(launch, fragments, signs, (rows, factors), ends, sums)
 
 
 def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
@@ -192,30 +206,23 @@ def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     return Operand(x, problem.prepared(x.shape), None, signs.over(lead), m)
 
 
-def _operand(x: Any) -> Operand:
-    if not check.is_quantized(x):
-        aligned = x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0
-        return Operand(x, problem.source(x.shape, x.strides, aligned))
-    return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
-
-
 def _launch(
     launch: problem.Launch,
     fragments: Fragments,
-    signs: Signs | None,
+    signs: int,
     x: tuple[int, int],
     ends: tuple[int, int, int],
     sums: tuple[int, int],
 ) -> None:
-    """Start the product with the rows of x and their factors at these addresses; x still lacks `signs`."""
+    """Start the product with the rows of x and their factors at these addresses; x still lacks the signs at
+    `signs`, if that is not 0."""
     tensor = problem.NO_MAP if launch.map is None else buffers.tensor_map(x[0], launch.map)
     straight, to = launch.straight, problem.NO_MAP
     if launch.out_map is not None:
         straight = ends[0] % 16 == 0
         if straight:
             to = buffers.tensor_map(ends[0], launch.out_map)
-    columns = 0 if signs is None else signs.address
-    w = (fragments.addresses, fragments.values, columns)
+    w = (fragments.addresses, fragments.values, signs)
     argument = launch.packed(tensor, to, straight, *w, *x, *ends, *sums)
     jit.launch_packed(launch.plan, argument)
 
@@ -235,41 +242,6 @@ def _epilogue(p: Product) -> problem.Epilogue:
         return problem.Epilogue(bias_dtype, stacked, p.activation, 0, None)
     strides = buffers.element_strides(p.residual)
     return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
-
-
-def convert(x: Operand, start: int) -> tuple[int, int]:
-    """Convert the activations to float16; addresses of the rows and of the powers of two that they lack."""
-    entry, k, count = x.source.entry, x.source.shape[-1], prod(x.source.shape[:-1])
-    assert entry is not None
-    factors = start + buffers.rows_bytes(x.source.shape)[0]
-    if entry == "prepare_rows":
-        return _prepare_rows(x, start, factors)
-    to = (np.int32(k), np.uint64(start), np.uint64(factors))
-    step = plan.activations(entry, get("q8_1"), count, k)
-    if entry == "blocks_to_half":
-        jit.launch(step, x.x.blocks, *to)
-    else:
-        jit.launch(step, *buffers.float_rows(buffers.as_rows(x.x)), *to)
-    return start, factors
-
-
-def _prepare_rows(x: Operand, start: int, factors: int) -> tuple[int, int]:
-    """Rows of any length, with signs: of floats, or of the float16 rows that stand for q8_1 blocks."""
-    k, count = x.source.shape[-1], prod(x.source.shape[:-1])
-    floats = not check.is_quantized(x.x)
-    half = not floats or x.x.dtype == check.FLOATS[0]
-    if floats:
-        given, unscale = buffers.float_rows(buffers.as_rows(x.x)), factors
-    else:
-        if x.rows is None:
-            at, factors = convert(Operand(x.x, problem.quantized_source(x.source.shape, False)), start)
-        else:
-            at, factors = x.addresses
-        given, unscale = (np.uint64(at), np.int32(0), np.int64(k), np.int64(1)), 0
-    step = plan.activations("prepare_halves" if half else "prepare_rows", get("q8_1"), count, k)
-    to = (np.int32(k), np.uint64(start), np.uint64(unscale))
-    jit.launch(step, *given, *to, x.signs, np.int32(x.each or count))
-    return start, factors
 
 
 def _dense(p: Product, out: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import check, device, jit, plan, problem
-from .formats.trellis import LEAST_HALF, Parts, Trellis, random_signs
+from . import buffers, check, device, jit, plan, problem
+from .formats.trellis import ALIGNMENT, LEAST_HALF, Parts, Trellis, random_signs
 from .formats.trellis_search import CANDIDATES, Search, search_of
 from .fragments import Fragments
 
@@ -209,7 +209,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
     jit.launch(plan.trellis.survey(own, matrices, n, k), blocks, *sizes, found)
-    facts = found.get(stream)
+    facts = buffers.read(found)
     greatest, least = (float(bits) for bits in facts[:2].view(np.float32))
     half, lift = _scale_lift(greatest, min(greatest, least) if facts[0] else 0.0, fmt)
     if facts[0] and ldexp(least, lift) < _LEAST_NORMAL:
@@ -221,9 +221,14 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch))
         known["signs"] = Signs(bits, bool(facts[3]), sha256(kept.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
-    _repack("to_fragments", made, blocks, lift)
+    fill(made, blocks)
     stream.synchronize()  # other streams may use it
     return made
+
+
+def fill(made: Fragments, blocks: Any) -> None:
+    """Write the planes of storage bytes, from 16 bytes on."""
+    _repack("to_fragments", made, blocks)
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -231,18 +236,22 @@ def from_fragments(fragments: Fragments) -> Any:
     fmt, shape = fragments.fmt, fragments.shape
     assert isinstance(fmt, Trellis)
     assert fmt.half_levels is not None
-    blocks = device.cupy().zeros(fmt.stored(shape), np.uint8)
+    blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
+    blocks[..., -ALIGNMENT:] = 0  # what fills a record up, among them
     stored = fmt.parts(blocks, shape)
     stored.su[...], stored.sv[...] = fragments.kept.su, fragments.kept.sv
     if prod(shape):
-        _repack("from_fragments", fragments, blocks, fragments.lift - fmt.half_levels.lift)
+        _repack("from_fragments", fragments, blocks)
     if fragments.kept.scales is not None:
         stored.scales[...] = fragments.kept.scales
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, lift: int) -> None:
+def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
+    assert isinstance(fragments.fmt, Trellis)
+    assert fragments.fmt.half_levels is not None
     matrices, n, k = _sides(fragments.shape)
+    lift = fragments.lift - fragments.fmt.half_levels.lift
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     step = plan.trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
     jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift))

@@ -6,13 +6,13 @@ Making it waits for the GPU once, so that any stream may use it afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import frexp, isfinite, prod
+from functools import cache, cached_property
+from math import frexp, inf, isfinite, isnan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import check, device, jit, plan, problem
+from . import buffers, check, device, jit, plan, problem
 from .formats import Format
 from .formats.trellis import Trellis
 
@@ -57,6 +57,7 @@ def tables(fmt: Format) -> Tables:
     return found[0]
 
 
+@cache
 def _codebook_lift(fmt: Format) -> int:
     """Exponent of the power of two that brings the greatest entry of a codebook above 1/2, up to 1."""
     assert fmt.codebook is not None
@@ -125,42 +126,84 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
     check.may_prepare(stream)
-    scales = _scales(blocks, fmt)
-    fine, own = fmt.to_kernels(scales.blocks, cupy), fmt.for_kernels
-    *lead, n, row_bytes = fine.shape
-    k = row_bytes // own.block_bytes * own.block_size
+    own, stored, blocks = fmt.for_kernels, fmt.for_repacking, fmt.to_kernels(blocks, cupy)
+    *lead, n, row_bytes = blocks.shape
+    k = row_bytes // stored.block_bytes * stored.block_size
     tiles = plan.tiles(prod(lead), n, k)
     planes, size = plan.layout(own).offsets(*tiles)
-    place = (fmt, (*lead, n, k), cupy.empty(size, np.uint8), planes)
-    half, lift, values, kept = scales.half, scales.lift, 0, scales.kept
-    if count := prod(tiles):
-        peaks, made = cupy.asarray(_NO_PEAKS), Fragments(*place)
-        rows = cupy.zeros(plan.TILE_ROWS * tiles[0] * plan.row_factors(own), np.uint32)
-        _repack("to_fragments", made, fine, count, rows, peaks)
-        if plan.row_factors(own):
-            lifts = (np.uint64(made.addresses.scale), np.uint64(made.addresses.row))
-            jit.launch(plan.lift(own, tiles[0]), *lifts, rows, np.int32(tiles[1]), peaks[2:3], peaks[3:])
-        *found, lost, small = peaks.get(stream)
-        greatest, least = (float(peak) for peak in np.array(found).view(np.float32))
-        if plan.row_factors(own):
-            half = isfinite(greatest) and not small
-            if half and lost:
-                kept = _lost(made, fine)
-            elif not half:
-                _repack("to_fragments", replace(made, half=False), fine, count, rows, peaks)
-                stream.synchronize()
-        elif fmt.scaling == "float":
-            half = greatest <= _LARGEST_HALF
-        if fmt.lookup:
-            half, lifted = _lifted(greatest, least)
-            lift = _codebook_lift(fmt) + (_LIFT if lifted else 0)
-            values = tables(fmt).lifted if lifted else tables(fmt).values
-    return Fragments(*place, half, lift, values, scales.offset, kept)
+    made = Fragments(fmt, (*lead, n, k), cupy.empty(size, np.uint8), planes)
+    if not prod(tiles):
+        return made
+    found = nothing_found(made)
+    fill(made, blocks, found)
+    seen = _Found.of(buffers.read(found[:_FOUND]))
+    if plan.row_factors(own):
+        if isfinite(seen.greatest) and not seen.unfit:
+            return replace(made, kept=_lost(made, blocks)) if seen.lost else made
+        made = replace(made, half=False)
+        fill(made, blocks, found)
+        stream.synchronize()
+        return made
+    if fmt.scaling == "e8m0":
+        # Sums in units of 2^(e - 127) are 2^-14 times their own, for E2M1 numbers' bits, times 2^16.
+        lift, kept = 16 - 14 + seen.offset, _first_bytes(blocks, stored) if seen.lost else None
+        return replace(made, half=not seen.unfit, lift=lift, offset=seen.offset, kept=kept)
+    if fmt.scaling == "e4m3":  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
+        return replace(made, lift=-7, kept=_first_bytes(blocks, stored) if seen.greatest else None)
+    if not fmt.lookup:
+        return replace(made, half=seen.greatest <= _LARGEST_HALF)
+    half, lifted = _lifted(seen.greatest, seen.least)
+    values = tables(fmt).lifted if lifted else tables(fmt).values
+    return replace(made, half=half, lift=_codebook_lift(fmt) + (_LIFT if lifted else 0), values=values)
 
 
-_NO_PEAKS = np.array([0, 0x7F800000, 0, 0], np.uint32)
-"""Bits of the greatest and the least magnitude, before there is any, and that nothing has lost bits: no
-scale, and of no block all weights."""
+def nothing_found(made: Fragments) -> Any:
+    """Zeros, in which `fill` leaves what `_Found` has, and behind it the peaks of rows, if they count."""
+    row_tiles, _ = plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])
+    peaks = plan.TILE_ROWS * row_tiles * plan.row_factors(made.fmt.for_kernels)
+    return device.cupy().zeros(_FOUND + peaks, np.uint32)
+
+
+def fill(made: Fragments, blocks: Any, found: Any) -> None:
+    """Write the planes of storage bytes as kernels read them."""
+    own, at = made.fmt.for_kernels, made.addresses
+    peaks = np.uint64(found.data.ptr + _FOUND * found.itemsize)
+    _repack("to_fragments", made, blocks, np.int64(blocks.nbytes), peaks, found)
+    tiles = plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])
+    if made.half and plan.row_factors(own):
+        scales = (np.uint64(at.scale), np.uint64(at.row), peaks, np.int32(tiles[1]))
+        jit.launch(plan.lift(own, tiles[0]), *scales, found)
+    elif own.scaling == "e8m0":
+        nbytes = prod(tiles) * plan.layout(own).scale
+        jit.launch(plan.center(nbytes), np.uint64(at.scale), np.int64(nbytes), found)
+
+
+_FOUND = 8
+"""Numbers in front of the peaks of rows, a few more than there are."""
+
+
+class _Found(NamedTuple):
+    """What kernels have found out about a weight."""
+
+    greatest: float
+    """The greatest magnitude that a weight may have, or what the format has in its place."""
+    least: float
+    """The least such bound of a block that is not 0; infinity where there is none."""
+    lost: bool
+    """Whether scales have lost bits."""
+    unfit: bool
+    """Whether float16 does not hold the weights."""
+    offset: int
+
+    """What has been added to scales that are exponents."""
+
+    @classmethod
+    def of(cls, numbers: Any) -> _Found:
+        greatest, least = float(numbers[:1].view(np.float32)[0]), float((~numbers[1:2]).view(np.float32)[0])
+        lost, unfit = map(bool, numbers[2:4])
+        return cls(greatest, inf if isnan(least) else least, lost, unfit, int(numbers[4:5].view(np.int32)[0]))
+
+
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 _LIFT, _LIFTED_UP_TO = 11, 31.0
 """Where the weights of a codebook are small, products multiply them by 2^11, for which they must not be above
@@ -185,7 +228,7 @@ class Kept(NamedTuple):
 
 def _lost(made: Fragments, blocks: Any) -> Kept:
     """The scales that do not come back from fragments with all their bits."""
-    cupy, fmt = device.cupy(), made.fmt.for_kernels
+    cupy, fmt = device.cupy(), made.fmt.for_repacking
     scales = blocks.reshape(-1, fmt.block_bytes)[:, : fmt.kernel_scale_bytes]
     numbers = cupy.flatnonzero(
         (_blocks(made).reshape(-1, fmt.block_bytes)[:, : scales.shape[1]] != scales).any(axis=1)
@@ -195,60 +238,11 @@ def _lost(made: Fragments, blocks: Any) -> Kept:
     return kept
 
 
-class _Scales(NamedTuple):
-    """Blocks whose scales are as kernels want them, and what `Fragments` must know of it."""
-
-    blocks: Any
-    half: bool = True
-    lift: int = 0
-    offset: int = 0
-    kept: Any = None
-
-
-def _scales(blocks: Any, fmt: Format) -> _Scales:
-    if fmt.scaling == "float" or blocks.size == 0:
-        return _Scales(blocks)
-    return _centered(blocks, fmt) if fmt.scaling == "e8m0" else _canonical(blocks, fmt)
-
-
-_EXPONENTS, _EXACT = (96, 126), 24
-"""Bytes whose last five bits kernels take for a float16 number's exponent (kernels/core/tile.cuh); how far
-below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact."""
-
-
-def _centered(blocks: Any, fmt: Format) -> _Scales:
-    """E8M0 scales e of weights E2M1 * 2^(e - 127) in the range of float16's exponents, if they fit there.
-
-    Those of blocks of zeros do not count. Where the others do not fit, they are normal float32 exponents.
-    """
-    cupy = device.cupy()
-    records = blocks.reshape(-1, fmt.block_bytes)
-    e, used = records[:, 0].astype(np.int16), (records[:, 1:] & 0x77).any(axis=1)  # codes but for their signs
-    first, last = _EXPONENTS
-    # At least 4, so that the power of two that products are multiplied by is a normal number.
-    greatest = max(4, int(cupy.where(used, e, 0).max()))
-    least = int(cupy.where(used, e, greatest).min())
-    half = greatest - least <= _EXACT
-    offset = last - greatest if half else -1 if greatest == 255 else int(least == 0)
-    wanted = e + offset
-    made = cupy.where(used, cupy.clip(wanted, 1, 254), first if half else 1)
-    kept = Kept(slice(None), records[:, :1].copy()) if bool((made != wanted).any()) else None
-    changed = blocks.copy()
-    changed.reshape(records.shape)[:, 0] = made
-    # Sums in units of 2^(e - 127) are 2^-14 times their own, for E2M1 numbers' bits, times 2^16.
-    return _Scales(changed, half, 16 - 14 + offset, offset, kept)
-
-
-def _canonical(blocks: Any, fmt: Format) -> _Scales:
-    """E4M3 scales without their unused signs; 0x7F, which ggml reads as 0, as 0, but 0xFF, 480, as 0x7F."""
-    cupy = device.cupy()
-    width, lift = fmt.kernel_scale_bytes, -7  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
-    d = blocks.reshape(-1, fmt.block_bytes)[:, :width]
-    if not bool((d >= 0x7F).any()):
-        return _Scales(blocks, lift=lift)
-    changed = blocks.copy()
-    changed.reshape(-1, fmt.block_bytes)[:, :width] = cupy.where(d == 0x7F, 0, d & 0x7F)
-    return _Scales(changed, lift=lift, kept=Kept(slice(None), d.copy()))
+def _first_bytes(blocks: Any, fmt: Format) -> Kept:
+    """The scales of all blocks, which are their first bytes."""
+    scales = blocks.reshape(-1, fmt.block_bytes)[:, : fmt.kernel_scale_bytes].copy()
+    device.cupy().cuda.get_current_stream().synchronize()  # other streams may use it
+    return Kept(slice(None), scales)
 
 
 def from_fragments(fragments: Fragments) -> Any:
@@ -260,23 +254,23 @@ def from_fragments(fragments: Fragments) -> Any:
     fmt, blocks = fragments.fmt, _blocks(fragments)
     if fragments.kept is not None:
         numbers, scales = fragments.kept
-        blocks.reshape(-1, fmt.for_kernels.block_bytes)[numbers, : scales.shape[1]] = scales
-    elif fragments.offset and blocks.size:
-        blocks.reshape(-1, fmt.for_kernels.block_bytes)[:, 0] -= np.uint8(fragments.offset % 256)
+        blocks.reshape(-1, fmt.for_repacking.block_bytes)[numbers, : scales.shape[1]] = scales
     return fmt.from_kernels(blocks, device.cupy())
 
 
 def _blocks(fragments: Fragments) -> Any:
     """Blocks as kernels have them, with what has become of their scales."""
-    fmt, (*lead, n, k) = fragments.fmt.for_kernels, fragments.shape
+    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
     blocks = device.cupy().empty((*lead, n, fmt.row_bytes(k)), np.uint8)
-    if count := prod(plan.tiles(prod(lead), n, k)):
-        _repack("from_fragments", fragments, blocks, count, np.uint64(fragments.addresses.row))
+    if blocks.size:
+        ends = (np.uint64(fragments.addresses.row), np.int32(fragments.offset))
+        _repack("from_fragments", fragments, blocks, *ends)
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, count: int, *rows: Any) -> None:
-    fmt, (n, k) = fragments.fmt.for_kernels, fragments.shape[-2:]
+def _repack(entry: str, fragments: Fragments, blocks: Any, *ends: Any) -> None:
+    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
+    count = prod(plan.tiles(prod(lead), n, k))
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count, fragments.half), blocks, *sizes, *planes, *rows)
+    jit.launch(plan.repack(fmt, entry, count, fragments.half), blocks, *sizes, *planes, *ends)

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,15 +41,40 @@ def launch(plan: Plan, *arguments: Any) -> None:
     """Start a plan's kernel on the current device and stream. Arguments are arrays, NumPy scalars, and bytes
     of structs, behind what their alignment needs."""
     members = [_packed(argument) for argument in arguments]
-    packing, offsets = _layout(tuple(code for code, _ in members))
+    packing, offsets = layout(tuple(code for code, _ in members))
     launch_packed(plan, packing.pack(*(value for _, value in members)), offsets)
 
 
 def launch_packed(plan: Plan, arguments: bytes, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
     cuda = device.cupy().cuda
-    prepared = _prepared.launch(cuda.runtime.getDevice(), plan, len(arguments), offsets)
-    prepared(cuda.get_current_stream().ptr, arguments)
+    start = prepared(cuda.runtime.getDevice(), plan, len(arguments), offsets)
+    start(cuda.get_current_stream().ptr, arguments)
+
+
+def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> _Launch:
+    """What starts a plan's kernel, on a stream, with so many bytes of arguments at these offsets; only the
+    thread that asks may use it."""
+    return _prepared.launch(device_id, plan, size, offsets)
+
+
+class Call(NamedTuple):
+    """A launch whose arguments are known but for addresses: the first of them, and those behind `numbers`."""
+
+    plan: Plan
+    packing: struct.Struct
+    offsets: tuple[int, ...]
+    numbers: tuple[int, ...]
+    last: tuple[int, ...]
+
+    def __call__(self, first: int, *addresses: int) -> None:
+        packed = self.packing.pack(first, *self.numbers, *addresses, *self.last)
+        launch_packed(self.plan, packed, self.offsets)
+
+
+def call(plan: Plan, codes: str, numbers: tuple[int, ...], last: tuple[int, ...] = ()) -> Call:
+    """A launch with arguments of these types, as `struct` has them."""
+    return Call(plan, *layout(tuple(codes)), numbers, last)
 
 
 class _Attribute(ctypes.Structure):
@@ -90,14 +115,15 @@ class _Launch:
         start = ctypes.addressof(self._buffer)
         self._arguments = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
         self._call = (ctypes.byref(self._config), self._function, self._arguments, None)
+        self._start = _driver().cuLaunchKernelEx
 
-    def __call__(self, stream: int, arguments: bytes) -> None:
+    def __call__(self, stream: int, arguments: bytes | bytearray) -> None:
         self._bytes[:] = arguments
         self._config.stream = stream
-        status = _driver().cuLaunchKernelEx(*self._call)
+        status = self._start(*self._call)
         if status == _INVALID_CONTEXT:  # the thread's first use of CUDA
             device.cupy().cuda.runtime.free(0)
-            status = _driver().cuLaunchKernelEx(*self._call)
+            status = self._start(*self._call)
         if status:
             raise device.cupy().cuda.driver.CUDADriverError(status)
 
@@ -162,7 +188,7 @@ def _packed(argument: Any) -> tuple[str, Any]:
 
 
 @cache
-def _layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
+def layout(codes: tuple[str, ...]) -> tuple[struct.Struct, tuple[int, ...]]:
     """A C struct of these members, and their offsets."""
     ends = (struct.calcsize("@" + "".join(codes[: i + 1])) for i in range(len(codes)))
     offsets = tuple(end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))

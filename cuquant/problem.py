@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import check, plan
 from .formats import Format
@@ -25,8 +25,8 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
 _OTHERS = struct.Struct("<i4xqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
-_GROUP = struct.Struct("<3q7i4xq")
-"""What `struct Grouped` adds."""
+_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s", *"QqQ", *"i" * 7, "Q")
+"""Members of `struct Grouped`: those of `struct Problem`, what it adds to them, and levels."""
 
 Shape = tuple[int, ...]
 
@@ -117,12 +117,12 @@ class Group(NamedTuple):
     map: Map | None
     numbers: bytes
 
-    def packed(self, map: bytes, w: Planes, values: int, signs: int, addresses: Shape, *group: int) -> bytes:
-        """The kernel's argument; addresses of W's planes, its codebook, its columns' signs (or 0), of x, its
-        row factors, out and a factor (or 0), then the members of `struct Grouped`."""
+    def members(self, map: Any, w: Planes, values: int, signs: int, addresses: Any, *group: Any) -> Any:
+        """The kernel's argument, as types and values; addresses of W's planes, its codebook, its columns'
+        signs (or 0), of x, its row factors, out and a factor (or 0), then what `struct Grouped` adds."""
         x, rows, out, factor = addresses
-        ends = _ADDRESSES.pack(w.low, w.high, w.scale, x, rows, out, 0, factor, 0, 0, values, w.group)
-        return map + NO_MAP + ends + self.numbers + _OTHERS.pack(0, signs, w.row) + _GROUP.pack(*group)
+        ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, 0, 0, values, w.group)
+        return _GROUP, (map, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group)
 
 
 @lru_cache(maxsize=4096)

@@ -78,8 +78,9 @@ def kernels(
     and mixtures of so many experts for a token with a stack (E, N, K)."""
     kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
-    found = {plan.repack(kept, "to_fragments", 1).kernel} if not kept.whole_matrices else set()
-    found |= {plan.lift(kept, 1).kernel} if plan.row_factors(kept) else set()
+    found = plan.scale_kernels(kept)
+    if not kept.whole_matrices:
+        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1).kernel)
     if kept.whole_matrices:
         found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
     entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product as combinations
+from pathlib import Path
 
 import numpy as np
 import nvrtc
@@ -23,6 +26,7 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not i
 FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
+ROOT = Path(__file__).parent.parent
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""
 
 
@@ -219,3 +223,22 @@ def test_line_numbers_are_those_of_the_files() -> None:
         original = path.read_text().splitlines()
         if where[name] <= len(original) and "#pragma" not in original[where[name] - 1]:
             assert line == original[where[name] - 1] or "#include" in original[where[name] - 1]
+
+
+@needs_nvrtc
+def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """q8_0's relative, in what dequantizes, repacks and multiplies."""
+    found = re.search(r"```cuda\n(// int8:.*?)```", (ROOT / "docs/adding-a-format.md").read_text(), re.DOTALL)
+    assert found is not None
+    shutil.copytree(sources.folder(), tmp_path / "kernels")
+    (tmp_path / "kernels/formats/int8.cuh").write_text(found[1])
+    monkeypatch.setattr(sources, "folder", lambda: tmp_path / "kernels")
+    like = cq.formats.get("q8_0")
+    kernels = [
+        plan.per_block("dequantize", like, 1).kernel,
+        plan.repack(like, "to_fragments", 1).kernel,
+        plan.lift(like, 1).kernel,
+        plan.gemm(like, 1, 1024, 1024, 1, True, 90).plan.kernel,
+    ]
+    monkeypatch.setattr(sources, "flatten", sources.flatten.__wrapped__)
+    check([replace(kernel, format="int8") for kernel in kernels], "sm_90a")

@@ -50,7 +50,8 @@ CHOSEN = {
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_fp4_int4.py": (35, "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e"),
-    "test_gpu_repeats.py": (9, "test"),
+    "test_gpu_rechecks.py": (9, "test"),
+    "test_gpu_repeats.py": (30, "test"),
     "test_gpu_trellis.py": (
         19,
         "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"
@@ -63,11 +64,13 @@ CHOSEN = {
         " or (graph and 16-q4_0)",
     ),
     "test_gpu_moe_prefill.py": (1, "levels"),
+    "test_gpu_moe_repeats.py": (60, "test"),
     "test_gpu_moe_trellis.py": (
         15,
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
     "test_gpu_kvcache.py": (81, "not growing and not long_prompt"),
+    "test_gpu_kv_repeats.py": (21, "test"),
     "test_gpu_attention.py": (
         74,
         "(types and (64 or 40)) or (fewer and not 70000) or positions or bad or seen or importance"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -75,6 +76,38 @@ def test_repack_is_exact_both_ways(name: str, shape: tuple[int, ...]) -> None:
     np.testing.assert_array_equal(as_numpy(w.blocks), raw)
     np.testing.assert_array_equal(as_numpy(w[0].blocks), raw[0]) if len(shape) > 1 else None
     np.testing.assert_array_equal(w.to_device("cpu").blocks, raw)
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+@pytest.mark.parametrize("at", [2, 8])
+def test_storage_starts_at_any_even_address(name: str, at: int) -> None:
+    """And nothing that is beside it in memory counts: of rows that end within a tile, too."""
+    cupy = device.cupy()
+    for shape in [(33, 96), (17, 2048)]:
+        raw = random_blocks(name, shape)
+        memory = cupy.full(raw.nbytes + 32, 0xFF, np.uint8)
+        blocks = memory[at : at + raw.nbytes].reshape(raw.shape)
+        blocks[...] = cupy.asarray(raw)
+        w = cq.from_blocks(blocks, name, shape)
+        dense = as_numpy(w.dequantize())
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(dense, cq.from_blocks(raw, name, shape).dequantize())
+        elsewhere = cq.from_blocks(cupy.asarray(raw), name, shape)
+        x = cupy.asarray(gauss((1, shape[1])).astype(np.float16))
+        np.testing.assert_array_equal(as_numpy(x @ w.T), as_numpy(x @ elsewhere.T))
+        np.testing.assert_array_equal(as_numpy(w.blocks), raw)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q6_k", "kbit3", "mxfp4", "int4-128"])
+def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str) -> None:
+    """Rows that do not end with a run, in more runs than a launch has blocks."""
+    fmt = cq.formats.get(name)
+    shape = (8208, 2304)
+    step = plan.repack(fmt.for_repacking, "to_fragments", prod(plan.tiles(1, *shape)))
+    assert prod(plan.tiles(1, *shape)) > 16 * step.grid[0]
+    raw = random_blocks(name, shape)
+    w = cq.from_blocks(device.cupy().asarray(raw), name, shape).prepare()
+    np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
 def fragment_word(name: str, codes: NDArray[np.integer[Any]], lane: int, h: int) -> int:

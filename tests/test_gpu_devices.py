@@ -59,18 +59,30 @@ def test_operands_of_two_gpus_are_refused() -> None:
     cupy = device.cupy()
     w = cq.quantize(cupy.asarray(W), "q4_0").prepare()
     halves = X[:3].astype(np.float16)
-    x = cupy.asarray(halves)
-    cq.matmul(x, w.T, out=x @ w.T)  # the products below are like these, but for where their operands are
+    x, bias = cupy.asarray(halves), cupy.ones(512, np.float16)
+    y = x @ w.T  # the products below are like these, but for where their operands are
+    for given in (x, x.astype(np.float32), cq.quantize(x, "q8_1")):
+        cq.linear(given, w, bias=bias, residual=y, out=cq.matmul(given, w.T, out=cupy.empty_like(y)))
     with on(1):
         x, elsewhere = cupy.asarray(halves), cupy.empty((3, 512), np.float16)
+        for given in (x, x.astype(np.float32), cq.quantize(x, "q8_1")):
+            with pytest.raises(ValueError, match=r"x on GPU 1, W on GPU 0"):
+                cq.matmul(given, w.T, out=elsewhere)
+        added = cupy.ones(512, np.float16)
         with pytest.raises(ValueError, match=r"x on GPU 1, W on GPU 0.*current device is GPU 1"):
             x @ w.T
         with pytest.raises(ValueError, match="the current device is GPU 1"):
             w.dequantize()
     with pytest.raises(ValueError, match=r"x on GPU 1, W on GPU 0.*current device is GPU 0"):
         x @ w.T
-    with pytest.raises(ValueError, match="out on GPU 1"):
-        cq.matmul(cupy.asarray(halves), w.T, out=elsewhere)
+    x = cupy.asarray(halves)
+    for given in (x, x.astype(np.float32), cq.quantize(x, "q8_1")):
+        with pytest.raises(ValueError, match="out on GPU 1"):
+            cq.matmul(given, w.T, out=elsewhere)
+        with pytest.raises(ValueError, match="bias on GPU 1"):
+            cq.linear(given, w, bias=added, residual=y, out=cupy.empty_like(y))
+        with pytest.raises(ValueError, match="residual on GPU 1"):
+            cq.linear(given, w, bias=bias, residual=elsewhere, out=cupy.empty_like(y))
 
 
 @pytest.mark.parametrize("prepared", [False, True])

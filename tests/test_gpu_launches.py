@@ -10,7 +10,7 @@ import pytest
 from products import cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import device, jit, plan, sources, testing
+from cuquant import cuda, device, jit, plan, sources, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +69,20 @@ def test_a_stream_whose_first_product_is_captured(direct_first: bool) -> None:
         stream.synchronize()
     np.testing.assert_array_equal(as_numpy(y), expected)
     np.testing.assert_array_equal(as_numpy(z), expected)
+
+
+def test_products_whose_sums_pass_between_blocks_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = cuda_weight("q4_0", (9000, 4096)).prepare()
+    if jit.capability() == 90:
+        assert plan.gemm(w.format, 64, 9000, 4096, 1, True, 90).partials > 0
+    for dtype in (np.float16, F):
+        x = device.cupy().asarray(gauss((64, 4096)).astype(dtype))
+        expected = as_numpy(x @ w.T)
+        assert nmse(expected, testing.linear(x, w)) < 1e-6
+        with monkeypatch.context() as repeated:
+            repeated.setattr(cuda, "product", None)  # what would be checked
+            for _ in range(3):
+                np.testing.assert_array_equal(as_numpy(x.copy() @ w.T), expected)
 
 
 def test_an_unprepared_weight_is_refused_in_a_capture() -> None:

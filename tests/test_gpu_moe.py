@@ -10,7 +10,7 @@ import pytest
 from mixtures import BF16, F, close, gauss, kernels_of, leveled, on_gpu, reference, routed, stacks
 
 import cuquant as cq
-from cuquant import cuda_moe, device, jit, plan, testing
+from cuquant import cuda_moe, device, jit, moe_memory, plan, testing
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
@@ -170,9 +170,11 @@ def test_a_step_in_a_graph(tokens: int, format: str) -> None:
     x, logits = cupy.zeros((tokens, 256), np.float16), cupy.zeros((tokens, 8), F)
     out = cupy.empty((tokens, 256), np.float16)
     stream = cupy.cuda.Stream(non_blocking=True)
+    kept = []  # the graph writes to them
 
     def step() -> None:
         ids, probs = cq.route(logits, 2)
+        kept.append((ids, probs))
         cq.moe(x, experts, ids, probs, out=out)
 
     with stream:
@@ -192,7 +194,7 @@ def test_a_step_in_a_graph(tokens: int, format: str) -> None:
 
 
 def test_more_tokens_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_moe, "WORKSPACE", 1 << 20)
+    monkeypatch.setattr(moe_memory, "WORKSPACE", 1 << 20)
     assert leveled(600, 2, 5)  # of which about as many are taken at a time
     experts = stacks("q4_0")
     x, ids, probs = on_gpu(gauss(4000, 128), *routed(4000, 5, 2))

@@ -12,7 +12,7 @@ from mixtures import F, close, gauss, kernels_of, on_gpu, reference, routed, sta
 from test_trellis import random_parts
 
 import cuquant as cq
-from cuquant import cuda_moe, device, jit, testing
+from cuquant import cuda_moe, device, jit, moe_memory, testing
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
@@ -74,7 +74,7 @@ def test_signs_of_columns(name: str, kind: str, tokens: int) -> None:
     experts = trellis_stacks(name, kind)
     agree(tokens, experts)
     gate, up = (w.fragments() for w in (experts.gate, experts.up))
-    prepared = cuda_moe._Mixture(gate, up, experts.down.fragments(), "silu", False)
+    prepared = moe_memory.Mixture(gate, up, experts.down.fragments(), "silu", False)
     assert prepared.alike() == (kind in ("alike", "apart"))
     assert gate.half == (kind != "apart")
     assert (gate.signs is None, up.signs is None) == (kind == "bare_gate", kind == "bare_up")

@@ -1,124 +1,250 @@
-"""Products like one before take a shorter way on the host: with the same results, and no error less."""
+"""Calls like one before take a shorter way on the host, with the same results."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
-from products import gauss
+from repeated import GIVEN, K, N, counting, there, weight
+from test_trellis import random_parts
 
 import cuquant as cq
-from cuquant import check, cuda, device, testing
-from cuquant.testing import nmse
+from cuquant import buffers, cuda, device, plan, problem, repeats, testing
+from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
+F, H, B = np.float32, np.float16, ml_dtypes.bfloat16
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products were checked, and how many repeated."""
-    counts = [0, 0]
-
-    def counting(at: int, real: Any) -> Any:
-        def called(*args: Any) -> Any:
-            counts[at] += 1
-            return real(*args)
-
-        return called
-
-    monkeypatch.setattr(cuda, "product", counting(0, cuda.product))
-    monkeypatch.setattr(cuda, "repeat", counting(1, cuda.repeat))
-    return counts
+    """How many products were checked, and how many repeated, with nothing known at first."""
+    repeats.quantized.clear()
+    return counting(monkeypatch, "product", "repeat")
 
 
-@pytest.mark.parametrize("fmt", ["q4_0", "q8_0", "q4_k", "kbit3", "nvfp4", cq.Trellis(2)], ids=str)
-def test_what_is_like_a_product_before_is_not_checked_again(counted: list[int], fmt: Any) -> None:
-    cupy = device.cupy()
-    w = cq.quantize(gauss((96, 512)), fmt).to_device("cuda")
-    for m in (1, 3, 40):
-        before = list(counted)
-        for seed in range(4):
-            x = cupy.asarray(gauss((m, 512), seed).astype(np.float16))
-            y = cupy.full((m, 96), np.nan, np.float16)
-            given = x @ w.T if seed % 2 else cq.matmul(x, w.T, out=y)
-            assert (given is y) == (seed % 2 == 0)
-            assert given.dtype == np.float16
-            assert nmse(given, testing.linear(x, w)) < 1e-6, (m, seed)
-        converted = m == 40 and not isinstance(fmt, str)  # signs: rows that are made first are always checked
-        assert [counted[0] - before[0], counted[1] - before[1]] == ([4, 0] if converted else [1, 3])
+WORDS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "out": lambda y, seed: {"out": y},
+    "new": lambda y, seed: {},
+    "dtype": lambda y, seed: {"dtype": "float32"},
+    "bias": lambda y, seed: {"out": y, "bias": there((N,), F, seed), "activation": "silu"},
+    "activation": lambda y, seed: {"activation": "gelu", "dtype": B},
+    "residual": lambda y, seed: {"out": y, "residual": there(y.shape, F, seed)},
+    "in place": lambda y, seed: {"out": y, "residual": y, "bias": there((N,), H, seed)},
+    "spread": lambda y, seed: {"out": device.cupy().zeros((*y.shape, 2), F)[..., 0]},
+}
 
 
-def test_only_what_is_alike_is_repeated(counted: list[int]) -> None:
-    """Other dtypes, strides, results, epilogues and memory are products, and errors, of their own."""
-    cupy = device.cupy()
-    w = cq.quantize(gauss((64, 256)), "q4_0").to_device("cuda")
-    x = cupy.asarray(gauss((2, 256)).astype(np.float16))
-    y = cupy.empty((2, 64), np.float16)
-    expected = testing.linear(x, w)
-    cq.matmul(x, w.T, out=y)
-    wide = cupy.zeros((4, 256), np.float16)
-    wide[::2] = x
-    memory = cupy.zeros(2 * 256 + 8, np.float16)
-    odd = memory[4:-4].reshape(2, 256)  # 8 bytes off
-    odd[...] = x
-    bias = cupy.ones(64, np.float16)
-    for other, kwargs, add in (
-        (x.astype(np.float32), {}, 0),
-        (wide[::2], {}, 0),
-        (odd, {}, 0),
-        (x, {"bias": bias}, 1),
-        (x, {"dtype": np.float32}, 0),
-        (x, {"residual": cupy.ones((2, 64), np.float16)}, 1),
-        (cq.quantize(x.astype(np.float32), "q8_1"), {}, None),
+def again_and_again(
+    counted: list[int], w: cq.QuantizedArray, kind: str, words: str, shape: tuple[int, ...], most: float
+) -> list[int]:
+    """Products of other numbers, elsewhere, that are alike, against float64, and when nothing is known."""
+    before, places = list(counted), set()
+    kept: list[tuple[Any, ...]] = []
+    for seed in range(4):
+        x = GIVEN[kind](there(shape, F, seed))
+        y = there((*shape[:-1], N), H, seed + 10)
+        kwargs = WORDS[words](y, seed)
+        places.add((x.blocks if isinstance(x, cq.QuantizedArray) else x).data.ptr)
+        expected = testing.linear(
+            x, w, **{name: a for name, a in kwargs.items() if name not in ("out", "dtype")}
+        )
+        first = kwargs["residual"].copy() if words == "in place" else None
+        got = cq.linear(x, w, **kwargs)
+        assert "out" not in kwargs or got is kwargs["out"]
+        assert nmse(got, expected) < most, seed
+        kept.append((x, kwargs, got.copy(), first))
+    found = [counted[0] - before[0], counted[1] - before[1]]
+    assert len(places) == 4
+    for x, kwargs, got, first in kept:
+        w.fragments().repeats.clear()
+        if first is not None:
+            kwargs["out"][...] = first
+        y = cq.linear(x, w, **kwargs)
+        assert y.dtype == got.dtype
+        np.testing.assert_array_equal(as_numpy(y).astype(F), as_numpy(got).astype(F))
+    return found
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_is_like_a_product_before_is_not_checked_again(counted: list[int], kind: str) -> None:
+    w = weight()
+    for m, words in ((3, "out"), (3, "new"), (12, "bias")):
+        assert again_and_again(counted, w, kind, words, (m, K), 1e-5) == [1, 3], (m, words)
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_whatever_comes_after_the_sums(counted: list[int], words: str) -> None:
+    w = weight("q5_1")
+    for kind in ("float16", "bfloat16", "q8_1"):
+        assert again_and_again(counted, w, kind, words, (2, K), 1e-4) == [1, 3], kind
+
+
+@pytest.mark.parametrize("fmt", ["q8_0", "q4_k", "kbit3", "nvfp4", cq.Trellis(2)], ids=str)
+def test_formats_and_their_signs(counted: list[int], fmt: Any) -> None:
+    """Of many rows a trellis weight's signs are given to these as they are converted."""
+    w = weight(fmt)
+    for m in (1, 40):
+        for kind in ("float16", "float32", "q8_1", "blocks") if m > 1 else ("float16",):
+            assert again_and_again(counted, w, kind, "out", (m, K), 1e-5) == [1, 3], (m, kind)
+
+
+def test_signs_of_each_matrix(counted: list[int]) -> None:
+    """Nothing is known of rows that are not x's own: copies for each matrix, or numbers of q8_1 blocks."""
+    w = cq.trellis_from_parts(**random_parts(2, (3, N, K), 128)).to_device("cuda")
+    for kind, shape, known in (
+        ("float16", (3, 40, K), True),
+        ("float32", (3, 40, K), True),
+        ("float32", (40, K), False),
+        ("q8_1", (3, 40, K), False),
+        ("q8_1", (3, 1, K), True),
     ):
-        got = cq.linear(other, w, **kwargs)
-        reference = testing.linear(other, w) if add is None else expected + add
-        assert nmse(got, reference) < 1e-6
-    assert nmse(cq.matmul(x, w.T, out=cupy.empty((2, 128), np.float16)[:, ::2]), expected) < 1e-6
-    assert counted[1] == 0
-    assert nmse(cq.matmul(x, w.T, out=y), expected) < 1e-6
-    assert counted[1] == 1
-    both = cupy.zeros(2 * 256 + 2 * 64, np.float16)
-    mine, result = both[:512].reshape(2, 256), both[384:512].reshape(2, 64)  # in x's last row
-    mine[...] = x
-    with pytest.raises(ValueError, match="share memory with x"):
-        cq.matmul(mine, w.T, out=result)
-    kept = w.storage[: 2 * 64 * 2].view(np.float16).reshape(2, 64)
-    with pytest.raises(ValueError, match="share memory with W"):
-        cq.matmul(x, w.T, out=kept)
-    with pytest.raises(TypeError, match="different devices"):
-        cq.matmul(x, w.T, out=np.empty((2, 64), np.float16))
-    with pytest.raises(ValueError, match="out has shape"):
-        cq.matmul(x, w.T, out=cupy.empty((2, 63), np.float16))
-    assert counted[1] == 1
-    assert nmse(mine @ w.T, expected) < 1e-6  # beside each other they may lie
-    assert nmse(cq.matmul(mine, w.T, out=both[512:].reshape(2, 64)), expected) < 1e-6
-    assert counted[1] == 3
+        found = again_and_again(counted, w, kind, "new", shape, 1e-5)
+        assert found == ([1, 3] if known else [4, 0]), (kind, shape)
 
 
-def test_vectors_and_stacks(counted: list[int]) -> None:
-    """A vector is checked each time, though its product as a row is known."""
-    cupy = device.cupy()
-    w = cq.quantize(gauss((3, 64, 256)), "q5_1").to_device("cuda")
-    x = cupy.asarray(gauss((3, 2, 256)).astype(np.float16))
-    for _ in range(2):
+def test_vectors_stacks_and_the_other_side(counted: list[int]) -> None:
+    w = weight("q5_1", (3, N, K))
+    for kind in ("float16", "float32", "q8_1"):
+        assert again_and_again(counted, w[0], kind, "out", (K,), 1e-5) == [1, 3]
+        assert again_and_again(counted, w, kind, "new", (3, 2, K), 1e-5) == [1, 3]
+    before = list(counted)
+    for seed in range(2):
+        x = there((2, 3, K), F, seed).swapaxes(0, 1)  # of rows that are copied first, nothing is known
         assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6
-    assert counted == [1, 1]
-    row = x[0, 0]
+    assert [counted[0] - before[0], counted[1] - before[1]] == [2, 0]
+    for seed in range(3):
+        x = there((K, 5), F, seed)
+        assert nmse(w[1] @ x, testing.linear(x.T, w[1]).T) < 1e-6
+    assert [counted[0] - before[0], counted[1] - before[1]] == [5, 0]  # each w[1] is another weight
+    own = w[1].prepare()
+    for seed in range(3):
+        x = there((K, 5), F, seed)
+        assert nmse(own @ x, testing.linear(x.T, own).T) < 1e-6
+    assert [counted[0] - before[0], counted[1] - before[1]] == [6, 2]
+
+
+NO_FORMAT: Any = ["q8_1"]
+VIEWS: list[Callable[[Any], Any]] = [
+    lambda x: x[:, :64],
+    lambda x: x[:, ::2],
+    lambda x: x[:, 1:65],
+    lambda x: x[0, :64],
+    lambda x: x[:, :64].reshape(3, 1, 64),
+]
+
+
+def test_quantized_activations_like_ones_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = counting(monkeypatch, "quantize_activations", "quantize_again")
+    cupy, w, rounds = device.cupy(), weight("q4_0", (40, 64)), 0
+    for dtype in (H, B, F):
+        for view in VIEWS:
+            for seed in range(3):
+                x = view(there((3, 128), dtype, seed))
+                q, expected = cq.quantize(x, "q8_1"), cq.quantize(as_numpy(x), "q8_1")
+                assert (q.format.name, q.shape, type(q.blocks)) == ("q8_1", x.shape, type(x))
+                np.testing.assert_array_equal(as_numpy(q.blocks), expected.blocks)
+                of_blocks = cq.from_blocks(q.blocks, "q8_1", q.shape)
+                np.testing.assert_array_equal(as_numpy(q @ w.T), as_numpy(of_blocks @ w.T))
+            rounds += 1
+            assert counts == [rounds, 2 * rounds], (dtype, x.strides)
+    swapped = there((2, 3, 64)).swapaxes(0, 1)  # rows that must be copied first
     for _ in range(2):
-        assert nmse(row @ w[0].T, testing.linear(row, w[0])) < 1e-6
-    assert counted == [3, 1]
+        np.testing.assert_array_equal(
+            as_numpy(cq.quantize(swapped, "q8_1").blocks), cq.quantize(as_numpy(swapped), "q8_1").blocks
+        )
+    assert counts == [rounds + 2, 2 * rounds]
+    for given in (swapped.get(), swapped.get().astype(B)):
+        assert cq.quantize(given, "q8_1").device == "cpu"
+    with pytest.raises(ValueError, match="positive multiple"):
+        cq.quantize(there((3, 63)), "q8_1")
+    with pytest.raises(TypeError, match="a format is a name"):
+        cq.quantize(there((3, 64)), NO_FORMAT)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(cupy.cuda.runtime, "getDevice", lambda: 1)
+        with pytest.raises(ValueError, match="current device is GPU 1"):
+            cq.quantize(there((3, 128), F)[:, :64], "q8_1")
+    for rows in range(1, repeats.MOST + 8):
+        cq.quantize(cupy.zeros((rows, 32), F), "q8_1")
+        assert 0 < len(repeats.quantized) <= repeats.MOST
 
 
-def test_a_weight_knows_so_many(counted: list[int]) -> None:
-    from cuquant import repeats
+def test_sums_that_blocks_leave_each_other(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have scratch memory behind the converted rows, and flags."""
+    real, given = plan.gemm, []
 
-    cupy = device.cupy()
-    w = cq.quantize(gauss((16, 32)), "q4_0").to_device("cuda")
+    def gemm(*args: Any, **kwargs: Any) -> plan.Gemm:
+        made = real(*args, **kwargs)
+        return replace(made, partials=max(made.partials, 4096))
+
+    def launch(launch: Any, *args: Any) -> None:
+        given.append((launch.partials, args[-1]))
+        started(launch, *args)
+
+    started = cuda._launch
+    monkeypatch.setattr(cuda, "_launch", launch)
+    problem.resolve.cache_clear()
+    with monkeypatch.context() as planned:
+        planned.setattr(plan, "gemm", gemm)
+        w = weight()
+        for kind in ("float16", "float32"):
+            assert again_and_again(counted, w, kind, "out", (3, K), 1e-5) == [1, 3]
+    problem.resolve.cache_clear()
+    with buffers.scratch() as scratch:
+        start, flags = scratch.take(1), scratch.flags()
+    rows = buffers.rows_bytes((3, K))[1]
+    sums = {start: 8, start + rows: 8}
+    assert [place for place in given if place[0]] == given
+    assert {place: [s for _, s in given].count((place, flags)) for place in sums} == sums
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "q8_1"])
+def test_repeated_in_a_captured_graph(counted: list[int], kind: str) -> None:
+    cupy, w = device.cupy(), weight()
+    x, bias, y = there((4, K), H if kind == "float16" else F), there((N,)), cupy.empty((4, N), F)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    kept = []  # the graph writes to them
+
+    def step() -> None:
+        given = cq.quantize(x, "q8_1") if kind == "q8_1" else x
+        kept.append(given)
+        cq.linear(given, w, bias=bias, activation="silu", out=y)
+
+    cupy.cuda.Device().synchronize()
+    with stream:
+        step()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        assert counted == [1, 1]
+        for seed in range(2):
+            x[...] = there(x.shape, x.dtype, seed)
+            y.fill(np.nan)
+            graph.launch(stream)
+            stream.synchronize()
+            given = cq.quantize(x, "q8_1") if kind == "q8_1" else x
+            assert nmse(y, testing.linear(given, w, bias=bias, activation="silu")) < 1e-6
+
+
+def test_debugging_sees_repeated_calls(counted: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    x, w = there((2, K), F), weight()
+    for _ in range(2):
+        cq.quantize(x, "q8_1") @ w.T
+    with cq.config(debug=True):
+        cq.quantize(x, "q8_1") @ w.T
+    assert counted == [1, 2]
+    shown = capsys.readouterr().err
+    for title in ("quantize before", "quantize after", "linear before", "linear after"):
+        assert f"=== cuquant.{title}" in shown
+
+
+def test_a_weight_knows_so_many() -> None:
+    cupy, w = device.cupy(), weight("q4_0", (16, 32))
     known = w.fragments().repeats
-    for m in range(1, repeats._MOST):
-        y = cupy.empty((m, 16), check.FLOATS[0])
-        cq.matmul(cupy.zeros((m, 32), np.float16), w.T, out=y)
-        assert len(known) <= repeats._MOST + 1
-    assert len(known) > 0
+    for m in range(1, repeats.MOST + 8):
+        cq.matmul(cupy.zeros((m, 32), H), w.T, out=cupy.empty((m, 16), H))
+        assert 0 < len(known) <= repeats.MOST

@@ -13,7 +13,7 @@ from hardware import SHARED, assert_staged
 from test_compile import FORMATS, OTHERS, check
 
 import cuquant as cq
-from cuquant import plan, problem
+from cuquant import jit, plan, problem
 from cuquant.plan.moe import Load
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
@@ -138,8 +138,8 @@ def test_numbers_are_those_of_the_struct() -> None:
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     assert group.map is not None
     assert group.map.dims[:2] == (512, 128)
-    packed = group.packed(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9), *range(11))
-    assert len(packed) == 640 + 64
+    codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9), *range(11))
+    assert len(jit.layout(codes)[0].pack(*values)) == 640 + 64
 
 
 def test_trellis_takes_the_tiles_of_codebooks() -> None:

@@ -268,7 +268,7 @@ def test_scales_in_float16() -> None:
 def test_arguments_of_kernels_have_their_offsets() -> None:
     from cuquant import jit
 
-    assert jit._layout(("Q", "q", "i", "i", "Q", "i", "64s"))[1] == (0, 8, 16, 20, 24, 32, 36)
+    assert jit.layout(("Q", "q", "i", "i", "Q", "i", "64s"))[1] == (0, 8, 16, 20, 24, 32, 36)
     assert jit._packed(bytes(64)) == ("64s", bytes(64))
 
 

@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from .. import cpu, device, formats
+from .. import cpu, cuda, cuda_trellis, device, formats
 from ..array import QuantizedArray
-from ..fragments import from_fragments
+from ..formats.trellis import Trellis
+from ..fragments import fill, from_fragments, nothing_found
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
-from .matmul import CEILINGS, LAUNCH_US
+from .matmul import CEILINGS, LAUNCH_US, X_DTYPES
 from .record import Record, rounded
-from .timing import call_us, host_us, warm_up
+from .timing import call_us, graph_us, host_us, warm_up
 
 SHAPES = ((32768, 8192),)
 """2^28 numbers: many times what an L2 cache holds."""
 CHECKED_ROWS = 32
+KERNELS = ("encode", "repack")
+"""Work that is measured in a replayed graph."""
+CALLS = {"call": "f16", "call-f32": "f32", "call-q8_1": "q8_1"}
+"""What x is in a call that the host is timed by; quantizing it to q8_1 is a part of that."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +38,9 @@ class WeightCell:
 
     `work` is "quantize" (of float16), "dequantize" (to float16), "prepare" (storage bytes to the fragment
     layout), "restore" (back to them), all as their caller sees them once the stream comes to them, waiting
-    for the GPU included; or "call": what one x @ W.T with a row of x and `out=` takes the host, of which the
-    GPU sees nothing as long as it has work. The floor counts what must be read and written once.
+    for the GPU included; "encode" and "repack", the kernels of quantize and prepare alone, which do wait; or
+    a "call" (see CALLS): what one x @ W.T with a row of x and `out=` takes the host, of which the GPU sees
+    nothing as long as it has work. The floor counts what must be read and written once.
     """
 
     op: str
@@ -76,7 +83,8 @@ def weights(
 
 def works(fmt: formats.Format) -> tuple[str, ...]:
     """What is measured of a format."""
-    return (*(("quantize",) if _quantizes(fmt) else ()), "dequantize", "prepare", "restore", "call")
+    encoding = ("quantize", "encode") if _quantizes(fmt) else ()
+    return (*encoding, "dequantize", "prepare", "repack", "restore", *CALLS)
 
 
 def _quantizes(fmt: formats.Format) -> bool:
@@ -108,26 +116,52 @@ class _Given:
     def quantize(self) -> QuantizedArray:
         return quantize(self.dense, self.weight.format)
 
+    def encode(self) -> QuantizedArray:
+        made, fmt = self._encoded, self.weight.format
+        cuda.encode(self.dense, fmt, made.blocks, self._found)
+        return made
+
+    def repack(self) -> Any:
+        w, made = self.weight, self.prepared
+        if isinstance(w.format, Trellis):
+            cuda_trellis.fill(made.fragments(), w.blocks)
+        else:
+            fill(made.fragments(), w.format.to_kernels(w.blocks, device.cupy()), self._found)
+        return made
+
+    @cached_property
+    def _encoded(self) -> QuantizedArray:
+        return QuantizedArray(self.weight.format, device.cupy().empty_like(self.weight.blocks))
+
+    @cached_property
+    def _found(self) -> Any:
+        """What kernels may leave words in that nobody reads."""
+        return nothing_found(self.prepared.fragments())
+
     def dequantize(self) -> Any:
         return self.weight.dequantize(np.float16)
 
 
 def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
-    if key["work"] == "call":
-        return WeightCell(**key, us=rounded(_host_us(given.prepared)), floor_us=None, gbps=None)
+    if key["work"] in CALLS:
+        us = _host_us(given.prepared, CALLS[key["work"]])
+        return WeightCell(**key, us=rounded(us), floor_us=None, gbps=None)
     run: Callable[[], Any] = getattr(given, key["work"])
     _CHECKS[key["work"]](key, given, run())
-    us, ceilings = call_us(run), CEILINGS.get(device.name("cuda"))
-    numbers = key["N"] * key["K"] * 2
-    moved = given.weight.nbytes + (numbers if "quantize" in key["work"] else given.prepared.storage.nbytes)
+    us = graph_us([run]).us if key["work"] in KERNELS else call_us(run)
+    numbers, ceilings = key["N"] * key["K"] * 2, CEILINGS.get(device.name("cuda"))
+    repacked = key["work"] in ("prepare", "repack", "restore")
+    moved = given.weight.nbytes + (given.prepared.storage.nbytes if repacked else numbers)
     floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
     return WeightCell(**key, us=rounded(us), floor_us=rounded(floor), gbps=rounded(moved / us * 1e-3))
 
 
-def _host_us(w: QuantizedArray) -> float:
+def _host_us(w: QuantizedArray, activation: str) -> float:
     cupy = device.cupy()
     n, k = w.shape
-    x, out = cupy.ones((1, k), np.float16), cupy.empty((1, n), np.float16)
+    x, out = cupy.ones((1, k), X_DTYPES[activation]), cupy.empty((1, n), np.float16)
+    if activation == "q8_1":
+        return host_us(lambda: product_of(quantize(x, "q8_1"), w.T, out=out))
     return host_us(lambda: product_of(x, w.T, out=out))
 
 
@@ -158,7 +192,9 @@ def _check_restored(key: dict[str, Any], given: _Given, made: Any) -> None:
 
 _CHECKS: dict[str, Callable[[dict[str, Any], _Given, Any], None]] = {
     "quantize": _check_quantized,
+    "encode": _check_quantized,
     "dequantize": _check_dequantized,
     "prepare": _check_prepared,
+    "repack": _check_prepared,
     "restore": _check_restored,
 }

@@ -174,6 +174,12 @@ class Format(ABC):
         another tensor's too."""
         return self
 
+    @property
+    def for_repacking(self) -> Format:
+        """The format as whose blocks kernels read and write its storage bytes: as a GPU keeps it, but where
+        they know its own blocks, too."""
+        return self.for_kernels
+
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
         """Blocks (..., row bytes) of this format in that one, `xp` being the module of their arrays."""
         return blocks

@@ -12,6 +12,8 @@ from .base import Format, register
 
 _KERNELS_GROUP = 32
 """Weights of a scale on the GPU, where those of larger groups are repeated."""
+_REPACKED_GROUPS = (32, 64, 128)
+"""Sizes of groups that kernels read and write."""
 WHOLE_ROW = -1
 """As a group size: K, whatever it is."""
 _BIAS = np.float32(8)
@@ -74,11 +76,15 @@ class Int4(Format):
     def for_kernels(self) -> Int4:
         return Int4(_KERNELS_GROUP, self.symmetric)
 
+    @property
+    def for_repacking(self) -> Int4:
+        return self if self.block_size in _REPACKED_GROUPS else self.for_kernels
+
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
+        if self.block_size in _REPACKED_GROUPS:
+            return blocks
         *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
-        if parts == 1:
-            return blocks
         groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
         fine = xp.empty((*groups.shape[:-1], parts, scales + _KERNELS_GROUP // 2), np.uint8)
         fine[..., :scales] = groups[..., None, :scales]
@@ -86,10 +92,10 @@ class Int4(Format):
         return fine.reshape(*lead, groups.shape[-2] * parts * fine.shape[-1])
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
+        if self.block_size in _REPACKED_GROUPS:
+            return blocks
         *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
-        if parts == 1:
-            return blocks
         part_bytes = scales + _KERNELS_GROUP // 2
         fine = blocks.reshape(*lead, row_bytes // (parts * part_bytes), parts, part_bytes)
         groups = xp.empty((*fine.shape[:-2], self.block_bytes), np.uint8)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BITS = (2, 3, 4)
 GROUP_SIZES = (32, 128)
 TILE = 16
-_ALIGNMENT = 16
+ALIGNMENT = 16
 """Bytes: a stack's matrices begin on multiples of it."""
 _LEAST_MOMENT = np.float32(2.0**-40)
 """Of inputs that are not 0, relative to the greatest."""
@@ -244,7 +244,7 @@ class Trellis(Format):
         packed = -(-k // TILE) * -(-n // TILE) * 32 * self.bits
         scales = packed + 4 * n * -(-k // self.group_size)
         signs = scales + k + n
-        return packed, scales, scales + k, signs, signs + -signs % _ALIGNMENT
+        return packed, scales, scales + k, signs, signs + -signs % ALIGNMENT
 
     def parts(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> Parts:
         """The arrays that the storage bytes of an array of that shape hold: views."""

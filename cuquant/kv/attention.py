@@ -79,13 +79,14 @@ def attention(
     q = check.in_cache(check.floats(q, "q"), "q", cache.device)
     check.queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
     scale = check.score_scale(scale, cache.head_dim)
-    mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
+    if mask is not None:
+        mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
     positions = check.positions(positions, q.shape, cache.device)
     on_gpu = cache.device == "cuda"
     if out is None:
         y = device.backend(on_gpu).empty(q.shape, q.dtype)
     else:
         y = check.in_cache(check.floats(out, "out"), "out", cache.device)
-    check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
+        check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
     cache.backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
     return y if out is None else out

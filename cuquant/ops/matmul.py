@@ -60,10 +60,10 @@ def linear(
     TypeError, ValueError
         Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
     """
-    if bias is None and activation is None and residual is None and dtype is None:
-        known = repeats.find(x, w, out)
-        if known is not None:
-            return device.backend(True).repeat(known, x, w, out)
+    words = activation, dtype
+    known = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
+    if known is not None:
+        return device.backend(True).repeat(known, x, w, bias, residual, out)
     x, w = check.activations(x), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     check.activation(activation)
@@ -78,9 +78,13 @@ def linear(
     else:
         check.output(y, shape, arrays, residual, on_gpu)
     if x.ndim == 1:
-        backend.product(Product(_row(x), w, bias, activation, _row(residual)), y[..., None, :])
+        work = backend.product(Product(_row(x), w, bias, activation, _row(residual)), y[..., None, :])
     else:
-        backend.product(Product(x, w, bias, activation, residual), y)
+        work = backend.product(Product(x, w, bias, activation, residual), y)
+    if work is not None:
+        given, weight = None if out is None else y, w.fragments()
+        alike = weight.repeats, words, work, x, (bias,), residual, given
+        repeats.remember(*alike, result=y, weights=(weight.buffer,))
     return y if out is None else out
 
 
@@ -104,7 +108,7 @@ def matmul(a: Any, b: Any, *, out: Any = None, dtype: Any = None) -> Any:
     TypeError, ValueError
         As in `linear`; and where the product would contract a weight along N: its blocks run along K.
     """
-    if check.is_weight(a):
+    if isinstance(a, QuantizedArray) and not a.format.for_activations:
         if isinstance(b, Transposed):
             return _left(a, b.T, out, dtype)
         x = check.floats(b, "x")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import check, cpu, device
+from .. import check, cpu, device, repeats
 from ..array import QuantizedArray
 from ..debug import shown
 from .matmul import linear
@@ -55,13 +56,21 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     TypeError, ValueError
         Dtype, shape or top_k do not fit.
     """
+    words = top_k, type(top_k), normalize, type(normalize)  # 1 equals True, but is not taken for it
+    known = repeats.find(repeats.routed, words, logits)
+    if known is not None:
+        ids, probs = known.work.again(known, logits)
+        return ids, probs
     logits = check.floats(logits, "logits")
     check.top_k(top_k, logits.shape)
     check.flag(normalize, "normalize")
     if device.is_cuda(logits):
         from ..cuda_moe import route as on_gpu
 
-        return on_gpu(logits, top_k, normalize)
+        ids, probs, work = on_gpu(logits, top_k, normalize)
+        if work is not None:
+            repeats.remember(repeats.routed, words, work, logits, result=ids)
+        return ids, probs
     logits = logits.astype(np.float32)
     # By logits, not by probabilities: the softmax rounds different ones to one number.
     ids = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k]
@@ -116,6 +125,12 @@ def moe(
     TypeError, ValueError
         Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
     """
+    weights = repeats.prepared(experts)
+    if weights is not None:
+        words = _words(activation, weights)
+        known = repeats.find(weights[0].repeats, words, x, (expert_ids, expert_probs), None, out)
+        if known is not None and known.work.of(*weights):
+            return known.work.again(known, x, expert_ids, expert_probs, out)
     x = check.activations(x)
     gate, up, down = check.experts(experts)
     if check.is_quantized(x) and check.is_quantized(down):
@@ -139,13 +154,24 @@ def moe(
         from .. import cuda_moe
 
         if cuda_moe.takes(x, gate, up, down, ids.shape[-1]):
-            cuda_moe.mixture(x, (gate, up, down), ids, probs, activation, y)
+            work = cuda_moe.mixture(x, (gate, up, down), ids, probs, activation, y)
+            if work is not None:
+                own = [w.fragments() for w in (gate, up, down)]
+                given = None if out is None else y
+                alike = own[0].repeats, _words(activation, own), work, x, (ids, probs), None, given
+                repeats.remember(*alike, result=y, weights=tuple(w.buffer for w in own))
             return y if out is None else out
     ids, probs = device.as_numpy(ids), device.as_numpy(probs)
     mixed = _mixed(x, Experts(gate, up, down), ids, probs, activation)
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
         y[...] = mixed.reshape(shape)
     return y if out is None else out
+
+
+def _words(activation: Any, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """What gate knows mixtures by, beside their operands; whether up and down live, is asked then."""
+    _, up, down = weights
+    return activation, id(up), id(down)
 
 
 def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | None) -> Any:

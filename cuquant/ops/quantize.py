@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import check, cpu, device, formats
+from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
 from ..debug import shown
 from ..formats import Format
@@ -41,6 +41,12 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         weight formats, x holds NaN or infinity or needs a scale that overflows its type (the message names
         the first such row). q8_1 propagates them instead.
     """
+    if importance is None:
+        known = repeats.find(repeats.quantized, (format,), x)
+        if known is not None:
+            how, fmt = known.work
+            blocks, rows = device.backend(True).quantize_again(how, x)
+            return QuantizedArray(fmt, blocks, rows, x.shape)
     fmt = formats.get(format)
     x = check.floats(x, "x")
     fmt = check.whole_blocks(x.shape, fmt).fitted(x)
@@ -50,9 +56,10 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         blocks = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
         return QuantizedArray(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
-        from .. import cuda
-
-        return QuantizedArray(fmt, *cuda.quantize_activations(x, fmt))
+        blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
+        if how is not None:
+            repeats.remember(repeats.quantized, (fmt.name,), (how, fmt), x, result=blocks)
+        return QuantizedArray(fmt, blocks, rows)
     backend = device.backend(on_gpu)
     *_, k = shape = x.shape
     if missing := -k % fmt.block_size:

@@ -16,11 +16,13 @@ from .blocks import (
     LONGEST_ROW,
     activations,
     block_kernels,
+    center,
     group_lanes,
     lift,
     per_block,
     quantize,
     repack,
+    scale_kernels,
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import decode
@@ -48,6 +50,7 @@ __all__ = [
     "Planes",
     "activations",
     "all_kernels",
+    "center",
     "core_of",
     "decode",
     "gemm",
@@ -59,6 +62,7 @@ __all__ = [
     "per_block",
     "quantize",
     "repack",
+    "scale_kernels",
     "row_factors",
     "shared_limit",
     "tiles",
@@ -101,8 +105,9 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
             (1 << 10, 1 << 12),
         ),
     ]
-    for fmt in (f.for_kernels for f in formats if f.on_gpu):
-        found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(fmt)
+    for given in (f for f in formats if f.on_gpu):
+        fmt = given.for_kernels
+        found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(given)
         if fmt.for_activations:
             continue
         for batches, rows, columns in shapes:

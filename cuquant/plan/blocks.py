@@ -49,19 +49,38 @@ def _quantize_groups(has_zero_points: bool, threads: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, count: int, half: bool = True) -> Plan:
-    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left.
+    """To or from the fragment layout (`entry`): 16 tiles a block, which strides over what is left; on the way
+    there as many blocks as a large GPU holds at once, which fetch a run while they work on the one before.
 
-    Weights that are not `half`, that float16 does not hold, have no factors of rows.
+    A warp takes a block of the format as a whole. Weights that are not `half`, that float16 does not hold,
+    have no factors of rows.
     """
     kernel = per_format("repack", entry, fmt)
-    constants = (*kernel.constants, ("ROW_FACTORS", int(half and row_factors(fmt))))
-    return Plan(replace(kernel, constants=constants), (ceil(count / 16), 1, 1), 256)
+    threads, resident = (256, 5) if fmt.block_size < 256 else (128, 6)
+    constants = {"THREADS": threads, "RESIDENT": resident, "ROW_FACTORS": int(half and row_factors(fmt))}
+    blocks = ceil(count / 16)
+    if entry == "to_fragments":
+        blocks = min(blocks, LARGE_GPU * resident)
+    return Plan(replace(kernel, constants=(*kernel.constants, *constants.items())), (blocks, 1, 1), threads)
 
 
 @lru_cache(maxsize=1024)
 def lift(fmt: Format, row_tiles: int) -> Plan:
-    """Scales in the fragment layout to what products take: a block for each row tile."""
+    """Scales in the fragment layout to what products take, of formats with factors of rows: a block for each
+    row tile."""
     return Plan(per_format("lift", "lift", fmt), (row_tiles, 1, 1), 256)
+
+
+@lru_cache(maxsize=1024)
+def center(nbytes: int) -> Plan:
+    """The same of scales that are exponents, that many bytes: 16 a thread."""
+    return Plan(Kernel("center", "center"), (ceil(nbytes / 4096), 1, 1), 256)
+
+
+def scale_kernels(fmt: Format) -> set[Kernel]:
+    """What scales in the fragment layout go through, of a format as kernels have it."""
+    found = {lift(fmt, 1).kernel} if row_factors(fmt) else set()
+    return found | ({center(1).kernel} if fmt.scaling == "e8m0" else set())
 
 
 LONGEST_ROW = 4 * 16 * 1024
@@ -86,14 +105,14 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
 
 def block_kernels(fmt: Format) -> set[Kernel]:
     """What converts blocks of a format."""
-    found = {per_block("dequantize", fmt, 1).kernel} | (
-        {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
+    stored = fmt.for_repacking
+    found = {per_block("dequantize", stored, 1).kernel} | (
+        {quantize(stored, 1).kernel} if fmt.encodes_on_gpu else set()
     )
-    if row_factors(fmt):
-        found |= {lift(fmt, 1).kernel}
     if not fmt.for_activations:
         both = ("to_fragments", "from_fragments")
-        return found | {repack(fmt, entry, 1, half).kernel for entry in both for half in (True, False)}
+        found |= {repack(stored, entry, 1, half).kernel for entry in both for half in (True, False)}
+        return found | scale_kernels(fmt.for_kernels)
     entries = (
         "rows_to_half",
         "prepare_rows",

@@ -6,6 +6,11 @@
 
 constexpr int MINE = 16;  // elements per thread
 
+// The least and the greatest of some elements, of +0 and -0 either; NaN if one is.
+struct Range {
+    float low, high;
+};
+
 // Minimum and maximum, of subnormal numbers too; NaN if either is, and of +0 and -0 either.
 DEVICE float ieee_min(float a, float b) {
     float r;
@@ -29,6 +34,81 @@ DEVICE float ieee_max(float a, float b) {
     return r;
 }
 
+// Of pairs of float16 numbers likewise.
+#if __CUDA_ARCH__ >= 800
+DEVICE u32 min_half2(u32 a, u32 b) {
+    u32 r;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEVICE u32 max_half2(u32 a, u32 b) {
+    u32 r;
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+DEVICE u32 max_magnitude_half2(u32 a, u32 b) {
+    u32 r;
+    asm("{.reg .b32 x, y;\nabs.f16x2 x, %1;\nabs.f16x2 y, %2;\nmax.NaN.f16x2 %0, x, y;}" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+#endif
+
+DEVICE void widen(const u32 (&pairs)[MINE / 2], float (&to)[MINE]) {
+#pragma unroll
+    for (int j = 0; j < MINE; j += 2) to[j] = low_to_float(pairs[j / 2]), to[j + 1] = high_to_float(pairs[j / 2]);
+}
+
+DEVICE Range range_of(const float (&x)[MINE]) {
+    Range range = {x[0], x[0]};
+#pragma unroll
+    for (int j = 1; j < MINE; j++) range = {ieee_min(range.low, x[j]), ieee_max(range.high, x[j])};
+    return range;
+}
+
+// The greatest magnitude; NaN if an element is.
+DEVICE float peak_of(const float (&x)[MINE]) {
+    u32 bits = 0;
+#pragma unroll
+    for (int j = 0; j < MINE; j++) bits = max(bits, magnitude(x[j]));
+    return __int_as_float(bits);
+}
+
+// The same of float16 numbers, two at a time.
+DEVICE Range range_of(const u32 (&pairs)[MINE / 2]) {
+#if __CUDA_ARCH__ >= 800
+    u32 low = pairs[0], high = low;
+#pragma unroll
+    for (int j = 1; j < MINE / 2; j++) low = min_half2(low, pairs[j]), high = max_half2(high, pairs[j]);
+    return {ieee_min(low_to_float(low), high_to_float(low)), ieee_max(low_to_float(high), high_to_float(high))};
+#else
+    float x[MINE];
+    widen(pairs, x);
+    return range_of(x);
+#endif
+}
+
+DEVICE float peak_of(const u32 (&pairs)[MINE / 2]) {
+#if __CUDA_ARCH__ >= 800
+    u32 peak = pairs[0];
+#pragma unroll
+    for (int j = 1; j < MINE / 2; j++) peak = max_magnitude_half2(peak, pairs[j]);
+    return ieee_max(absolute(low_to_float(peak)), absolute(high_to_float(peak)));
+#else
+    float x[MINE];
+    widen(pairs, x);
+    return peak_of(x);
+#endif
+}
+
+// What sets the scale of elements, or of pairs of them: their range or, as `high`, their peak.
+template <bool SIGNED, class T>
+DEVICE Range extent_of(const T& x) {
+    if constexpr (SIGNED) return range_of(x);
+    return {0, peak_of(x)};
+}
+
 // rest << 16 | high's byte << 8 | low's byte.
 DEVICE u32 pack_bytes(int low, int high, u32 rest) {
     u32 r;
@@ -43,9 +123,10 @@ DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
     return r;
 }
 
-// From an address aligned to 16 bytes.
-template <int APART>
-DEVICE void load_aligned(const void* x, s64 at, int dtype, float (&to)[MINE]) {
+// A thread's elements: eight from `at` on, and eight that are APART further. What sets the scale of them. These are of
+// addresses aligned to 16 bytes ...
+template <int APART, bool SIGNED>
+DEVICE Range load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE]) {
     if (dtype == FLOAT32) {
         const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
         const float4 parts[4] = {from[0], from[1], from[APART / 4], from[APART / 4 + 1]};
@@ -55,13 +136,32 @@ DEVICE void load_aligned(const void* x, s64 at, int dtype, float (&to)[MINE]) {
     } else {
         const uint4* from = reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at);
         const uint4 a = from[0], b = from[APART / 8];
-        const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int j = 0; j < MINE; j++) {
-            u16 bits = u16(words[j / 2] >> j % 2 * 16);
-            to[j] = dtype == FLOAT16 ? half_to_float(bits) : bfloat_to_float(bits);
+        const u32 pairs[MINE / 2] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        if (dtype == FLOAT16) {
+            widen(pairs, to);
+            return extent_of<SIGNED>(pairs);
         }
+#pragma unroll
+        for (int j = 0; j < MINE; j++) to[j] = bfloat_to_float(u16(pairs[j / 2] >> j % 2 * 16));
     }
+    return extent_of<SIGNED>(to);
+}
+
+// ... and these of any.
+template <int APART = 16, bool SIGNED = true>
+DEVICE Range load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
+    const s64 row_bytes = row_stride * (dtype == FLOAT32 ? 4 : 2);
+    if (column_stride == 1 && (reinterpret_cast<u64>(x) | row_bytes) % 16 == 0)
+        return load_in_order<APART, SIGNED>(x, at, dtype, to);
+#pragma unroll
+    for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j % 8 + j / 8 * APART) * column_stride, dtype);
+    return extent_of<SIGNED>(to);
+}
+
+// Whether rows of so many elements lie one behind another, the first at an address aligned to 16 bytes. They are then
+// one row: a 64-bit division is a function call. (One test: of what differs.)
+DEVICE bool are_dense(const void* x, s64 row_stride, s64 column_stride, s64 elements) {
+    return ((column_stride ^ 1) | (row_stride ^ elements) | reinterpret_cast<u64>(x) % 16) == 0;
 }
 
 // Whether the block's first element of this magnitude (in bits) is negative.
@@ -77,15 +177,14 @@ struct Scales {
     float d, m;  // not finite where an element is not
 };
 
-// Codes of a thread's elements, and the float32 scale and minimum of the block. A code of 4 bits may be 16 for 15.
+// Codes of a thread's elements, of which this sets the scale, and the float32 scale and minimum of the block. A code of
+// 4 bits may be 16 for 15.
 template <class F>
-DEVICE Scales encode(const float (&x)[MINE], int half, int (&q)[MINE]) {
-    float low = x[0], high = x[0];
-#pragma unroll
-    for (int j = 1; j < MINE; j++) low = ieee_min(low, x[j]), high = ieee_max(high, x[j]);
-    low = ieee_min(low, __shfl_xor_sync(~0u, low, 1)), high = ieee_max(high, __shfl_xor_sync(~0u, high, 1));
+DEVICE Scales encode(const float (&x)[MINE], Range range, int half, int (&q)[MINE]) {
+    float high = ieee_max(range.high, __shfl_xor_sync(~0u, range.high, 1));
+    float low = F::BITS == 8 ? 0 : ieee_min(range.low, __shfl_xor_sync(~0u, range.low, 1));
     if constexpr (F::BITS == 8) {
-        float d = ieee_div(__int_as_float(max(magnitude(low), magnitude(high))), 127);
+        float d = ieee_div(high, 127);
         float inv = is_finite(d) ? inverse(d) : 0;
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
@@ -123,6 +222,11 @@ DEVICE Scales encode(const float (&x)[MINE], int half, int (&q)[MINE]) {
         }
         return {d, 0};
     }
+}
+
+template <class F>
+DEVICE Scales encode(const float (&x)[MINE], int half, int (&q)[MINE]) {
+    return encode<F>(x, extent_of<F::BITS != 8>(x), half, q);
 }
 
 // A thread's codes, packed in order: of 4 bits the two of a byte together, else a byte each.
@@ -172,26 +276,18 @@ DEVICE u32 scale_bits(const Scales& scales, const u32 (&words)[4]) {
     return bits;
 }
 
-// A thread's elements: eight from `at` on, and eight that are APART further.
-template <int APART = 16>
-DEVICE void load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
-    const s64 row_bytes = row_stride * (dtype == FLOAT32 ? 4 : 2);
-    if (column_stride == 1 && (reinterpret_cast<u64>(x) | row_bytes) % 16 == 0) {
-        load_aligned<APART>(x, at, dtype, to);
-    } else {
-#pragma unroll
-        for (int j = 0; j < MINE; j++) to[j] = load_float(x, at + (j % 8 + j / 8 * APART) * column_stride, dtype);
-    }
-}
-
-// The blocks of all threads, from shared memory. At most BYTES of them, a multiple of 16.
-template <int BYTES, int THREADS>
+// The bytes of all threads, MOST at most, from shared memory to an address aligned to 16 bytes.
+template <int MOST, int THREADS>
 DEVICE void store_staged(u8* to, const u8* staged, int bytes) {
     __syncthreads();
+    if (bytes % 16 == 0) {
+        const int own = threadIdx.x * 16;
 #pragma unroll
-    for (int byte = threadIdx.x * 16; byte < BYTES; byte += THREADS * 16)
-        if (byte + 16 <= bytes)
-            *reinterpret_cast<uint4*>(to + byte) = *reinterpret_cast<const uint4*>(staged + byte);
-        else
-            for (int rest = byte; rest < bytes; rest++) to[rest] = staged[rest];
+        for (int byte = 0; byte < MOST; byte += THREADS * 16)
+            if (byte + own < bytes)
+                *reinterpret_cast<uint4*>(to + byte + own) = *reinterpret_cast<const uint4*>(staged + byte + own);
+    } else {
+#pragma unroll 1
+        for (int byte = threadIdx.x; byte < bytes; byte += THREADS) to[byte] = staged[byte];
+    }
 }

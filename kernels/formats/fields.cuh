@@ -20,9 +20,9 @@ struct Field {
         to = u8(shift_of(code) ? to | value << shift_of(code) : value);
     }
 
-    // Codes of four elements from `code` on, a byte each.
-    static DEVICE u32 four(const u8* block, int code) {
-        return load_u32(block + byte_of(code)) >> shift_of(code) & MASK * 0x01010101;
+    // Codes of eight elements from `code` on, a byte each.
+    static DEVICE uint2 eight(const u8* block, int code) {
+        return codes_at(load_eight(block + byte_of(code)), shift_of(code), MASK);
     }
 
     // Codes column + 2i, + 8, + 1, + 9: a lane's share of 16 columns, in the order of tile.cuh.

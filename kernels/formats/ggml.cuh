@@ -28,21 +28,15 @@ struct GgmlBlock : Ungrouped {
     static constexpr int HIGH_BYTES = HAS_FIFTH ? 128 : 0;
     static constexpr int SCALE_BYTES = HAS_MIN ? 128 : 64;
 
-    // Codes of four elements from j < 16 on, and of the four 16 further, a byte each: unsigned, ZERO meaning 0.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = load_u32(block + CODES_AT + j);
-        if constexpr (BITS == 8) {
-            low ^= 0x80808080;
-            high = load_u32(block + CODES_AT + j + 16) ^ 0x80808080;
-        } else {
-            high = low >> 4 & 0x0f0f0f0f;
-            low &= 0x0f0f0f0f;
-        }
-        if constexpr (HAS_FIFTH) {
-            const u8* fifth = block + FIFTH_AT + j / 8;
-            low |= spread(fifth[0], j) << 4;
-            high |= spread(fifth[2], j) << 4;
-        }
+    // Codes of eight elements from j on, a byte each: unsigned, ZERO meaning 0.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        uint2 codes = load_eight(block + CODES_AT + (BITS == 8 ? j : j % 16));
+        if constexpr (BITS == 8)
+            codes = make_uint2(codes.x ^ 0x80808080, codes.y ^ 0x80808080);
+        else
+            codes = codes_at(codes, j / 16 * 4, 15);
+        if constexpr (HAS_FIFTH) add_plane(codes, block[FIFTH_AT + j / 8], 4);
+        return codes;
     }
 
     // Scale in the low half, minimum (or the sum) in the high half.
@@ -63,13 +57,13 @@ struct GgmlBlock : Ungrouped {
         if constexpr (FIFTH_AT == 4) *reinterpret_cast<u16*>(block + 2) = u16(bits >> 16);
     }
 
-    // What byte j of such codes reads as: the reference formula in float32. q is exact, so there is one rounding
-    // without a minimum, two with it.
+    // What byte j of such codes reads as: the reference formula in float32. q is exact, and d * q of 16 bits, so there
+    // is one rounding.
     static DEVICE float read(u32 codes, int j, u32 scale, const float*) {
         // A code in the last byte of 2^23's bits reads 2^23 + code.
         const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + ZERO));
-        const float x = __fmul_rn(q, half_to_float(u16(scale)));
-        return HAS_MIN ? __fadd_rn(x, half_to_float(u16(scale >> 16))) : x;
+        const float d = half_to_float(u16(scale));
+        return HAS_MIN ? __fmaf_rn(q, d, half_to_float(u16(scale >> 16))) : __fmul_rn(q, d);
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -107,7 +101,7 @@ struct GgmlBlock : Ungrouped {
     // ... and back.
     static DEVICE void scatter(const LaneShare<GgmlBlock>& share, u8* row, u8* row8, int lane) {
         const int i = lane % 4;
-        u32 own_fifth = 0;
+        u32 fifths[4] = {};
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
@@ -127,13 +121,12 @@ struct GgmlBlock : Ungrouped {
                     const u32 four = (pairs & 1) | (pairs & 2) << 7 | (pairs >> 15 & 2) | (pairs >> 8 & 0x200);
                     bits |= four << 16 * (h % 2);
                 }
-                bits = or_of_row(bits << 2 * i);
-                if (i == part) own_fifth = bits;
+                fifths[part] = bits << 2 * i;
             }
         }
         u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
         store_scale_bits(own, share.scale);
-        if constexpr (HAS_FIFTH) store_u32(own + FIFTH_AT, own_fifth);
+        if constexpr (HAS_FIFTH) store_u32(own + FIFTH_AT, own_of_row(fifths, i));
     }
 
 private:

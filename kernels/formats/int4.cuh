@@ -1,11 +1,12 @@
-// int4 in groups of 32 weights, as which larger groups are kept (cuquant/formats/int4.py): a block is a float16 scale,
-// a zero point of one byte in blocks of odd length, and 16 bytes, each with two codes in order.
+// int4 in groups of 32, 64 or 128 weights (cuquant/formats/int4.py): a block is a float16 scale, a zero point of one
+// byte in blocks of odd length, and bytes with two codes each, in order. In the fragment layout, and so for products,
+// groups have 32 weights; larger ones are several that share what they have.
 #pragma once
 #include "share.cuh"
 
-template <bool ASYMMETRIC>
+template <bool ASYMMETRIC, int GROUP>
 struct Int4Block : Ungrouped {
-    static constexpr int BITS = 4, COLUMNS = 32, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + 16;
+    static constexpr int BITS = 4, COLUMNS = GROUP, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + GROUP / 2;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = ASYMMETRIC ? HALF_AND_ZERO : HALF;
     static constexpr bool HAS_MIN = ASYMMETRIC;  // -zero * scale
@@ -24,25 +25,32 @@ struct Int4Block : Ungrouped {
         return fabsf(half_to_float(u16(scale))) * fmaxf(15 - zero, zero);
     }
 
-    // Codes of elements j .. j + 3 and, 16 further, j + 16 ..; a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = in_bytes(block + CODES_AT + j / 2), high = in_bytes(block + CODES_AT + j / 2 + 8);
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        const u32 two = load_four(block + CODES_AT + j / 2), even = two & 0x0f0f0f0f, odd = two >> 4 & 0x0f0f0f0f;
+        return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
     }
 
     static DEVICE float read(u32 codes, int j, u32 scale, const float*) {
         const float zero = ASYMMETRIC ? half_to_float(u16(scale >> 16)) : 8;
-        return __fmul_rn(float(codes >> 8 * j & 0xff) - zero, half_to_float(u16(scale)));
+        // A code in the last byte of 2^23's bits reads 2^23 + code.
+        const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + zero));
+        return __fmul_rn(q, half_to_float(u16(scale)));
     }
 
-    // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
     static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int lane) {
+        return gather(row, row8, 0, lane);
+    }
+
+    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int part, int lane) {
         LaneShare<Int4Block> share = {};
         const int i = lane % 4;
-        share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES);
+        share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * NEXT_BLOCK);
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int j = part / 2, b = part % 2;
-            const u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + i;
+        for (int quarter = 0; quarter < 4; quarter++) {
+            const int j = quarter / 2, b = quarter % 2;
+            const u8* codes = (j ? row8 : row) + column_at(part, b) + i;
 #pragma unroll
             for (int m = 0; m < 4; m++) {  // columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2)
                 const u32 two = codes[4 * m];
@@ -52,29 +60,34 @@ struct Int4Block : Ungrouped {
         return share;
     }
 
-    // ... and back.
     static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int lane) {
+        scatter(share, row, row8, 0, lane);
+    }
+
+    // ... and back. A group's scale is written by all that have it.
+    static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int part, int lane) {
         const int i = lane % 4;
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int j = part / 2, b = part % 2;
-            u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + i;
+        for (int quarter = 0; quarter < 4; quarter++) {
+            const int j = quarter / 2, b = quarter % 2;
+            u8* codes = (j ? row8 : row) + column_at(part, b) + i;
 #pragma unroll
             for (int m = 0; m < 4; m++) {
                 const u32 two = share.low[2 * b + m / 2] >> (8 * (m % 2) + 4 * j);
                 codes[4 * m] = u8((two & 15) | (two >> 12 & 0xf0));
             }
         }
-        u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+        u8* own = (i < 2 ? row : row8) + i % 2 * NEXT_BLOCK;
         own[0] = u8(share.scale), own[1] = u8(share.scale >> 8);
         if constexpr (ASYMMETRIC) own[2] = u8(__float2int_rn(half_to_float(u16(share.scale >> 16))));
     }
 
 private:
-    static DEVICE u32 in_bytes(const u8* p) {
-        const u32 two = p[0] | p[1] << 16;
-        return (two & 0x000f000f) | (two & 0x00f000f0) << 4;
+    static constexpr int NEXT_BLOCK = GROUP == 32 ? BLOCK_BYTES : 0;  // of the second 32 columns of a tile
+
+    static DEVICE int column_at(int part, int b) {
+        return CODES_AT + (GROUP == 32 ? b * BLOCK_BYTES : part * 32 + b * 16);
     }
 };
 
-using Format = Int4Block</* asymmetric */ CUQUANT_BLOCK_BYTES % 2 != 0>;
+using Format = Int4Block</* asymmetric */ CUQUANT_BLOCK_BYTES % 2 != 0, (CUQUANT_BLOCK_BYTES / 16) * 32>;

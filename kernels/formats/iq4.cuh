@@ -45,13 +45,11 @@ struct Iq4NlBlock : Ungrouped {
     // The greatest magnitude of a weight, in units of the greatest level's power of two; NaN for NaN.
     static DEVICE float peak(const LaneShare<Iq4NlBlock>& share) { return fabsf(half_to_float(u16(share.scale))); }
 
-    // Codes of four elements from j < 16 on, and of the four 16 further, a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = Field<4, CODES_AT, 16>::four(block, j), high = Field<4, CODES_AT, 16>::four(block, j + 16);
-    }
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) { return Field<4, CODES_AT, 16>::eight(block, j); }
 
     static DEVICE float read(u32 codes, int j, u32 scale, const float* levels) {
-        return __fmul_rn(half_to_float(u16(scale)), levels[codes >> 8 * j & 0xff]);
+        return __fmul_rn(half_to_float(u16(scale)), entry_of(levels, codes, j));
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -94,10 +92,8 @@ struct Iq4XsBlock {
         return fabsf(half_to_float(u16(share.group)) * (int(share.scale) - SCALE_ZERO));
     }
 
-    // Codes of four elements from j on, and of the four 16 further, a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = Field<4, CODES_AT, 16>::four(block, j), high = Field<4, CODES_AT, 16>::four(block, j + 16);
-    }
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) { return Field<4, CODES_AT, 16>::eight(block, j); }
 
     static DEVICE u32 get(const u8* block, int number) {
         const u32 upper = block[UPPER_AT + number / 4] >> number % 4 * 2 & 3;
@@ -110,7 +106,7 @@ struct Iq4XsBlock {
     }
 
     static DEVICE float read(u32 codes, int j, float scale, const float* levels) {
-        return __fmul_rn(scale, levels[codes >> 8 * j & 0xff]);
+        return __fmul_rn(scale, entry_of(levels, codes, j));
     }
 
     // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i): of the scales that of row

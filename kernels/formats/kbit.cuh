@@ -35,19 +35,17 @@ struct KbitBlock : Ungrouped {
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
     static DEVICE float peak(const LaneShare<KbitBlock>& share) { return fabsf(scale(share.scale)); }
 
-    // Codes of four elements from j < 16 on, and of the four 16 further, a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = high = 0;
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        uint2 codes = {};
 #pragma unroll
-        for (int p = 0; p < BITS; p++) {
-            low |= spread(block[p * 4 + j / 8], j) << p;
-            high |= spread(block[p * 4 + 2 + j / 8], j) << p;
-        }
+        for (int p = 0; p < BITS; p++) add_plane(codes, block[p * 4 + j / 8], p);
+        return codes;
     }
 
     // What byte j of such codes reads as: the formula in float32.
     static DEVICE float read(u32 codes, int j, u32 scale_bits, const float* codebook) {
-        return __fmul_rn(codebook[codes >> 8 * j & 0xff], scale(scale_bits));
+        return __fmul_rn(entry_of(codebook, codes, j), scale(scale_bits));
     }
 
     // The words of a block in shared memory, and up to three bytes beyond it.
@@ -100,7 +98,7 @@ struct KbitBlock : Ungrouped {
     // ... and back.
     static DEVICE void scatter(const LaneShare<KbitBlock>& share, u8* row, u8* row8, int lane) {
         const int i = lane % 4;
-        u32 own[BITS];
+        u32 planes[4 * BITS];  // of the blocks of both rows, this lane's bits
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
@@ -119,13 +117,15 @@ struct KbitBlock : Ungrouped {
 #pragma unroll
             for (int p = 0; p < BITS; p++) {
                 const u32 two = p == 4 ? fifths : (pairs >> 2 * p & 0x03030303) ^ flips;
-                const u32 bits = or_of_row(two << 2 * i);
-                if (i == part) own[p] = bits;
+                planes[part * BITS + p] = two << 2 * i;
             }
         }
-        u8* block = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+        auto block_of = [&](int part) { return (part < 2 ? row : row8) + part % 2 * BLOCK_BYTES; };
 #pragma unroll
-        for (int p = 0; p < BITS; p++) store_plane(block, p, own[p]);
-        store_scale_bits(block, share.scale);
+        for (int four = 0; four < BITS; four++) {  // planes next to each other: in different banks
+            const int own = four * 4 + i;
+            store_plane(block_of(own / BITS), own % BITS, own_of_row(planes + four * 4, i));
+        }
+        store_scale_bits(block_of(i), share.scale);
     }
 };

@@ -108,9 +108,15 @@ struct KQuantBlock {
         return fabsf(half_to_float(u16(share.group))) * (HAS_MIN ? 2048 : 4096);
     }
 
-    // Codes of four elements from j on, and of the four 16 further, a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        low = four(block, j), high = four(block, j + 16);
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        uint2 codes = Low::eight(block, j);
+        if constexpr (HIGH_BYTES > 0) {
+            const uint2 high = High::eight(block, j);
+            constexpr int LOW = Words<KQuantBlock>::LOW;
+            codes = make_uint2(codes.x | high.x << LOW, codes.y | high.y << LOW);
+        }
+        return codes;
     }
 
     // What 16 weights share: half of those of number `number` of the block's 32.
@@ -122,11 +128,11 @@ struct KQuantBlock {
         return scale;
     }
 
-    // What byte j of such codes reads as: the reference formula in float32.
+    // What byte j of such codes reads as: the reference formula in float32. With a minimum d * q has 22 bits at most, and
+    // is exact.
     static DEVICE float read(u32 codes, int j, Affine scale, const float*) {
         const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + OFFSET));
-        const float x = __fmul_rn(q, scale.d);
-        return HAS_MIN ? __fadd_rn(x, -scale.m) : x;
+        return HAS_MIN ? __fmaf_rn(q, scale.d, -scale.m) : __fmul_rn(q, scale.d);
     }
 
     // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i). dmin changes its sign ...
@@ -151,12 +157,5 @@ struct KQuantBlock {
         u8* const d = (i % 2 ? row8 : row) + Scales::D_AT;
         if (part == 0 && i < 2) *reinterpret_cast<u16*>(d) = u16(share.group);
         if (part == 0 && i >= 2 && HAS_MIN) *reinterpret_cast<u16*>(d + 2) = u16(share.group ^ 0x8000);
-    }
-
-private:
-    static DEVICE u32 four(const u8* block, int j) {
-        u32 codes = Low::four(block, j);
-        if constexpr (HIGH_BYTES > 0) codes |= High::four(block, j) << Words<KQuantBlock>::LOW;
-        return codes;
     }
 };

@@ -12,14 +12,20 @@ struct Mxfp4Block : Ungrouped {
 
     static DEVICE u32 scale_bits(const u8* block) { return block[0]; }
 
-    // The host brings exponents into float16's range.
-    static DEVICE float peak(const LaneShare<Mxfp4Block>&) { return 0; }
+    // e + 1 as a float's bits, of a block that is not all zeros (for ops/center.cu).
+    static DEVICE float peak(const LaneShare<Mxfp4Block>& share) {
+        u32 used = 0;
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+            const u32 both = share.low[part % 2 * 2] | share.low[part % 2 * 2 + 1];
+            if (both & (part < 2 ? 0x0e380e38 : 0x01c701c7)) used |= 1 << part;  // magnitudes in rows g, g + 8
+        }
+        return __int_as_float(or_of_row(used) >> threadIdx.x % 4 & 1 ? share.scale + 1 : 0);
+    }
 
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        const u8* from = block + CODES_AT + j;
-        low = from[0] | from[1] << 8 | from[2] << 16 | u32(from[3]) << 24;
-        high = low >> 4 & 0x0f0f0f0f;
-        low &= 0x0f0f0f0f;
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        return codes_at(load_eight(block + CODES_AT + j % 16), j / 16 * 4, 15);
     }
 
     // Half of 2^(e - 127); the least are subnormal.
@@ -27,7 +33,7 @@ struct Mxfp4Block : Ungrouped {
 
     // The codebook holds twice the numbers.
     static DEVICE float read(u32 codes, int j, u32 e, const float* codebook) {
-        return ieee_mul(codebook[codes >> 8 * j & 0xff], half_of(e));
+        return ieee_mul(entry_of(codebook, codes, j), half_of(e));
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -40,13 +46,11 @@ struct Mxfp4Block : Ungrouped {
             const int j = part / 2, b = part % 2;
             const u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
 #pragma unroll
-            for (int t = 0; t < 2; t++)  // columns 2i + 8t and the next
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const u32 two = codes[8 * t + e];
-                    share.low[2 * b] |= place_e2m1(two & 15, 2 * t + j) << 16 * e;
-                    share.low[2 * b + 1] |= place_e2m1(two >> 4, 2 * t + j) << 16 * e;
-                }
+            for (int t = 0; t < 2; t++) {  // columns 2i + 8t and the next
+                const u32 bytes = bytes_to_halves(codes + 8 * t);
+                share.low[2 * b] |= place_e2m1(bytes, 2 * t + j);
+                share.low[2 * b + 1] |= place_e2m1(bytes >> 4, 2 * t + j);
+            }
         }
         return share;
     }
@@ -60,10 +64,8 @@ struct Mxfp4Block : Ungrouped {
             u8* codes = (j ? row8 : row) + b * BLOCK_BYTES + CODES_AT + 2 * i;
 #pragma unroll
             for (int t = 0; t < 2; t++)
-#pragma unroll
-                for (int e = 0; e < 2; e++)
-                    codes[8 * t + e] = u8(e2m1_at(share.low[2 * b] >> 16 * e, 2 * t + j) |
-                                          e2m1_at(share.low[2 * b + 1] >> 16 * e, 2 * t + j) << 4);
+                halves_to_bytes(codes + 8 * t, e2m1_at(share.low[2 * b], 2 * t + j) |
+                                                e2m1_at(share.low[2 * b + 1], 2 * t + j) << 4);
         }
         u8* own = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
         own[0] = u8(share.scale);

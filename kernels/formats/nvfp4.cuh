@@ -12,13 +12,20 @@ struct Nvfp4Block : Ungrouped {
 
     static DEVICE u32 scale_bits(const u8* block) { return load_u32(block); }
 
-    static DEVICE float peak(const LaneShare<Nvfp4Block>&) { return 0; }  // every weight fits float16
+    // Every weight fits float16. Not 0 if `canonical` would change the scales.
+    static DEVICE float peak(const LaneShare<Nvfp4Block>& share) { return canonical(share.scale) != share.scale; }
 
-    // Codes of elements j .. j + 3, and of the four 16 further, a byte each.
-    static DEVICE void load_codes(const u8* block, int j, u32& low, u32& high) {
-        const u8* from = block + CODES_AT + j / 16 * 8 + j % 8;
-        low = load_u32(from) >> j % 16 / 8 * 4 & 0x0f0f0f0f;
-        high = load_u32(from + 8) >> j % 16 / 8 * 4 & 0x0f0f0f0f;
+    // Scales without their unused signs; 0x7f, which ggml reads as 0, as 0, but 0xff, 480, as 0x7f.
+    static DEVICE u32 canonical(u32 scales) {
+        u32 made = scales & 0x7f7f;
+        if ((scales & 0xff) == 0x7f) made &= 0xff00;
+        if (scales >> 8 == 0x7f) made &= 0xff;
+        return made;
+    }
+
+    // Codes of eight elements from j on, a byte each.
+    static DEVICE uint2 load_codes(const u8* block, int j) {
+        return codes_at(load_eight(block + CODES_AT + j / 16 * 8), j / 8 % 2 * 4, 15);
     }
 
     // Half of what a scale means. A float16 number with these exponent and mantissa bits is 2^-8 times it, but 0x7f is
@@ -27,9 +34,9 @@ struct Nvfp4Block : Ungrouped {
         return scale == 0x7f ? 0 : half_to_float(u16((scale & 0x7f) << 7)) * 128;
     }
 
-    // The codebook holds twice the numbers.
-    static DEVICE float read(u32 codes, int j, u32 scale, const float* codebook) {
-        return __fmul_rn(codebook[codes >> 8 * j & 0xff], half_of(scale));
+    // The codebook holds twice the numbers, `half` is half of a scale.
+    static DEVICE float read(u32 codes, int j, float half, const float* codebook) {
+        return __fmul_rn(entry_of(codebook, codes, j), half);
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -40,12 +47,10 @@ struct Nvfp4Block : Ungrouped {
 #pragma unroll
         for (int h = 0; h < 4; h++)
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {  // columns 2i + e, and 8 further
-                    const u32 two = (j ? row8 : row)[CODES_AT + h * 8 + 2 * i + e];
-                    share.low[h] |= (place_e2m1(two & 15, j) | place_e2m1(two >> 4, 2 + j)) << 16 * e;
-                }
+            for (int j = 0; j < 2; j++) {  // columns 2i and the next, and 8 further
+                const u32 bytes = bytes_to_halves((j ? row8 : row) + CODES_AT + h * 8 + 2 * i);
+                share.low[h] |= place_e2m1(bytes, j) | place_e2m1(bytes >> 4, 2 + j);
+            }
         return share;
     }
 
@@ -56,11 +61,8 @@ struct Nvfp4Block : Ungrouped {
         for (int h = 0; h < 4; h++)
 #pragma unroll
             for (int j = 0; j < 2; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const u32 half = share.low[h] >> 16 * e;
-                    (j ? row8 : row)[CODES_AT + h * 8 + 2 * i + e] = u8(e2m1_at(half, j) | e2m1_at(half, 2 + j) << 4);
-                }
+                halves_to_bytes((j ? row8 : row) + CODES_AT + h * 8 + 2 * i,
+                             e2m1_at(share.low[h], j) | e2m1_at(share.low[h], 2 + j) << 4);
         *reinterpret_cast<u16*>((i < 2 ? row : row8) + i % 2 * 2) = u16(share.scale);
     }
 };

@@ -19,8 +19,34 @@ DEVICE u32 or_of_row(u32 bits) {
     return bits | __shfl_xor_sync(~0u, bits, 2);
 }
 
-// Bit j + k to bit 0 of byte k, for four bits of a plane's byte.
-DEVICE u32 spread(u32 bits, int j) { return (bits >> j % 8 & 15) * 0x00204081 & 0x01010101; }
+// An entry of a table of floats in shared memory, which byte j of some codes of up to 6 bits names.
+DEVICE float entry_of(const float* table, u32 codes, int j) {
+    const u32 place = __byte_perm(codes << 2, 0, 0x4440 + j);
+    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(table) + place);
+}
+
+// The four lanes (i) that share a row have bits of the same four words: all bits of word i.
+DEVICE u32 own_of_row(const u32* words, int i) {
+    u32 mine[2];
+#pragma unroll
+    for (int w = 0; w < 2; w++) {
+        const u32 theirs = __shfl_xor_sync(~0u, i < 2 ? words[2 + w] : words[w], 2);
+        mine[w] = (i < 2 ? words[w] : words[2 + w]) | theirs;
+    }
+    const u32 theirs = __shfl_xor_sync(~0u, i % 2 ? mine[0] : mine[1], 1);
+    return (i % 2 ? mine[1] : mine[0]) | theirs;
+}
+
+// Codes of a few bits, at bit `shift` of each of eight bytes, by themselves.
+DEVICE uint2 codes_at(uint2 bytes, int shift, u32 mask) {
+    return make_uint2(bytes.x >> shift & mask * 0x01010101, bytes.y >> shift & mask * 0x01010101);
+}
+
+// A byte of a bit plane to eight codes, a byte each: bit k to bit `to` of byte k.
+DEVICE void add_plane(uint2& codes, u32 plane, int to) {
+    codes.x |= (plane & 15) * (0x00204081 << to) & 0x01010101 << to;
+    codes.y |= (plane >> 4 & 15) * (0x00204081 << to) & 0x01010101 << to;
+}
 
 // A lane's words of the low plane: 16 bytes at a time, or two words apart.
 template <int WORDS>

@@ -1,62 +1,92 @@
-// Blocks to floats: the formula in float32, then one rounding. A thread takes two runs of 16 bytes of the output,
-// half a block apart: ggml's codes of 4 bits that share bytes.
+// Blocks to floats: the formula in float32, then one rounding.
+//
+// A warp takes SETS times 16 runs of 32 weights. A lane reads what half a run shares, 16 weights, and, in two passes, eight
+// codes, so that the numbers of a warp's pass lie side by side:
+//
+//     shared by    lane 0 | lane 1     | lane 2 ...             half a run each
+//     pass 0       lane 0 | 1 | 2 | 3  | lane 4 ... lane 31     runs 0 .. 7, eight weights each
+//     pass 1       lane 0 | 1 | 2 | 3  | lane 4 ... lane 31     runs 8 .. 15
 #include "../core/ptx.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-// What half of 32 weights of a block share.
+constexpr int THREADS = 256, SETS = 2;
+constexpr int RUNS = SETS * 16, PARTS = Format::COLUMNS / 32;  // runs of a warp, and of a block
+static_assert(RUNS % PARTS == 0, "a warp starts with a block");
+
+// What half of the 32 weights of part `part` of a block share.
 template <class F>
 DEVICE auto scale_of(const u8* block, int part, int half) {
     if constexpr (F::GROUP_BYTES > 0)
         return F::scale_at(block, part, half);
     else if constexpr (F::SCALING == E4M3)
-        return F::scale_bits(block) >> 8 * (2 * part + half) & 0xff;
+        return F::half_of(block[2 * part + half]);
     else
         return F::scale_bits(block);
 }
 
-// N: elements in 16 bytes. `codebook` is in shared memory, a bank for each of its entries. `scale`: of the tensor
-// (nvfp4).
-template <int N>
-DEVICE void dequantize_as(const u8* blocks, s64 count, void* out, int dtype, const float* codebook, float scale) {
-    constexpr int THREADS = 16 / N;  // per block
-    const s64 thread = s64(blockIdx.x) * blockDim.x + threadIdx.x, index = thread / THREADS;
-    if (index >= count) return;
-    const int first = int(thread % THREADS) * N;
-    const u8* block = blocks + index / (Format::COLUMNS / 32) * Format::BLOCK_BYTES;
-    const int part = index % (Format::COLUMNS / 32);
-    const decltype(scale_of<Format>(block, part, 0)) scales[2] = {scale_of<Format>(block, part, 0),
-                                                                  scale_of<Format>(block, part, 1)};
-    u32 codes[2][N / 4];
+template <class T>
+DEVICE T from_lane(T value, int lane) {
+    if constexpr (sizeof(T) == 8)
+        return {__shfl_sync(~0u, value.d, lane), __shfl_sync(~0u, value.m, lane)};
+    else
+        return __shfl_sync(~0u, value, lane);
+}
+
+// Eight numbers to their place; `at` counts eights.
+DEVICE void store_eight(void* out, s64 at, int dtype, const float (&x)[8]) {
+    if (dtype == FLOAT32) {
+        float4* const to = static_cast<float4*>(out) + at * 2;
+        to[0] = make_float4(x[0], x[1], x[2], x[3]), to[1] = make_float4(x[4], x[5], x[6], x[7]);
+    } else {
+        u32 pairs[4];
 #pragma unroll
-    for (int w = 0; w < N / 4; w++) Format::load_codes(block, part * 32 + first + 4 * w, codes[0][w], codes[1][w]);
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        float x[N];
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            x[j] = Format::read(codes[half][j / 4], j % 4, scales[half], codebook);
-            if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
-        }
-        u32 words[4];
-#pragma unroll
-        for (int w = 0; w < 4; w++)
-            words[w] = N == 4 ? __float_as_int(x[w]) : pack(x[w * N / 4], x[w * N / 4 + 1], dtype);
-        reinterpret_cast<uint4*>(out)[(index * 32 + half * 16 + first) / N] =
-            make_uint4(words[0], words[1], words[2], words[3]);
+        for (int w = 0; w < 4; w++) pairs[w] = pack(x[w * 2], x[w * 2 + 1], dtype);
+        static_cast<uint4*>(out)[at] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+// Five blocks of a multiprocessor leave registers enough for all loads of a thread to be on their way at once.
+//
+// `count` runs. `scale`: of the tensor (nvfp4).
+extern "C" __global__ void __launch_bounds__(THREADS, 5)
 dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codebook, float scale) {
-    __shared__ float own[32];
+    const int lane = threadIdx.x % WARP;
+    // Warps beyond the last run repeat what the last one does.
+    const s64 own = (s64(blockIdx.x) * (THREADS / WARP) + threadIdx.x / WARP) * RUNS;
+    const s64 first = min(own, (count - 1) / RUNS * RUNS);
+    const int runs = int(min(count - first, s64(RUNS)));
+    const u8* const from = blocks + first / PARTS * Format::BLOCK_BYTES;
+    auto block_of = [&](int run) { return from + min(run, runs - 1) / PARTS * Format::BLOCK_BYTES; };
+
+    uint2 codes[2 * SETS];
+#pragma unroll
+    for (int pass = 0; pass < 2 * SETS; pass++) {
+        const int run = pass * 8 + lane / 4;
+        codes[pass] = Format::load_codes(block_of(run), run % PARTS * 32 + lane % 4 * 8);
+    }
+    decltype(scale_of<Format>(from, 0, 0)) shared[SETS];
+#pragma unroll
+    for (int set = 0; set < SETS; set++) {
+        const int run = set * 16 + lane / 2;
+        shared[set] = scale_of<Format>(block_of(run), run % PARTS, lane % 2);
+    }
+    // The codebook in shared memory, a bank for each of its entries.
+    __shared__ float entries[32];
     if constexpr (Format::CODING != INTEGERS) {
-        if (threadIdx.x < 32) own[threadIdx.x] = codebook[threadIdx.x];
+        if (threadIdx.x < 32) entries[threadIdx.x] = codebook[threadIdx.x];
         __syncthreads();
     }
-    if (dtype == FLOAT32)
-        dequantize_as<4>(blocks, count, out, dtype, own, scale);
-    else
-        dequantize_as<8>(blocks, count, out, dtype, own, scale);
+#pragma unroll
+    for (int pass = 0; pass < 2 * SETS; pass++) {
+        const auto own_scale = from_lane(shared[pass / 2], pass % 2 * 16 + lane / 2);
+        float x[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            x[j] = Format::read(j < 4 ? codes[pass].x : codes[pass].y, j % 4, own_scale, entries);
+            if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
+        }
+        if (pass * 8 + lane / 4 < runs) store_eight(out, first * 4 + pass * 32 + lane, dtype, x);
+    }
 }

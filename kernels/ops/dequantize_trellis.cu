@@ -22,50 +22,68 @@ DEVICE void transpose(u32 (&w)[4]) {
     w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// This thread's four columns, from k on, of the row tile: indices to [n][k].
-DEVICE void turn(const u8* matrix, const Record<Format>& record, int tile_n, int k, u8* to) {
-    const u8* const from = matrix + record.tile_at(k / 16, tile_n) + k % 16 * Format::ROW_BYTES;
-    uint4 rows[4];
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-        const u32 negative = matrix[record.su_at() + min(k + e, record.K - 1)] != 1 ? 0x40404040 : 0;
-        const uint4 v = load_row<Format>(from + e * Format::ROW_BYTES);
-        rows[e] = make_uint4(v.x << 2 | negative, v.y << 2 | negative, v.z << 2 | negative, v.w << 2 | negative);
-    }
-#pragma unroll
-    for (int part = 0; part < 4; part++) {
-        auto word = [&](const uint4& v) { return part == 0 ? v.x : part == 1 ? v.y : part == 2 ? v.z : v.w; };
-        u32 words[4] = {word(rows[0]), word(rows[1]), word(rows[2]), word(rows[3])};
-        transpose(words);
-#pragma unroll
-        for (int n = 0; n < 4; n++) *reinterpret_cast<u32*>(to + (part * 4 + n) * PITCH) = words[n];
+// The indices of a row of a tile, a byte each, in four words: byte b of word w is that of `row_of(w, b)`.
+DEVICE uint4 load_indices(const u8* from) {
+    if constexpr (Format::BITS == 2) {
+        const u32 v = *reinterpret_cast<const u32*>(from);
+        return make_uint4(v & 0x03030303, v >> 2 & 0x03030303, v >> 4 & 0x03030303, v >> 6 & 0x03030303);
+    } else if constexpr (Format::BITS == 4) {
+        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        return make_uint4(v.x & 0x0f0f0f0f, v.x >> 4 & 0x0f0f0f0f, v.y & 0x0f0f0f0f, v.y >> 4 & 0x0f0f0f0f);
+    } else {
+        return load_row<Format>(from);
     }
 }
 
-// COUNT numbers are 16 bytes.
+DEVICE int row_of(int w, int b) {
+    return Format::BITS == 2 ? w + 4 * b : Format::BITS == 4 ? w / 2 * 8 + w % 2 + 2 * b : 4 * w + b;
+}
+
+// This thread's four columns, from k on, of the row tile: places of levels to [n][k].
+DEVICE void turn(const u8* matrix, const Record<Format>& record, int tile_n, int k, u8* to) {
+    const u8* const from = matrix + record.tile_at(k / 16, tile_n) + k % 16 * Format::ROW_BYTES;
+    uint4 columns[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) columns[e] = load_indices(from + e * Format::ROW_BYTES);
+    // su starts on four bytes, and whole fours of it are in the record.
+    const u32 su = *reinterpret_cast<const u32*>(matrix + record.su_at() + min(k, (record.K - 1) / 4 * 4));
+    const u32 negative = su >> 1 & 0x40404040;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        auto word = [&](const uint4& v) { return w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w; };
+        u32 words[4] = {word(columns[0]), word(columns[1]), word(columns[2]), word(columns[3])};
+        transpose(words);
+#pragma unroll
+        for (int b = 0; b < 4; b++) *reinterpret_cast<u32*>(to + row_of(w, b) * PITCH) = words[b] * 4 + negative;
+    }
+}
+
+// A thread has the same columns of some of the rows. COUNT numbers are 16 bytes.
 template <int COUNT>
 DEVICE void write(const u8* matrix, const Record<Format>& record, int first_n, int first_k, const u8* indices,
                   const float* levels, void* out, s64 first, int dtype) {
+    constexpr int ACROSS = COLUMNS / COUNT;
+    const int column = threadIdx.x % ACROSS * COUNT, k = first_k + column, rows = min(record.N - first_n, 16);
+    if (k >= record.K) return;
     const bool whole = record.K % COUNT == 0;  // rows start on 16 bytes
-    const float* const scales = reinterpret_cast<const float*>(matrix + record.scales_at());
-    for (int i = threadIdx.x; i < 16 * COLUMNS / COUNT; i += THREADS) {
-        const int row = i / (COLUMNS / COUNT), column = i % (COLUMNS / COUNT) * COUNT;
-        const int n = first_n + row, k = first_k + column;
-        if (n >= record.N || k >= record.K) continue;
-        const u32 sign = matrix[record.sv_at() + n] != 1;
-        const float scale = __int_as_float(__float_as_int(scales[s64(k / Format::GROUP) * record.N + n]) ^ sign << 31);
+    const float* const scales =
+        reinterpret_cast<const float*>(matrix + record.scales_at()) + s64(k / Format::GROUP) * record.N + first_n;
+    const u8* const signs = matrix + record.sv_at() + first_n;
+    int row = int(threadIdx.x) / ACROSS;
+    s64 at = first + s64(first_n + row) * record.K + k;
+    for (; row < rows; row += THREADS / ACROSS, at += s64(THREADS / ACROSS) * record.K) {
+        const float scale = __int_as_float(__float_as_int(scales[row]) ^ u32(signs[row] != 1) << 31);
         float x[COUNT];
 #pragma unroll
         for (int w = 0; w < COUNT / 4; w++) {
             const u32 word = reinterpret_cast<const u32*>(indices + row * PITCH + column)[w];
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                const u32 place = word >> 8 * e & 0xff;
+                const u32 place = __byte_perm(word, 0, 0x4440 + e);
                 const float level = *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(levels) + place);
                 x[w * 4 + e] = ieee_mul(level, scale);
             }
         }
-        const s64 at = first + s64(n) * record.K + k;
         if (whole) {
             u32 bits[4];
 #pragma unroll
@@ -80,7 +98,7 @@ DEVICE void write(const u8* matrix, const Record<Format>& record, int first_n, i
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 6)
 dequantize(const u8* storage, s64 matrices, int N, int K, void* out, int dtype, const __grid_constant__ Grid grid) {
     __shared__ __align__(16) u8 indices[16 * PITCH];
     __shared__ float levels[32];

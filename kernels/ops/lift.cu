@@ -20,9 +20,9 @@ DEVICE bool is_small(u32 scale, int exponent) {
     return peak > 0 && peak < power_of_two(Format::HAS_MIN ? -12 : Format::BITS == 8 ? -13 : -14);
 }
 
-// `lost` becomes 1 where a scale or a minimum would not come back with all its bits, `small` where weights lack some.
+// `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
 extern "C" __global__ void __launch_bounds__(THREADS)
-lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* lost, u32* small) {
+lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* found) {
     const int column = threadIdx.x % WORDS, row8 = column / (Format::HAS_MIN ? 2 : 1) % 2;
     u32* const words = reinterpret_cast<u32*>(scale + s64(blockIdx.x) * tiles_k * Format::SCALE_BYTES);
     peaks += s64(blockIdx.x) * ROWS;
@@ -37,8 +37,8 @@ lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* lost, u32* sma
             lacking |= is_small(own & 0xffff, exponent) || is_small(own >> 16, exponent);
         words[w] = made;
     }
-    if (lossy) *lost = 1;
-    if (lacking) *small = 1;
+    if (lossy) found[2] = 1;
+    if (lacking) found[3] = 1;
     const int g = threadIdx.x;
     if (g < 8)
         factors[s64(blockIdx.x) * 8 + g] = factor_of<Format>(lift_of(peaks[g]), 0) |

@@ -10,10 +10,10 @@ constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of
 
 // A thread's half of a block of integer codes to its place; false where a scale overflows float16.
 template <class F>
-DEVICE bool encode_integers(const float (&x)[MINE], int half, u8* to) {
+DEVICE bool encode_integers(const float (&x)[MINE], Range range, int half, u8* to) {
     int q[MINE];
     u32 words[4];
-    const Scales scales = encode<F>(x, half, q);
+    const Scales scales = encode<F>(x, range, half, q);
     pack_codes<F>(q, words);
     const u32 scale = scale_bits<F>(scales, words);
     store_codes<F>(to, half, words);
@@ -32,34 +32,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
     const s64 first = s64(blockIdx.x) * BLOCKS;
-    const int count = int(min(rows * blocks_per_row - first, s64(BLOCKS)));
+    int count = BLOCKS;
+    if (blockIdx.x + 1 == gridDim.x) count = int(rows * blocks_per_row - first);
     const int half = threadIdx.x % 2, part = threadIdx.x / 2 % PARTS;
     const int mine = min(int(threadIdx.x) / 2 / PARTS, count - 1);  // threads beyond the last block repeat it
     constexpr int APART = Format::SCALING == E4M3 ? 8 : 16;         // a scale's elements in one thread
+    constexpr bool SIGNED = Format::CODING == INTEGERS && Format::BITS != 8;
 
-    // The thread's first element. Dense rows are one row: a 64-bit division is a function call.
-    const int within = part * 32 + half * (24 - APART);
-    s64 at = first * Format::COLUMNS + (mine * Format::COLUMNS + within);
-    if (column_stride != 1 || row_stride != blocks_per_row * Format::COLUMNS) {
-        s64 row = (first + mine) / blocks_per_row;
-        at = row * row_stride + ((first + mine - row * blocks_per_row) * Format::COLUMNS + within) * column_stride;
-    }
+    const int within = part * 32 + half * (24 - APART);  // the block, the thread's first element
     float values[MINE];
-    load_elements<APART>(x, at, row_stride, column_stride, dtype, values);
-    if (Format::SCALING == E4M3 && scale != 1)
+    Range range;
+    if (are_dense(x, row_stride, column_stride, blocks_per_row * Format::COLUMNS)) {
+        const s64 at = first * Format::COLUMNS + (mine * Format::COLUMNS + within);
+        range = load_in_order<APART, SIGNED>(x, at, dtype, values);
+    } else {
+        const s64 row = (first + mine) / blocks_per_row, block = first + mine - row * blocks_per_row;
+        const s64 at = row * row_stride + (block * Format::COLUMNS + within) * column_stride;
+        range = load_elements<APART, SIGNED>(x, at, row_stride, column_stride, dtype, values);
+    }
+    if (Format::SCALING == E4M3 && scale != 1) {
 #pragma unroll
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
+        range = extent_of<SIGNED>(values);
+    }
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
     if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
-        __shared__ Thresholds own;
-        if (threadIdx.x < 32) own.value[threadIdx.x] = thresholds->value[threadIdx.x];
-        __syncthreads();
-        good = encode_lookup<Format>(values, half, to, own, decoded);
+        good = encode_lookup<Format>(values, range.high, dtype, half, to, *thresholds, decoded);
     } else if constexpr (Format::CODING == E2M1) {
-        good = encode_e2m1<Format>(values, part, half, to);
+        good = encode_e2m1<Format>(values, range.high, part, half, to);
     } else {
-        good = encode_integers<Format>(values, half, to);
+        good = encode_integers<Format>(values, range, half, to);
     }
     if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
     store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,

@@ -1,53 +1,73 @@
 // Floats to int4 groups.
 #include "../formats/encode_int4.cuh"
 
+constexpr int THREADS = 256;
 constexpr bool ASYMMETRIC = CUQUANT_ASYMMETRIC;
 constexpr int CODES_AT = ASYMMETRIC ? 3 : 2;
 
 // Rows of floats, with strides in elements, to groups of `group` weights, of `lanes` lanes each (a power of two, at
 // most what the weights of a group need). `first_bad` becomes the lowest row that holds NaN or infinity or has a scale
 // that overflows (it starts as the greatest u64).
-extern "C" __global__ void __launch_bounds__(256) quantize_int4(
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 groups_per_row, u8* out,
     u64* first_bad, int group, int lanes) {
     let_successor_start();
     wait_for_predecessor();
-    const s64 own = (s64(blockIdx.x) * 256 + threadIdx.x) / lanes;
-    const s64 index = min(own, rows * groups_per_row - 1);  // beyond the last: it again
-    // Dense rows are one row: a 64-bit division is a function call.
+    // Groups of which a thread has one piece go through shared memory: their bytes are neither aligned nor whole
+    // sectors, those of 16 groups or more are.
+    constexpr int MOST = THREADS / 2 * (CODES_AT + MINE);
+    __shared__ __align__(16) u8 staged[MOST];
+    const int lane_bits = __ffs(lanes) - 1, lane = threadIdx.x & lanes - 1;
+    const int pieces = group / MINE, bytes = CODES_AT + group / 2, groups = THREADS >> lane_bits;
+    const bool is_staged = pieces == lanes && groups >= 16;
+    const s64 start = s64(blockIdx.x) * groups;
+    int count = groups;
+    if (blockIdx.x + 1 == gridDim.x) count = int(rows * groups_per_row - start);
+    const int mine = min(int(threadIdx.x >> lane_bits), count - 1);  // beyond the last: it again
+    const s64 index = start + mine;
+    const bool dense = are_dense(x, row_stride, column_stride, groups_per_row * group);
     s64 first = index * group;
-    if (column_stride != 1 || row_stride != groups_per_row * group) {
+    if (!dense) {
         const s64 row = index / groups_per_row;
         first = row * row_stride + (index - row * groups_per_row) * group * column_stride;
     }
-    const int lane = threadIdx.x % lanes, pieces = group / MINE;
     float values[MINE];
     auto load = [&](int piece) {
-        load_elements<8>(x, first + s64(piece) * MINE * column_stride, row_stride, column_stride, dtype, values);
+        return load_elements<8>(x, first + s64(piece * MINE) * column_stride, row_stride, column_stride, dtype, values);
     };
-    load(lane);
-    float low = ASYMMETRIC ? 0 : values[0], high = low;
-    for (int piece = lane;;) {
-#pragma unroll
-        for (int j = 0; j < MINE; j++) low = ieee_min(low, values[j]), high = ieee_max(high, values[j]);
+    Range range = dense ? load_in_order<8, true>(x, first + lane * MINE, dtype, values) : load(lane);
+    int piece = lane;
+    while (piece + lanes < pieces) {
         piece += lanes;
-        if (piece >= pieces) break;
-        load(piece);
+        const Range next = load(piece);
+        range = {ieee_min(range.low, next.low), ieee_max(range.high, next.high)};
     }
     for (int step = lanes / 2; step; step /= 2) {
-        low = ieee_min(low, __shfl_xor_sync(~0u, low, step));
-        high = ieee_max(high, __shfl_xor_sync(~0u, high, step));
+        range.low = ieee_min(range.low, __shfl_xor_sync(~0u, range.low, step));
+        range.high = ieee_max(range.high, __shfl_xor_sync(~0u, range.high, step));
     }
-    const u32 stored = float_to_half(int4_scale<ASYMMETRIC>(low, high));
+    if (ASYMMETRIC) range = {ieee_min(range.low, 0), ieee_max(range.high, 0)};
+    const u32 stored = float_to_half(int4_scale<ASYMMETRIC>(range.low, range.high));
     const float scale = half_to_float(u16(stored)), inverse = scale > 0 ? ieee_div(1, scale) : 0;
-    const int zero = int4_zero<ASYMMETRIC>(low, scale, inverse);
-    u8* const to = out + index * (CODES_AT + group / 2);
-    for (int piece = lane; piece < pieces; piece += lanes) {
-        if (pieces > lanes) load(piece);  // else it is still there
-        store_int4(values, scale, inverse, zero, to + CODES_AT + piece * (MINE / 2));
+    const int zero = int4_zero<ASYMMETRIC>(range.low, scale, inverse);
+    if (lane == 0 && (stored & 0x7c00) == 0x7c00) atomicMin(first_bad, u64(index / groups_per_row));
+    auto store_scale = [&](u8* to) {
+        if (lane) return;
+        to[0] = u8(stored), to[1] = u8(stored >> 8);
+        if constexpr (ASYMMETRIC) to[2] = u8(zero);
+    };
+    // Backward, since the last piece is still there.
+    u32 words[2];
+    for (u8* const to = out + index * bytes;;) {
+        int4_codes(values, dtype, scale, inverse, zero, words);
+        if (is_staged) break;
+        store_int4(to + CODES_AT + piece * (MINE / 2), words);
+        piece -= lanes;
+        if (piece < 0) return store_scale(to);
+        load(piece);
     }
-    if (lane) return;
-    to[0] = u8(stored), to[1] = u8(stored >> 8);
-    if constexpr (ASYMMETRIC) to[2] = u8(zero);
-    if ((stored & 0x7c00) == 0x7c00) atomicMin(first_bad, u64(index / groups_per_row));
+    u8* const to = staged + mine * bytes;
+    store_int4(to + CODES_AT + lane * (MINE / 2), words);
+    store_scale(to);
+    store_staged<MOST, THREADS>(out + start * bytes, staged, count * bytes);
 }

@@ -1,8 +1,9 @@
 // Storage layout <-> fragment layout (the picture is in core/tile.cuh).
 //
-// A block of threads takes 16 rows x RUN tiles. In storage a row of blocks starts at any address, so its bytes
-// pass through shared memory, which keeps their places in 16-byte words: whole words are moved as such, what the
-// row has of its first and last word in pairs of bytes (byte by byte where blocks have an odd length).
+// A block of threads takes runs of 16 rows x RUN tiles, one after the other. In storage a row of blocks starts at any
+// address, so its bytes pass through shared memory, which keeps their places in 16-byte words: these are moved as such;
+// on the way back, what the row has of its first and last word, in pairs of bytes (byte by byte where blocks have an
+// odd length).
 //
 //     row r in shared memory    |..bbbbbb|bbbbbbbb|bbbbbbbb|bbb.....|    b: its blocks, from `begin` to `end`
 //
@@ -13,15 +14,17 @@
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-constexpr int THREADS = 256, ROWS = 16, ROW_THREADS = THREADS / ROWS;
 // Whole tiles and whole blocks of a row, which a warp takes at once: more than one of the former or of the latter.
 constexpr int SPAN_TILES = Format::COLUMNS > 64 ? Format::COLUMNS / 64 : 1;
 constexpr int SPAN_BLOCKS = Format::COLUMNS < 64 ? 64 / Format::COLUMNS : 1;
 constexpr int SPAN_BYTES = SPAN_BLOCKS * Format::BLOCK_BYTES;  // of a row in storage
-constexpr int RUN = SPAN_TILES > 1 ? 8 * SPAN_TILES : 16;     // tiles along K
+constexpr int ROWS = 16, RUN = 16;                            // tiles along K
 constexpr int RUN_BLOCKS = RUN / SPAN_TILES * SPAN_BLOCKS;
+constexpr int THREADS = CUQUANT_THREADS, WARPS = THREADS / WARP, ROW_THREADS = THREADS / ROWS;
+constexpr int OWN_SPANS = RUN / SPAN_TILES / WARPS;           // of a warp
 constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
+static_assert(OWN_SPANS * SPAN_TILES * WARPS == RUN, "every warp has as many tiles of a run");
 
 struct Run {
     s64 row_tile, first_tile, first_group, first_row;  // over all matrices
@@ -30,22 +33,39 @@ struct Run {
     s64 row_bytes, column;      // of the matrix in storage; where in its rows the run starts
 };
 
-DEVICE Run run_of(u32 index, int N, int blocks) {
-    u32 tiles_k = (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES;
-    u32 runs = (tiles_k + RUN - 1) / RUN, bands = (u32(N) + ROWS - 1) / ROWS;
-    u32 band = index / runs, first = index % runs * RUN, row = band % bands * ROWS;
-    Run run;
-    run.row_tile = band;
-    run.first_tile = s64(band) * tiles_k + first;
-    run.first_group = s64(band) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
-    run.first_row = s64(band / bands) * N + row;
-    run.rows = min(N - int(row), ROWS);
-    run.tiles = min(int(tiles_k - first), RUN);
-    run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
-    run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
-    run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
-    return run;
-}
+// Row tiles, over all matrices, one below the other, and runs of each: where a block is, and how far it goes at a time.
+struct Walk {
+    u32 tiles_k, runs, row_tile, number, row_tiles_on, numbers_on;
+
+    DEVICE explicit Walk(int blocks) {
+        tiles_k = (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES;
+        runs = (tiles_k + RUN - 1) / RUN;
+        row_tile = blockIdx.x / runs, number = blockIdx.x % runs;
+        row_tiles_on = gridDim.x / runs, numbers_on = gridDim.x % runs;
+    }
+
+    DEVICE void go_on() {
+        row_tile += row_tiles_on, number += numbers_on;
+        if (number >= runs) row_tile++, number -= runs;
+    }
+
+    DEVICE Run run(int N, int blocks) const {
+        const u32 first = number * RUN, row_tiles = (u32(N) + ROWS - 1) / ROWS;
+        u32 matrix = 0, own = row_tile;
+        if (row_tile >= row_tiles) matrix = row_tile / row_tiles, own = row_tile % row_tiles;  // a division takes long
+        Run run;
+        run.row_tile = row_tile;
+        run.first_tile = s64(row_tile) * tiles_k + first;
+        run.first_group = s64(row_tile) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
+        run.first_row = s64(matrix) * N + own * ROWS;
+        run.rows = min(N - int(own * ROWS), ROWS);
+        run.tiles = min(int(tiles_k - first), RUN);
+        run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
+        run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
+        run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
+        return run;
+    }
+};
 
 // Row r of a run: bytes begin .. end of the 16-byte words from storage + at. Rows that are not there have no bytes.
 struct Row {
@@ -53,9 +73,14 @@ struct Row {
     int begin, end;
 };
 
+DEVICE int begin_of(const u8* storage, const Run& run, int r) {
+    const u32 at = u32(run.first_row + r) * u32(run.row_bytes) + u32(run.column);
+    return int((u32(reinterpret_cast<u64>(storage)) + at) % 16);
+}
+
 DEVICE Row row_of(const u8* storage, const Run& run, int r) {
-    s64 at = (run.first_row + r) * run.row_bytes + run.column;
-    int begin = int(reinterpret_cast<u64>(storage + at) % 16);
+    const int begin = begin_of(storage, run, r);
+    const s64 at = (run.first_row + r) * run.row_bytes + run.column;
     return {at - begin, begin, begin + (r < run.rows ? run.bytes : 0)};
 }
 
@@ -83,17 +108,46 @@ DEVICE void copy_unit(u8* to, const u8* from) {
         *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
 }
 
-DEVICE void clear_unit(u8* to) {
-    to[0] = 0;
-    if constexpr (UNIT == 2) to[1] = 0;
-}
-
-// Do `what` with every tile of a run, given where it (or the block of which it is a part) starts in a row.
+// Do `what` with every tile of a run that the warp has, given its number among them, where it (or the block of which it
+// is a part) starts in a row, and which part it is.
 template <class Do>
 DEVICE void for_tiles(const Run& run, const Do& what) {
-    for (int span = threadIdx.x / WARP; span * SPAN_TILES < run.tiles; span += THREADS / WARP)
 #pragma unroll
-        for (int part = 0; part < SPAN_TILES; part++) what(span * SPAN_TILES + part, span * SPAN_BYTES, part);
+    for (int own = 0; own < OWN_SPANS; own++) {
+        const int span = own * WARPS + threadIdx.x / WARP;
+        if (span * SPAN_TILES < run.tiles)
+#pragma unroll
+            for (int part = 0; part < SPAN_TILES; part++)
+                what(own * SPAN_TILES + part, span * SPAN_TILES + part, span * SPAN_BYTES, part);
+    }
+}
+
+// Start to copy what storage has of a run, `bytes` in all, to images of its rows. What else is in a row's first and last
+// word does no harm, but behind the last block of a matrix, where tiles want zeros.
+DEVICE void fetch(const u8* storage, s64 bytes, const Run& run, u8* images) {
+    const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
+    const Row row = row_of(storage, run, r);
+    const u8* const from = storage + row.at;
+    u8* const to = images + r * PITCH;
+    const int words = row.end > row.begin ? (row.end + 15) / 16 : 0;
+    const bool exact = run.bytes != run.tiles / SPAN_TILES * SPAN_BYTES || row.at < 0 || row.at + words * 16 > bytes;
+#pragma unroll
+    for (int word = k; word < PITCH / 16; word += ROW_THREADS) {
+        const bool whole = word * 16 >= row.begin && word * 16 + 16 <= row.end;
+        if (whole || (word < words && !exact))
+            copy_async(to + word * 16, from + word * 16, true);
+        else
+            *reinterpret_cast<uint4*>(to + word * 16) = make_uint4(0, 0, 0, 0);
+    }
+    copy_commit();
+    __syncwarp();
+    if (exact)
+#pragma unroll 1
+        for (int byte = k; byte < words * 16; byte += ROW_THREADS) {
+            const int word = byte / 16 * 16;
+            const bool whole = word >= row.begin && word + 16 <= row.end;
+            if (!whole && byte >= row.begin && byte < row.end) to[byte] = from[byte];
+        }
 }
 
 // Whether a lane has a part of the records of the group plane, and where it is in tile t's.
@@ -123,49 +177,46 @@ DEVICE void scatter(const LaneShare<F>& share, u8* row, u8* row8, int part, int 
         F::scatter(share, row, row8, lane);
 }
 
-// `peaks` become the bits of the greatest magnitude that a weight may have, and of the least such bound of a block
-// that is not 0, where these are beyond what they were; the bits of NaN are greater than any number's.
+template <class F>
+DEVICE void make_canonical(LaneShare<F>& share) {
+    if constexpr (F::SCALING == E4M3) share.scale = F::canonical(share.scale);
+}
+
+// `found`, zeros, become the bits of the greatest magnitude that a weight may have, and those of the least such bound of
+// a block that is not 0, inverted; the bits of NaN are greater than any number's.
 //
 // Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has
-// to know.
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+// to know. (Of E8M0 scales see ops/center.cu.)
+extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
-             u32* peaks_of_rows, u32* peaks) {
-    __shared__ __align__(16) u8 shared[ROWS * PITCH + 16];
+             s64 bytes, u32* peaks_of_rows, u32* found) {
+    __shared__ __align__(16) u8 images[2][ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     u32 greatest = 0, least = ~0u;
-    for (u32 index = blockIdx.x;; index += gridDim.x) {
-        const Run run = run_of(index, N, blocks);
-        if (run.first_tile >= tiles) break;
-        {
-            const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
-            const Row row = row_of(storage, run, r);
-            const u8* from = storage + row.at;
-            u8* const image = shared + r * PITCH;
-            const int last = row.end / 16;
-#pragma unroll
-            for (int word = k; word < PITCH / 16; word += ROW_THREADS)
-                if (word > last)
-                    reinterpret_cast<uint4*>(image)[word] = make_uint4(0, 0, 0, 0);
-                else if (word < last && word * 16 >= row.begin)
-                    copy_async(image + word * 16, from + word * 16, true);
-            copy_commit();
-            for_edges(row, k, [&](int at, bool exists) {
-                if (exists)
-                    copy_unit(image + at, from + at);
-                else
-                    clear_unit(image + at);
-            });
+    Walk walk(blocks);
+    Run next = walk.run(N, blocks);
+    if (next.first_tile < tiles) fetch(storage, bytes, next, images[0]);
+    for (int turn = 0; next.first_tile < tiles; turn ^= 1) {
+        const Run run = next;
+        walk.go_on(), next = walk.run(N, blocks);
+        if (next.first_tile < tiles) {
+            fetch(storage, bytes, next, images[turn ^ 1]);
+            copy_wait<1>();
+        } else {
+            copy_wait<0>();
         }
-        const u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
-                                   shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
-        u32 row_peak = 0;
-        copy_wait<0>();
+        const u8* const own = images[turn];
+        const u8* const rows[2] = {own + g * PITCH + begin_of(storage, run, g),
+                                   own + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
+        u32 row_peak = 0, known_peak = 0;
+        volatile u32* const peak_of_row = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
+        if constexpr (ROW_FACTORS<Format>) known_peak = *peak_of_row;
         __syncthreads();
-        for_tiles(run, [&](int t, int at, int part) {
+        for_tiles(run, [&](int, int t, int at, int part) {
             const s64 tile = run.first_tile + t;
-            const LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
+            LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
             const u32 peak = __float_as_int(Format::peak(share));
+            make_canonical(share);
             greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
             if constexpr (ROW_FACTORS<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
@@ -184,8 +235,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         });
         if constexpr (ROW_FACTORS<Format>) {
             row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, 1));
-            volatile u32* const known = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
-            if (lane % 2 == 0 && row_peak > *known) atomicMax(const_cast<u32*>(known), row_peak);
+            if (lane % 2 == 0 && row_peak > known_peak) atomicMax(const_cast<u32*>(peak_of_row), row_peak);
         }
         __syncthreads();  // all have read this run
     }
@@ -195,27 +245,29 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         least = min(least, __shfl_xor_sync(~0u, least, step));
     }
     // Few of them are: a read is cheaper than an atomic operation.
-    volatile u32* const known = peaks;
-    if (lane == 0 && greatest > known[0]) atomicMax(peaks, greatest);
-    if (lane == 0 && least < known[1]) atomicMin(peaks + 1, least);
+    volatile u32* const known = found;
+    if (lane == 0 && greatest > known[0]) atomicMax(found, greatest);
+    if (lane == 0 && ~least > known[1]) atomicMax(found + 1, ~least);
 }
 
+// `offset`: what has been added to scales that are exponents.
 extern "C" __global__ void __launch_bounds__(THREADS)
 from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
-               const u32* factors) {
+               const u32* factors, int offset) {
     __shared__ __align__(16) u8 shared[ROWS * PITCH];
     const int lane = threadIdx.x % WARP, g = lane / 4;
-    for (u32 index = blockIdx.x;; index += gridDim.x) {
-        const Run run = run_of(index, N, blocks);
+    for (Walk walk(blocks);; walk.go_on()) {
+        const Run run = walk.run(N, blocks);
         if (run.first_tile >= tiles) return;
-        u8* const rows[2] = {shared + g * PITCH + row_of(storage, run, g).begin,
-                             shared + (g + 8) * PITCH + row_of(storage, run, g + 8).begin};
+        u8* const rows[2] = {shared + g * PITCH + begin_of(storage, run, g),
+                             shared + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
         int L = 0;
         if constexpr (ROW_FACTORS<Format>)
             L = lift_by<Format>(factors[run.row_tile * 8 + g] >> lane / 2 % 2 * 16 & 0xffff, lane / 2 % 2);
-        for_tiles(run, [&](int t, int at, int part) {
+        LaneShare<Format> shares[OWN_SPANS * SPAN_TILES] = {};  // all on their way at once
+        for_tiles(run, [&](int number, int t, int, int) {
             const s64 tile = run.first_tile + t;
-            LaneShare<Format> share = {};
+            LaneShare<Format>& share = shares[number];
             load_low(share.low, low + tile * Format::LOW_BYTES, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
@@ -227,9 +279,13 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                 share.scale = reinterpret_cast<const u16*>(scales)[lane];
             else
                 share.scale = scales[lane];
-            if constexpr (ROW_FACTORS<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
             if constexpr (Format::GROUP_BYTES > 0)
                 if (in_group(lane)) share.group = *group_at(group, run, t, lane);
+        });
+        for_tiles(run, [&](int number, int, int at, int part) {
+            LaneShare<Format>& share = shares[number];
+            if constexpr (ROW_FACTORS<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
+            if constexpr (Format::SCALING == E8M0) share.scale -= offset;
             scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
         });
         __syncthreads();

@@ -23,8 +23,11 @@ class ndarray(np.ndarray[Any, Any]):
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data if self.size else 0, device_id=0)
 
-    def get(self, stream: Any = None) -> np.ndarray[Any, Any]:
-        return np.array(self.view(np.ndarray))
+    def get(self, stream: Any = None, out: Any = None) -> np.ndarray[Any, Any]:
+        if out is None:
+            return np.array(self.view(np.ndarray))
+        out[...] = self
+        return out
 
     def set(self, values: Any) -> None:
         self.view(np.ndarray)[...] = values

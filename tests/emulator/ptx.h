@@ -43,6 +43,13 @@ inline u32 of_halves(Function function, u32 a, u32 b, u32 c = 0) {
 inline void cvt_f32_f16(float& r, u16 a) { r = widened(a); }
 inline void cvt_rn_f16_f32(u16& r, float a) { r = narrowed(a); }
 inline void cvt_rn_f16x2_f32(u32& r, float high, float low) { r = narrowed(low) | u32(narrowed(high)) << 16; }
+inline void cvt_rz_f16x2_f32(u32& r, float high, float low) {
+    typedef float Floats __attribute__((vector_size(16)));
+    const auto packed = [](float v) {
+        return v != v ? u16(0x7fff) : u16(__builtin_ia32_vcvtps2ph(Floats{v, 0, 0, 0}, 3)[0]);
+    };
+    r = packed(low) | u32(packed(high)) << 16;
+}
 inline void cvt_rn_bf16x2_f32(u32& r, float high, float low) {
     r = narrowed_bfloat(low) | u32(narrowed_bfloat(high)) << 16;
 }
@@ -54,6 +61,13 @@ inline void mul_f16x2(u32& r, u32 a, u32 b) {
 }
 inline void fma_rn_f16x2(u32& r, u32 a, u32 b, u32 c) {
     r = of_halves([](double a, double b, double c) { return a * b + c; }, a, b, c);
+}
+inline void abs_f16x2(u32& r, u32 a) { r = a & 0x7fff7fff; }
+inline void min_NaN_f16x2(u32& r, u32 a, u32 b) {
+    r = of_halves([](double a, double b, double) { return a != a ? a : b != b ? b : fmin(a, b); }, a, b);
+}
+inline void max_NaN_f16x2(u32& r, u32 a, u32 b) {
+    r = of_halves([](double a, double b, double) { return a != a ? a : b != b ? b : fmax(a, b); }, a, b);
 }
 inline void neg_f16x2(u32& r, u32 a) { r = a ^ 0x80008000; }
 inline void fma_rn_bf16x2(u32& r, u32 a, u32 b, u32 c) {
@@ -95,6 +109,17 @@ inline void cvt_pack_sat_u4_s32_b32(u32& r, u32 a, u32 b, u32 c) {
 inline void add_rn_f32(float& r, float a, float b) { r = a + b; }
 inline void sub_rn_f32(float& r, float a, float b) { r = a - b; }
 inline void mul_rn_f32(float& r, float a, float b) { r = a * b; }
+inline void mul_rz_f32(float& r, float a, float b) {
+    const double product = double(a) * b;  // exact
+    const float near = float(product);
+    r = fabs(near) > fabs(product) ? __int_as_float(__float_as_int(near) - 1) : near;
+}
+inline void fma_rm_f32(float& r, float a, float b, float c) {
+    const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
+    const double part = sum - product, lost = (product - (sum - part)) + (c - part);
+    r = float(sum);
+    if (r > sum || (r == sum && lost < 0)) r = nextafterf(r, -HUGE_VALF);
+}
 inline void div_rn_f32(float& r, float a, float b) { r = a / b; }
 inline void sqrt_rn_f32(float& r, float a) { r = sqrtf(a); }
 inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }

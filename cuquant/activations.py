@@ -1,0 +1,121 @@
+"""Activations on the GPU: q8_1 blocks and the float16 rows that products read (kernels/ops/activations.cu).
+
+What is done to them is planned first: all that kernels take, but for addresses, follows from shapes, strides
+and types.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import buffers, check, device, jit, plan, problem
+from .formats import Format, get
+
+_BYTE = np.dtype(np.uint8)
+
+
+class Rows(NamedTuple):
+    """Activations as the float16 rows that products read: one buffer, and where the rows' factors start."""
+
+    buffer: Any
+    factors: int
+
+
+class Blocks(NamedTuple):
+    """How floats become q8_1 blocks, and the rows that a product will want."""
+
+    call: jit.Call
+    shape: tuple[int, ...]
+    """Of the blocks."""
+    factors: int
+    """Where they start in the rows' buffer."""
+    size: int
+    """Bytes of that buffer."""
+
+
+def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
+    """Of floats of a shape (..., K), given as rows; None where the kernel does not take them: none at all, or
+    longer ones than it can."""
+    *lead, k = shape
+    count, half = prod(lead), rows.dtype == check.FLOATS[0]
+    if count == 0 or (k > plan.LONGEST_ROW and not half):
+        return None
+    step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
+    call = jit.call(step, "QiqqiQQQ", (*_layout(rows), k))
+    return Blocks(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
+
+
+def quantize(how: Blocks, rows: Any) -> tuple[Any, Rows]:
+    """Blocks of floats, and their rows."""
+    empty = device.cupy().empty
+    blocks, buffer = empty(how.shape, _BYTE), empty(how.size, _BYTE)
+    start = buffer.data.ptr
+    how.call(rows.data.ptr, blocks.data.ptr, start, start + how.factors)
+    return blocks, Rows(buffer, how.factors)
+
+
+class Operand(NamedTuple):
+    """Activations of a product.
+
+    `rows` are the float16 rows that were made with q8_1 blocks, else None; `signs` those that rows take as
+    they are converted, for `each` rows (0: all) another row of bits.
+    """
+
+    x: Any
+    source: problem.Source
+    rows: Rows | None = None
+    signs: Any = None
+    each: int = 0
+
+
+def operand(x: Any) -> Operand:
+    """Activations that a product reads as they are, or converted."""
+    if not check.is_quantized(x):
+        aligned = x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0
+        return Operand(x, problem.source(x.shape, x.strides, aligned))
+    return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
+
+
+class Step(NamedTuple):
+    """A kernel that makes float16 rows, from an address to another; `factors` tells whether it writes the
+    powers of two that the rows lack, too."""
+
+    call: jit.Call
+    factors: bool = True
+
+
+def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
+    """What kernels read, x's own memory or a copy, and what makes rows of it, each step of the last one's."""
+    entry, (*lead, k) = x.source.entry, x.source.shape
+    count = prod(lead)
+    held = x.x.blocks if check.is_quantized(x.x) else x.x if entry is None else buffers.as_rows(x.x)
+    if entry is None:
+        return held, ()
+    if entry == "blocks_to_half":
+        return held, (of_blocks(count, k),)
+    if entry == "rows_to_half":
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k))),)
+    signs = (buffers.pointer(x.signs), x.each or count)
+    if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
+        made = () if x.rows is not None else (of_blocks(count, k),)
+        call = jit.call(_plan("prepare_halves", count, k), "QiqqiQQQi", (0, k, 1, k), signs)
+        return held, (*made, Step(call, False))
+    entry = "prepare_halves" if held.dtype == check.FLOATS[0] else "prepare_rows"
+    return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQi", (*_layout(held), k), signs)),)
+
+
+def of_blocks(count: int, k: int) -> Step:
+    """Of so many rows of q8_1 blocks."""
+    return Step(jit.call(_plan("blocks_to_half", count, k), "QiQQ", (k,)))
+
+
+def _plan(entry: str, count: int, k: int) -> plan.Plan:
+    return plan.activations(entry, get("q8_1"), count, k)
+
+
+def _layout(rows: Any) -> tuple[int, ...]:
+    """Number of the dtype and strides in elements of rows of floats."""
+    return (problem.DTYPES[rows.dtype], *buffers.element_strides(rows))

@@ -1,0 +1,229 @@
+"""How a cache on the GPU takes tokens, by kernels/ops/append.cu."""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import buffers, check, device, jit
+from ..problem import DTYPES
+from . import codes, plan
+from .buckets import Buckets
+from .codes import BITS
+from .tiers import held_of, rooms_of
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+_PLACES = struct.Struct("<11q")
+_NUMBERS = struct.Struct("<6q9i4x")
+"""Behind the buckets."""
+_WORDS = 1024
+"""Of the host's memory, that are taken at a time."""
+
+
+_words: list[NDArray[np.int32]] = []
+_pages: list[Any] = []
+
+
+def _host_word() -> NDArray[np.int32]:
+    """A zero in memory of the host that kernels can write, as an array [1].
+
+    It is not given to anybody again: an append may still be running when its cache is gone.
+    """
+    if not _words:
+        _pages.append(device.cupy().cuda.alloc_pinned_memory(4 * _WORDS))
+        page = np.frombuffer(_pages[-1], np.int32, _WORDS)
+        page[:] = 0
+        _words.extend(page[i : i + 1] for i in range(_WORDS))
+    return _words.pop()
+
+
+class Appender:
+    """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
+
+    The host knows lengths that the buckets have at least: exactly, but for what graphs append and what device
+    arrays say. So a full cache is an error before the launch. Else the kernel finds that tokens do not fit,
+    and leaves word in memory of the host, which the next call reads.
+
+    It does not refer to its cache, whose buffers would then not be freed with the last reference to it.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self.buckets = Buckets()
+        self._ticket = device.cupy().zeros(1, np.uint32)
+        self._refused = _host_word()
+        self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
+        self._slots = np.zeros(cache.batch, np.int64)
+        """Of `next_slots`, as far as the host knows."""
+        self._spare: dict[int, int] | None = None
+        """Tokens of a width for which all sequences have room, or fewer; None where nobody has looked."""
+
+    def read(self, cache: KVCache) -> None:
+        """Take the lengths from the GPU."""
+        self._held = held_of(cache.tiers)
+        self._slots = device.as_numpy(cache.next_slots).astype(np.int64)
+        self._spare = None
+
+    def check(self, cache: KVCache) -> None:
+        """ValueError if an append that could not raise was refused since."""
+        refused = int(self._refused[0])
+        if refused:
+            self._refused[0] = 0
+            check.appended(refused - 1, cache.capacity)
+
+    def known_slots(self, cache: KVCache) -> int:
+        """Slots given out in the longest sequence, as far as the host knows."""
+        return int(self._slots.max())
+
+    def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
+        """See KVCache.append; device arrays are taken as they are."""
+        self.check(cache)
+        batch, n = k.shape[:2]
+        if batch * n == 0:
+            return
+        if token_ids is None and lengths is None and type(bits) is int:
+            if self._spare is None:
+                self._spare = self._room(cache)
+            if n <= self._spare.get(bits, 0):
+                self._append_alike(cache, k, v, bits)
+                return
+        new, new_known = _lengths(lengths, batch, n)
+        widths, bits_known = _bits(bits, (batch, n), cache.bits)
+        ids = _ids(token_ids, (batch, n))
+        capturing = _capturing()
+        counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
+        if new_known is not None and bits_known is not None:
+            fresh = np.arange(n) < new_known[:, None]
+            counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
+            check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
+            check.slot_range(int((self._slots + new_known).max()) - 1)
+        if cache.auto_scales and not self._slots.all():
+            _find_scales(cache, k, new, cache.auto_scales)
+        tier_of, rank, adds = (None, None, None) if widths is None else _ranks(cache, widths, new)
+        tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
+        self._start(cache, k, v, tier, tier_of, rank, adds, ids, new)
+        if not capturing and new_known is not None:
+            self._spare = None
+            self._slots += new_known
+            for b, count in counts.items():
+                self._held[b] += count
+
+    def _append_alike(self, cache: KVCache, k: Any, v: Any, bits: int) -> None:
+        """Tokens of one width, as many for each sequence, for which there is room."""
+        capturing = _capturing()
+        self._start(cache, k, v, BITS.index(bits))
+        if not capturing:
+            n = k.shape[1]
+            assert self._spare is not None
+            self._spare = {b: spare - n for b, spare in self._spare.items()}
+            self._slots += n
+            self._held[bits] += n
+
+    def _room(self, cache: KVCache) -> dict[int, int]:
+        """Tokens of each width that the fullest sequence has room for; none while key scales are to be found
+        of tokens that come."""
+        if cache.auto_scales and not self._slots.all():
+            return {}
+        total: Any = sum(self._held.values())
+        most = min(cache.capacity - int(total.max()), check.LARGEST_INDEX + 1 - int(self._slots.max()))
+        held = {b: int(self._held[b].max()) for b in cache.bits}
+        return {b: min(most, room - held[b]) for b, room in rooms_of(cache.tiers).items()}
+
+    def _start(self, cache: KVCache, k: Any, v: Any, tier: int, *others: Any) -> None:
+        """The launch: tokens of a width, or `others`: each token's tier and rank, how many go to each tier,
+        ids, and how many tokens each sequence gets."""
+        k, v = (a if a.strides[-1] == a.itemsize else device.cupy().ascontiguousarray(a) for a in (k, v))
+        scales = buffers.pointer(cache.key_scales)
+        argument = self.buckets.packed(cache.tiers) + _PLACES.pack(
+            *(k.data.ptr, v.data.ptr, cache.next_slots.data.ptr, scales),
+            *([buffers.pointer(a) for a in others] or (0,) * 5),
+            *(self._ticket.data.ptr, self._refused.ctypes.data),
+        )
+        given = (k.strides, k.dtype, v.strides, v.dtype, tier, cache.capacity, cache.rotate)
+        launch = plan.append(k.shape[0], k.shape[1], cache.n_kv_heads)
+        jit.launch_packed(launch, argument + _numbers(k.shape, *given))
+
+
+@lru_cache(maxsize=1024)
+def _numbers(
+    shape: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    k_dtype: np.dtype[Any],
+    v_strides: tuple[int, ...],
+    v_dtype: np.dtype[Any],
+    tier: int,
+    capacity: int,
+    rotate: bool,
+) -> bytes:
+    return _NUMBERS.pack(
+        *(stride // k_dtype.itemsize for stride in k_strides[:3]),
+        *(stride // v_dtype.itemsize for stride in v_strides[:3]),
+        *(*shape, DTYPES[k_dtype], DTYPES[v_dtype], tier, capacity, int(rotate)),
+    )
+
+
+def _capturing() -> bool:
+    return bool(device.cupy().cuda.get_current_stream().is_capturing())
+
+
+def _lengths(lengths: Any, batch: int, n: int) -> tuple[Any, Any]:
+    """Tokens of each sequence on the GPU (None: all of n), and where the host knows them."""
+    if device.is_cuda(lengths):
+        return device.cupy().ascontiguousarray(check.on_gpu_integers(lengths, "lengths"), np.int32), None
+    known = check.lengths(lengths, batch, n)
+    return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
+
+
+def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...]) -> tuple[Any, Any]:
+    """Widths (batch, n) on the GPU (None: all the same), and where the host knows them."""
+    cupy = device.cupy()
+    if device.is_cuda(bits):
+        return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
+    known = check.token_bits(bits, shape, allowed)
+    return None if np.ndim(bits) == 0 else cupy.asarray(known), known
+
+
+def _ids(token_ids: Any, shape: tuple[int, int]) -> Any:
+    """Ids (batch, n) on the GPU, int32; None stays None."""
+    cupy = device.cupy()
+    if token_ids is None:
+        return None
+    if device.is_cuda(token_ids):
+        ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
+    else:
+        ids = cupy.asarray(check.token_ids(token_ids, shape))
+    return cupy.ascontiguousarray(ids, np.int32)
+
+
+def _ranks(cache: KVCache, widths: Any, new: Any) -> tuple[Any, Any, Any]:
+    """Each token's tier and rank in it (batch, n), and how many go to each tier and to none."""
+    cupy = device.cupy()
+    here = _new(new, widths.shape)
+    chosen = cupy.stack([here & (widths == b if b in cache.tiers else False) for b in BITS])
+    none = here & ~chosen.any(axis=0)
+    rank = ((chosen.cumsum(axis=2) - 1) * chosen).sum(axis=0)
+    adds = cupy.concatenate([chosen, none[None]]).sum(axis=2).T
+    tier_of, rank, adds = (cupy.ascontiguousarray(a, np.int32) for a in (chosen.argmax(axis=0), rank, adds))
+    return tier_of, rank, adds
+
+
+def _new(new: Any, shape: tuple[int, int]) -> Any:
+    """Which of n tokens each sequence gets, bool (batch, n), of how many it gets (None: all)."""
+    cupy = device.cupy()
+    return cupy.broadcast_to(cupy.arange(shape[1]) < (shape[1] if new is None else new[:, None]), shape)
+
+
+def _find_scales(cache: KVCache, k: Any, new: Any, how: str) -> None:
+    """Automatic key scales of the sequences that have had no token yet."""
+    cupy = device.cupy()
+    here = _new(new, k.shape[:2])
+    power = cupy.where(here[:, :, None, None], k.astype(np.float32) ** 2, np.float32(0)).sum(axis=1)
+    power /= cupy.maximum(here.sum(axis=1), 1)[:, None, None].astype(np.float32)
+    first = (cache.next_slots == 0) & here.any(axis=1)
+    found = codes.key_scales(power, how, cupy)
+    cupy.copyto(cache.key_scales, found, where=first[:, None, None])

@@ -1,0 +1,82 @@
+"""Where a cache's buckets lie on the GPU, as its kernels take that."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from operator import is_
+from typing import Any
+
+from .. import jit
+from . import plan
+from .codes import BITS
+from .tiers import Tier
+
+_TIER = struct.Struct("<9q")
+_ABSENT = _TIER.pack(*(0,) * 9)
+
+
+class Buckets:
+    """The buckets of one cache: packed once, and again if others have taken their place."""
+
+    def __init__(self) -> None:
+        self._seen: list[Any] = []
+        self._packed = b""
+        self._maps: bytes | None = None
+
+    def packed(self, tiers: Mapping[int, Tier]) -> bytes:
+        """`struct Tier` of every width (kernels/attention/cache.cuh)."""
+        self._look(tiers)
+        return self._packed
+
+    def maps(self, tiers: Mapping[int, Tier]) -> bytes:
+        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh)."""
+        self._look(tiers)
+        if self._maps is None:
+            self._maps = b"".join([_maps(tier) for tier in tiers.values()])
+        return self._maps
+
+    def _look(self, tiers: Mapping[int, Tier]) -> None:
+        seen: list[Any] = [*tiers]
+        for tier in tiers.values():
+            seen += (tier.buffers, tier.lengths)
+        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
+            return
+        self._seen, self._maps = seen, None
+        self._packed = b"".join([_tier(tiers.get(bits)) for bits in BITS])
+
+
+def _tier(tier: Tier | None) -> bytes:
+    if tier is None:
+        return _ABSENT
+    b = tier.buffers
+    arrays: tuple[Any, ...] = (
+        *(b.k_qx, b.v_qx, b.k_scale, b.v_scale),
+        *(b.token_ids, b.global_slots, b.importance, tier.lengths),
+    )
+    return _TIER.pack(*(a.data.ptr for a in arrays), tier.room)
+
+
+def _maps(tier: Tier) -> bytes:
+    """Maps of keys, values, and scales of keys and values."""
+    b = tier.buffers
+    arrays: tuple[Any, ...] = (b.k_qx, b.v_qx, b.k_scale, b.v_scale)
+    batch, room, heads, packed = b.k_qx.shape
+    dim = packed * b.k_qx.itemsize * 8 // tier.bits
+    return _encoded(tuple(a.data.ptr for a in arrays), tier.bits, batch * room, heads, dim)
+
+
+@lru_cache(maxsize=4096)
+def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim: int) -> bytes:
+    step, row = plan.box_tokens(bits), heads * dim * bits // 8
+    box = (64, step, plan.BOX_HEADS * dim * bits // 1024, 1, 1)
+    lines = (64, tokens, row // 128, 1, 1), (row, 128, row, row), box
+    if heads == plan.BOX_HEADS:
+        scales = (heads * tokens, 1, 1, 1, 1), (16,) * 4, (heads * step, 1, 1, 1, 1)
+    else:
+        scales = (heads, tokens, 1, 1, 1), (heads * 2,) * 4, (plan.BOX_HEADS, step, 1, 1, 1)
+    codes_maps = [jit.encode_map(address, *lines) for address in addresses[:2]]
+    if bits == 16:
+        return b"".join(codes_maps) + bytes(2 * 128)
+    return b"".join(codes_maps + [jit.encode_map(address, *scales, False) for address in addresses[2:]])

@@ -1,0 +1,149 @@
+"""What a mixture of experts is planned by: its operands, and the memory between its launches."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import check, jit, plan, problem
+from .formats import get
+from .fragments import Fragments
+from .plan.moe import Load, Product
+from .templates import Place
+
+WORKSPACE = 1 << 30
+"""Bytes between the launches that more tokens than one may fill; more tokens take several rounds."""
+SCRATCH, X, FACTORS, IDS, PROBS, OUT = range(6)
+"""Pieces of memory: the stream's scratch, rows of x (or its blocks) and their factors, and the others."""
+_HALF = problem.DTYPES[check.FLOATS[0]]
+
+Address = Place | int
+"""Of what lies nowhere 0, or of what stays where it is."""
+
+
+class Rows(NamedTuple):
+    """Rows of activations: where they start, whether on 16 bytes, number of the dtype and its bytes, strides
+    in elements, where their factors start or 0."""
+
+    start: Place
+    aligned: bool
+    dtype: int
+    size: int
+    row: int
+    column: int
+    factors: Address
+
+    def skip(self, rows: int) -> Rows:
+        factors = self.factors.behind(4 * rows) if isinstance(self.factors, Place) else 0
+        return self._replace(start=self.start.behind(rows * self.row * self.size), factors=factors)
+
+    @property
+    def halves(self) -> bool:
+        """Whether products can read them as they are."""
+        return self.dtype == _HALF and self.aligned and self.row % 8 == 0 and self.column == 1
+
+
+def half_rows(start: Place, k: int, factors: Address) -> Rows:
+    """Rows of float16 as kernels make them."""
+    return Rows(start, True, _HALF, 2, k, 1, factors)
+
+
+class Given(NamedTuple):
+    """Operands of a mixture, but for the weights: where they start is known when it is called."""
+
+    tokens: int
+    top_k: int
+    x: Rows | None
+    """None: q8_1 blocks, of which rows have to be made."""
+    wide: bool
+    """Whether ids are of 8 bytes, not 4."""
+    probs: np.dtype[Any]
+    out: tuple[np.dtype[Any], int, int]
+    """Its dtype and strides in elements."""
+
+
+class Layout:
+    """Where arrays lie in the scratch memory, by the names that they are given, one after the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.at: dict[str, Place] = {}
+
+    def add(self, name: str, nbytes: int) -> None:
+        self.at[name] = Place(SCRATCH, self.size)
+        self.size += ceil(nbytes / 256) * 256
+
+
+Products = tuple[Product | None, Product, Product, Product]
+"""With gate and up together or None, with each on its own, and with down."""
+
+
+class Mixture(NamedTuple):
+    """Prepared weights, and what is done between them."""
+
+    gate: Fragments
+    up: Fragments
+    down: Fragments
+    activation: str | None
+    blocks: bool
+    """Whether what `down` multiplies is quantized to q8_1, as x is."""
+
+    def alike(self) -> bool:
+        """Whether one launch can multiply by gate and up."""
+        a, b = self.gate, self.up
+        return (a.weight, a.codebook) == (b.weight, b.codebook) and a.signs == b.signs
+
+    def products(self, load: Load) -> Products:
+        """Gate and up together or None, then each on its own, and down."""
+        capability, (_, width, k) = jit.capability(), self.gate.shape
+        both = None
+        if self.alike():
+            own = self.gate.weight
+            both = plan.moe.gate_and_up(own.format, load, width, k, own.half, capability)
+        singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
+        return (both, *singles)  # type: ignore[return-value]
+
+    def levels(self, both: Product | None) -> bool:
+        """Whether gate and up together make float16 numbers in levels."""
+        return both is not None and both.levels and not self.blocks
+
+
+def _single(w: Fragments, load: Load, capability: int) -> Product:
+    own = w.weight
+    product = plan.moe.product(own.format, load, *w.shape[1:], own.half, False, capability)
+    assert product is not None
+    return product
+
+
+def tokens_at_once(mixture: Mixture, top_k: int) -> int:
+    """Tokens whose rows the workspace holds; at least one."""
+    row = max(sum(_row_bytes(mixture, levels).values()) for levels in (False, True))
+    # Of rows at least 8 have a block of the launch's third axis.
+    most = 8 * (plan.MOST_BLOCKS - mixture.gate.shape[0])
+    return max(1, min(WORKSPACE // row, most) // top_k)
+
+
+def _row_bytes(mixture: Mixture, levels: bool) -> dict[str, int]:
+    """Bytes of a row in each array between the launches: what is over makes room for what comes."""
+    (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
+    if levels:  # x, then results; hidden numbers, which `down` multiplies where they are
+        sizes = {"halves": max(2 * k, 4 * n), "sums": 2 * width, "levels": width // plan.moe.LEVEL_COLUMNS}
+    else:  # x, then hidden numbers in float16; in float32, then results
+        sizes = {"halves": 2 * max(k, width), "sums": 4 * max(width, n)}
+    if mixture.blocks:
+        sizes["blocks"] = get("q8_1").row_bytes(width)
+    return {**sizes, "factors": 4, "places": 4}
+
+
+def layout(mixture: Mixture, load: Load, levels: bool) -> Layout:
+    """Where these arrays and those of works are."""
+    count = mixture.gate.shape[0]
+    made = Layout()
+    for name, row in _row_bytes(mixture, levels).items():
+        made.add(name, load.rows * row)
+    made.add("starts", (count + 1) * 4)
+    for name in ("of gate", "of up", "of down"):  # lists of works
+        made.add(name, load.most_works(1) * 16)
+    return made

@@ -1,0 +1,39 @@
+// E8M0 scales e, of weights E2M1 * 2^(e - 127), in the range of float16's exponents, if they fit there: kernels take the
+// last five bits of bytes up to LAST for a float16 number's exponent (core/tile.cuh). Where they do not fit, they are
+// normal float32 exponents. Blocks of zeros have no say, and become what others may be.
+#include "../core/types.cuh"
+
+constexpr int FIRST = 96, LAST = 126;
+// How far below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact.
+constexpr int EXACT = 24;
+
+// All `bytes` of a scale plane, a multiple of 16. `found`: of the blocks that are not zeros, [0] is the greatest e + 1,
+// ~[1] the least, 0 and ~0 where there are none; [2] becomes 1 where a scale would not come back, [3] where they do not
+// fit, [4] what has been added.
+extern "C" __global__ void __launch_bounds__(256) center(u8* scale, s64 bytes, u32* found) {
+    // At least 4, so that the power of two that products are multiplied by is a normal number.
+    const int greatest = max(4, int(found[0]) - 1), least = found[0] ? int(~found[1]) - 1 : greatest;
+    const bool fit = greatest - least <= EXACT;
+    const int offset = fit ? LAST - greatest : greatest == 255 ? -1 : least == 0;
+    const int low = fit ? FIRST : 1, high = fit ? LAST : 254;
+    const s64 thread = s64(blockIdx.x) * 256 + threadIdx.x;
+    if (thread == 0) found[3] = !fit, found[4] = u32(offset);
+    if (thread * 16 >= bytes) return;
+    uint4& place = reinterpret_cast<uint4*>(scale)[thread];
+    uint4 v = place;
+    u32* const words = &v.x;
+    bool lost = false;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 made = 0;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int wanted = int(words[w] >> 8 * j & 0xff) + offset, e = min(max(wanted, low), high);
+            lost |= e != wanted;
+            made |= u32(e) << 8 * j;
+        }
+        words[w] = made;
+    }
+    place = v;
+    if (lost) found[2] = 1;
+}
