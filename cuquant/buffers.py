@@ -57,7 +57,7 @@ def _pinned() -> _Pinned:
 
 
 def read(array: Any) -> Any:
-    """A few numbers on the host, once the current stream has come to them."""
+    """A few numbers [n] on the host, once the current stream has come to them."""
     to = _pinned().bytes[: array.nbytes].view(array.dtype)
     array.get(device.cupy().cuda.get_current_stream(), out=to)
     return to.copy()

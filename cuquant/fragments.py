@@ -194,7 +194,6 @@ class _Found(NamedTuple):
     unfit: bool
     """Whether float16 does not hold the weights."""
     offset: int
-
     """What has been added to scales that are exponents."""
 
     @classmethod

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import FLOATS, random_blocks
-from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back, gauss
+from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back, cuda_weight, gauss
 
 import cuquant as cq
 from cuquant import device, testing
@@ -79,6 +79,15 @@ def test_mxfp4_scales_of_every_kind() -> None:
         y, exact = as_numpy(cq.matmul(x, there.T, dtype=F)), testing.linear(x, w)
         for column in range(48):
             assert nmse(y[:, column], exact[:, column]) < 1e-6
+
+
+def test_mxfp4_scales_that_fit_are_not_kept_besides() -> None:
+    """Rows and blocks beyond the matrix, which no tile is full of, do not count."""
+    for shape in [(32, 256), (33, 96), (3, 17, 160)]:
+        w = cuda_weight("mxfp4", shape)
+        raw = as_numpy(w.blocks)
+        assert w.fragments().kept is None
+        np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
 def test_mxfp4_blocks_of_zeros_keep_their_scales() -> None:

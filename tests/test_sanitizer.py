@@ -35,6 +35,17 @@ for name in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "kbit2", "kbit3", "kbit4", 
             cq.linear(x.astype(numpy.float16), W, bias=bias, activation="silu", residual=residual)
             cq.linear(x, W)
             cq.linear(cq.quantize(x, "q8_1"), W)
+# What converts blocks of other kinds; their bytes end within a word.
+for name, k in (
+    ("q4_k", 512), ("q6_k", 512), ("iq4_nl", 96), ("mxfp4", 96), ("nvfp4", 192),
+    ("int4-32", 96), ("int4-64-zeros", 192), ("int4-128", 256), ("trellis3", 100),
+):
+    w = cupy.asarray(generator.standard_normal((33, k)).astype(numpy.float32))
+    for x in (w, w.astype(numpy.float16)):
+        W = cq.quantize(x, name).prepare()
+        W.blocks
+        W.dequantize()
+        W.dequantize(numpy.float16)
 # Output tiles that clusters share out.
 W = cq.quantize(cupy.asarray(generator.standard_normal((2048, 1024)).astype(numpy.float32)), "q5_1")
 x = cupy.asarray(generator.standard_normal((2400, 1024)).astype(numpy.float16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ _WORDS = 1024
 
 _words: list[NDArray[np.int32]] = []
 _pages: list[Any] = []
+_taking = threading.Lock()
 
 
 def _host_word() -> NDArray[np.int32]:
@@ -35,12 +37,13 @@ def _host_word() -> NDArray[np.int32]:
 
     It is not given to anybody again: an append may still be running when its cache is gone.
     """
-    if not _words:
-        _pages.append(device.cupy().cuda.alloc_pinned_memory(4 * _WORDS))
-        page = np.frombuffer(_pages[-1], np.int32, _WORDS)
-        page[:] = 0
-        _words.extend(page[i : i + 1] for i in range(_WORDS))
-    return _words.pop()
+    with _taking:
+        if not _words:
+            _pages.append(device.cupy().cuda.alloc_pinned_memory(4 * _WORDS))
+            page = np.frombuffer(_pages[-1], np.int32, _WORDS)
+            page[:] = 0
+            _words.extend(page[i : i + 1] for i in range(_WORDS))
+        return _words.pop()
 
 
 class Appender:

@@ -17,34 +17,41 @@ _TIER = struct.Struct("<9q")
 _ABSENT = _TIER.pack(*(0,) * 9)
 
 
+class _Seen:
+    """Buckets that were packed. They live as long as this, so that no others have their identity."""
+
+    def __init__(self, objects: list[Any], tiers: Mapping[int, Tier]) -> None:
+        self.objects = objects
+        self.packed = b"".join([_tier(tiers.get(bits)) for bits in BITS])
+        self.maps: bytes | None = None
+
+
 class Buckets:
-    """The buckets of one cache: packed once, and again if others have taken their place."""
+    """The buckets of one cache: packed once, and again if others have taken their place, of which the former
+    ones are kept until then."""
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
-        self._packed = b""
-        self._maps: bytes | None = None
+        self._last = _Seen([], {})
 
     def packed(self, tiers: Mapping[int, Tier]) -> bytes:
         """`struct Tier` of every width (kernels/attention/cache.cuh)."""
-        self._look(tiers)
-        return self._packed
+        return self._seen(tiers).packed
 
     def maps(self, tiers: Mapping[int, Tier]) -> bytes:
         """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh)."""
-        self._look(tiers)
-        if self._maps is None:
-            self._maps = b"".join([_maps(tier) for tier in tiers.values()])
-        return self._maps
+        seen = self._seen(tiers)
+        if seen.maps is None:
+            seen.maps = b"".join([_maps(tier) for tier in tiers.values()])
+        return seen.maps
 
-    def _look(self, tiers: Mapping[int, Tier]) -> None:
-        seen: list[Any] = [*tiers]
+    def _seen(self, tiers: Mapping[int, Tier]) -> _Seen:
+        objects: list[Any] = [*tiers]
         for tier in tiers.values():
-            seen += (tier.buffers, tier.lengths)
-        if len(seen) == len(self._seen) and all(map(is_, seen, self._seen)):
-            return
-        self._seen, self._maps = seen, None
-        self._packed = b"".join([_tier(tiers.get(bits)) for bits in BITS])
+            objects += (tier.buffers, tier.lengths)
+        last = self._last  # read once: another thread may look, too
+        if len(objects) != len(last.objects) or not all(map(is_, objects, last.objects)):
+            last = self._last = _Seen(objects, tiers)
+        return last
 
 
 def _tier(tier: Tier | None) -> bytes:

@@ -56,7 +56,7 @@ def repack(fmt: Format, entry: str, count: int, half: bool = True) -> Plan:
     have no factors of rows.
     """
     kernel = per_format("repack", entry, fmt)
-    threads, resident = (256, 5) if fmt.block_size < 256 else (128, 6)
+    threads, resident = (256, 5) if fmt.block_size < 256 else (128, 5)
     constants = {"THREADS": threads, "RESIDENT": resident, "ROW_FACTORS": int(half and row_factors(fmt))}
     blocks = ceil(count / 16)
     if entry == "to_fragments":

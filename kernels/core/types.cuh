@@ -63,24 +63,33 @@ DEVICE u32 load_u16(const u8* p) { return *reinterpret_cast<const u16*>(p); }
 
 DEVICE u32 load_u32(const u8* p) { return load_u16(p) | load_u16(p + 2) << 16; }
 
-// Four bytes from any address, and eight, from the aligned words that hold some of them.
-DEVICE u32 load_four(const u8* p) {
-    const u32 shift = u32(reinterpret_cast<u64>(p)) % 4 * 8;
-    const u32* const from = reinterpret_cast<const u32*>(p - shift / 8);
-    return __funnelshift_r(from[0], from[shift ? 1 : 0], shift);
+// What an aligned word has before `end`, where an array may end within it, or null.
+DEVICE u32 load_until(const u32* p, const u8* end) {
+    if (!end || reinterpret_cast<const u8*>(p + 1) <= end) return *p;
+    u32 word = 0;
+#pragma unroll 1
+    for (int b = int(end - reinterpret_cast<const u8*>(p)) - 1; b >= 0; b--)
+        word = word << 8 | reinterpret_cast<const u8*>(p)[b];
+    return word;
 }
 
-DEVICE uint2 load_eight(const u8* p) {
+// Four bytes from any address, and eight, from the aligned words that hold some of them.
+DEVICE u32 load_four(const u8* p, const u8* end) {
     const u32 shift = u32(reinterpret_cast<u64>(p)) % 4 * 8;
     const u32* const from = reinterpret_cast<const u32*>(p - shift / 8);
-    const u32 first = from[0], second = from[1], last = from[shift ? 2 : 1];
+    return __funnelshift_r(from[0], load_until(from + (shift ? 1 : 0), end), shift);
+}
+
+DEVICE uint2 load_eight(const u8* p, const u8* end) {
+    const u32 shift = u32(reinterpret_cast<u64>(p)) % 4 * 8;
+    const u32* const from = reinterpret_cast<const u32*>(p - shift / 8);
+    const u32 first = from[0], second = from[1], last = load_until(from + (shift ? 2 : 1), end);
     return make_uint2(__funnelshift_r(first, second, shift), __funnelshift_r(second, last, shift));
 }
 
-DEVICE void store_u32(u8* p, u32 bits) {
-    *reinterpret_cast<u16*>(p) = u16(bits);
-    *reinterpret_cast<u16*>(p + 2) = u16(bits >> 16);
-}
+DEVICE void store_u16(u8* p, u32 bits) { *reinterpret_cast<u16*>(p) = u16(bits); }
+
+DEVICE void store_u32(u8* p, u32 bits) { store_u16(p, bits), store_u16(p + 2, bits >> 16); }
 
 DEVICE float half_to_float(u16 bits) {
     float value;

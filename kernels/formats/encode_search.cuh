@@ -148,8 +148,8 @@ DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, co
         block[12 + group] = u8((upper_s & 15) | (upper_m & 15) << 4);
     }
     if (group == 0) {
-        *reinterpret_cast<u16*>(block) = u16(d_bits);
-        *reinterpret_cast<u16*>(block + 2) = u16(dmin_bits);
+        store_u16(block, d_bits);
+        store_u16(block + 2, dmin_bits);
     }
     // Nibbles of weights j and j + 32 are a byte: one thread stores the first sixteen, the other the rest.
 #pragma unroll
@@ -214,7 +214,7 @@ DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const fl
         requantize<16>(x + 16 * part, 0, ieee_mul(half_to_float(u16(d_bits)), float(s)), -32, 31, q + 16 * part);
         block[SignedBytes::AT + 2 * group + part] = u8(s);
     }
-    if (group == 0) *reinterpret_cast<u16*>(block + SignedBytes::D_AT) = u16(d_bits);
+    if (group == 0) store_u16(block + SignedBytes::D_AT, d_bits);
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
         if (zero) q[j] = 0;
@@ -283,7 +283,7 @@ DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block) {
     if (!is_finite(scale)) scale = ieee_div(peak, -127);
     if (ieee_less(absolute(peak), NEGLIGIBLE)) scale = 0;
     const u32 d_bits = float_to_half(scale);
-    *reinterpret_cast<u16*>(block) = u16(d_bits);
+    store_u16(block, d_bits);
     const float inverse_scale = inverse(scale);
 #pragma unroll
     for (int j = 0; j < 16; j++)

@@ -21,8 +21,8 @@ struct Field {
     }
 
     // Codes of eight elements from `code` on, a byte each.
-    static DEVICE uint2 eight(const u8* block, int code) {
-        return codes_at(load_eight(block + byte_of(code)), shift_of(code), MASK);
+    static DEVICE uint2 eight(const u8* block, int code, const u8* end) {
+        return codes_at(load_eight(block + byte_of(code), end), shift_of(code), MASK);
     }
 
     // Codes column + 2i, + 8, + 1, + 9: a lane's share of 16 columns, in the order of tile.cuh.

@@ -29,8 +29,8 @@ struct GgmlBlock : Ungrouped {
     static constexpr int SCALE_BYTES = HAS_MIN ? 128 : 64;
 
     // Codes of eight elements from j on, a byte each: unsigned, ZERO meaning 0.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
-        uint2 codes = load_eight(block + CODES_AT + (BITS == 8 ? j : j % 16));
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        uint2 codes = load_eight(block + CODES_AT + (BITS == 8 ? j : j % 16), end);
         if constexpr (BITS == 8)
             codes = make_uint2(codes.x ^ 0x80808080, codes.y ^ 0x80808080);
         else
@@ -53,8 +53,8 @@ struct GgmlBlock : Ungrouped {
     }
 
     static DEVICE void store_scale_bits(u8* block, u32 bits) {
-        *reinterpret_cast<u16*>(block) = u16(bits);
-        if constexpr (FIFTH_AT == 4) *reinterpret_cast<u16*>(block + 2) = u16(bits >> 16);
+        store_u16(block, bits);
+        if constexpr (FIFTH_AT == 4) store_u16(block + 2, bits >> 16);
     }
 
     // What byte j of such codes reads as: the reference formula in float32. q is exact, and d * q of 16 bits, so there
@@ -138,7 +138,7 @@ private:
     static DEVICE u32 gather_bytes(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }
 
     static DEVICE void scatter_bytes(u8* p, u32 bytes) {
-        *reinterpret_cast<u16*>(p) = u16(__byte_perm(bytes, 0, 0x4420));
-        *reinterpret_cast<u16*>(p + 8) = u16(__byte_perm(bytes, 0, 0x4431));
+        store_u16(p, __byte_perm(bytes, 0, 0x4420));
+        store_u16(p + 8, __byte_perm(bytes, 0, 0x4431));
     }
 };

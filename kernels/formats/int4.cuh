@@ -26,8 +26,8 @@ struct Int4Block : Ungrouped {
     }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
-        const u32 two = load_four(block + CODES_AT + j / 2), even = two & 0x0f0f0f0f, odd = two >> 4 & 0x0f0f0f0f;
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        const u32 two = load_four(block + CODES_AT + j / 2, end), even = two & 0x0f0f0f0f, odd = two >> 4 & 0x0f0f0f0f;
         return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
     }
 

@@ -3,7 +3,7 @@
 #include "fields.cuh"
 
 // The pairs of a lane's codes of block b of row g + 8 j, as core/codebook.cuh has them: byte m of a word is pair m.
-struct Pairs {
+struct NibblePairs {
     using Nibbles = Field<4, 0, 16>;
 
     // `codes`: 16 bytes of nibbles.
@@ -46,7 +46,9 @@ struct Iq4NlBlock : Ungrouped {
     static DEVICE float peak(const LaneShare<Iq4NlBlock>& share) { return fabsf(half_to_float(u16(share.scale))); }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) { return Field<4, CODES_AT, 16>::eight(block, j); }
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        return Field<4, CODES_AT, 16>::eight(block, j, end);
+    }
 
     static DEVICE float read(u32 codes, int j, u32 scale, const float* levels) {
         return __fmul_rn(half_to_float(u16(scale)), entry_of(levels, codes, j));
@@ -59,7 +61,7 @@ struct Iq4NlBlock : Ungrouped {
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
-            share.low[2 * b + j] = Pairs::gather((j ? row8 : row) + b * BLOCK_BYTES + CODES_AT, i);
+            share.low[2 * b + j] = NibblePairs::gather((j ? row8 : row) + b * BLOCK_BYTES + CODES_AT, i);
         }
         share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES);
         return share;
@@ -71,9 +73,9 @@ struct Iq4NlBlock : Ungrouped {
 #pragma unroll
         for (int part = 0; part < 4; part++) {
             const int j = part / 2, b = part % 2;
-            Pairs::scatter((j ? row8 : row) + b * BLOCK_BYTES + CODES_AT, i, share.low[2 * b + j]);
+            NibblePairs::scatter((j ? row8 : row) + b * BLOCK_BYTES + CODES_AT, i, share.low[2 * b + j]);
         }
-        *reinterpret_cast<u16*>((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES) = u16(share.scale);
+        store_u16((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES, share.scale);
     }
 };
 
@@ -93,7 +95,9 @@ struct Iq4XsBlock {
     }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) { return Field<4, CODES_AT, 16>::eight(block, j); }
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        return Field<4, CODES_AT, 16>::eight(block, j, end);
+    }
 
     static DEVICE u32 get(const u8* block, int number) {
         const u32 upper = block[UPPER_AT + number / 4] >> number % 4 * 2 & 3;
@@ -117,7 +121,7 @@ struct Iq4XsBlock {
 #pragma unroll
         for (int quarter = 0; quarter < 4; quarter++) {
             const int j = quarter / 2, b = quarter % 2;
-            share.low[2 * b + j] = Pairs::gather((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i);
+            share.low[2 * b + j] = NibblePairs::gather((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i);
         }
         share.scale = get(i % 2 ? row8 : row, 2 * part + i / 2);
         share.group = load_u16(i % 2 ? row8 : row);
@@ -130,12 +134,12 @@ struct Iq4XsBlock {
 #pragma unroll
         for (int quarter = 0; quarter < 4; quarter++) {
             const int j = quarter / 2, b = quarter % 2;
-            Pairs::scatter((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i, share.low[2 * b + j]);
+            NibblePairs::scatter((j ? row8 : row) + CODES_AT + (2 * part + b) * 16, i, share.low[2 * b + j]);
         }
         const u32 second = __shfl_xor_sync(~0u, share.scale, 2);
         if (i >= 2) return;
         u8* const block = i ? row8 : row;
-        if (part == 0) *reinterpret_cast<u16*>(block) = u16(share.group);
+        if (part == 0) store_u16(block, share.group);
         block[LOWER_AT + part] = u8((share.scale & 15) | (second & 15) << 4);
         const u32 upper = share.scale >> 4 | second >> 4 << 2;
         u8& to = block[UPPER_AT + part / 2];

@@ -36,7 +36,7 @@ struct KbitBlock : Ungrouped {
     static DEVICE float peak(const LaneShare<KbitBlock>& share) { return fabsf(scale(share.scale)); }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8*) {
         uint2 codes = {};
 #pragma unroll
         for (int p = 0; p < BITS; p++) add_plane(codes, block[p * 4 + j / 8], p);

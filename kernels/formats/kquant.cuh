@@ -109,10 +109,10 @@ struct KQuantBlock {
     }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
-        uint2 codes = Low::eight(block, j);
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        uint2 codes = Low::eight(block, j, end);
         if constexpr (HIGH_BYTES > 0) {
-            const uint2 high = High::eight(block, j);
+            const uint2 high = High::eight(block, j, end);
             constexpr int LOW = Words<KQuantBlock>::LOW;
             codes = make_uint2(codes.x | high.x << LOW, codes.y | high.y << LOW);
         }
@@ -155,7 +155,7 @@ struct KQuantBlock {
         Scales::put_lane_share(row, part, i, share.scale & 0xff);
         Scales::put_lane_share(row8, part, i, share.scale >> 8);
         u8* const d = (i % 2 ? row8 : row) + Scales::D_AT;
-        if (part == 0 && i < 2) *reinterpret_cast<u16*>(d) = u16(share.group);
-        if (part == 0 && i >= 2 && HAS_MIN) *reinterpret_cast<u16*>(d + 2) = u16(share.group ^ 0x8000);
+        if (part == 0 && i < 2) store_u16(d, share.group);
+        if (part == 0 && i >= 2 && HAS_MIN) store_u16(d + 2, share.group ^ 0x8000);
     }
 };

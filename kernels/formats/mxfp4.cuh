@@ -24,8 +24,8 @@ struct Mxfp4Block : Ungrouped {
     }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
-        return codes_at(load_eight(block + CODES_AT + j % 16), j / 16 * 4, 15);
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        return codes_at(load_eight(block + CODES_AT + j % 16, end), j / 16 * 4, 15);
     }
 
     // Half of 2^(e - 127); the least are subnormal.

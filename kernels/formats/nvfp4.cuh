@@ -10,8 +10,6 @@ struct Nvfp4Block : Ungrouped {
     static constexpr bool HAS_MIN = false;
     static constexpr int LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = 64;
 
-    static DEVICE u32 scale_bits(const u8* block) { return load_u32(block); }
-
     // Every weight fits float16. Not 0 if `canonical` would change the scales.
     static DEVICE float peak(const LaneShare<Nvfp4Block>& share) { return canonical(share.scale) != share.scale; }
 
@@ -24,8 +22,8 @@ struct Nvfp4Block : Ungrouped {
     }
 
     // Codes of eight elements from j on, a byte each.
-    static DEVICE uint2 load_codes(const u8* block, int j) {
-        return codes_at(load_eight(block + CODES_AT + j / 16 * 8), j / 8 % 2 * 4, 15);
+    static DEVICE uint2 load_codes(const u8* block, int j, const u8* end) {
+        return codes_at(load_eight(block + CODES_AT + j / 16 * 8, end), j / 8 % 2 * 4, 15);
     }
 
     // Half of what a scale means. A float16 number with these exponent and mantissa bits is 2^-8 times it, but 0x7f is
@@ -63,7 +61,7 @@ struct Nvfp4Block : Ungrouped {
             for (int j = 0; j < 2; j++)
                 halves_to_bytes((j ? row8 : row) + CODES_AT + h * 8 + 2 * i,
                              e2m1_at(share.low[h], j) | e2m1_at(share.low[h], 2 + j) << 4);
-        *reinterpret_cast<u16*>((i < 2 ? row : row8) + i % 2 * 2) = u16(share.scale);
+        store_u16((i < 2 ? row : row8) + i % 2 * 2, share.scale);
     }
 };
 

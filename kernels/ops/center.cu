@@ -8,8 +8,8 @@ constexpr int FIRST = 96, LAST = 126;
 constexpr int EXACT = 24;
 
 // All `bytes` of a scale plane, a multiple of 16. `found`: of the blocks that are not zeros, [0] is the greatest e + 1,
-// ~[1] the least, 0 and ~0 where there are none; [2] becomes 1 where a scale would not come back, [3] where they do not
-// fit, [4] what has been added.
+// ~[1] the least, 0 and ~0 where there are none, of all blocks [5] is the greatest e and ~[6] the least; [2] becomes 1
+// where one would not come back, [3] where they do not fit, [4] what has been added.
 extern "C" __global__ void __launch_bounds__(256) center(u8* scale, s64 bytes, u32* found) {
     // At least 4, so that the power of two that products are multiplied by is a normal number.
     const int greatest = max(4, int(found[0]) - 1), least = found[0] ? int(~found[1]) - 1 : greatest;
@@ -17,23 +17,21 @@ extern "C" __global__ void __launch_bounds__(256) center(u8* scale, s64 bytes, u
     const int offset = fit ? LAST - greatest : greatest == 255 ? -1 : least == 0;
     const int low = fit ? FIRST : 1, high = fit ? LAST : 254;
     const s64 thread = s64(blockIdx.x) * 256 + threadIdx.x;
-    if (thread == 0) found[3] = !fit, found[4] = u32(offset);
+    if (thread == 0) {
+        found[2] = int(found[5]) + offset > high || int(~found[6]) + offset < low;
+        found[3] = !fit, found[4] = u32(offset);
+    }
     if (thread * 16 >= bytes) return;
     uint4& place = reinterpret_cast<uint4*>(scale)[thread];
     uint4 v = place;
     u32* const words = &v.x;
-    bool lost = false;
 #pragma unroll
     for (int w = 0; w < 4; w++) {
         u32 made = 0;
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int wanted = int(words[w] >> 8 * j & 0xff) + offset, e = min(max(wanted, low), high);
-            lost |= e != wanted;
-            made |= u32(e) << 8 * j;
-        }
+        for (int j = 0; j < 4; j++)
+            made |= u32(min(max(int(words[w] >> 8 * j & 0xff) + offset, low), high)) << 8 * j;
         words[w] = made;
     }
     place = v;
-    if (lost) found[2] = 1;
 }

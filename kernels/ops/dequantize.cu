@@ -61,11 +61,17 @@ dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codeb
     auto block_of = [&](int run) { return from + min(run, runs - 1) / PARTS * Format::BLOCK_BYTES; };
 
     uint2 codes[2 * SETS];
+    auto load = [&](const u8* end) {
 #pragma unroll
-    for (int pass = 0; pass < 2 * SETS; pass++) {
-        const int run = pass * 8 + lane / 4;
-        codes[pass] = Format::load_codes(block_of(run), run % PARTS * 32 + lane % 4 * 8);
-    }
+        for (int pass = 0; pass < 2 * SETS; pass++) {
+            const int run = pass * 8 + lane / 4;
+            codes[pass] = Format::load_codes(block_of(run), run % PARTS * 32 + lane % 4 * 8, end);
+        }
+    };
+    if (first + RUNS < count)
+        load(nullptr);
+    else
+        load(blocks + count / PARTS * Format::BLOCK_BYTES);
     decltype(scale_of<Format>(from, 0, 0)) shared[SETS];
 #pragma unroll
     for (int set = 0; set < SETS; set++) {

@@ -182,17 +182,42 @@ DEVICE void make_canonical(LaneShare<F>& share) {
     if constexpr (F::SCALING == E4M3) share.scale = F::canonical(share.scale);
 }
 
+// The least and the greatest of some numbers, as atomicMax can find them from zeros on: the former inverted.
+struct Range {
+    u32 greatest = 0, least = ~0u;
+
+    DEVICE void add(u32 value) { greatest = max(greatest, value), least = min(least, value); }
+
+    // What all threads have. Few warps have more than is known: a read is cheaper than an atomic operation.
+    DEVICE void store(u32* found) {
+#pragma unroll
+        for (int step = 16; step; step /= 2) {
+            greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
+            least = min(least, __shfl_xor_sync(~0u, least, step));
+        }
+        volatile u32* const known = found;
+        if (threadIdx.x % WARP == 0 && greatest > known[0]) atomicMax(found, greatest);
+        if (threadIdx.x % WARP == 0 && ~least > known[1]) atomicMax(found + 1, ~least);
+    }
+};
+
+// Whether the block whose scale a lane has, of tile t of a run, is the matrix's.
+DEVICE bool is_there(const Run& run, int t, int lane) {
+    const int block = t / SPAN_TILES * SPAN_BLOCKS + (SPAN_BLOCKS > 1 ? lane % 2 : 0);
+    return lane / 4 + lane / 2 % 2 * 8 < run.rows && block * Format::BLOCK_BYTES < run.bytes;
+}
+
 // `found`, zeros, become the bits of the greatest magnitude that a weight may have, and those of the least such bound of
 // a block that is not 0, inverted; the bits of NaN are greater than any number's.
 //
 // Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has
-// to know. (Of E8M0 scales see ops/center.cu.)
+// to know. Of E8M0 scales, which are, too, ops/center.cu has to know the greatest and the least: found[5] and [6].
 extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              s64 bytes, u32* peaks_of_rows, u32* found) {
     __shared__ __align__(16) u8 images[2][ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
-    u32 greatest = 0, least = ~0u;
+    Range peaks, exponents;
     Walk walk(blocks);
     Run next = walk.run(N, blocks);
     if (next.first_tile < tiles) fetch(storage, bytes, next, images[0]);
@@ -217,7 +242,9 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
             const u32 peak = __float_as_int(Format::peak(share));
             make_canonical(share);
-            greatest = max(greatest, peak), least = min(least, peak ? peak : ~0u);
+            if (peak) peaks.add(peak);
+            if constexpr (Format::SCALING == E8M0)
+                if (is_there(run, t, lane)) exponents.add(share.scale);
             if constexpr (ROW_FACTORS<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
 #pragma unroll
@@ -239,15 +266,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         }
         __syncthreads();  // all have read this run
     }
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
-        least = min(least, __shfl_xor_sync(~0u, least, step));
-    }
-    // Few of them are: a read is cheaper than an atomic operation.
-    volatile u32* const known = found;
-    if (lane == 0 && greatest > known[0]) atomicMax(found, greatest);
-    if (lane == 0 && ~least > known[1]) atomicMax(found + 1, ~least);
+    peaks.store(found);
+    if constexpr (Format::SCALING == E8M0) exponents.store(found + 5);
 }
 
 // `offset`: what has been added to scales that are exponents.
