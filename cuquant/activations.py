@@ -37,15 +37,19 @@ class Blocks(NamedTuple):
 
 
 def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
-    """Of floats of a shape (..., K), given as rows; None where the kernel does not take them: none at all, or
-    longer ones than it can."""
+    """Of floats of a shape (..., K), given as rows; None where the kernel does not take them."""
     *lead, k = shape
     count, half = prod(lead), rows.dtype == check.FLOATS[0]
-    if count == 0 or (k > plan.LONGEST_ROW and not half):
+    if count == 0 or not can_quantize(rows):
         return None
     step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
     call = jit.call(step, "QiqqiQQQ", (*_layout(rows), k))
     return Blocks(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
+
+
+def can_quantize(x: Any) -> bool:
+    """Whether kernels make the rows of floats (..., K) as they quantize them: none longer than they can."""
+    return x.shape[-1] <= plan.LONGEST_ROW or x.dtype == check.FLOATS[0]
 
 
 def quantize(how: Blocks, rows: Any) -> tuple[Any, Rows]:
@@ -71,12 +75,19 @@ class Operand(NamedTuple):
     each: int = 0
 
 
-def operand(x: Any) -> Operand:
-    """Activations that a product reads as they are, or converted."""
-    if not check.is_quantized(x):
-        aligned = x.dtype == check.FLOATS[0] and x.data.ptr % 16 == 0
-        return Operand(x, problem.source(x.shape, x.strides, aligned))
-    return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
+def operand(x: Any, quantizes: bool = False) -> Operand:
+    """Activations that a product reads as they are, or converted; floats may be quantized to q8_1 first."""
+    if check.is_quantized(x):
+        return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
+    half = x.dtype == check.FLOATS[0]
+    source = problem.source(x.shape, x.strides, half and x.data.ptr % 16 == 0)
+    return Operand(x, problem.quantizing(source, half) if quantizes else source)
+
+
+def quantized_before(x: Operand) -> Operand:
+    """Activations that the product was to quantize, and cannot."""
+    half = x.x.dtype == check.FLOATS[0]
+    return x._replace(source=problem.quantizing(x.source, half))
 
 
 class Step(NamedTuple):
@@ -98,6 +109,8 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
         return held, (of_blocks(count, k),)
     if entry == "rows_to_half":
         return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k))),)
+    if entry in ("quantize_half", "quantize_rows"):  # the blocks themselves are not wanted
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*_layout(held), k, 0))),)
     signs = (buffers.pointer(x.signs), x.each or count)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
         made = () if x.rows is not None else (of_blocks(count, k),)

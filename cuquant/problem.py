@@ -49,13 +49,15 @@ class Source(NamedTuple):
     """Activations (..., M, K) as the kernel reads them.
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
-    the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each.
+    the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each,
+    `quantizes` that kernels are to read the numbers that q8_1 blocks of them stand for.
     """
 
     shape: Shape
     strides: Shape
     entry: str | None
     factors: bool
+    quantizes: bool = False
 
 
 class Output(NamedTuple):
@@ -83,7 +85,7 @@ class Launch(NamedTuple):
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
     memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
-    signs of W's columns.
+    signs of W's columns, `quantizes` whether it quantizes x.
     """
 
     plan: plan.Plan
@@ -93,6 +95,7 @@ class Launch(NamedTuple):
     numbers: bytes
     partials: int
     takes_signs: bool
+    quantizes: bool
 
     def packed(
         self,
@@ -184,6 +187,16 @@ def quantized_source(shape: Shape, converted: bool) -> Source:
 
 
 @lru_cache(maxsize=4096)
+def quantizing(source: Source, half: bool) -> Source:
+    """Float activations as the float16 rows that q8_1 blocks of them stand for: made by the product itself of
+    rows that it can read, else by a kernel before it, of float16 numbers (`half`) or others."""
+    if source.entry is None and not source.quantizes:
+        return source._replace(quantizes=True)
+    rows = _contiguous(source.shape[:-1], source.shape[-1])
+    return Source(source.shape, rows, "quantize_half" if half else "quantize_rows", True)
+
+
+@lru_cache(maxsize=4096)
 def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -> Launch:
     """Plan the product of x with a weight, and pack its numbers."""
     n, k = w.shape[-2], w.shape[-1] + -w.shape[-1] % WHOLE
@@ -192,7 +205,8 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0).
-    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, capability, repeats=rows[1] == 0)
+    how = {"repeats": rows[1] == 0, "quantizes": x.quantizes}
+    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, capability, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
@@ -220,7 +234,9 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
             row, *outer = (2 * step or 16 for step in steps_out)
             box = (plan.TILE_COLUMNS, gemm.out_box, 1, 1, 1)
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
-    return Launch(gemm.plan, tensor, out_map, straight, numbers, gemm.partials, gemm.chunk > 0)
+    return Launch(
+        gemm.plan, tensor, out_map, straight, numbers, gemm.partials, gemm.chunk > 0, gemm.quantizes
+    )
 
 
 def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shape, list[tuple[int, Shape]]]:

@@ -87,7 +87,9 @@ def kernels(
     if kept.whole_matrices or k % kept.block_size:
         entries += ["prepare_rows", "prepare_halves"]
     for m in batches:
-        found.add(plan.gemm(kept, m, n, k, prod(lead), True, capability).plan.kernel)
+        for quantizes in (False, True):
+            gemm = plan.gemm(kept, m, n, k, prod(lead), True, capability, quantizes=quantizes)
+            found.add(gemm.plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])

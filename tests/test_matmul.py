@@ -195,6 +195,26 @@ def test_q8_1_activations_lose_what_8_bits_lose(name: str, xp: ModuleType) -> No
     assert 5e-6 < error < 5e-4
 
 
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32"])
+def test_a_product_can_quantize_x(kind: str, xp: ModuleType) -> None:
+    w, x = on(xp, weight("q4_1", (10, 64))), activations(kind, (3, 64), xp)
+    q = cq.quantize(x, "q8_1")
+    for y, expected in (
+        (cq.matmul(x, w.T, x_format="q8_1"), q @ w.T),
+        (cq.matmul(x[1], w.T, x_format=q.format), q[1] @ w.T),
+        (cq.matmul(w, x.T, x_format="q8_1"), (q @ w.T).T),
+        (
+            cq.linear(x, w.dequantize(F), x_format="q8_1", dtype="float16"),
+            cq.linear(q, w.dequantize(F), dtype="float16"),
+        ),
+    ):
+        assert y.dtype == expected.dtype
+        np.testing.assert_array_equal(as_numpy(y), as_numpy(expected))
+    out = xp.empty((10, 3), F)
+    assert cq.matmul(w, x.T, out=out, x_format="q8_1") is out
+    np.testing.assert_array_equal(as_numpy(out).T, as_numpy(q @ w.T))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_stored_sum_is_never_read(name: str, xp: ModuleType) -> None:
     w, x = (

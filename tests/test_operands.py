@@ -45,6 +45,22 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"W is a transposed q4_0 array of shape \(64, 6\); .*: pass W of shape \(6, 64\), or write x @ W\.T",
     ),
+    "quantized twice": (
+        lambda: cq.linear(Q, W, x_format="q8_1"),
+        TypeError,
+        "x is quantized to q8_1 already: x_format is for floats",
+    ),
+    "x in a weight's format": (
+        lambda: cq.matmul(X, W.T, x_format="q4_0"),
+        ValueError,
+        "x_format is q4_0, a format of weights; for activations there is 'q8_1'",
+    ),
+    "x in no format": (lambda: cq.matmul(X, W.T, x_format="q8"), ValueError, "q8"),
+    "x of no whole blocks": (
+        lambda: cq.linear(np.zeros((2, 40), F), np.zeros((6, 40), F), x_format="q8_1"),
+        ValueError,
+        "q8_1 stores blocks of 32 along the last axis, which has 40 elements",
+    ),
     "plain @ plain": (lambda: cq.matmul(X, X.T), TypeError, "no quantized weight on either side"),
     "float64": (lambda: X.astype(float) @ W.T, TypeError, "x has dtype float64"),
     "integers": (lambda: X.astype(int) @ W.T, TypeError, "x has dtype int64"),

@@ -136,8 +136,19 @@ def test_what_is_read_as_it_is(strides: tuple[int, ...], half: bool, entry: str 
 
 
 def test_q8_1_activations_are_read_as_half_rows() -> None:
-    assert problem.quantized_source((3, 96), False) == ((3, 96), (96,), "blocks_to_half", True)
-    assert problem.quantized_source((3, 96), True) == ((3, 96), (96,), None, True)
+    assert problem.quantized_source((3, 96), False) == ((3, 96), (96,), "blocks_to_half", True, False)
+    assert problem.quantized_source((3, 96), True) == ((3, 96), (96,), None, True, False)
+
+
+def test_activations_are_quantized_by_the_product_or_before_it() -> None:
+    own = problem.quantizing(problem.source((2, 96), (256, 2), True), True)
+    assert own == ((2, 96), (128,), None, False, True)
+    assert problem.quantizing(own, True) == ((2, 96), (96,), "quantize_half", True, False)
+    unaligned = problem.source((2, 96), (256, 2), False)
+    assert problem.quantizing(unaligned, False) == ((2, 96), (96,), "quantize_rows", True, False)
+    for m, quantizes in ((1, True), (3, True), (4, False), (40, False)):
+        x = problem.quantizing(problem.source((m, 512), (1024, 2), True), True)
+        assert resolved(m, x).quantizes == quantizes, m
 
 
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:

@@ -104,7 +104,9 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 
 
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
-    return plan.gemm(fmt.for_kernels, key["M"], key["N"], key["K"], 1, True, jit.capability())
+    quantizes = key["activation"] == "q8_1"
+    problem = (key["M"], key["N"], key["K"], 1, True, jit.capability())
+    return plan.gemm(fmt.for_kernels, *problem, quantizes=quantizes)
 
 
 def _batches(keys: list[dict[str, Any]]) -> list[int]:
@@ -123,8 +125,10 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float |
     x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(dtype)
     out = cupy.empty((m, n), dtype)
 
+    x_format = "q8_1" if key["activation"] == "q8_1" else None
+
     def call(w: QuantizedArray) -> Any:
-        return product_of(quantize(x, "q8_1") if key["activation"] == "q8_1" else x, w.T, out=out)
+        return product_of(x, w.T, out=out, x_format=x_format)
 
     error = _error(call, x, weights[-1], out, key["activation"])
     us, mhz = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]

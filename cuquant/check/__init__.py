@@ -230,6 +230,9 @@ from .products import (
     activation as activation,
 )
 from .products import (
+    activation_format as activation_format,
+)
+from .products import (
     activations as activations,
 )
 from .products import (

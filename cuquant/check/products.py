@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from .common import (
     is_quantized,
     is_transposed,
 )
+from .formats import whole_blocks
+
+if TYPE_CHECKING:
+    from ..formats import Format
 
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
 
@@ -134,7 +138,16 @@ def residual(value: Any, shape: tuple[int, ...]) -> Any:
     return value
 
 
-def result_dtype(x: Any, out: Any, dtype: Any) -> np.dtype[Any]:
+def activation_format(x: Any, fmt: Format) -> None:
+    """A format that floats x can be quantized to by a product."""
+    if not fmt.for_activations:
+        raise ValueError(f"x_format is {fmt}, a format of weights; for activations there is 'q8_1'")
+    if is_quantized(x):
+        raise TypeError(f"x is quantized to {x.format} already: x_format is for floats")
+    whole_blocks(x.shape, fmt)
+
+
+def result_dtype(x: Any, out: Any, dtype: Any, quantizes: bool = False) -> np.dtype[Any]:
     """`dtype` if given, else that of out, else the activations' own (float32 for quantized ones)."""
     if dtype is not None:
         wanted = float_dtype(dtype)
@@ -143,7 +156,7 @@ def result_dtype(x: Any, out: Any, dtype: Any) -> np.dtype[Any]:
         return wanted
     if out is not None:
         return out.dtype
-    return FLOATS[2] if is_quantized(x) else x.dtype
+    return FLOATS[2] if quantizes or is_quantized(x) else x.dtype
 
 
 def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool) -> None:

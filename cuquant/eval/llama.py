@@ -129,9 +129,8 @@ class Llama:
 
     def project(self, x: Array, w: Any, bias: Any = None, activation: str | None = None) -> Array:
         """x (..., K) -> act(x @ W.T + bias) (..., N), x quantized first where the model asks for it."""
-        if self.activations == "q8_1" and isinstance(w, QuantizedArray):
-            return linear(quantize(x, "q8_1"), w, bias=bias, activation=activation)
-        return linear(x, w, bias=bias, activation=activation)
+        quantizes = self.activations == "q8_1" and isinstance(w, QuantizedArray)
+        return linear(x, w, bias=bias, activation=activation, x_format="q8_1" if quantizes else None)
 
     def _turn(self, length: int) -> tuple[Array, Array]:
         """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""

@@ -73,17 +73,26 @@ __all__ = [
 
 @lru_cache(maxsize=4096)
 def gemm(
-    fmt: Format, m: int, n: int, k: int, matrices: int, half: bool, capability: int, repeats: bool = False
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    matrices: int,
+    half: bool,
+    capability: int,
+    repeats: bool = False,
+    quantizes: bool = False,
 ) -> Gemm:
     """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
+    Those that the product `quantizes` to q8_1 must be so beforehand where the plan says nothing of it.
     """
     if half and not repeats and capability == 90 and m >= least_batch(fmt, matrices * n * k):
         return wgmma(fmt, m, n, k, matrices)
     if not half or repeats or m <= DECODE_BATCH:
-        return decode(fmt, m, n, k, matrices, capability, half)
+        return decode(fmt, m, n, k, matrices, capability, half, quantizes=quantizes)
     return mma(fmt, m, n, matrices, capability)
 
 
@@ -112,5 +121,8 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
             continue
         for batches, rows, columns in shapes:
             for m, n, k, half in product(batches, rows, columns, (True, False)):
-                found.add(gemm(fmt, m, n, k, 1, half, capability).plan.kernel)
+                found |= {
+                    gemm(fmt, m, n, k, 1, half, capability, quantizes=quantizes).plan.kernel
+                    for quantizes in (True, False)
+                }
     return sorted(found, key=repr)

@@ -17,7 +17,8 @@ class Gemm:
     `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
     columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
     shares out the last `streamed` evenly, for which it needs `partials` bytes. `out_box` are the batch rows
-    of a box of results, where the kernel can store them so.
+    of a box of results, where the kernel can store them so. `quantizes` tells whether the kernel itself makes
+    of x what q8_1 blocks of it stand for.
     """
 
     plan: Plan
@@ -26,6 +27,7 @@ class Gemm:
     streamed: int = 0
     partials: int = 0
     out_box: int = 0
+    quantizes: bool = False
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9

@@ -13,6 +13,7 @@
 // Gated, the first half of the warps along N has rows of W and the second half the same rows of V.
 #pragma once
 #include "epilogue.cuh"
+#include "rounded.cuh"
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
@@ -172,8 +173,9 @@ DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUP
     }
 }
 
+// QUANTIZES: x is to be what q8_1 blocks of it stand for.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
-          int TOGETHER, class P>
+          int TOGETHER, bool QUANTIZES, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
@@ -264,6 +266,7 @@ DEVICE void decode(const P& p) {
         };
         stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
                                                               row_bytes, fill);
+        if constexpr (QUANTIZES) round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
         __syncthreads();
         // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
         const int piece = EXACT_PRODUCTS<F> ? lane / 8 % 2 * 2 + lane / 16 : lane / 8;

@@ -42,7 +42,8 @@ DEVICE int order(float x) {
 
 // 1 / d, and 0 where that is not finite: the reference leaves the codes undefined there, and the stored scale is 0.
 DEVICE float inverse(float d) {
-    float r = ieee_div(1, d);
+    float r;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(r) : "f"(d));
     return is_finite(r) ? r : 0;
 }
 

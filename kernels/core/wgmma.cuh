@@ -47,6 +47,8 @@ DEVICE void wgmma(const P& p) {
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
     using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
+    // Stages of W that are asked for before x: more of it would be in x's way, which all wait for.
+    constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     // After a codebook's table stages, then staged sums (those of a split take the stages' place).
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
@@ -121,7 +123,7 @@ DEVICE void wgmma(const P& p) {
             };
             int tile = segment.begin;
             if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
-                const int ahead = min(STAGES, (segment.end - segment.begin) / WIDTH);
+                const int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
                 for (int s = 0; s < ahead; s++) copy_weights(s);
                 wait_for_operands<P>();
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);

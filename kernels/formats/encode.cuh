@@ -185,7 +185,7 @@ DEVICE Scales encode(const float (&x)[MINE], Range range, int half, int (&q)[MIN
     float low = F::BITS == 8 ? 0 : ieee_min(range.low, __shfl_xor_sync(~0u, range.low, 1));
     if constexpr (F::BITS == 8) {
         float d = ieee_div(high, 127);
-        float inv = is_finite(d) ? inverse(d) : 0;
+        float inv = inverse(d);
 #pragma unroll
         for (int j = 0; j < MINE; j++) {
             // roundf: half away from zero; the greatest float below a half leaves 0.49999997 at 0. NaN becomes 0.

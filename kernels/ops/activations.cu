@@ -127,8 +127,8 @@ blocks_to_half(const u8* blocks, int K, u16* out, float* unscale) {
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
-// A thread's half of block `mine` of `count` to `staged` and, all together, from there to memory, so that a warp writes
-// whole sectors. Its codes, and the block's scale.
+// A thread's half of block `mine` of `count` to `staged` and, all together, from there to memory, if blocks are wanted,
+// so that a warp writes whole sectors. Its codes, and the block's scale.
 DEVICE float store_blocks(const float (&values)[MINE], int half, int mine, int count, u32* staged, u32* to,
                           u32 (&words)[4]) {
     int q[MINE];
@@ -139,11 +139,16 @@ DEVICE float store_blocks(const float (&values)[MINE], int half, int mine, int c
     store_codes<Format>(own, half, words);
     if (half == 0) Format::store_scale_bits(own, bits);
     __syncthreads();
-    for (int i = threadIdx.x; i < count * (Format::BLOCK_BYTES / 4); i += blockDim.x) to[i] = staged[i];
+    if (to)
+        for (int i = threadIdx.x; i < count * (Format::BLOCK_BYTES / 4); i += blockDim.x) to[i] = staged[i];
     return half_to_float(u16(bits));
 }
 
-// Float16 rows to q8_1 blocks and, at once, to the float16 rows of the numbers that they stand for: no power of two is
+DEVICE u32* block_at(u8* blocks, s64 number) {
+    return blocks ? reinterpret_cast<u32*>(blocks + number * Format::BLOCK_BYTES) : nullptr;
+}
+
+// Float16 rows to q8_1 blocks (or null) and, at once, to the float16 rows of the numbers that they stand for: no power of two is
 // needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product that
 // the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
 extern "C" __global__ void __launch_bounds__(256)
@@ -159,9 +164,7 @@ quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     float values[MINE];
     load_elements(x, row * row_stride + column * column_stride, row_stride, column_stride, dtype, values);
     u32 words[4];
-    const float d = store_blocks(values, half, mine, count, staged,
-                                 reinterpret_cast<u32*>(blocks + (row * (K / 32) + first) * Format::BLOCK_BYTES),
-                                 words);
+    const float d = store_blocks(values, half, mine, count, staged, block_at(blocks, row * (K / 32) + first), words);
     const float most = is_finite(d) ? 65504.f : __int_as_float(0x7f800000);
 #pragma unroll
     for (int j = 0; j < MINE; j++)
@@ -184,7 +187,6 @@ quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     wait_for_predecessor();
     const s64 row = blockIdx.x;
     const int half = threadIdx.x % 2, last = K / 32 - 1, at_once = blockDim.x / 2;
-    u32* const own = reinterpret_cast<u32*>(blocks + row * (K / 32) * Format::BLOCK_BYTES);
     u32 words[PIECES][4], peak = 0;
     float d[PIECES];
 #pragma unroll
@@ -196,7 +198,7 @@ quantize_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
         float values[MINE];
         load_elements(x, at, row_stride, column_stride, dtype, values);
         if (p > 0) __syncthreads();  // what was staged before has been read
-        d[p] = store_blocks(values, half, mine, count, staged, own + first * (Format::BLOCK_BYTES / 4), words[p]);
+        d[p] = store_blocks(values, half, mine, count, staged, block_at(blocks, row * (K / 32) + first), words[p]);
         peak = max(peak, magnitude(d[p] * 128));
     }
     const int shift = shift_of(block_max(peak));

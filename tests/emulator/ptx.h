@@ -109,11 +109,13 @@ inline void cvt_pack_sat_u4_s32_b32(u32& r, u32 a, u32 b, u32 c) {
 inline void add_rn_f32(float& r, float a, float b) { r = a + b; }
 inline void sub_rn_f32(float& r, float a, float b) { r = a - b; }
 inline void mul_rn_f32(float& r, float a, float b) { r = a * b; }
-inline void mul_rz_f32(float& r, float a, float b) {
-    const double product = double(a) * b;  // exact
-    const float near = float(product);
-    r = fabs(near) > fabs(product) ? __int_as_float(__float_as_int(near) - 1) : near;
+inline float toward_zero_of(double exact) {
+    const float near = float(exact);
+    return fabs(near) > fabs(exact) ? __int_as_float(__float_as_int(near) - 1) : near;
 }
+inline void mul_rz_f32(float& r, float a, float b) { r = toward_zero_of(double(a) * b); }
+// Of numbers of one sign; what double loses of their sum is not seen.
+inline void add_rz_f32(float& r, float a, float b) { r = toward_zero_of(double(a) + b); }
 inline void fma_rm_f32(float& r, float a, float b, float c) {
     const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
     const double part = sum - product, lost = (product - (sum - part)) + (c - part);
@@ -121,6 +123,7 @@ inline void fma_rm_f32(float& r, float a, float b, float c) {
     if (r > sum || (r == sum && lost < 0)) r = nextafterf(r, -HUGE_VALF);
 }
 inline void div_rn_f32(float& r, float a, float b) { r = a / b; }
+inline void rcp_rn_f32(float& r, float a) { r = 1 / a; }
 inline void sqrt_rn_f32(float& r, float a) { r = sqrtf(a); }
 inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }
 inline void cvt_rmi_f32_f32(float& r, float a) { r = floorf(a); }
