@@ -128,8 +128,7 @@ DEVICE void wgmma(const P& p) {
                 wait_for_operands<P>();
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
                 tile += ahead * WIDTH, waited = true;
-                stage = ahead % STAGES;
-                if (ahead == STAGES) parity ^= 1;
+                stage = ahead;  // not yet the ring's end
             }
             for (; tile < segment.end; tile += WIDTH) {
                 barrier_wait(empty + stage * 8, parity);
