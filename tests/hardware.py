@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.plan.cores import Core, table_of
+from cuquant.plan.cores import table_of
 
 SHARED = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_120": 99 << 10}
 """Bytes of shared memory that a block may have, where less than 227 KB."""
@@ -14,7 +14,7 @@ def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capabilit
     """A block of the decode core has room for table, ring and rows of x, many columns of them at a time; a
     multiprocessor for two blocks, where two are to share it."""
     c = dict(gemm.plan.kernel.constants)
-    table = table_of(fmt.for_kernels, Core.DECODE, capability)[1]
+    table = table_of(fmt.for_kernels, capability)[1]
     ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(fmt.for_kernels).step(1)
     assert table + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
     if c["RESIDENT"] == 2 and capability >= 80:

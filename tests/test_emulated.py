@@ -41,7 +41,7 @@ CHOSEN = {
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
         " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
     ),
-    "test_gpu_cores.py": (6, "tile_of_the_mma and q4_0"),
+    "test_gpu_cores.py": (9, "tile_of_the_mma and q4_0"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (
         30,
@@ -63,7 +63,7 @@ CHOSEN = {
         " or float_experts or go_where or (test_activations and 90) or (sizes and 8-2-33)"
         " or (graph and 16-q4_0)",
     ),
-    "test_gpu_moe_prefill.py": (1, "levels"),
+    "test_gpu_moe_prefill.py": (4, "levels or (mma_core and q4_0)"),
     "test_gpu_moe_repeats.py": (60, "test"),
     "test_gpu_moe_trellis.py": (
         15,

@@ -33,7 +33,8 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
 
 
-MMA_TILES = [(4, 1, 2, 8), (8, 1, 2, 7), (8, 2, 2, 5), (4, 2, 4, 3), (8, 2, 3, 3), (8, 4, 2, 3)]
+MMA_TILES = [(4, 1, 1, 2, 8), (8, 1, 1, 2, 7), (8, 2, 1, 2, 5), (4, 2, 1, 4, 3), (8, 2, 1, 3, 3)]
+MMA_TILES += [(8, 2, 1, 2, 2), (8, 4, 1, 2, 3), (8, 4, 2, 1, 2), (8, 4, 2, 1, 4)]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "mxfp4"])
@@ -47,7 +48,7 @@ def test_every_tile_of_the_mma_core(
     monkeypatch.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
     plan_anew()
     for (n, k), m in product(
-        ((70, 256), (600, 4352)), (17, 100)
+        ((70, 256), (600, 4352)), (17, 150)
     ):  # few steps along K, and more than a ring has
         w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
         bias, residual = cupy.asarray(gauss((n,), 2)), cupy.asarray(gauss((m, n), 3))

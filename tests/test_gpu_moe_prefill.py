@@ -10,6 +10,7 @@ from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
+from cuquant.plan import mma_core
 from cuquant.plan.wgmma_core import WGMMA_TILES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
@@ -71,6 +72,27 @@ def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as m:
             m.setattr(plan.moe, "WGMMA_TILES", (tile,))
             y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
+    finally:
+        plan.moe.product.cache_clear()
+    close(y, reference(x, experts, ids, probs))
+
+
+@pytest.mark.parametrize("format", ["q4_0", "kbit3", "q4_k"])
+@pytest.mark.parametrize("tile", [(8, 2, 1, 3, 3), (8, 4, 1, 2, 3), (8, 4, 2, 1, 3)], ids=str)
+def test_rows_of_experts_by_the_mma_core(
+    tile: tuple[int, ...], format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a tile has, and more or fewer, where there is no wgmma."""
+    counts = (1, 64, 65, 127, 128, 129)
+    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
+    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
+    experts = stacks(format, len(counts), k=256, hidden=512, n=72)
+    plan.moe.product.cache_clear()
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(jit, "capability", lambda: 80)
+            m.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
+            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
     finally:
         plan.moe.product.cache_clear()
     close(y, reference(x, experts, ids, probs))

@@ -14,6 +14,8 @@ from hardware import SHARED, assert_staged
 import cuquant as cq
 from cuquant import plan
 from cuquant.kv import plan as kv_plan
+from cuquant.plan import mma_core
+from cuquant.plan.cores import table_of
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
@@ -132,17 +134,24 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
                 continue
             assert gemm.plan.block == c["WARPS"] * 32
             assert z == 3
-            assert y == ceil(m / (c["GROUPS"] * 8))
+            batch, step = c["GROUPS"] * 8, c["ROW_TILES"] * c["ROW_WARPS"] * 16
             if core == "decode":
-                step = c["ROW_TILES"] * c["ROW_WARPS"] * 16
                 assert gemm.plan.cluster == c["CLUSTER"]
                 assert gemm.chunk > 0
                 assert gemm.chunk % (c["WARPS"] // c["ROW_WARPS"]) == 0
                 assert_staged(cq.formats.get(name), gemm, min(m, c["GROUPS"] * 8), capability)
                 x //= c["CLUSTER"]
             else:
-                step = c["ROW_TILES"] * c["WARPS"] * 16
+                batch = mma_core.batch_of(gemm.plan.kernel)
+                assert batch == c["GROUPS"] * 8 * c["WARPS"] // c["ROW_WARPS"]
                 assert (half, gemm.chunk) == (True, 0)
+                assert c["STAGES"] >= 2
+                # From sm_80 on a block takes 1 KB more, and registers for two of 4 warps or one of 8.
+                if c["ROW_TILES"] == 4:
+                    assert c["RESIDENT"] * c["WARPS"] == 8
+                    blocks = c["RESIDENT"] * (gemm.plan.shared + (1 << 10))
+                    assert blocks <= SHARED.get(f"sm_{capability}", 227 << 10) + (1 << 10)
+            assert y == ceil(m / batch)
             assert n <= x * step < n + step
 
 
@@ -184,30 +193,54 @@ def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
 def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
-    """As deep as shared memory allows two of them, up to eight stages, if that is four; of many blocks, which
-    hide each other's latencies, three stages."""
+    """As deep as shared memory allows two of them, up to eight stages, if that is four; of others three, or
+    four where tiles are large."""
     room = {80: 164, 86: 100, 89: 100, 120: 100}.get(capability, 228) << 10
     few = {(17, 4096): 1, (32, 8448): 1, (64, 4096): 1, (256, 4096): 1, (512, 4096): 2, (128, 14336): 2}
     names = ("q4_0", "q8_0", "q4_k", "kbit4", "mxfp4", "trellis3")
     deep = set()
     for name, (m, n) in combinations(names, (*few, (33, 1 << 16), (2048, 14336))):
-        gemm = plan.mma(cq.formats.get(name).for_kernels, m, n, 1, capability)
-        c, batch = dict(gemm.plan.kernel.constants), 8 * dict(gemm.plan.kernel.constants)["GROUPS"]
+        fmt = cq.formats.get(name).for_kernels
+        gemm = plan.mma(fmt, m, n, 1, capability)
+        c, batch = dict(gemm.plan.kernel.constants), mma_core.batch_of(gemm.plan.kernel)
         assert gemm.plan.grid == (ceil(n / (64 * c["ROW_TILES"])), ceil(m / batch), 1)
-        assert batch == (32 if m <= 32 else 64)
-        if c["STAGES"] < 4:
-            assert c["STAGES"] == (2 if capability < 80 else 3)
+        if c["STAGES"] < 4 or c["ROW_TILES"] == 4:
+            assert c["STAGES"] in ((2,) if capability < 80 else (2, 3, 4))
             continue
         deep.add((name, m, n))
+        assert batch == (32 if m <= 32 else 64)
         assert (c["RESIDENT"], c["ROW_TILES"]) == (2, few[m, n])
         assert gemm.plan.grid[0] * gemm.plan.grid[1] <= 2 * plan.LARGE_GPU
         assert 2 * (gemm.plan.shared + (1 << 10)) <= room
-        own = batch * 144 + 4 * c["ROW_TILES"] * plan.layout(cq.formats.get(name).for_kernels).step(1)
+        own = batch * 144 + 4 * c["ROW_TILES"] * plan.layout(fmt).step(1)
         assert c["STAGES"] == 8 or 2 * (gemm.plan.shared + own + (3 << 10)) > room
     if capability in (80, 90):
         assert deep == {(name, *cell) for name, cell in combinations(names, few)}
     else:
         assert (("q4_0", 64, 4096) in deep) == (capability > 80)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
+def test_large_products_have_large_tiles(capability: int) -> None:
+    """Of 256 rows of W by 128 batch rows, where that leaves few multiprocessors idle; but before sm_80."""
+    for name, (m, n, large) in combinations(
+        ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
+        ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (128, 8192, False), (384, 4096, False)),
+    ):
+        gemm = plan.mma(cq.formats.get(name).for_kernels, m, n, 1, capability)
+        c = dict(gemm.plan.kernel.constants)
+        assert ((c["ROW_TILES"], c["WARPS"]) == (4, 8)) == (large and capability >= 80), (name, m, n)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
+    """For every lane where there is much shared memory; never fewer than a quarter of that."""
+    for name, (m, n) in combinations(("kbit2", "kbit3", "kbit4", "iq4_xs"), ((64, 4096), (512, 14336))):
+        fmt = cq.formats.get(name).for_kernels
+        gemm = plan.mma(fmt, m, n, 1, capability)
+        copies, most = dict(gemm.plan.kernel.constants)["COPIES"], table_of(fmt, capability)[0]
+        assert most // 4 <= copies <= most
+        assert copies == most or capability != 90 or m == 64
 
 
 def test_blocks_of_stacked_matrices_run_at_once() -> None:

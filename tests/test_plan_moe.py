@@ -92,8 +92,8 @@ def test_plans_fit(capability: int, half: bool) -> None:
             assert not gated or c["ROW_BLOCKS"] == 2
             continue
         assert z == made.works <= plan.MOST_BLOCKS
-        assert 1 <= made.batch <= 8 * c["GROUPS"]
         if core == "decode":
+            assert 1 <= made.batch <= 8 * c["GROUPS"]
             assert not gated or c["ROW_WARPS"] % 2 == 0
             rows = c["ROW_TILES"] * c["ROW_WARPS"] * 16 // (1 + gated)
             assert n <= x // launch.cluster * rows < n + rows
@@ -101,6 +101,7 @@ def test_plans_fit(capability: int, half: bool) -> None:
             assert_staged(cq.formats.get(name), made.gemm, made.batch, capability)
             assert made.gemm.chunk >= min(8, ceil(k / 64) // launch.cluster)
         else:
+            assert made.batch == 8 * c["GROUPS"] * c["WARPS"] // c["ROW_WARPS"]
             assert not gated
 
 

@@ -55,13 +55,11 @@ def gemm_kernel(
     return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
 
 
-def table_of(fmt: Format, core: Core, capability: int, roomy: bool = False) -> tuple[int, int]:
+def table_of(fmt: Format, capability: int, roomy: bool = False) -> tuple[int, int]:
     """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
 
-    Where weights are looked up at the speed of memory, so many copies that lanes (almost) never wait for
-    another, in at most a third of the room. The mma core uses each weight so often that room matters more.
-    The wgmma core spares instructions by rows of 256 bytes, twice the copies' size, where its tile is
-    `roomy`.
+    So many copies that lanes (almost) never wait for another, in at most a third of the room. The wgmma core
+    spares instructions by rows of 256 bytes, twice the copies' size, where its tile is `roomy`.
     """
     if not fmt.lookup:
         return 0, 0
@@ -69,8 +67,6 @@ def table_of(fmt: Format, core: Core, capability: int, roomy: bool = False) -> t
     copies, entries, size = tables[looked_up(fmt)]
     if roomy and entries == 256:
         return 256 // size, 256 * entries
-    if core is Core.MMA:
-        copies //= 4
     while copies * size > 16 and copies * entries * size > shared_limit(capability) // 3:
         copies //= 2
     return copies, copies * entries * size

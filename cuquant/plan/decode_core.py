@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import LARGE_GPU, WARP, Plan, paired_limit, shared_limit
+from .launch import LARGE_GPU, WARP, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
 
 _GROUP_BYTES = 288 << 10
@@ -54,9 +54,9 @@ def decode(
     x is to be quantized, every block does so for itself where rows are few.
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-    copies, table = table_of(fmt, Core.DECODE, capability)
+    copies, table = table_of(fmt, capability)
     groups, whole = 1 if m <= 8 else 2, shared_limit(capability) - table
-    half = paired_limit(capability) - table
+    half = shared_limit(capability, 2) - table
     step = layout(fmt).step(1)
     batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
     least_x = batch * k * 2 + (40 << 10 if fmt.lookup else 0)

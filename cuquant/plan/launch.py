@@ -74,12 +74,8 @@ _STATIC = 1 << 10
 """Bytes of shared memory beside the dynamic: barriers, and the driver's own."""
 
 
-def shared_limit(capability: int) -> int:
-    """Bytes of dynamic shared memory that a block may have."""
-    return (_SHARED.get(capability, 227) << 10) - 2 * _STATIC
-
-
-def paired_limit(capability: int) -> int:
-    """The same of blocks of which a multiprocessor is to hold two. From sm_80 on each costs 1 KB more."""
+def shared_limit(capability: int, blocks: int = 1) -> int:
+    """Bytes of dynamic shared memory that a block may have, of so many that a multiprocessor is to hold. From
+    sm_80 on each costs 1 KB more."""
     most, system = _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
-    return (most + system) // 2 - system - _STATIC // 2
+    return min(most - 2 * _STATIC, (most + system) // blocks - system - _STATIC // 2)

@@ -16,7 +16,7 @@ from ..formats import Format
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
 from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
-from .mma_core import mma
+from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
 
@@ -106,7 +106,7 @@ def product(
         return None
     else:
         gemm = mma(fmt, rows, n, load.experts, capability)
-        batch = 8 * dict(gemm.plan.kernel.constants)["GROUPS"]
+        batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
     return Product(_grouped(gemm, gated, (gemm.plan.grid[0], 1, works)), batch, works)
 

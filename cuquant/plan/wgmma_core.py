@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of
-from .launch import LARGE_GPU, Plan, paired_limit, shared_limit
+from .launch import LARGE_GPU, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
@@ -150,12 +150,12 @@ def _step_us(fmt: Format, tile: Tile) -> float:
 
 def _shared_room(tile: Tile) -> int:
     """Bytes of shared memory of a block; whole KB of one that is to share it, as the ring starts at one."""
-    return shared_limit(90) if tile.resident == 1 else paired_limit(90) >> 10 << 10
+    return shared_limit(90) if tile.resident == 1 else shared_limit(90, 2) >> 10 << 10
 
 
 def _table(fmt: Format, tile: Tile) -> tuple[int, int]:
     """Copies of a codebook's table, and bytes: 64 KB have room beside few batch rows, if nobody shares it."""
-    return table_of(fmt, Core.WGMMA, 90, tile.batch <= ROOMY_BATCH and tile.resident == 1)
+    return table_of(fmt, 90, tile.batch <= ROOMY_BATCH and tile.resident == 1)
 
 
 def _stage_bytes(fmt: Format, tile: Tile) -> int:

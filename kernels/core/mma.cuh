@@ -1,14 +1,19 @@
 // The mma core: larger batches on GPUs without wgmma.
 //
-// A block owns WARPS x ROW_TILES x 16 rows of W and GROUPS x 8 batch rows. Steps of 64 columns, of W as the fragment
-// layout has it and of X, go through a ring of STAGES in shared memory. Each warp dequantizes its own rows in
-// registers, operand A, once for the whole batch tile.
+// A block owns ROW_WARPS x ROW_TILES x 16 rows of W and, WARPS / ROW_WARPS warps beside each other, GROUPS x 8 batch
+// rows each. Steps of 64 columns, of W as the fragment layout has it and of X, go through a ring of STAGES in shared
+// memory. Each warp dequantizes its rows in registers, operand A, once for all its batch rows.
+//
+// Operands are made a turn ahead, or the tensor cores would wait for them: while they multiply 16 columns of one row
+// tile, A of the next row tile is made, and while they do so with all of a warp's row tiles, B of the next 16 columns
+// is loaded. So it goes on from stage to stage: behind the barrier both are there.
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, class C, int GROUPS, int ROW_TILES, int WARPS, int STAGES, class P>
+template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int STAGES, class P>
 DEVICE void mma(const P& p) {
-    constexpr int BATCH = GROUPS * 8, TILES = WARPS * ROW_TILES, ROWS = TILES * 16, THREADS = WARPS * WARP;
+    constexpr int BESIDE = WARPS / ROW_WARPS, BATCH = BESIDE * GROUPS * 8, THREADS = WARPS * WARP;
+    constexpr int TILES = ROW_WARPS * ROW_TILES, ROWS = TILES * 16;
     constexpr int X_ROW = 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     using Weights = WeightCopy<F, TILES, THREADS>;
     constexpr int WEIGHTS_AT = BATCH * X_ROW, STAGE = WEIGHTS_AT + Weights::SIZE;
@@ -19,7 +24,8 @@ DEVICE void mma(const P& p) {
     begin(p);
     const Span span = span_of<BATCH>(p);
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int lane = threadIdx.x % WARP, row_warp = threadIdx.x / WARP % ROW_WARPS;
+    const int beside = threadIdx.x / (WARP * ROW_WARPS);
     C codec(p.values, lane);
     codec.fill(threadIdx.x, THREADS);
     wait_for_operands<P>();
@@ -35,20 +41,20 @@ DEVICE void mma(const P& p) {
     const int column = threadIdx.x % 8 * 8;
     const u16* x_from[OWN];
 #pragma unroll
-    for (int j = 0; j < OWN; j++)
-        x_from[j] = at.x + min(first_m + int(threadIdx.x) / 8 + j * APART, span.end - 1) * p.x_row + column;
-    auto copy = [&](int tile) {  // of batch rows beyond M the last is read instead
-        if (tile < tiles) {
-            u8* const stage = shared + tile % STAGES * STAGE;
-            const bool exists = tile * 64 + column < p.K;
+    for (int j = 0; j < OWN; j++) {  // of batch rows beyond M the last is read instead
+        const int m = min(first_m + int(threadIdx.x) / 8 + j * APART, span.end - 1);
+        x_from[j] = at.x + m * p.x_row + (column < p.K ? column : 0);
+    }
+    auto copy = [&](int tile, int to) {  // of columns beyond K nothing is read: there is no branch for it
+        const bool exists = tile * 64 + column < p.K;
+        const int on = (tile + 1) * 64 + column < p.K ? 64 : 0;
 #pragma unroll
-            for (int j = 0; j < OWN; j++) {
-                copy_async(stage + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, exists ? x_from[j] : at.x,
-                           exists);
-                x_from[j] += 64;
-            }
-            weights.copy(shared_address(stage + WEIGHTS_AT), threadIdx.x);
+        for (int j = 0; j < OWN; j++) {
+            copy_async(shared_address(shared) + to + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, x_from[j],
+                       exists);
+            x_from[j] += on;
         }
+        weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, tiles - tile);
         copy_commit();
     };
     if constexpr (ROW_FACTORS<F>) {  // with braces, as in decode.cuh
@@ -56,46 +62,64 @@ DEVICE void mma(const P& p) {
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
     }
 #pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile);
+    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, tile * STAGE);
 
     float acc[ROW_TILES][GROUPS][4] = {};
-    for (int tile = 0; tile < tiles; tile++) {
-        copy_wait<STAGES - 2>();
-        __syncthreads();  // this tile has arrived, and everyone has read the one whose place the next copy takes
-        copy(tile + STAGES - 1);
-        const u8* const stage = shared + tile % STAGES * STAGE;
-        Tile<F> w[ROW_TILES];
+    Tile<F> w[ROW_TILES];
+    u32 a[2][4], b[2][GROUPS / 2][4];  // of row tiles, and of steps h, in turn
+    // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.
+    const u32 own_x = (beside * GROUPS * 8 + lane % 8 + lane / 16 * 8) * X_ROW + lane / 8 % 2 * 16;
+    auto load_x = [&](int from, int h) {
 #pragma unroll
-        for (int r = 0; r < ROW_TILES; r++) Weights::load(w[r], stage + WEIGHTS_AT, warp * ROW_TILES + r, 0, lane);
-        // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.
-        const u32 x = shared_address(stage) + (lane % 8 + lane / 16 * 8) * X_ROW + lane / 8 % 2 * 16;
+        for (int pair = 0; pair < GROUPS / 2; pair++)
+            load_matrices(b[h % 2][pair], shared_address(shared) + from + own_x + pair * 16 * X_ROW + h % 4 * 32);
+    };
+    auto load_w = [&](int from, int r) {
+        Weights::load(w[r], shared + from + WEIGHTS_AT, row_warp * ROW_TILES + r, 0, lane);
+    };
+
+    copy_wait<STAGES - 2>();
+    __syncthreads();  // the first tile has arrived
+    load_x(0, 0);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) load_w(0, r);
+    codec.weights(w[0], 0, a[0]);
+    int stage = 0, free = (STAGES - 1) * STAGE;  // where this tile is, and the next copy goes
+    for (int tile = 0; tile < tiles; tile++) {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
-            u32 a[ROW_TILES][4];
+            if (h == 3) {
+                copy_wait<STAGES - 2>();
+                __syncthreads();  // the next tile has arrived, and everyone has read this one, whose place is free
+                free = stage, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
+            }
+            load_x(stage, h + 1);
+            if (h == 0) copy(tile + STAGES - 1, free);
 #pragma unroll
-            for (int r = 0; r < ROW_TILES; r++) codec.weights(w[r], h, a[r]);
+            for (int r = 0; r < ROW_TILES; r++) {
+                if (h == 3) load_w(stage, r);
+                const int now = (h * ROW_TILES + r) % 2;
+                codec.weights(w[(r + 1) % ROW_TILES], (h + (r + 1) / ROW_TILES) % 4, a[1 - now]);
 #pragma unroll
-            for (int group = 0; group < GROUPS; group += 2) {
-                u32 b[4];
-                load_matrices(b, x + group * 8 * X_ROW + h * 32);
-#pragma unroll
-                for (int r = 0; r < ROW_TILES; r++) {
-                    mma_half(acc[r][group], a[r], b[0], b[1], acc[r][group]);
-                    mma_half(acc[r][group + 1], a[r], b[2], b[3], acc[r][group + 1]);
+                for (int group = 0; group < GROUPS; group++) {
+                    const u32* const x = b[h % 2][group / 2] + group % 2 * 2;
+                    mma_half(acc[r][group], a[now], x[0], x[1], acc[r][group]);
                 }
             }
         }
     }
     copy_wait<0>();
 
-    constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows at a time
-    float* const staged = reinterpret_cast<float*>(shared);
+    constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows of a warp at a time
+    constexpr int SHARERS = THREADS / BESIDE;
+    float* const staged = reinterpret_cast<float*>(shared) + beside * 16 * LINE;
+    const int thread = threadIdx.x % SHARERS, own_m = first_m + beside * GROUPS * 8;
     auto factor = [&](int n) { return ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
     // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
 #pragma unroll 1
     for (int first = 0; first < GROUPS; first += 2) {
         __syncthreads();
-        float* const own = staged + lane % 4 * 2 * LINE + warp * ROW_TILES * 16 + lane / 4;
+        float* const own = staged + lane % 4 * 2 * LINE + row_warp * ROW_TILES * 16 + lane / 4;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
             if (first == group / 2 * 2)
@@ -107,7 +131,7 @@ DEVICE void mma(const P& p) {
         __syncthreads();
         if constexpr (P::GROUPED) {
             auto load = [&](int row, int column) { return staged[row * LINE + column] * factor(column); };
-            finish_group<ROWS, THREADS>(p, at, first_m + first * 8, span.end, first_tile * 16, threadIdx.x, load);
+            finish_group<ROWS, SHARERS>(p, at, own_m + first * 8, span.end, first_tile * 16, thread, load);
         } else {
             auto load = [&](int row, int column) {
                 const float4 v = *reinterpret_cast<const float4*>(staged + row * LINE + column);
@@ -115,7 +139,7 @@ DEVICE void mma(const P& p) {
                 return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
                                    v.w * factor(column + 3));
             };
-            finish_rows<ROWS, THREADS>(p, at, first_m + first * 8, 16, first_tile * 16, threadIdx.x, load);
+            finish_rows<ROWS, SHARERS>(p, at, own_m + first * 8, 16, first_tile * 16, thread, load);
         }
     }
 }

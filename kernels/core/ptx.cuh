@@ -121,32 +121,28 @@ DEVICE u32 transposed(u32 pair) {
 }
 
 // 16 bytes from global to shared memory; zeros where `valid` is false. Before sm_80 an ordinary load and store.
-DEVICE void copy_async(void* shared, const void* global, bool valid) {
+DEVICE void copy_async(u32 shared, const void* global, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
     int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(shared)), "l"(global), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
 #else
-    *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
-#endif
-}
-
-DEVICE void copy_async(u32 shared, const void* global) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
-#else
-    uint4 v = *static_cast<const uint4*>(global);
+    uint4 v = valid ? *static_cast<const uint4*>(global) : make_uint4(0, 0, 0, 0);
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 #endif
 }
 
+DEVICE void copy_async(void* shared, const void* global, bool valid) {
+    copy_async(shared_address(shared), global, valid);
+}
+
 // The same of what this multiprocessor soon copies again: it stays in the L1 cache.
-DEVICE void copy_async_again(u32 shared, const void* global) {
+DEVICE void copy_async_again(u32 shared, const void* global, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" :: "r"(shared), "l"(global) : "memory");
+    int bytes = valid ? 16 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(shared), "l"(global), "r"(bytes) : "memory");
 #else
-    copy_async(shared, global);
+    copy_async(shared, global, valid);
 #endif
 }
 

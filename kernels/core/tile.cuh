@@ -255,15 +255,15 @@ struct PlaneCopy {
         }
     }
 
-    // The next step, to shared address `to`; the one after it is `advance` bytes further.
-    DEVICE void copy(u32 to, int thread, int advance = BYTES) {
+    // The next step, if it `exists`, to shared address `to`; the one after it is `advance` bytes further.
+    DEVICE void copy(u32 to, int thread, int advance = BYTES, bool exists = true) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
                 if constexpr (AGAIN)
-                    copy_async_again(to + (thread + j * THREADS) * 16, from[j]);
+                    copy_async_again(to + (thread + j * THREADS) * 16, from[j], exists);
                 else
-                    copy_async(to + (thread + j * THREADS) * 16, from[j]);
+                    copy_async(to + (thread + j * THREADS) * 16, from[j], exists);
             }
             from[j] += advance;
         }
@@ -279,10 +279,13 @@ struct WeightCopy {
     static constexpr int HIGH_AT = TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + TILES * F::HIGH_BYTES;
     static constexpr int GROUP_AT = SCALE_AT + TILES * F::SCALE_BYTES;
     static constexpr int SIZE = GROUP_AT + ROW_TILES * RECORDS * F::GROUP_BYTES;  // of a step in shared memory
-    PlaneCopy<ROW_TILES, F::LOW_BYTES * WIDTH, THREADS> low;
-    PlaneCopy<ROW_TILES, (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH, THREADS> high;
-    PlaneCopy<ROW_TILES, (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH, THREADS> scale;
-    PlaneCopy<ROW_TILES, (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS, THREADS, true> group;
+    static constexpr int LOW = F::LOW_BYTES * WIDTH, HIGH = (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH;
+    static constexpr int SCALE = (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH;
+    static constexpr int GROUP = (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS;
+    PlaneCopy<ROW_TILES, LOW, THREADS> low;
+    PlaneCopy<ROW_TILES, HIGH, THREADS> high;
+    PlaneCopy<ROW_TILES, SCALE, THREADS> scale;
+    PlaneCopy<ROW_TILES, GROUP, THREADS, true> group;
     int next;  // tile, where there are groups
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
@@ -301,13 +304,16 @@ struct WeightCopy {
         }
     }
 
-    DEVICE void copy(u32 to, int thread) {
-        low.copy(to, thread);
-        if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread);
-        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread);
+    // The next step, one of `left`. Beyond the last nothing is read: there is no branch for it.
+    DEVICE void copy(u32 to, int thread, int left = 2) {
+        const bool exists = left > 0;
+        const int on = left > 1;
+        low.copy(to, thread, on * LOW, exists);
+        if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread, on * HIGH, exists);
+        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread, on * SCALE, exists);
         if constexpr (F::GROUP_BYTES > 0) {
             next += WIDTH;
-            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : RECORDS * F::GROUP_BYTES);
+            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : on * GROUP, exists);
         }
     }
 
