@@ -13,9 +13,9 @@ from .planes import TILE_COLUMNS, TILE_ROWS, layout
 _ROW_WARPS = 4
 _LEAST_RING, _LARGEST_RING = 4, 8
 """Stages from which on a ring hides the latency of memory, and those that are enough."""
-_LARGE_COSTS, _SMALL_COST = {2: 1.0, 1: 1.1}, 1.25
-"""Of an output, in tiles of 256 rows of W by 128 and by 64 batch rows, and in small ones: what operands of
-fewer outputs cost a multiprocessor's shared memory and the L2 cache."""
+_COSTS, _COSTS_8 = {(4, 2): 1.0, (4, 1): 0.98, (2, 1): 1.05}, {(4, 2): 1.0, (4, 1): 1.08, (2, 1): 1.15}
+"""Of an output, by row tiles of a warp and how many times four warps stand beside each other: what an H200
+takes; the latter of codes of 8 bits, of which operands of few outputs cost the L2 cache more."""
 
 
 class MmaTile(NamedTuple):
@@ -95,8 +95,8 @@ def _with_ring(fmt: Format, tile: MmaTile, most: int, capability: int) -> MmaTil
 
 
 def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTile:
-    """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor; else those of
-    which the busiest multiprocessor has the least work.
+    """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor, or one of twice
+    the rows and the batch rows; else those of which the busiest multiprocessor has the least work.
 
     The deep ring hides the latency of memory: 128 rows times q4_0 weights of 4096 x 4096 take an H200 32 us
     in place of 46. Before sm_80 nothing is copied meanwhile: small blocks hide each other's latencies.
@@ -109,16 +109,21 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTil
     small = MmaTile(groups, 2, 1, 2, 2)
     if not rings:
         return small
-    for rows, most in ((1, groups // 4 * LARGE_GPU), (2, 2 * LARGE_GPU if groups == 8 else 0)):
-        # Two blocks have room: GPUs with fewer multiprocessors need it.
-        tile = _with_ring(fmt, small._replace(rows=rows), _LARGEST_RING, capability)
+    # Two small blocks have room: GPUs with fewer multiprocessors need it.
+    deep = _with_ring(fmt, small._replace(rows=1), _LARGEST_RING, capability)
+    square = _with_ring(fmt, MmaTile(8, 2, 2, 1, 0), _LEAST_RING, capability)
+    for tile, most in ((deep, groups // 4 * LARGE_GPU), (square, LARGE_GPU if m > 64 else 0)):
         if blocks(tile) <= most and tile.stages >= _LEAST_RING:
             return tile
     small = small._replace(resident=4 if groups == 4 else 3, stages=3)
-    tiles = {small: _SMALL_COST}
-    if groups == 8:
-        for beside, cost in _LARGE_COSTS.items():
-            tile = _with_ring(fmt, MmaTile(8, 4, beside, 2 // beside, 0), _LEAST_RING, capability)
-            if tile.stages >= 2 + (beside == 1):
-                tiles[tile] = cost
-    return min(tiles, key=lambda tile: ceil(blocks(tile) / LARGE_GPU) * tile.outputs * tiles[tile])
+    tiles = [small]
+    for beside in (2, 1) if groups == 8 else ():
+        tile = _with_ring(fmt, MmaTile(8, 4, beside, 2 // beside, 0), _LEAST_RING, capability)
+        if tile.stages >= 2 + (beside == 1):
+            tiles.append(tile)
+    costs = _COSTS_8 if fmt.bits == 8 else _COSTS
+
+    def work(tile: MmaTile) -> float:
+        return ceil(blocks(tile) / LARGE_GPU) * tile.outputs * costs[tile.rows, tile.beside]
+
+    return min(tiles, key=work)

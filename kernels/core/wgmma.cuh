@@ -126,6 +126,7 @@ DEVICE void wgmma(const P& p) {
                 const int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
                 for (int s = 0; s < ahead; s++) copy_weights(s);
                 wait_for_operands<P>();
+#pragma unroll 1  // or a copying thread of 640 has too few registers
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
                 tile += ahead * WIDTH, waited = true;
                 stage = ahead;  // not yet the ring's end
