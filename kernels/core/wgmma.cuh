@@ -123,10 +123,10 @@ DEVICE void wgmma(const P& p) {
             };
             int tile = segment.begin;
             if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
-                const int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
+                int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
+                asm volatile("" : "+r"(ahead));  // opaque: loops that are unrolled would take registers
                 for (int s = 0; s < ahead; s++) copy_weights(s);
                 wait_for_operands<P>();
-#pragma unroll 1  // or a copying thread of 640 has too few registers
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
                 tile += ahead * WIDTH, waited = true;
                 stage = ahead;  // not yet the ring's end

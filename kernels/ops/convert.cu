@@ -174,6 +174,6 @@ extern "C" __global__ void __launch_bounds__(256, 4) registers(u32* sums, int ro
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
 product(const __grid_constant__ Problem problem) {
     decode<Format, Conversion, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH,
-           CUQUANT_CLUSTER, CUQUANT_TOGETHER>(problem);
+           CUQUANT_CLUSTER, CUQUANT_TOGETHER, false>(problem);
 }
 #endif
