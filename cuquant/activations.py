@@ -48,7 +48,8 @@ def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
 
 
 def can_quantize(x: Any) -> bool:
-    """Whether kernels make the rows of floats (..., K) as they quantize them: none longer than they can."""
+    """Whether kernels make the rows of floats (..., K) as they quantize them: of float16 any, of others those
+    that a block of threads can hold."""
     return x.shape[-1] <= plan.LONGEST_ROW or x.dtype == check.FLOATS[0]
 
 
@@ -81,13 +82,14 @@ def operand(x: Any, quantizes: bool = False) -> Operand:
         return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
     half = x.dtype == check.FLOATS[0]
     source = problem.source(x.shape, x.strides, half and x.data.ptr % 16 == 0)
-    return Operand(x, problem.quantizing(source, half) if quantizes else source)
+    if quantizes and source.entry is None:
+        return Operand(x, source._replace(quantizes=True))
+    return Operand(x, problem.quantized_first(x.shape, half) if quantizes else source)
 
 
-def quantized_before(x: Operand) -> Operand:
-    """Activations that the product was to quantize, and cannot."""
-    half = x.x.dtype == check.FLOATS[0]
-    return x._replace(source=problem.quantizing(x.source, half))
+def quantized_first(x: Operand) -> Operand:
+    """Activations that the product was to quantize, and does not."""
+    return x._replace(source=problem.quantized_first(x.source.shape, x.x.dtype == check.FLOATS[0]))
 
 
 class Step(NamedTuple):

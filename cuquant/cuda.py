@@ -13,7 +13,7 @@ import numpy as np
 from . import activations, buffers, check, cpu, cuda_trellis, device, jit, plan, problem
 from .activations import Blocks, Operand, Rows, Step
 from .array import QuantizedArray
-from .formats import Format, get
+from .formats import Format
 from .formats.trellis import Trellis
 from .fragments import Fragments, tables
 
@@ -138,20 +138,16 @@ def product(p: Product, out: Any) -> Ready | None:
     if not check.is_quantized(p.w):
         _dense(p, out)
         return None
-    given, fits = check.storage(p.x), p.w.format.in_float16
-    signs = p.w.fragments().signs if fits else None
-    if p.quantizes and not (fits and signs is None and activations.can_quantize(p.x)):
-        p = _quantized(p)
-    if not fits:
+    if not p.w.format.in_float16:
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
-    fragments = p.w.fragments()
-    x = activations.operand(p.x, p.quantizes)
+    fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
     to = (_output(out), _epilogue(p), jit.capability())
     launch = problem.resolve(fragments.weight, x.source, *to)
     if x.source.quantizes and not launch.quantizes:
-        x = activations.quantized_before(x)
+        x = activations.quantized_first(x)
         launch = problem.resolve(fragments.weight, x.source, *to)
+    signs = fragments.signs
     if signs is not None and not launch.takes_signs:
         x, signs = _signed(p.x, signs, out.shape[:-2]), None
         launch = problem.resolve(fragments.weight, x.source, *to)
@@ -160,14 +156,15 @@ def product(p: Product, out: Any) -> Ready | None:
     ready = Ready(launch, steps, size, factors, 0 if signs is None else signs.address)
     ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
     _run(ready, fragments, _addresses(held, x.rows), ends)
-    return ready if held.data.ptr == given.data.ptr else None
+    return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
-def _quantized(p: Product) -> Product:
-    """The same with x quantized before."""
-    fmt = get("q8_1")
-    blocks, rows, _ = quantize_activations(p.x, fmt)
-    return p._replace(x=QuantizedArray(fmt, blocks, rows), quantizes=False)
+def can_quantize(x: Any, w: Any) -> bool:
+    """Whether products with a weight quantize such floats themselves, or have a kernel do so that stores no
+    blocks."""
+    if not check.is_quantized(w) or not w.format.in_float16:
+        return False
+    return w.fragments().signs is None and activations.can_quantize(x)
 
 
 def repeat(known: Repeat, x: Any, w: QuantizedArray, bias: Any, residual: Any, out: Any) -> Any:

@@ -187,13 +187,11 @@ def quantized_source(shape: Shape, converted: bool) -> Source:
 
 
 @lru_cache(maxsize=4096)
-def quantizing(source: Source, half: bool) -> Source:
-    """Float activations as the float16 rows that q8_1 blocks of them stand for: made by the product itself of
-    rows that it can read, else by a kernel before it, of float16 numbers (`half`) or others."""
-    if source.entry is None and not source.quantizes:
-        return source._replace(quantizes=True)
-    rows = _contiguous(source.shape[:-1], source.shape[-1])
-    return Source(source.shape, rows, "quantize_half" if half else "quantize_rows", True)
+def quantized_first(shape: Shape, half: bool) -> Source:
+    """Float activations as the float16 rows that q8_1 blocks of them stand for, which a kernel makes before
+    the product, of float16 numbers (`half`) or others."""
+    entry = "quantize_half" if half else "quantize_rows"
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), entry, True)
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from products import gauss
-from repeated import GIVEN, K, N, counting, there, weight
+from repeated import GIVEN, K, N, counting, odd, there, weight
 
 import cuquant as cq
 from cuquant import activations, device, jit, plan, problem
@@ -72,11 +72,30 @@ def test_every_scale_of_float16() -> None:
     below = np.abs(gauss((len(every), 32), 5)).clip(0, 1) * np.sign(gauss((len(every), 32), 6))
     x = (every[:, None].astype(F) * below).astype(H)
     x[np.arange(len(every)), np.arange(len(every)) % 32] = every
-    k = 2 * len(every)  # 16 numbers of columns for each of 2 rows and 31 calls
-    w = weight("q4_0", (16, k // 62))
-    rows = device.cupy().asarray(x.reshape(31, -1, 2, k // 62).reshape(-1, 2, k // 62))
-    for part in rows:
-        assert_alike(part, w)
+    w = weight("q4_0", (16, 1024))
+    for rows in device.cupy().asarray(x.reshape(-1, 2, 1024)):
+        assert_alike(rows, w)
+
+
+def test_numbers_near_the_end_of_float16() -> None:
+    """127 times a rounded scale is beyond it."""
+    x = there((3, K))
+    x[:, ::32] = 65504
+    x[1, 7] = -65504
+    assert_alike(x, weight())
+    assert_alike(x * H(0.995), weight())
+
+
+def test_x_of_every_stride_and_address() -> None:
+    w, big = weight(shape=(N, 160)), there((8, 320))
+    spread = device.cupy().broadcast_to(big[:1, :160], (3, 160))
+    columns = device.cupy().ascontiguousarray(big[:3, :160].T).T
+    for x in (big[::4, :160], big[:3, 4:164], big[2::-1, :160], spread, columns, big[:3, ::2]):
+        assert_alike(x, w)
+    x = there((2, 160), H, 3)
+    expected = as_numpy(cq.linear(cq.quantize(x, "q8_1"), w))
+    for given in (x, odd(x), x, odd(x)):
+        np.testing.assert_array_equal(as_numpy(cq.linear(given, w, x_format="q8_1")), expected)
 
 
 def test_what_is_not_finite_spoils_its_row_alone() -> None:
@@ -96,7 +115,7 @@ def test_a_few_rows_are_one_launch_and_a_repeated_call_is_not_checked(
     w, x = weight(), there((2, K))
     launch = problem.resolve(
         w.fragments().weight,
-        activations.operand(x, True).source,
+        activations.operand(x, quantizes=True).source,
         problem.Output((2, N), (N, 1), problem.DTYPES[np.dtype(F)]),
         problem.Epilogue(0, False, None, 0, None),
         jit.capability(),

@@ -141,13 +141,11 @@ def test_q8_1_activations_are_read_as_half_rows() -> None:
 
 
 def test_activations_are_quantized_by_the_product_or_before_it() -> None:
-    own = problem.quantizing(problem.source((2, 96), (256, 2), True), True)
-    assert own == ((2, 96), (128,), None, False, True)
-    assert problem.quantizing(own, True) == ((2, 96), (96,), "quantize_half", True, False)
-    unaligned = problem.source((2, 96), (256, 2), False)
-    assert problem.quantizing(unaligned, False) == ((2, 96), (96,), "quantize_rows", True, False)
+    first = problem.quantized_first((2, 96), True)
+    assert first == ((2, 96), (96,), "quantize_half", True, False)
+    assert problem.quantized_first((2, 96), False).entry == "quantize_rows"
     for m, quantizes in ((1, True), (3, True), (4, False), (40, False)):
-        x = problem.quantizing(problem.source((m, 512), (1024, 2), True), True)
+        x = problem.source((m, 512), (1024, 2), True)._replace(quantizes=True)
         assert resolved(m, x).quantizes == quantizes, m
 
 

@@ -54,10 +54,11 @@ def linear(
     out : float array of y's shape, optional
         Written in place, whatever its strides, and returned; must not overlap x, w or bias.
     dtype : float16, bfloat16 or float32, optional
-        Of the result; by default out's, else x's (float32 for q8_1).
+        Of the result; by default out's, else x's (float32 for q8_1, and with `x_format`).
     x_format : "q8_1", optional
-        Multiply ``quantize(x, "q8_1")`` in place of the floats x: the same result, to the bit, in less time.
-        On a GPU no blocks are stored, and up to three rows of float16 are quantized by the product itself.
+        Multiply ``quantize(x, "q8_1")`` in place of the floats x: the same result, to the bit. On a GPU no
+        blocks are stored, and up to three rows of float16 are quantized by the product itself; but not for
+        weights that are plain or have signs of columns (trellis), or other rows of more than 65536 numbers.
 
     Returns
     -------
@@ -84,12 +85,13 @@ def linear(
     arrays = {"x": check.storage(x), "W": check.storage(w), "bias": bias}
     on_gpu = check.same_device(**arrays, residual=residual, out=y)
     backend: Any = device.backend(on_gpu)
+    if y is not None:
+        check.output(y, shape, arrays, residual, on_gpu)
+    if x_format is not None and not (on_gpu and backend.can_quantize(x, w)):
+        added = {"bias": bias, "activation": activation, "residual": residual}
+        return linear(quantize(x, x_format), w, out=out, dtype=dtype, **added)
     if y is None:
         y = backend.empty(shape, result)
-    else:
-        check.output(y, shape, arrays, residual, on_gpu)
-    if x_format is not None and not (on_gpu and check.is_quantized(w)):
-        x, quantizes = quantize(x, x_format), False
     if x.ndim == 1:
         work = backend.product(
             Product(_row(x), w, bias, activation, _row(residual), quantizes), y[..., None, :]

@@ -22,11 +22,12 @@ _PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
 """Bytes of x up to which a multiprocessor with up to _FEW_TILES has two blocks; the latter on sm_90 of codes
 that take few instructions, or are looked up. Measured."""
 _QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
-"""Rows of x, and numbers of them, that blocks quantize themselves: of more a kernel before takes less.
+"""Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
+kernel before takes less.
 
 q4_0, one row: an H200 takes 5.5 us in place of 6.0 at 4096 x 4096 (5.2 if x is not quantized), 10.0 in place
-of 11.6 at 14336 x 4096, 11.5 in place of 12.4 at 4096 x 14336; three rows 6.5 and 6.6, 12.3 and 12.7, 15.4
-and 14.6.
+of 11.6 at 14336 x 4096, 11.5 in place of 12.4 at 4096 x 14336; three rows 6.5 and 6.6, 12.3 and 12.7, but
+15.4 and 14.6.
 """
 
 
@@ -121,7 +122,9 @@ def decode(
     many = batch * chunk * 8 > 4 * warps * WARP and (groups == 2 or not fmt.lookup)
     scarce = fmt.lookup and warps == 16 and cluster == 1
     tile["TOGETHER"] = 8 if many or (tall and not scarce) else 4
-    quantizes = quantizes and m <= _QUANTIZED_ROWS and m * k <= _QUANTIZED * cluster
+    # x of weights with signs of columns is quantized before it takes them.
+    quantizes = quantizes and not fmt.whole_matrices and m <= _QUANTIZED_ROWS
+    quantizes = quantizes and m * k <= _QUANTIZED * cluster
     tile |= {"QUANTIZES": 1} if quantizes else {}
     grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)

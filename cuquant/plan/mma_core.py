@@ -15,7 +15,8 @@ _LEAST_RING, _LARGEST_RING = 4, 8
 """Stages from which on a ring hides the latency of memory, and those that are enough."""
 _COSTS, _COSTS_8 = {(4, 2): 1.0, (4, 1): 0.98, (2, 1): 1.05}, {(4, 2): 1.0, (4, 1): 1.08, (2, 1): 1.15}
 """Of an output, by row tiles of a warp and how many times four warps stand beside each other: what an H200
-takes; the latter of codes of 8 bits, of which operands of few outputs cost the L2 cache more."""
+takes, relative to 256 rows of W by 128 batch rows; the latter of codes of 8 bits, of which operands of few
+outputs cost the L2 cache more."""
 
 
 class MmaTile(NamedTuple):
@@ -49,9 +50,9 @@ class MmaTile(NamedTuple):
 def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
     tile = _tile(fmt, m, n, matrices, capability)
-    copies, beside = _beside(fmt, tile, capability)
+    copies, fixed = _table_and_factors(fmt, tile, capability)
     sums = tile.beside * 16 * (tile.row_tiles * TILE_ROWS + 4) * 4
-    shared = beside + max(tile.stages * _stage_bytes(fmt, tile), sums)
+    shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), sums)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": _ROW_WARPS, "WARPS": tile.warps}
     constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident}
     grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices)
@@ -69,9 +70,9 @@ def _stage_bytes(fmt: Format, tile: MmaTile) -> int:
     return tile.batch * (2 * TILE_COLUMNS + 16) + tile.row_tiles * layout(fmt).step(1)
 
 
-def _beside(fmt: Format, tile: MmaTile, capability: int) -> tuple[int, int]:
-    """Copies of a codebook's table, as many as the ring leaves room for, and bytes of shared memory that it
-    and factors of rows take."""
+def _table_and_factors(fmt: Format, tile: MmaTile, capability: int) -> tuple[int, int]:
+    """Copies of a codebook's table, as many as the rings of as many blocks as registers allow leave room for,
+    and bytes of shared memory that it and factors of rows take."""
     copies, table = table_of(fmt, capability)
     fewest, factors = _smallest_table(fmt, capability)[0], tile.row_tiles * layout(fmt).row
     room = shared_limit(capability, tile.resident) - factors - tile.stages * _stage_bytes(fmt, tile)
@@ -98,8 +99,8 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTil
     """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor, or one of twice
     the rows and the batch rows; else those of which the busiest multiprocessor has the least work.
 
-    The deep ring hides the latency of memory: 128 rows times q4_0 weights of 4096 x 4096 take an H200 32 us
-    in place of 46. Before sm_80 nothing is copied meanwhile: small blocks hide each other's latencies.
+    The deep ring hides the latency of memory (docs/tuning.md). Before sm_80 nothing is copied meanwhile:
+    small blocks hide each other's latencies.
     """
     groups, rings = 4 if m <= 32 else 8, capability >= 80
 

@@ -230,6 +230,7 @@ def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
     stages = _stages(fmt, tile, 1)
     # Work after work takes registers, too.
     scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
+    scarce |= fmt.whole_matrices and fmt.bits == 4 and (tile.batch, tile.blocks) == (64, 2)
     fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
     return _wgmma(fmt, tile, 1, False, stages) if fits else None
 

@@ -11,9 +11,9 @@ DEVICE float over_127(float x) {
     return fmaf(fmaf(-127, near, x), PART, near);
 }
 
-// Two float16 magnitudes as codes, rounded half up, of blocks with this 1 / scale: as float16 numbers. A
-// number added to 2^23 + 25600 and rounded toward zero is an integer in the lowest bits, there 1024 and the code in
-// float16. (The greatest float below a half leaves 0.49999997 at 0.)
+// Two float16 magnitudes as codes, rounded half up, of blocks with this 1 / scale: as float16 numbers. A number added
+// to 2^23 + 25600 and rounded toward zero is an integer in the lowest bits, there 1024 and the code in float16. (The
+// greatest float below a half leaves 0.49999997 at 0.)
 DEVICE u32 codes_of(u32 pair, float inverse) {
     auto code = [&](float x) {
         float sum;

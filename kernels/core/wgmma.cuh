@@ -49,6 +49,7 @@ DEVICE void wgmma(const P& p) {
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
     // Stages of W that are asked for before x: more of it would be in x's way, which all wait for.
     constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
+    static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     // After a codebook's table stages, then staged sums (those of a split take the stages' place).
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;

@@ -148,9 +148,9 @@ DEVICE u32* block_at(u8* blocks, s64 number) {
     return blocks ? reinterpret_cast<u32*>(blocks + number * Format::BLOCK_BYTES) : nullptr;
 }
 
-// Float16 rows to q8_1 blocks (or null) and, at once, to the float16 rows of the numbers that they stand for: no power of two is
-// needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product that
-// the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
+// Float16 rows to q8_1 blocks (or null) and, at once, to the float16 rows of the numbers that they stand for: no power of
+// two is needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product
+// that the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
 extern "C" __global__ void __launch_bounds__(256)
 quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
               float* unscale) {
