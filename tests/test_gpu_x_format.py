@@ -11,7 +11,7 @@ from products import gauss
 from repeated import GIVEN, K, N, counting, odd, there, weight
 
 import cuquant as cq
-from cuquant import activations, device, jit, plan, problem
+from cuquant import activations, device, jit, plan, problem, repeats
 from cuquant.testing import as_numpy
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +126,15 @@ def test_a_few_rows_are_one_launch_and_a_repeated_call_is_not_checked(
         cq.matmul(there((2, K), H, seed), w.T, x_format="q8_1")
         cq.matmul(there((40, K), F, seed), w.T, x_format="q8_1")
     assert counts == [2, 4, 0]
+
+
+def test_repeated_calls_are_known_where_x_is_quantized_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight(cq.Trellis(3, group_size=32), (64, 256))
+    counts = counting(monkeypatch, "product", "repeat", "quantize_activations", "quantize_again")
+    repeats.quantized.clear()
+    for seed in range(4):
+        cq.matmul(there((2, 256), H, seed), w.T, x_format="q8_1")
+    assert counts == [1, 3, 1, 3]
 
 
 def test_it_can_be_captured() -> None:
