@@ -79,7 +79,7 @@ class Scratch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._buffers: list[Any] = []
-        self._flags: Any = None
+        self._flags: list[Any] = []
 
     def take(self, nbytes: int) -> int:
         """Address of at least nbytes, valid for the work that this stream is given under the lock."""
@@ -88,17 +88,17 @@ class Scratch:
             self._buffers.append(device.cupy().empty(grown, np.uint8))
         return int(self._buffers[-1].data.ptr)
 
-    def flags(self) -> int:
-        """Address of zeros, which every product leaves as it finds them.
+    def flags(self, count: int = plan.FLAGS) -> int:
+        """Address of so many zeros, which every kernel leaves as it finds them.
 
         They are made on a stream of their own, so that they are there also while this one is captured.
         """
-        if self._flags is None:
+        if not self._flags or self._flags[-1].size < count:
             cupy = device.cupy()
             with cupy.cuda.Stream(non_blocking=True) as stream:
-                self._flags = cupy.zeros(plan.FLAGS, np.uint32)
+                self._flags.append(cupy.zeros(max(count, plan.FLAGS), np.uint32))
                 stream.synchronize()
-        return int(self._flags.data.ptr)
+        return int(self._flags[-1].data.ptr)
 
     def __enter__(self) -> Scratch:
         self.lock.acquire()

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import device, jit, testing
+from cuquant import buffers, device, jit, testing
 from cuquant.kv import plan
 
 pytestmark = pytest.mark.gpu
@@ -269,6 +269,15 @@ def test_magnitudes_of_queries(magnitude: float) -> None:
     )
 
 
+@pytest.mark.parametrize("magnitude", [6e-8, 1e-6, 1e-3, 0.3, 100.0, 1e4])
+def test_magnitudes_of_float16_queries(magnitude: float) -> None:
+    """They are lifted to the top of float16's range by powers of two, those of 2^16 and more in steps."""
+    q = (normal(2, 1, 8, 64, seed=3) * F(magnitude)).astype(np.float16)
+    q[0, 0, 1] = 0
+    q[1, 0, :4] *= np.float16(0.01)
+    agree(q, filled(), largest_score=5 * max(magnitude, 1))
+
+
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_magnitudes_of_values(bits: int, magnitude: float) -> None:
@@ -325,6 +334,34 @@ def test_a_bad_query_spoils_only_itself() -> None:
     assert np.isnan(y[0, 1, 2]).all()
     y[0, 1, 2] = expected[0, 1, 2]
     assert np.array_equal(y, expected)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (40, 2), (40, 8)])
+def test_counters_are_left_at_zero(batch: int, heads: int) -> None:
+    """Blocks that share a sequence count what they leave: more of them than products have flags."""
+    cache = filled(700, batch, heads=heads, dim=128)
+    agree(normal(batch, 1, 4 * heads, 128, seed=3, dtype=np.float16), cache)
+    with buffers.scratch() as scratch:
+        flags = scratch._flags[-1]
+    assert not flags.any()
+
+
+def test_two_streams_at_once() -> None:
+    """Each waits for blocks of its own only."""
+    cupy = device.cupy()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    caches = [filled(9000, 1, (4,), heads=8, dim=128), filled(5000, 1, (8, 2), heads=8, dim=128)]
+    q = cupy.asarray(normal(1, 1, 32, 128, seed=3, dtype=np.float16))
+    expected = [cq.attention(q, cache) for cache in caches]
+    outs: list[list[Any]] = [[], []]
+    cupy.cuda.Device().synchronize()
+    for _ in range(100):
+        for stream, cache, mine in zip(streams, caches, outs, strict=True):
+            with stream:
+                mine.append(cq.attention(q, cache))
+    cupy.cuda.Device().synchronize()
+    for mine, reference in zip(outs, expected, strict=True):
+        assert all((y == reference).all() for y in mine)
 
 
 def test_it_is_deterministic() -> None:

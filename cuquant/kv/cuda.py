@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["Appender", "attend"]
 
 LOG2_E = 1.4426950408889634
-_PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<11q11ifi4x")
+_PLACES = struct.Struct("<10q")
+_NUMBERS = struct.Struct("<11q11iffiii")
 """Behind the buckets (kernels/ops/attention.cu)."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
@@ -63,6 +63,7 @@ class _Planned(NamedTuple):
     """Bytes of scratch memory."""
     pieces: tuple[int, ...]
     """Where its pieces start."""
+    counters: int
     numbers: bytes
 
 
@@ -71,12 +72,13 @@ def _planned(given: _Given) -> _Planned:
     """For the current device, which is the one given."""
     batch, q_len, heads, dim = given.q
     masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
-    parts = 1 if given.q_dtype == check.FLOATS[0] else 2
-    shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, parts)
+    halves = 1 if given.q_dtype == check.FLOATS[0] else 2
+    shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = _multiprocessors(given.device_id)
     launch = plan.attention(shape, jit.capability(), multiprocessors)
     rows, blocks = heads * q_len, launch.attention.grid[0]
-    sizes: tuple[int, ...] = (blocks * rows * dim * 4, blocks * rows * 8, batch * 8)
+    parts = launch.merge.grid[2]
+    sizes: tuple[int, ...] = (blocks * rows * (dim + 8) * 4,)
     if given.track:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
     *pieces, size = accumulate((ceil(size / 256) * 256 for size in sizes), initial=0)
@@ -91,10 +93,13 @@ def _planned(given: _Given) -> _Planned:
         *(batch, q_len, heads, given.kv_heads, DTYPES[given.q_dtype], DTYPES[given.out_dtype]),
         *(mask_number, columns, int(given.causal), int(given.rotate), launch.budget),
         given.scale * LOG2_E,
+        (1 + 2**-15) / launch.budget,
         launch.least,
+        heads // given.kv_heads,
+        parts,
     )
     importance = plan.importance(batch, dim, multiprocessors) if given.track else None
-    return _Planned(launch, importance, size, tuple(pieces), numbers)
+    return _Planned(launch, importance, size, tuple(pieces), batch * rows * parts, numbers)
 
 
 def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
@@ -114,11 +119,11 @@ def attend(p: Attention, out: Any) -> None:
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
     with buffers.scratch() as scratch:
         start = scratch.take(how.size)
+        left, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.packed(cache.tiers) + _PLACES.pack(
             *(q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions)),
             *(cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
-            *[start + piece for piece in how.pieces],
-            *(() if how.importance else (0, 0)),
+            *(left, scratch.flags(how.counters), *(tracked or (0, 0))),
         )
         argument += how.numbers
         if how.launch.boxes:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from ..plan import WARP, Kernel, Plan, shared_limit
 from .codes import BITS
 
-MERGE_WARPS = 16
 GROUP_ROWS = 8
 """Rows of queries, a key head's of all positions, in a group: the columns of a product."""
 STAGES = 3
@@ -19,11 +18,19 @@ BLOCK_HEADS = 2
 """Most key heads of a block. Of more, rows lie side by side and share sectors of scales; of fewer, there are
 fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8
 heads, 4096 tokens 10.6 and 15.8."""
+MERGE_WARPS = 4
+"""Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
+LEAST_CHANNELS = 16
+"""Of a part of a row that is merged on its own: a line of memory is of four. More parts were slower: 8 of 128
+channels 7.9 us, 16 8.2, for 4096 tokens of 4 bits; 4 8.6."""
+BOX_MERGE_WARPS = 16
+"""Of a block that merges a row's shares of boxes."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
-LEAST = 128
+LEAST, BOX_LEAST = 64, 128
 """Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
-so far."""
+so far. 1024 tokens of 4 bits take an H200 6.9 us, and 7.8 with twice as much; 4096 of 2 bits, in boxes, 9.0
+and 11.5 with half as much."""
 BOX_HEADS = 8
 """Key heads of which the copy engine takes rows at once, for as many warps."""
 MANY_HEADS = 32
@@ -135,11 +142,22 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
         Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
-        Plan(kernels[1], (shape.heads * shape.q_len, shape.batch, 1), MERGE_WARPS * WARP, overlaps=True),
+        _merge(kernels[1], shape, boxes, multiprocessors),
         budget,
-        LEAST // block_heads,
+        (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
     )
+
+
+def _merge(kernel: Kernel, shape: Shape, boxes: bool, multiprocessors: int) -> Plan:
+    """A warp for each part of each row's channels, as many parts as have room at once; of boxes a block for
+    each row (kernels/attention/merge.cuh)."""
+    rows = shape.heads * shape.q_len
+    if boxes:
+        return Plan(kernel, (rows, shape.batch, 1), BOX_MERGE_WARPS * WARP, overlaps=True)
+    fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)
+    parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGE_WARPS)
+    return Plan(kernel, (rows, shape.batch, parts), WARP, overlaps=True)
 
 
 def _splits(batch: int, blocks: int) -> int:

@@ -32,9 +32,8 @@ struct Attention {
     const int* positions;    // [batch, q_len], or null: the last q_len of each sequence
     const int* next_slots;   // [batch]
     const float* key_scales; // [batch, kv_heads, DIM], or null
-    float* sums;             // [blocks along x, heads * q_len, DIM] of blocks that share a sequence
-    float2* weights;         // [blocks along x, heads * q_len]: reference and sum of each such row
-    int2* splits;            // [batch]: the first block of a sequence, and how many there are
+    float4* left;            // [blocks along x, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
+    u32* counters;           // [batch, heads * q_len, parts] of shares that are there; else 0
     float* queries;          // [batch, heads * q_len, DIM] as they meet stored keys, for importance; or null
     float2* totals;          // [batch, heads * q_len], for importance; or null
     s64 q_strides[3], out_strides[4], mask_strides[4];
@@ -43,12 +42,14 @@ struct Attention {
     int causal, rotate;
     int budget;   // blocks that share the tokens of all sequences
     float scale;  // of scores, times log2(e)
+    float part;   // 1 / budget, or a little more
     int least;    // cost below which a sequence is not split
+    int group;    // query heads that share a key head
+    int parts;    // of a row, that are merged one by one
 };
 
-// Query heads that share a key head, and rows of queries that one load of it serves: row = head * q_len + position.
-DEVICE int group_of(const Attention& p) { return p.heads / p.kv_heads; }
-DEVICE int rows_of(const Attention& p) { return group_of(p) * p.q_len; }
+// Rows of queries that one load of a key head serves: row = query head * q_len + position.
+DEVICE int rows_of(const Attention& p) { return p.group * p.q_len; }
 
 // The last slot that a position of a sequence's queries sees.
 DEVICE int last_seen(const Attention& p, int sequence, int position) {
@@ -61,7 +62,7 @@ DEVICE int last_seen(const Attention& p, int sequence, int position) {
 DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {
     if (p.mask_dtype == NO_MASK) return true;
     if (row >= rows_of(p) || slot >= p.mask_columns) return false;
-    const int query_head = head * group_of(p) + row / p.q_len;
+    const int query_head = head * p.group + row / p.q_len;
     const s64 at = sequence * p.mask_strides[0] + query_head * p.mask_strides[1] + row % p.q_len * p.mask_strides[2] +
                    slot * p.mask_strides[3];
     if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[at];

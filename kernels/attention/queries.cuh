@@ -21,21 +21,26 @@ struct Queries {
     int last[GROUPS][2];               // slot that it sees
     float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
 
-    // Rows `first` .. first + ROWS - 1 of a key head. While they are on their way `meanwhile` is called.
+    // Rows `first` .. first + ROWS - 1 of a key head. While they are on their way `meanwhile` is called; where that is
+    // false nothing is made of them.
     template <class F>
     DEVICE Queries(const Attention& p, int sequence, int head, int first, bool writes, int lane, F meanwhile) {
         uint4 raw[GROUPS][WORDS];
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) fetch(p, sequence, head, first + row_of(n * 8 + lane / 4), lane, raw[n]);
-        meanwhile();
+        if (meanwhile()) {
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, raw[n]);
+            for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, raw[n]);
+        }
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++)
+        for (int n = 0; n < GROUPS; n++) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) reference[n][c] = LEAST, total[n][c] = 0;
 #pragma unroll
             for (int m = 0; m < PAIRS * 4; m++)
 #pragma unroll
                 for (int c = 0; c < 4; c++) o[n][m][c] = 0;
+        }
     }
 
     // Codes of a width have powers of two that queries take back.
@@ -77,7 +82,7 @@ private:
     // Queries in one part are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
     static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
         const int rows = rows_of(p), start = lane % 4 * OWN;
-        const int query_head = head * group_of(p) + (p.q_len == 1 ? row : row / p.q_len);
+        const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
         const s64 at = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
                        query_head * p.q_strides[2] + start;
         const bool wide = PARTS > 1 && p.q_dtype == FLOAT32;
@@ -99,18 +104,74 @@ private:
         return make_uint4(w[0], w[1], w[2], w[3]);
     }
 
+    static DEVICE u32 word(const uint4 (&raw)[WORDS], int k) {
+        const uint4 v = raw[k / 4];
+        return k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
+    }
+
     static DEVICE float number(const uint4 (&raw)[WORDS], int e, int dtype) {
-        const auto word = [&](int k) {
-            const uint4 v = raw[k / 4];
-            return k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
-        };
-        if constexpr (PARTS == 1) return e % 2 ? high_to_float(word(e / 2)) : low_to_float(word(e / 2));
-        const u32 pair = word(e / 2);
-        return __int_as_float(dtype == FLOAT32 ? word(e) : e % 2 ? pair & 0xffff0000 : pair << 16);
+        const u32 pair = word(raw, e / 2);
+        if constexpr (PARTS == 1) return e % 2 ? high_to_float(pair) : low_to_float(pair);
+        return __int_as_float(dtype == FLOAT32 ? word(raw, e) : e % 2 ? pair & 0xffff0000 : pair << 16);
     }
 
     DEVICE void prepare(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
                         const uint4 (&raw)[WORDS]) {
+        const bool as_given = PARTS == 1 && !p.key_scales && !p.rotate && !writes;
+        const int lift = as_given ? lift_halves(n, raw) : lift_floats(p, sequence, head, first, n, writes, lane, raw);
+        const float factor = __fmul_rn(p.scale, exact_power(-lift));
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) {
+            scale[n][c] = __shfl_sync(~0u, factor, (lane % 4 * 2 + c) * 4);
+            const int after = first + row_of(n * 8 + lane % 4 * 2 + c);
+            if (CUQUANT_MASKED) last[n][c] = last_seen(p, sequence, after % p.q_len);
+        }
+    }
+
+    // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15; `peak` is its bits.
+    static DEVICE int lift_of(u32 peak) {
+        const int exponent = int(peak >> 23) - 127;
+        return exponent == -127 || exponent == 128 ? 0 : min(14 - exponent, 126);
+    }
+
+    // Float16 queries that enter products as they are, but for a power of two, are never float32.
+    DEVICE int lift_halves(int n, const uint4 (&raw)[WORDS]) {
+        u32 peaks = 0;
+#pragma unroll
+        for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const u32 a = word(raw, u * 8 + j / 2), c = word(raw, u * 8 + 4 + j / 2);
+                peaks = __vmaxu2(peaks, __vmaxu2(a & 0x7fff7fff, c & 0x7fff7fff));
+                b[0][n][u][j] = __byte_perm(a, c, 0x5410), b[0][n][u][j + 1] = __byte_perm(a, c, 0x7632);
+            }
+        u32 peak = max(peaks & 0xffff, peaks >> 16);
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
+        const int lift = lift_of(__float_as_int(half_to_float(u16(peak))));
+        int rest = lift;
+#pragma unroll 1
+        do {
+            const int step = min(rest, 15);  // float16 has 2^15
+            rest -= step;
+            const u32 power = (15 + step << 10) * 0x00010001u;
+#pragma unroll
+            for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+                for (int j = 0; j < 8; j++) b[0][n][u][j] = mul_half2(b[0][n][u][j], power);
+        } while (__any_sync(~0u, rest > 0));
+        const u32 ones[4] = {0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
+        float all[4] = {};
+#pragma unroll
+        for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) mma_half(all, ones, b[0][n][u][j], b[0][n][u][j + 1], all);
+        sum[n][0] = all[0], sum[n][1] = all[1];
+        return lift;
+    }
+
+    DEVICE int lift_floats(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
+                           const uint4 (&raw)[WORDS]) {
         const int row = first + row_of(n * 8 + lane / 4), start = lane % 4 * OWN, rows = rows_of(p);
         float x[OWN];
 #pragma unroll
@@ -133,8 +194,7 @@ private:
         for (int e = 0; e < OWN; e++) peak = max(peak, magnitude(x[e]));
         peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
-        const int exponent = int(peak >> 23) - 127;
-        const int lift = exponent == -127 || exponent == 128 ? 0 : min(14 - exponent, 126);
+        const int lift = lift_of(peak);
         const float power = exact_power(lift);
         float all = 0;
 #pragma unroll
@@ -152,16 +212,9 @@ private:
             }
         all += __shfl_xor_sync(~0u, all, 1);
         all += __shfl_xor_sync(~0u, all, 2);
-        const float factor = __fmul_rn(p.scale, exact_power(-lift));
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-            const int from = (lane % 4 * 2 + c) * 4;
-            sum[n][c] = __shfl_sync(~0u, all, from);
-            scale[n][c] = __shfl_sync(~0u, factor, from);
-            reference[n][c] = LEAST, total[n][c] = 0;
-            const int after = first + row_of(n * 8 + lane % 4 * 2 + c);
-            if (CUQUANT_MASKED) last[n][c] = last_seen(p, sequence, after % p.q_len);
-        }
+        for (int c = 0; c < COLUMNS; c++) sum[n][c] = __shfl_sync(~0u, all, (lane % 4 * 2 + c) * 4);
+        return lift;
     }
 
     // Hadamard's transform of each 32 channels, those of two lanes where a lane has 16.

@@ -16,6 +16,30 @@ DEVICE constexpr float cost(int tier) {
     return costs[tier];
 }
 
+// Tokens of a sequence's buckets. The L1 cache may have old ones.
+struct Lengths {
+    int of[TIERS];
+
+    DEVICE Lengths(const Attention& p, int sequence) {
+#pragma unroll
+        for (int t = 0; t < TIERS; t++) of[t] = has_tier(t) && sequence < p.batch ? __ldcg(p.tiers[t].lengths + sequence) : 0;
+    }
+
+    // The same bits wherever it is worked out: blocks, and the kernel that merges what they leave, share alike.
+    DEVICE float cost() const {
+        float sum = 0;
+#pragma unroll
+        for (int t = 0; t < TIERS; t++)
+            if (has_tier(t)) sum = fmaf(grains(t), ::cost(t), sum);
+        return sum;
+    }
+
+    DEVICE float cost_of(int t) const { return __fmul_rn(grains(t), ::cost(t)); }
+
+private:
+    DEVICE float grains(int t) const { return float((of[t] + GRAIN - 1) / GRAIN); }
+};
+
 struct Share {
     int sequence;  // none if negative
     int first, split, splits;
@@ -23,15 +47,11 @@ struct Share {
 
     // By one warp, in shared memory.
     DEVICE void find(const Attention& p, int block, int lane) {
-        float total = 0;
-        for (int base = 0; base < p.batch; base += WARP) total += cost_of(p, base + lane);
-#pragma unroll
-        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
         if (lane == 0) sequence = -1;
-        const float part = part_of(p, total);
+        const float part = part_of_all(p, lane);
         int before = 0;
         for (int base = 0; base < p.batch; base += WARP) {
-            const int count = base + lane < p.batch ? count_of(cost_of(p, base + lane), part) : 0;
+            const int count = base + lane < p.batch ? count_of(Lengths(p, base + lane).cost(), part) : 0;
             int end = count;
 #pragma unroll
             for (int step = 1; step < WARP; step *= 2) {
@@ -43,56 +63,60 @@ struct Share {
                 const int owner = __ffs(here) - 1, all = __shfl_sync(~0u, count, owner);
                 const int start = before + __shfl_sync(~0u, end, owner) - all;
                 if (lane == 0) sequence = base + owner, first = start, split = block - start, splits = all;
-                if (lane < 16) cuts[lane / 8][lane % 8] = cut(p, base + owner, lane % 8, block - start + lane / 8, all);
+                if (lane < 16) cuts[lane / 8][lane % 8] = cut(Lengths(p, base + owner), lane % 8, block - start + lane / 8, all);
                 break;
             }
             before += __shfl_sync(~0u, end, WARP - 1);
         }
     }
 
+    // The shares of a given sequence: only `first` and `splits` are set.
+    DEVICE void find_sequence(const Attention& p, int which, int lane) {
+        const float part = part_of_all(p, lane);
+        int before = 0;
+        for (int base = 0; base < which; base += WARP)
+            if (base + lane < which) before += count_of(Lengths(p, base + lane).cost(), part);
+#pragma unroll
+        for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
+        if (lane == 0) first = before, splits = count_of(Lengths(p, which).cost(), part);
+    }
+
     // The same of a single sequence.
-    DEVICE void find_single(const Attention& p, int block, int lane) {
-        const float all = cost_of(p, 0);
+    DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
+        const float all = lengths.cost();
         const int count = count_of(all, part_of(p, all));
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
-        if (lane < 16) cuts[lane / 8][lane % 8] = cut(p, 0, lane % 8, block + lane / 8, count);
+        if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
     }
 
 private:
-    // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid.
-    static DEVICE float part_of(const Attention& p, float total) {
-        return fmaxf(__fmul_rn(__fdiv_rn(total, float(p.budget)), 1 + 0x1p-15f), float(p.least));
+    // By one warp, of all sequences.
+    static DEVICE float part_of_all(const Attention& p, int lane) {
+        float total = 0;
+        for (int base = 0; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
+#pragma unroll
+        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        return part_of(p, total);
     }
 
-    static DEVICE int count_of(float cost, float part) { return max(1, int(ceilf(__fdiv_rn(cost, part)))); }
+    // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid.
+    static DEVICE float part_of(const Attention& p, float total) { return fmaxf(__fmul_rn(total, p.part), float(p.least)); }
+
+    static DEVICE int count_of(float cost, float part) { return max(1, int(ceilf(__fmul_rn(cost, about_inverse(part))))); }
 
     // Where a share of a tier's bucket begins; share `splits` is the bucket's end.
-    static DEVICE int cut(const Attention& p, int sequence, int tier, int share, int splits) {
-        float before = 0, all = 0, each = 1;
+    static DEVICE int cut(const Lengths& lengths, int tier, int share, int splits) {
+        float before = 0, each = 1;
         int length = 0;
 #pragma unroll
         for (int t = 0; t < TIERS; t++) {
             if (!has_tier(t)) continue;
-            const int tokens = p.tiers[t].lengths[sequence];
-            const float own = grains(tokens) * cost(t);
-            if (t < tier) before += own;
-            if (t == tier) length = tokens, each = 1 / cost(t);
-            all += own;
+            if (t < tier) before += lengths.cost_of(t);
+            if (t == tier) length = lengths.of[t], each = 1 / cost(t);
         }
         if (share >= splits) return length;
-        const float at = __fmul_rn(all, __fdiv_rn(float(share), float(splits)));
+        const float at = __fmul_rn(lengths.cost(), __fmul_rn(float(share), about_inverse(float(splits))));
         const float grain = rintf(__fmul_rn(__fadd_rn(at, -before), each));
         return min(int(fminf(fmaxf(grain, 0.f) * GRAIN, 2e9f)), length);
-    }
-
-    static DEVICE float grains(int tokens) { return float((tokens + GRAIN - 1) / GRAIN); }
-
-    static DEVICE float cost_of(const Attention& p, int sequence) {
-        float sum = 0;
-        if (sequence < p.batch)
-#pragma unroll
-            for (int t = 0; t < TIERS; t++)
-                if (has_tier(t)) sum += grains(p.tiers[t].lengths[sequence]) * cost(t);
-        return sum;
     }
 };

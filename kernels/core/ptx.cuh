@@ -163,6 +163,12 @@ DEVICE void copy_wait() {
 // To the L2 cache, of memory that is read soon.
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" :: "l"(global)); }
 
+DEVICE float about_inverse(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // d[16 x 8] = a[16 x 16] b[16 x 8] + c, float16 in, float32 out. sm_75 has the same in two steps of eight columns.
 DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
 #if __CUDA_ARCH__ >= 800
@@ -200,6 +206,23 @@ DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// A counter in global memory that a thread raises when what the threads that met before have written may be read.
+DEVICE void count_up(u32* counter) {
+    asm volatile("fence.acq_rel.gpu;\n"
+                 "red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(counter) : "memory");
+}
+
+// Until it is at least `count`.
+DEVICE void wait_for_counter(const u32* counter, u32 count) {
+    u32 value;
+    while (true) {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+        if (value >= count) break;
+        asm volatile("nanosleep.u32 64;" ::: "memory");  // others have the multiprocessor to themselves
+    }
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

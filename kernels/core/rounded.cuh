@@ -43,17 +43,17 @@ DEVICE uint4 rounded(uint4 v) {
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Rows in shared memory, whole blocks of them, of so many pieces of 8 columns.
+// Rows in shared memory, whole blocks of them, of so many pieces of 8 columns. Threads take the pieces that they have
+// stored, counted through the rows: they need not meet before.
 template <int THREADS>
 DEVICE void round_rows(int batch, int pieces, u8* rows, int row_bytes) {
-    __syncthreads();  // all of them are there
+    int m = threadIdx.x / pieces, piece = threadIdx.x % pieces;
 #pragma unroll 1
-    for (int m = 0; m < batch; m++)
-#pragma unroll 1
-        for (int first = threadIdx.x / WARP * WARP; first < pieces; first += THREADS) {
-            const int piece = first + threadIdx.x % WARP;
-            uint4* const at = reinterpret_cast<uint4*>(rows + m * row_bytes + min(piece, pieces - 1) * 16);
-            const uint4 made = rounded(*at);
-            if (piece < pieces) *at = made;
-        }
+    for (int first = threadIdx.x / WARP * WARP; first < batch * pieces; first += THREADS) {
+        uint4* const at = reinterpret_cast<uint4*>(rows + m * row_bytes + piece * 16);
+        const uint4 made = rounded(m < batch ? *at : make_uint4(0, 0, 0, 0));
+        if (m < batch) *at = made;
+        m += THREADS / pieces, piece += THREADS % pieces;
+        if (piece >= pieces) m++, piece -= pieces;
+    }
 }

@@ -123,6 +123,7 @@ inline void fma_rm_f32(float& r, float a, float b, float c) {
     if (r > sum || (r == sum && lost < 0)) r = nextafterf(r, -HUGE_VALF);
 }
 inline void div_rn_f32(float& r, float a, float b) { r = a / b; }
+inline void rcp_approx_ftz_f32(float& r, float a) { r = 1 / a; }
 inline void rcp_rn_f32(float& r, float a) { r = 1 / a; }
 inline void sqrt_rn_f32(float& r, float a) { r = sqrtf(a); }
 inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }
@@ -163,6 +164,10 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
 }
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
 inline void prefetch_global_L2(u64) {}
+inline void nanosleep_u32(u32) {}
+inline void fence_acq_rel_gpu() {}
+inline void red_relaxed_gpu_global_add_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) += v; }
+inline void ld_relaxed_gpu_global_u32(u32& r, u64 address) { r = *reinterpret_cast<const u32*>(address); }
 inline void ld_global_nc_u32(u32& r, u64 address) { memcpy(&r, reinterpret_cast<const void*>(address), sizeof r); }
 inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
     const auto* v = reinterpret_cast<const u32*>(address);

@@ -15,7 +15,7 @@ import re
 _ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _OPERAND = re.compile(r'\s*"([=+]?)([rhfln])"\s*\(')
-_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__(?=\())?')
+_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__(?=\()|BOUNDS\s+)?')
 _NAME = re.compile(r"\s*(\w+)\s*\(")
 _TYPES = {"r": "u32", "h": "u16", "f": "float", "l": "u64", "n": "int"}
 _REGISTERS = {"b32": "u32", "u32": "u32", "f32": "float", "f16": "u16", "pred": "bool"}

@@ -1,0 +1,173 @@
+// Rows whose sequence several blocks share: what each leaves is added up, in order, by a kernel of its own.
+//
+// Of streams (ring.cuh) shares are few. A warp for each part of a row starts while attention is still at work, in registers
+// that it leaves free, and waits for a counter that attention's warps raise: sooner than its end would be known. A
+// multiprocessor of an H200 has room for four of them beside a block of attention:
+//
+//   attention   16 warps x 112 registers   57344
+//   merge        4 warps x  64 registers    8192
+//
+// What they wait for comes: none of them starts before all of attention's blocks have (`let_successor_start`).
+//
+// Of boxes (boxes.cuh) there are four times as many: a block for each row, that asks for all of them at a time. There is
+// room for it when attention is done, which it waits for.
+#pragma once
+#include "bucket.cuh"
+
+constexpr int MERGE_WARPS = CUQUANT_BOXES ? 16 : 1;  // of a block
+constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
+constexpr int AT_ONCE = 5;  // shares that a lane asks for together
+
+DEVICE void add(float4& sum, const float4& v, float factor) {
+    sum.x += v.x * factor, sum.y += v.y * factor, sum.z += v.z * factor, sum.w += v.w * factor;
+}
+
+// Where a row's result begins, in elements of `out`.
+DEVICE s64 place_of(const Attention& p, int sequence, int head, int row) {
+    const int position = p.q_len == 1 ? 0 : row % p.q_len, query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
+    return sequence * p.out_strides[0] + position * p.out_strides[1] + query_head * p.out_strides[2];
+}
+
+// Four channels of a result, from `column` on; without weights they are 0.
+DEVICE void store_channels(const Attention& p, s64 place, int column, const float4& sum, float total) {
+    const float factor = total == 0 ? 1 : __fdividef(1, total);
+    const float y[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+#pragma unroll
+    for (int c = 0; c < 4; c++) store_float(p.out, place + (column + c) * p.out_strides[3], p.out_dtype, y[c]);
+}
+
+// What a block leaves of a row: sums, then a sector of memory that begins with the reference of their weights and the sum
+// of these.
+constexpr int LEFT_ROW = CUQUANT_DIM / 4 + 2;
+
+DEVICE float4* left_at(const Attention& p, int block, int row) {
+    return p.left + (s64(block) * p.heads * p.q_len + row) * LEFT_ROW;
+}
+
+// How many shares of a row are there, for the block that merges a part of it.
+DEVICE u32* counter_of(const Attention& p, int sequence, int row, int part) {
+    return p.counters + (s64(sequence) * p.heads * p.q_len + row) * p.parts + part;
+}
+
+// Sums with the reference of their weights, and the sum of these.
+struct Sums {
+    float4 o = make_float4(0, 0, 0, 0);
+    float reference = Queries::LEAST, total = 0;
+
+    DEVICE void refer_to(float other) {
+        const float factor = exp2_of(reference - other);
+        o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor, total *= factor, reference = other;
+    }
+
+    // What `of_lane` gets of another lane's.
+    template <class F>
+    DEVICE void add(const Sums& own, F of_lane) {
+        const float x = of_lane(own.o.x), y = of_lane(own.o.y), z = of_lane(own.o.z), w = of_lane(own.o.w);
+        o.x += x, o.y += y, o.z += z, o.w += w, total += of_lane(own.total);
+    }
+};
+
+// Adds every `apart`-th share, from `start` on: four channels, the `piece`-th of a row. Shares are `stride` apart.
+DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart, u32 stride) {
+    Sums all;
+#pragma unroll 1
+    for (int first = start; first < splits; first += apart * AT_ONCE) {
+        float4 o[AT_ONCE];
+        float2 weight[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            weight[k] = make_float2(Queries::LEAST, 0), o[k] = make_float4(0, 0, 0, 0);
+            const int share = first + k * apart;
+            if (share >= splits) continue;
+            const float4* const from = left + u64(u32(share)) * stride;
+            o[k] = from[piece], weight[k] = *reinterpret_cast<const float2*>(from + CUQUANT_DIM / 4);
+        }
+        float most = all.reference;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) most = fmaxf(most, weight[k].x);
+        all.refer_to(most);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const float factor = exp2_of(weight[k].x - most);
+            all.total += weight[k].y * factor;
+            add(all.o, o[k], factor);
+        }
+    }
+    return all;
+}
+
+// Grid: rows, sequences, parts of channels. Lanes have four channels each, a piece, of some of the shares.
+DEVICE void merge_part(const Attention& p) {
+    __shared__ Share share;
+    __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
+    const int row = blockIdx.x, sequence = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
+    if (thread < WARP) share.find_sequence(p, sequence, lane);
+    __syncthreads();
+    const int splits = share.splits;
+    if (splits == 1) return;
+
+    const int pieces = CUQUANT_DIM / 4 / gridDim.z, width = min(pieces, WARP), apart = WARP / width;
+    const u32 stride = p.heads * p.q_len * LEFT_ROW;
+    const float4* const left = left_at(p, share.first, row);
+    const int key_rows = rows_of(p);
+    const s64 place = place_of(p, sequence, row / key_rows, row % key_rows);
+    if (CUQUANT_BOXES) {
+        wait_for_predecessor();
+    } else if (lane == 0) {
+        u32* const counter = counter_of(p, sequence, row, blockIdx.z);
+        wait_for_counter(counter, splits);
+        *counter = 0;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < pieces; first += width) {
+        const int piece = first + lane % width;
+        // Lanes with the same piece, and warps, take turns; a few lanes may be too many.
+        const int own = thread / WARP * apart + lane / width;
+        const int start = lane / width < apart && piece < pieces ? own : splits;
+        Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, MERGE_WARPS * apart, stride);
+        float most = sums.reference;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+        sums.refer_to(most);
+        if ((width & (width - 1)) == 0) {
+#pragma unroll 1
+            for (int step = width; step < WARP; step *= 2) sums.add(sums, [&](float x) { return __shfl_xor_sync(~0u, x, step); });
+        } else {
+            const Sums of_lane = sums;
+#pragma unroll 1
+            for (int k = 1; k < apart; k++)
+                sums.add(of_lane, [&](float x) { return __shfl_sync(~0u, x, lane % width + k * width); });
+        }
+        if constexpr (MERGE_WARPS > 1) {
+            __syncthreads();
+            sums_of[thread] = sums;
+            __syncthreads();
+            if (thread < width) {
+#pragma unroll 4
+                for (int w = 1; w < MERGE_WARPS; w++) most = fmaxf(most, sums_of[w * WARP + thread].reference);
+                sums.refer_to(most);
+#pragma unroll 4
+                for (int w = 1; w < MERGE_WARPS; w++) {
+                    Sums other = sums_of[w * WARP + thread];
+                    other.refer_to(most);
+                    sums.add(other, [](float x) { return x; });
+                }
+            }
+        }
+        if (thread >= width || piece >= pieces) continue;
+        store_channels(p, place, (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
+        if (p.totals && blockIdx.z == 0 && piece == 0)
+            p.totals[s64(sequence) * gridDim.x + row] = make_float2(most, sums.total);
+    }
+}
+
+constexpr int MERGES = CUQUANT_BOXES ? 1 : 4 * REGISTERS / MERGE_REGISTERS;  // that a multiprocessor has room for
+
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP, MERGES)
+    merge(const __grid_constant__ Attention p) {
+    let_successor_start();
+    merge_part(p);
+    // Who waits for this kernel relies on attention's end, too.
+    if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_predecessor();
+}
