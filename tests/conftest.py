@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Before NumPy is imported: of processes that have a core each, more threads would wait for one another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Before they are imported: their asserts then explain themselves as those of test files do.
 pytest.register_assert_rewrite("commands", "mixtures", "products", "scoring")
@@ -19,8 +24,18 @@ import cuquant as cq  # noqa: E402
 from cuquant import check, device  # noqa: E402
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Under xdist tests are handed out one by one: none waits for its process while another is idle.
+
+    Not where there is a GPU: every process would compile the kernels of every file.
+    """
+    if device.gpu_problem() is not None:
+        config.option.maxschedchunk = 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if device.gpu_problem() is not None:
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
         skip = pytest.mark.skip(reason=f"needs a GPU: {device.gpu_problem()}")
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -83,6 +83,7 @@ changed name must not leave one out unseen), and which, as -k takes them."""
 
 
 @needs_compiler
+@pytest.mark.long
 @pytest.mark.parametrize("file", CHOSEN)
 def test_kernels(file: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     least, which = CHOSEN[file]

@@ -223,6 +223,7 @@ def test_progress_is_for_terminals(model: Path, capsys: pytest.CaptureFixture[st
 BELOW_5_BITS = ["kbit4", "kbit3", "kbit2"]  # each takes 6 s
 
 
+@pytest.mark.long
 def test_real_model() -> None:
     result = evaluate(NANO, text=HELD_OUT, formats=[*FORMATS, *BELOW_5_BITS])
     assert (result.ctx, result.chunks, result.scored_tokens) == (512, 119, 119 * 255)
@@ -234,6 +235,7 @@ def test_real_model() -> None:
         assert row.same_top_percent == pytest.approx(expected["same_top_percent"], abs=0.05)
 
 
+@pytest.mark.long
 def test_real_model_with_quantized_activations() -> None:
     result = evaluate(
         NANO,

@@ -6,8 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +37,6 @@ def run(*command: object, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """All notebooks with new outputs, by name: executed two at a time, the longest first."""
-    folder = tmp_path_factory.mktemp("notebooks")
-
-    def execute(path: Path) -> Any:
-        run("tests/notebooks.py", "--to", folder, path, folder=ROOT)
-        return nbformat.read(folder / path.name, as_version=4)
-
-    with ThreadPoolExecutor(2) as pool:
-        order = sorted(NOTEBOOKS, key=lambda path: path.name[0] not in "23")
-        yield {path.name: pool.submit(execute, path) for path in order}
 
 
 def shown(cell: Any) -> list[tuple[str, str]]:
@@ -90,12 +74,14 @@ def test_stored_notebook_is_clean(path: Path) -> None:
     assert not any(output.get("name") == "stderr" for cell in cells for output in cell.outputs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_notebook(path: Path, executed: dict[str, Future[Any]]) -> None:
+def test_notebook(path: Path, tmp_path: Path) -> None:
     """It runs, and on NumPy, where the stored outputs are from, shows the same: words exactly, numbers within
     2 percent or a unit of their last decimal, as BLAS libraries sum in orders of their own. After a change on
     purpose, ``python tests/notebooks.py`` stores new outputs."""
-    again = code_cells(executed[path.name].result())
+    run("tests/notebooks.py", "--to", tmp_path, path, folder=ROOT)
+    again = code_cells(nbformat.read(tmp_path / path.name, as_version=4))
     if device.gpu_problem() is None:
         return
     for cell, new in zip(code_cells(nbformat.read(path, as_version=4)), again, strict=True):

@@ -198,6 +198,7 @@ def test_a_real_model_as_before(tmp_path: Path, name: str) -> None:
     assert types == {tensor: fmt.name for tensor, fmt in done.formats.items()}
 
 
+@pytest.mark.long
 def test_a_real_model_scores_as_llama_quantize_s() -> None:
     reference = json.loads((DATA / "reference.json").read_text(encoding="utf-8"))["float32"]
     result = cq.evaluate(NANO, text=HELD_OUT, formats="q4_k_m", device="cpu")

@@ -80,7 +80,9 @@ def test_version_is_one(wheel: Path) -> None:
     assert f"-{cuquant.__version__}-" in wheel.name
 
 
-@pytest.mark.parametrize("command", ["ruff check", "ruff format --check", "mypy"])
+@pytest.mark.parametrize(
+    "command", ["ruff check", "ruff format --check", pytest.param("mypy", marks=pytest.mark.long)]
+)
 def test_style_and_types(command: str) -> None:
     run(sys.executable, "-m", *command.split())
 

@@ -50,6 +50,7 @@ def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3")) -> list[p
 
 
 @needs_nvrtc
+@pytest.mark.long
 def test_kernels_for_the_h200() -> None:
     check(kernels("sm_90a", ("q4_0",)) + one_of_each("sm_90a", ("kbit3", "trellis3", "trellis4")), "sm_90a")
 

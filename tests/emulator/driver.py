@@ -18,7 +18,7 @@ from typing import Any
 from .translate import translate
 
 HERE = Path(__file__).parent
-FLAGS = ("-O1", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing")
+FLAGS = ("-Og", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing")
 STACKS = 1024 * (256 << 10)
 """Bytes of the stacks of a block's threads (device.h)."""
 CLUSTERS = 4
