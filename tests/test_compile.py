@@ -68,18 +68,21 @@ ALIKE = {"q4_1", "q5_0", "kbit3", "kbit4", "nvfp4", "q3_k", "q5_k", "iq4_nl", "i
 ALIKE_BLOCKS = {("int4", 18), *(("trellis", size) for size in (12, 16, 20, 68))}
 """The same of headers that several formats share, with the bytes of blocks: to products symmetric int4 is
 q4_0; trellis weights of 2 and 3 bits with scales of 128 columns take more registers than others."""
+SLIGHT = ("DEPTH", "STAGES", "ROOM", "TOGETHER", "PAIR")
+"""What matters little to a tile's registers: slots of rings, room for results, the pieces of x that a thread
+has at once, whether a pair of blocks shares x. With most of the latter two it takes most."""
 
 
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
-    tiles that differ only in how many warps there are along N, or blocks of a split, if several, or in the
-    pieces of x that a thread has at once, of which most take most registers."""
+    tiles that differ in what matters little, or in how many warps there are along N, or blocks of a split, if
+    several."""
     chosen = {}
-    for kernel in sorted(todo, key=lambda kernel: dict(kernel.constants).get("TOGETHER", 0)):
+    for kernel in sorted(todo, key=lambda kernel: [dict(kernel.constants).get(c, 0) for c in SLIGHT[-2:]]):
         c = dict(kernel.constants)
         size = c.get("BLOCK_BYTES")
         alike = kernel.format in ALIKE or (kernel.format, size) in ALIKE_BLOCKS
-        tile = {name: n for name, n in c.items() if name not in ("DEPTH", "STAGES", "ROOM", "TOGETHER")}
+        tile = {name: n for name, n in c.items() if name not in SLIGHT}
         tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT") if name in c}
         own = (c.get("CORE"), c.get("ROW_FACTORS")) if alike else tuple(tile.items())
         chosen[kernel.op, kernel.entry, kernel.format, size, own] = kernel
