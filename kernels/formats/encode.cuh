@@ -6,8 +6,9 @@
 
 constexpr int MINE = 16;  // elements per thread
 
-// The least and the greatest of some elements, of +0 and -0 either; NaN if one is.
-struct Range {
+// What sets the scale of some elements: the least and the greatest, of +0 and -0 either, or 0 and the greatest
+// magnitude; NaN if an element is.
+struct Extent {
     float low, high;
 };
 
@@ -60,8 +61,8 @@ DEVICE void widen(const u32 (&pairs)[MINE / 2], float (&to)[MINE]) {
     for (int j = 0; j < MINE; j += 2) to[j] = low_to_float(pairs[j / 2]), to[j + 1] = high_to_float(pairs[j / 2]);
 }
 
-DEVICE Range range_of(const float (&x)[MINE]) {
-    Range range = {x[0], x[0]};
+DEVICE Extent range_of(const float (&x)[MINE]) {
+    Extent range = {x[0], x[0]};
 #pragma unroll
     for (int j = 1; j < MINE; j++) range = {ieee_min(range.low, x[j]), ieee_max(range.high, x[j])};
     return range;
@@ -76,7 +77,7 @@ DEVICE float peak_of(const float (&x)[MINE]) {
 }
 
 // The same of float16 numbers, two at a time.
-DEVICE Range range_of(const u32 (&pairs)[MINE / 2]) {
+DEVICE Extent range_of(const u32 (&pairs)[MINE / 2]) {
 #if __CUDA_ARCH__ >= 800
     u32 low = pairs[0], high = low;
 #pragma unroll
@@ -102,9 +103,9 @@ DEVICE float peak_of(const u32 (&pairs)[MINE / 2]) {
 #endif
 }
 
-// What sets the scale of elements, or of pairs of them: their range or, as `high`, their peak.
+// Of elements, or of pairs of them.
 template <bool SIGNED, class T>
-DEVICE Range extent_of(const T& x) {
+DEVICE Extent extent_of(const T& x) {
     if constexpr (SIGNED) return range_of(x);
     return {0, peak_of(x)};
 }
@@ -126,7 +127,7 @@ DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
 // A thread's elements: eight from `at` on, and eight that are APART further. What sets the scale of them. These are of
 // addresses aligned to 16 bytes ...
 template <int APART, bool SIGNED>
-DEVICE Range load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE]) {
+DEVICE Extent load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE]) {
     if (dtype == FLOAT32) {
         const float4* from = reinterpret_cast<const float4*>(static_cast<const float*>(x) + at);
         const float4 parts[4] = {from[0], from[1], from[APART / 4], from[APART / 4 + 1]};
@@ -149,7 +150,7 @@ DEVICE Range load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE]) 
 
 // ... and these of any.
 template <int APART = 16, bool SIGNED = true>
-DEVICE Range load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
+DEVICE Extent load_elements(const void* x, s64 at, s64 row_stride, s64 column_stride, int dtype, float (&to)[MINE]) {
     const s64 row_bytes = row_stride * (dtype == FLOAT32 ? 4 : 2);
     if (column_stride == 1 && (reinterpret_cast<u64>(x) | row_bytes) % 16 == 0)
         return load_in_order<APART, SIGNED>(x, at, dtype, to);
@@ -180,9 +181,9 @@ struct Scales {
 // Codes of a thread's elements, of which this sets the scale, and the float32 scale and minimum of the block. A code of
 // 4 bits may be 16 for 15.
 template <class F>
-DEVICE Scales encode(const float (&x)[MINE], Range range, int half, int (&q)[MINE]) {
-    float high = ieee_max(range.high, __shfl_xor_sync(~0u, range.high, 1));
-    float low = F::BITS == 8 ? 0 : ieee_min(range.low, __shfl_xor_sync(~0u, range.low, 1));
+DEVICE Scales encode(const float (&x)[MINE], Extent extent, int half, int (&q)[MINE]) {
+    float high = ieee_max(extent.high, __shfl_xor_sync(~0u, extent.high, 1));
+    float low = F::BITS == 8 ? 0 : ieee_min(extent.low, __shfl_xor_sync(~0u, extent.low, 1));
     if constexpr (F::BITS == 8) {
         float d = ieee_div(high, 127);
         float inv = inverse(d);

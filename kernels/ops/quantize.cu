@@ -10,10 +10,10 @@ constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of
 
 // A thread's half of a block of integer codes to its place; false where a scale overflows float16.
 template <class F>
-DEVICE bool encode_integers(const float (&x)[MINE], Range range, int half, u8* to) {
+DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8* to) {
     int q[MINE];
     u32 words[4];
-    const Scales scales = encode<F>(x, range, half, q);
+    const Scales scales = encode<F>(x, extent, half, q);
     pack_codes<F>(q, words);
     const u32 scale = scale_bits<F>(scales, words);
     store_codes<F>(to, half, words);
@@ -41,28 +41,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
 
     const int within = part * 32 + half * (24 - APART);  // the block, the thread's first element
     float values[MINE];
-    Range range;
+    Extent extent;
     if (are_dense(x, row_stride, column_stride, blocks_per_row * Format::COLUMNS)) {
         const s64 at = first * Format::COLUMNS + (mine * Format::COLUMNS + within);
-        range = load_in_order<APART, SIGNED>(x, at, dtype, values);
+        extent = load_in_order<APART, SIGNED>(x, at, dtype, values);
     } else {
         const s64 row = (first + mine) / blocks_per_row, block = first + mine - row * blocks_per_row;
         const s64 at = row * row_stride + (block * Format::COLUMNS + within) * column_stride;
-        range = load_elements<APART, SIGNED>(x, at, row_stride, column_stride, dtype, values);
+        extent = load_elements<APART, SIGNED>(x, at, row_stride, column_stride, dtype, values);
     }
     if (Format::SCALING == E4M3 && scale != 1) {
 #pragma unroll
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
-        range = extent_of<SIGNED>(values);
+        extent = extent_of<SIGNED>(values);
     }
     u8* const to = staged + mine * Format::BLOCK_BYTES;
     bool good;
     if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
-        good = encode_lookup<Format>(values, range.high, dtype, half, to, *thresholds, decoded);
+        good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded);
     } else if constexpr (Format::CODING == E2M1) {
-        good = encode_e2m1<Format>(values, range.high, part, half, to);
+        good = encode_e2m1<Format>(values, extent.high, part, half, to);
     } else {
-        good = encode_integers<Format>(values, range, half, to);
+        good = encode_integers<Format>(values, extent, half, to);
     }
     if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
     store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,

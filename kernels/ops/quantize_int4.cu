@@ -35,11 +35,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
     auto load = [&](int piece) {
         return load_elements<8>(x, first + s64(piece * MINE) * column_stride, row_stride, column_stride, dtype, values);
     };
-    Range range = dense ? load_in_order<8, true>(x, first + lane * MINE, dtype, values) : load(lane);
+    Extent range = dense ? load_in_order<8, true>(x, first + lane * MINE, dtype, values) : load(lane);
     int piece = lane;
     while (piece + lanes < pieces) {
         piece += lanes;
-        const Range next = load(piece);
+        const Extent next = load(piece);
         range = {ieee_min(range.low, next.low), ieee_max(range.high, next.high)};
     }
     for (int step = lanes / 2; step; step /= 2) {

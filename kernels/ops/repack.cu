@@ -182,8 +182,8 @@ DEVICE void make_canonical(LaneShare<F>& share) {
     if constexpr (F::SCALING == E4M3) share.scale = F::canonical(share.scale);
 }
 
-// The least and the greatest of some numbers, as atomicMax can find them from zeros on: the former inverted.
-struct Range {
+// The least and the greatest of the numbers so far, as atomicMax can find them from zeros on: the former inverted.
+struct RunningExtremes {
     u32 greatest = 0, least = ~0u;
 
     DEVICE void add(u32 value) { greatest = max(greatest, value), least = min(least, value); }
@@ -217,7 +217,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
              s64 bytes, u32* peaks_of_rows, u32* found) {
     __shared__ __align__(16) u8 images[2][ROWS * PITCH + 16];
     const int lane = threadIdx.x % WARP, g = lane / 4;
-    Range peaks, exponents;
+    RunningExtremes peaks, exponents;
     Walk walk(blocks);
     Run next = walk.run(N, blocks);
     if (next.first_tile < tiles) fetch(storage, bytes, next, images[0]);
