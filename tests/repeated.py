@@ -11,7 +11,7 @@ import pytest
 from products import gauss
 
 import cuquant as cq
-from cuquant import cuda, device
+from cuquant import cuda, device, repeats
 from cuquant.testing import as_numpy
 
 N, K = 96, 512
@@ -31,6 +31,13 @@ def counting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
     for at, name in enumerate(names):
         monkeypatch.setattr(cuda, name, counted(at, getattr(cuda, name)))
     return counts
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products were checked, and how many repeated, with nothing known at first."""
+    repeats.quantized.clear()
+    return counting(monkeypatch, "product", "repeat")
 
 
 def there(shape: tuple[int, ...], dtype: Any = np.float16, seed: int = 0) -> Any:

@@ -7,21 +7,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from repeated import GIVEN, K, N, blocks, counting, odd, there, weight
+import repeated
+from repeated import GIVEN, K, N, blocks, odd, there, weight
 
 import cuquant as cq
-from cuquant import buffers, device, repeats, testing
+from cuquant import buffers, device, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F, H, B = np.float32, np.float16, ml_dtypes.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products were checked, and how many repeated, with nothing known at first."""
-    repeats.quantized.clear()
-    return counting(monkeypatch, "product", "repeat")
+counted = repeated.counted  # a fixture of the modules that have this name
 
 
 def test_only_what_is_alike_is_repeated(counted: list[int]) -> None:

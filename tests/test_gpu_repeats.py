@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import repeated
 from repeated import GIVEN, K, N, counting, there, weight
 from test_trellis import random_parts
 
@@ -18,13 +19,7 @@ from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F, H, B = np.float32, np.float16, ml_dtypes.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products were checked, and how many repeated, with nothing known at first."""
-    repeats.quantized.clear()
-    return counting(monkeypatch, "product", "repeat")
+counted = repeated.counted  # a fixture of the modules that have this name
 
 
 WORDS: dict[str, Callable[[Any, int], dict[str, Any]]] = {
