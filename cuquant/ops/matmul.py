@@ -75,8 +75,7 @@ def linear(
         return device.backend(True).repeat(known, x, w, bias, residual, out)
     x, w = check.activations(x), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
-    quantizes = x_format is not None
-    if x_format is not None:
+    if quantizes := x_format is not None:
         check.activation_format(x, formats.get(x_format))
     check.activation(activation)
     bias, residual = check.bias(bias, w.shape), check.residual(residual, shape)
