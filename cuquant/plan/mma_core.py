@@ -13,6 +13,11 @@ from .planes import TILE_COLUMNS, TILE_ROWS, layout
 _ROW_WARPS = 4
 _LEAST_RING, _LARGEST_RING = 4, 8
 """Stages from which on a ring hides the latency of memory, and those that are enough."""
+_LEAST_STAGES = {2: 2, 1: 3}
+"""Of the ring of tiles of 256 rows of W, by how many times four warps stand beside each other. Copies have
+three quarters of a step of 64 columns to arrive in with two stages, the fewest there can be, and a step more
+with three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes of W for as many outputs
+as one of 128; where they have room for two stages only, it has room for three."""
 _COSTS, _COSTS_8 = {(4, 2): 1.0, (4, 1): 0.98, (2, 1): 1.05}, {(4, 2): 1.0, (4, 1): 1.08, (2, 1): 1.15}
 """Of an output, by row tiles of a warp and how many times four warps stand beside each other: what an H200
 takes, relative to 256 rows of W by 128 batch rows; the latter of codes of 8 bits, of which operands of few
@@ -120,7 +125,7 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTil
     tiles = [small]
     for beside in (2, 1) if groups == 8 else ():
         tile = _with_ring(fmt, MmaTile(8, 4, beside, 2 // beside, 0), _LEAST_RING, capability)
-        if tile.stages >= 2 + (beside == 1):
+        if tile.stages >= _LEAST_STAGES[beside]:
             tiles.append(tile)
     costs = _COSTS_8 if fmt.bits == 8 else _COSTS
 
