@@ -68,6 +68,7 @@ dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codeb
             codes[pass] = Format::load_codes(block_of(run), run % PARTS * 32 + lane % 4 * 8, end);
         }
     };
+    // Where blocks may end within a word there are branches between the loads: only the last warps have them.
     if (first + RUNS < count)
         load(nullptr);
     else
