@@ -14,7 +14,7 @@ from .. import check, device
 from ..kv import KVCache, attention, codes
 from ..testing import BOUNDS, as_numpy, nmse
 from . import peers
-from .matmul import CEILINGS, LAUNCH_US
+from .matmul import floor_us
 from .record import Record, rounded
 from .timing import graph_us, rotation, warm_up
 
@@ -97,11 +97,9 @@ def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell
     error = _error(q, caches[-1], out)
     us, mhz = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
-    ceilings = CEILINGS.get(device.name("cuda"))
-    floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
     del caches
     cupy.get_default_memory_pool().free_all_blocks()
-    values = {"us": us, "mhz": mhz, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
+    values = {"us": us, "mhz": mhz, "floor_us": floor_us(moved), "gbps": moved / us * 1e-3, **others}
     return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
 
 

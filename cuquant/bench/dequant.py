@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from .. import device, formats, jit, plan, problem, testing
 from ..formats.kbit import KBit
 from .conversions import CONVERSIONS, Conversion
-from .matmul import CEILINGS, LAUNCH_US
+from .matmul import floor_us
 from .record import Record, rounded
 from .sass import hot_loop
 from .timing import graph_us, rotation, warm_up
@@ -205,11 +205,10 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
         tile, columns = dict(launch.plan.kernel.constants), 16 if jit.capability() >= 80 else 8
         products = loop.marked / tile["GROUPS"] * tile["ROW_TILES"] / (tile["ROW_TILES"] + conversion.sums)
         instructions = round(loop.instructions / (products * columns / 2), 3)
-    ceilings = CEILINGS.get(device.name("cuda"))
     moved = n * k // 2 + n * k // 32 * 2 + x.nbytes + out.nbytes
-    floor = None if ceilings is None else rounded(moved / ceilings[0] * 1e6 + LAUNCH_US)
-    rates = {"us": rounded(us), "values_per_ns": rounded(n * k / us * 1e-3), "floor_us": floor}
-    return DequantCell(**key, **rates, instructions=instructions)
+    rates = {"us": us, "values_per_ns": n * k / us * 1e-3, "floor_us": floor_us(moved)}
+    measured = {name: rounded(value) for name, value in rates.items()}
+    return DequantCell(**key, **measured, instructions=instructions)
 
 
 def product(conversion: Conversion, x: Any, out: Any, capability: int) -> problem.Launch:

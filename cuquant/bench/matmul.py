@@ -133,15 +133,21 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float |
     error = _error(call, x, weights[-1], out, key["activation"])
     us, mhz = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
     moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
-    ceilings = CEILINGS.get(device.name("cuda"))
-    floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
     core = plan.core_of(_gemm(weights[0].format, key).plan.kernel)
     rates = (moved / us * 1e-3, operations / us * 1e-6)
-    values = (us, mhz, floor, cublas_us, *rates)
+    values = (us, mhz, floor_us(moved, operations), cublas_us, *rates)
     return Cell(**key, **dict(zip(_RATES, (rounded(v) for v in values), strict=True)), nmse=error, core=core)
 
 
 _RATES = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops")
+
+
+def floor_us(moved: float, operations: float = 0) -> float | None:
+    """The least time of a launch that moves so many bytes, on a GPU whose ceilings are known."""
+    ceilings = CEILINGS.get(device.name("cuda"))
+    if ceilings is None:
+        return None
+    return max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
 
 
 def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:

@@ -15,7 +15,7 @@ from ..ops.moe import Experts, route
 from ..ops.moe import moe as mixture_of
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
-from .matmul import CEILINGS, CHECKED_COLUMNS, LAUNCH_US, X_DTYPES
+from .matmul import CHECKED_COLUMNS, X_DTYPES, floor_us
 from .record import Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
@@ -135,14 +135,12 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
     hit = float(np.mean([len(np.unique(as_numpy(ids))) for ids, _ in routings]))
     moved = hit / key["experts"] * sum(w.nbytes for w in experts) + x.nbytes + out.nbytes
     operations = 2 * m * top_k * 3 * n * k
-    ceilings = CEILINGS.get(device.name("cuda"))
-    floor = None if ceilings is None else max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
     rates = (moved / us * 1e-3, operations / us * 1e-6)
     load = plan.moe.Load(m, top_k, key["experts"])
     own = experts.down.fragments().weight
     made = plan.moe.product(own.format, load, k, n, own.half, False, jit.capability())
     assert made is not None
-    values = (us, mhz, floor, cublas_us, *rates, hit)
+    values = (us, mhz, floor_us(moved, operations), cublas_us, *rates, hit)
     names = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops", "hit")
     measured = dict(zip(names, map(rounded, values), strict=True))
     return MoeCell(**key, **measured, nmse=error, core=plan.core_of(made.gemm.plan.kernel))

@@ -19,7 +19,7 @@ from ..formats.trellis import Trellis
 from ..fragments import fill, from_fragments, nothing_found
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
-from .matmul import CEILINGS, LAUNCH_US, X_DTYPES
+from .matmul import X_DTYPES, floor_us
 from .record import Record, rounded
 from .timing import call_us, graph_us, host_us, warm_up
 
@@ -149,11 +149,11 @@ def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
     run: Callable[[], Any] = getattr(given, key["work"])
     _CHECKS[key["work"]](key, given, run())
     us = graph_us([run]).us if key["work"] in KERNELS else call_us(run)
-    numbers, ceilings = key["N"] * key["K"] * 2, CEILINGS.get(device.name("cuda"))
+    numbers = key["N"] * key["K"] * 2
     repacked = key["work"] in ("prepare", "repack", "restore")
     moved = given.weight.nbytes + (given.prepared.storage.nbytes if repacked else numbers)
-    floor = None if ceilings is None else moved / ceilings[0] * 1e6 + LAUNCH_US
-    return WeightCell(**key, us=rounded(us), floor_us=rounded(floor), gbps=rounded(moved / us * 1e-3))
+    floor = rounded(floor_us(moved))
+    return WeightCell(**key, us=rounded(us), floor_us=floor, gbps=rounded(moved / us * 1e-3))
 
 
 def _host_us(w: QuantizedArray, activation: str) -> float:
