@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -17,8 +17,8 @@ from cuquant.testing import as_numpy
 N, K = 96, 512
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
-    """How often each of the backend's functions is called from now on."""
+def counting(monkeypatch: pytest.MonkeyPatch, *names: str, owners: Sequence[Any] = ()) -> list[int]:
+    """How often each of these functions is called from now on: of the backend, or each of an owner."""
     counts = [0] * len(names)
 
     def counted(at: int, real: Any) -> Any:
@@ -28,8 +28,8 @@ def counting(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[int]:
 
         return called
 
-    for at, name in enumerate(names):
-        monkeypatch.setattr(cuda, name, counted(at, getattr(cuda, name)))
+    for at, (owner, name) in enumerate(zip(owners or [cuda] * len(names), names, strict=True)):
+        monkeypatch.setattr(owner, name, counted(at, getattr(owner, name)))
     return counts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from repeated import there
+from repeated import counting, there
 from test_gpu_kvcache import assert_same, both, put, tokens
 
 import cuquant as cq
@@ -23,14 +23,7 @@ F, H, B = np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often tokens of each sequence were counted for an append."""
-    counts, real = [0], appender._bits
-
-    def counted(*args: Any) -> Any:
-        counts[0] += 1
-        return real(*args)
-
-    monkeypatch.setattr(appender, "_bits", counted)
-    return counts
+    return counting(monkeypatch, "_bits", owners=[appender])
 
 
 def attends(q: Any, cache: cq.KVCache, **options: Any) -> None:

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mixtures import close, gauss, on_gpu, reference, routed, stacks
-from repeated import GIVEN, odd
+from repeated import GIVEN, counting, odd
 
 import cuquant as cq
 from cuquant import buffers, cuda_moe, device, moe_memory, repeats, testing
@@ -26,19 +26,8 @@ K, N = 128, 48
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many mixtures were planned, and how many repeated; the same of routings."""
     repeats.routed.clear()
-    counts = [0] * 4
-    owners: Any = (cuda_moe, cuda_moe.Ready, cuda_moe, cuda_moe.Routing)
-
-    def counting(at: int, real: Any) -> Any:
-        def called(*args: Any) -> Any:
-            counts[at] += 1
-            return real(*args)
-
-        return called
-
-    for at, (owner, name) in enumerate(zip(owners, ("mixture", "again", "route", "again"), strict=True)):
-        monkeypatch.setattr(owner, name, counting(at, getattr(owner, name)))
-    return counts
+    owners = (cuda_moe, cuda_moe.Ready, cuda_moe, cuda_moe.Routing)
+    return counting(monkeypatch, "mixture", "again", "route", "again", owners=owners)
 
 
 def operands(tokens: int, seed: int, experts: int = 5, top_k: int = 2) -> tuple[Any, Any, Any]:
