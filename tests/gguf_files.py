@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import gguf
 import numpy as np
+from formats_table import random_blocks
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
+
+import cuquant as cq
 
 NANO = Path(__file__).parents[1] / "examples" / "data" / "nano-llama-f16.gguf"
 HELD_OUT = NANO.with_name("heldout-public.txt")
@@ -93,6 +97,17 @@ def write_blocks(path: Path, shape: tuple[int, ...], ggml_type: int, raw: NDArra
     """A file of one tensor, byte by byte: the gguf package is wrong about q8_1."""
     path.write_bytes(gguf_file([], [tensor("w.weight", shape[::-1], ggml_type)], raw.tobytes()))
     return path
+
+
+def assert_reads_as_gguf(name: str) -> NDArray[np.float32]:
+    """Random bytes read as by the gguf package, to the bit: the numbers."""
+    raw = random_blocks(name, (64, 4096))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # scales are infinite and NaN, or overflow
+        expected = gguf.quants.dequantize(raw, Type[name.upper()])
+    got: NDArray[np.float32] = cq.from_blocks(raw, name, (64, 4096)).dequantize()
+    np.testing.assert_array_equal(got.view(np.uint32), expected.view(np.uint32))
+    return got
 
 
 @contextmanager
