@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from math import ceil, prod
 from typing import Any
@@ -89,16 +91,26 @@ class Scratch:
         return int(self._buffers[-1].data.ptr)
 
     def flags(self, count: int = plan.FLAGS) -> int:
-        """Address of so many zeros, which every kernel leaves as it finds them.
+        """Address of so many zeros, which a launch, or those within `restored`, leave as they were.
 
         They are made on a stream of their own, so that they are there also while this one is captured.
         """
         if not self._flags or self._flags[-1].size < count:
             cupy = device.cupy()
+            grown = max(count, plan.FLAGS, 2 * self._flags[-1].size if self._flags else 0)
             with cupy.cuda.Stream(non_blocking=True) as stream:
-                self._flags.append(cupy.zeros(max(count, plan.FLAGS), np.uint32))
+                self._flags.append(cupy.zeros(grown, np.uint32))
                 stream.synchronize()
         return int(self._flags[-1].data.ptr)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around launches that leave flags at zero together: if one is not started, others get new flags."""
+        try:
+            yield
+        except BaseException:
+            self._flags.append(np.empty(0, np.uint32))
+            raise
 
     def __enter__(self) -> Scratch:
         self.lock.acquire()
@@ -108,11 +120,14 @@ class Scratch:
         self.lock.release()
 
 
-_scratches: dict[tuple[int, int], Scratch] = {}
+_scratches: dict[tuple[int, int, int], Scratch] = {}
+_PER_THREAD = 2
+"""cudaStreamPerThread: another stream in each thread."""
 
 
 def scratch() -> Scratch:
     """The scratch memory of the current device and stream."""
     cuda = device.cupy().cuda
-    key = (cuda.runtime.getDevice(), cuda.get_current_stream().ptr)
+    stream = cuda.get_current_stream().ptr
+    key = (cuda.runtime.getDevice(), stream, threading.get_ident() if stream == _PER_THREAD else 0)
     return _scratches.get(key) or _scratches.setdefault(key, Scratch())

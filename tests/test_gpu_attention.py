@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -96,6 +97,13 @@ def test_caches_of_fewer_widths(widths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 40])
 def test_shapes_and_types(dim: int, q_len: int, dtype: Any) -> None:
     agree(normal(2, q_len, 8, dim, seed=3, dtype=dtype), filled(90, dim=dim))
+
+
+@pytest.mark.parametrize("n", [1000, 4099])
+@pytest.mark.parametrize("dim", [8, 40, 96, 200])
+def test_sizes_of_heads_whose_sequences_are_shared(dim: int, n: int) -> None:
+    for batch in (1, 3):
+        agree(normal(batch, 1, 8, dim, seed=3, dtype=np.float16), filled(n, batch, dim=dim))
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 63, 65, 257, 1000, 4099, 131072])
@@ -336,14 +344,36 @@ def test_a_bad_query_spoils_only_itself() -> None:
     assert np.array_equal(y, expected)
 
 
-@pytest.mark.parametrize(("batch", "heads"), [(1, 2), (40, 2), (40, 8)])
-def test_counters_are_left_at_zero(batch: int, heads: int) -> None:
-    """Blocks that share a sequence count what they leave: more of them than products have flags."""
-    cache = filled(700, batch, heads=heads, dim=128)
+@pytest.mark.parametrize(("batch", "heads", "n"), [(1, 2, 700), (3, 8, 3000), (40, 8, 300)])
+def test_counters_are_left_at_zero(batch: int, heads: int, n: int) -> None:
+    """Blocks that share a sequence count what they leave, in more places than products have flags."""
+    shape = plan.Shape(batch, 1, 4 * heads, heads, 128, (8, 4), False, 1)
+    launch = plan.attention(shape, jit.capability(), 132)
+    assert not launch.boxes
+    cache = filled(n, batch, (8, 4), heads=heads, dim=128)
     agree(normal(batch, 1, 4 * heads, 128, seed=3, dtype=np.float16), cache)
     with buffers.scratch() as scratch:
         flags = scratch._flags[-1]
+        assert flags.size >= prod(launch.merge.grid)
     assert not flags.any()
+
+
+def test_an_interrupted_launch_leaves_no_counts_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention was started, what merges its blocks' shares was not."""
+    q = device.cupy().asarray(normal(1, 1, 32, 128, seed=3, dtype=np.float16))
+    cache, real, started = filled(9000, 1, (4,), heads=8, dim=128), jit.launch_packed, []
+    expected = cq.attention(q, cache)
+
+    def interrupted(*args: Any) -> None:
+        if started:
+            raise KeyboardInterrupt
+        started.append(real(*args))
+
+    monkeypatch.setattr(jit, "launch_packed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cq.attention(q, cache)
+    monkeypatch.undo()
+    assert (cq.attention(q, cache) == expected).all()
 
 
 def test_two_streams_at_once() -> None:

@@ -48,11 +48,12 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
             assert x == launch.budget + batch - 1
             assert max(y, z) <= plan.MOST_BLOCKS
             rows, parts_of_a_row = heads * group * q_len, launch.merge.grid[2]
-            assert launch.merge.grid[:2] == (rows, batch)
+            assert launch.merge.grid[:2] == (batch, rows)
+            assert rows <= plan.MOST_BLOCKS
             if parts_of_a_row > 1:
-                assert dim % (16 * parts_of_a_row) == 0
+                assert dim % (kv_plan.LEAST_CHANNELS * parts_of_a_row) == 0
                 assert not launch.boxes
-                assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGE_WARPS
+                assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGES_BESIDE
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(row.name for row in K_QUANTS)])

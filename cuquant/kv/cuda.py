@@ -23,8 +23,8 @@ __all__ = ["Appender", "attend"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<10q")
-_NUMBERS = struct.Struct("<11q11iffiii")
-"""Behind the buckets (kernels/ops/attention.cu)."""
+_NUMBERS = struct.Struct("<11q10iffiii4x")
+"""Behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
 
@@ -64,6 +64,7 @@ class _Planned(NamedTuple):
     pieces: tuple[int, ...]
     """Where its pieces start."""
     counters: int
+    """That blocks raise where they share a sequence; boxes have none."""
     numbers: bytes
 
 
@@ -91,7 +92,7 @@ def _planned(given: _Given) -> _Planned:
         *_elements(given.out_strides, given.out_dtype),
         *mask_strides,
         *(batch, q_len, heads, given.kv_heads, DTYPES[given.q_dtype], DTYPES[given.out_dtype]),
-        *(mask_number, columns, int(given.causal), int(given.rotate), launch.budget),
+        *(mask_number, columns, int(given.causal), int(given.rotate)),
         given.scale * LOG2_E,
         (1 + 2**-15) / launch.budget,
         launch.least,
@@ -99,7 +100,8 @@ def _planned(given: _Given) -> _Planned:
         parts,
     )
     importance = plan.importance(batch, dim, multiprocessors) if given.track else None
-    return _Planned(launch, importance, size, tuple(pieces), batch * rows * parts, numbers)
+    counters = 0 if launch.boxes else batch * rows * parts
+    return _Planned(launch, importance, size, tuple(pieces), counters, numbers)
 
 
 def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
@@ -126,12 +128,13 @@ def attend(p: Attention, out: Any) -> None:
             *(left, scratch.flags(how.counters), *(tracked or (0, 0))),
         )
         argument += how.numbers
+        maps = b""
+        offsets: tuple[int, ...] = (0,)
         if how.launch.boxes:
-            maps_at = len(argument) + -len(argument) % 64
-            maps = buckets.maps(cache.tiers)
-            jit.launch_packed(how.launch.attention, argument.ljust(maps_at, b"\0") + maps, (0, maps_at))
-        else:
-            jit.launch_packed(how.launch.attention, argument)
-        jit.launch_packed(how.launch.merge, argument)
+            argument = argument.ljust(len(argument) + -len(argument) % 64, b"\0")
+            maps, offsets = buckets.maps(cache.tiers), (0, len(argument))
+        with scratch.restored():
+            jit.launch_packed(how.launch.attention, argument + maps, offsets)
+            jit.launch_packed(how.launch.merge, argument)
         if how.importance is not None:
             jit.launch_packed(how.importance, argument)

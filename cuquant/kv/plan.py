@@ -18,7 +18,7 @@ BLOCK_HEADS = 2
 """Most key heads of a block. Of more, rows lie side by side and share sectors of scales; of fewer, there are
 fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8
 heads, 4096 tokens 10.6 and 15.8."""
-MERGE_WARPS = 4
+MERGES_BESIDE = 4
 """Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
 LEAST_CHANNELS = 16
 """Of a part of a row that is merged on its own: a line of memory is of four. More parts were slower: 8 of 128
@@ -120,18 +120,21 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
     budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
+    spread = rows <= GROUP_ROWS // 2 and not shape.masked
+    registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
         "GROUPS": groups,
         "PARTS": shape.parts,
-        "SPREAD": int(rows <= GROUP_ROWS // 2 and not shape.masked),
+        "SPREAD": int(spread),
         "MASKED": int(shape.masked),
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": block_heads,
         "WARPS": warps,
         "RING": ring,
         "BOXES": int(boxes),
+        "BESIDE": int(registers_to_spare and not boxes),
     }
     if boxes:
         constants["DEPTH"] = depth
@@ -154,10 +157,10 @@ def _merge(kernel: Kernel, shape: Shape, boxes: bool, multiprocessors: int) -> P
     each row (kernels/attention/merge.cuh)."""
     rows = shape.heads * shape.q_len
     if boxes:
-        return Plan(kernel, (rows, shape.batch, 1), BOX_MERGE_WARPS * WARP, overlaps=True)
+        return Plan(kernel, (shape.batch, rows, 1), BOX_MERGE_WARPS * WARP, overlaps=True)
     fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)
-    parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGE_WARPS)
-    return Plan(kernel, (rows, shape.batch, parts), WARP, overlaps=True)
+    parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGES_BESIDE)
+    return Plan(kernel, (shape.batch, rows, parts), WARP, overlaps=True)
 
 
 def _splits(batch: int, blocks: int) -> int:

@@ -40,12 +40,11 @@ struct Attention {
     int batch, q_len, heads, kv_heads;
     int q_dtype, out_dtype, mask_dtype, mask_columns;
     int causal, rotate;
-    int budget;   // blocks that share the tokens of all sequences
     float scale;  // of scores, times log2(e)
-    float part;   // 1 / budget, or a little more
+    float part;   // of all tokens' cost that a block is to have, or a little more
     int least;    // cost below which a sequence is not split
     int group;    // query heads that share a key head
-    int parts;    // of a row, that are merged one by one
+    int parts;    // of a row, each merged by a warp of its own
 };
 
 // Rows of queries that one load of a key head serves: row = query head * q_len + position.

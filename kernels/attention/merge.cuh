@@ -14,7 +14,7 @@
 #pragma once
 #include "bucket.cuh"
 
-constexpr int MERGE_WARPS = CUQUANT_BOXES ? 16 : 1;  // of a block
+constexpr int MERGE_WARPS = CUQUANT_BOXES ? 16 : 1;            // of a block
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
 constexpr int AT_ONCE = 5;  // shares that a lane asks for together
 
@@ -51,8 +51,8 @@ DEVICE u32* counter_of(const Attention& p, int sequence, int row, int part) {
 
 // Sums with the reference of their weights, and the sum of these.
 struct Sums {
-    float4 o = make_float4(0, 0, 0, 0);
-    float reference = Queries::LEAST, total = 0;
+    float4 o;
+    float reference, total;
 
     DEVICE void refer_to(float other) {
         const float factor = exp2_of(reference - other);
@@ -69,7 +69,7 @@ struct Sums {
 
 // Adds every `apart`-th share, from `start` on: four channels, the `piece`-th of a row. Shares are `stride` apart.
 DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart, u32 stride) {
-    Sums all;
+    Sums all = {make_float4(0, 0, 0, 0), Queries::LEAST, 0};
 #pragma unroll 1
     for (int first = start; first < splits; first += apart * AT_ONCE) {
         float4 o[AT_ONCE];
@@ -96,11 +96,11 @@ DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart
     return all;
 }
 
-// Grid: rows, sequences, parts of channels. Lanes have four channels each, a piece, of some of the shares.
+// Grid: sequences, rows, parts of channels. Lanes have four channels each, a piece, of some of the shares.
 DEVICE void merge_part(const Attention& p) {
     __shared__ Share share;
     __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
-    const int row = blockIdx.x, sequence = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
+    const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
     if (thread < WARP) share.find_sequence(p, sequence, lane);
     __syncthreads();
     const int splits = share.splits;
@@ -158,7 +158,7 @@ DEVICE void merge_part(const Attention& p) {
         if (thread >= width || piece >= pieces) continue;
         store_channels(p, place, (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
         if (p.totals && blockIdx.z == 0 && piece == 0)
-            p.totals[s64(sequence) * gridDim.x + row] = make_float2(most, sums.total);
+            p.totals[s64(sequence) * gridDim.y + row] = make_float2(most, sums.total);
     }
 }
 

@@ -138,17 +138,18 @@ private:
     DEVICE int lift_halves(int n, const uint4 (&raw)[WORDS]) {
         u32 peaks = 0;
 #pragma unroll
-        for (int u = 0; u < PAIRS; u++)
-#pragma unroll
-            for (int j = 0; j < 8; j += 2) {
-                const u32 a = word(raw, u * 8 + j / 2), c = word(raw, u * 8 + 4 + j / 2);
-                peaks = __vmaxu2(peaks, __vmaxu2(a & 0x7fff7fff, c & 0x7fff7fff));
-                b[0][n][u][j] = __byte_perm(a, c, 0x5410), b[0][n][u][j + 1] = __byte_perm(a, c, 0x7632);
-            }
+        for (int k = 0; k < OWN / 2; k++) peaks = __vmaxu2(peaks, word(raw, k) & 0x7fff7fff);
         u32 peak = max(peaks & 0xffff, peaks >> 16);
         peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
         const int lift = lift_of(__float_as_int(half_to_float(u16(peak))));
+#pragma unroll
+        for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+            for (int j = 0; j < 8; j += 2) {
+                const u32 a = word(raw, u * 8 + j / 2), c = word(raw, u * 8 + 4 + j / 2);
+                b[0][n][u][j] = __byte_perm(a, c, 0x5410), b[0][n][u][j + 1] = __byte_perm(a, c, 0x7632);
+            }
         int rest = lift;
 #pragma unroll 1
         do {
@@ -166,7 +167,9 @@ private:
         for (int u = 0; u < PAIRS; u++)
 #pragma unroll
             for (int j = 0; j < 8; j += 2) mma_half(all, ones, b[0][n][u][j], b[0][n][u][j + 1], all);
-        sum[n][0] = all[0], sum[n][1] = all[1];
+        // The lane's own: as the result of a shuffle it takes no more registers, where the largest caches have none to spare.
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) sum[n][c] = __shfl_sync(~0u, all[c], threadIdx.x % WARP);
         return lift;
     }
 

@@ -70,23 +70,26 @@ struct Share {
         }
     }
 
-    // The shares of a given sequence: only `first` and `splits` are set.
-    DEVICE void find_sequence(const Attention& p, int which, int lane) {
-        const float part = part_of_all(p, lane);
-        int before = 0;
-        for (int base = 0; base < which; base += WARP)
-            if (base + lane < which) before += count_of(Lengths(p, base + lane).cost(), part);
-#pragma unroll
-        for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
-        if (lane == 0) first = before, splits = count_of(Lengths(p, which).cost(), part);
-    }
-
     // The same of a single sequence.
     DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
         const float all = lengths.cost();
         const int count = count_of(all, part_of(p, all));
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
         if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
+    }
+
+    // The shares of a given sequence: `splits`, and `first` if there are several.
+    DEVICE void find_sequence(const Attention& p, int which, int lane) {
+        const float part = part_of_all(p, lane);
+        const int count = count_of(Lengths(p, which).cost(), part);
+        if (lane == 0) splits = count;
+        if (count == 1) return;
+        int before = 0;
+        for (int base = 0; base < which; base += WARP)
+            if (base + lane < which) before += count_of(Lengths(p, base + lane).cost(), part);
+#pragma unroll
+        for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
+        if (lane == 0) first = before;
     }
 
 private:

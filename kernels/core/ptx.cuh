@@ -208,7 +208,8 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// A counter in global memory that a thread raises when what the threads that met before have written may be read.
+// A counter in global memory that a thread raises when others may read what it has written, and threads that it met at a
+// barrier before.
 DEVICE void count_up(u32* counter) {
     asm volatile("fence.acq_rel.gpu;\n"
                  "red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(counter) : "memory");

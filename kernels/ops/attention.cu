@@ -190,7 +190,8 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
     }
 }
 
-// `merge` is let start when lengths have been read: it reads them, too.
+// `merge` is let start when the kernel before is done, since it does not wait for that, and when all lengths have been read:
+// it reads them, too.
 //
 // Grid: blocks that share the tokens, groups of ROWS rows, groups of key heads. Warp w has key head w % BLOCK_HEADS of
 // its group, and the steps of stream w / BLOCK_HEADS.
@@ -246,8 +247,8 @@ DEVICE void attend(const Attention& p, const M&... maps) {
         combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
 }
 
-// Registers of `merge` stay free, where the compiler can be told so.
-#if !CUQUANT_BOXES && __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
+// BESIDE: registers of `merge` stay free, where the compiler can be told so.
+#if CUQUANT_BESIDE && __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
 #define BOUNDS __maxnreg__((REGISTERS - MERGE_REGISTERS) / (WARPS * WARP) < 255 ? (REGISTERS - MERGE_REGISTERS) / (WARPS * WARP) : 255)
 #else
 #define BOUNDS __launch_bounds__(WARPS * WARP, 1)
