@@ -27,8 +27,8 @@ def _compiled() -> None:
     """Kernels that most tests need, compiled on all cores at once."""
     kernels = set()
     for dim, heads in ((64, 2), (96, 2), (128, 2), (256, 2), (40, 2), (128, 8), (128, 1)):
-        for q_len, masked, parts in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
-            shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, parts)
+        for q_len, masked, halves in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
+            shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, halves)
             launch = plan.attention(shape, jit.capability(), 132)
             kernels |= {launch.attention.kernel}
     list(jit.compile_ahead(kernels))
@@ -226,14 +226,16 @@ def test_empty_caches_and_sequences_give_zeros() -> None:
     assert y[1].any(axis=-1).all()
 
 
-@pytest.mark.parametrize("batch", [5, 40, 300])
-def test_sequences_of_very_different_lengths(batch: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "heads", "dim"), [(5, 1, 64), (40, 1, 64), (300, 1, 64), (5, 8, 128), (40, 8, 128)]
+)
+def test_sequences_of_very_different_lengths(batch: int, heads: int, dim: int) -> None:
     lengths = np.random.default_rng(0).integers(0, 40, batch)
     lengths[1] = 1500
-    cache = cq.KVCache(1, 64, 1500, batch, WIDTHS)
-    k, v = normal(batch, 1500, 1, 64), normal(batch, 1500, 1, 64, seed=1)
+    cache = cq.KVCache(heads, dim, 1500, batch, WIDTHS)
+    k, v = normal(batch, 1500, heads, dim), normal(batch, 1500, heads, dim, seed=1)
     cache.append(k, v, np.resize(WIDTHS, 1500), lengths=lengths)
-    agree(normal(batch, 1, 2, 64, seed=2, dtype=np.float16), cache.to_device("cuda"))
+    agree(normal(batch, 1, 2 * heads, dim, seed=2, dtype=np.float16), cache.to_device("cuda"))
 
 
 def test_every_token_is_seen_without_causality() -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Appender", "attend"]
 
 LOG2_E = 1.4426950408889634
-_PLACES = struct.Struct("<10q")
+_PLACES = struct.Struct("<11q")
 _NUMBERS = struct.Struct("<11q10iffiii4x")
 """Behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
@@ -79,7 +79,7 @@ def _planned(given: _Given) -> _Planned:
     launch = plan.attention(shape, jit.capability(), multiprocessors)
     rows, blocks = heads * q_len, launch.attention.grid[0]
     parts = launch.merge.grid[2]
-    sizes: tuple[int, ...] = (blocks * rows * (dim + 8) * 4,)
+    sizes: tuple[int, ...] = (blocks * rows * (dim + 8) * 4, batch * 8)
     if given.track:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
     *pieces, size = accumulate((ceil(size / 256) * 256 for size in sizes), initial=0)
@@ -121,11 +121,11 @@ def attend(p: Attention, out: Any) -> None:
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
     with buffers.scratch() as scratch:
         start = scratch.take(how.size)
-        left, *tracked = [start + piece for piece in how.pieces]
+        left, shares, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.packed(cache.tiers) + _PLACES.pack(
             *(q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions)),
             *(cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
-            *(left, scratch.flags(how.counters), *(tracked or (0, 0))),
+            *(left, scratch.flags(how.counters), shares, *(tracked or (0, 0))),
         )
         argument += how.numbers
         maps = b""

@@ -23,8 +23,10 @@ MERGES_BESIDE = 4
 LEAST_CHANNELS = 16
 """Of a part of a row that is merged on its own. 4096 tokens of 4 bits take 7.9 us where parts have 16
 channels, 8.2 where they have 8, and 8.6 where they have 32."""
-BOX_MERGE_WARPS = 16
-"""Of a block that merges a row's shares of boxes."""
+MANY_SHARES, MERGE_WARPS, MERGE_PARTS = 32, 8, 4
+"""Shares of boxes beyond which so many warps merge each of so many parts of a row; of fewer half of the warps
+merge it whole. 32768 tokens of 2 bits take 15.9 us, and 16.6 where 16 warps merge whole rows; 32 sequences of
+1024 tokens 17.2, and 25.5."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
 LEAST, BOX_LEAST = 64, 128
@@ -59,7 +61,7 @@ class Launch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. `parts`: float16 numbers that a query's channel becomes."""
+    """What a launch depends on. `halves`: float16 numbers that a query's channel becomes."""
 
     batch: int
     q_len: int
@@ -68,7 +70,7 @@ class Shape(NamedTuple):
     head_dim: int
     bits: tuple[int, ...]
     masked: bool
-    parts: int
+    halves: int
 
 
 def padded(head_dim: int) -> int:
@@ -102,11 +104,11 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     """
     rows = shape.heads // shape.kv_heads * shape.q_len
     wide = padded(shape.head_dim) > 128
-    groups = 2 if rows > GROUP_ROWS and shape.parts == 1 and not wide else 1
+    groups = 2 if rows > GROUP_ROWS and shape.halves == 1 and not wide else 1
     sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
     slots = [slot(bits, shape.head_dim, shape.masked) for bits in shape.bits]
     limit = shared_limit(capability)
-    light = capability == 90 and groups == shape.parts == 1 and not wide and not shape.masked
+    light = capability == 90 and groups == shape.halves == 1 and not wide and not shape.masked
     ring = max(*slots, ceil(sums / STAGES / 16) * 16) * STAGES
     parts_of_lines = min(shape.bits) < 4 or (min(shape.bits) < 16 and shape.kv_heads >= MANY_HEADS)
     boxes = light and shape.head_dim == 128 and shape.kv_heads % BOX_HEADS == 0 and parts_of_lines
@@ -126,7 +128,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
         "GROUPS": groups,
-        "PARTS": shape.parts,
+        "HALVES": shape.halves,
         "SPREAD": int(spread),
         "MASKED": int(shape.masked),
         "HEADS": shape.kv_heads,
@@ -135,6 +137,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "RING": ring,
         "BOXES": int(boxes),
         "BESIDE": int(registers_to_spare and not boxes),
+        "MERGE_WARPS": MERGE_WARPS if boxes else 1,
     }
     if boxes:
         constants["DEPTH"] = depth
@@ -145,19 +148,21 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
         Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
-        _merge(kernels[1], shape, boxes, multiprocessors),
+        _merge(kernels[1], shape, budget if boxes else 0, multiprocessors),
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
     )
 
 
-def _merge(kernel: Kernel, shape: Shape, boxes: bool, multiprocessors: int) -> Plan:
-    """A warp for each part of each row's channels, as many parts as have room at once; of boxes a block for
-    each row (kernels/attention/merge.cuh)."""
+def _merge(kernel: Kernel, shape: Shape, boxes: int, multiprocessors: int) -> Plan:
+    """A warp for each part of each row's channels, as many parts as have room at once; of `boxes`, the blocks
+    that share all tokens, a block of several (kernels/attention/merge.cuh)."""
     rows = shape.heads * shape.q_len
     if boxes:
-        return Plan(kernel, (shape.batch, rows, 1), BOX_MERGE_WARPS * WARP, overlaps=True)
+        many = boxes // shape.batch > MANY_SHARES
+        parts, warps = (MERGE_PARTS, MERGE_WARPS) if many else (1, MERGE_WARPS // 2)
+        return Plan(kernel, (shape.batch, rows, parts), warps * WARP, overlaps=True)
     fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)
     parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGES_BESIDE)
     return Plan(kernel, (shape.batch, rows, parts), WARP, overlaps=True)
@@ -190,8 +195,8 @@ def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
     """Attention of every kind, for tests that compile it: caches of all widths, and of one."""
     found = {append(1, 1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
-    for dim, (q_len, masked), parts in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
-        found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, parts), capability, 1).attention.kernel)
+    for dim, (q_len, masked), halves in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
+        found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, halves), capability, 1).attention.kernel)
     for widths, group in product([(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):
         found.add(attention(Shape(1, 1, 8 * group, 8, 128, widths, False, 1), capability, 1).attention.kernel)
     for widths in ((4,), (8,), (8, 4)):

@@ -115,7 +115,7 @@ private:
         for (int m = 0; m < 4; m++) {
             const u32 k[4] = {low[2 * m], high[2 * m], low[2 * m + 1], high[2 * m + 1]};
 #pragma unroll
-            for (int part = 0; part < PARTS; part++)
+            for (int part = 0; part < HALVES; part++)
 #pragma unroll
                 for (int n = 0; n < GROUPS; n++) {
                     float(&sums)[4] = BITS < 16 && m % 2 ? other[n] : s[n][t];

@@ -10,11 +10,11 @@
 // What they wait for comes: none of them starts before all of attention's blocks have (`let_successor_start`).
 //
 // Of boxes (boxes.cuh) there are four times as many: a block for each row, that asks for all of them at a time. There is
-// room for it when attention is done, which it waits for.
+// room for it when attention is done, which it waits for, and has left the split, too: many blocks would work it out.
 #pragma once
 #include "bucket.cuh"
 
-constexpr int MERGE_WARPS = CUQUANT_BOXES ? 16 : 1;            // of a block
+constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;                   // of a block, at most
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
 constexpr int AT_ONCE = 5;  // shares that a lane asks for together
 
@@ -22,10 +22,11 @@ DEVICE void add(float4& sum, const float4& v, float factor) {
     sum.x += v.x * factor, sum.y += v.y * factor, sum.z += v.z * factor, sum.w += v.w * factor;
 }
 
-// Where a row's result begins, in elements of `out`.
-DEVICE s64 place_of(const Attention& p, int sequence, int head, int row) {
-    const int position = p.q_len == 1 ? 0 : row % p.q_len, query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
-    return sequence * p.out_strides[0] + position * p.out_strides[1] + query_head * p.out_strides[2];
+// Where the result of a row, of those of all key heads, begins in elements of `out`. (Divisions take long.)
+DEVICE s64 place_of(const Attention& p, int sequence, int row) {
+    const s64 at = sequence * p.out_strides[0];
+    if (p.q_len == 1) return at + row * p.out_strides[2];
+    return at + row % p.q_len * p.out_strides[1] + row / p.q_len * p.out_strides[2];
 }
 
 // Four channels of a result, from `column` on; without weights they are 0.
@@ -96,24 +97,31 @@ DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart
     return all;
 }
 
-// Grid: sequences, rows, parts of channels. Lanes have four channels each, a piece, of some of the shares.
+// Grid: sequences, rows, a power of two of parts of channels. Lanes have four channels each, a piece, of some of the
+// shares.
 DEVICE void merge_part(const Attention& p) {
-    __shared__ Share share;
     __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
     const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
-    if (thread < WARP) share.find_sequence(p, sequence, lane);
-    __syncthreads();
-    const int splits = share.splits;
+    const int warps = CUQUANT_BOXES ? blockDim.x / WARP : MERGE_WARPS;
+    const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
+    // Lanes with the same piece, and warps, take turns; a few lanes may be too many.
+    const int turn = CUQUANT_BOXES ? lane >> __ffs(width) - 1 : lane / width;
+    const int apart = CUQUANT_BOXES ? WARP >> __ffs(width) - 1 : WARP / width;
+    const u32 stride = p.heads * p.q_len * LEFT_ROW;
+    int2 shares;
+    if (CUQUANT_BOXES) {
+        const bool single = p.batch == 1;
+        if (single) shares = Share::of_single(p);
+        wait_for_predecessor();
+        if (!single) shares = p.shares[sequence];
+    } else {
+        shares = Share::of_sequence(p, sequence, lane);
+    }
+    const int splits = shares.y;
     if (splits == 1) return;
 
-    const int pieces = CUQUANT_DIM / 4 / gridDim.z, width = min(pieces, WARP), apart = WARP / width;
-    const u32 stride = p.heads * p.q_len * LEFT_ROW;
-    const float4* const left = left_at(p, share.first, row);
-    const int key_rows = rows_of(p);
-    const s64 place = place_of(p, sequence, row / key_rows, row % key_rows);
-    if (CUQUANT_BOXES) {
-        wait_for_predecessor();
-    } else if (lane == 0) {
+    const float4* const left = left_at(p, shares.x, row);
+    if (!CUQUANT_BOXES && lane == 0) {
         u32* const counter = counter_of(p, sequence, row, blockIdx.z);
         wait_for_counter(counter, splits);
         *counter = 0;
@@ -121,11 +129,9 @@ DEVICE void merge_part(const Attention& p) {
     __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < pieces; first += width) {
-        const int piece = first + lane % width;
-        // Lanes with the same piece, and warps, take turns; a few lanes may be too many.
-        const int own = thread / WARP * apart + lane / width;
-        const int start = lane / width < apart && piece < pieces ? own : splits;
-        Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, MERGE_WARPS * apart, stride);
+        const int own = lane - turn * width, piece = first + own;
+        const int start = turn < apart && piece < pieces ? thread / WARP * apart + turn : splits;
+        Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, warps * apart, stride);
         float most = sums.reference;
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -137,7 +143,7 @@ DEVICE void merge_part(const Attention& p) {
             const Sums of_lane = sums;
 #pragma unroll 1
             for (int k = 1; k < apart; k++)
-                sums.add(of_lane, [&](float x) { return __shfl_sync(~0u, x, lane % width + k * width); });
+                sums.add(of_lane, [&](float x) { return __shfl_sync(~0u, x, own + k * width); });
         }
         if constexpr (MERGE_WARPS > 1) {
             __syncthreads();
@@ -145,10 +151,10 @@ DEVICE void merge_part(const Attention& p) {
             __syncthreads();
             if (thread < width) {
 #pragma unroll 4
-                for (int w = 1; w < MERGE_WARPS; w++) most = fmaxf(most, sums_of[w * WARP + thread].reference);
+                for (int w = 1; w < warps; w++) most = fmaxf(most, sums_of[w * WARP + thread].reference);
                 sums.refer_to(most);
 #pragma unroll 4
-                for (int w = 1; w < MERGE_WARPS; w++) {
+                for (int w = 1; w < warps; w++) {
                     Sums other = sums_of[w * WARP + thread];
                     other.refer_to(most);
                     sums.add(other, [](float x) { return x; });
@@ -156,7 +162,7 @@ DEVICE void merge_part(const Attention& p) {
             }
         }
         if (thread >= width || piece >= pieces) continue;
-        store_channels(p, place, (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
+        store_channels(p, place_of(p, sequence, row), (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
         if (p.totals && blockIdx.z == 0 && piece == 0)
             p.totals[s64(sequence) * gridDim.y + row] = make_float2(most, sums.total);
     }

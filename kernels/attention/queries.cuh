@@ -12,10 +12,10 @@ constexpr int ROWS = GROUPS * 8;
 // Rows of eight that a lane has after products. Up to four rows take every other place, so that each lane has one: no
 // work is done for places that are empty.
 constexpr int COLUMNS = CUQUANT_SPREAD ? 1 : 2;
-constexpr int PARTS = CUQUANT_PARTS;  // float16 numbers of which a query's channel is the sum
+constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's channel is the sum
 
 struct Queries {
-    u32 b[PARTS][GROUPS][PAIRS][8];    // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
+    u32 b[HALVES][GROUPS][PAIRS][8];    // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
     float scale[GROUPS][2];            // of a product's sums, to scores
     float sum[GROUPS][2];              // of all channels, in the products' units: what an offset of 1 adds
     int last[GROUPS][2];               // slot that it sees
@@ -53,7 +53,7 @@ struct Queries {
             if (n == 0) continue;
             const u32 power = ((to ? ONE - n : ONE + n) << 10) * 0x00010001u;
 #pragma unroll
-            for (int s = 0; s < PARTS; s++)
+            for (int s = 0; s < HALVES; s++)
 #pragma unroll
                 for (int g = 0; g < GROUPS; g++)
 #pragma unroll
@@ -77,7 +77,7 @@ struct Queries {
 
 private:
     static constexpr int OWN = PAIRS * 16;           // channels of a lane
-    static constexpr int WORDS = PARTS * OWN / 8;    // of 16 bytes, that they take at most
+    static constexpr int WORDS = HALVES * OWN / 8;    // of 16 bytes, that they take at most
 
     // Queries in one part are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
     static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
@@ -85,7 +85,7 @@ private:
         const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
         const s64 at = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
                        query_head * p.q_strides[2] + start;
-        const bool wide = PARTS > 1 && p.q_dtype == FLOAT32;
+        const bool wide = HALVES > 1 && p.q_dtype == FLOAT32;
         const u8* const from = static_cast<const u8*>(p.q) + at * (wide ? 4 : 2);
         const bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
 #pragma unroll
@@ -111,13 +111,13 @@ private:
 
     static DEVICE float number(const uint4 (&raw)[WORDS], int e, int dtype) {
         const u32 pair = word(raw, e / 2);
-        if constexpr (PARTS == 1) return e % 2 ? high_to_float(pair) : low_to_float(pair);
+        if constexpr (HALVES == 1) return e % 2 ? high_to_float(pair) : low_to_float(pair);
         return __int_as_float(dtype == FLOAT32 ? word(raw, e) : e % 2 ? pair & 0xffff0000 : pair << 16);
     }
 
     DEVICE void prepare(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
                         const uint4 (&raw)[WORDS]) {
-        const bool as_given = PARTS == 1 && !p.key_scales && !p.rotate && !writes;
+        const bool as_given = HALVES == 1 && !p.key_scales && !p.rotate && !writes;
         const int lift = as_given ? lift_halves(n, raw) : lift_floats(p, sequence, head, first, n, writes, lane, raw);
         const float factor = __fmul_rn(p.scale, exact_power(-lift));
 #pragma unroll
@@ -207,10 +207,10 @@ private:
                 float low = x[u * 16 + j] * power, high = x[u * 16 + 8 + j] * power;
                 all += low + high;  // float16 numbers, or near enough
 #pragma unroll
-                for (int s = 0; s < PARTS; s++) {
+                for (int s = 0; s < HALVES; s++) {
                     const u32 pair = pack(low, high, FLOAT16);
                     b[s][n][u][j] = pair;
-                    if (s + 1 < PARTS) low -= low_to_float(pair), high -= high_to_float(pair);
+                    if (s + 1 < HALVES) low -= low_to_float(pair), high -= high_to_float(pair);
                 }
             }
         all += __shfl_xor_sync(~0u, all, 1);

@@ -78,18 +78,23 @@ struct Share {
         if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
     }
 
-    // The shares of a given sequence: `splits`, and `first` if there are several.
-    DEVICE void find_sequence(const Attention& p, int which, int lane) {
+    // Of a single sequence the first share, and how many there are.
+    static DEVICE int2 of_single(const Attention& p) {
+        const float all = Lengths(p, 0).cost();
+        return make_int2(0, count_of(all, part_of(p, all)));
+    }
+
+    // Of a given sequence, by one warp; the first one counts where there are several.
+    static DEVICE int2 of_sequence(const Attention& p, int which, int lane) {
         const float part = part_of_all(p, lane);
         const int count = count_of(Lengths(p, which).cost(), part);
-        if (lane == 0) splits = count;
-        if (count == 1) return;
         int before = 0;
+        if (count == 1) return make_int2(before, count);
         for (int base = 0; base < which; base += WARP)
             if (base + lane < which) before += count_of(Lengths(p, base + lane).cost(), part);
 #pragma unroll
         for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
-        if (lane == 0) first = before;
+        return make_int2(before, count);
     }
 
 private:

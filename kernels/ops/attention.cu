@@ -179,7 +179,7 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
         if (share.splits > 1)
             left_at(p, blockIdx.x, out_row)[column / 4] = sum;
         else
-            store_channels(p, place_of(p, share.sequence, head, at), column, sum, all.y);
+            store_channels(p, place_of(p, share.sequence, out_row), column, sum, all.y);
     }
     if (share.splits > 1) {
         if (lane < 2) left_at(p, blockIdx.x, out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
@@ -241,6 +241,8 @@ DEVICE void attend(const Attention& p, const M&... maps) {
         find_single();
         if (share.sequence < 0) return;
     }
+    if (CUQUANT_BOXES && threadIdx.x == 0 && share.split + blockIdx.z == 0)
+        p.shares[share.sequence] = make_int2(share.first, share.splits);
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);
     for (int item = warp; item < BLOCK_HEADS * count; item += WARPS)
