@@ -95,7 +95,7 @@ DEVICE float peak_of(const u32 (&pairs)[MINE / 2]) {
     u32 peak = pairs[0];
 #pragma unroll
     for (int j = 1; j < MINE / 2; j++) peak = max_magnitude_half2(peak, pairs[j]);
-    return ieee_max(absolute(low_to_float(peak)), absolute(high_to_float(peak)));
+    return ieee_max(low_to_float(peak), high_to_float(peak));
 #else
     float x[MINE];
     widen(pairs, x);

@@ -2,65 +2,112 @@
 // Two threads per block, as in encode.cuh.
 #pragma once
 #include "encode.cuh"
+#include "share.cuh"
 
 // What all blocks are compared with.
 struct Thresholds {
     float value[32];  // 2^BITS - 1 means of neighbouring entries, ascending, then infinity
 };
 
-// How many thresholds a number is above, in shared memory. The numbers from -1 to 1 are divided into equal steps. A
-// number is above the thresholds of the steps before its own, whatever the roundings, since numbers' steps grow with
-// them; it is compared with what its own step holds, if no step holds more than one. Codebooks with closer entries, and
-// numbers beyond 1, which a stored scale that was rounded down makes, need a search. An access is to 32 banks, one word
-// each, so that lanes never wait for each other (of 5 bits, two).
+// How many thresholds numbers are above. The numbers from -1 to 1 are divided into equal steps, and a number is above
+// the thresholds of the steps before its own, since numbers' steps grow with them; it is compared with what its own
+// step holds, if no step holds more than one. Both are one word of a table: the last BITS bits are the count of
+// thresholds before, and the word as a float is the step's own threshold, or less by up to 2 LAST of its last bits:
+//
+//     bit      31 | 30 ... BITS                                | BITS - 1 ... 0
+//     word      s | of the threshold, less LAST, or more if s  | thresholds before
+//
+// Numbers between the two are few (one of 13000 of 5 bits, of 4 bits one of 60000), and known by their small
+// difference: they need a search, as all do where codebooks have closer entries or a threshold at the border of a step,
+// or where a stored scale was rounded down, which makes numbers beyond 1.
+//
+// A number is x / d, which is not computed: of a threshold t it is above if x is above d t. That is exact where d is 1.
+// Rounded to nearest, a quotient is above t if it is above the middle of t and the next float, but that is as close.
 template <int BITS>
 struct Levels {
     static constexpr int STEPS = BITS == 5 ? 64 : 32, LAST = (1 << BITS) - 1;
+    // What a step is worth in `place`, and how much numbers from 0 to 1 are. Of 32 steps each lane of a warp has one;
+    // 64 are in shared memory, four bytes each, two to a bank.
+    static constexpr int STEP = STEPS == 32 ? 1 : 4;
+    static constexpr float FACTOR = STEPS == 32 ? 15.45f : 127;
 
     float thresholds[32];
-    float own[STEPS];   // a step's threshold; infinity if it has none
-    u32 before[STEPS];  // thresholds of the steps before
-    bool crowded[STEPS / WARP];
+    u32 words[STEPS];
+    bool searches[STEPS / WARP];
 
-    // Four times the step of a number from -1 to 1, in the last bits of a float whose last bit is worth 1.
-    static DEVICE u32 step_of(float v) {
-        return __float_as_int(__fmaf_rn(v, 2 * STEPS - 1, 12582912.f + 2 * STEPS)) & (STEPS - 1) * 4;
+    // The place of x among the steps if `factor` is FACTOR / d: the last bits of a float whose last bit is worth 1.
+    static DEVICE u32 place(float x, float factor) {
+        return __float_as_int(__fmaf_rn(x, factor, 12582912.f + STEPS / 2 * STEP));
     }
 
-    // By the first warps of a block; they have no barrier in between, and none behind.
-    DEVICE void fill(const Thresholds& given) {
-        const int lane = threadIdx.x % WARP, step = threadIdx.x * 4;
+    static DEVICE int step_of(float threshold) { return place(threshold, FACTOR) & (STEPS - 1) * STEP; }
+
+    // By the first warps of a block; they have no barrier in between, and none behind. `decoded`: see encode_lookup.
+    DEVICE void fill(const Thresholds& given, bool decoded) {
+        const int lane = threadIdx.x % WARP, step = threadIdx.x * STEP;
         const float value = given.value[lane];
-        const int its = lane < LAST ? step_of(value) : STEPS * 4;
+        const int its = lane < LAST ? step_of(value) : STEPS * STEP;
         int count = 0;
 #pragma unroll
         for (int more = (LAST + 1) / 2; more; more /= 2)
             if (__shfl_sync(~0u, its, count + more - 1) < step) count += more;
-        const float first = __shfl_sync(~0u, value, count);
+        const int first = __float_as_int(__shfl_sync(~0u, value, count));
         const bool has_one = __shfl_sync(~0u, its, count) == step;
         const bool has_two = __shfl_sync(~0u, its, min(count + 1, LAST)) == step;
-        own[threadIdx.x] = has_one ? first : __int_as_float(0x7f800000);
-        before[threadIdx.x] = count;
-        const bool any = __any_sync(~0u, has_two);
-        if (lane == 0) crowded[threadIdx.x / WARP] = any;
+        const int lower = first == 0 ? 0 : first + (first < 0 ? LAST : -LAST);
+        words[threadIdx.x] = ((has_one ? lower : 0x71000000) & ~LAST) | count;  // 2^99: above all
+        // Places are those of numbers that are off by up to 2^-22 of themselves; below -1 a last bit is worth more.
+        const bool unclear = step_of(value * (1 - 0x1p-20f)) != step_of(value * (1 + 0x1p-20f)) || value < -0.9999f;
+        const bool any = __any_sync(~0u, has_two || (unclear && lane < LAST));
+        if (lane == 0) searches[threadIdx.x / WARP] = any || decoded;
         if (threadIdx.x < WARP) thresholds[lane] = value;
     }
 
-    DEVICE bool is_crowded() const { return crowded[0] || crowded[STEPS / WARP - 1]; }
+    DEVICE bool has_to_search() const { return searches[0] || searches[STEPS / WARP - 1]; }
 
-    DEVICE u32 of(float v) const {
-        const u32 at = step_of(v);
-        const float threshold = *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(own) + at);
-        const u32 count = *reinterpret_cast<const u32*>(reinterpret_cast<const u8*>(before) + at);
-        return count + (u32(__float_as_int(threshold - v)) >> 31);
+    // Codes of x / d, from -1 to 1, in the last bits of a byte each, with others above them; false where one may be
+    // wrong. By the whole warp.
+    DEVICE bool find(const float (&x)[MINE], float d, u32 (&codes)[MINE / 4]) const {
+        const float factor = FACTOR * about_inverse(d);
+        const u32 own = words[threadIdx.x % WARP];
+        int closest = 0;  // of the negative differences, whose bits are the less the closer they are
+#pragma unroll
+        for (int four = 0; four < MINE / 4; four++) {
+            u32 q[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float v = x[four * 4 + j];
+                const u32 at = place(v, factor);
+                u32 word;
+                if constexpr (STEPS == 32)
+                    word = __shfl_sync(~0u, own, at);
+                else
+                    word = words[at % (STEPS * STEP) / STEP];
+                const int difference = __float_as_int(__fmaf_rn(__int_as_float(word), d, -v));
+                closest = min(closest, difference);
+                q[j] = word + (u32(difference) >> 31);
+            }
+            codes[four] = first_bytes(q);
+        }
+        return closest >= __float_as_int(d * (-(LAST + 1) * 0x1p-23f));
     }
 
-    DEVICE u32 searched(float v) const {
-        int q = 0;
+    DEVICE void search(const float (&v)[MINE], u32 (&codes)[MINE / 4]) const {
 #pragma unroll
-        for (int more = (LAST + 1) / 2; more; more /= 2)
-            if (v > thresholds[q + more - 1]) q += more;
-        return q;
+        for (int four = 0; four < MINE / 4; four++) {
+            u32 q[4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int more = (LAST + 1) / 2; more; more /= 2)
+                    if (v[four * 4 + j] > thresholds[q[j] + more - 1]) q[j] += more;
+            codes[four] = first_bytes(q);
+        }
+    }
+
+private:
+    static DEVICE u32 first_bytes(const u32 (&q)[4]) {
+        return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
     }
 };
 
@@ -83,13 +130,14 @@ DEVICE float quotient(float x, float d, float inverse) {
 // Elements over d, rounded to nearest; what is below 2^-99 counts as 0. Float16 numbers over each other, or over a
 // scale, are further from the middle between two floats than an error in the 46th bit.
 DEVICE void divide(float (&x)[MINE], float d, int dtype) {
-    const float inverse = ieee_div(1, d), small = d * 0x1p-40f;
     if (dtype == FLOAT16) {
+        const float inverse = about_inverse(d);
         const float rest = __fmaf_rn(-d, inverse, 1) * inverse;
 #pragma unroll
         for (int j = 0; j < MINE; j++) x[j] = __fmaf_rn(x[j], inverse, x[j] * rest);
         return;
     }
+    const float inverse = ieee_div(1, d), small = d * 0x1p-40f;
     float least = small;
 #pragma unroll
     for (int j = 0; j < MINE; j++) least = fminf(least, fabsf(x[j]));
@@ -106,43 +154,22 @@ DEVICE void divide(float (&x)[MINE], float d, int dtype) {
     }
 }
 
-// Bits of a word, those that `mask` has and those `by` bits higher, changed for each other.
-DEVICE u32 swapped(u32 word, int by, u32 mask) {
-    const u32 other = (word ^ word >> by) & mask;
-    return word ^ other ^ other << by;
-}
-
-// Bytes of the planes of eight codes of four bits each, byte p of plane p, from eight nibbles. In the number of a bit,
-// from the highest one on, s of a slot and p of a plane and j of an element, the swaps do
-//
-//     s2 s1 s0 p1 p0  ->  p1 s1 s0 s2 p0  ->  p1 p0 s0 s2 s1
-//
-// so that slot s has element slot_of(s).
-DEVICE constexpr int element_of(int slot) { return (slot & 1) << 2 | slot >> 1; }
-
-DEVICE u32 planes_of(u32 nibbles) { return swapped(swapped(nibbles, 14, 0x0000cccc), 7, 0x00aa00aa); }
-
-// A thread's codes of 16 numbers, as bytes of bit planes, to their places.
-template <int BITS, class Levels>
-DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const Levels& levels, bool search) {
+// A thread's 16 codes, in the last bits of a byte each, as bytes of bit planes to their places.
+template <int BITS>
+DEVICE void store_planes(const u32 (&codes)[MINE / 4], int half, u8* to) {
 #pragma unroll
     for (int run = 0; run < 2; run++) {
-        u32 nibbles = 0, fifth = 0;
+        const u32 low = codes[run * 2], high = codes[run * 2 + 1];
+        const u32 planes = planes_of((low & 0x0f0f0f0f) | (high << 4 & 0xf0f0f0f0));
 #pragma unroll
-        for (int slot = 7; slot >= 0; slot--) {
-            const int j = element_of(slot);
-            const u32 q = search ? levels.searched(v[run * 8 + j]) : levels.of(v[run * 8 + j]);
-            nibbles = nibbles * 16 + (BITS == 5 ? q & 15 : q);
-            if constexpr (BITS == 5) fifth |= q >> 4 << j;
-        }
-        const u32 planes = planes_of(nibbles);
-#pragma unroll
-        for (int p = 0; p < BITS; p++) to[p * 4 + run * 2 + half] = u8(p == 4 ? fifth : planes >> p * 8);
+        for (int p = 0; p < BITS && p < 4; p++) to[p * 4 + run * 2 + half] = u8(planes >> p * 8);
+        if constexpr (BITS == 5)  // bits 0 and 4 of byte k to bits k and k + 4 of the highest byte
+            to[16 + run * 2 + half] = u8(((low >> 4 & 0x01010101) | (high & 0x10101010)) * 0x01020408 >> 24);
     }
 }
 
-// The same of 2 bits, of numbers and what they are compared with. Of the three differences' signs the one in the middle
-// is plane 1, and plane 0 is set if their number is odd.
+// Of 2 bits, of numbers and what they are compared with. Of the three differences' signs the one in the middle is plane
+// 1, and plane 0 is set if their number is odd.
 DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (&thresholds)[3]) {
     u32 planes[2] = {};
 #pragma unroll
@@ -158,12 +185,12 @@ DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (
 }
 
 // What a float16 number is above just where it over d, rounded to nearest, is above t: d times the middle between t and
-// the next float, rounded down. The middle has 25 bits, so that no quotient of float16 numbers is in it.
+// the next float, rounded down. The middle has 25 bits, so that no quotient of float16 numbers is in it. (From -2^k the
+// next float is half as far, but no other quotient so close.)
 DEVICE float times(float t, float d) {
-    const int bits = __float_as_int(t);
-    const float step = ieee_sub(__int_as_float(bits + (bits < 0 ? -1 : 1)), t);
+    const float power = __int_as_float(__float_as_int(t) & 0x7f800000);
     float r;
-    asm("fma.rm.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(t), "f"(d), "f"(ieee_mul(ieee_mul(step, 0.5f), d)));
+    asm("fma.rm.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(t), "f"(d), "f"(ieee_mul(power, d * 0x1p-24f)));
     return r;
 }
 
@@ -186,14 +213,16 @@ DEVICE bool encode_lookup(float (&x)[MINE], float peak, int dtype, int half, u8*
         }
         store_planes(x, half, to, limits);
     } else {
-        divide(x, d, dtype);
         __shared__ Levels<F::BITS> levels;
-        if (threadIdx.x < levels.STEPS) levels.fill(thresholds);
+        if (threadIdx.x < levels.STEPS) levels.fill(thresholds, decoded);
         __syncthreads();
-        if (decoded || levels.is_crowded())
-            store_planes<F::BITS>(x, half, to, levels, true);
-        else
-            store_planes<F::BITS>(x, half, to, levels, false);
+        if (dtype != FLOAT16) divide(x, d, dtype);
+        u32 codes[MINE / 4];
+        if (levels.has_to_search() || !levels.find(x, dtype == FLOAT16 ? d : 1, codes)) {
+            if (dtype == FLOAT16) divide(x, d, dtype);
+            levels.search(x, codes);
+        }
+        store_planes<F::BITS>(codes, half, to);
     }
     if (half == 0) F::store_scale_bits(to, stored);
     return F::SCALING == E4M4 ? peak <= 31.5f : (stored & 0x7c00) != 0x7c00;

@@ -35,11 +35,15 @@ struct KbitBlock : Ungrouped {
     // The greatest magnitude of a weight with this scale (no entry of a codebook is greater than 1); NaN for NaN.
     static DEVICE float peak(const LaneShare<KbitBlock>& share) { return fabsf(scale(share.scale)); }
 
-    // Codes of eight elements from j on, a byte each.
+    // Codes of eight elements from j on, in the last bits of a byte each; of up to 4 bits with others above them.
     static DEVICE uint2 load_codes(const u8* block, int j, const u8*) {
-        uint2 codes = {};
+        u32 planes = 0;
 #pragma unroll
-        for (int p = 0; p < BITS; p++) add_plane(codes, block[p * 4 + j / 8], p);
+        for (int p = 0; p < BITS && p < 4; p++) planes |= block[p * 4 + j / 8] << p * 8;
+        const u32 nibbles = nibbles_of(planes);
+        if constexpr (BITS < 5) return make_uint2(nibbles, nibbles >> 4);
+        uint2 codes = make_uint2(nibbles & 0x0f0f0f0f, nibbles >> 4 & 0x0f0f0f0f);
+        add_plane(codes, block[16 + j / 8], 4);
         return codes;
     }
 

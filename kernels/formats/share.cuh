@@ -19,11 +19,9 @@ DEVICE u32 or_of_row(u32 bits) {
     return bits | __shfl_xor_sync(~0u, bits, 2);
 }
 
-// An entry of a table of floats in shared memory, which byte j of some codes of up to 6 bits names.
-DEVICE float entry_of(const float* table, u32 codes, int j) {
-    const u32 place = __byte_perm(codes << 2, 0, 0x4440 + j);
-    return *reinterpret_cast<const float*>(reinterpret_cast<const u8*>(table) + place);
-}
+// What the lane that the last five bits of byte j of some codes name has of a table of floats; by the whole warp. (In
+// shared memory an entry would have an address, of which the code is a part to be masked.)
+DEVICE float entry_of(const float* own, u32 codes, int j) { return __shfl_sync(~0u, *own, codes >> 8 * j); }
 
 // The four lanes (i) that share a row have bits of the same four words: all bits of word i.
 DEVICE u32 own_of_row(const u32* words, int i) {
@@ -47,6 +45,21 @@ DEVICE void add_plane(uint2& codes, u32 plane, int to) {
     codes.x |= (plane & 15) * (0x00204081 << to) & 0x01010101 << to;
     codes.y |= (plane >> 4 & 15) * (0x00204081 << to) & 0x01010101 << to;
 }
+
+// Bits of a word, those that `mask` has and those `by` bits higher, changed for each other.
+DEVICE u32 swapped(u32 word, int by, u32 mask) {
+    const u32 other = (word ^ word >> by) & mask;
+    return word ^ other ^ other << by;
+}
+
+// Bytes of four bit planes of eight codes, byte p of plane p, from nibbles, and back. Codes 0 to 3 are the lower
+// nibbles of the bytes and 4 to 7 the upper ones. In the number of a bit, from the highest one on, j of a code and p of
+// a plane, the swaps do
+//
+//     j1 j0 j2 p1 p0  ->  p1 j0 j2 j1 p0  ->  p1 p0 j2 j1 j0
+DEVICE u32 planes_of(u32 nibbles) { return swapped(swapped(nibbles, 14, 0x0000cccc), 7, 0x00aa00aa); }
+
+DEVICE u32 nibbles_of(u32 planes) { return swapped(swapped(planes, 7, 0x00aa00aa), 14, 0x0000cccc); }
 
 // A lane's words of the low plane: 16 bytes at a time, or two words apart.
 template <int WORDS>

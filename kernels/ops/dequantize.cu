@@ -58,7 +58,7 @@ dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codeb
     const s64 first = min(own, (count - 1) / RUNS * RUNS);
     const int runs = int(min(count - first, s64(RUNS)));
     const u8* const from = blocks + first / PARTS * Format::BLOCK_BYTES;
-    auto block_of = [&](int run) { return from + min(run, runs - 1) / PARTS * Format::BLOCK_BYTES; };
+    auto block_of = [&](u32 run) { return from + u64(min(run, u32(runs - 1)) / PARTS) * Format::BLOCK_BYTES; };
 
     uint2 codes[2 * SETS];
     auto load = [&](const u8* end) {
@@ -79,19 +79,16 @@ dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codeb
         const int run = set * 16 + lane / 2;
         shared[set] = scale_of<Format>(block_of(run), run % PARTS, lane % 2);
     }
-    // The codebook in shared memory, a bank for each of its entries.
-    __shared__ float entries[32];
-    if constexpr (Format::CODING != INTEGERS) {
-        if (threadIdx.x < 32) entries[threadIdx.x] = codebook[threadIdx.x];
-        __syncthreads();
-    }
+    // Each lane has an entry of the codebook; those of few bits come again.
+    float entry = 0;
+    if constexpr (Format::CODING != INTEGERS) entry = codebook[lane % (1 << Format::BITS)];
 #pragma unroll
     for (int pass = 0; pass < 2 * SETS; pass++) {
         const auto own_scale = from_lane(shared[pass / 2], pass % 2 * 16 + lane / 2);
         float x[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            x[j] = Format::read(j < 4 ? codes[pass].x : codes[pass].y, j % 4, own_scale, entries);
+            x[j] = Format::read(j < 4 ? codes[pass].x : codes[pass].y, j % 4, own_scale, &entry);
             if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
         }
         if (pass * 8 + lane / 4 < runs) store_eight(out, first * 4 + pass * 32 + lane, dtype, x);

@@ -32,11 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
     const s64 first = s64(blockIdx.x) * BLOCKS;
-    int count = BLOCKS;
-    if (blockIdx.x + 1 == gridDim.x) count = int(rows * blocks_per_row - first);
-    const int half = threadIdx.x % 2, part = threadIdx.x / 2 % PARTS;
-    const int mine = min(int(threadIdx.x) / 2 / PARTS, count - 1);  // threads beyond the last block repeat it
-    constexpr int APART = Format::SCALING == E4M3 ? 8 : 16;         // a scale's elements in one thread
+    const bool last = blockIdx.x + 1 == gridDim.x;
+    const int count = last ? int(rows * blocks_per_row - first) : BLOCKS;
+    const int half = threadIdx.x % 2, part = threadIdx.x / 2 % PARTS, own = threadIdx.x / 2 / PARTS;
+    const int mine = min(own, count - 1);  // threads beyond the last block repeat it
+    constexpr int APART = Format::SCALING == E4M3 ? 8 : 16;  // a scale's elements in one thread
     constexpr bool SIGNED = Format::CODING == INTEGERS && Format::BITS != 8;
 
     const int within = part * 32 + half * (24 - APART);  // the block, the thread's first element
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
         extent = extent_of<SIGNED>(values);
     }
-    u8* const to = staged + mine * Format::BLOCK_BYTES;
+    u8* const to = staged + own * Format::BLOCK_BYTES;
     bool good;
     if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
         good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded);
@@ -65,6 +65,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         good = encode_integers<Format>(values, extent, half, to);
     }
     if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
-    store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,
-                                                        count * Format::BLOCK_BYTES);
+    constexpr int MOST = BLOCKS * Format::BLOCK_BYTES;
+    u8* const all = out + first * Format::BLOCK_BYTES;
+    if (last)
+        store_staged<MOST, THREADS>(all, staged, count * Format::BLOCK_BYTES);
+    else
+        store_staged<MOST, THREADS>(all, staged, MOST);
 }
