@@ -1,7 +1,7 @@
 // E8M0 scales e, of weights E2M1 * 2^(e - 127), in the range of float16's exponents, if they fit there: kernels take the
 // last five bits of bytes up to LAST for a float16 number's exponent (core/tile.cuh). Where they do not fit, they are
 // normal float32 exponents. Blocks of zeros have no say, and become what others may be.
-#include "../core/types.cuh"
+#include "../core/ptx.cuh"
 
 constexpr int FIRST = 96, LAST = 126;
 // How far below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact.
@@ -11,6 +11,7 @@ constexpr int EXACT = 24;
 // ~[1] the least, 0 and ~0 where there are none, of all blocks [5] is the greatest e and ~[6] the least; [2] becomes 1
 // where one would not come back, [3] where they do not fit, [4] what has been added.
 extern "C" __global__ void __launch_bounds__(256) center(u8* scale, s64 bytes, u32* found) {
+    wait_for_predecessor();
     // At least 4, so that the power of two that products are multiplied by is a normal number.
     const int greatest = max(4, int(found[0]) - 1), least = found[0] ? int(~found[1]) - 1 : greatest;
     const bool fit = greatest - least <= EXACT;

@@ -4,19 +4,21 @@
 constexpr int THREADS = 256;
 constexpr bool ASYMMETRIC = CUQUANT_ASYMMETRIC;
 constexpr int CODES_AT = ASYMMETRIC ? 3 : 2;
+constexpr int GROUP = CUQUANT_GROUP;  // weights of a group, 16 for each of a power of two of lanes; or 0
 
-// Rows of floats, with strides in elements, to groups of `group` weights, of `lanes` lanes each (a power of two, at
-// most what the weights of a group need). `first_bad` becomes the lowest row that holds NaN or infinity or has a scale
-// that overflows (it starts as the greatest u64).
+// Rows of floats, with strides in elements, to groups of GROUP weights; if that is 0, of `any_group` weights, of
+// `any_lanes` lanes each (a power of two, at most what the weights of a group need). `first_bad` becomes the lowest row
+// that holds NaN or infinity or has a scale that overflows (it starts as the greatest u64).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 groups_per_row, u8* out,
-    u64* first_bad, int group, int lanes) {
+    u64* first_bad, int any_group, int any_lanes) {
     let_successor_start();
     wait_for_predecessor();
     // Groups of which a thread has one piece go through shared memory: their bytes are neither aligned nor whole
     // sectors, those of 16 groups or more are.
     constexpr int MOST = THREADS / 2 * (CODES_AT + MINE);
     __shared__ __align__(16) u8 staged[MOST];
+    const int group = GROUP ? GROUP : any_group, lanes = GROUP ? GROUP / MINE : any_lanes;
     const int lane_bits = __ffs(lanes) - 1, lane = threadIdx.x & lanes - 1;
     const int pieces = group / MINE, bytes = CODES_AT + group / 2, groups = THREADS >> lane_bits;
     const bool is_staged = pieces == lanes && groups >= 16;

@@ -18,11 +18,12 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int SPAN_TILES = Format::COLUMNS > 64 ? Format::COLUMNS / 64 : 1;
 constexpr int SPAN_BLOCKS = Format::COLUMNS < 64 ? 64 / Format::COLUMNS : 1;
 constexpr int SPAN_BYTES = SPAN_BLOCKS * Format::BLOCK_BYTES;  // of a row in storage
-constexpr int ROWS = 16, RUN = 16;                            // tiles along K
+constexpr int ROWS = 16, RUN = CUQUANT_RUN;                   // tiles along K
 constexpr int RUN_BLOCKS = RUN / SPAN_TILES * SPAN_BLOCKS;
 constexpr int THREADS = CUQUANT_THREADS, WARPS = THREADS / WARP, ROW_THREADS = THREADS / ROWS;
 constexpr int OWN_SPANS = RUN / SPAN_TILES / WARPS;           // of a warp
 constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
+constexpr int IMAGE = ROWS * PITCH + 16;                      // of a run's rows; bytes beyond blocks are read
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 static_assert(OWN_SPANS * SPAN_TILES * WARPS == RUN, "every warp has as many tiles of a run");
 
@@ -207,6 +208,8 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
     return lane / 4 + lane / 2 % 2 * 8 < run.rows && block * Format::BLOCK_BYTES < run.bytes;
 }
 
+// One of the two kernels is compiled: their runs differ.
+#if CUQUANT_TO_FRAGMENTS
 // `found`, zeros, become the bits of the greatest magnitude that a weight may have, and those of the least such bound of
 // a block that is not 0, inverted; the bits of NaN are greater than any number's.
 //
@@ -215,28 +218,25 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              s64 bytes, u32* peaks_of_rows, u32* found) {
-    __shared__ __align__(16) u8 images[2][ROWS * PITCH + 16];
+    static_assert(IMAGE == CUQUANT_IMAGE, "host and device disagree about shared memory");
+    let_successor_start();
     const int lane = threadIdx.x % WARP, g = lane / 4;
     RunningExtremes peaks, exponents;
     Walk walk(blocks);
     Run next = walk.run(N, blocks);
-    if (next.first_tile < tiles) fetch(storage, bytes, next, images[0]);
-    for (int turn = 0; next.first_tile < tiles; turn ^= 1) {
+    if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared());
+    for (int image = 0; next.first_tile < tiles; image ^= IMAGE) {
         const Run run = next;
         walk.go_on(), next = walk.run(N, blocks);
-        if (next.first_tile < tiles) {
-            fetch(storage, bytes, next, images[turn ^ 1]);
-            copy_wait<1>();
-        } else {
-            copy_wait<0>();
-        }
-        const u8* const own = images[turn];
+        const u8* const own = dynamic_shared() + image;
         const u8* const rows[2] = {own + g * PITCH + begin_of(storage, run, g),
                                    own + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
         u32 row_peak = 0, known_peak = 0;
         volatile u32* const peak_of_row = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
         if constexpr (ROW_FACTORS<Format>) known_peak = *peak_of_row;
-        __syncthreads();
+        copy_wait<0>();
+        __syncthreads();  // this run is there, and all have read the one before
+        if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared() + (image ^ IMAGE));
         for_tiles(run, [&](int, int t, int at, int part) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
@@ -264,17 +264,17 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, 1));
             if (lane % 2 == 0 && row_peak > known_peak) atomicMax(const_cast<u32*>(peak_of_row), row_peak);
         }
-        __syncthreads();  // all have read this run
     }
     peaks.store(found);
     if constexpr (Format::SCALING == E8M0) exponents.store(found + 5);
 }
 
+#else
 // `offset`: what has been added to scales that are exponents.
 extern "C" __global__ void __launch_bounds__(THREADS)
 from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
                const u32* factors, int offset) {
-    __shared__ __align__(16) u8 shared[ROWS * PITCH];
+    __shared__ __align__(16) u8 shared[IMAGE];
     const int lane = threadIdx.x % WARP, g = lane / 4;
     for (Walk walk(blocks);; walk.go_on()) {
         const Run run = walk.run(N, blocks);
@@ -324,3 +324,4 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         __syncthreads();  // all have read this run
     }
 }
+#endif
