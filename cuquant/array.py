@@ -20,7 +20,24 @@ if TYPE_CHECKING:
 _preparing = threading.Lock()
 
 
-class QuantizedArray:
+def _refused(operator: str) -> Any:
+    def method(self: Any, *others: Any) -> Any:
+        raise check.no_arithmetic(self, operator)
+
+    return method
+
+
+class _Packed:
+    """Operators that numbers have and packed blocks have not: without them NumPy's errors lead astray."""
+
+    __slots__ = ()
+    __add__ = __radd__ = _refused("+")
+    __sub__ = __rsub__ = __neg__ = _refused("-")
+    __mul__ = __rmul__ = _refused("*")
+    __truediv__ = __rtruediv__ = _refused("/")
+
+
+class QuantizedArray(_Packed):
     """A quantized array of shape (..., N, K), stored as the format's blocks along K.
 
     Made by `cuquant.quantize`, `cuquant.from_blocks` and `cuquant.open`. Immutable: no operation changes
@@ -245,7 +262,7 @@ class QuantizedArray:
         )
 
 
-class Transposed:
+class Transposed(_Packed):
     """The transpose of a QuantizedArray, shape (..., K, N): the right operand of ``x @ W.T``."""
 
     __array_ufunc__ = None

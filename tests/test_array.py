@@ -115,6 +115,26 @@ def test_is_no_buffer_of_numbers() -> None:
     assert not hasattr(w, "__cuda_array_interface__")
 
 
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda x, w: x + w,
+        lambda x, w: w + x,
+        lambda x, w: x - w,
+        lambda x, w: 2 * w,
+        lambda x, w: w / 2,
+        lambda x, w: -w,
+    ],
+)
+def test_blocks_have_no_arithmetic(operate: Any) -> None:
+    w = cq.quantize(np.ones((4, 64), np.float32), "q4_0")
+    for packed in (w, w.T):
+        with pytest.raises(
+            TypeError, match=r"\(q4_0\) holds packed blocks, which have no [-+*/]: call \.dequantize\(\)"
+        ):
+            operate(np.ones(packed.shape, np.float32), packed)
+
+
 ROWS: list[Any] = [
     0,
     -1,

@@ -23,7 +23,7 @@ from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
-FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
+FORMATS = [cq.formats.get(name) for name in cq.formats.names()] + [cq.Int4(96), cq.Int4(96, symmetric=False)]
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
 ROOT = Path(__file__).parent.parent

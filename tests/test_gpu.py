@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import ml_dtypes
@@ -98,13 +99,26 @@ def test_storage_starts_at_any_even_address(name: str, at: int) -> None:
         np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q6_k", "kbit3", "mxfp4", "int4-128"])
+@pytest.fixture
+def a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches that are planned as for four multiprocessors."""
+    plan.repack.cache_clear()
+    monkeypatch.setattr(plan.blocks, "LARGE_GPU", 4)
+    yield
+    plan.repack.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "q2_k", "kbit2", "kbit3", "mxfp4", "int4-128"])
+@pytest.mark.usefixtures("a_small_gpu")
 def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str) -> None:
-    """Rows that do not end with a run, in more runs than a launch has blocks."""
+    """Rows that do not end with a run; three runs and more for each block, which has room for two."""
     fmt = cq.formats.get(name)
-    shape = (8208, 2304)
-    step = plan.repack(fmt.for_repacking, "to_fragments", prod(plan.tiles(1, *shape)))
-    assert prod(plan.tiles(1, *shape)) > 16 * step.grid[0]
+    shape = (1040, 2304)
+    row_tiles, tiles = plan.tiles(1, *shape)
+    step = plan.repack(fmt.for_repacking, "to_fragments", row_tiles * tiles)
+    run = dict(step.kernel.constants)["RUN"]
+    assert tiles % run
+    assert row_tiles * ceil(tiles / run) >= 3 * step.grid[0]
     raw = random_blocks(name, shape)
     w = cq.from_blocks(device.cupy().asarray(raw), name, shape).prepare()
     np.testing.assert_array_equal(as_numpy(w.blocks), raw)

@@ -227,7 +227,8 @@ def test_empty_caches_and_sequences_give_zeros() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "dim"), [(5, 1, 64), (40, 1, 64), (300, 1, 64), (5, 8, 128), (40, 8, 128)]
+    ("batch", "heads", "dim"),
+    [(5, 1, 64), (40, 1, 64), (300, 1, 64), (5, 8, 128), (40, 8, 128), (300, 8, 128)],
 )
 def test_sequences_of_very_different_lengths(batch: int, heads: int, dim: int) -> None:
     lengths = np.random.default_rng(0).integers(0, 40, batch)

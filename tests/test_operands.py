@@ -53,9 +53,13 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "x in a weight's format": (
         lambda: cq.matmul(X, W.T, x_format="q4_0"),
         ValueError,
-        "x_format is q4_0, a format of weights; for activations there is 'q8_1'",
+        "x_format is 'q4_0'; for activations there is 'q8_1'",
     ),
-    "x in no format": (lambda: cq.matmul(X, W.T, x_format="q8"), ValueError, "q8"),
+    "x in no format": (
+        lambda: cq.matmul(X, W.T, x_format="q8"),
+        ValueError,
+        "x_format is 'q8'; for activations",
+    ),
     "x of no whole blocks": (
         lambda: cq.linear(np.zeros((2, 40), F), np.zeros((6, 40), F), x_format="q8_1"),
         ValueError,

@@ -260,6 +260,9 @@ from .products import (
     may_prepare as may_prepare,
 )
 from .products import (
+    no_arithmetic as no_arithmetic,
+)
+from .products import (
     not_a_product as not_a_product,
 )
 from .products import (

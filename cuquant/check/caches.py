@@ -88,7 +88,10 @@ def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) 
     batch, heads, dim = cache
     for what, shape in (("k", k), ("v", v)):
         if len(shape) != 4 or (shape[0], *shape[2:]) != cache:
-            raise ValueError(f"{what} has shape {shape}; this cache takes ({batch}, n, {heads}, {dim})")
+            raise ValueError(
+                f"{what} has shape {shape}; this cache takes ({batch}, n, {heads}, {dim}): "
+                "(batch, tokens, n_kv_heads, head_dim)"
+            )
     if k != v:
         raise ValueError(f"k {k} and v {v} differ in their number of tokens")
 
@@ -215,7 +218,10 @@ def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
     """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
     batch, heads, dim = cache
     if len(q) != 4 or (q[0], q[3]) != (batch, dim):
-        raise ValueError(f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim})")
+        raise ValueError(
+            f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim}): "
+            "(batch, queries of a sequence, heads, head_dim)"
+        )
     if not 1 <= q[1] <= MOST_QUERIES:
         raise ValueError(f"q has {q[1]} queries in a sequence; allowed are 1 to {MOST_QUERIES}")
     if q[2] == 0 or q[2] % heads:

@@ -138,10 +138,10 @@ def residual(value: Any, shape: tuple[int, ...]) -> Any:
     return value
 
 
-def activation_format(x: Any, fmt: Format) -> None:
-    """A format that floats x can be quantized to by a product."""
-    if not fmt.for_activations:
-        raise ValueError(f"x_format is {fmt}, a format of weights; for activations there is 'q8_1'")
+def activation_format(x: Any, given: Any, fmt: Format) -> None:
+    """What is given names the format that floats x can be quantized to by a product."""
+    if str(given).lower() != fmt:
+        raise ValueError(f"x_format is {str(given)!r}; for activations there is '{fmt}'")
     if is_quantized(x):
         raise TypeError(f"x is quantized to {x.format} already: x_format is for floats")
     whole_blocks(x.shape, fmt)
@@ -236,6 +236,14 @@ def _shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...] | None:
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     """A shape with its last two axes swapped; a vector's as it is."""
     return (*shape[:-2], *shape[:-3:-1])
+
+
+def no_arithmetic(w: Any, operator: str) -> TypeError:
+    """The error for an operator other than @ on a quantized array, or its transpose."""
+    return TypeError(
+        f"a {type(w).__name__} ({w.format}) holds packed blocks, which have no {operator}: "
+        "call .dequantize() for the numbers"
+    )
 
 
 def not_a_product(a: Any, b: Any) -> TypeError:

@@ -238,10 +238,10 @@ def get(name: str | Format) -> Format:
 
 def unknown(name: str, known: Sequence[str], hint: str | None = None) -> str:
     """What an error says of a name that is none of those known; without a hint, which are near."""
-    if hint is None:
-        near = get_close_matches(name.lower(), known, 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return f"unknown format {name!r}; known are {', '.join(known)}{hint}"
+    near = get_close_matches(name.lower(), known, 3) if hint is None else []
+    if near:
+        return f"unknown format {name!r}: did you mean {' or '.join(near)}? Known are {', '.join(known)}"
+    return f"unknown format {name!r}{hint or ''}; known are {', '.join(known)}"
 
 
 def by_ggml_type(number: int) -> Format | None:

@@ -26,7 +26,7 @@ channels, 8.2 where they have 8, and 8.6 where they have 32."""
 MANY_SHARES, MERGE_WARPS, MERGE_PARTS = 32, 8, 4
 """Shares of boxes beyond which so many warps merge each of so many parts of a row; of fewer half of the warps
 merge it whole. 32768 tokens of 2 bits take 15.9 us, and 16.6 where 16 warps merge whole rows; 32 sequences of
-1024 tokens 17.2, and 25.5."""
+1024 tokens 16.5, and 25.5."""
 BUSY = 0.9
 """Share of its multiprocessors that a launch should use, if it can."""
 LEAST, BOX_LEAST = 64, 128
@@ -148,19 +148,19 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
         Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
-        _merge(kernels[1], shape, budget if boxes else 0, multiprocessors),
+        _merge(kernels[1], shape, budget if boxes else None, multiprocessors),
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
     )
 
 
-def _merge(kernel: Kernel, shape: Shape, boxes: int, multiprocessors: int) -> Plan:
-    """A warp for each part of each row's channels, as many parts as have room at once; of `boxes`, the blocks
-    that share all tokens, a block of several (kernels/attention/merge.cuh)."""
+def _merge(kernel: Kernel, shape: Shape, blocks: int | None, multiprocessors: int) -> Plan:
+    """A warp for each part of each row's channels, as many parts as have room at once; of boxes, given the
+    blocks that share all tokens, a block of several (kernels/attention/merge.cuh)."""
     rows = shape.heads * shape.q_len
-    if boxes:
-        many = boxes // shape.batch > MANY_SHARES
+    if blocks is not None:
+        many = blocks // shape.batch > MANY_SHARES
         parts, warps = (MERGE_PARTS, MERGE_WARPS) if many else (1, MERGE_WARPS // 2)
         return Plan(kernel, (shape.batch, rows, parts), warps * WARP, overlaps=True)
     fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)

@@ -76,7 +76,7 @@ def linear(
     x, w = check.activations(x), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     if quantizes := x_format is not None:
-        check.activation_format(x, formats.get(x_format))
+        check.activation_format(x, x_format, formats.get("q8_1"))
     check.activation(activation)
     bias, residual = check.bias(bias, w.shape), check.residual(residual, shape)
     y = None if out is None else check.floats(out, "out")

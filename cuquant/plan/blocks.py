@@ -13,7 +13,7 @@ from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, row_factors
 _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
-85.6 us in place of 89.9, kbit2 52.9 and 65.4."""
+84 us in place of 89, kbit2 48 and 63."""
 _RESIDENT = 5
 """Blocks of a multiprocessor that repack to fragments, at most."""
 
@@ -124,9 +124,8 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
 def block_kernels(fmt: Format) -> set[Kernel]:
     """What converts blocks of a format."""
     stored = fmt.for_repacking
-    found = {per_block("dequantize", stored, 1).kernel} | (
-        {quantize(stored, 1).kernel} if fmt.encodes_on_gpu else set()
-    )
+    found = {per_block("dequantize", stored, 1).kernel}
+    found |= {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     if not fmt.for_activations:
         both = ("to_fragments", "from_fragments")
         found |= {repack(stored, entry, 1, half).kernel for entry in both for half in (True, False)}

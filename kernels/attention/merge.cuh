@@ -9,12 +9,13 @@
 //
 // What they wait for comes: none of them starts before all of attention's blocks have (`let_successor_start`).
 //
-// Of boxes (boxes.cuh) there are four times as many: a block for each row, that asks for all of them at a time. There is
-// room for it when attention is done, which it waits for, and has left the split, too: many blocks would work it out.
+// Of boxes (boxes.cuh) there are four times as many, or many sequences: a block of several warps for each row, or part of
+// it, asks for all of them at a time. There is room for it when attention is done, which it waits for. That has left the
+// split, too, which many blocks would work out.
 #pragma once
 #include "bucket.cuh"
 
-constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;                   // of a block, at most
+constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;  // of a block, at most
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
 constexpr int AT_ONCE = 5;  // shares that a lane asks for together
 
@@ -104,7 +105,8 @@ DEVICE void merge_part(const Attention& p) {
     const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
     const int warps = CUQUANT_BOXES ? blockDim.x / WARP : MERGE_WARPS;
     const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
-    // Lanes with the same piece, and warps, take turns; a few lanes may be too many.
+    // Lanes with the same piece, and warps, take turns; a few lanes may be too many. (Of boxes the width is a power of two:
+    // nothing hides a division there.)
     const int turn = CUQUANT_BOXES ? lane >> __ffs(width) - 1 : lane / width;
     const int apart = CUQUANT_BOXES ? WARP >> __ffs(width) - 1 : WARP / width;
     const u32 stride = p.heads * p.q_len * LEFT_ROW;

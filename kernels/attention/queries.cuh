@@ -76,10 +76,10 @@ struct Queries {
     }
 
 private:
-    static constexpr int OWN = PAIRS * 16;           // channels of a lane
-    static constexpr int WORDS = HALVES * OWN / 8;    // of 16 bytes, that they take at most
+    static constexpr int OWN = PAIRS * 16;          // channels of a lane
+    static constexpr int WORDS = HALVES * OWN / 8;  // of 16 bytes, that they take at most
 
-    // Queries in one part are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
+    // Queries of one half are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
     static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
         const int rows = rows_of(p), start = lane % 4 * OWN;
         const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
