@@ -133,7 +133,18 @@ def test_tables_compare_with_what_was_measured() -> None:
     record.add(cell(tinygemm_us=10.0))
     record.add(cell(M=2))
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
-    assert shown[-7:] == ["tinygemm_us", "x", "floor", "x", "cuBLAS", "x", "tinygemm"]
+    assert shown[-10:] == [
+        "tinygemm_us",
+        "time",
+        "/",
+        "floor",
+        "speed",
+        "/",
+        "cuBLAS",
+        "speed",
+        "/",
+        "tinygemm",
+    ]
     assert rows[0][-4:] == ["10.0", "2.00", "1.50", "2.50"]
     assert rows[1][-2:] == ["2.00", "1.50"]
     assert "gemlite" not in " ".join(shown)
@@ -288,7 +299,7 @@ def test_cells_of_attention(header: dict[str, Any], tmp_path: Path) -> None:
     assert key | {"context": 4096} not in record
     assert [c["bits"] for c in record.only(bits=["mixed"], M=None).cells] == ["mixed"]
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
-    assert shown[-4:] == ["x", "floor", "x", "SDPA"]
+    assert shown[-6:] == ["time", "/", "floor", "speed", "/", "SDPA"]
     assert rows[0][-2:] == ["1.25", "3.00"]
 
 
@@ -302,7 +313,7 @@ def test_cells_of_passes_over_weights_in_a_record(header: dict[str, Any], tmp_pa
     assert facts | {"work": "call"} in record
     assert facts | {"work": "restore"} not in record
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
-    assert shown[-2:] == ["x", "floor"]
+    assert shown[-3:] == ["time", "/", "floor"]
     assert [row[-1] for row in rows] == ["1.25", "9.0"]
 
 

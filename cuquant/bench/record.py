@@ -249,11 +249,11 @@ _KEYS = {
 }
 """What cells have, by what was measured."""
 _RATIOS = {
-    "floor_us": "x floor",
-    "cublas_us": "x cuBLAS",
-    "sdpa_us": "x SDPA",
-    "flashinfer_us": "x FlashInfer",
-} | {peer.key: f"x {name}" for name, peer in PEERS.items()}
+    "floor_us": "time / floor",
+    "cublas_us": "speed / cuBLAS",
+    "sdpa_us": "speed / SDPA",
+    "flashinfer_us": "speed / FlashInfer",
+} | {peer.key: f"speed / {name}" for name, peer in PEERS.items()}
 """Times that a cell's own is compared with, and the ratio's title."""
 
 

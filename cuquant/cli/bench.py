@@ -85,6 +85,13 @@ def add(commands: Any) -> None:
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
     )
     command.set_defaults(wrong_usage=command.error)
+    command.epilog = (
+        "In tables us are microseconds, as is all that ends so: floor_us, the time to move the bytes or to "
+        "compute, whichever is longer, and to launch; cublas_us, dense float16 by cuBLAS, and other "
+        "libraries' times. gbps and tflops are 10^9 bytes and 10^12 operations a second, nmse is the error "
+        "against float64, core the kernel that was chosen, mhz the clock right after. time / floor is better "
+        "the less it is, speed / cuBLAS the more."
+    )
 
 
 def _activation_list(text: str) -> list[str]:
