@@ -94,7 +94,8 @@ def test_notebook(path: Path, tmp_path: Path) -> None:
 
 def words(text: str) -> list[str]:
     """What stands between the numbers; a table's columns may move with their widths."""
-    return re.sub(r"\s+", " ", _NUMBER.sub("#", text)).split()
+    text = re.sub(r"(?<=\[)\s+|\s+(?=\])", "", _NUMBER.sub("#", text))
+    return re.sub(r"\s+", " ", text).split()
 
 
 def numbers(text: str) -> list[tuple[float, float]]:
