@@ -23,7 +23,9 @@ from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
-FORMATS = [cq.formats.get(name) for name in cq.formats.names()] + [cq.Int4(96), cq.Int4(96, symmetric=False)]
+FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
+UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False)]
+"""Formats without a name, which kernels for groups of any size encode."""
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
 ROOT = Path(__file__).parent.parent
@@ -38,7 +40,7 @@ def kernels(arch: str) -> list[plan.Kernel]:
     capability = int("".join(c for c in arch if c.isdigit()))
     modules = {
         (k.op, k.format, *(c for c in k.constants if c[0] != "DEPTH")): k
-        for k in plan.all_kernels(FORMATS, capability)
+        for k in plan.all_kernels([*FORMATS, *UNUSUAL], capability)
     }
     return list(modules.values())
 
