@@ -215,7 +215,8 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 //
 // Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has
 // to know. Of E8M0 scales, which are, too, ops/center.cu has to know the greatest and the least: found[5] and [6].
-extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
+// Other GPUs' shared memory has room for fewer blocks, which may have more registers.
+extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ >= 900 ? CUQUANT_RESIDENT : 1)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              s64 bytes, u32* peaks_of_rows, u32* found) {
     static_assert(IMAGE == CUQUANT_IMAGE, "host and device disagree about shared memory");
