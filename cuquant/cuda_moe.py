@@ -98,7 +98,7 @@ class Ready(NamedTuple):
         Scratch memory may have grown or be another stream's: where it is, is asked each time.
         """
         with buffers.scratch() as scratch:
-            templates.launch(self.steps, (scratch.take(self.size), *x, ids, probs, out))
+            templates.launch(self.steps, (scratch.take(self.size), *x, ids, probs, out, scratch.flags()))
 
 
 def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, out: Any) -> Ready | None:

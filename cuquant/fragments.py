@@ -269,7 +269,8 @@ def _blocks(fragments: Fragments) -> Any:
 
 def _repack(entry: str, fragments: Fragments, blocks: Any, *ends: Any) -> None:
     fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
-    count = prod(plan.tiles(prod(lead), n, k))
+    row_tiles, tiles = plan.tiles(prod(lead), n, k)
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
-    sizes = (np.int64(count), np.int32(n), np.int32(k // fmt.block_size))
-    jit.launch(plan.repack(fmt, entry, count, fragments.half), blocks, *sizes, *planes, *ends)
+    sizes = (np.int64(row_tiles * tiles), np.int32(n), np.int32(k // fmt.block_size))
+    step = plan.repack(fmt, entry, row_tiles, tiles, fragments.half)
+    jit.launch(step, blocks, *sizes, *planes, *ends)

@@ -20,6 +20,7 @@ from . import buffers, check, plan, problem
 from .formats import get
 from .fragments import Fragments
 from .moe_memory import (
+    FLAGS,
     IDS,
     OUT,
     PROBS,
@@ -51,7 +52,7 @@ def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
     firsts = range(0, tokens, step)
     loads = [Load(min(step, tokens - first), top_k, experts) for first in firsts]
     plans = {load: mixture.products(load) for load in loads}
-    layouts = {load: layout(mixture, load, mixture.levels(plans[load][0])) for load in loads}
+    layouts = {load: layout(mixture, load, plans[load]) for load in loads}
     size = max(layout.size for layout in layouts.values())
     steps: list[Template] = []
     x = given.x
@@ -197,8 +198,11 @@ class Round(NamedTuple):
         if known.map is not None:
             assert isinstance(x[0], Place)
             tensor = Tensor(known.map, x[0])
+        shared: tuple[Address, Address] = (0, 0)
+        if product.gemm.partials:
+            shared = (self.at["partials"], Place(FLAGS))
         ends = (group.lists[which], apart, *self.routing, product.batch, group.share, early, levels)
-        codes, values = known.members(tensor, w.addresses, w.values, signs, (*x, out, factor), *ends)
+        codes, values = known.members(tensor, w.addresses, w.values, signs, (*x, out, factor, *shared), *ends)
         return template(known.plan, codes, *values, whole=True)
 
     def _change_signs(

@@ -15,8 +15,9 @@ from .templates import Place
 
 WORKSPACE = 1 << 30
 """Bytes between the launches that more tokens than one may fill; more tokens take several rounds."""
-SCRATCH, X, FACTORS, IDS, PROBS, OUT = range(6)
-"""Pieces of memory: the stream's scratch, rows of x (or its blocks) and their factors, and the others."""
+SCRATCH, X, FACTORS, IDS, PROBS, OUT, FLAGS = range(7)
+"""Pieces of memory: the stream's scratch, rows of x (or its blocks) and their factors, and the others; the
+stream's flags."""
 _HALF = problem.DTYPES[check.FLOATS[0]]
 
 Address = Place | int
@@ -137,13 +138,14 @@ def _row_bytes(mixture: Mixture, levels: bool) -> dict[str, int]:
     return {**sizes, "factors": 4, "places": 4}
 
 
-def layout(mixture: Mixture, load: Load, levels: bool) -> Layout:
-    """Where these arrays and those of works are."""
+def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
+    """Where these arrays, those of works, and sums that blocks leave for others are."""
     count = mixture.gate.shape[0]
     made = Layout()
-    for name, row in _row_bytes(mixture, levels).items():
+    for name, row in _row_bytes(mixture, mixture.levels(products[0])).items():
         made.add(name, load.rows * row)
     made.add("starts", (count + 1) * 4)
     for name in ("of gate", "of up", "of down"):  # lists of works
         made.add(name, load.most_works(1) * 16)
+    made.add("partials", max(product.gemm.partials for product in products if product is not None))
     return made

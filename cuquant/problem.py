@@ -122,9 +122,10 @@ class Group(NamedTuple):
 
     def members(self, map: Any, w: Planes, values: int, signs: int, addresses: Any, *group: Any) -> Any:
         """The kernel's argument, as types and values; addresses of W's planes, its codebook, its columns'
-        signs (or 0), of x, its row factors, out and a factor (or 0), then what `struct Grouped` adds."""
-        x, rows, out, factor = addresses
-        ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, 0, 0, values, w.group)
+        signs (or 0), of x, its row factors, out, a factor, partial sums and their flags (or 0), then what
+        `struct Grouped` adds."""
+        x, rows, out, factor, partials, flags = addresses
+        ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, partials, flags, values, w.group)
         return _GROUP, (map, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group)
 
 
@@ -138,7 +139,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
     numbers = _NUMBERS.pack(
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
-        *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, 0, gemm.box),
+        *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, gemm.streamed, gemm.box),
         2.0**-w.lift * w.scale,
     )
     tensor = None

@@ -80,7 +80,7 @@ def kernels(
     *lead, n, k = shape
     found = plan.scale_kernels(kept)
     if not kept.whole_matrices:
-        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1).kernel)
+        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1).kernel)
     if kept.whole_matrices:
         found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
     entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]

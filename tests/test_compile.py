@@ -246,7 +246,7 @@ def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pyt
     like = cq.formats.get("q8_0")
     kernels = [
         plan.per_block("dequantize", like, 1).kernel,
-        plan.repack(like, "to_fragments", 1).kernel,
+        plan.repack(like, "to_fragments", 1, 1).kernel,
         plan.lift(like, 1).kernel,
         plan.gemm(like, 1, 1024, 1024, 1, True, 90).plan.kernel,
     ]

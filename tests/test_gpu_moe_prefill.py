@@ -11,7 +11,7 @@ from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core
-from cuquant.plan.wgmma_core import WGMMA_TILES
+from cuquant.plan.wgmma_core import WGMMA_TILES, shares_grouped, wgmma_grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
 
@@ -58,12 +58,19 @@ def test_rows_in_levels() -> None:
     np.testing.assert_array_equal(made[1:3], expected[1:3])
 
 
-@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 128], ids=str)
+Q4_0 = cq.formats.get("q4_0")
+SHARED = [t for t in WGMMA_TILES if shares_grouped(t) and wgmma_grouped(Q4_0, t, 1024)]
+"""Tiles that blocks may share."""
+COUNTS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
+"""Rows of experts next to whole and narrow tiles."""
+
+
+@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 96], ids=str)
 def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large tiles: up to a quarter of one, which the tensor cores take in narrower steps, and more."""
+    """Of large tiles: up to a third of one, which the tensor cores take in narrower steps, and more."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
-    counts = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
+    counts = COUNTS
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
     x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
     experts = stacks("q4_0", len(counts), k=256, hidden=384, n=72)
@@ -72,6 +79,33 @@ def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as m:
             m.setattr(plan.moe, "WGMMA_TILES", (tile,))
             y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
+    finally:
+        plan.moe.product.cache_clear()
+    close(y, reference(x, experts, ids, probs))
+
+
+@pytest.mark.parametrize("counts", [COUNTS, (40,)], ids=["many", "few"])
+@pytest.mark.parametrize("tile", SHARED, ids=str)
+def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
+    if jit.capability() != 90:
+        pytest.skip("the wgmma core is for sm_90")
+    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
+    x, probs = gauss(len(ids), 1024), gauss(len(ids), 1, seed=3)
+    experts = stacks("q4_0", len(counts), k=1024, hidden=1536, n=200)
+    plan.moe.product.cache_clear()
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
+            m.setattr(plan.moe, "passed_us", lambda *a: 0.5)
+            load = plan.moe.Load(len(ids), 1, len(counts))
+            made = plan.moe.product(Q4_0, load, 1536, 1024, True, tile.blocks == 2, 90)
+            assert made is not None
+            assert made.gemm.streamed > plan.LARGE_GPU // 2
+            given = on_gpu(x, ids, probs)
+            y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
+            for _ in range(5):
+                np.testing.assert_array_equal(testing.as_numpy(cq.moe(given[0], experts, *given[1:])), y)
     finally:
         plan.moe.product.cache_clear()
     close(y, reference(x, experts, ids, probs))

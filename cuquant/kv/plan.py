@@ -124,6 +124,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
     spread = rows <= GROUP_ROWS // 2 and not shape.masked
     registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
+    many = budget // shape.batch > MANY_SHARES
+    merge_warps = (MERGE_WARPS if many else MERGE_WARPS // 2) if boxes else 1
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -137,7 +139,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "RING": ring,
         "BOXES": int(boxes),
         "BESIDE": int(registers_to_spare and not boxes),
-        "MERGE_WARPS": MERGE_WARPS if boxes else 1,
+        "MERGE_WARPS": merge_warps,
     }
     if boxes:
         constants["DEPTH"] = depth
@@ -148,20 +150,19 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
         Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
-        _merge(kernels[1], shape, budget if boxes else None, multiprocessors),
+        _merge(kernels[1], shape, merge_warps, multiprocessors),
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
     )
 
 
-def _merge(kernel: Kernel, shape: Shape, blocks: int | None, multiprocessors: int) -> Plan:
-    """A warp for each part of each row's channels, as many parts as have room at once; of boxes, given the
-    blocks that share all tokens, a block of several (kernels/attention/merge.cuh)."""
+def _merge(kernel: Kernel, shape: Shape, warps: int, multiprocessors: int) -> Plan:
+    """A warp for each part of each row's channels, as many parts as have room at once; of boxes a block of
+    several (kernels/attention/merge.cuh)."""
     rows = shape.heads * shape.q_len
-    if blocks is not None:
-        many = blocks // shape.batch > MANY_SHARES
-        parts, warps = (MERGE_PARTS, MERGE_WARPS) if many else (1, MERGE_WARPS // 2)
+    if warps > 1:
+        parts = MERGE_PARTS if warps == MERGE_WARPS else 1
         return Plan(kernel, (shape.batch, rows, parts), warps * WARP, overlaps=True)
     fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)
     parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGES_BESIDE)

@@ -16,7 +16,8 @@ class Gemm:
 
     `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
     columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
-    shares out the last `streamed` evenly, for which it needs `partials` bytes. `out_box` are the batch rows
+    shares out the last `streamed` evenly (of a grouped product, of which only the GPU knows the tiles, if so
+    many or fewer are left), for which it needs `partials` bytes. `out_box` are the batch rows
     of a box of results, where the kernel can store them so. `quantizes` tells whether the kernel itself makes
     of x what q8_1 blocks of it stand for.
     """

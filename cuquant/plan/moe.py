@@ -17,8 +17,8 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
 from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import batch_of, mma
-from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
-from .wgmma_core import WGMMA_TILES, Tile, tile_us, wgmma_unshared
+from .planes import TILE_COLUMNS, TILE_ROWS, layout
+from .wgmma_core import WGMMA_TILES, Tile, passed_us, shares_grouped, sum_bytes, tile_us, wgmma_grouped
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -116,24 +116,36 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm = wgmma_unshared(fmt, tile, k)
+        gemm = wgmma_grouped(fmt, tile, k)
         if gemm is None or (tile.blocks != 2 if sides == 2 else _lacks_registers(fmt, tile)):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
-        rounds = max(1, blocks_n * load.works(tile.batch) / LARGE_GPU)
-        us = rounds * tile_us(fmt, tile, steps) + _LAUNCH_US
-        grid = (min(LARGE_GPU, blocks_n * works), 1, 1)
-        gemm = replace(gemm, box=min(tile.batch, ceil(load.rows / 8) * 8))
-        yield Product(
-            _grouped(gemm, sides == 2, grid), tile.batch, works, max(us, weights / _BYTES_US + _LAUNCH_US)
+        outputs, each, streamed = blocks_n * round(load.works(tile.batch)), tile_us(fmt, tile, steps), 0
+        us = ceil(outputs / LARGE_GPU) * each
+        if shares_grouped(tile):
+            passed = passed_us(tile, outputs)
+            # The last round's tiles are shared out if that takes less than it leaves idle.
+            streamed = max(0, int(LARGE_GPU * (1 - passed / each)))
+            us = min(us, outputs / LARGE_GPU * each + passed)
+        gemm = replace(
+            gemm,
+            box=min(tile.batch, ceil(load.rows / 8) * 8),
+            streamed=streamed,
+            partials=LARGE_GPU * sum_bytes(tile) if streamed else 0,
         )
+        us = max(us, weights / _BYTES_US) + _LAUNCH_US
+        grid = (LARGE_GPU if streamed else min(LARGE_GPU, blocks_n * works), 1, 1)
+        yield Product(_grouped(gemm, sides == 2, grid), tile.batch, works, us)
 
 
 def _lacks_registers(fmt: Format, tile: Tile) -> bool:
-    """Whether a tile's kernel would keep registers in memory, if it is not gated."""
-    many = fmt.bits == 8 and row_factors(fmt)
-    few = tile.groups * tile.k_groups == 4 and fmt.whole_matrices and fmt.bits == 4
-    return few or (tile.blocks == 2 and (many or (tile.batch == 64 and fmt.bits == 6)))
+    """Whether a tile's kernel would keep registers in memory, if it is not gated: two row blocks have more
+    addresses to copy from, and 640 threads few registers."""
+    many_planes = fmt.lookup and (fmt.bits == 2 or (fmt.bits == 4 and fmt.kernel_group_bytes > 0))
+    if tile.blocks == 2:
+        return fmt.bits > 4 or many_planes
+    few = (fmt.whole_matrices and fmt.bits == 4) or (fmt.bits == 5 and fmt.kernel_group_bytes > 0)
+    return tile.groups * tile.k_groups == 4 and few
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:

@@ -73,6 +73,8 @@ STEP_US = {
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
 tensor cores rest."""
+_GROUPED_STEP_US = {Tile(96, 2): 0.177, Tile(96, 2, 2): 0.302, Tile(144, 2): 0.185, Tile(144, 2, 2): 0.314}
+"""Those of grouped products alone, whose batches have any size."""
 _CONTENTION = 0.5
 """Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
 meanwhile."""
@@ -135,7 +137,7 @@ def _step_us(fmt: Format, tile: Tile) -> float:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = tile.batch * tile.rows * tile.resident * _TENSOR_US
-    instructions = STEP_US[tile] * work + _CONTENTION * tensor
+    instructions = (STEP_US | _GROUPED_STEP_US)[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor *= 0.985
     elif warpgroups == 1:
@@ -210,7 +212,9 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(tile for tile in STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1)
+WGMMA_TILES = tuple(
+    tile for tile in STEP_US | _GROUPED_STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1
+)
 """Those of grouped products: they need no other block, and store WARP batch rows at a time."""
 
 
@@ -224,15 +228,19 @@ def _outputs_of_two(tile: Tile) -> int:
     return tile.rows * tile.batch * (2 if tile.groups * tile.k_groups == 1 else 1)
 
 
-def wgmma_unshared(fmt: Format, tile: Tile, k: int) -> Gemm | None:
-    """The wgmma core with a tile of a grouped product, whose sums no other block shares; None where it has no
-    place."""
+def shares_grouped(tile: Tile) -> bool:
+    """Whether there are registers enough to share out tiles of a grouped product."""
+    return tile.groups * tile.k_groups <= 2
+
+
+def wgmma_grouped(fmt: Format, tile: Tile, k: int) -> Gemm | None:
+    """The wgmma core with a tile of a grouped product; None where it has no place."""
     stages = _stages(fmt, tile, 1)
     # Work after work takes registers, too.
     scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
     scarce |= fmt.whole_matrices and fmt.bits == 4 and (tile.batch, tile.blocks) == (64, 2)
     fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
-    return _wgmma(fmt, tile, 1, False, stages) if fits else None
+    return _wgmma(fmt, tile, 1, shares_grouped(tile), stages) if fits else None
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
@@ -259,12 +267,20 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
         if not _shares_tiles(fmt, tile):
             continue
         if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
-            # From one to the next: a tile may be shared by several, where there are few.
-            passed = (1 + max(0, places / outputs - 1) / 2) * (
-                _STREAM_US + tile.rows * tile.batch * 4 * _STREAM_BYTE_US
-            )
+            passed = passed_us(tile, outputs, places)
             us = start + outputs / places * steps * step * more + rounds * store + passed
             yield _Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
+
+
+def passed_us(tile: Tile, outputs: int, places: int = LARGE_GPU) -> float:
+    """What it takes to pass sums of shared tiles from one to the next: a tile may be shared by several, where
+    there are few."""
+    return (1 + max(0, places / outputs - 1) / 2) * (_STREAM_US + sum_bytes(tile) * _STREAM_BYTE_US)
+
+
+def sum_bytes(tile: Tile) -> int:
+    """Of a tile's sums."""
+    return tile.rows * tile.batch * 4
 
 
 def _shares_tiles(fmt: Format, tile: Tile) -> bool:
@@ -300,7 +316,7 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     batch, pair = tile.batch, tile.pair
     places = LARGE_GPU * tile.resident // pair
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
-    partials = blocks * tile.rows * batch * 4 if streamed else 0
+    partials = blocks * sum_bytes(tile) if streamed else 0
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
     box = min(batch // pair, ceil(m / 8) * 8)
     grid = replace(gemm.plan, grid=(blocks, 1, 1))

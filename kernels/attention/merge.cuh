@@ -15,7 +15,7 @@
 #pragma once
 #include "bucket.cuh"
 
-constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;  // of a block, at most
+constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;  // of a block
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
 constexpr int AT_ONCE = 5;  // shares that a lane asks for together
 
@@ -103,7 +103,6 @@ DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart
 DEVICE void merge_part(const Attention& p) {
     __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
     const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
-    const int warps = CUQUANT_BOXES ? blockDim.x / WARP : MERGE_WARPS;
     const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
     // Lanes with the same piece, and warps, take turns; a few lanes may be too many. (Of boxes the width is a power of two:
     // nothing hides a division there.)
@@ -133,7 +132,7 @@ DEVICE void merge_part(const Attention& p) {
     for (int first = 0; first < pieces; first += width) {
         const int own = lane - turn * width, piece = first + own;
         const int start = turn < apart && piece < pieces ? thread / WARP * apart + turn : splits;
-        Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, warps * apart, stride);
+        Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, MERGE_WARPS * apart, stride);
         float most = sums.reference;
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -153,10 +152,10 @@ DEVICE void merge_part(const Attention& p) {
             __syncthreads();
             if (thread < width) {
 #pragma unroll 4
-                for (int w = 1; w < warps; w++) most = fmaxf(most, sums_of[w * WARP + thread].reference);
+                for (int w = 1; w < MERGE_WARPS; w++) most = fmaxf(most, sums_of[w * WARP + thread].reference);
                 sums.refer_to(most);
 #pragma unroll 4
-                for (int w = 1; w < warps; w++) {
+                for (int w = 1; w < MERGE_WARPS; w++) {
                     Sums other = sums_of[w * WARP + thread];
                     other.refer_to(most);
                     sums.add(other, [](float x) { return x; });

@@ -72,16 +72,14 @@ struct Share {
 
     // The same of a single sequence.
     DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
-        const float all = lengths.cost();
-        const int count = count_of(all, part_of(p, all));
+        const int count = count_of_single(p, lengths);
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
         if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
     }
 
     // Of a single sequence the first share, and how many there are.
     static DEVICE int2 of_single(const Attention& p) {
-        const float all = Lengths(p, 0).cost();
-        return make_int2(0, count_of(all, part_of(p, all)));
+        return make_int2(0, count_of_single(p, Lengths(p, 0)));
     }
 
     // Of a given sequence, by one warp; the first one counts where there are several.
@@ -109,6 +107,11 @@ private:
 
     // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid.
     static DEVICE float part_of(const Attention& p, float total) { return fmaxf(__fmul_rn(total, p.part), float(p.least)); }
+
+    static DEVICE int count_of_single(const Attention& p, const Lengths& lengths) {
+        const float all = lengths.cost();
+        return count_of(all, part_of(p, all));
+    }
 
     static DEVICE int count_of(float cost, float part) { return max(1, int(ceilf(__fmul_rn(cost, about_inverse(part))))); }
 

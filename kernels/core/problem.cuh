@@ -91,11 +91,20 @@ struct Grouped : Problem {
 };
 static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "problem.py packs one after the other");
 
+// How many bytes V's planes are beyond W's.
+template <class P>
+DEVICE s64 apart_of(const P& p) {
+    if constexpr (P::GATED)
+        return p.apart;
+    else
+        return 0;
+}
+
 // W's planes, or V's.
 template <class P>
 DEVICE Planes side_of(const P& p, const Planes& w, bool second) {
     if constexpr (P::GATED) {
-        const s64 apart = second ? p.apart : 0;
+        const s64 apart = second ? apart_of(p) : 0;
         return {w.low + apart, w.high + apart, w.scale + apart, w.group + apart, w.rows + apart / 4};
     } else {
         return w;

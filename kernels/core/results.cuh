@@ -14,7 +14,8 @@ DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
             to[(b * SUMS + j) / 4 * WARPGROUP] = make_float4(acc[b][j], acc[b][j + 1], acc[b][j + 2], acc[b][j + 3]);
 }
 
-template <int ROW_BLOCKS, int SUMS>
+// TOGETHER: of so many fours the loads are together, where there are not registers enough for more.
+template <int TOGETHER = 0, int ROW_BLOCKS, int SUMS>
 DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++)
@@ -22,15 +23,17 @@ DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
         for (int j = 0; j < SUMS; j += 4) {
             const float4 v = from[(b * SUMS + j) / 4 * WARPGROUP];
             acc[b][j] += v.x, acc[b][j + 1] += v.y, acc[b][j + 2] += v.z, acc[b][j + 3] += v.w;
+            if (TOGETHER && j / 4 % TOGETHER == TOGETHER - 1) asm volatile("" ::: "memory");
         }
 }
 
-// Sums of WARP batch rows, from the `first` of a thread on, times the rows' factors, of which a lane has one.
+// Sums of WARP batch rows (or of all, if they are fewer), from the `first` of a thread on, times the rows' factors, of
+// which a lane has one.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
-    for (int j = 0; j < WARP / 2; j += 4)
+    for (int j = 0; j < (SUMS < WARP / 2 ? SUMS : WARP / 2); j += 4)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const float own = __shfl_sync(~0u, factor, j * 2 + lane % 4 * 2 + e);
@@ -172,11 +175,11 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     }
 }
 
-// A warp's results of levels::COLUMNS columns from n on and of WARP batch rows from m on, as its sums are, to float16
-// rows in levels.
+// A warp's results of levels::COLUMNS columns from n on and of batch rows from m on, as its sums are, to float16 rows in
+// levels.
 template <class P, int SUMS>
 DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, int n) {
-    static_assert(levels::COLUMNS == 16 && SUMS * 2 == WARP, "16 columns, and as many rows as there are lanes");
+    static_assert(levels::COLUMNS == 16, "those of a warp");
     constexpr int PARTS = SUMS / 4;  // of 8 batch rows
     const int lane = threadIdx.x % WARP, row_levels = p.N / levels::COLUMNS;
     // Peaks of both batch rows of a lane: their upper 16 bits tell levels.
@@ -207,8 +210,8 @@ DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, 
     }
 }
 
-// Those of a grouped product, WARP batch rows at a time. Float32 goes straight to memory, eight lanes a sector of 32
-// bytes.
+// Those of a grouped product, WARP batch rows at a time, or half as many. Float32 goes straight to memory, eight lanes a
+// sector of 32 bytes.
 template <int ROW_BLOCKS, int SUMS, class P>
 DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
                         int first_n) {
@@ -217,23 +220,27 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
     // Known to be a warp's: where a branch around shuffles is not, counters and addresses of the main loop are not
     // either, and take a fifth more instructions.
     const int warp = uniform(thread / WARP), lane = thread % WARP;
-    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS, OWN = WARP / 2, CHUNKS = SUMS / OWN;
+    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS, ROWS = SUMS * 2 % WARP ? WARP / 2 : WARP;
+    constexpr int OWN = ROWS / 2, CHUNKS = SUMS / OWN;
+    static_assert(SUMS % OWN == 0, "whole chunks");
     const int warp_n = first_n + warp * 16, n = warp_n + lane / 4;
-    float2 factors[CHUNKS];  // a lane has those of one of the rows
+    // A lane has those of one of a chunk's rows.
+    auto factors_of = [&](int m) {
+        return safe_factors(at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1, p.lift);
+    };
+    float2 factors = factors_of(first_m), next;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; i++)
-        factors[i] = safe_factors(at.unscale ? at.unscale[min(first_m + i * WARP + lane, end_m - 1)] : 1, p.lift);
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-        const int m = first_m + i * WARP;
+    for (int i = 0; i < CHUNKS; i++, factors = next) {
+        const int m = first_m + i * ROWS;
         if (m >= end_m) break;
+        if (i + 1 < CHUNKS) next = factors_of(m + ROWS);
         float v[ROW_BLOCKS][OWN];
 #pragma unroll
         for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
             for (int j = 0; j < OWN; j++) v[b][j] = acc[b][i * OWN + j];
-        scale_part(v, 0, factors[i].x);
-        if (p.lift != 1) scale_part(v, 0, factors[i].y);
+        scale_part(v, 0, factors.x);
+        if (p.lift != 1) scale_part(v, 0, factors.y);
         if (p.activation)
 #pragma unroll
             for (int b = 0; b < RESULTS; b++) activate<true>(v[b], p.activation);
@@ -246,24 +253,26 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
             }
         }
         const int own_m = m + lane % 4 * 2;
-        s64 to = own_m * p.out_row + n;
-#pragma unroll
-        for (int j = 0; j < OWN; j += 4) {
-            auto exists = [&](int b, int e) { return own_m + j * 2 + e % 2 < end_m && n + b * 64 + e / 2 * 8 < p.N; };
-            auto place = [&](int b, int e) { return to + e % 2 * p.out_row + b * 64 + e / 2 * 8; };
-            if (!P::GATED && p.residual)
-#pragma unroll
-                for (int b = 0; b < RESULTS; b++)
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (exists(b, e)) v[b][j + e] *= static_cast<const float*>(p.residual)[place(b, e)];
+        const s64 start = own_m * p.out_row + n;
+        auto exists = [&](int b, int j) { return own_m + j / 4 * 8 + j % 2 < end_m && n + b * 64 + j % 4 / 2 * 8 < p.N; };
+        auto place = [&](int b, int j) { return start + (j / 4 * 8 + j % 2) * p.out_row + b * 64 + j % 4 / 2 * 8; };
+        if (!P::GATED && p.residual) {  // it may be where results go: all of it is asked for before any of them
+            float factor[RESULTS][OWN];
 #pragma unroll
             for (int b = 0; b < RESULTS; b++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (exists(b, e)) static_cast<float*>(p.out)[place(b, e)] = v[b][j + e];
-            to += 8 * p.out_row;
+                for (int j = 0; j < OWN; j++)
+                    factor[b][j] = exists(b, j) ? static_cast<const float*>(p.residual)[place(b, j)] : 0;
+#pragma unroll
+            for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+                for (int j = 0; j < OWN; j++) v[b][j] *= factor[b][j];
         }
+#pragma unroll
+        for (int b = 0; b < RESULTS; b++)
+#pragma unroll
+            for (int j = 0; j < OWN; j++)
+                if (exists(b, j)) static_cast<float*>(p.out)[place(b, j)] = v[b][j];
     }
 }
 #endif

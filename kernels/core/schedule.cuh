@@ -9,40 +9,52 @@ struct Segment {
 };
 
 // The segments of one cluster: whole tiles, then (STREAM) its share of the last `streamed` ones.
-template <int ROW_TILES, int BATCH, int WIDTH, bool STREAM>
-struct Schedule {
-    int blocks_n, blocks_m, tiles;         // of a matrix: row and batch tiles; steps of 64 columns
+template <int WIDTH, bool STREAM>
+struct Shares {
+    int tiles;                             // steps of 64 columns
     int cluster, clusters, whole, shared;  // output tiles that this cluster has to itself, and first one that it shares
     int from, to, segments;                // its steps of the shared tiles, the first's beginning being 0
 
-    DEVICE Schedule(const Problem& p, int cluster, int clusters) : cluster(cluster), clusters(clusters) {
-        blocks_n = (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16), blocks_m = (p.M + BATCH - 1) / BATCH;
-        tiles = (p.K + 63) / 64;
-        int works = blocks_n * blocks_m * int(p.extent[0] * p.extent[1] * p.extent[2]);
-        if constexpr (STREAM) works -= p.streamed;
-        whole = segments = uniform((works - cluster + clusters - 1) / clusters);
+    DEVICE Shares(int outputs, int streamed, int tiles, int cluster, int clusters)
+        : tiles(tiles), cluster(cluster), clusters(clusters) {
+        if constexpr (STREAM) outputs -= streamed;
+        whole = segments = uniform((outputs - cluster + clusters - 1) / clusters);
         if constexpr (STREAM) {
-            const u32 steps = p.streamed * (tiles / WIDTH), share = clusters - 1 - cluster;
+            const u32 steps = streamed * (tiles / WIDTH), share = clusters - 1 - cluster;
             const int first = uniform(steps * share / clusters * WIDTH);
             const int end = uniform(steps * (share + 1) / clusters * WIDTH);
             const int skipped = uniform(first / tiles);
-            shared = works + skipped, from = first - skipped * tiles, to = end - skipped * tiles;
+            shared = outputs + skipped, from = first - skipped * tiles, to = end - skipped * tiles;
             segments += uniform((to + tiles - 1) / tiles);
         }
     }
 
-    DEVICE Segment operator[](int i) const {
-        if (!STREAM || i < whole) return segment(cluster + i * clusters, 0, tiles);
+    // What `segment_of` makes of segment i's output tile and columns.
+    template <class SegmentOf>
+    DEVICE auto find(int i, const SegmentOf& segment_of) const {
+        if (!STREAM || i < whole) return segment_of(cluster + i * clusters, 0, tiles);
         const int piece = i - whole;
-        return segment(shared + piece, piece ? 0 : from, min(tiles, to - piece * tiles));
+        return segment_of(shared + piece, piece ? 0 : from, min(tiles, to - piece * tiles));
     }
+};
 
-private:
+template <int ROW_TILES, int BATCH, int WIDTH, bool STREAM>
+struct Schedule {
+    int blocks_n, blocks_m;  // of a matrix: row and batch tiles
+    Shares<WIDTH, STREAM> shares;
+
+    DEVICE Schedule(const Problem& p, int cluster, int clusters)
+        : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)), blocks_m((p.M + BATCH - 1) / BATCH),
+          shares(blocks_n * blocks_m * int(p.extent[0] * p.extent[1] * p.extent[2]), p.streamed, (p.K + 63) / 64, cluster,
+                 clusters) {}
+
     // Output tiles in bands of 8 batch tiles, so that what runs together shares rows of W and of x in the L2 cache.
-    DEVICE Segment segment(int work, int begin, int end) const {
-        int matrix = work / (blocks_n * blocks_m), within = work % (blocks_n * blocks_m);
-        int band = within / (8 * blocks_n), height = min(8, blocks_m - band * 8), rest = within - band * 8 * blocks_n;
-        return {rest / height * ROW_TILES, (band * 8 + rest % height) * BATCH, matrix, begin, end};
+    DEVICE Segment operator[](int i) const {
+        return shares.find(i, [&](int work, int begin, int end) -> Segment {
+            int matrix = work / (blocks_n * blocks_m), within = work % (blocks_n * blocks_m);
+            int band = within / (8 * blocks_n), height = min(8, blocks_m - band * 8), rest = within - band * 8 * blocks_n;
+            return {rest / height * ROW_TILES, (band * 8 + rest % height) * BATCH, matrix, begin, end};
+        });
     }
 };
 
@@ -61,25 +73,37 @@ struct Either<false, A, B> {
     using Type = B;
 };
 
-template <int ROW_TILES>
+// Shared out is what is left for up to p.streamed blocks, or so that each has a step.
+template <int ROW_TILES, int WIDTH, bool STREAM, class P>
 struct GroupSchedule {
-    const Work* works;
-    int blocks_n, tiles, count, first, step, segments;
+    const P& p;
+    int known;  // how many works there are
+    Shares<WIDTH, STREAM> shares;
 
-    template <class P>
-    DEVICE GroupSchedule(const P& p, int block, int blocks) : works(p.works), first(block), step(blocks) {
-        blocks_n = (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16), tiles = (p.K + 63) / 64;
-        count = uniform(load_work(works).count);
-        segments = uniform((blocks_n * count - block + blocks - 1) / blocks);
-    }
+    DEVICE GroupSchedule(const P& p, int block, int blocks)
+        : p(p), known(read()),
+          shares(blocks_n() * count(), streamed(blocks_n() * count(), blocks), (p.K + 63) / 64, block, blocks) {}
 
     // In bands of 8 works: what runs together shares rows of W and of x.
     DEVICE GroupSegment operator[](int i) const {
-        const int at = first + i * step, band = at / (8 * blocks_n), rest = at - band * 8 * blocks_n;
-        const int height = min(8, count - band * 8);
-        const Work work = load_work(works + uniform(band * 8 + rest % height));
-        return {{uniform(rest / height) * ROW_TILES, uniform(work.first), uniform(work.matrix), 0, tiles},
-                uniform(work.first + work.rows)};
+        return shares.find(i, [&](int at, int begin, int end) -> GroupSegment {
+            const int band = at / (8 * blocks_n()), rest = at - band * 8 * blocks_n(), height = min(8, count() - band * 8);
+            const Work work = load_work(p.works + uniform(band * 8 + rest % height));
+            return {{uniform(rest / height) * ROW_TILES, uniform(work.first), uniform(work.matrix), begin, end},
+                    uniform(work.first + work.rows)};
+        });
+    }
+
+private:
+    DEVICE int blocks_n() const { return (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16); }
+    DEVICE int read() const { return uniform(load_work(p.works).count); }
+    DEVICE int count() const { return STREAM ? read() : known; }  // shares leave no register for it
+
+    DEVICE int streamed(int outputs, int blocks) const {
+        const int rest = outputs % blocks;
+        if (rest > p.streamed) return 0;
+        if (outputs >= blocks) return rest ? rest + blocks : 0;
+        return outputs * ((p.K + 63) / 64 / WIDTH) >= blocks ? rest : 0;
     }
 };
 #endif

@@ -240,8 +240,9 @@ private:
 
 // One thread's share of copying a plane of ROW_TILES row tiles to shared memory, a step at a time: of the step's pieces
 // of 16 bytes, every THREADS-th. BYTES are a row tile's of a step. A row tile beyond the last reads the last instead.
-// AGAIN: the next step may well be the same bytes.
-template <int ROW_TILES, int BYTES, int THREADS, bool AGAIN = false>
+// AGAIN: the next step may well be the same bytes. SIDES: of so many weights, `apart` from each other, which in shared
+// memory are SIDE_BYTES apart.
+template <int ROW_TILES, int BYTES, int THREADS, int SIDES, int SIDE_BYTES, bool AGAIN = false>
 struct PlaneCopy {
     static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
     const u8* from[OWN ? OWN : 1];
@@ -256,14 +257,18 @@ struct PlaneCopy {
     }
 
     // The next step, if it `exists`, to shared address `to`; the one after it is `advance` bytes further.
-    DEVICE void copy(u32 to, int thread, int advance = BYTES, bool exists = true) {
+    DEVICE void copy(u32 to, int thread, int advance, bool exists, s64 apart) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
-                if constexpr (AGAIN)
-                    copy_async_again(to + (thread + j * THREADS) * 16, from[j], exists);
-                else
-                    copy_async(to + (thread + j * THREADS) * 16, from[j], exists);
+#pragma unroll
+                for (int side = 0; side < SIDES; side++) {
+                    const u32 piece = to + (thread + j * THREADS) * 16 + side * SIDE_BYTES;
+                    if constexpr (AGAIN)
+                        copy_async_again(piece, from[j] + side * apart, exists);
+                    else
+                        copy_async(piece, from[j] + side * apart, exists);
+                }
             }
             from[j] += advance;
         }
@@ -271,8 +276,8 @@ struct PlaneCopy {
 };
 
 // All planes; a step is WIDTH tiles of 64 columns. In shared memory every plane is [row tile][tile of the step], groups
-// [row tile][record].
-template <class F, int ROW_TILES, int THREADS, int WIDTH = 1>
+// [row tile][record]; of two SIDES the second one's follow the first one's.
+template <class F, int ROW_TILES, int THREADS, int WIDTH = 1, int SIDES = 1>
 struct WeightCopy {
     static constexpr int TILES = ROW_TILES * WIDTH, RECORDS = (WIDTH + F::GROUP_TILES - 1) / F::GROUP_TILES;
     static_assert(WIDTH % F::GROUP_TILES == 0 || F::GROUP_TILES % WIDTH == 0, "steps start where groups do");
@@ -282,10 +287,10 @@ struct WeightCopy {
     static constexpr int LOW = F::LOW_BYTES * WIDTH, HIGH = (F::HIGH_BYTES ? F::HIGH_BYTES : 16) * WIDTH;
     static constexpr int SCALE = (F::SCALE_BYTES ? F::SCALE_BYTES : 16) * WIDTH;
     static constexpr int GROUP = (F::GROUP_BYTES ? F::GROUP_BYTES : 16) * RECORDS;
-    PlaneCopy<ROW_TILES, LOW, THREADS> low;
-    PlaneCopy<ROW_TILES, HIGH, THREADS> high;
-    PlaneCopy<ROW_TILES, SCALE, THREADS> scale;
-    PlaneCopy<ROW_TILES, GROUP, THREADS, true> group;
+    PlaneCopy<ROW_TILES, LOW, THREADS, SIDES, SIZE> low;
+    PlaneCopy<ROW_TILES, HIGH, THREADS, SIDES, SIZE> high;
+    PlaneCopy<ROW_TILES, SCALE, THREADS, SIDES, SIZE> scale;
+    PlaneCopy<ROW_TILES, GROUP, THREADS, SIDES, SIZE, true> group;
     int next;  // tile, where there are groups
 
     DEVICE void start(const Planes& w, int first_row, int row_tiles, int tiles, int tile, int thread) {
@@ -305,15 +310,15 @@ struct WeightCopy {
     }
 
     // The next step, one of `left`. Beyond the last nothing is read: there is no branch for it.
-    DEVICE void copy(u32 to, int thread, int left = 2) {
+    DEVICE void copy(u32 to, int thread, int left = 2, s64 apart = 0) {
         const bool exists = left > 0;
         const int on = left > 1;
-        low.copy(to, thread, on * LOW, exists);
-        if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread, on * HIGH, exists);
-        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread, on * SCALE, exists);
+        low.copy(to, thread, on * LOW, exists, apart);
+        if constexpr (F::HIGH_BYTES > 0) high.copy(to + HIGH_AT, thread, on * HIGH, exists, apart);
+        if constexpr (F::SCALE_BYTES > 0) scale.copy(to + SCALE_AT, thread, on * SCALE, exists, apart);
         if constexpr (F::GROUP_BYTES > 0) {
             next += WIDTH;
-            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : on * GROUP, exists);
+            group.copy(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : on * GROUP, exists, apart);
         }
     }
 

@@ -26,8 +26,8 @@
 // The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result; one
 // with a middle leaves its own with the end's added. Who waits has the higher number, so what it waits for has started.
 //
-// Of a grouped product the batch tiles are the works. Gated, a warpgroup has 64 rows of W and the same 64 rows of V:
-// its threads have what is multiplied in the same places.
+// Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left. Gated, a
+// warpgroup has 64 rows of W and the same 64 rows of V: its threads have what is multiplied in the same places.
 #pragma once
 #include "results.cuh"
 
@@ -38,14 +38,14 @@ DEVICE void wgmma(const P& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
-    static_assert(!P::GROUPED || (SPLIT == 1 && !STREAM), "only the GPU knows what there is to share out");
+    static_assert(!P::GROUPED || SPLIT == 1, "only the GPU knows how many tiles there are");
     static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
     static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
-    constexpr int NARROW = P::GROUPED && BATCH >= 128 ? BATCH / 4 : BATCH;
+    constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
-    using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH>;
+    using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH, SIDES>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
     // Stages of W that are asked for before x: more of it would be in x's way, which all wait for.
     constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
@@ -80,7 +80,7 @@ DEVICE void wgmma(const P& p) {
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
-    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR>,
+    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR, WIDTH, STREAM, P>,
                                   Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM>>::Type;
     const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
@@ -99,19 +99,15 @@ DEVICE void wgmma(const P& p) {
         const int thread = threadIdx.x - CONSUMERS;
         int stage = 0, parity = 1;  // the first pass over a fresh barrier does not wait
         bool waited = false;
-        for (int i = 0; i < schedule.segments; i++) {
+        for (int i = 0; i < schedule.shares.segments; i++) {
             const auto segment = segment_of(i);
             const Matrix at = matrix_of<F>(p, segment.matrix);
-            Weights weights[SIDES];
+            Weights weights;
             // Of rows beyond N (the second of a pair may have no others) the last are read instead.
             const int first_row = PAIR > 1 ? min(segment.first_row, row_tiles - 1) : segment.first_row;
-#pragma unroll
-            for (int side = 0; side < SIDES; side++)
-                weights[side].start(side_of(p, at.w, side), first_row, row_tiles, tiles, segment.begin, thread);
+            weights.start(at.w, first_row, row_tiles, tiles, segment.begin, thread);
             auto copy_weights = [&](int to) {  // of the next step
-#pragma unroll
-                for (int side = 0; side < SIDES; side++)
-                    weights[side].copy(stages + to * STAGE + WEIGHTS_AT + side * Weights::SIZE, thread);
+                weights.copy(stages + to * STAGE + WEIGHTS_AT, thread, 2, apart_of(p));
                 copy_arrive(full + to * 8);
             };
             auto copy_x = [&](int tile, int to) {
@@ -158,7 +154,7 @@ DEVICE void wgmma(const P& p) {
                 barrier_arrive_cluster(cluster_address(empty + stage * 8, lane), used && lane < PAIR);
         };
         int stage = 0, parity = 0;
-        for (int i = 0; i < schedule.segments; i++) {
+        for (int i = 0; i < schedule.shares.segments; i++) {
             const auto segment = segment_of(i);
             float acc[ROW_BLOCKS][BATCH / 2];
 #pragma unroll
@@ -293,13 +289,8 @@ DEVICE void wgmma(const P& p) {
                 multiply_by_factors();
                 warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
             }
-            if constexpr (P::GROUPED) {
-                const int first_n = own.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64;
-                store_group(p, matrix_of<F>(p, own.matrix), acc, own.first_m, own.end_m, first_n);
-                continue;
-            }
             const Matrix at = matrix_of<F>(p, own.matrix);
-            const int first_n = own.first_row * 16 + group * ROW_BLOCKS * 64;
+            const int first_n = own.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64;
             const bool leads = threadIdx.x % WARPGROUP == 0;
             auto left_by = [&](int slot) {
                 return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
@@ -308,7 +299,7 @@ DEVICE void wgmma(const P& p) {
             if (STREAM && own.end < tiles) {
                 const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
                 wait_for_flag(p.flags + slot);
-                add_sums(acc, left_by(slot));
+                add_sums<P::GROUPED ? 8 : 0>(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 0, leads);
             }
@@ -317,6 +308,8 @@ DEVICE void wgmma(const P& p) {
                 write_sums(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 1, leads);
+            } else if constexpr (P::GROUPED) {
+                store_group(p, at, acc, own.first_m, own.end_m, first_n);
             } else {
                 bool stored = false;
                 if constexpr (BOXES) {

@@ -59,7 +59,7 @@ struct GgmlBlock : Ungrouped {
 
     // What byte j of such codes reads as: the reference formula in float32. q is exact, and d * q of 16 bits, so there
     // is one rounding.
-    static DEVICE float read(u32 codes, int j, u32 scale, const float*) {
+    static DEVICE float read(u32 codes, int j, u32 scale, float) {
         // A code in the last byte of 2^23's bits reads 2^23 + code.
         const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + ZERO));
         const float d = half_to_float(u16(scale));

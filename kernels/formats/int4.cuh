@@ -31,7 +31,7 @@ struct Int4Block : Ungrouped {
         return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
     }
 
-    static DEVICE float read(u32 codes, int j, u32 scale, const float*) {
+    static DEVICE float read(u32 codes, int j, u32 scale, float) {
         const float zero = ASYMMETRIC ? half_to_float(u16(scale >> 16)) : 8;
         // A code in the last byte of 2^23's bits reads 2^23 + code.
         const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + zero));

@@ -50,8 +50,8 @@ struct Iq4NlBlock : Ungrouped {
         return Field<4, CODES_AT, 16>::eight(block, j, end);
     }
 
-    static DEVICE float read(u32 codes, int j, u32 scale, const float* levels) {
-        return __fmul_rn(half_to_float(u16(scale)), entry_of(levels, codes, j));
+    static DEVICE float read(u32 codes, int j, u32 scale, float entry) {
+        return __fmul_rn(half_to_float(u16(scale)), entry_of(entry, codes, j));
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
@@ -109,8 +109,8 @@ struct Iq4XsBlock {
         return __fmul_rn(half_to_float(u16(load_u16(block))), int(get(block, number)) - SCALE_ZERO);
     }
 
-    static DEVICE float read(u32 codes, int j, float scale, const float* levels) {
-        return __fmul_rn(scale, entry_of(levels, codes, j));
+    static DEVICE float read(u32 codes, int j, float scale, float entry) {
+        return __fmul_rn(scale, entry_of(entry, codes, j));
     }
 
     // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i): of the scales that of row

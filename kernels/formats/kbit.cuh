@@ -48,8 +48,8 @@ struct KbitBlock : Ungrouped {
     }
 
     // What byte j of such codes reads as: the formula in float32.
-    static DEVICE float read(u32 codes, int j, u32 scale_bits, const float* codebook) {
-        return __fmul_rn(entry_of(codebook, codes, j), scale(scale_bits));
+    static DEVICE float read(u32 codes, int j, u32 scale_bits, float entry) {
+        return __fmul_rn(entry_of(entry, codes, j), scale(scale_bits));
     }
 
     // The words of a block in shared memory, and up to three bytes beyond it.

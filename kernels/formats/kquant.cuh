@@ -130,7 +130,7 @@ struct KQuantBlock {
 
     // What byte j of such codes reads as: the reference formula in float32. With a minimum d * q has 22 bits at most, and
     // is exact.
-    static DEVICE float read(u32 codes, int j, Affine scale, const float*) {
+    static DEVICE float read(u32 codes, int j, Affine scale, float) {
         const float q = __fadd_rn(__int_as_float(__byte_perm(codes, 0x4b000000, 0x7440 + j)), -(8388608.f + OFFSET));
         return HAS_MIN ? __fmaf_rn(q, scale.d, -scale.m) : __fmul_rn(q, scale.d);
     }

@@ -32,8 +32,8 @@ struct Mxfp4Block : Ungrouped {
     static DEVICE float half_of(u32 e) { return __int_as_float(e < 2 ? 0x00200000 << e : (e - 1) << 23); }
 
     // The codebook holds twice the numbers.
-    static DEVICE float read(u32 codes, int j, u32 e, const float* codebook) {
-        return ieee_mul(entry_of(codebook, codes, j), half_of(e));
+    static DEVICE float read(u32 codes, int j, u32 e, float entry) {
+        return ieee_mul(entry_of(entry, codes, j), half_of(e));
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...

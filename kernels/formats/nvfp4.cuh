@@ -33,8 +33,8 @@ struct Nvfp4Block : Ungrouped {
     }
 
     // The codebook holds twice the numbers, `half` is half of a scale.
-    static DEVICE float read(u32 codes, int j, float half, const float* codebook) {
-        return __fmul_rn(entry_of(codebook, codes, j), half);
+    static DEVICE float read(u32 codes, int j, float half, float entry) {
+        return __fmul_rn(entry_of(entry, codes, j), half);
     }
 
     // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...

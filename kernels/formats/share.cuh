@@ -19,9 +19,9 @@ DEVICE u32 or_of_row(u32 bits) {
     return bits | __shfl_xor_sync(~0u, bits, 2);
 }
 
-// What the lane that the last five bits of byte j of some codes name has of a table of floats; by the whole warp. (In
-// shared memory an entry would have an address, of which the code is a part to be masked.)
-DEVICE float entry_of(const float* own, u32 codes, int j) { return __shfl_sync(~0u, *own, codes >> 8 * j); }
+// Of a codebook, of which each lane has its `own` entry, that of the lane which the last five bits of byte j of some codes
+// name; by the whole warp. (In shared memory an entry would have an address, of which the code is a part to be masked.)
+DEVICE float entry_of(float own, u32 codes, int j) { return __shfl_sync(~0u, own, codes >> 8 * j); }
 
 // The four lanes (i) that share a row have bits of the same four words: all bits of word i.
 DEVICE u32 own_of_row(const u32* words, int i) {

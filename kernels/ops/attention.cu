@@ -241,7 +241,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
         find_single();
         if (share.sequence < 0) return;
     }
-    if (CUQUANT_BOXES && threadIdx.x == 0 && share.split + blockIdx.z == 0)
+    if (CUQUANT_BOXES && !single && threadIdx.x == 0 && share.split + blockIdx.z == 0)
         p.shares[share.sequence] = make_int2(share.first, share.splits);
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);

@@ -88,7 +88,7 @@ dequantize(const u8* blocks, s64 count, void* out, int dtype, const float* codeb
         float x[8];
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            x[j] = Format::read(j < 4 ? codes[pass].x : codes[pass].y, j % 4, own_scale, &entry);
+            x[j] = Format::read(j < 4 ? codes[pass].x : codes[pass].y, j % 4, own_scale, entry);
             if constexpr (Format::SCALING == E4M3) x[j] = ieee_mul(x[j], scale);
         }
         if (pass * 8 + lane / 4 < runs) store_eight(out, first * 4 + pass * 32 + lane, dtype, x);
