@@ -147,5 +147,6 @@ def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
     made.add("starts", (count + 1) * 4)
     for name in ("of gate", "of up", "of down"):  # lists of works
         made.add(name, load.most_works(1) * 16)
-    made.add("partials", max(product.gemm.partials for product in products if product is not None))
+    both, *single, down = products
+    made.add("partials", max(one.gemm.partials for one in ([both] if both else single) + [down] if one))
     return made

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product as combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import nvrtc
@@ -78,17 +79,26 @@ has at once, whether a pair of blocks shares x. With most of the latter two it t
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
     tiles that differ in what matters little, or in how many warps there are along N, or blocks of a split, if
-    several."""
-    chosen = {}
+    several. Of a product's tile that many formats have every other one's (under `compile_all` all)."""
+    chosen: dict[tuple[Any, ...], plan.Kernel] = {}
     for kernel in sorted(todo, key=lambda kernel: [dict(kernel.constants).get(c, 0) for c in SLIGHT[-2:]]):
-        c = dict(kernel.constants)
+        c: dict[str, Any] = dict(kernel.constants)
         size = c.get("BLOCK_BYTES")
         alike = kernel.format in ALIKE or (kernel.format, size) in ALIKE_BLOCKS
         tile = {name: n for name, n in c.items() if name not in SLIGHT}
         tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT") if name in c}
         own = (c.get("CORE"), c.get("ROW_FACTORS")) if alike else tuple(tile.items())
         chosen[kernel.op, kernel.entry, kernel.format, size, own] = kernel
-    return list(chosen.values())
+    found, tiles = [], dict[tuple[Any, ...], list[plan.Kernel]]()
+    for (op, _, _, _, own), kernel in sorted(chosen.items(), key=str):
+        if op == "gemm" and len(own) > 2:
+            shape = tuple(item for item in own if item[0] not in ("BLOCK_BYTES", "COPIES", "ROW_FACTORS"))
+            tiles.setdefault(shape, []).append(kernel)
+        else:
+            found.append(kernel)
+    for turn, of_formats in enumerate(tiles.values()):
+        found += of_formats if len(of_formats) < 4 else of_formats[turn % 2 :: 2]
+    return found
 
 
 @needs_nvrtc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -90,18 +91,22 @@ def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch
     """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
+    k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (2560, 1536, 520)
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), 1024), gauss(len(ids), 1, seed=3)
-    experts = stacks("q4_0", len(counts), k=1024, hidden=1536, n=200)
+    x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
+    experts = stacks("q4_0", len(counts), k=k, hidden=hidden, n=n)
     plan.moe.product.cache_clear()
     try:
         with monkeypatch.context() as m:
             m.setattr(plan.moe, "WGMMA_TILES", (tile,))
             m.setattr(plan.moe, "passed_us", lambda *a: 0.5)
-            load = plan.moe.Load(len(ids), 1, len(counts))
-            made = plan.moe.product(Q4_0, load, 1536, 1024, True, tile.blocks == 2, 90)
+            load, gated = plan.moe.Load(len(ids), 1, len(counts)), tile.blocks == 2
+            made = plan.moe.product(Q4_0, load, hidden, k, True, gated, 90)
             assert made is not None
-            assert made.gemm.streamed > plan.LARGE_GPU // 2
+            # As kernels/core/schedule.cuh decides.
+            tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
+            assert 0 < tiles % plan.LARGE_GPU <= made.gemm.streamed
+            assert tiles * (k // 64 // tile.width) >= plan.LARGE_GPU
             given = on_gpu(x, ids, probs)
             y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
             for _ in range(5):

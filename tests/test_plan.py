@@ -51,7 +51,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
             assert launch.merge.grid[:2] == (batch, rows)
             assert rows <= plan.MOST_BLOCKS
             assert dim % (4 * parts_of_a_row) == 0
-            assert launch.merge.block <= 32 * c["MERGE_WARPS"]
+            assert launch.merge.block == 32 * c["MERGE_WARPS"]
             if parts_of_a_row > 1 and not launch.boxes:
                 assert dim % (kv_plan.LEAST_CHANNELS * parts_of_a_row) == 0
                 assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGES_BESIDE

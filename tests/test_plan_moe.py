@@ -30,6 +30,7 @@ NAMES = (
     "int4-128-zeros",
     "trellis3",
 )
+EVERY = tuple(str(f) for f in FORMATS if f.on_gpu and not f.for_activations)
 LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 64), (8, 256))]
 
 
@@ -52,7 +53,17 @@ def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3")) -> list[p
 @needs_nvrtc
 @pytest.mark.long
 def test_kernels_for_the_h200() -> None:
-    check(kernels("sm_90a", ("q4_0",)) + one_of_each("sm_90a", ("kbit3", "trellis3", "trellis4")), "sm_90a")
+    """Every tile, in turn of one format or another; of the wgmma core of two."""
+    tiles = dict[tuple[Any, ...], list[plan.Kernel]]()
+    for kernel in sorted(kernels("sm_90a", EVERY), key=str):
+        apart = ("BLOCK_BYTES", "COPIES", "ROW_FACTORS", "STAGES", "ROOM", "DEPTH", "TOGETHER")
+        tile = tuple(item for item in kernel.constants if item[0] not in apart)
+        tiles.setdefault(tile, []).append(kernel)
+    todo = {of_formats[turn % len(of_formats)] for turn, of_formats in enumerate(tiles.values())}
+    for turn, of_formats in enumerate(tiles.values()):
+        if dict(of_formats[0].constants).get("CORE") == 2:
+            todo.add(of_formats[(turn + len(of_formats) // 2) % len(of_formats)])
+    check(sorted(todo, key=str), "sm_90a")
 
 
 @needs_nvrtc
@@ -65,8 +76,7 @@ def test_every_core_elsewhere(arch: str) -> None:
 @pytest.mark.compile_all
 @pytest.mark.parametrize("arch", ["sm_90a", *OTHERS])
 def test_every_kernel(arch: str) -> None:
-    names = tuple(str(f) for f in FORMATS if f.on_gpu and not f.for_activations)
-    check(kernels(arch, names), arch)
+    check(kernels(arch, EVERY), arch)
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])

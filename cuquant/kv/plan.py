@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from ..plan import WARP, Kernel, Plan, shared_limit
+from ..plan import LARGE_GPU, WARP, Kernel, Plan, shared_limit
 from .codes import BITS
 
 GROUP_ROWS = 8
@@ -200,6 +200,8 @@ def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256,
         found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, halves), capability, 1).attention.kernel)
     for widths, group in product([(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):
         found.add(attention(Shape(1, 1, 8 * group, 8, 128, widths, False, 1), capability, 1).attention.kernel)
+    many_shares = attention(Shape(1, 1, 32, 8, 128, (2,), False, 1), capability, LARGE_GPU)
+    found.add(many_shares.attention.kernel)
     for widths in ((4,), (8,), (8, 4)):
         heads = MANY_HEADS
         found.add(attention(Shape(1, 1, heads, heads, 128, widths, False, 1), capability, 1).attention.kernel)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product as product_of
 from math import ceil, erfc, sqrt
 from typing import NamedTuple
 
@@ -121,8 +122,8 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         outputs, each, streamed = blocks_n * round(load.works(tile.batch)), tile_us(fmt, tile, steps), 0
-        us = ceil(outputs / LARGE_GPU) * each
-        if shares_grouped(tile):
+        us, read = ceil(outputs / LARGE_GPU) * each, weights / _BYTES_US
+        if shares_grouped(tile) and us > read:
             passed = passed_us(tile, outputs)
             # The last round's tiles are shared out if that takes less than it leaves idle.
             streamed = max(0, int(LARGE_GPU * (1 - passed / each)))
@@ -133,7 +134,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
             streamed=streamed,
             partials=LARGE_GPU * sum_bytes(tile) if streamed else 0,
         )
-        us = max(us, weights / _BYTES_US) + _LAUNCH_US
+        us = max(us, read) + _LAUNCH_US
         grid = (LARGE_GPU if streamed else min(LARGE_GPU, blocks_n * works), 1, 1)
         yield Product(_grouped(gemm, sides == 2, grid), tile.batch, works, us)
 
@@ -141,10 +142,12 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
 def _lacks_registers(fmt: Format, tile: Tile) -> bool:
     """Whether a tile's kernel would keep registers in memory, if it is not gated: two row blocks have more
     addresses to copy from, and 640 threads few registers."""
-    many_planes = fmt.lookup and (fmt.bits == 2 or (fmt.bits == 4 and fmt.kernel_group_bytes > 0))
+    grouped = fmt.kernel_group_bytes > 0
     if tile.blocks == 2:
-        return fmt.bits > 4 or many_planes
-    few = (fmt.whole_matrices and fmt.bits == 4) or (fmt.bits == 5 and fmt.kernel_group_bytes > 0)
+        if fmt.lookup:
+            return tile.batch == 128 or fmt.bits in (2, 5) or (fmt.bits == 4 and grouped)
+        return fmt.bits > 4
+    few = (fmt.whole_matrices and fmt.bits == 4) or (fmt.bits == 5 and grouped)
     return tile.groups * tile.k_groups == 4 and few
 
 
@@ -215,13 +218,15 @@ def route(tokens: int) -> Plan:
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
-    loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
+    loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512) for k, e in ((1, 1), (2, 8), (8, 128))]
+    sides = ((1024, False), (1024, True), (14336, False), (14336, True))
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        for load in loads:
-            for n in (1 << 10, 14336):
-                for half in (True, False):
-                    for gated in (True, False):
-                        made = product(fmt, load, n, 4096, half, gated, capability)
-                        if made is not None:
-                            found.add(made.gemm.plan.kernel)
+        for load, (n, gated), half in product_of(loads, sides, (True, False)):
+            made = product(fmt, load, n, 4096, half, gated, capability)
+            if made is not None:
+                found.add(made.gemm.plan.kernel)
+        if capability == 90:
+            found |= {
+                made.gemm.plan.kernel for each in (1, 2) for made in _wgmma(fmt, loads[0], 1024, 4096, each)
+            }
     return sorted(found, key=repr)

@@ -215,7 +215,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
 WGMMA_TILES = tuple(
     tile for tile in STEP_US | _GROUPED_STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1
 )
-"""Those of grouped products: they need no other block, and store WARP batch rows at a time."""
+"""Those of grouped products, which store WARP batch rows at a time, or half as many."""
 
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> float:
