@@ -267,13 +267,35 @@ def test_blocks_of_stacked_matrices_run_at_once() -> None:
             assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
 
 
-@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
-def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
-    """The arithmetic of Schedule in kernels/core/schedule.cuh.
+def assert_shared_out_once(whole: int, streamed: int, tiles: int, width: int, clusters: int) -> None:
+    """The arithmetic of Shares in kernels/core/schedule.cuh, of output tiles that have `tiles` steps each.
 
     Every step of every tile belongs to one cluster. Parts of a tile follow each other, those nearer its end
     having lower numbers: a cluster waits only for what has started before it.
     """
+    owners: dict[int, list[tuple[int, int, int]]] = {}
+    for cluster in range(clusters):
+        share = clusters - 1 - cluster
+        first = streamed * (tiles // width) * share // clusters * width
+        end = streamed * (tiles // width) * (share + 1) // clusters * width
+        skipped = first // tiles
+        start, stop = first - skipped * tiles, end - skipped * tiles
+        for i in range((whole - cluster + clusters - 1) // clusters):
+            owners.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
+        for piece in range(ceil(stop / tiles)):
+            begin, until = 0 if piece else start, min(tiles, stop - piece * tiles)
+            owners.setdefault(whole + skipped + piece, []).append((begin, until, cluster))
+    assert sorted(owners) == list(range(whole + streamed))
+    for parts in map(sorted, owners.values()):
+        assert parts[0][0] == 0
+        assert parts[-1][1] == tiles
+        assert all(begin < until for begin, until, _ in parts)
+        for (_, until, cluster), (begin, _, later) in pairwise(parts):
+            assert (until, cluster - 1) == (begin, later)
+
+
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
+def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     seen = set()
     for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
         gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, 90)
@@ -286,32 +308,32 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
             c["K_GROUPS"] * c["K_TILES"],
         )
         rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"]
-        works = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
-        seen.add(works > 0)
+        whole = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
+        seen.add(whole > 0)
         assert tiles % width == 0
         assert gemm.streamed * tiles * clusters < 1 << 32
         assert gemm.plan.grid[0] * c["GROUPS"] <= plan.FLAGS
         assert gemm.partials == gemm.plan.grid[0] * rows // c["PAIR"] * c["BATCH"] * 4
-        owners: dict[int, list[tuple[int, int, int]]] = {}
-        for cluster in range(clusters):
-            share = clusters - 1 - cluster
-            first = gemm.streamed * (tiles // width) * share // clusters * width
-            end = gemm.streamed * (tiles // width) * (share + 1) // clusters * width
-            skipped = first // tiles
-            start, stop = first - skipped * tiles, end - skipped * tiles
-            for i in range((works - cluster + clusters - 1) // clusters):
-                owners.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
-            for piece in range(ceil(stop / tiles)):
-                begin, until = 0 if piece else start, min(tiles, stop - piece * tiles)
-                owners.setdefault(works + skipped + piece, []).append((begin, until, cluster))
-        assert sorted(owners) == list(range(works + gemm.streamed))
-        for parts in map(sorted, owners.values()):
-            assert parts[0][0] == 0
-            assert parts[-1][1] == tiles
-            assert all(begin < until for begin, until, _ in parts)
-            for (_, until, cluster), (begin, _, later) in pairwise(parts):
-                assert (until, cluster - 1) == (begin, later)
+        assert_shared_out_once(whole, gemm.streamed, tiles, width, clusters)
     assert seen == {False, True}
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_tiles_of_grouped_products_are_shared_out_once(width: int) -> None:
+    """What GroupSchedule in kernels/core/schedule.cuh decides, of any number of tiles."""
+    clusters, limit, seen = plan.LARGE_GPU, 110, set()
+    for outputs, tiles in combinations(
+        (0, 1, 7, 33, 110, 111, 131, 132, 133, 200, 250, 264, 700), (4, 16, 64)
+    ):
+        rest = outputs % clusters
+        streamed = rest if outputs * (tiles // width) >= clusters else 0
+        if outputs >= clusters:
+            streamed = rest + clusters if rest else 0
+        if rest > limit:
+            streamed = 0
+        seen.add((outputs > clusters, streamed > 0))
+        assert_shared_out_once(outputs - streamed, streamed, tiles, width, clusters)
+    assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 
 def test_quantizing_plans_cover_all_threads() -> None:
