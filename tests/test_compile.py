@@ -79,7 +79,7 @@ has at once, whether a pair of blocks shares x. With most of the latter two it t
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
     tiles that differ in what matters little, or in how many warps there are along N, or blocks of a split, if
-    several. Of a product's tile that many formats have every other one's (under `compile_all` all)."""
+    several. Of a product's tile that many formats have every third one's (under `compile_all` all)."""
     chosen: dict[tuple[Any, ...], plan.Kernel] = {}
     for kernel in sorted(todo, key=lambda kernel: [dict(kernel.constants).get(c, 0) for c in SLIGHT[-2:]]):
         c: dict[str, Any] = dict(kernel.constants)
@@ -97,7 +97,7 @@ def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
         else:
             found.append(kernel)
     for turn, of_formats in enumerate(tiles.values()):
-        found += of_formats if len(of_formats) < 4 else of_formats[turn % 2 :: 2]
+        found += of_formats[turn % 3 :: 3] or of_formats[:1]
     return found
 
 
