@@ -41,7 +41,7 @@ CHOSEN = {
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
         " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
     ),
-    "test_gpu_cores.py": (5, "tile_of_the_mma and q4_0 and (4x1 or 8x1 or 8x4)"),
+    "test_gpu_cores.py": (9, "tile_of_the_mma and q4_0"),
     "test_gpu_x_format.py": (14, "not every_scale and not every_codec"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (
@@ -65,7 +65,7 @@ CHOSEN = {
         " or (graph and 16-q4_0)",
     ),
     "test_gpu_moe_prefill.py": (4, "levels or (mma_core and q4_0)"),
-    "test_gpu_moe_repeats.py": (8, "not planned_again and not graph"),
+    "test_gpu_moe_repeats.py": (60, "test"),
     "test_gpu_moe_trellis.py": (
         15,
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",

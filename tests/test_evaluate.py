@@ -220,13 +220,12 @@ def test_progress_is_for_terminals(model: Path, capsys: pytest.CaptureFixture[st
 
 # A real model, on all of a real text.
 
-WIDTHS = ["q8_0", "q5_1", "q4_0", "kbit3"]
-"""One format of each width: each takes ten seconds."""
+BELOW_5_BITS = ["kbit4", "kbit3", "kbit2"]  # each takes 6 s
 
 
 @pytest.mark.long
 def test_real_model() -> None:
-    result = evaluate(NANO, text=HELD_OUT, formats=WIDTHS)
+    result = evaluate(NANO, text=HELD_OUT, formats=[*FORMATS, *BELOW_5_BITS])
     assert (result.ctx, result.chunks, result.scored_tokens) == (512, 119, 119 * 255)
     for row in result.rows:
         expected = REFERENCE["float32"][row.format]

@@ -75,6 +75,7 @@ STEP_US = {
 tensor cores rest."""
 _GROUPED_STEP_US = {Tile(96, 2): 0.177, Tile(96, 2, 2): 0.302, Tile(144, 2): 0.185, Tile(144, 2, 2): 0.314}
 """Those of grouped products alone, whose batches have any size."""
+_EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
 _CONTENTION = 0.5
 """Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
 meanwhile."""
@@ -137,7 +138,7 @@ def _step_us(fmt: Format, tile: Tile) -> float:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = tile.batch * tile.rows * tile.resident * _TENSOR_US
-    instructions = (STEP_US | _GROUPED_STEP_US)[tile] * work + _CONTENTION * tensor
+    instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor *= 0.985
     elif warpgroups == 1:
@@ -213,7 +214,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
 
 
 WGMMA_TILES = tuple(
-    tile for tile in STEP_US | _GROUPED_STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1
+    tile for tile in _EVERY_STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1
 )
 """Those of grouped products, which store WARP batch rows at a time, or half as many."""
 
