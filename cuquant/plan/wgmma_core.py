@@ -166,30 +166,30 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
     return ceil((tile.width * x + weights) / 1024) * 1024
 
 
-def _staged_bytes(tile: Tile, split: int, room: int) -> int:
-    """Of results, of sums on their way out, and of further k groups'; after a split in the ring's place."""
-    rows = tile.batch if split > 1 else 32
-    sums = tile.groups * rows * (tile.blocks * 64 + 4) * 4
-    return max(sums, tile.rows * room * 2, tile.rows * (tile.k_groups - 1) * tile.batch * 4)
+def _staged(fmt: Format, tile: Tile, split: int, grouped: bool) -> tuple[int, int]:
+    """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
+    bytes of these, of sums on their way out, and of further k groups'; after a split in the ring's place.
 
-
-def _room(fmt: Format, tile: Tile, split: int) -> int:
-    """Batch rows for whose results a block has room: all, if four stages are left, or half, or none.
-
-    Of little work the results are few, and registers scarce.
+    Of little work the results are few, and registers scarce. A grouped product stores its results at once.
     """
+    more = tile.rows * (tile.k_groups - 1) * tile.batch * 4
+    if grouped:
+        return 0, more
+    rows = tile.batch if split > 1 else 32
+    sums = max(more, tile.groups * rows * (tile.blocks * 64 + 4) * 4)
     if split > 1 or tile.batch < BOXED_BATCH:
-        return 0
+        return 0, sums
     left = _shared_room(tile) - _table(fmt, tile)[1] - 4 * _stage_bytes(fmt, tile)
-    return tile.batch if _staged_bytes(tile, split, tile.batch) <= left else tile.batch // 2
+    room = tile.batch if max(sums, tile.rows * tile.batch * 2) <= left else tile.batch // 2
+    return room, max(sums, tile.rows * room * 2)
 
 
-def _stages(fmt: Format, tile: Tile, split: int) -> int:
+def _stages(fmt: Format, tile: Tile, split: int, grouped: bool = False) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile)[1]
-    ring -= 0 if split > 1 else _staged_bytes(tile, 1, _room(fmt, tile, 1))
+    ring -= 0 if split > 1 else _staged(fmt, tile, 1, grouped)[1]
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
@@ -236,12 +236,12 @@ def shares_grouped(tile: Tile) -> bool:
 
 def wgmma_grouped(fmt: Format, tile: Tile, k: int) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
-    stages = _stages(fmt, tile, 1)
+    stages = _stages(fmt, tile, 1, grouped=True)
     # Work after work takes registers, too.
     scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
     scarce |= fmt.whole_matrices and fmt.bits == 4 and (tile.batch, tile.blocks) == (64, 2)
     fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
-    return _wgmma(fmt, tile, 1, shares_grouped(tile), stages) if fits else None
+    return _wgmma(fmt, tile, 1, shares_grouped(tile), stages, grouped=True) if fits else None
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
@@ -324,11 +324,10 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     return replace(gemm, plan=grid, streamed=streamed, box=box, partials=partials)
 
 
-def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int) -> Gemm:
+def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, grouped: bool = False) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
-    room = _room(fmt, tile, split)
-    stage, staged = _stage_bytes(fmt, tile), _staged_bytes(tile, split, room)
+    stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, grouped)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
     copies, table = _table(fmt, tile)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}

@@ -80,9 +80,7 @@ struct GroupSchedule {
     int known;  // how many works there are
     Shares<WIDTH, STREAM> shares;
 
-    DEVICE GroupSchedule(const P& p, int block, int blocks)
-        : p(p), known(read()),
-          shares(blocks_n() * count(), streamed(blocks_n() * count(), blocks), (p.K + 63) / 64, block, blocks) {}
+    DEVICE GroupSchedule(const P& p, int block, int blocks) : GroupSchedule(p, read(p), block, blocks) {}
 
     // In bands of 8 works: what runs together shares rows of W and of x.
     DEVICE GroupSegment operator[](int i) const {
@@ -95,9 +93,13 @@ struct GroupSchedule {
     }
 
 private:
+    DEVICE GroupSchedule(const P& p, int count, int block, int blocks)
+        : p(p), known(count),
+          shares(blocks_n() * count, streamed(blocks_n() * count, blocks), (p.K + 63) / 64, block, blocks) {}
+
+    static DEVICE int read(const P& p) { return uniform(load_work(p.works).count); }
     DEVICE int blocks_n() const { return (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16); }
-    DEVICE int read() const { return uniform(load_work(p.works).count); }
-    DEVICE int count() const { return STREAM ? read() : known; }  // shares leave no register for it
+    DEVICE int count() const { return STREAM ? read(p) : known; }  // shares leave no register for it
 
     DEVICE int streamed(int outputs, int blocks) const {
         const int rest = outputs % blocks;
