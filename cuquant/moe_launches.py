@@ -201,7 +201,8 @@ class Round(NamedTuple):
         shared: tuple[Address, Address] = (0, 0)
         if product.gemm.partials:
             shared = (self.at["partials"], Place(FLAGS))
-        ends = (group.lists[which], apart, *self.routing, product.batch, group.share, early, levels)
+        rows = product.batch, group.share
+        ends = (group.lists[which], apart, *self.routing, *rows, early, known.box_steps, levels)
         codes, values = known.members(tensor, w.addresses, w.values, signs, (*x, out, factor, *shared), *ends)
         return template(known.plan, codes, *values, whole=True)
 

@@ -25,7 +25,7 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
 _OTHERS = struct.Struct("<i4xqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
-_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s", *"QqQ", *"i" * 7, "Q")
+_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s", *"QqQ", *"i" * 8, "Q")
 """Members of `struct Grouped`: those of `struct Problem`, what it adds to them, and levels."""
 
 Shape = tuple[int, ...]
@@ -118,6 +118,8 @@ class Group(NamedTuple):
 
     plan: plan.Plan
     map: Map | None
+    box_steps: int
+    """Of 64 columns that a box of x has."""
     numbers: bytes
 
     def members(self, map: Any, w: Planes, values: int, signs: int, addresses: Any, *group: Any) -> Any:
@@ -142,11 +144,15 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
         *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, gemm.streamed, gemm.box),
         2.0**-w.lift * w.scale,
     )
+    # What a box has of whole steps lies step after step, as a stage has it.
+    steps, columns = (1 if k % plan.TILE_COLUMNS else gemm.box_steps), plan.TILE_COLUMNS
     tensor = None
-    if gemm.box:
-        box = (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
-        tensor = Map((k, rows, 1, 1, 1), (2 * x_row, 16, 16, 16), box)
-    return Group(gemm.plan, tensor, numbers)
+    if steps > 1:
+        dims = (columns, rows, k // columns, 1, 1)
+        tensor = Map(dims, (2 * x_row, 2 * columns, 16, 16), (columns, gemm.box, steps, 1, 1))
+    elif gemm.box:
+        tensor = Map((k, rows, 1, 1, 1), (2 * x_row, 16, 16, 16), (columns, gemm.box, 1, 1, 1))
+    return Group(gemm.plan, tensor, steps, numbers)
 
 
 class Map(NamedTuple):

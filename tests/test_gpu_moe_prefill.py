@@ -12,7 +12,7 @@ from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core
-from cuquant.plan.wgmma_core import WGMMA_TILES, shares_grouped, wgmma_grouped
+from cuquant.plan.wgmma_core import WGMMA_TILES, wgmma_grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
 
@@ -60,7 +60,7 @@ def test_rows_in_levels() -> None:
 
 
 Q4_0 = cq.formats.get("q4_0")
-SHARED = [t for t in WGMMA_TILES if shares_grouped(t) and wgmma_grouped(Q4_0, t, 1024)]
+SHARED = [t for t in WGMMA_TILES if wgmma_grouped(Q4_0, t, 256, 1024)]
 """Tiles that blocks may share."""
 COUNTS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
 """Rows of experts next to whole and narrow tiles."""
@@ -107,6 +107,29 @@ def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch
             tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
             assert 0 < tiles % plan.LARGE_GPU <= made.gemm.streamed
             assert tiles * (k // 64 // tile.width) >= plan.LARGE_GPU
+            given = on_gpu(x, ids, probs)
+            y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
+            for _ in range(5):
+                np.testing.assert_array_equal(testing.as_numpy(cq.moe(given[0], experts, *given[1:])), y)
+    finally:
+        plan.moe.product.cache_clear()
+    close(y, reference(x, experts, ids, probs))
+
+
+@pytest.mark.parametrize("k", [480, 512])
+@pytest.mark.parametrize("tile", [t for t in SHARED if t.width > 1], ids=str)
+def test_tiles_of_few_stages(tile: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many a block. A stage's steps come at once or, as the last of 480 columns is half a one, each alone."""
+    if jit.capability() != 90:
+        pytest.skip("the wgmma core is for sm_90")
+    counts = (1, 31, 40, 65) * 5
+    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
+    x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
+    experts = stacks("q4_0", len(counts), k=k, hidden=4096, n=72)
+    plan.moe.product.cache_clear()
+    try:
+        with monkeypatch.context() as m:
+            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
             given = on_gpu(x, ids, probs)
             y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
             for _ in range(5):

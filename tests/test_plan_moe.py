@@ -15,6 +15,7 @@ from test_compile import FORMATS, OTHERS, check
 import cuquant as cq
 from cuquant import jit, plan, problem
 from cuquant.plan.moe import Load
+from cuquant.plan.wgmma_core import Tile, wgmma_grouped
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 NAMES = (
@@ -99,14 +100,14 @@ def test_plans_fit(capability: int, half: bool) -> None:
         assert made.works == load.most_works(made.batch)
         if core == "wgmma":
             assert (c["SPLIT"], c["PAIR"], z) == (1, 1, 1)
-            assert c["STREAM"] == (c["GROUPS"] * c["K_GROUPS"] <= 2)
+            assert c["STREAM"] == 1
             assert 0 <= made.gemm.streamed < plan.LARGE_GPU
             if made.gemm.streamed:
                 rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64
-                assert c["STREAM"]
                 assert (x, made.gemm.partials) == (plan.LARGE_GPU, x * rows * c["BATCH"] * 4)
             assert made.batch == c["BATCH"]
-            assert made.gemm.box <= made.batch
+            assert made.gemm.box_steps == c["K_GROUPS"] * c["K_TILES"]
+            assert made.gemm.box <= made.batch == (made.gemm.box if made.gemm.box_steps > 1 else made.batch)
             assert not gated or c["ROW_BLOCKS"] == 2
             continue
         assert z == made.works <= plan.MOST_BLOCKS
@@ -169,10 +170,24 @@ def test_numbers_are_those_of_the_struct() -> None:
     fmt = cq.formats.get("q4_0")
     made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
-    assert group.map is not None
-    assert group.map.dims[:2] == (512, 128)
-    codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(11))
+    codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(12))
     assert len(jit.layout(codes)[0].pack(*values)) == 640 + 64
+
+
+@pytest.mark.parametrize(
+    ("k", "dims", "strides", "steps"),
+    [(512, (64, 128, 8, 1, 1), (1024, 128, 16, 16), 2), (480, (480, 128, 1, 1, 1), (960, 16, 16, 16), 1)],
+)
+def test_all_steps_of_a_stage_come_in_one_box(
+    k: int, dims: tuple[int, ...], strides: tuple[int, ...], steps: int
+) -> None:
+    """Where the last is whole: beyond a row is not its end, but the next one's beginning."""
+    fmt, tile = cq.formats.get("q4_0"), Tile(32, 4, k_tiles=2)
+    gemm = wgmma_grouped(fmt, tile, 128, k)
+    assert gemm is not None
+    group = problem.group(problem.Weight(fmt, (8, 256, k)), 128, gemm, None, k, False)
+    assert group.map == (dims, strides, (64, 32, steps, 1, 1))
+    assert group.box_steps == steps
 
 
 def test_trellis_takes_about_as_long_as_codebooks() -> None:

@@ -14,16 +14,17 @@ from .planes import row_factors
 class Gemm:
     """A plan of the matrix product.
 
-    `box` are the batch rows that the copy engine brings at a time (wgmma core), `chunk` the tiles of 64
-    columns that the decode core stages at a time; 0 for the other cores. Of the output tiles the wgmma core
-    shares out the last `streamed` evenly (of a grouped product, of which only the GPU knows the tiles, if so
-    many or fewer are left), for which it needs `partials` bytes. `out_box` are the batch rows
-    of a box of results, where the kernel can store them so. `quantizes` tells whether the kernel itself makes
-    of x what q8_1 blocks of it stand for.
+    `box` are the batch rows that the copy engine brings at a time (wgmma core), of a grouped product of
+    `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
+    a time; 0 for other cores. Of the output tiles the wgmma core shares out the last `streamed` evenly (of a
+    grouped product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
+    `partials` bytes. `out_box` are the batch rows of a box of results, where the kernel can store them so.
+    `quantizes` tells whether the kernel itself makes of x what q8_1 blocks of it stand for.
     """
 
     plan: Plan
     box: int = 0
+    box_steps: int = 0
     chunk: int = 0
     streamed: int = 0
     partials: int = 0

@@ -19,7 +19,7 @@ from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
-from .wgmma_core import WGMMA_TILES, Tile, passed_us, shares_grouped, sum_bytes, tile_us, wgmma_grouped
+from .wgmma_core import WGMMA_TILES, passed_us, sum_bytes, tile_us, wgmma_grouped
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -117,38 +117,21 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm = wgmma_grouped(fmt, tile, k)
-        if gemm is None or (tile.blocks != 2 if sides == 2 else _lacks_registers(fmt, tile)):
+        gemm = wgmma_grouped(fmt, tile, load.rows, k)
+        if gemm is None or (sides == 2 and tile.blocks != 2):
             continue
         blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
         outputs, each, streamed = blocks_n * round(load.works(tile.batch)), tile_us(fmt, tile, steps), 0
         us, read = ceil(outputs / LARGE_GPU) * each, weights / _BYTES_US
-        if shares_grouped(tile) and us > read:
+        if us > read:
             passed = passed_us(tile, outputs)
             # The last round's tiles are shared out if that takes less than it leaves idle.
             streamed = max(0, int(LARGE_GPU * (1 - passed / each)))
             us = min(us, outputs / LARGE_GPU * each + passed)
-        gemm = replace(
-            gemm,
-            box=min(tile.batch, ceil(load.rows / 8) * 8),
-            streamed=streamed,
-            partials=LARGE_GPU * sum_bytes(tile) if streamed else 0,
-        )
+        gemm = replace(gemm, streamed=streamed, partials=LARGE_GPU * sum_bytes(tile) if streamed else 0)
         us = max(us, read) + _LAUNCH_US
         grid = (LARGE_GPU if streamed else min(LARGE_GPU, blocks_n * works), 1, 1)
         yield Product(_grouped(gemm, sides == 2, grid), tile.batch, works, us)
-
-
-def _lacks_registers(fmt: Format, tile: Tile) -> bool:
-    """Whether a tile's kernel would keep registers in memory, if it is not gated: two row blocks have more
-    addresses to copy from, and 640 threads few registers."""
-    grouped = fmt.kernel_group_bytes > 0
-    if tile.blocks == 2:
-        if fmt.lookup:
-            return tile.batch == 128 or fmt.bits in (2, 5) or (fmt.bits == 4 and grouped)
-        return fmt.bits > 4
-    few = (fmt.whole_matrices and fmt.bits == 4) or (fmt.bits == 5 and grouped)
-    return tile.groups * tile.k_groups == 4 and few
 
 
 def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:

@@ -73,7 +73,14 @@ STEP_US = {
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
 tensor cores rest."""
-_GROUPED_STEP_US = {Tile(96, 2): 0.177, Tile(96, 2, 2): 0.302, Tile(144, 2): 0.185, Tile(144, 2, 2): 0.314}
+_GROUPED_STEP_US = {
+    Tile(32, 2, 2): 0.277,
+    Tile(48, 2, 2): 0.281,
+    Tile(96, 2): 0.177,
+    Tile(96, 2, 2): 0.302,
+    Tile(144, 2): 0.185,
+    Tile(144, 2, 2): 0.314,
+}
 """Those of grouped products alone, whose batches have any size."""
 _EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
 _CONTENTION = 0.5
@@ -229,19 +236,19 @@ def _outputs_of_two(tile: Tile) -> int:
     return tile.rows * tile.batch * (2 if tile.groups * tile.k_groups == 1 else 1)
 
 
-def shares_grouped(tile: Tile) -> bool:
-    """Whether there are registers enough to share out tiles of a grouped product."""
-    return tile.groups * tile.k_groups <= 2
-
-
-def wgmma_grouped(fmt: Format, tile: Tile, k: int) -> Gemm | None:
+def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
     stages = _stages(fmt, tile, 1, grouped=True)
     # Work after work takes registers, too.
-    scarce = tile.k_tiles == 2 and (tile.blocks > 1 or tile.groups == 4)
-    scarce |= fmt.whole_matrices and fmt.bits == 4 and (tile.batch, tile.blocks) == (64, 2)
-    fits = not scarce and stages >= 3 and ceil(k / TILE_COLUMNS) % tile.width == 0
-    return _wgmma(fmt, tile, 1, shares_grouped(tile), stages, grouped=True) if fits else None
+    scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
+    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
+    scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
+    if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
+        return None
+    # Boxes of a stage's steps have all rows of the tile, lest there be gaps between the steps.
+    box = tile.batch if tile.width > 1 else min(tile.batch, ceil(rows / 8) * 8)
+    gemm = _wgmma(fmt, tile, 1, True, stages, grouped=True)
+    return replace(gemm, box=box, box_steps=tile.width)
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:

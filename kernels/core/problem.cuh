@@ -87,6 +87,7 @@ struct Grouped : Problem {
     Routing routing;
     int batch, share;  // rows of a work, at most; entries of a row of x
     int early;         // whether the works are there before the kernel before this one is done
+    int box_steps;     // steps of 64 columns that a copy of x brings: one, or a stage's (wgmma core)
     u8* levels;        // of results of 16 bits (core/levels.cuh)
 };
 static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "problem.py packs one after the other");

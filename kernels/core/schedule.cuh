@@ -63,6 +63,27 @@ struct GroupSegment : Segment {
     int end_m;
 };
 
+// What the copying warpgroup tells the others, who would all have to wait for it: a segment at a time, in places one
+// after the other. Segments have a stage or more. While one is stored, its stages being free, all stages may be taken
+// for those after it, and one more is told before it waits.
+template <int STAGES>
+struct Told {
+    static constexpr int PLACES = STAGES + 2;
+    int4 rows[PLACES], columns[PLACES];
+
+    // By one thread, before it arrives at the barrier of the segment's first stage.
+    DEVICE void tell(int i, const GroupSegment& s) {
+        rows[i % PLACES] = {s.first_row, s.first_m, s.matrix, s.end_m};
+        columns[i % PLACES] = {s.begin, s.end, 0, 0};
+    }
+
+    // Anew each time: the compiler would keep it in registers.
+    DEVICE GroupSegment operator[](int i) const {
+        const int4 r = load_shared(rows + i % PLACES), c = load_shared(columns + i % PLACES);
+        return {{uniform(r.x), uniform(r.y), uniform(r.z), uniform(c.x), uniform(c.y)}, uniform(r.w)};
+    }
+};
+
 template <bool FIRST, class A, class B>
 struct Either {
     using Type = A;
@@ -77,15 +98,16 @@ struct Either<false, A, B> {
 template <int ROW_TILES, int WIDTH, bool STREAM, class P>
 struct GroupSchedule {
     const P& p;
-    int known;  // how many works there are
+    int count;  // of works
     Shares<WIDTH, STREAM> shares;
 
-    DEVICE GroupSchedule(const P& p, int block, int blocks) : GroupSchedule(p, read(p), block, blocks) {}
+    DEVICE GroupSchedule(const P& p, int block, int blocks)
+        : GroupSchedule(p, uniform(load_work(p.works).count), block, blocks) {}
 
     // In bands of 8 works: what runs together shares rows of W and of x.
     DEVICE GroupSegment operator[](int i) const {
         return shares.find(i, [&](int at, int begin, int end) -> GroupSegment {
-            const int band = at / (8 * blocks_n()), rest = at - band * 8 * blocks_n(), height = min(8, count() - band * 8);
+            const int band = at / (8 * blocks_n()), rest = at - band * 8 * blocks_n(), height = min(8, count - band * 8);
             const Work work = load_work(p.works + uniform(band * 8 + rest % height));
             return {{uniform(rest / height) * ROW_TILES, uniform(work.first), uniform(work.matrix), begin, end},
                     uniform(work.first + work.rows)};
@@ -94,12 +116,10 @@ struct GroupSchedule {
 
 private:
     DEVICE GroupSchedule(const P& p, int count, int block, int blocks)
-        : p(p), known(count),
+        : p(p), count(count),
           shares(blocks_n() * count, streamed(blocks_n() * count, blocks), (p.K + 63) / 64, block, blocks) {}
 
-    static DEVICE int read(const P& p) { return uniform(load_work(p.works).count); }
     DEVICE int blocks_n() const { return (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16); }
-    DEVICE int count() const { return STREAM ? read(p) : known; }  // shares leave no register for it
 
     DEVICE int streamed(int outputs, int blocks) const {
         const int rest = outputs % blocks;

@@ -13,7 +13,8 @@ struct Wgmma;
 // Numbers of operands as the instruction has them, and the sums that they are, from the one at i on.
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define NAMES_32 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define NAMES_32 NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_48 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_64 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES_72 NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
@@ -25,6 +26,7 @@ struct Wgmma;
 #define SUMS_8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SUMS_16(i) SUMS_8(i), SUMS_8(i + 8)
+#define SUMS_24(i) SUMS_16(i), SUMS_8(i + 16)
 #define SUMS_32(i) SUMS_16(i), SUMS_16(i + 16)
 #define SUMS_48(i) SUMS_32(i), SUMS_16(i + 32)
 #define SUMS_64(i) SUMS_32(i), SUMS_32(i + 32)
@@ -45,6 +47,7 @@ struct Wgmma;
 
 WGMMA(16, 8, "%8, %9, %10, %11", "%12")
 WGMMA(32, 16, "%16, %17, %18, %19", "%20")
+WGMMA(48, 24, "%24, %25, %26, %27", "%28")
 WGMMA(64, 32, "%32, %33, %34, %35", "%36")
 WGMMA(96, 48, "%48, %49, %50, %51", "%52")
 WGMMA(128, 64, "%64, %65, %66, %67", "%68")
@@ -87,6 +90,14 @@ constexpr int EVERYONE = 8;
 template <int THREADS>
 DEVICE void warpgroups_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
+}
+
+// From shared memory, anew each time.
+DEVICE int4 load_shared(const int4* from) {
+    int4 v;
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(from)) : "memory");
+    return v;
 }
 
 // What is the same in all lanes, so that the compiler knows it: after a division it does not, and then keeps loops out

@@ -26,8 +26,9 @@
 // The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result; one
 // with a middle leaves its own with the end's added. Who waits has the higher number, so what it waits for has started.
 //
-// Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left. Gated, a
-// warpgroup has 64 rows of W and the same 64 rows of V: its threads have what is multiplied in the same places.
+// Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left; the
+// copying warpgroup tells the others what each is. Gated, a warpgroup has 64 rows of W and the same 64 rows of V: its
+// threads have what is multiplied in the same places.
 #pragma once
 #include "results.cuh"
 
@@ -55,6 +56,7 @@ DEVICE void wgmma(const P& p) {
     u8* const shared = dynamic_shared() + C::TABLE_BYTES;
     static_assert(C::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ Told<STAGES> told;  // of a grouped product
     // Opaque, lest the compiler work them out anew in the inner loops.
     u32 full = shared_address(barriers), stages = shared_address(shared);
     asm volatile("" : "+r"(full), "+r"(stages));
@@ -101,6 +103,8 @@ DEVICE void wgmma(const P& p) {
         bool waited = false;
         for (int i = 0; i < schedule.shares.segments; i++) {
             const auto segment = segment_of(i);
+            if constexpr (P::GROUPED)
+                if (thread == 0) told.tell(i, segment);
             const Matrix at = matrix_of<F>(p, segment.matrix);
             Weights weights;
             // Of rows beyond N (the second of a pair may have no others) the last are read instead.
@@ -113,6 +117,10 @@ DEVICE void wgmma(const P& p) {
             auto copy_x = [&](int tile, int to) {
                 if (thread > 0) return;
                 barrier_expect(full + to * 8, WIDTH * PAIR * p.box * 128);
+                if constexpr (P::GROUPED && WIDTH > 1)
+                    // All steps of a stage in one box, if K is of whole steps: every box takes its time.
+                    if (p.box_steps == WIDTH)
+                        return copy_box<1>(stages + to * STAGE, p.map, full + to * 8, 0, segment.first_m, tile, 0, 0);
                 for (int k = 0; k < WIDTH; k++)
                     copy_box<PAIR>(stages + to * STAGE + k * X_BYTES + rank % PAIR * (X_BYTES / PAIR), p.map,
                                    full + to * 8, (tile + k) * 64, segment.first_m + rank % PAIR * (BATCH / PAIR),
@@ -154,8 +162,15 @@ DEVICE void wgmma(const P& p) {
                 barrier_arrive_cluster(cluster_address(empty + stage * 8, lane), used && lane < PAIR);
         };
         int stage = 0, parity = 0;
+        auto own_segment = [&](int i) {
+            if constexpr (P::GROUPED)
+                return told[i];
+            else
+                return segment_of(i);
+        };
         for (int i = 0; i < schedule.shares.segments; i++) {
-            const auto segment = segment_of(i);
+            if constexpr (P::GROUPED) barrier_wait(full + stage * 8, parity);  // it has been told
+            const auto segment = own_segment(i);
             float acc[ROW_BLOCKS][BATCH / 2];
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)
@@ -266,7 +281,14 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
-            const auto own = segment_of(i);  // again: `segment` would take registers in the loop
+            // Again: `segment` would take registers in the loop, and while sums are stored.
+            const auto own = own_segment(i);
+            auto again = [&] {
+                if constexpr (P::GROUPED)
+                    return own_segment(i);
+                else
+                    return own;
+            };
             if constexpr (!EARLY) load_factors(own);
             if constexpr (K_GROUPS == 1) multiply_by_factors();
             release(previous, true);
@@ -289,27 +311,29 @@ DEVICE void wgmma(const P& p) {
                 multiply_by_factors();
                 warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
             }
+            auto first_n_of = [&](const Segment& s) { return s.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64; };
             const Matrix at = matrix_of<F>(p, own.matrix);
-            const int first_n = own.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64;
+            const int first_n = first_n_of(own);
             const bool leads = threadIdx.x % WARPGROUP == 0;
             auto left_by = [&](int slot) {
                 return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
                        threadIdx.x % WARPGROUP;
             };
-            if (STREAM && own.end < tiles) {
+            if (STREAM && again().end < tiles) {
                 const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
                 wait_for_flag(p.flags + slot);
                 add_sums<P::GROUPED ? 8 : 0>(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 0, leads);
             }
-            if (STREAM && own.begin > 0) {
+            if (STREAM && again().begin > 0) {
                 const int slot = blockIdx.x * GROUPS + group;
                 write_sums(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 1, leads);
             } else if constexpr (P::GROUPED) {
-                store_group(p, at, acc, own.first_m, own.end_m, first_n);
+                const auto last = again();
+                store_group(p, matrix_of<F>(p, last.matrix), acc, last.first_m, last.end_m, first_n_of(last));
             } else {
                 bool stored = false;
                 if constexpr (BOXES) {
