@@ -91,7 +91,7 @@ def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch
     """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
-    k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (2560, 1536, 520)
+    k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (3072, 1536, 520)
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
     x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
     experts = stacks("q4_0", len(counts), k=k, hidden=hidden, n=n)
