@@ -1,6 +1,7 @@
 // One block of a GPU at a time, on one thread of the CPU: its threads are fibers that run until they wait for others.
 // Included before a translated kernel source; the types are those of kernels/core/types.cuh.
 #pragma once
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own: to read C++'s mathematics takes longer than most kernels
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -47,9 +48,12 @@ struct Fiber {
     u32 copying, room, first, group;
 };
 
+constexpr u32 WORDS = 5;
+typedef u64 (*Words)[WORDS];  // of every lane
+
 struct Warp {
     u32 arrived, generation;
-    u64 words[2][WARP][3];
+    u64 words[2][WARP][WORDS];
 };
 
 static Fiber fibers[MOST_THREADS];
@@ -83,19 +87,28 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
     emulated_switch(&fiber.stack, scheduler);
 }
 
-// All lanes of a warp give up to three words, and see those of all.
-__noinline__ static const u64 (*exchange(u32 mask, u64 a, u64 b = 0, u64 c = 0))[3] {
+inline Warp& meet(u32 mask) {
     if (mask != ~0u) fail("thread %u: a warp's instruction for the lanes %x alone", current, mask);
-    Warp& warp = warps[current / WARP];
+    return warps[current / WARP];
+}
+
+// All lanes of a warp give words, of which the last to come makes others, which all see.
+template <class Make, class... Given>
+Words together(u32 mask, Make make, Given... given) {
+    Warp& warp = meet(mask);
     const u32 seen = warp.generation;
-    u64(&words)[WARP][3] = warp.words[seen & 1];
+    const Words words = warp.words[seen & 1];
     u64* own = words[current % WARP];
-    own[0] = a, own[1] = b, own[2] = c;
+    ((*own++ = given), ...);
     if (++warp.arrived == WARP)
-        warp.arrived = 0, warp.generation++;
+        make(words), warp.arrived = 0, warp.generation++;
     else
         wait_until_changed(warp.generation, seen);
     return words;
+}
+
+__noinline__ static Words exchange(u32 mask, u64 word) {
+    return together(mask, [](Words) {}, word);
 }
 
 template <class To, class From>
@@ -212,20 +225,18 @@ inline T __shfl_up_sync(u32 mask, T v, int by) {
     return emulated::from_lane(mask, v, lane < by ? lane : lane - by);
 }
 
-inline u32 __ballot_sync(u32 mask, bool p) {
-    const auto* words = emulated::exchange(mask, p);
-    u32 r = 0;
-    for (u32 lane = 0; lane < emulated::WARP; lane++) r |= u32(words[lane][0]) << lane;
-    return r;
+__noinline__ static u32 __ballot_sync(u32 mask, bool p) {
+    return u32(emulated::together(mask, [](emulated::Words words) {
+        for (u32 lane = 1; lane < emulated::WARP; lane++) words[0][0] |= words[lane][0] << lane;
+    }, p)[0][0]);
 }
 
 inline bool __any_sync(u32 mask, bool p) { return __ballot_sync(mask, p) != 0; }
 
-inline u32 __reduce_min_sync(u32 mask, u32 v) {
-    const auto* words = emulated::exchange(mask, v);
-    u32 r = ~0u;
-    for (u32 lane = 0; lane < emulated::WARP; lane++) r = min(r, u32(words[lane][0]));
-    return r;
+__noinline__ static u32 __reduce_min_sync(u32 mask, u32 v) {
+    return u32(emulated::together(mask, [](emulated::Words words) {
+        for (u32 lane = 1; lane < emulated::WARP; lane++) words[0][0] = min(words[0][0], words[lane][0]);
+    }, v)[0][0]);
 }
 
 // The dynamic memory is at the shared address 0, and fixed arrays are behind all of it.

@@ -84,9 +84,9 @@ inline void mov_b16(u16& r, u16 a) { r = a; }
 inline void mov_b32(u16& low, u16& high, u32 a) { low = u16(a), high = u16(a >> 16); }
 inline void mov_b32(u32& r, u16 low, u16 high) { r = low | u32(high) << 16; }
 inline void lop3_b32(u32& r, u32 a, u32 b, u32 c, u32 table) {
-    r = 0;
-    for (int i = 0; i < 8; i++)
-        if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+    const auto entry = [&](u32 i) { return 0 - (table >> i & 1); };
+    const auto by_c = [&](u32 i) { return (c & entry(i + 1)) | (~c & entry(i)); };
+    r = (a & ((b & by_c(6)) | (~b & by_c(4)))) | (~a & ((b & by_c(2)) | (~b & by_c(0))));
 }
 inline void prmt_b32(u32& r, u32 a, u32 b, u32 selector) {
     r = 0;
@@ -224,22 +224,50 @@ inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& r, u32 a) {
     r = element(column, row) | element(column + 1, row) << 16;
 }
 
-// a[16 x 16] b[16 x 8]: registers of a are its quarters, rows first; those of b are its halves, transposed.
+typedef float Four __attribute__((vector_size(16)));
+typedef float Eight __attribute__((vector_size(32)));
+
+inline Four widened_four(u64 halves) {
+    typedef short Halves __attribute__((vector_size(16)));
+    return __builtin_ia32_vcvtph2ps(emulated::bits_of<Halves>(halves));
+}
+
+// a[16 x 16] b[16 x 8] + c, in the lanes' first words; given are their registers of a (its quarters, rows first), b (its
+// halves, transposed) and c (its halves). By one lane for all: each would widen what others do.
+inline void multiply(emulated::Words words) {
+    float a[16][16], b[16][8];
+    Eight sums[16];
+    for (u32 lane = 0; lane < emulated::WARP; lane++) {
+        const u32 row = lane / 4, column = 2 * (lane % 4);
+        const Four left = widened_four(words[lane][0]), right = widened_four(words[lane][1]);
+        const Four columns = widened_four(words[lane][2]);
+        for (u32 i = 0; i < 4; i++) {
+            a[row + 8 * (i / 2)][column + i % 2] = left[i], a[row + 8 * (i / 2)][column + 8 + i % 2] = right[i];
+            b[column + 8 * (i / 2) + i % 2][row] = columns[i];
+        }
+        for (u32 i = 0; i < 4; i++)
+            sums[row + 8 * (i / 2)][column + i % 2] = __int_as_float(int(words[lane][3 + i / 2] >> 32 * (i % 2)));
+    }
+    for (u32 k = 0; k < 16; k++) {
+        Eight line;
+        memcpy(&line, b[k], sizeof(line));
+        for (u32 row = 0; row < 16; row++) sums[row] += a[row][k] * line;
+    }
+    for (u32 lane = 0; lane < emulated::WARP; lane++)
+        for (u32 half = 0; half < 2; half++)
+            memcpy(&words[lane][half], reinterpret_cast<float*>(&sums[lane / 4 + 8 * half]) + 2 * (lane % 4), 8);
+}
+
 __noinline__ static void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
     float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1,
     float c2, float c3) {
-    const u32 lane = emulated::current % emulated::WARP, row = lane / 4, column = 2 * (lane % 4);
-    const auto* words = emulated::exchange(~0u, u64(a1) << 32 | a0, u64(a3) << 32 | a2, u64(b1) << 32 | b0);
-    float sums[] = {c0, c1, c2, c3};
-    for (u32 k = 0; k < 16; k++) {
-        const auto part = [&](u32 line, u32 word) { return words[4 * line + k % 8 / 2][word] >> 16 * (k % 2); };
-        const u64 rows = part(row, k / 8);
-        for (u32 i = 0; i < 4; i++) {
-            const u64 columns = part(column + i % 2, 2);
-            sums[i] += widened(u16(rows >> 32 * (i / 2))) * widened(u16(columns >> 32 * (k / 8)));
-        }
-    }
-    d0 = sums[0], d1 = sums[1], d2 = sums[2], d3 = sums[3];
+    const auto pair = [](u32 low, u32 high) { return u64(high) << 32 | low; };
+    const auto bits = [](float v) { return u32(__float_as_int(v)); };
+    const u64* own = emulated::together(
+        ~0u, multiply, pair(a0, a1), pair(a2, a3), pair(b0, b1), pair(bits(c0), bits(c1)),
+        pair(bits(c2), bits(c3)))[emulated::current % emulated::WARP];
+    d0 = __int_as_float(int(own[0])), d1 = __int_as_float(int(own[0] >> 32));
+    d2 = __int_as_float(int(own[1])), d3 = __int_as_float(int(own[1] >> 32));
 }
 
 }  // namespace ptx
