@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core
-from cuquant.plan.wgmma_core import WGMMA_TILES, wgmma_grouped
+from cuquant.plan.wgmma_core import WGMMA_TILES, Tile, wgmma_grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
 
@@ -59,15 +58,25 @@ def test_rows_in_levels() -> None:
     np.testing.assert_array_equal(made[1:3], expected[1:3])
 
 
-Q4_0 = cq.formats.get("q4_0")
-SHARED = [t for t in WGMMA_TILES if wgmma_grouped(Q4_0, t, 256, 1024)]
-"""Tiles that blocks may share."""
+FORMATS = ("q4_0", "kbit4", "mxfp4", "int4-32-zeros")
+
+
+def has_tile(format: str, tile: Tile) -> bool:
+    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 256, 1024) is not None
+
+
+TILES = [tile for tile in WGMMA_TILES if has_tile("q4_0", tile)]
+BY_TURNS = [
+    (tile, next(f for f in (*FORMATS[turn % len(FORMATS) :], *FORMATS) if has_tile(f, tile)))
+    for turn, tile in enumerate(WGMMA_TILES)
+]
+"""All tiles, with formats of several kinds."""
 COUNTS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)
 """Rows of experts next to whole and narrow tiles."""
 
 
 @pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 96], ids=str)
-def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_rows_of_experts(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of large tiles: up to a third of one, which the tensor cores take in narrower steps, and more."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
@@ -85,23 +94,29 @@ def test_last_rows_of_experts(tile: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     close(y, reference(x, experts, ids, probs))
 
 
-@pytest.mark.parametrize("counts", [COUNTS, (40,)], ids=["many", "few"])
-@pytest.mark.parametrize("tile", SHARED, ids=str)
-def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tile", "format", "counts"),
+    [(tile, "q4_0", COUNTS) for tile in TILES] + [(*pair, (40,)) for pair in BY_TURNS],
+    ids=str,
+)
+def test_tiles_that_blocks_share(
+    tile: Tile, format: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
     k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (3072, 1536, 520)
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
     x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
-    experts = stacks("q4_0", len(counts), k=k, hidden=hidden, n=n)
+    experts = stacks(format, len(counts), k=k, hidden=hidden, n=n)
+    fmt = cq.formats.get(format).for_kernels
     plan.moe.product.cache_clear()
     try:
         with monkeypatch.context() as m:
             m.setattr(plan.moe, "WGMMA_TILES", (tile,))
             m.setattr(plan.moe, "passed_us", lambda *a: 0.5)
             load, gated = plan.moe.Load(len(ids), 1, len(counts)), tile.blocks == 2
-            made = plan.moe.product(Q4_0, load, hidden, k, True, gated, 90)
+            made = plan.moe.product(fmt, load, hidden, k, True, gated, 90)
             assert made is not None
             # As kernels/core/schedule.cuh decides.
             tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
@@ -116,12 +131,14 @@ def test_tiles_that_blocks_share(tile: Any, counts: tuple[int, ...], monkeypatch
     close(y, reference(x, experts, ids, probs))
 
 
-@pytest.mark.parametrize("k", [480, 512])
-@pytest.mark.parametrize("tile", [t for t in SHARED if t.width > 1], ids=str)
-def test_tiles_of_few_stages(tile: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many a block. A stage's steps come at once or, as the last of 480 columns is half a one, each alone."""
+@pytest.mark.parametrize("missing", [0, 32])
+@pytest.mark.parametrize("tile", [t for t in TILES if t.width > 1], ids=str)
+def test_tiles_of_one_stage(tile: Tile, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many a block, told as far ahead as can be. A stage's steps come at once or, the last being half a one,
+    each alone."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
+    k = tile.width * plan.TILE_COLUMNS - missing
     counts = (1, 1023)
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
     x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)

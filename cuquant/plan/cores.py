@@ -24,7 +24,7 @@ class Gemm:
 
     plan: Plan
     box: int = 0
-    box_steps: int = 0
+    box_steps: int = 1
     chunk: int = 0
     streamed: int = 0
     partials: int = 0

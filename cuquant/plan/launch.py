@@ -71,7 +71,7 @@ class Plan:
 _SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 120: 99, 121: 99}
 """Kilobytes of shared memory that a block may have, where that is less than 227."""
 _STATIC = 1 << 10
-"""Bytes of shared memory beside the dynamic: barriers, and the driver's own."""
+"""Bytes of shared memory beside the dynamic: barriers, what warpgroups tell each other; the driver's own."""
 
 
 def shared_limit(capability: int, blocks: int = 1) -> int:

@@ -151,6 +151,7 @@ template <class T>
 inline T min(T a, T b) { return b < a ? b : a; }
 template <class T>
 inline T max(T a, T b) { return a < b ? b : a; }
+inline float abs(float v) { return fabsf(v); }
 inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline u32 min(u32 a, int b) { return min(a, u32(b)); }
