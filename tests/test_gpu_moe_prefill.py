@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from math import ceil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,23 +77,47 @@ COUNTS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320
 """Rows of experts next to whole and narrow tiles."""
 
 
-@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 96], ids=str)
-def test_last_rows_of_experts(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large tiles: up to a third of one, which the tensor cores take in narrower steps, and more."""
+Plans = Callable[..., None]
+
+
+@pytest.fixture
+def planned_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plans]:
+    """Plans anew with other things in the place of those of these names."""
+
+    def plan_by(module: Any, **things: Any) -> None:
+        for name, thing in things.items():
+            monkeypatch.setattr(module, name, thing)
+        plan.moe.product.cache_clear()
+
+    yield plan_by
+    plan.moe.product.cache_clear()
+
+
+@pytest.fixture
+def tiled_by(planned_by: Plans) -> Plans:
+    """Plans by one tile of the wgmma core alone."""
     if jit.capability() != 90:
         pytest.skip("the wgmma core is for sm_90")
-    counts = COUNTS
+    return lambda tile, **others: planned_by(plan.moe, WGMMA_TILES=(tile,), **others)
+
+
+def check(format: str, counts: tuple[int, ...], k: int, hidden: int, n: int, times: int = 1) -> None:
+    """Experts with so many rows each give what they should, and the same each time."""
     ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
-    experts = stacks("q4_0", len(counts), k=256, hidden=384, n=72)
-    plan.moe.product.cache_clear()
-    try:
-        with monkeypatch.context() as m:
-            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
-            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, ids, probs)
-    finally:
-        plan.moe.product.cache_clear()
+    x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
+    experts = stacks(format, len(counts), k=k, hidden=hidden, n=n)
+    given = on_gpu(x, ids, probs)
+    y, *more = (testing.as_numpy(cq.moe(given[0], experts, *given[1:])) for _ in range(times))
+    for other in more:
+        np.testing.assert_array_equal(other, y)
     close(y, reference(x, experts, ids, probs))
+
+
+@pytest.mark.parametrize("tile", [t for t in WGMMA_TILES if t.batch >= 96], ids=str)
+def test_last_rows_of_experts(tile: Tile, tiled_by: Plans) -> None:
+    """Of large tiles: up to a third of one, which the tensor cores take in narrower steps, and more."""
+    tiled_by(tile)
+    check("q4_0", COUNTS, k=256, hidden=384, n=72)
 
 
 @pytest.mark.parametrize(
@@ -99,79 +125,33 @@ def test_last_rows_of_experts(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> No
     [(tile, "q4_0", COUNTS) for tile in TILES] + [(*pair, (40,)) for pair in BY_TURNS],
     ids=str,
 )
-def test_tiles_that_blocks_share(
-    tile: Tile, format: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_that_blocks_share(tile: Tile, format: str, counts: tuple[int, ...], tiled_by: Plans) -> None:
     """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
-    if jit.capability() != 90:
-        pytest.skip("the wgmma core is for sm_90")
+    tiled_by(tile, passed_us=lambda *a: 0.5)
     k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (3072, 1536, 520)
-    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
-    experts = stacks(format, len(counts), k=k, hidden=hidden, n=n)
-    fmt = cq.formats.get(format).for_kernels
-    plan.moe.product.cache_clear()
-    try:
-        with monkeypatch.context() as m:
-            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
-            m.setattr(plan.moe, "passed_us", lambda *a: 0.5)
-            load, gated = plan.moe.Load(len(ids), 1, len(counts)), tile.blocks == 2
-            made = plan.moe.product(fmt, load, hidden, k, True, gated, 90)
-            assert made is not None
-            # As kernels/core/schedule.cuh decides.
-            tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
-            assert 0 < tiles % plan.LARGE_GPU <= made.gemm.streamed
-            assert tiles * (k // 64 // tile.width) >= plan.LARGE_GPU
-            given = on_gpu(x, ids, probs)
-            y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
-            for _ in range(5):
-                np.testing.assert_array_equal(testing.as_numpy(cq.moe(given[0], experts, *given[1:])), y)
-    finally:
-        plan.moe.product.cache_clear()
-    close(y, reference(x, experts, ids, probs))
+    load, gated = plan.moe.Load(sum(counts), 1, len(counts)), tile.blocks == 2
+    made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, gated, 90)
+    assert made is not None
+    # As kernels/core/schedule.cuh decides.
+    tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
+    assert 0 < tiles % plan.LARGE_GPU <= made.gemm.streamed
+    assert tiles * (k // 64 // tile.width) >= plan.LARGE_GPU
+    check(format, counts, k, hidden, n, times=6)
 
 
 @pytest.mark.parametrize("missing", [0, 32])
 @pytest.mark.parametrize("tile", [t for t in TILES if t.width > 1], ids=str)
-def test_tiles_of_one_stage(tile: Tile, missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_one_stage(tile: Tile, missing: int, tiled_by: Plans) -> None:
     """Many a block, told as far ahead as can be. A stage's steps come at once or, the last being half a one,
     each alone."""
-    if jit.capability() != 90:
-        pytest.skip("the wgmma core is for sm_90")
-    k = tile.width * plan.TILE_COLUMNS - missing
-    counts = (1, 1023)
-    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), k), gauss(len(ids), 1, seed=3)
-    experts = stacks("q4_0", len(counts), k=k, hidden=6144, n=72)
-    plan.moe.product.cache_clear()
-    try:
-        with monkeypatch.context() as m:
-            m.setattr(plan.moe, "WGMMA_TILES", (tile,))
-            given = on_gpu(x, ids, probs)
-            y = testing.as_numpy(cq.moe(given[0], experts, *given[1:]))
-            for _ in range(5):
-                np.testing.assert_array_equal(testing.as_numpy(cq.moe(given[0], experts, *given[1:])), y)
-    finally:
-        plan.moe.product.cache_clear()
-    close(y, reference(x, experts, ids, probs))
+    tiled_by(tile)
+    check("q4_0", (1, 1023), tile.width * plan.TILE_COLUMNS - missing, hidden=6144, n=72, times=6)
 
 
 @pytest.mark.parametrize("format", ["q4_0", "kbit3", "q4_k"])
 @pytest.mark.parametrize("tile", [(8, 2, 1, 3, 3), (8, 4, 1, 2, 3), (8, 4, 2, 1, 3)], ids=str)
-def test_rows_of_experts_by_the_mma_core(
-    tile: tuple[int, ...], format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_experts_by_the_mma_core(tile: tuple[int, ...], format: str, planned_by: Plans) -> None:
     """As many as a tile has, and more or fewer, where there is no wgmma."""
-    counts = (1, 64, 65, 127, 128, 129)
-    ids = np.random.default_rng(3).permutation(np.repeat(np.arange(len(counts)), counts)[:, None])
-    x, probs = gauss(len(ids), 256), gauss(len(ids), 1, seed=3)
-    experts = stacks(format, len(counts), k=256, hidden=512, n=72)
-    plan.moe.product.cache_clear()
-    try:
-        with monkeypatch.context() as m:
-            m.setattr(jit, "capability", lambda: 80)
-            m.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
-            y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
-    finally:
-        plan.moe.product.cache_clear()
-    close(y, reference(x, experts, ids, probs))
+    planned_by(jit, capability=lambda: 80)
+    planned_by(mma_core, _tile=lambda *a: mma_core.MmaTile(*tile))
+    check(format, (1, 64, 65, 127, 128, 129), k=256, hidden=512, n=72)
