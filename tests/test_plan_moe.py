@@ -107,7 +107,8 @@ def test_plans_fit(capability: int, half: bool) -> None:
                 assert (x, made.gemm.partials) == (plan.LARGE_GPU, x * rows * c["BATCH"] * 4)
             assert made.batch == c["BATCH"]
             assert made.gemm.box_steps == c["K_GROUPS"] * c["K_TILES"]
-            assert made.gemm.box <= made.batch == (made.gemm.box if made.gemm.box_steps > 1 else made.batch)
+            assert made.gemm.box <= made.batch
+            assert made.gemm.box == made.batch or made.gemm.box_steps == 1
             assert not gated or c["ROW_BLOCKS"] == 2
             continue
         assert z == made.works <= plan.MOST_BLOCKS

@@ -201,10 +201,9 @@ def route(tokens: int) -> Plan:
 def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
-    loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512) for k, e in ((1, 1), (2, 8), (8, 128))]
-    sides = ((1024, False), (1024, True), (14336, False), (14336, True))
+    loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        for load, (n, gated), half in product_of(loads, sides, (True, False)):
+        for load, n, half, gated in product_of(loads, (1024, 14336), (True, False), (True, False)):
             made = product(fmt, load, n, 4096, half, gated, capability)
             if made is not None:
                 found.add(made.gemm.plan.kernel)
