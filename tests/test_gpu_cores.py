@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -59,8 +60,68 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
+def check(
+    monkeypatch: pytest.MonkeyPatch,
+    choice: wgmma_core.Choice,
+    w: cq.QuantizedArray,
+    x: Any,
+    bias: Any,
+    residual: Any,
+    reference: Any,
+) -> None:
+    """Products by this choice, with every kind of result."""
+    cupy, (m, n) = device.cupy(), reference.shape
+    monkeypatch.setattr(wgmma_core, "choices", lambda *a: [choice])
+    plan_anew(w)
+    for _ in range(2):  # flags are as they were
+        assert nmse(x @ w.T, reference) < 1e-6, choice
+    y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
+    assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
+    assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
+    y = cq.linear(x, w, bias=bias)
+    assert nmse(y, reference + bias) < 1e-6, choice
+    frame = cupy.full((m + 2, n + 24), np.nan, np.float16)  # aligned rows, a row that is not, the rest
+    for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
+        frame.fill(np.nan)
+        assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
+        view.fill(np.nan)
+        assert cupy.isnan(frame).all(), choice
+
+
+TILES = list(wgmma_core.STEP_US)
+
+
+def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
+    """All tiles, with formats of several kinds that have them."""
+    names = ["q4_0", "kbit3", "mxfp4", "q4_k", "q8_0", "q5_1", "kbit5"]
+    for i, tile in enumerate(TILES):
+        turned = names[i % len(names) :] + names
+        yield tile, next(n for n in turned if wgmma_core._stages(cq.formats.get(n), tile, 1) >= 3)
+
+
+@pytest.mark.parametrize(("tile", "name"), list(by_turns()), ids=str)
+def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
+    """Whole ones, and parts of those beside them, in all ways to run them: a few multiprocessors have several
+    each, or share them out."""
+    cupy = device.cupy()
+    if jit.capability() != 90:
+        pytest.skip("wgmma is sm_90a's")
+    monkeypatch.setattr(wgmma_core, "LARGE_GPU", 3 * tile.pair)
+    monkeypatch.setattr(wgmma_core, "_PLACES", {1: 3 * tile.pair, 2: 8, 4: 16})
+    m, n, k = tile.batch + 9, tile.rows * tile.pair + 72, 1024 if tile.width > 2 else 512
+    w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
+    bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
+    reference = testing.linear(x, w)
+    found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1) if c.tile == tile]
+    for choice in found:
+        check(monkeypatch, choice, w, x, bias, residual, reference)
+    assert found
+    monkeypatch.undo()
+    plan_anew()
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
-@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
+@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
 def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
     """Whatever the measured times make of them: splits, shared tiles, edges, every epilogue."""
     cupy = device.cupy()
@@ -86,23 +147,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
         for choice in choices:
             ways.add((choice.split, choice.streamed > 0))
-            monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
-            plan_anew(w)
-            for _ in range(2):  # flags are as they were
-                assert nmse(x @ w.T, reference) < 1e-6, choice
-            y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
-            assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
-            assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
-            y = cq.linear(x, w, bias=bias)
-            assert nmse(y, reference + bias) < 1e-6, choice
-            frame = cupy.full(
-                (m + 2, n + 24), np.nan, np.float16
-            )  # aligned rows, a row that is not, the rest
-            for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
-                frame.fill(np.nan)
-                assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
-                view.fill(np.nan)
-                assert cupy.isnan(frame).all(), choice
+            check(monkeypatch, choice, w, x, bias, residual, reference)
         monkeypatch.undo()
     plan_anew()
     if not ways:  # no room for three stages, or registers

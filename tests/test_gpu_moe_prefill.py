@@ -120,23 +120,30 @@ def test_last_rows_of_experts(tile: Tile, tiled_by: Plans) -> None:
     check("q4_0", COUNTS, k=256, hidden=384, n=72)
 
 
-@pytest.mark.parametrize(
-    ("tile", "format", "counts"),
-    [(tile, "q4_0", COUNTS) for tile in TILES] + [(*pair, (40,)) for pair in BY_TURNS],
-    ids=str,
-)
-def test_tiles_that_blocks_share(tile: Tile, format: str, counts: tuple[int, ...], tiled_by: Plans) -> None:
-    """What is left after whole rounds, or all where there are fewer tiles than blocks: a tile has several."""
-    tiled_by(tile, passed_us=lambda *a: 0.5)
-    k, hidden, n = (1024, 1536, 200) if len(counts) > 1 else (3072, 1536, 520)
+def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidden: int, gpu: int) -> None:
+    """The same, where so many blocks have a part of what the product with gate or up leaves to be shared."""
     load, gated = plan.moe.Load(sum(counts), 1, len(counts)), tile.blocks == 2
     made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, gated, 90)
     assert made is not None
     # As kernels/core/schedule.cuh decides.
     tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
-    assert 0 < tiles % plan.LARGE_GPU <= made.gemm.streamed
-    assert tiles * (k // 64 // tile.width) >= plan.LARGE_GPU
-    check(format, counts, k, hidden, n, times=6)
+    assert 0 < tiles % gpu <= made.gemm.streamed
+    assert tiles * (k // 64 // tile.width) >= gpu
+    check(format, counts, k, hidden, n=200, times=6)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_tiles_that_blocks_share(tile: Tile, tiled_by: Plans) -> None:
+    """What is left after whole rounds."""
+    tiled_by(tile, passed_us=lambda *a: 0.5)
+    check_shared(tile, "q4_0", COUNTS, k=1024, hidden=1536, gpu=plan.LARGE_GPU)
+
+
+@pytest.mark.parametrize(("tile", "format"), BY_TURNS, ids=str)
+def test_few_tiles_that_blocks_share(tile: Tile, format: str, tiled_by: Plans) -> None:
+    """All of them or some, of which several blocks may have a part each, on a small GPU."""
+    tiled_by(tile, passed_us=lambda *a: 0, LARGE_GPU=13)
+    check_shared(tile, format, (40,), k=2048, hidden=512, gpu=13)
 
 
 @pytest.mark.parametrize("missing", [0, 32])

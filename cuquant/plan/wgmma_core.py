@@ -124,7 +124,7 @@ FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
     """A way to run the wgmma core, with the microseconds that the measured times predict."""
 
     us: float
@@ -251,7 +251,7 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int) -> Gemm | None:
     return replace(gemm, box=box, box_steps=tile.width)
 
 
-def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Choice]:
+def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if row_factors(fmt) else _STREAM_STEPS
     for tile, (split, blocks) in product(STEP_US, _PLACES.items()):
@@ -269,15 +269,15 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[_Cho
         if split > 1:
             if rounds == 1 and steps >= 4 * split:
                 us = start + steps / split * step + _SPLIT_US + _outputs_of_two(tile) * _SPLIT_TILE_US
-                yield _Choice(us, tile, split, outputs, 0, stages)
+                yield Choice(us, tile, split, outputs, 0, stages)
             continue
-        yield _Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
+        yield Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
         if not _shares_tiles(fmt, tile):
             continue
         if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
             passed = passed_us(tile, outputs, places)
             us = start + outputs / places * steps * step * more + rounds * store + passed
-            yield _Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
+            yield Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
 
 def passed_us(tile: Tile, outputs: int, places: int = LARGE_GPU) -> float:

@@ -100,7 +100,7 @@ class RawModule:
     """A module of kernels, compiled for the CPU."""
 
     def __init__(self, code: str, options: tuple[str, ...]) -> None:
-        self._source, self._options = code, tuple(o for o in options if not o.startswith("-arch"))
+        self._source, self._options = code, options
 
     def compile(self) -> None:
         self._library = driver.build(self._source, self._options)

@@ -1,4 +1,5 @@
-// One block of a GPU at a time, on one thread of the CPU: its threads are fibers that run until they wait for others.
+// One block of a GPU at a time, or a cluster of them, on one thread of the CPU: their threads are fibers that run until
+// they wait for others.
 // Included before a translated kernel source; the types are those of kernels/core/types.cuh.
 #pragma once
 #define _GLIBCXX_INCLUDE_NEXT_C_HEADERS  // C's own: C++'s takes a tenth longer to compile
@@ -22,18 +23,19 @@ typedef long long s64;
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __shared__ static __attribute__((section("emulated_shared")))
 #define __align__(n) __attribute__((aligned(n)))
 
 namespace emulated {
 
-constexpr u32 WARP = 32, MOST_THREADS = 1024, STACK = 256 << 10, SHARED = 256 << 10;
+constexpr u32 WARP = 32, MOST_THREADS = 4096, MOST_BLOCKS = 16;  // of a cluster
+constexpr u32 STACK = 256 << 10, SHARED = 256 << 10;
 
 struct Dim {
     u32 x, y, z;
 };
 
-// An asynchronous copy on its way: it arrives when it is waited for, and not before.
+// An asynchronous copy on its way: it arrives when it is waited for, and not before. One of no bytes stands for the
+// arrival, at a barrier, of those before it.
 struct Copy {
     u8 *to, bytes, value[16];
     u32 group;
@@ -46,6 +48,18 @@ struct Fiber {
     u32 seen;
     Copy* copies;
     u32 copying, room, first, group;
+
+    // The first of those on their way.
+    void land() {
+        const Copy& copy = copies[first++];
+        if (copy.bytes)
+            memcpy(copy.to, copy.value, copy.bytes);
+        else
+            copies_arrive(copy.to);
+        if (first == copying) first = copying = 0;
+    }
+
+    static void copies_arrive(u8* barrier);
 };
 
 constexpr u32 WORDS = 5;
@@ -56,12 +70,31 @@ struct Warp {
     u64 words[2][WARP][WORDS];
 };
 
+// Some threads of a block that wait for each other.
+struct Meeting {
+    u32 arrived, generation;
+};
+
+struct Block {
+    Dim index;
+    u32 alive;
+    Meeting all, some[16];  // __syncthreads; barriers by number
+    u8* kept;               // its shared memory while another block of its cluster runs
+};
+
 static Fiber fibers[MOST_THREADS];
 static Warp warps[MOST_THREADS / WARP];
+static Block blocks[MOST_BLOCKS];
 static void* scheduler;
-static u32 current, alive, arrived, generation, shared_bytes;
+static u32 current, shared_bytes;
+static u32 block, first_thread, block_count;  // the running block, its first fiber, the blocks of a cluster
 static char failure[256];
-static Dim block_index, grid_dim, block_dim;
+static Dim grid_dim, block_dim;
+
+// What arrives late (hopper.h, for GPUs of sm_90a): whether anything has; all of it is forgotten; nothing is left.
+static bool something_arrives();
+static void forget_arrivals();
+static bool all_has_arrived();
 
 // Saves the registers that a call keeps and goes on with another stack (System V, x86-64).
 extern "C" void emulated_switch(void** from, void* to);
@@ -85,6 +118,15 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
     Fiber& fiber = fibers[current];
     fiber.awaited = &counter, fiber.seen = seen;
     emulated_switch(&fiber.stack, scheduler);
+}
+
+// So many threads meet.
+inline void meet(Meeting& meeting, u32 threads) {
+    const u32 seen = meeting.generation;
+    if (++meeting.arrived == threads)
+        meeting.arrived = 0, meeting.generation++;
+    else
+        wait_until_changed(meeting.generation, seen);
 }
 
 // All lanes of a warp give words, of which the last to come makes others, which all see.
@@ -124,22 +166,39 @@ inline T from_lane(u32 mask, T value, u32 lane) {
 namespace {
 alignas(1024) u8 dynamic[emulated::SHARED];  // dynamic_shared() of kernels/core/ptx.cuh declares it
 }
-__attribute__((used)) __shared__ u8 fixed[16];  // the section exists
-extern u8 fixed_begin[] asm("__start_emulated_shared"), fixed_end[] asm("__stop_emulated_shared");
+
+namespace emulated {
+
+// Arrays of fixed size (translate.py), for as long as the library lives.
+alignas(1024) static u8 fixed_memory[48 << 10];
+static u32 fixed_bytes;
+
+template <class T>
+T& fixed(u32 edge = alignof(T)) {
+    u8* const start = fixed_memory + (fixed_bytes + edge - 1) / edge * edge;
+    fixed_bytes = start + sizeof(T) - fixed_memory;
+    if (fixed_bytes > sizeof fixed_memory) fail("too much shared memory");
+    memset(start, 0xff, sizeof(T));
+    return *reinterpret_cast<T*>(start);
+}
+
+}  // namespace emulated
 
 struct alignas(8) int2 { int x, y; };
 struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-#define threadIdx (emulated::Dim{emulated::current, 0, 0})
-#define blockIdx emulated::block_index
+#define threadIdx (emulated::Dim{emulated::current - emulated::first_thread, 0, 0})
+#define blockIdx emulated::blocks[emulated::block].index
 #define gridDim emulated::grid_dim
 #define blockDim emulated::block_dim
 
@@ -203,11 +262,8 @@ template <class T, class V>
 inline T atomicMax(T* p, V v) { T old = *p; *p = max(old, T(v)); return old; }
 
 __noinline__ static void __syncthreads() {
-    const u32 seen = emulated::generation;
-    if (++emulated::arrived == emulated::alive)
-        emulated::arrived = 0, emulated::generation++;
-    else
-        emulated::wait_until_changed(emulated::generation, seen);
+    emulated::Block& block = emulated::blocks[emulated::block];
+    emulated::meet(block.all, block.alive);
 }
 
 inline void __syncwarp() { emulated::exchange(~0u, 0); }
@@ -239,7 +295,8 @@ __noinline__ static u32 __reduce_min_sync(u32 mask, u32 v) {
 // The dynamic memory is at the shared address 0, and fixed arrays are behind all of it.
 inline u64 __cvta_generic_to_shared(const void* pointer) {
     const u8* p = static_cast<const u8*>(pointer);
-    return p >= fixed_begin && p < fixed_end ? emulated::SHARED + (p - fixed_begin) : p - dynamic;
+    const u64 place = p - emulated::fixed_memory;
+    return place < emulated::fixed_bytes ? emulated::SHARED + place : p - dynamic;
 }
 
 namespace emulated {
@@ -249,9 +306,11 @@ static void (*kernel)();
 static void thread() {
     kernel();
     Fiber& fiber = fibers[current];
-    if (fiber.first != fiber.copying) fail("thread %u ends before its asynchronous copies are waited for", current);
-    fiber.done = true, alive--;
-    if (arrived && arrived == alive) arrived = 0, generation++;
+    if (fiber.first != fiber.copying && fiber.copies[fiber.copying - 1].bytes)
+        fail("thread %u ends before its asynchronous copies are waited for", current);
+    Block& own = blocks[block];
+    fiber.done = true, own.alive--;
+    if (own.all.arrived && own.all.arrived == own.alive) own.all.arrived = 0, own.all.generation++;
     leave();
 }
 
@@ -273,39 +332,91 @@ static bool run_warp(u32 first, bool backward) {
     return ran;
 }
 
+inline u32 filled_bytes() { return min(shared_bytes + 4096, SHARED); }
+
+// A block of a cluster goes on, with its shared memory in place of another's.
+static void enter(u32 next) {
+    if (next != block) {
+        u8 *const own = blocks[block].kept, *const other = blocks[next].kept;
+        memcpy(own, dynamic, filled_bytes()), memcpy(own + SHARED, fixed_memory, sizeof fixed_memory);
+        memcpy(dynamic, other, filled_bytes()), memcpy(fixed_memory, other + SHARED, sizeof fixed_memory);
+    }
+    block = next, first_thread = next * block_dim.x;
+}
+
+// What is at a shared address of a block, running or not.
+inline u8* shared_of(u32 rank, u32 address) {
+    if (rank != block) return blocks[rank].kept + address;
+    return address < SHARED ? dynamic + address : fixed_memory + (address - SHARED);
+}
+
+// Warps of the running block, in both orders: a barrier that is missing shows in one of them.
+static bool run_warps(bool backward) {
+    const u32 count = block_dim.x / WARP;
+    bool ran = false;
+    for (u32 i = 0; i < count; i++) ran |= run_warp(first_thread + (backward ? count - 1 - i : i) * WARP, backward);
+    return ran;
+}
+
 // Shared memory begins as NaN, and what follows the launch's part of it stays so.
-static void run_block(u32 threads, char* stacks, bool backward) {
-    const u32 filled = min(shared_bytes + 4096, SHARED);
-    memset(dynamic, 0xff, filled), memset(fixed_begin, 0xff, fixed_end - fixed_begin);
-    for (auto& warp : warps) warp.arrived = 0;
-    alive = threads, arrived = 0;
-    for (u32 i = 0; i < threads; i++) {
+static void start_block(Dim index, char* stacks) {
+    Block& own = blocks[block];
+    u8* const kept = own.kept;
+    own = {index, block_dim.x};
+    own.kept = kept;
+    memset(dynamic, 0xff, filled_bytes()), memset(fixed_memory, 0xff, sizeof fixed_memory);
+    for (u32 i = first_thread; i < first_thread + block_dim.x; i++) {
         Fiber& fiber = fibers[i];
         void** top = reinterpret_cast<void**>(stacks + u64(i + 1) * STACK - 64);
         *--top = nullptr, *--top = reinterpret_cast<void*>(thread);
         fiber.stack = top - 6, fiber.done = false, fiber.awaited = nullptr;
         fiber.copying = fiber.first = fiber.group = 0;
+        warps[i / WARP].arrived = 0;
     }
-    // Warps, too, run in both orders: a barrier that is missing shows in one of them.
-    for (; alive && !failure[0]; backward = !backward) {
-        bool ran = false;
-        for (u32 i = 0; i < threads / WARP; i++)
-            ran |= run_warp((backward ? threads / WARP - 1 - i : i) * WARP, backward);
-        if (!ran && alive) snprintf(failure, sizeof failure, "%u threads wait for what never comes", alive);
-    }
-    for (u32 i = shared_bytes; i < filled && !failure[0]; i++)
-        if (dynamic[i] != 0xff) snprintf(failure, sizeof failure, "written beyond %u shared bytes", shared_bytes);
 }
 
-static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared, char* stacks) {
-    kernel = body, shared_bytes = shared, failure[0] = 0;
+static void end_block() {
+    for (u32 i = shared_bytes; i < filled_bytes() && !failure[0]; i++)
+        if (dynamic[i] != 0xff) snprintf(failure, sizeof failure, "written beyond %u shared bytes", shared_bytes);
+    for (u32 i = first_thread; i < first_thread + block_dim.x && !failure[0]; i++)
+        if (fibers[i].first != fibers[i].copying)
+            snprintf(failure, sizeof failure, "a block ends before copies of thread %u arrive", i);
+}
+
+// The blocks of a cluster, of which the first is given.
+static void run_blocks(Dim index, char* stacks, bool backward) {
+    forget_arrivals();
+    u32 alive = 0;
+    for (u32 i = 0; i < block_count; i++, index.x++) enter(i), start_block(index, stacks), alive += block_dim.x;
+    for (; alive && !failure[0]; backward = !backward) {
+        bool ran = false;
+        alive = 0;
+        for (u32 i = 0; i < block_count && !failure[0]; i++) {
+            enter(i);
+            while (run_warps(backward)) ran = true, backward = !backward;
+            alive += blocks[i].alive;
+        }
+        if (!ran && alive && !failure[0] && !something_arrives())
+            snprintf(failure, sizeof failure, "%u threads wait for what never comes", alive);
+    }
+    for (u32 i = 0; i < block_count && !failure[0]; i++) enter(i), end_block();
+    if (!failure[0] && !all_has_arrived()) snprintf(failure, sizeof failure, "blocks end before copies arrive");
+    enter(0);
+}
+
+static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared, u32 cluster, char* stacks) {
+    kernel = body, shared_bytes = shared, block_count = cluster, failure[0] = 0;
     grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
-    if (threads % WARP || threads > MOST_THREADS || shared > SHARED) return "no such block";
+    if (threads % WARP || threads > 1024 || threads * cluster > MOST_THREADS || cluster > MOST_BLOCKS ||
+        grid[0] % cluster || shared > SHARED)
+        return "no such block";
+    for (u32 i = 0; i < cluster && cluster > 1; i++)
+        if (!blocks[i].kept) blocks[i].kept = static_cast<u8*>(malloc(SHARED + sizeof fixed_memory));
     bool backward = false;
     for (u32 z = 0; z < grid[2]; z++)
         for (u32 y = 0; y < grid[1]; y++)
-            for (u32 x = 0; x < grid[0] && !failure[0]; x++, backward = !backward)
-                block_index = {x, y, z}, run_block(threads, stacks, backward);
+            for (u32 x = 0; x < grid[0] && !failure[0]; x += cluster, backward = !backward)
+                run_blocks({x, y, z}, stacks, backward);
     return failure[0] ? failure : nullptr;
 }
 
@@ -336,7 +447,8 @@ const u32* sizes(void (*)(P...)) {
 // What the driver calls: null, or what went wrong; and the sizes of the parameters, with a zero behind.
 #define EMULATED_KERNEL(name)                                                                                \
     extern "C" const char* emulated_##name(void** parameters, const u32* grid, u32 threads, u32 shared,      \
-                                           char* stacks) {                                                   \
-        return emulated::launch<name>(emulated::indices(name), name, parameters, grid, threads, shared, stacks); \
+                                           u32 cluster, char* stacks) {                                      \
+        return emulated::launch<name>(emulated::indices(name), name, parameters, grid, threads, shared,      \
+                                      cluster, stacks);                                                      \
     }                                                                                                        \
     extern "C" const u32* emulated_sizes_##name() { return emulated::sizes(name); }

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+import struct
 import subprocess
 import tempfile
 import threading
@@ -18,9 +19,9 @@ from typing import Any
 from .translate import translate
 
 HERE = Path(__file__).parent
-FLAGS = ("-Og", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing")
-STACKS = 1024 * (256 << 10)
-"""Bytes of the stacks of a block's threads (device.h)."""
+FLAGS = "-Og -w -shared -fPIC -mf16c -ffp-contract=off -fno-strict-aliasing -fno-threadsafe-statics".split()
+STACKS = 4096 * (256 << 10)
+"""Bytes of the stacks of a cluster's threads (device.h)."""
 CLUSTERS = 4
 """The launch attribute that asks for them."""
 _one_at_a_time = threading.Lock()
@@ -46,21 +47,33 @@ class CompileError(Exception):
 
 def build(source: str, options: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a kernel source; kept in CUPY_CACHE_DIR if that is set, else until the end."""
-    text = f'#define __CUDA_ARCH__ 800\n#include "ptx.h"\nnamespace {{\n{translate(source)}\n}}\n'
-    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *options, "-", "-o"]
-    headers = [(HERE / name).read_text(encoding="utf-8") for name in ("device.h", "ptx.h")]
+    arch = 900 if "-arch=sm_90a" in options else 800
+    flags = (f"-D__CUDA_ARCH__={arch}", *(option for option in options if not option.startswith("-arch")))
+    expanded = _output(["g++", "-x", "c++", "-E", *flags, "-"], source)
+    text = f'#include "ptx.h"\nnamespace {{\n{translate(expanded)}\n}}\n'
+    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *flags, "-", "-o"]
+    headers = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h"))]
     key = hashlib.sha256("\0".join((text, *command, *headers)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or _own_folder().name)
     library = folder / f"{key}.so"
     if not library.exists():
         file, made = tempfile.mkstemp(".so", dir=folder)
         os.close(file)
-        done = subprocess.run([*command, made], input=text, capture_output=True, text=True)
-        if done.returncode:
+        try:
+            _output([*command, made], text)
+        except CompileError:
             os.unlink(made)
-            raise CompileError(done.stderr[:4000])
+            raise
         os.replace(made, library)
     return ctypes.CDLL(str(library))
+
+
+def _output(command: list[str], text: str) -> str:
+    """Of the compiler."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(done.stderr[:4000])
+    return done.stdout
 
 
 class Function:
@@ -80,7 +93,8 @@ class Function:
 
     def launch(self, config: Any, arguments: Any) -> None:
         """Now, or with the graph that is being captured."""
-        assert all(config.attributes[i].id != CLUSTERS for i in range(config.count)), "clusters"
+        attributes = [config.attributes[i] for i in range(config.count)]
+        cluster = next((a.value[0] for a in attributes if a.id == CLUSTERS), 1)
         assert config.shared <= max(48 << 10, self.max_dynamic_shared_size_bytes)
         given = [
             ctypes.create_string_buffer(ctypes.string_at(address, size), size)
@@ -92,7 +106,7 @@ class Function:
         def start() -> None:
             pointers = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, given))
             with _one_at_a_time:
-                problem = self._start(pointers, grid, threads, shared, _stacks())
+                problem = self._start(pointers, grid, threads, shared, cluster, _stacks())
             if problem is not None:
                 raise RuntimeError(f"a kernel failed: {problem.decode()}")
 
@@ -106,4 +120,20 @@ class Driver:
     def cuLaunchKernelEx(config: Any, function: ctypes.c_void_p, arguments: Any, extra: None) -> int:
         assert function.value is not None
         _functions[function.value - 1].launch(config._obj, arguments)
+        return 0
+
+    @staticmethod
+    def cuTensorMapEncodeTiled(
+        to: ctypes.c_void_p, kind: int, rank: int, address: ctypes.c_void_p, *given: Any
+    ) -> int:
+        """A map as hopper.h takes it; 1 (invalid value) where the driver refuses."""
+        dims, strides, box, steps, interleave, swizzle, _, fill = given
+        assert (kind, rank, list(steps), interleave, fill) == (6, 5, [1] * 5, 0, 0)
+        assert to.value is not None
+        if (address.value or 0) % 16 or any(s % 16 for s in strides) or not all(0 < b <= 256 for b in box):
+            return 1
+        if to.value % 64 or box[0] * 2 % 16 or (swizzle and box[0] * 2 > 128) or 0 in dims:
+            return 1
+        packed = struct.pack("=Q4QI5I5I", address.value or 0, *strides, int(swizzle == 3), *dims, *box)
+        ctypes.memmove(to.value, packed, len(packed))
         return 0

@@ -141,10 +141,10 @@ inline void selp_u32(u32& r, u32 a, u32 b, bool first) { r = first ? a : b; }
 inline u8* shared(u32 address, u32 bytes) {
     const bool fixed = address >= emulated::SHARED;
     const u64 begin = fixed ? address - emulated::SHARED : address;
-    const u64 size = fixed ? fixed_end - fixed_begin : emulated::shared_bytes;
+    const u64 size = fixed ? emulated::fixed_bytes : emulated::shared_bytes;
     if (address % bytes || begin + bytes > size)
         emulated::fail("%u bytes at %llu of %llu shared ones", bytes, begin, size);
-    return (fixed ? fixed_begin : dynamic) + begin;
+    return (fixed ? emulated::fixed_memory : dynamic) + begin;
 }
 
 template <class T>
@@ -162,6 +162,7 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     load(v, address);
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
+inline void ld_shared_v4_s32(u32& x, u32& y, u32& z, u32& w, u32 address) { ld_shared_v4_u32(x, y, z, w, address); }
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
 inline void prefetch_global_L2(u64) {}
 inline void nanosleep_u32(u32) {}
@@ -174,16 +175,20 @@ inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
     x = v[0], y = v[1], z = v[2], w = v[3];
 }
 
-// What was there is gone as soon as the copy begins; what comes is there only when the copy is waited for.
-inline void copy(u32 to, u64 from, u32 bytes, u32 given) {
-    if (given && from % bytes) emulated::fail("a copy of %u bytes from %llx", bytes, from);
+inline emulated::Copy& one_more_copy() {
     emulated::Fiber& fiber = emulated::fibers[emulated::current];
     if (fiber.copying == fiber.room) {
         fiber.room = fiber.room ? 2 * fiber.room : 16;
         fiber.copies = static_cast<emulated::Copy*>(realloc(fiber.copies, fiber.room * sizeof(emulated::Copy)));
     }
-    emulated::Copy& c = fiber.copies[fiber.copying++];
-    c = {shared(to, bytes), u8(bytes), {}, fiber.group};
+    return fiber.copies[fiber.copying++];
+}
+
+// What was there is gone as soon as the copy begins; what comes is there only when the copy is waited for.
+inline void copy(u32 to, u64 from, u32 bytes, u32 given) {
+    if (given && from % bytes) emulated::fail("a copy of %u bytes from %llx", bytes, from);
+    emulated::Copy& c = one_more_copy();
+    c = {shared(to, bytes), u8(bytes), {}, emulated::fibers[emulated::current].group};
     memcpy(c.value, reinterpret_cast<const void*>(from), given);
     memset(c.to, 0xff, bytes);
 }
@@ -196,12 +201,7 @@ inline void cp_async_ca_shared_global(u32 to, u64 from, int bytes, u32 given) { 
 inline void cp_async_commit_group() { emulated::fibers[emulated::current].group++; }
 inline void cp_async_wait_group(int pending) {
     emulated::Fiber& fiber = emulated::fibers[emulated::current];
-    for (; fiber.first < fiber.copying; fiber.first++) {
-        const emulated::Copy& c = fiber.copies[fiber.first];
-        if (c.group + pending >= fiber.group) return;
-        memcpy(c.to, c.value, c.bytes);
-    }
-    fiber.first = fiber.copying = 0;
+    while (fiber.first < fiber.copying && fiber.copies[fiber.first].group + pending < fiber.group) fiber.land();
 }
 
 // Matrices: lane 4 g + i has elements (g, 2 i) and (g, 2 i + 1) of 8 x 8
@@ -271,3 +271,14 @@ __noinline__ static void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
 }
 
 }  // namespace ptx
+
+#if __CUDA_ARCH__ >= 900
+#include "hopper.h"
+#else
+namespace emulated {
+void Fiber::copies_arrive(u8*) {}
+bool something_arrives() { return false; }
+void forget_arrivals() {}
+bool all_has_arrived() { return true; }
+}  // namespace emulated
+#endif

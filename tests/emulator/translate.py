@@ -3,9 +3,9 @@
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     { u32 a0; u32 a1 = u32(a); u32 a2 = u32(b); ptx::sub_f16x2(a0, a1, a2); r = a0; }
 
-An instruction without such a function is an error of the compiler that names it. What only other GPUs compile
-(wgmma, clusters) is translated blindly, and left out by the preprocessor. Of the rest two things change: the
-declaration of dynamic shared memory, and conversions to int, of which CUDA says what becomes of NaN.
+An instruction without such a function is an error of the compiler that names it. The source has been through
+the preprocessor: macros make instructions, too, and what other GPUs compile is gone. Of the rest two things
+change: declarations of shared memory, and conversions to int, of which CUDA says what becomes of NaN.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import re
 
 _ASM = re.compile(r"\basm\b(?:\s+volatile)?\s*\(")
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_SHARED = re.compile(r"__shared__ (?:__align__\((\d+)\) )?(\w+(?:<[\w:]+>)?) ([^;]+);")
 _OPERAND = re.compile(r'\s*"([=+]?)([rhfln])"\s*\(')
-_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__(?=\()|BOUNDS\s+)?')
+_LABEL, _PREDICATE = re.compile(r"(\w+):\s+"), re.compile(r"@(!?\w+)\s+")
+_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\s*(?=\())?')
 _NAME = re.compile(r"\s*(\w+)\s*\(")
 _TYPES = {"r": "u32", "h": "u16", "f": "float", "l": "u64", "n": "int"}
 _REGISTERS = {"b32": "u32", "u32": "u32", "f32": "float", "f16": "u16", "pred": "bool"}
 
 
 def translate(source: str) -> str:
-    """The source with its PTX as calls, every line where it was, and behind each kernel what starts it."""
+    """A preprocessed source with its PTX as calls, and behind each kernel what starts it."""
     parts, done = [], 0
     for match in _ASM.finditer(source):
         end = _closing(source, match.end())
@@ -31,11 +33,12 @@ def translate(source: str) -> str:
         parts += [source[done : match.start()], _calls(statement), "\n" * statement.count("\n")]
         done = after
     result = "".join((*parts, source[done:])).replace("extern __shared__", "extern")
+    result = _SHARED.sub(_shared, result)
     return re.sub(r"\bint\(", "to_int(", _with_starts(result))
 
 
 def _with_starts(source: str) -> str:
-    """A line for each kernel, within the same #if."""
+    """A line for each kernel."""
     parts, done = [], 0
     for match in _KERNEL.finditer(source):
         at = match.end()
@@ -48,6 +51,17 @@ def _with_starts(source: str) -> str:
         parts += [source[done:end], f" EMULATED_KERNEL({name[1]})"]
         done = end
     return "".join((*parts, source[done:]))
+
+
+def _shared(declaration: re.Match[str]) -> str:
+    """Arrays of fixed size in shared memory: references to what is theirs."""
+    edge, kind, names = declaration.groups()
+    made = []
+    for declared in names.split(", "):
+        name, *sizes = declared.replace("]", "").split("[")
+        dims = "".join(f"[({size})]" for size in sizes)
+        made.append(f"static auto& {name} = emulated::fixed<{kind}{dims}>({edge or ''});")
+    return " ".join(made)
 
 
 def _closing(text: str, at: int) -> int:
@@ -90,10 +104,18 @@ def _calls(statement: str) -> str:
 
 
 def _call(instruction: str) -> str:
+    label = _LABEL.match(instruction)
+    if label:
+        return f"{label[1]}: {_call(instruction[label.end() :])}"
+    predicate = _PREDICATE.match(instruction)
+    if predicate:
+        return f"if ({predicate[1]}) {_call(instruction[predicate.end() :])}"
     opcode, _, operands = instruction.partition(" ")
     operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands))
     if opcode == ".reg":
         kind, _, names = operands.partition(" ")
         return f"{_REGISTERS[kind.lstrip('.')]} {names};"
+    if opcode in ("bra", "bra.uni"):
+        return f"goto {operands};"
     name = opcode.replace("::", "__").replace(".", "_")
     return f"ptx::{name}({', '.join(operand.strip() for operand in operands.split(','))});"

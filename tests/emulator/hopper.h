@@ -1,0 +1,370 @@
+// What GPUs of sm_90a have beyond others: barriers in shared memory, boxes of tensors by the copy engine, products of
+// warpgroups, and clusters. Included by ptx.h.
+#pragma once
+
+struct {} _;  // a result that nobody wants
+
+namespace emulated {
+
+// Of 8 bytes in shared memory. A phase ends when all have arrived, and all bytes that are expected.
+struct Barrier {
+    u32 phase : 8, pending : 12, arrivals : 12;
+    int bytes;
+
+    void change(u32 arriving, int more) {
+        if (arrivals == 0xfff) fail("thread %u at a barrier that is none yet", current);
+        if (arriving > pending) fail("thread %u arrives where all are there", current);
+        pending -= arriving, bytes += more;
+        if (!pending && !bytes) phase++, pending = arrivals;
+    }
+};
+
+void Fiber::copies_arrive(u8* barrier) { reinterpret_cast<Barrier*>(barrier)->change(1, 0); }
+
+// As Driver.cuTensorMapEncodeTiled packs it: 16-bit elements, bytes of all axes' strides but the first.
+struct Map {
+    u64 start, strides[4];
+    u32 swizzled, dims[5], box[5];
+
+    u32 bytes() const { return 2 * box[0] * box[1] * box[2] * box[3] * box[4]; }
+
+    // use(element's bytes or null if it is none, its place in the box) of all elements of the box at `at`.
+    template <class Use>
+    void each(const int* at, Use use) const {
+        u32 i[5];
+        u32 place = 0;
+        for (i[4] = 0; i[4] < box[4]; i[4]++)
+            for (i[3] = 0; i[3] < box[3]; i[3]++)
+                for (i[2] = 0; i[2] < box[2]; i[2]++)
+                    for (i[1] = 0; i[1] < box[1]; i[1]++) {
+                        u64 from = start;
+                        bool inside = true;
+                        for (u32 axis = 1; axis < 5; axis++) {
+                            const int index = at[axis] + int(i[axis]);
+                            inside &= index >= 0 && index < int(dims[axis]);
+                            from += index * strides[axis - 1];
+                        }
+                        for (i[0] = 0; i[0] < box[0]; i[0]++, place += 2) {
+                            const int index = at[0] + int(i[0]);
+                            const bool valid = inside && index >= 0 && index < int(dims[0]);
+                            use(valid ? reinterpret_cast<u8*>(from + 2 * s64(index)) : nullptr, place);
+                        }
+                    }
+    }
+};
+
+// Rows of 128 bytes, eight of which have their eighths in each other's places.
+inline u32 swizzled(u32 address) { return address ^ (address >> 7 & 7) << 4; }
+
+// A box on its way, to all blocks of `ranks`, or from the block to memory. Those that come do so one by one, and only
+// when no thread can go on otherwise, the last that was asked for first; those that go are read when they are waited for.
+struct Box {
+    const Map* map;
+    int at[5];
+    u32 shared, barrier, ranks, thread, group;
+};
+
+// Of a warpgroup's product that nothing has waited for: what it may read, and still write to.
+struct Reading {
+    u32 from, to, group;
+};
+
+constexpr u32 MOST_BOXES = 4096, MOST_READINGS = 256;
+static Box coming[MOST_BOXES], going[MOST_BOXES];
+static Reading readings[MOST_THREADS / WARP][MOST_READINGS];
+static u32 coming_count, going_count, going_groups[MOST_THREADS];
+static u32 reading_counts[MOST_THREADS / WARP], reading_groups[MOST_THREADS / WARP];
+static u32 turn;
+
+void forget_arrivals() {
+    coming_count = going_count = 0;
+    memset(reading_counts, 0, sizeof reading_counts);
+}
+
+bool all_has_arrived() {
+    for (u32 count : reading_counts)
+        if (count) return false;
+    return !coming_count && !going_count;
+}
+
+inline u32 address_in_box(const Map& map, u32 shared, u32 place) {
+    return map.swizzled ? swizzled(shared + place) : shared + place;
+}
+
+static bool a_box_comes() {
+    if (!coming_count) return false;
+    const Box& box = coming[--coming_count];
+    for (u32 rank = 0; rank < block_count; rank++) {
+        if (!(box.ranks >> rank & 1)) continue;
+        box.map->each(box.at, [&](const u8* from, u32 place) {
+            u8* const to = shared_of(rank, address_in_box(*box.map, box.shared, place));
+            to[0] = from ? from[0] : 0, to[1] = from ? from[1] : 0;
+        });
+        reinterpret_cast<Barrier*>(shared_of(rank, box.barrier))->change(0, -int(box.map->bytes()));
+    }
+    return true;
+}
+
+// Those of every thread up to its first arrival at a barrier.
+static bool copies_come() {
+    bool any = false;
+    const u32 running = block;
+    for (u32 i = 0; i < block_count; i++) {
+        enter(i);
+        for (u32 t = first_thread; t < first_thread + block_dim.x; t++) {
+            Fiber& fiber = fibers[t];
+            u32 arrival = fiber.first;
+            while (arrival < fiber.copying && fiber.copies[arrival].bytes) arrival++;
+            if (arrival == fiber.copying) continue;
+            for (u32 left = arrival + 1 - fiber.first; left; left--) fiber.land();
+            any = true;
+        }
+    }
+    enter(running);
+    return any;
+}
+
+bool something_arrives() { return ++turn % 2 ? a_box_comes() || copies_come() : copies_come() || a_box_comes(); }
+
+}  // namespace emulated
+
+namespace ptx {
+
+using emulated::Barrier;
+
+constexpr u32 RANK = 24;  // an address in block r of a cluster has r + 1 from this bit on
+
+inline u8* clustered(u32 address, u32 bytes) {
+    const u32 rank = (address >> RANK) - 1, own = address & ((1 << RANK) - 1);
+    if (rank >= emulated::block_count) emulated::fail("%x is not an address of a cluster", address);
+    shared(own, bytes);  // it is one of any block
+    if (!emulated::blocks[rank].alive) emulated::fail("thread %u needs a block that is gone", emulated::current);
+    return emulated::shared_of(rank, own);
+}
+
+inline void mapa_shared__cluster_u32(u32& r, u32 address, u32 rank) { r = address | (rank + 1) << RANK; }
+inline void ld_shared__cluster_v2_f32(float& x, float& y, u32 address) {
+    float2 v;
+    memcpy(&v, clustered(address, sizeof v), sizeof v);
+    x = v.x, y = v.y;
+}
+inline void ld_shared__cluster_v4_f32(float& x, float& y, float& z, float& w, u32 address) {
+    float4 v;
+    memcpy(&v, clustered(address, sizeof v), sizeof v);
+    x = v.x, y = v.y, z = v.z, w = v.w;
+}
+
+static emulated::Meeting cluster;
+inline void barrier_cluster_arrive_release_aligned() {}
+__noinline__ static void barrier_cluster_wait_acquire_aligned() {
+    emulated::meet(cluster, emulated::block_count * emulated::block_dim.x);
+}
+
+inline void bar_sync(u32 number, u32 threads) {
+    emulated::meet(emulated::blocks[emulated::block].some[number], threads);
+}
+inline void setmaxnreg_dec_sync_aligned_u32(u32) {}
+inline void setmaxnreg_inc_sync_aligned_u32(u32) {}
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
+inline void fence_mbarrier_init_release_cluster() {}
+inline void fence_proxy_async_shared__cta() {}
+inline void setp_ne_b32(bool& r, u32 a, u32 b) { r = a != b; }
+inline void setp_ne_u32(bool& r, u32 a, u32 b) { r = a != b; }
+inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(mask, p) == ~0u; }
+inline void st_relaxed_gpu_global_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) = v; }
+
+// What is awaited comes from a block of a lower number, which has run, or never.
+inline void ld_acquire_gpu_global_u32(u32& r, u64 address) {
+    const u32& flag = *reinterpret_cast<const u32*>(address);
+    if (!flag) emulated::wait_until_changed(flag, 0);
+    r = flag;
+}
+
+inline void mul_bf16x2(u32& r, u32 a, u32 b) {
+    r = 0;
+    for (int i = 0; i < 32; i += 16)
+        r |= u32(narrowed_bfloat(widened_bfloat(a >> i) * widened_bfloat(b >> i))) << i;
+}
+
+inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 x, u32 y, u32 z, u32 w) {
+    const u32 lane = emulated::current % emulated::WARP;
+    const auto* addresses = emulated::exchange(~0u, address);
+    const u32 given[] = {x, y, z, w};
+    for (u32 i = 0; i < 4; i++)
+        for (u32 e = 0; e < 2; e++)  // the element in row 2 (lane % 4) + e and column lane / 4
+            memcpy(shared(u32(addresses[8 * i + lane % 4 * 2 + e][0]), 16) + lane / 4 * 2,
+                   reinterpret_cast<const u8*>(&given[i]) + 2 * e, 2);
+    emulated::exchange(~0u, 0);
+}
+
+// Barriers in shared memory
+
+inline Barrier& barrier(u32 address) { return *reinterpret_cast<Barrier*>(shared(address, 8)); }
+inline void mbarrier_init_shared__cta_b64(u32 address, u32 arrivals) {
+    barrier(address) = {0, arrivals, arrivals, 0};
+}
+template <class Ignored>
+inline void mbarrier_arrive_shared__cta_b64(Ignored, u32 address) { barrier(address).change(1, 0); }
+template <class Ignored>
+inline void mbarrier_arrive_shared__cluster_b64(Ignored, u32 address) {
+    reinterpret_cast<Barrier*>(clustered(address, 8))->change(1, 0);
+}
+template <class Ignored>
+inline void mbarrier_arrive_expect_tx_shared__cta_b64(Ignored, u32 address, u32 bytes) {
+    Barrier& b = barrier(address);
+    b.change(0, bytes), b.change(1, 0);
+}
+inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity) {
+    const Barrier& b = barrier(address);
+    const auto& word = reinterpret_cast<const u32&>(b);
+    if (b.arrivals == 0xfff) emulated::fail("thread %u waits at a barrier that is none yet", emulated::current);
+    while ((b.phase & 1) == parity) emulated::wait_until_changed(word, word);
+    done = true;
+}
+inline void cp_async_mbarrier_arrive_noinc_shared__cta_b64(u32 address) {
+    one_more_copy() = {shared(address, 8), 0, {}, emulated::fibers[emulated::current].group};
+}
+
+// Boxes
+
+inline void prefetch_tensormap(u64) {}
+
+inline void come(u32 to, u64 map, const int (&at)[5], u32 barrier, u32 ranks) {
+    using namespace emulated;
+    if (coming_count == MOST_BOXES) fail("too many boxes");
+    Box& box = coming[coming_count++];
+    box = {reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3], at[4]}, to, barrier, ranks};
+    const u32 bytes = box.map->bytes();
+    if (to % 128 || (box.map->swizzled && box.map->box[0] != 64)) fail("a box to %x", to);
+    shared(to + bytes - 1, 1), shared(barrier, 8);
+    for (u32 rank = 0; rank < block_count; rank++) {
+        if (!(ranks >> rank & 1)) continue;
+        if (!blocks[rank].alive) fail("a box to a block that is gone");
+        const u32 warps = block_dim.x / WARP;
+        for (u32 warp = rank * warps; warp < (rank + 1) * warps; warp++)
+            for (u32 i = 0; i < reading_counts[warp]; i++)
+                if (readings[warp][i].from < to + bytes && to < readings[warp][i].to)
+                    fail("a box to %x, which warp %u may still be reading", to, warp);
+        memset(shared_of(rank, to), 0xff, bytes);
+    }
+}
+
+inline void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes(
+    u32 to, u64 map, int k, int m, int i, int j, int l, u32 barrier) {
+    come(to, map, {k, m, i, j, l}, barrier, 1 << emulated::block);
+}
+inline void cp_async_bulk_tensor_5d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster(
+    u32 to, u64 map, int k, int m, int i, int j, int l, u32 barrier, u32 ranks) {
+    come(to, map, {k, m, i, j, l}, barrier, ranks);
+}
+
+inline void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(u64 map, int k, int m, int i, int j, int l, u32 from) {
+    using namespace emulated;
+    if (going_count == MOST_BOXES) fail("too many boxes");
+    going[going_count++] = {reinterpret_cast<const Map*>(map), {k, m, i, j, l}, from, 0, 0, current, going_groups[current]};
+    shared(from + going[going_count - 1].map->bytes() - 1, 1);
+}
+inline void cp_async_bulk_commit_group() { emulated::going_groups[emulated::current]++; }
+inline void cp_async_bulk_wait_group_read(u32 pending) {
+    using namespace emulated;
+    u32 left = 0;
+    for (u32 i = 0; i < going_count; i++) {
+        const Box& box = going[i];
+        if (box.thread != current || box.group + pending >= going_groups[current]) {
+            going[left++] = box;
+            continue;
+        }
+        box.map->each(box.at, [&](u8* to, u32 place) {
+            if (to) memcpy(to, shared(address_in_box(*box.map, box.shared, place), 2), 2);
+        });
+    }
+    going_count = left;
+}
+
+// Products of warpgroups
+
+inline void wgmma_fence_sync_aligned() { emulated::exchange(~0u, 0); }
+inline void wgmma_commit_group_sync_aligned() {
+    emulated::exchange(~0u, 0);
+    if (emulated::current % emulated::WARP == 0) emulated::reading_groups[emulated::current / emulated::WARP]++;
+}
+inline void wgmma_wait_group_sync_aligned(u32 pending) {
+    using namespace emulated;
+    exchange(~0u, 0);
+    const u32 warp = current / WARP;
+    if (current % WARP) return;
+    u32 left = 0;
+    for (u32 i = 0; i < reading_counts[warp]; i++)
+        if (readings[warp][i].group + pending >= reading_groups[warp]) readings[warp][left++] = readings[warp][i];
+    reading_counts[warp] = left;
+}
+
+// A warp's 16 rows of a times b[16 x n], which its descriptor says is in rows of 128 bytes, swizzled. Given are the
+// lanes' registers of a, the descriptor and where their sums are. By the last lane for all; that sums are there before
+// they are waited for is not seen.
+__attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words words, u32 n) {
+    using namespace emulated;
+    const u64 described = words[0][2];
+    if (described >> 62 != 1 || (described >> 32 & 0x3fff) != 64) fail("not such a descriptor: %llx", described);
+    const u32 start = u32(described & 0x3fff) << 4, warp = current / WARP;
+    if (start % 1024 >= 128) fail("a product's rows begin at %x", start);
+    const u32 from = start / 1024 * 1024;
+    shared(from + n * 128 - 1, 1);
+    if (reading_counts[warp] == MOST_READINGS) fail("too many products");
+    readings[warp][reading_counts[warp]++] = {from, from + n * 128, reading_groups[warp]};
+    float a[16][16];
+    for (u32 lane = 0; lane < WARP; lane++)
+        for (u32 half = 0; half < 2; half++) {  // columns from 8 half on, of row lane / 4 and 8 further
+            const Four values = widened_four(words[lane][half]);
+            float* const to = &a[lane / 4][8 * half + 2 * (lane % 4)];
+            to[0] = values[0], to[1] = values[1], to[128] = values[2], to[129] = values[3];
+        }
+    for (u32 column = 0; column < n; column += 8) {
+        Eight b[16];
+        for (u32 row = 0; row < 8; row++)
+            for (u32 k = 0; k < 16; k += 4) {
+                u64 halves;
+                memcpy(&halves, dynamic + swizzled(start + (column + row) * 128 + 2 * k), 8);
+                const Four values = widened_four(halves);
+                for (u32 i = 0; i < 4; i++) b[k + i][row] = values[i];
+            }
+        for (u32 row = 0; row < 8; row++) {
+            Eight sums = {}, below = {};
+            for (u32 k = 0; k < 16; k++) sums += a[row][k] * b[k], below += a[row + 8][k] * b[k];
+            for (u32 i = 0; i < 4; i++) {
+                float** const to = reinterpret_cast<float**>(words[4 * row + i][3]) + column / 2;
+                *to[0] += sums[2 * i], *to[1] += sums[2 * i + 1];
+                *to[2] += below[2 * i], *to[3] += below[2 * i + 1];
+            }
+        }
+    }
+}
+
+// The operands: n / 2 sums, four registers of a, the descriptor, and four constants.
+template <u32 N, class... Operands>
+void multiply_asynchronously(Operands&... operands) {
+    void* all[] = {const_cast<void*>(static_cast<const void*>(&operands))...};
+    static_assert(sizeof...(Operands) == N / 2 + 9);
+    const u32* const a[] = {static_cast<u32*>(all[N / 2]), static_cast<u32*>(all[N / 2 + 1]),
+                            static_cast<u32*>(all[N / 2 + 2]), static_cast<u32*>(all[N / 2 + 3])};
+    const auto pair = [](u32 low, u32 high) { return u64(high) << 32 | low; };
+    emulated::together(~0u, [](emulated::Words words) { multiply_warpgroup(words, N); }, pair(*a[0], *a[1]),
+                       pair(*a[2], *a[3]), *static_cast<u64*>(all[N / 2 + 4]), reinterpret_cast<u64>(all));
+}
+
+#define EMULATED_WGMMA(N)                                                                          \
+    template <class... Operands>                                                                   \
+    inline void wgmma_mma_async_sync_aligned_m64n##N##k16_f32_f16_f16(const Operands&... operands) { \
+        multiply_asynchronously<N>(operands...);                                                   \
+    }
+EMULATED_WGMMA(16)
+EMULATED_WGMMA(32)
+EMULATED_WGMMA(48)
+EMULATED_WGMMA(64)
+EMULATED_WGMMA(96)
+EMULATED_WGMMA(128)
+EMULATED_WGMMA(144)
+EMULATED_WGMMA(256)
+
+}  // namespace ptx
