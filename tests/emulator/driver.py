@@ -19,7 +19,8 @@ from typing import Any
 from .translate import translate
 
 HERE = Path(__file__).parent
-FLAGS = "-Og -w -shared -fPIC -mf16c -ffp-contract=off -fno-strict-aliasing -fno-threadsafe-statics".split()
+FLAGS = ["-Og", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
+FLAGS.append("-fno-threadsafe-statics")
 STACKS = 4096 * (256 << 10)
 """Bytes of the stacks of a cluster's threads (device.h)."""
 CLUSTERS = 4
