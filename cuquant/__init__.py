@@ -32,6 +32,12 @@ from .warmup import warmup
 
 __version__ = "0.1.0"
 
+
+def __dir__() -> list[str]:
+    """What users need: other modules of the package are its own affair."""
+    return sorted([*__all__, "formats", "testing"])
+
+
 __all__ = [
     "Comparison",
     "Evaluation",

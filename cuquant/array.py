@@ -35,6 +35,12 @@ class _Packed:
     __sub__ = __rsub__ = __neg__ = _refused("-")
     __mul__ = __rmul__ = _refused("*")
     __truediv__ = __rtruediv__ = _refused("/")
+    __floordiv__ = __rfloordiv__ = _refused("//")
+    __mod__ = __rmod__ = _refused("%")
+    __pow__ = __rpow__ = _refused("**")
+    __abs__ = _refused("abs")
+    __lt__ = __gt__ = _refused("<")
+    __le__ = __ge__ = _refused("<=")
 
 
 class QuantizedArray(_Packed):
@@ -42,7 +48,8 @@ class QuantizedArray(_Packed):
 
     Made by `cuquant.quantize`, `cuquant.from_blocks` and `cuquant.open`. Immutable: no operation changes
     its bytes. ``x @ W.T`` and ``W @ x`` multiply by it; it offers no buffer of numbers (`__array__` raises),
-    since its bytes are not numbers: `.dequantize()` gives those, `.blocks` the bytes.
+    since its bytes are not numbers: `.dequantize()` gives those, `.blocks` the bytes. Equal to itself alone,
+    as keys of dicts are: compare what `.blocks` or `.dequantize()` gives.
 
     Parameters
     ----------
@@ -81,12 +88,16 @@ class QuantizedArray(_Packed):
 
     @property
     def blocks(self) -> Any:
-        """The storage bytes: uint8, shape (..., N, bytes of a row), or as the format has them.
+        """The storage bytes: uint8, shape (..., N, bytes of a row), or as the format has them; on the CPU a
+        read-only view.
 
         Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
         """
         blocks = self._blocks  # read once: another thread may be preparing
         if blocks is not None:
+            if not device.is_cuda(blocks):
+                blocks = blocks.view()
+                blocks.flags.writeable = False
             return blocks
         from .fragments import from_fragments
 
@@ -228,6 +239,9 @@ class QuantizedArray(_Packed):
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self.selected(blocks, (i,)) for i in range(len(self)))
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise check.immutable(self)
+
     def __matmul__(self, other: Any) -> Any:
         from .ops.matmul import matmul
 
@@ -296,6 +310,19 @@ class Transposed(_Packed):
         """The storage format."""
         return self._base.format
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage blocks."""
+        return self._base.nbytes
+
+    @property
+    def device(self) -> str:
+        """ "cpu" (NumPy) or "cuda" (CuPy)."""
+        return self._base.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
     def dequantize(self, dtype: DTypeLike = "float32") -> Any:
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""
         return self._base.dequantize(dtype).swapaxes(-1, -2)
@@ -314,4 +341,7 @@ class Transposed(_Packed):
         return self._base.__array__(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"{self._base!r}.T"
+        return (
+            f"Transposed(shape={self.shape}, format={self.format}, "
+            f"bits_per_weight={self._base.bits_per_weight:g}, nbytes={self.nbytes}, device={self.device!r})"
+        )

@@ -23,6 +23,12 @@ SLAB = 1 << 20
 """Weights converted at a time: 4 MB of float32, which stays in a core's share of the cache."""
 
 
+# glibc gives memory of this size back to the system whenever it is freed, and every slab would fault its
+# pages in anew (q4_0, 4096 x 4096, one row: 151 ms in place of 59), until something larger has been freed
+# once, of up to 32 MB: then it keeps twice as much.
+np.empty(31 << 20, np.uint8)
+
+
 def slabs(rows: int, k: int, size: int = SLAB) -> Iterator[slice]:
     """Slices of `rows` rows of k elements, `size` elements each."""
     step = max(1, size // max(k, 1))

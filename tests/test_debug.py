@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,12 @@ def gauss(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     return np.random.default_rng(0).standard_normal(shape, F)
 
 
+def writable(w: cq.QuantizedArray) -> tuple[cq.QuantizedArray, Any]:
+    """The same of bytes that can be changed, and these."""
+    blocks = w.blocks.copy()
+    return cq.QuantizedArray(w.format, blocks, shape=w.shape), blocks
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_what_is_quantized_is_valid(name: str) -> None:
     for shape in ((3, 5, 128), (5, 128), (128,)):
@@ -31,25 +38,25 @@ def test_what_is_quantized_is_valid(name: str) -> None:
 @pytest.mark.parametrize(("name", "field"), [("q4_0", "d"), ("q5_1", "m"), ("int4-64", "scale")])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_scales_that_are_not_finite_are_found(name: str, field: str, bad: float) -> None:
-    w = cq.quantize(gauss(2, 5, 128), name)
-    w.blocks.view(w.format.storage)[field][[0, 1], [4, 2], [1, 0]] = bad
+    w, blocks = writable(cq.quantize(gauss(2, 5, 128), name))
+    blocks.view(w.format.storage)[field][[0, 1], [4, 2], [1, 0]] = bad
     message = r"array \(2, 5, 128\): 2 rows hold weights that are NaN or infinite, the first is row \(0, 4\)"
     with pytest.raises(ValueError, match=message):
         w.validate()
 
 
 def test_codes_that_mean_nan_are_found() -> None:
-    w = cq.quantize(gauss(4, 64), "mxfp4")
-    w.blocks.view(w.format.storage)["e"][3] = 255
+    w, blocks = writable(cq.quantize(gauss(4, 64), "mxfp4"))
+    blocks.view(w.format.storage)["e"][3] = 255
     with pytest.raises(ValueError, match=r"1 rows hold .* row 3"):
         w.validate()
 
 
 def test_all_that_is_wrong_with_a_trellis_weight() -> None:
-    w = cq.quantize(gauss(20, 40), cq.Trellis(3, grid=[-1, -0.4, 0, 0.4, 1]))
+    w, blocks = writable(cq.quantize(gauss(20, 40), cq.Trellis(3, grid=[-1, -0.4, 0, 0.4, 1])))
     assert w.validate() is w
     assert isinstance(w.format, cq.Trellis)
-    parts = w.format.parts(w.blocks, w.shape)
+    parts = w.format.parts(blocks, w.shape)
     parts.packed[:] = 0xFF
     with pytest.raises(ValueError, match=r"800 indices are beyond the grid of 5 levels and read as index 0$"):
         w.validate()

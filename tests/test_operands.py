@@ -66,7 +66,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "q8_1 stores blocks of 32 along the last axis, which has 40 elements",
     ),
     "plain @ plain": (lambda: cq.matmul(X, X.T), TypeError, "no quantized weight on either side"),
-    "float64": (lambda: X.astype(float) @ W.T, TypeError, "x has dtype float64"),
+    "float64": (
+        lambda: X.astype(float) @ W.T,
+        TypeError,
+        r"x has dtype float64; allowed are float16, bfloat16 or float32: pass x\.astype\(numpy\.float32\)",
+    ),
     "integers": (lambda: X.astype(int) @ W.T, TypeError, "x has dtype int64"),
     "a list": (lambda: cq.linear([[0.0] * 64], W), TypeError, "x is a list"),
     "complex": (lambda: X.astype(complex) @ W.T, TypeError, "x has dtype complex128"),
@@ -164,7 +168,16 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "dtype": (lambda: cq.linear(X, W, dtype="float64"), TypeError, "dtype float64 is not one of"),
     "out shape": (lambda: cq.linear(X, W, out=np.zeros((6, 3), F)), ValueError, r"out has shape \(6, 3\)"),
-    "out dtype": (lambda: cq.linear(X, W, out=np.zeros((3, 6))), TypeError, "out has dtype float64"),
+    "out dtype": (
+        lambda: cq.linear(X, W, out=np.zeros((3, 6))),
+        TypeError,
+        "out has dtype float64; allowed are float16, bfloat16 or float32$",
+    ),
+    "a dtype's NumPy name": (
+        lambda: cq.linear(X, W, dtype="f8"),
+        TypeError,
+        r"dtype 'f8' \(NumPy's float64\) is not one of",
+    ),
     "out and dtype": (
         lambda: cq.linear(X, W, out=np.zeros((3, 6), F), dtype=np.float16),
         TypeError,
@@ -191,7 +204,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "several elements in one place",
     ),
     "out is q8_1 x": (
-        lambda: cq.linear(Q, W, out=Q.blocks.reshape(-1)[:72].view(F).reshape(3, 6)),
+        lambda: cq.linear(Q, W, out=Q.storage.reshape(-1)[:72].view(F).reshape(3, 6)),
         ValueError,
         "may share memory with x",
     ),

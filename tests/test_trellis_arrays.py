@@ -43,7 +43,7 @@ def test_stacks_broadcast_and_fuse() -> None:
     assert testing.nmse(q @ w.T, testing.linear(q, w)) <= 1e-6
     one = w[0]
     with pytest.raises(ValueError, match="out may share memory with W"):
-        cq.linear(gauss(1, 96), one, out=stored(one).scales)
+        cq.linear(gauss(1, 96), one, out=stored(one, one.storage).scales)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -71,7 +71,7 @@ def test_rows_are_selected_exactly(bits: int, group: int) -> None:
     np.testing.assert_array_equal(w[2][many].dequantize(), d[2][many])
     for matrix, expected in zip(w, d, strict=True):
         np.testing.assert_array_equal(matrix.dequantize(), expected)
-    w.blocks[...] = 0  # they were copies
+    w.storage[...] = 0  # they were copies
     np.testing.assert_array_equal(chosen.dequantize(), d[index])
 
 

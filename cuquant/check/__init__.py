@@ -251,6 +251,9 @@ from .products import (
     experts as experts,
 )
 from .products import (
+    immutable as immutable,
+)
+from .products import (
     is_weight as is_weight,
 )
 from .products import (

@@ -24,7 +24,9 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is not one of {FLOAT_NAMES}") from None
     if given not in FLOATS:
-        raise TypeError(f"dtype {given} is not one of {FLOAT_NAMES}")
+        renamed = isinstance(dtype, str) and dtype != given.name
+        name = f"dtype {dtype!r} (NumPy's {given})" if renamed else f"dtype {given}"
+        raise TypeError(f"{name} is not one of {FLOAT_NAMES}")
     return given
 
 
@@ -54,7 +56,9 @@ def floats(value: Any, what: str) -> Any:
     """`array`, of dtype float16, bfloat16 or float32."""
     result = array(value, what)
     if result.dtype not in FLOATS:
-        raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}")
+        given = result.dtype == np.float64 and what != "out"
+        remedy = f": pass {what}.astype(numpy.float32)" if given else ""
+        raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}{remedy}")
     return result
 
 

@@ -246,6 +246,13 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     )
 
 
+def immutable(w: Any) -> TypeError:
+    """The error for an assignment to a part of a quantized array."""
+    return TypeError(
+        f"a {type(w).__name__} ({w.format}) cannot be changed: change numbers, and quantize them"
+    )
+
+
 def not_a_product(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{described(a)} @ {described(b)}"
