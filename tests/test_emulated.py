@@ -82,7 +82,7 @@ CHOSEN = {
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
-    "test_gpu_cores.py": (7, "edges and (q8_0 or q5_1)"),
+    "test_gpu_cores.py": (9, "edges and (q8_0 or q5_1)"),
     "test_gpu_moe_prefill.py": (7, "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0)"),
     "test_matmul.py": (
         95,
