@@ -10,7 +10,6 @@ import importlib
 import inspect
 import os
 import re
-import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -49,7 +48,16 @@ MODULES = ("cuquant.formats", "cuquant.testing", "cuquant.bench")
 
 
 def main() -> None:
-    site = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "build/docs"
+    parser = argparse.ArgumentParser(description="Write the documentation as web pages.")
+    parser.add_argument(
+        "folder",
+        metavar="FOLDER",
+        nargs="?",
+        type=Path,
+        default=HERE.parent / "build/docs",
+        help="where to; by default build/docs of this checkout",
+    )
+    site = parser.parse_args().folder
     pages = dict(guide_pages()) | dict(reference_pages())
     for name, (title, body) in pages.items():
         target = site / name

@@ -156,6 +156,20 @@ def test_causality_goes_by_slots() -> None:
     assert np.allclose(together, np.concatenate(single, axis=1), atol=1e-5)
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+def test_a_long_prompt_in_chunks(rotate: bool) -> None:
+    """Appended chunk by chunk, or before: then queries say where they are."""
+    k, v, q = normal(2, 150, 2, 64), normal(2, 150, 2, 64, seed=1), normal(2, 150, 4, 64, seed=2)
+    growing, whole = (cq.KVCache(2, 64, 150, 2, (8,), rotate=rotate) for _ in range(2))
+    whole.append(k, v)
+    for start in range(0, 150, 64):
+        chunk = slice(start, start + 64)
+        growing.append(k[:, chunk], v[:, chunk])
+        y = agree(q[:, chunk], growing)
+        at_once = agree(q[:, chunk], whole, positions=np.arange(150)[chunk])
+        assert np.allclose(y, at_once, atol=1e-5)
+
+
 def test_every_token_is_seen_without_causality() -> None:
     cache, q = filled(), normal(2, 3, 4, 64, seed=3)
     y = agree(q, cache, causal=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -34,6 +35,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return folder
+
+
+def test_building_says_how_it_is_called(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    for option, code, said in (
+        ("--help", 0, "[FOLDER]"),
+        ("--nothing", 2, "unrecognized arguments: --nothing"),
+    ):
+        command = [sys.executable, str(DOCS / "build.py"), option]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+        assert (done.returncode, said in done.stdout + done.stderr) == (code, True)
+        assert not list(tmp_path.iterdir())
 
 
 def text_of(path: Path) -> str:
@@ -95,6 +108,8 @@ def test_the_table_of_formats() -> None:
         gpu = "kernels" if fmt.on_gpu else "no"
         row = rf"^\| {name} \|.*\| {gpu} \| {size} \| {fmt.bits_per_weight:g} \|$"
         assert re.search(row, table, re.MULTILINE), row
+    whole = 8 * math.prod(cq.formats.get("trellis3").stored((768, 256))) / (768 * 256)
+    assert f"{whole:g} for trellis3 of 768 × 256 weights" in table  # noqa: RUF001
 
 
 def test_the_bytes_of_every_block_are_pictured() -> None:
@@ -108,7 +123,9 @@ def test_the_bytes_of_every_block_are_pictured() -> None:
 
 @pytest.mark.parametrize("page", ["docs/formats/kv.md"])
 def test_code_of_pages_runs(page: str, tmp_path: Path) -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    """All of a page's, one after another."""
+    parts = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    code = "\n".join(parts)
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

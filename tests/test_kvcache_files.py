@@ -63,7 +63,7 @@ def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path)
 
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    "version": (lambda a, s: s.update(version=2), "its version is 2; this is version 1"),
+    "version": (lambda a, s: s.update(version=2), "the cache's version is 2; this is version 1"),
     "no version": (lambda a, s: s.pop("version"), "it has no 'version'"),
     "no array": (lambda a, s: a.pop("8.k_qx"), "it has no '8.k_qx'"),
     "head_dim": (

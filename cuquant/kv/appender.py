@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +80,21 @@ class Appender:
         if refused:
             self._refused[0] = 0
             check.appended(refused - 1, cache.capacity)
+
+    @contextmanager
+    def copying(self, cache: KVCache) -> Iterator[None]:
+        """Around what copies the cache, and waits for it: its GPU is the current one.
+
+        RuntimeError while a graph is captured, ValueError as in `check`.
+        """
+        with device.cupy().cuda.Device(cache.next_slots.data.device_id):
+            if _capturing():
+                raise RuntimeError(
+                    "a cache cannot be copied while a CUDA graph is captured, which would fill the copy anew "
+                    "whenever it is replayed: copy it before or after"
+                )
+            yield
+            self.check(cache)
 
     def known_slots(self, cache: KVCache) -> int:
         """Slots given out in the longest sequence, as far as the host knows."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from .. import device as gpu
+from ..render import html_facts
 from . import allocator, codes, cpu, file, moves
 from .tiers import Tier, capacity_argument, rooms_of
 
@@ -21,6 +22,9 @@ class KVCache:
     On a GPU `append` and `attention` neither synchronise nor need the host's memory: once captured in a
     graph, they can be replayed with a cache that grows. Everything else that tells or changes what is held
     waits for the GPU, properties too.
+
+    `copy`, of the copy module too, forks a cache. A pickle holds what `save` writes, and comes back on the
+    device that it was made on: for a machine without a GPU pickle `cache.to_device("cpu")`.
 
     A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
     stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
@@ -165,8 +169,8 @@ class KVCache:
         ------
         TypeError, ValueError
             An argument does not fit, or a sequence or bucket is full (named): nothing has changed then. On a
-            GPU a call that a graph replays cannot raise: it changes nothing, and the next call of `append` or
-            `attention` that is not replayed raises.
+            GPU a call that a graph replays cannot raise: it changes nothing, and the next call of `append`,
+            `attention` or `copy` that is not replayed raises.
         """
         k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
         check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
@@ -307,6 +311,38 @@ class KVCache:
         """The cache that `save` wrote. ValueError where the file is none, or is damaged (it says how)."""
         return file.load(cls, path, check.device_name(device))
 
+    def copy(self) -> KVCache:
+        """An independent cache of the same tokens and settings on the same device, as to fork a sequence.
+
+        Every buffer is copied once, on a GPU without its bytes coming to the host.
+
+        Raises
+        ------
+        RuntimeError
+            A CUDA graph is being captured.
+        ValueError
+            An append that a graph replayed found no room since the last call: the copy would lack its tokens.
+        """
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        with self._appender.copying(self):
+            made.tiers = {bits: tier.copy() for bits, tier in self.tiers.items()}
+            made.next_slots = self.next_slots.copy()
+            made.key_scales = None if self.key_scales is None else self.key_scales.copy()
+            made._appender = self.backend.Appender(made)
+            made.refresh()
+        return made
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        with self._appender.copying(self):
+            state = file.state(self)
+        return file.restored, (type(self), state, self.device)
+
     def to_device(self, device: str) -> KVCache:
         """A copy on "cpu" or "cuda" (the current CuPy device); the cache itself where it is there already."""
         if check.device_name(device) == self.device and gpu.is_current(self.next_slots):
@@ -338,4 +374,17 @@ class KVCache:
             f"KVCache(n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}, "
             f"batch={self.batch}, tokens={{{held}}}, average_bits={self.average_bits:.4g}, "
             f"nbytes={self.nbytes})"
+        )
+
+    def _repr_html_(self) -> str:
+        held = (f"{int(tier.held.sum()):,} of {bits} bits" for bits, tier in self.tiers.items())
+        return html_facts(
+            {
+                "key heads": f"{self.n_kv_heads} of {self.head_dim} channels",
+                "sequences": f"{self.batch}, of {self.capacity:,} tokens at most",
+                "tokens": ", ".join(held),
+                "average bits": f"{self.average_bits:.4g}",
+                "bytes": f"{self.nbytes:,}",
+                "device": self.device,
+            }
         )

@@ -6,6 +6,7 @@ Attention is a maximum, a sum and an output for every piece of a bucket, then on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -137,6 +138,10 @@ class Appender:
 
     def check(self, cache: KVCache) -> None:
         """An append that is refused has raised."""
+
+    def copying(self, cache: KVCache) -> AbstractContextManager[None]:
+        """Around what copies the cache: always possible."""
+        return nullcontext()
 
     def known_slots(self, cache: KVCache) -> int:
         """All of them."""

@@ -1,4 +1,5 @@
-"""A cache as a safetensors file: the tokens of every bucket, sequence after sequence, and the settings."""
+"""A cache as a safetensors file, or as a pickle: the tokens of every bucket, sequence after sequence, and the
+settings."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ KEY = "cuquant.kv_cache"
 _SETTINGS = ("n_kv_heads", "head_dim", "batch", "rotate", "track_attention")
 
 
-def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
-    """See KVCache.save."""
-    from safetensors.numpy import save as to_bytes
+State = tuple[dict[str, Any], dict[str, Any]]
+"""Settings, and NumPy arrays by name."""
 
+
+def state(cache: KVCache) -> State:
+    """What `restored` makes the cache of again."""
     arrays: dict[str, Any] = {"next_slots": device.as_numpy(cache.next_slots)}
     if cache.key_scales is not None:
         arrays["key_scales"] = device.as_numpy(cache.key_scales)
@@ -40,6 +43,14 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
         "rooms": [*rooms_of(cache.tiers).items()],
         "auto_scales": cache.auto_scales,
     }
+    return settings, arrays
+
+
+def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
+    """See KVCache.save."""
+    from safetensors.numpy import save as to_bytes
+
+    settings, arrays = state(cache)
     raw = to_bytes(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {KEY: json.dumps(settings)}
     )
@@ -55,9 +66,7 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
         with safe_open(path, framework="numpy") as stored:
             settings = json.loads((stored.metadata() or {})[KEY])
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        if settings["version"] != VERSION:
-            raise ValueError(f"its version is {settings['version']}; this is version {VERSION}")
-        return _restored(kind, settings, arrays).to_device(where)
+        return restored(kind, (settings, arrays), where)
     except FileNotFoundError:
         raise
     except KeyError as error:
@@ -66,7 +75,19 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
         raise ValueError(f"{path} is no cache that cuquant saved: {error}") from None
 
 
-def _restored(kind: type[KVCache], settings: dict[str, Any], arrays: dict[str, Any]) -> KVCache:
+def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
+    """The cache of such a state, on "cpu" or "cuda".
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        It is none.
+    RuntimeError
+        There is no GPU.
+    """
+    settings, arrays = saved
+    if settings["version"] != VERSION:
+        raise ValueError(f"the cache's version is {settings['version']}; this is version {VERSION}")
     rooms = {bits: room for bits, room in settings["rooms"]}
     cache = kind(
         settings["n_kv_heads"],
@@ -93,7 +114,7 @@ def _restored(kind: type[KVCache], settings: dict[str, Any], arrays: dict[str, A
         for sequence, stop in enumerate(np.cumsum(lengths)):
             tier.add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
     check.restored(cache)
-    return cache
+    return cache.to_device(where)
 
 
 def _like(array: Any, arrays: dict[str, Any], name: str) -> Any:

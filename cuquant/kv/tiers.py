@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -109,6 +110,13 @@ class Tier:
         self.lengths[sequence] = 0
         self.add(sequence, tokens)
 
+    def copy(self) -> Tier:
+        """The same tokens in buffers of their own, on the current GPU."""
+        made = copy.copy(self)
+        made.buffers = Bucket(*(buffer.copy() for buffer in self.buffers))
+        made.lengths = self.lengths.copy()
+        return made
+
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's codes and scales, of all heads."""
@@ -119,6 +127,10 @@ class Tier:
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    def __repr__(self) -> str:
+        batch, tokens = len(self.lengths), int(self.held.sum())
+        return f"Tier(bits={self.bits}, batch={batch}, room={self.room}, tokens={tokens})"
 
 
 def held_of(tiers: Mapping[int, Tier]) -> dict[int, NDArray[np.int64]]:
