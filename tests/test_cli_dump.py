@@ -24,7 +24,7 @@ def test_dump_shows_every_key_and_tensor(run: Run) -> None:
     first_words = [line.split()[0] for line in lines]
     for name in [*(k for k in reader.fields if not k.startswith("GGUF.")), *(t.name for t in reader.tensors)]:
         assert first_words.count(name) == 1
-    assert lines[-1] == "39 tensors, 10494976 bytes"
+    assert lines[-1] == "39 tensors, 10,494,976 bytes"
 
 
 def test_dump_of_a_foreign_file_does_not_warn(run: Run, tmp_path: Path) -> None:

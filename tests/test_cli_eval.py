@@ -139,10 +139,14 @@ def test_base_compares_with_another_file(
         assert float(rows[1][key]) == pytest.approx(getattr(evaluation.rows[2], key), rel=1e-5)
 
 
-@pytest.mark.parametrize("formats", ["q8_0, Q4_0", " q8_0,q4_0 "])
+@pytest.mark.parametrize("formats", ["q8_0, Q4_0", " q8_0,q4_0 ", "q8_0,q4_0,Q8_0,q4_0"])
 def test_a_list_of_formats(run: Run, model: Path, some: tuple[object, ...], formats: str) -> None:
     done = run("eval", model, *some, "--formats", formats, "-o", "csv")
     assert [line.split(",")[0] for line in done.out.splitlines()[1:]] == ["f16", "q8_0", "q4_0"]
+
+
+def test_one_chunk_is_no_chunks(run: Run, model: Path, some: tuple[object, ...]) -> None:
+    assert run("eval", model, *some[:-1], "1").err.startswith(f"{model}: 1 chunk of 64 tokens, ")
 
 
 def test_activations_change_only_quantized_products(

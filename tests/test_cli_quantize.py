@@ -17,7 +17,7 @@ def test_quantize(run: Run, tmp_path: Path) -> None:
     target = tmp_path / "q.gguf"
     done = run("quantize", NANO, target, "--format", "q4_0", "--keep", "output.*", "--keep", "blk.3.*")
     assert (done.status, done.out) == (0, "")
-    sizes = f"{NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
+    sizes = f"file of {NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
     assert done.err == f"{target}: 22 tensors to q4_0, 17 copied, {sizes}\n"
     kinds = {t.name: t.tensor_type for t in gguf.GGUFReader(target).tensors}
     assert kinds["output.weight"] == kinds["blk.3.attn_q.weight"] == Type.F16
@@ -31,7 +31,7 @@ def test_quantize_to_a_format_that_gguf_lacks(run: Run, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     target = tmp_path / "q.safetensors"
     done = run("quantize", NANO, target, "--format", "kbit4", "--device", "cpu")
-    sizes = f"{NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
+    sizes = f"file of {NANO.stat().st_size:,} -> {target.stat().st_size:,} bytes"
     assert done == (0, "", f"{target}: 30 tensors to kbit4, 9 copied, {sizes}\n")
     source, made = cq.open(NANO, "cpu"), cq.load(target, "cpu")
     assert made.keys() == source.keys()
@@ -67,7 +67,7 @@ def test_quantize_says_what_would_replace_a_file(run: Run, tmp_path: Path) -> No
     target.write_text("precious")
     done = run("quantize", NANO, target, "--format", "q4_0")
     assert_one_line_error(done)
-    assert f"{target} exists; --force replaces it" in done.err
+    assert done.err == f"cuquant: error: {target} exists; --force replaces it\n"
     assert target.read_text() == "precious"
     assert run("quantize", NANO, target, "--format", "q4_0", "--force").status == 0
     assert cq.open(target)["output.weight"].format == "q4_0"
@@ -78,7 +78,7 @@ def test_quantize_names_the_tensors_of_ragged_rows(run: Run, tmp_path: Path) -> 
     source = write(tmp_path / "s.gguf", {name: t.astype(np.float32) for name, t in tensors.items()})
     done = run("quantize", source, tmp_path / "t.gguf", "--format", "q4_0")
     assert done.status == 0
-    assert "1 tensors to q4_0, 2 copied" in done.err
+    assert "1 tensor to q4_0, 2 copied" in done.err
     assert done.err.endswith("kept in float, rows are not whole blocks: b.weight, odd.weight\n")
 
 

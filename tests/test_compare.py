@@ -35,7 +35,12 @@ def test_a_file_and_itself(tmp_path: Path) -> None:
         ("w.weight", True, 0, 0),
         ("norm.weight", True, 0, 0),
     ]
-    assert found.summary().startswith("2 tensors identical, 0 different, 0 only in A, 0 only in B; ")
+    assert found.summary() == (
+        "2 tensors identical, 0 different, 0 only in A, 0 only in B; "
+        "1,792 and 1,792 bytes of tensors; 0 keys differ"
+    )
+    shown = "2 tensors, 2 identical; print shows the table"
+    assert repr(found) == f"Comparison(a.gguf, a.gguf: {shown})"
 
 
 def test_errors_are_those_of_an_evaluation(tmp_path: Path) -> None:
@@ -70,8 +75,9 @@ def test_what_one_file_lacks_and_what_cannot_be_compared(tmp_path: Path) -> None
 
 def test_the_same_numbers_in_other_bytes(tmp_path: Path) -> None:
     half = W.astype(np.float16)
-    a = write(tmp_path / "a.gguf", {"w": half})
-    b = write(tmp_path / "b.gguf", {"w": half.astype(np.float32)})
+    a = write(tmp_path / "a.gguf", {"w": half}, name="A")
+    b = write(tmp_path / "b.gguf", {"w": half.astype(np.float32)}, name="B")
+    assert cq.compare(a, b).summary().endswith("; 1 key differs")
     (found,) = cq.compare(a, b).tensors
     assert (found.identical, found.nmse, found.sqnr_db, found.max_abs_error) == (False, 0, None, 0)
 

@@ -38,6 +38,8 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("q8_1", ValueError, "q8_1 is a format of activations, not of weights"),
         ("q9_9", ValueError, "unknown format 'q9_9'; known are .*q4_0, q4_1"),
+        ("BF16", ValueError, r"'BF16' is no format to quantize to: tensors that keep \(--keep\) names"),
+        ({"output.weight": "f16", "*": "q4_0"}, ValueError, "'f16' is no .* no pattern of a mapping matches"),
         (4, TypeError, "a format is a name or a Format, not int"),
     ],
 )
@@ -60,7 +62,7 @@ def test_a_format_without_a_gguf_type(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_existing_target(tmp_path: Path) -> None:
     source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
     target.write_text("precious")
-    with untouched(tmp_path), pytest.raises(FileExistsError, match=r"t\.gguf exists"):
+    with untouched(tmp_path), pytest.raises(FileExistsError, match=r"t\.gguf exists; force=True replaces it"):
         quantize_file(source, target, "q4_0")
 
 
@@ -97,9 +99,21 @@ def test_a_quantized_source(tmp_path: Path) -> None:
         quantize_file(source, tmp_path / "t.gguf", "q4_0")
 
 
-@pytest.mark.parametrize("keep", [["*"], ["output.weight", "blk.*"]])
+@pytest.mark.parametrize("dtype", ["f8", "i1", "i4"])
 @pytest.mark.usefixtures("no_work")
-def test_nothing_to_quantize(tmp_path: Path, keep: list[str]) -> None:
+def test_a_source_of_other_numbers(tmp_path: Path, dtype: str) -> None:
+    odd: Any = weights(4, 32).astype(dtype)
+    source = write(tmp_path / "s.gguf", {"a.weight": odd, "b.weight": weights(4, 32)})
+    kind = cq.open(source).tensors["a.weight"].type_name
+    problem = rf"s\.gguf: only float16, bfloat16 and float32 can be quantized, not a\.weight \({kind}\); "
+    with untouched(tmp_path), pytest.raises(ValueError, match=problem):
+        quantize_file(source, tmp_path / "t.gguf", "q4_0")
+    assert convert.select(cq.open(source), "q4_0", "a.*").quantized == {"b.weight"}
+
+
+@pytest.mark.parametrize("keep", ["*", ["*"], ["output.weight", "blk.*"]])
+@pytest.mark.usefixtures("no_work")
+def test_nothing_to_quantize(tmp_path: Path, keep: str | list[str]) -> None:
     source = small(tmp_path / "s.gguf")
     with untouched(tmp_path), pytest.raises(ValueError, match="no weight matrix to quantize to q4_0"):
         quantize_file(source, tmp_path / "t.gguf", "q4_0", keep=keep)

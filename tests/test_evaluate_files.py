@@ -47,6 +47,23 @@ def test_rows_are_those_of_each_model(models: list[Path]) -> None:
     assert {"model", "name", "nmse"} <= set(tensors)
 
 
+@pytest.mark.parametrize("kind", [str, Path])
+def test_one_path_is_one_model(models: list[Path], kind: Any) -> None:
+    assert cq.evaluate_files(kind(models[0]), **OPTIONS) == cq.evaluate_files(models[:1], **OPTIONS)
+
+
+def test_formats_that_are_given_once_only(models: list[Path]) -> None:
+    """An iterator serves every model."""
+    several = cq.evaluate_files(models, **OPTIONS | {"formats": iter(["q8_0"])})
+    assert several == cq.evaluate_files(models, **OPTIONS)
+
+
+def test_repr(models: list[Path]) -> None:
+    several = cq.evaluate_files(models, **OPTIONS)
+    assert repr(several) == "Evaluations(2 models: 4 rows; print shows the table)"
+    assert str(several) == several.render()
+
+
 def test_an_interruption(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = tmp_path / "results.json"
     real = cq.evaluate
@@ -82,9 +99,9 @@ def test_what_is_there_is_not_evaluated_again(models: list[Path], tmp_path: Path
 def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
     results = tmp_path / "results.json"
     cq.evaluate_files(models[:1], results=results, **OPTIONS)
-    with pytest.raises(ValueError, match=r"another chunks, formats: remove it"):
+    with pytest.raises(ValueError, match=r"other settings \(chunks, formats\): remove it"):
         cq.evaluate_files(models[:1], results=results, **OPTIONS | {"chunks": 2, "formats": "q4_0"})
-    with pytest.raises(ValueError, match=r"another text"):
+    with pytest.raises(ValueError, match=r"other settings \(text\)"):
         cq.evaluate_files(models[:1], results=results, **OPTIONS | {"tokens": some_tokens(32)})
     assert len(calls) == 1
     for wrong in ("", "[]", '{"kind": "other"}', '{"kind": "cuquant evaluations"}'):

@@ -87,7 +87,8 @@ def test_a_mixture_is_between_its_widths(tmp_path: Path) -> None:
 
 def test_rows(model: Path) -> None:
     ids = some_tokens(70)
-    result = evaluate(model, tokens=ids, ctx=32, formats=["q8_0", "q4_0"], kv_bits=["8", 2])
+    again = ["q8_0", "q4_0", "Q8_0"]  # what comes a second time is left out
+    result = evaluate(model, tokens=ids, ctx=32, formats=again, kv_bits=["8", 2, 8])
     assert [(row.format, row.kv_bits) for row in result.rows] == [
         (name, kv) for name in ("f16", "q8_0", "q4_0") for kv in (None, "8", "2")
     ]

@@ -176,7 +176,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "offset near 2^64": (one_tensor([8], offset=2**64 - 32), f"ends at byte {2**64 + 64}, the file at 320"),
     "offset that wraps to byte 0": (one_tensor([8], offset=2**64 - 64), f"ends at byte {2**64 + 32}"),
     "offset at the end": (one_tensor([8], offset=256), "ends at byte 352, the file at 320"),
-    "data one byte short": (one_tensor([8], data=bytes(31)), "ends at byte 96, the file at 95"),
+    "data one byte short": (
+        one_tensor([8], data=bytes(31)),
+        "ends at byte 96, the file at 95: it is cut short, perhaps an incomplete download",
+    ),
     "extents wrap to 0": (one_tensor([2**32, 2**32]), "tensor 'w' ends at byte"),
     "extents wrap to 32": (one_tensor([32, 2**63 + 1, 2]), "tensor 'w' ends at byte"),
     "bytes wrap": (one_tensor([2**62, 4, 1, 1]), f"ends at byte {2**66 + 96}"),

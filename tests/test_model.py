@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 import tracemalloc
 from pathlib import Path
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from formats_table import ACTIVATIONS, WEIGHTS, Row, random_blocks
 from gguf import GGMLQuantizationType as Type
-from gguf_files import NANO, Stored, array, gguf_file, string, tensor, u32, write, write_blocks
+from gguf_files import NANO, Stored, array, entry, gguf_file, string, tensor, u32, write, write_blocks
 
 import cuquant as cq
 from cuquant import QuantizedArray
+from cuquant.io import dump
+from cuquant.io.gguf import Metadata, scan
 
 # Types of this library.
 
@@ -132,6 +135,60 @@ def test_a_large_vocabulary_opens_quickly(tmp_path: Path) -> None:
     assert model.metadata["tokenizer.ggml.tokens"] == names
 
 
+# Metadata.
+
+
+def test_metadata_is_equal_to_the_same_keys_and_values(tmp_path: Path) -> None:
+    metadata = cq.open(NANO).metadata
+    assert metadata == cq.open(NANO).metadata == dict(metadata)
+    assert not metadata != cq.open(NANO).metadata  # noqa: SIM202
+    assert metadata != cq.open(write(tmp_path / "m.gguf", {"w": np.zeros(1)})).metadata
+    key = "tokenizer.ggml.token_type"
+    changed = metadata[key].copy()
+    changed[7] += 1
+    others: tuple[Any, ...] = (changed, changed[:5], [], "text", None)
+    for other in others:
+        assert metadata != dict(metadata) | {key: other}
+    assert metadata == dict(metadata) | {key: metadata[key].tolist()}
+    assert metadata != {k: v for k, v in metadata.items() if k != key}
+    assert metadata != 5
+
+
+def test_nan_in_metadata_is_equal_to_nan() -> None:
+    nan = struct.pack("<f", float("nan"))
+    raw = gguf_file([entry("a", 6, nan), array("b", 6, 2, nan + u32(0))])
+    first, second = (scan(raw, "memory").metadata for _ in range(2))
+    assert first == second
+    assert first != dict(first) | {"a": 1.0}
+    assert first != dict(first) | {"b": np.zeros(2, np.float32)}
+
+
+def test_metadata_shows_its_table_with_long_arrays_cut() -> None:
+    metadata = cq.open(NANO).metadata
+    text = repr(metadata)
+    assert text in dump.as_text(cq.open(NANO))
+    assert len(text.splitlines()) == 2 + len(metadata)
+    assert "tokenizer.ggml.token_type               int32[4096]   3, 1, 1, 1, 1, 1, 1, 1, ...\n" in text
+    assert metadata._repr_html_().count("<tr>") == 1 + len(metadata)
+
+
+def test_metadata_that_cannot_be_read_says_so() -> None:
+    with cq.open(NANO) as model:
+        pass
+    assert repr(model.metadata).startswith("GGUF metadata of 26 keys: ")
+    assert repr(model.metadata).endswith("the file is closed")
+    assert "the file is closed" in model.metadata._repr_html_()
+
+
+@pytest.mark.parametrize("access", [Metadata.__getitem__, Metadata.value_type])
+def test_a_wrong_key_is_a_key_error_with_near_ones(access: Any) -> None:
+    with pytest.raises(KeyError, match=r"nano-llama-f16\.gguf has no key 'general\.nam'") as error:
+        access(cq.open(NANO).metadata, "general.nam")
+    assert "did you mean general.name or" in str(error.value)
+    assert cq.open(NANO).metadata.get("general.nam") is None
+    assert cq.open(NANO).metadata.get("general.nam", 3) == 3
+
+
 # A model is a mapping.
 
 
@@ -206,7 +263,12 @@ def test_metadata_that_was_read_before_closing(key: str) -> None:
 
 def test_repr() -> None:
     text = repr(cq.open(NANO))
-    assert text == f"Model({str(NANO)!r}, 39 tensors: 30 F16, 9 F32; 10494976 bytes)"
+    assert text == f"Model({str(NANO)!r}, 39 tensors: 30 F16, 9 F32; 10,494,976 bytes of tensors)"
+
+
+def test_repr_of_one_tensor(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", {"w": np.zeros(1)})
+    assert repr(cq.open(path)) == f"Model({str(path)!r}, 1 tensor: 1 F64; 8 bytes of tensors)"
 
 
 def test_html_escapes_what_comes_from_the_file(tmp_path: Path) -> None:
@@ -216,6 +278,9 @@ def test_html_escapes_what_comes_from_the_file(tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert "a&amp;b.gguf" in text
     assert "1 F64" in text
+    text = cq.open(path).metadata._repr_html_()
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
 # Arguments of open.

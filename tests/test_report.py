@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from synthetic import some_tokens
 
-from cuquant.eval import Evaluation, evaluate
+from cuquant.eval import Evaluation, Evaluations, evaluate
 
 KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows", "base"]
 COLUMNS = ["format", "bits_per_weight", "ppl", "ppl_stderr", "mean_kld", "max_kld", "same_top_percent"]
@@ -105,10 +105,31 @@ def test_tables_for_people(result: Evaluation, style: str) -> None:
 
 @pytest.mark.parametrize("style", ["table", "md", "html"])
 def test_tables_with_nothing_to_compare(alone: Evaluation, style: str) -> None:
-    _, row = cells(alone, style)
+    header, row = cells(alone, style)
+    assert len(row) == 3
     assert row[0] == "f16"
-    assert row[3:] == [""] * 5
-    assert len(cells(alone, style, tensors=True)) == 1
+    assert header == ["format", "bits/weight", "PPL"]
+    assert cells(alone, style, tensors=True) == [
+        ["tensor", "format", "bits/weight", "NMSE", "SQNR dB", "max error"]
+    ]
+    text = Evaluations([alone]).render(style)
+    assert "PPL" in text
+    assert "KLD" not in text
+    assert Evaluations([alone]).render("csv").splitlines()[0] == ",".join(["model", *COLUMNS])
+
+
+def test_columns_with_a_value_in_some_rows_are_shown(result: Evaluation) -> None:
+    rows = [replace(result.rows[0], mean_kld=None, max_kld=None), replace(result.rows[1], max_kld=None)]
+    header, *_ = cells(replace(result, rows=rows), "table")
+    assert "mean KLD" in header
+    assert "max KLD" not in header
+
+
+def test_repr_is_short(result: Evaluation, alone: Evaluation) -> None:
+    rows = "3 rows (f16, q8_0, q4_0)"
+    assert repr(result) == f"Evaluation({Path(result.model).name}: {rows}; print shows the table)"
+    assert ": 1 row (f16); " in repr(alone)
+    assert "tensors" not in repr(result.rows[1])
 
 
 def test_other_ways_to_show(result: Evaluation) -> None:

@@ -37,9 +37,14 @@ def test_foreign_files(tmp_path: Path) -> None:
     for metadata in (None, {"format": "pt"}):
         safetensors.numpy.save_file({"w": gauss(3)}, path, metadata)
         with pytest.raises(
-            ValueError, match=r"is not a file of cuquant\.save: its metadata has no 'cuquant'"
+            ValueError,
+            match=r"is not a file of cuquant\.save: its metadata has no 'cuquant'.*convert_hf_to_g",
         ):
             cq.load(path, "cpu")
+        other = r"not a GGUF file, but a safetensors file: cuquant\.read_safetensors .*convert_hf_to_gguf\.py"
+        with pytest.raises(cq.GGUFError, match=other) as error:
+            cq.open(path, "cpu")
+        assert "cuquant.load" not in str(error.value)
 
 
 KBIT4 = {"name": "kbit", "bits": 4}
@@ -114,10 +119,17 @@ def test_types_that_are_not_read(saved: Path) -> None:
 
 def test_a_cut_file(saved: Path) -> None:
     content = saved.read_bytes()
-    for size in (0, 7, 100, len(content) - 1):
+    header = 8 + int.from_bytes(content[:8], "little")
+    assert header > 100
+    places = {0: "it is empty", 7: "7 bytes of 9", 100: f"100 bytes of {header}"}
+    for size in (header, len(content) - 1):
+        places[size] = f"{size} bytes of {len(content)}"
+    for size, found in places.items():
         saved.write_bytes(content[:size])
-        with pytest.raises(ValueError, match="is not a safetensors file that can be read"):
-            cq.load(saved, "cpu")
+        said = found if size == 0 else f"{found} or more are there: it is cut short, perhaps an incomplete"
+        for read in (cq.load, cq.read_safetensors):
+            with pytest.raises(ValueError, match=rf"safetensors file that can be read: {said}"):
+                read(saved)
 
 
 def test_any_damage_is_a_value_error(saved: Path) -> None:
@@ -142,7 +154,7 @@ def test_any_damage_is_a_value_error(saved: Path) -> None:
 
 def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
     cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
-    with pytest.raises(cq.GGUFError, match=r"cuquant\.load reads safetensors files"):
+    with pytest.raises(cq.GGUFError, match=r"cuquant\.save wrote it, and cuquant\.load reads it"):
         cq.open(tmp_path / "w.safetensors", "cpu")
     with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):
         cq.load(Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf")

@@ -52,13 +52,21 @@ def left_at(arguments: argparse.Namespace) -> str:
 
 def format_list(text: str) -> list[str]:
     try:
-        return [str(formats.get(name.strip())) for name in text.split(",")]
+        return [str(formats.get(name)) for name in _names(text)]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def file_format_list(text: str) -> list[str]:
-    return [file_format(name.strip()) for name in text.split(",")]
+    """Formats or mixtures, each once."""
+    return list(dict.fromkeys(file_format(name) for name in _names(text)))
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if "" in names:
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name; names are separated by commas")
+    return names
 
 
 def file_format(name: str) -> str:

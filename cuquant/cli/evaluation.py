@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ..io.words import counted
 from .arguments import file_format_list, subcommand
 
 
@@ -88,7 +89,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     )
     result = several.each[0]
     print(
-        f"{', '.join(arguments.models)}: {result.chunks} chunks of {result.ctx} tokens, "
+        f"{', '.join(arguments.models)}: {counted(result.chunks, 'chunk')} of {result.ctx} tokens, "
         f"{result.scored_tokens} scored, {result.backend}, {time.perf_counter() - started:.1f} s",
         file=sys.stderr,
     )

@@ -8,6 +8,7 @@ import sys
 import warnings
 from typing import Any
 
+from ..io.words import counted
 from .arguments import file_format, left_at, subcommand
 
 
@@ -68,11 +69,12 @@ def _quantize(arguments: argparse.Namespace) -> None:
             device=arguments.device,
             progress=True,
         )
-    except FileExistsError as error:
-        raise FileExistsError(f"{error}; --force replaces it") from None
+    except FileExistsError:
+        raise FileExistsError(f"{arguments.target} exists; --force replaces it") from None
     print(
-        f"{arguments.target}: {len(done.quantized)} tensors to {done.format}, {len(done.kept)} copied, "
-        f"{done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
+        f"{arguments.target}: {counted(len(done.quantized), 'tensor')} to {done.format}, "
+        f"{len(done.kept)} copied, "
+        f"file of {done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
     if done.ragged:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from ..io.words import counted
 from .arguments import int_list, subcommand
 
 
@@ -30,7 +31,7 @@ def _warmup(arguments: argparse.Namespace) -> None:
 
     for model in arguments.models:
         count = warmup(model, arguments.batches or BATCHES, progress=True)
-        print(f"{model}: {count} kernels ready", file=sys.stderr)
+        print(f"{model}: {counted(count, 'kernel')} ready", file=sys.stderr)
 
 
 def _info(arguments: argparse.Namespace) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..array import QuantizedArray
 from ..io.gguf import Metadata, TensorInfo
+from ..io.header import same_value
 from ..io.model import Model
 from ..io.model import open as open_model
+from ..io.words import counted
 from ..render import Columns, render_records, to_json, to_pandas
 from .scores import error_of
 
@@ -54,7 +57,7 @@ class Difference:
     max_abs_error: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Differences of two GGUF files.
 
@@ -87,8 +90,13 @@ class Comparison:
         same = sum(tensor.identical for tensor in self.tensors)
         alone = [sum(getattr(t, side) is None for t in self.tensors) for side in ("b", "a")]
         other = len(self.tensors) - same - sum(alone)
-        text = f"{same} tensors identical, {other} different, {alone[0]} only in A, {alone[1]} only in B; "
-        return text + f"{self.a_bytes:,} and {self.b_bytes:,} bytes; {len(self.metadata)} keys differ"
+        differ = "differs" if len(self.metadata) == 1 else "differ"
+        return (
+            f"{counted(same, 'tensor')} identical, {other} different, "
+            f"{alone[0]} only in A, {alone[1]} only in B; "
+            f"{self.a_bytes:,} and {self.b_bytes:,} bytes of tensors; "
+            f"{counted(len(self.metadata), 'key')} {differ}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dictionaries and lists: what ``render("json")`` prints."""
@@ -109,6 +117,11 @@ class Comparison:
 
     def __str__(self) -> str:
         return f"A {self.a}\nB {self.b}\n\n{self.render()}\n\n{self.summary()}"
+
+    def __repr__(self) -> str:
+        same = sum(tensor.identical for tensor in self.tensors)
+        found = f"{counted(len(self.tensors), 'tensor')}, {same} identical"
+        return f"Comparison({Path(self.a).name}, {Path(self.b).name}: {found}; print shows the table)"
 
     def _repr_html_(self) -> str:
         return self.render("html")
@@ -197,10 +210,7 @@ def _metadata(a: Metadata, b: Metadata) -> dict[str, tuple[str, str]]:
 def _same(a: Metadata, b: Metadata, key: str) -> bool:
     if key not in a or key not in b or a.value_type(key) != b.value_type(key):
         return False
-    x, y = a[key], b[key]
-    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
-        return np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
-    return bool(x == y or (x != x and y != y))
+    return same_value(a[key], b[key])
 
 
 def _text(metadata: Metadata, key: str) -> str:

@@ -19,6 +19,7 @@ from ..io import convert, mixture
 from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
+from ..io.words import counted
 from ..ops.quantize import quantize
 from . import config
 from .kv import KVBits
@@ -63,8 +64,8 @@ def evaluate(
     base : path or Model, optional
         The model to compare with (same vocabulary), usually the float original.
     formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
-        Requantize every weight matrix of a float model to each in turn and compare with the original. A
-        mapping gives formats by patterns of names (see `quantize_file`).
+        Requantize every weight matrix of a float model to each in turn, once, and compare with the original.
+        A mapping gives formats by patterns of names (see `quantize_file`).
     ctx, chunks : int
         Tokens of a chunk; how many chunks to use (by default all whole ones).
     activations : "f16" or "q8_1"
@@ -95,10 +96,11 @@ def evaluate(
     """
     if activations not in ("f16", "q8_1"):
         raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
-    formats = [formats] if isinstance(formats, (str, Format, Mapping)) else list(formats)
+    formats = distinct(formats)
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
     caches = [KVBits(kv) for kv in ([kv_bits] if isinstance(kv_bits, (str, int)) else kv_bits)]
+    caches = list({cache.text: cache for cache in caches}.values())
     source = _opened(model, device)
     if caches and source.device != "cpu":
         raise ValueError("kv_bits works on NumPy only so far: open the model on the CPU (device='cpu')")
@@ -129,6 +131,13 @@ def evaluate(
     backend = device_info.name(source.device)
     origin = None if base is None else str(contenders[0].model.path)
     return Evaluation(str(source.path), label, ctx, len(pieces), scored, backend, rows, origin)
+
+
+def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:
+    """The formats that are asked for, each once."""
+    given = [formats] if isinstance(formats, (str, Format, Mapping)) else list(formats)
+    kinds = [mixture.get(each) for each in given]
+    return [each for i, each in enumerate(given) if kinds[i] not in kinds[:i]]
 
 
 class _Contender:
@@ -247,7 +256,7 @@ def _cut(
         ids = np.concatenate([[bos], ids])
     count = min(len(ids) // ctx, chunks or len(ids))
     if count == 0:
-        raise ValueError(f"the text has {len(ids)} tokens; one chunk of {ctx} is the least")
+        raise ValueError(f"the text has {counted(len(ids), 'token')}; one chunk of {ctx} is the least")
     pieces = ids[: count * ctx].reshape(count, ctx).copy()
     if bos is not None:
         pieces[:, 0] = bos

@@ -5,23 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..formats import Format
 from ..io.atomic import replacing
 from ..render import to_json
-from .evaluate import evaluate
+from .evaluate import distinct, evaluate
 from .report import Evaluation, Evaluations
 
 _KIND = "cuquant evaluations"
 
 
 def evaluate_files(
-    models: Iterable[str | os.PathLike[str]],
+    models: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     results: str | os.PathLike[str] | None = None,
     text: str | os.PathLike[str] | None = None,
@@ -35,7 +34,7 @@ def evaluate_files(
 
     Parameters
     ----------
-    models : paths
+    models : path, or several
     results : path, optional
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
         holds, by path, size and time of change, are not evaluated again: run the same call once more after an
@@ -53,11 +52,13 @@ def evaluate_files(
         `results` is no such file, or one of another text, base or options (which, it says); and what
         `evaluate` raises. Results so far stay on disk.
     """
-    single = isinstance(formats, (str, Format, Mapping))
+    if isinstance(models, (str, os.PathLike)):
+        models = [models]
+    formats = distinct(formats)
     settings = {
         "text": _fingerprint(text, tokens),
         "base": None if base is None else _stamp(Path(base)),
-        "formats": [str(f) for f in ([formats] if single else formats)],
+        "formats": [str(f) for f in formats],
     } | {name: json.loads(json.dumps(value, default=str)) for name, value in options.items()}
     target = None if results is None else Path(results)
     known = {} if target is None else _read(target, settings)
@@ -104,7 +105,8 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
     differing = [key for key in {**others, **settings} if others.get(key) != settings.get(key)]
     if differing:
         raise ValueError(
-            f"{path} has results with another {', '.join(sorted(differing))}: remove it, or name another"
+            f"{path} has results of other settings ({', '.join(sorted(differing))}): "
+            "remove it, or name another"
         )
     return found
 

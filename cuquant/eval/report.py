@@ -7,7 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..render import Columns, missing, render_records, to_json, to_pandas
+from ..io.words import counted
+from ..render import TABLE_STYLES, Columns, missing, render_records, to_json, to_pandas
 from .scores import TensorError
 
 _COLUMNS = {
@@ -44,13 +45,13 @@ class Row:
     rms_dp_percent: float | None
     bits_per_weight: float
     """Bits of all tensors of the model over all its weights, norms included."""
-    tensors: list[TensorError] = field(default_factory=list)
+    tensors: list[TensorError] = field(default_factory=list, repr=False)
     """Errors of the quantized tensors against the base model's; empty where there is nothing to compare."""
     kv_bits: str | None = None
     """Widths of the cached keys and values, as they were asked for; None where they are not quantized."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """Scores of one model in one or more formats.
 
@@ -103,10 +104,11 @@ class Evaluation:
         Parameters
         ----------
         style : "table" (for terminals), "md", "html", "csv" (full precision) or "json" (everything)
+            Tables for people leave out columns that are empty.
         """
         if style == "json":
             return to_json(self.to_dict())
-        return render_records(*self._records(tensors), style)
+        return _rendered(*self._records(tensors), style)
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
@@ -129,11 +131,15 @@ class Evaluation:
     def __str__(self) -> str:
         return self.render()
 
+    def __repr__(self) -> str:
+        rows = f"{counted(len(self.rows), 'row')} ({', '.join(row.format for row in self.rows)})"
+        return f"Evaluation({Path(self.model).name}: {rows}; print shows the table)"
+
     def _repr_html_(self) -> str:
         return self.render("html")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluations:
     """Evaluations of several models on one text, as `evaluate_files` returns them."""
 
@@ -144,7 +150,7 @@ class Evaluations:
         as in `Evaluation.render`. What the same base scored stands once."""
         if style == "json":
             return to_json([evaluation.to_dict() for evaluation in self.each])
-        return render_records(*self._records(tensors), style)
+        return _rendered(*self._records(tensors), style)
 
     def to_pandas(self, *, tensors: bool = False) -> Any:
         """A pandas DataFrame of what `render` shows; pandas comes with the notebook extra."""
@@ -174,8 +180,20 @@ class Evaluations:
     def __str__(self) -> str:
         return self.render()
 
+    def __repr__(self) -> str:
+        rows = counted(len(self._records(tensors=False)[0]), "row")
+        return f"Evaluations({counted(len(self.each), 'model')}: {rows}; print shows the table)"
+
     def _repr_html_(self) -> str:
         return self.render("html")
+
+
+def _rendered(records: list[dict[str, Any]], columns: Columns, style: str) -> str:
+    """The records in that style; tables for people without the columns that are empty in all rows."""
+    if records and style in TABLE_STYLES:
+        filled = {key for record in records for key, value in record.items() if value is not None}
+        columns = {key: column for key, column in columns.items() if key in filled}
+    return render_records(records, columns, style)
 
 
 def plotter() -> Any:

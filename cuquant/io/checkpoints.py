@@ -25,7 +25,7 @@ from .. import check
 from ..array import QuantizedArray
 from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
-from .safetensors import KEY
+from .safetensors import KEY, why_unreadable
 
 _PER_WORD = 8
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -125,7 +125,8 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
                 raise ValueError(f"{path} has no weight of GPTQ or AWQ: no tensor named *.qweight{hint}")
             return {f"{prefix}weight": _read(file, names, prefix, version) for prefix in prefixes}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file that can be read: {error}") from None
+        problem = why_unreadable(Path(path), error)
+        raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
 
 
 def _read(file: Any, names: set[str], prefix: str, version: int) -> QuantizedArray:

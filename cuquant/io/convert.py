@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,10 +18,11 @@ from ..formats import Format
 from ..ops.quantize import quantize
 from . import mixture, safetensors
 from .atomic import replacing
-from .gguf import TensorInfo
+from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model
 from .model import open as open_model
+from .words import counted
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _STAYS_FLOAT = (
@@ -73,9 +74,8 @@ class Selection:
     """Size of the model's file, or of all parts of a split one."""
 
     def __repr__(self) -> str:
-        return (
-            f"Selection({self.format}: {len(self.formats)} tensors quantized, {len(self.kept)} as they are)"
-        )
+        made = f"{counted(len(self.formats), 'tensor')} quantized"
+        return f"Selection({self.format}: {made}, {len(self.kept)} as they are)"
 
     @property
     def quantized(self) -> frozenset[str]:
@@ -83,7 +83,7 @@ class Selection:
         return frozenset(self.formats)
 
 
-def select(model: Model, format: FormatLike, keep: Iterable[str] = ()) -> Selection:
+def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> Selection:
     """Decide which tensors of a float model are quantized, and to what.
 
     Parameters
@@ -97,21 +97,21 @@ def select(model: Model, format: FormatLike, keep: Iterable[str] = ()) -> Select
         those that llama-quantize takes. A mapping has shell patterns (``*``, ``?``, ``[...]``) of tensor
         names, and the weight format of each, of which the first that matches counts; matrices that none
         matches are copied: ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``.
-    keep : iterable of str
+    keep : str, or several
         Shell patterns of tensor names to copy unchanged.
 
     Raises
     ------
     ValueError
         The format is one of activations; a pattern matches no tensor; a matrix is quantized already, and
-        quantizing twice adds both errors; or nothing is left to quantize.
+        quantizing twice adds both errors, or holds float64 or integers; or nothing is left to quantize.
     """
     wanted_format = mixture.get(format)
     rules = dict(wanted_format.rules) if isinstance(wanted_format, Recipe) else {}
     for fmt in [wanted_format, *rules.values()]:
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
-    keep = tuple(keep)
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
     _check_patterns(model, keep, "keep")
     _check_patterns(model, rules, "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
@@ -124,11 +124,17 @@ def select(model: Model, format: FormatLike, keep: Iterable[str] = ()) -> Select
         for info in matrices
         if info.name in asked and not any(fnmatchcase(info.name, pattern) for pattern in keep)
     ]
-    already = [f"{i.name} ({i.type_name})" for i in wanted if i.type_name not in FLOAT_TYPES]
+    already = [info for info in wanted if info.ggml_type not in PLAIN_TYPES]
     if already:
         raise ValueError(
-            f"{model.path.name} is quantized already: {', '.join(already[:3])}"
-            f"{', ...' if len(already) > 3 else ''}; quantize from a float16, bfloat16 or float32 file"
+            f"{model.path.name} is quantized already: {_listed(already)}; "
+            "quantize from a float16, bfloat16 or float32 file"
+        )
+    others = [info for info in wanted if info.type_name not in FLOAT_TYPES]
+    if others:
+        raise ValueError(
+            f"{model.path.name}: only float16, bfloat16 and float32 can be quantized, not {_listed(others)}; "
+            "convert them first, or copy them with keep (--keep)"
         )
     given = {info.name: mixture.fallback(asked[info.name], info.shape[-1]) for info in wanted}
     made = {name: fmt for name, fmt in given.items() if fmt is not None}
@@ -144,6 +150,12 @@ def select(model: Model, format: FormatLike, keep: Iterable[str] = ()) -> Select
     )
 
 
+def _listed(infos: Sequence[TensorInfo]) -> str:
+    """The first of these tensors, with their types."""
+    shown = ", ".join(f"{info.name} ({info.type_name})" for info in infos[:3])
+    return f"{shown}, ..." if len(infos) > 3 else shown
+
+
 def _check_patterns(model: Model, patterns: Iterable[str], argument: str) -> None:
     idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in model.tensors)]
     if idle:
@@ -155,7 +167,7 @@ def quantize_file(
     target: str | os.PathLike[str],
     format: FormatLike,
     *,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
     force: bool = False,
     device: str | None = None,
     progress: bool = False,
@@ -175,7 +187,7 @@ def quantize_file(
         "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"); or formats by
         shell patterns of tensor names, of which the first that matches counts, as in
         ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``. Matrices that no pattern matches are copied.
-    keep : iterable of str
+    keep : str, or several
         Shell patterns of tensor names to copy unchanged.
     force : bool
         Replace an existing `target`.
@@ -209,7 +221,7 @@ def quantize_file(
         if any(target.exists() and target.samefile(path) for path in model.paths):
             raise ValueError(f"{target} is the file being read")
         if target.exists() and not target.is_dir() and not force:
-            raise FileExistsError(f"{target} exists")
+            raise FileExistsError(f"{target} exists; force=True replaces it")
         with replacing(target) as temporary:
             if to_gguf:
                 _write_gguf(model, todo, temporary, progress)

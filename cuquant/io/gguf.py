@@ -40,6 +40,7 @@ from .header import (
     quote,
     still_open,
 )
+from .safetensors import KEY, OTHER_READERS
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
@@ -56,6 +57,7 @@ MAX_TEXT_BYTES = 1 << 20  # keys and names, decoded at once; real: below 200,000
 
 _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct("<IQ")
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(1, MAX_RANK + 1)}
+_LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # a key of one letter, its type, a value of one byte
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # a name of one letter, rank, one extent, type, offset
 
@@ -174,8 +176,12 @@ class _Scanner:
         """The version, of a file that can be read here."""
         magic = bytes(self.buffer[:4])
         if magic != b"GGUF":
-            hint = " (cuquant.load reads safetensors files)" if bytes(self.buffer[8:9]) == b"{" else ""
-            self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'{hint}")
+            other = bytes(self.buffer[8 : 8 + _LOOKED_AT])
+            if other.startswith(b"{"):
+                own = f'"{KEY}"'.encode() in other
+                readers = "cuquant.save wrote it, and cuquant.load reads it" if own else OTHER_READERS
+                self.fail(f"not a GGUF file, but a safetensors file: {readers}")
+            self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
         self.pos = self.entry = 4
         (version,) = self.unpack(_U32, "the version")
         if version == 1:
@@ -198,7 +204,7 @@ class _Scanner:
             if key in entries:
                 self.fail(f"key {quote(key)} occurs twice")
             entries[key] = self.value(f"key {quote(key)}")
-        return Metadata(entries)
+        return Metadata(entries, self.source)
 
     def value(self, what: str) -> tuple[ValueTypes, Any]:
         """The types and the value of a key."""
@@ -321,7 +327,10 @@ class _Scanner:
                 self.fail(f"tensor {quote(info.name)} overlaps {quote(previous)}, which ends at byte {end}")
             end, previous = info.offset + info.nbytes, info.name
             if end > len(self.buffer):
-                self.fail(f"tensor {quote(previous)} ends at byte {end}, the file at {len(self.buffer)}")
+                self.fail(
+                    f"tensor {quote(previous)} ends at byte {end}, the file at {len(self.buffer)}: "
+                    "it is cut short, perhaps an incomplete download"
+                )
 
 
 def _type_of(ggml_type: int) -> tuple[str, int, int] | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..render import Columns, render_records
+from .words import counted, escaped, missing, short
 
 Buffer: TypeAlias = bytes | memoryview | mmap.mmap
 
@@ -55,6 +60,8 @@ class ValueType(IntEnum):
 
 ValueTypes: TypeAlias = tuple[ValueType, ValueType | None]
 """Type of a metadata value, and of its elements where it is an array."""
+
+_COLUMNS: Columns = {key: (key, "") for key in ("key", "type", "value")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +132,47 @@ class Metadata(Mapping[str, Any]):
 
     Numbers, bools and strings are Python's. Strings and arrays are decoded when first asked for: arrays of
     numbers and bools are read-only NumPy views of the file, those of strings lists. GGUFError where a string
-    is not UTF-8; ValueError for what was not decoded when the file was closed.
+    is not UTF-8; ValueError for what was not decoded when the file was closed. Equal to a mapping of the same
+    keys, in any order, and values; a NaN is equal to another.
     """
 
-    def __init__(self, entries: Mapping[str, tuple[ValueTypes, Any]]) -> None:
+    def __init__(self, entries: Mapping[str, tuple[ValueTypes, Any]], source: str) -> None:
+        self._source = source
         self._types = {key: types for key, (types, _) in entries.items()}
         self._values = {key: value for key, (_, value) in entries.items()}
 
     def value_type(self, key: str) -> ValueTypes:
         """GGUF's type of a value, and of its elements where it is an array (else None)."""
+        self._check(key)
         return self._types[key]
 
+    def render(self, style: str = "table") -> str:
+        """Keys, types and values as a "table" (for terminals), "md", "html" or "csv"; what is long is cut."""
+        records = [
+            {"key": escaped(key), "type": self._type_name(key, value), "value": short(value)}
+            for key, value in self.items()
+        ]
+        return render_records(records, _COLUMNS, style)
+
+    def _type_name(self, key: str, value: Any) -> str:
+        kind, element = self._types[key]
+        return kind.name.lower() if element is None else f"{element.name.lower()}[{len(value)}]"
+
+    def _check(self, key: str) -> None:
+        if key not in self._values:
+            raise missing(Path(self._source).name, "key", key, self._values)
+
     def __getitem__(self, key: str) -> Any:
+        self._check(key)
         value = self._values[key]
         if isinstance(value, (StoredText, StoredArray)):
             value = self._values[key] = value.decode()
         return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or `default` where the key is missing."""
+        # Mapping's asks for the item, whose error takes milliseconds to find names that are near.
+        return super().get(key, default) if key in self else default
 
     def __contains__(self, key: object) -> bool:
         return key in self._values  # without decoding the value
@@ -151,8 +183,26 @@ class Metadata(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            same_value(value, other[key]) for key, value in self.items()
+        )
+
     def __repr__(self) -> str:
-        return f"<GGUF metadata: {len(self)} keys>"
+        return self._shown("table")
+
+    def _repr_html_(self) -> str:
+        return self._shown("html")
+
+    def _shown(self, style: str) -> str:
+        """The table; where a value cannot be read a line that says so."""
+        try:
+            return self.render(style)
+        except ValueError as error:
+            text = f"GGUF metadata of {counted(len(self), 'key')}: {error}"
+            return html.escape(text) if style == "html" else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +217,14 @@ class Header:
     metadata: Metadata
     tensors: dict[str, TensorInfo]
     data_offset: int
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values of metadata are equal; a NaN is equal to another."""
+    arrays = [value for value in (a, b) if isinstance(value, np.ndarray)]
+    if not arrays:
+        return bool(a == b or (a != a and b != b))
+    return np.array_equal(a, b, equal_nan=len(arrays) == 2 and all(x.dtype.kind == "f" for x in arrays))
 
 
 def quote(name: str | bytes) -> str:

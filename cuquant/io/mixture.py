@@ -20,6 +20,8 @@ from ..formats import Format
 from ..formats.base import unknown
 from .gguf import TensorInfo
 
+_FLOATS = ("f16", "fp16", "float16", "bf16", "bfloat16", "f32", "fp32", "float32")
+"""Names under which people ask for what is not quantized."""
 _FALLBACK = {
     "q2_k": "q4_0",
     "q3_k": "q4_0",
@@ -221,8 +223,11 @@ FormatLike = str | Format | Mapping[str, str | Format]
 def get(name: FormatLike) -> Format | Mixture | Recipe:
     """The mixture of that name (any case), a recipe of these rules, or the format.
 
-    `formats.get`'s errors, but of a name that is neither: ValueError lists the mixtures too.
+    `formats.get`'s errors, but of a name that is neither: ValueError lists the mixtures too, and of a float
+    type says how it is had.
     """
+    for each in name.values() if isinstance(name, Mapping) else [name]:
+        _refuse_floats(each)
     if isinstance(name, Mapping):
         return Recipe(tuple((str(pattern), formats.get(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
@@ -231,6 +236,14 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
         return formats.get(name)
     except ValueError:
         raise ValueError(unknown(str(name), names())) from None
+
+
+def _refuse_floats(name: Any) -> None:
+    if isinstance(name, str) and name.lower() in _FLOATS:
+        raise ValueError(
+            f"{name!r} is no format to quantize to: tensors that keep (--keep) names, or no pattern of a "
+            "mapping matches, are copied as they are; an evaluation has the original's row first"
+        )
 
 
 def of_file(base: str, file_type: Any) -> str | None:

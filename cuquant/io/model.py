@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import warnings
@@ -23,6 +22,7 @@ from ..formats import Format, by_ggml_type
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
+from .words import counted, missing
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -138,9 +138,7 @@ class Model(Mapping[str, Any]):
         try:
             return self.tensors[name]
         except KeyError:
-            near = difflib.get_close_matches(str(name), self.tensors, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise KeyError(f"{self.path.name} has no tensor {name!r}{hint}") from None
+            raise missing(self.path.name, "tensor", name, self.tensors) from None
 
     # A mapping, but one of a file: compared and hashed as an object, not by reading every tensor.
     __eq__ = object.__eq__
@@ -173,7 +171,8 @@ class Model(Mapping[str, Any]):
         return ", ".join(f"{count} {name}" for name, count in counts.most_common())
 
     def __repr__(self) -> str:
-        return f"Model({str(self.path)!r}, {len(self)} tensors: {self._types()}; {self.nbytes} bytes)"
+        tensors = f"{counted(len(self), 'tensor')}: {self._types()}; {self.nbytes:,} bytes of tensors"
+        return f"Model({str(self.path)!r}, {tensors})"
 
     def _shown(self, key: str) -> str:
         """A value as text; empty where the key is missing, or can no longer be read."""
@@ -185,7 +184,7 @@ class Model(Mapping[str, Any]):
     def _repr_html_(self) -> str:
         head = ("architecture", "name")
         facts = {key: self._shown(f"general.{key}") for key in head}
-        facts |= {"tensors": self._types(), "bytes": f"{self.nbytes:,}", "file": str(self.path)}
+        facts |= {"tensors": self._types(), "bytes of tensors": f"{self.nbytes:,}", "file": str(self.path)}
         return html_facts(facts)
 
 

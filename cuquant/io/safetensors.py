@@ -30,6 +30,13 @@ from .atomic import replacing
 
 KEY = "cuquant"
 VERSION = 1
+OTHER_READERS = (
+    "cuquant.read_safetensors reads GPTQ's and AWQ's weights of 4 bits; of a Hugging Face model llama.cpp's "
+    "convert_hf_to_gguf.py makes a GGUF file, which cuquant.open reads"
+)
+"""What to do with a safetensors file of others."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes; the safetensors package refuses a longer one."""
 TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -175,14 +182,42 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
             with safetensors.safe_open(path, "np") as file:  # validates the header
                 metadata = file.metadata() or {}
         except safetensors.SafetensorError as error:
-            stream.seek(0)
-            hint = " (cuquant.open reads GGUF files)" if stream.read(4) == b"GGUF" else ""
-            raise ValueError(f"{path} is not a safetensors file that can be read: {error}{hint}") from None
+            problem = why_unreadable(path, error)
+            raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(buffer[:8], "little")
     header = json.loads(buffer[8:start])
     header.pop("__metadata__", None)
     return metadata, {name: _view(path, name, buffer, start, info) for name, info in header.items()}
+
+
+def why_unreadable(path: Path, error: Exception) -> str:
+    """What is wrong with a file that the safetensors package refused with that error."""
+    with path.open("rb") as file:
+        head = file.read(9)
+        size = os.fstat(file.fileno()).st_size
+        if head.startswith(b"GGUF"):
+            return f"{error} (cuquant.open reads GGUF files)"
+        if size == 0:
+            return "it is empty"
+        length = int.from_bytes(head[:8], "little")
+        if size > 8 and (head[8:] != b"{" or length > _LONGEST_HEADER):
+            return str(error)
+        end = 8 + length if size > 8 else 9
+        if end <= size:
+            end += _data_bytes(head[8:] + file.read(length - 1))
+    if size < end:
+        return f"{size:,} bytes of {end:,} or more are there: it is cut short, perhaps an incomplete download"
+    return str(error)
+
+
+def _data_bytes(header: bytes) -> int:
+    """Where the last tensor ends, counted from the header's end; 0 where that cannot be told."""
+    try:
+        infos = json.loads(header)
+        return max(int(info["data_offsets"][1]) for name, info in infos.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError):
+        return 0
 
 
 def _view(path: Path, name: str, buffer: mmap.mmap, start: int, info: Mapping[str, Any]) -> Any:
@@ -199,7 +234,7 @@ def _weights(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if KEY not in metadata:
         raise ValueError(
             f"{path} is not a file of cuquant.save: its metadata has no {KEY!r} "
-            "(safetensors.numpy.load_file reads its tensors as plain arrays)"
+            f"(safetensors.numpy.load_file reads its tensors as plain arrays; {OTHER_READERS})"
         )
     try:
         note = json.loads(metadata[KEY])

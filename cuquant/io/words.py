@@ -1,0 +1,43 @@
+"""What is said of files to people: counts, values cut to a line, names that are not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+_SHOWN = 8
+"""Items of an array that are shown."""
+_WIDTH = 72
+"""Characters of a value that are shown."""
+
+
+def counted(number: int, thing: str) -> str:
+    """How many there are: "1 tensor", "2,048 tensors"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def escaped(text: str) -> str:
+    """Text without control characters, which a terminal would obey."""
+    return repr(text)[1:-1]
+
+
+def short(value: Any) -> str:
+    """A value of metadata in a line; what is long is cut."""
+    if isinstance(value, (list, np.ndarray)):
+        items = ", ".join(
+            str(item) if isinstance(value, np.ndarray) else repr(item) for item in value[:_SHOWN]
+        )
+        text = f"{items}, ..." if len(value) > _SHOWN else items
+    else:
+        text = escaped(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
+
+
+def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:
+    """The error for a name that a file has not, with those near to it."""
+    near = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return KeyError(f"{file} has no {kind} {name!r}{hint}")
