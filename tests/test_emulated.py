@@ -82,8 +82,12 @@ CHOSEN = {
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
+    "test_gpu_attention.py": (5, "eight_heads_at_once and 1000"),
     "test_gpu_cores.py": (9, "edges and (q8_0 or q5_1)"),
-    "test_gpu_moe_prefill.py": (7, "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0)"),
+    "test_gpu_moe_prefill.py": (
+        10,
+        "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",
+    ),
     "test_matmul.py": (
         95,
         "epilogue or bias or out_is or residual_may or left_alone or strided or leading or nan or infin",
@@ -183,13 +187,15 @@ def test_the_emulator_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
 BOXES = """
 typedef unsigned int u32;
 typedef unsigned long long u64;
-struct Map { u64 words[16]; };
-extern "C" __global__ void boxed(const __grid_constant__ Map map, u32* out, int bytes, int waits) {
+struct __align__(64) Map { u64 words[16]; };
+extern "C" __global__ void boxed(const __grid_constant__ Map map, u32* out, int bytes, int waits,
+                                 int fences) {
     extern __shared__ __align__(1024) unsigned char dynamic[];
     __shared__ u64 barrier;
     u32 at = __cvta_generic_to_shared(&barrier), to = __cvta_generic_to_shared(dynamic);
     if (threadIdx.x == 0) {
         asm("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(at), "r"(1));
+        if (fences) asm("fence.mbarrier_init.release.cluster;");
         asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(at), "r"(bytes));
         asm("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
             " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -219,9 +225,10 @@ def test_boxes_arrive_when_they_are_waited_for(tmp_path: Path, monkeypatch: pyte
         encode = driver.Driver.cuTensorMapEncodeTiled
         assert encode(ctypes.c_void_p(start), 6, 5, address, *rows, 0, 3, 2, 0) == status
 
-    def launch(bytes: int, waits: int) -> None:
-        values = (ctypes.c_void_p(out.ctypes.data), ctypes.c_int(bytes), ctypes.c_int(waits))
-        config = SimpleNamespace(grid=(1, 1, 1), block=(96, 1, 1), shared=512, count=0)
+    def launch(bytes: int, waits: int, fences: int = 1) -> None:
+        numbers = map(ctypes.c_int, (bytes, waits, fences))
+        values = (ctypes.c_void_p(out.ctypes.data), *numbers)
+        config = SimpleNamespace(grid=(3, 1, 1), block=(96, 1, 1), shared=512, count=0)
         driver.Function(library, "boxed").launch(config, [start, *map(ctypes.addressof, values)])
 
     launch(384, 1)
@@ -234,13 +241,15 @@ def test_boxes_arrive_when_they_are_waited_for(tmp_path: Path, monkeypatch: pyte
     assert (out == 0xFFFFFFFF).all()
     with pytest.raises(RuntimeError, match="96 threads wait for what never comes"):
         launch(256, 1)
+    with pytest.raises(RuntimeError, match="barriers that are not fenced"):
+        launch(384, 1, 0)
 
 
 def test_instructions_become_calls() -> None:
     given = """if (a) asm volatile("{.reg .pred p;\\nagain: setp.lt.f32 p, %0, %1;\\n"
     "@!p bra again;}" :: "f"(f(a, b)), "f"(c) : "memory"); else int(d); __shared__ u32 e[2 * N], g;"""
     assert translate.translate(given) == (
-        "if (a) { float a0 = float(f(a, b)); float a1 = float(c); bool p; "
+        "if (a) { __label__ again; float a0 = float(f(a, b)); float a1 = float(c); bool p; "
         "again: ptx::setp_lt_f32(p, a0, a1); if (!p) goto again; }\n else to_int(d); "
         "static auto& e = emulated::fixed<u32[(2 * N)]>(); static auto& g = emulated::fixed<u32>();"
     )

@@ -13,7 +13,7 @@ from formats_table import ON_GPU
 from products import cuda_weight, gauss, plan_anew
 
 import cuquant as cq
-from cuquant import device, jit, testing
+from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core, wgmma_core
 from cuquant.testing import nmse
 
@@ -115,6 +115,17 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1) if c.tile == tile]
     for choice in found:
         check(monkeypatch, choice, w, x, bias, residual, reference)
+    for choice in found:
+        if choice.streamed:
+            continue
+        # One tile, with twice as many turns as there are stages, and one more.
+        k = (2 * choice.stages + 1) * tile.width * choice.split * plan.TILE_COLUMNS
+        w, x = cuda_weight(name, (tile.rows * tile.pair, k)), cupy.asarray(gauss((8, k)).astype(np.float16))
+        only = choice._replace(outputs=1)
+        monkeypatch.setattr(wgmma_core, "choices", lambda *a, only=only: [only])
+        plan_anew(w)
+        for _ in range(3):
+            assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, only
     assert found
     monkeypatch.undo()
     plan_anew()

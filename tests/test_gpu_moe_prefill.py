@@ -155,6 +155,13 @@ def test_tiles_of_one_stage(tile: Tile, missing: int, tiled_by: Plans) -> None:
     check("q4_0", (1, 1023), tile.width * plan.TILE_COLUMNS - missing, hidden=6144, n=72, times=6)
 
 
+@pytest.mark.parametrize("tile", [t for t in TILES if t.width > 1], ids=str)
+def test_tiles_are_told_in_time(tile: Tile, tiled_by: Plans) -> None:
+    """Of one stage, of which a few blocks have many."""
+    tiled_by(tile, LARGE_GPU=3)
+    check("q4_0", (1, 40), tile.width * plan.TILE_COLUMNS, hidden=2048, n=72)
+
+
 @pytest.mark.parametrize("format", ["q4_0", "kbit3", "q4_k"])
 @pytest.mark.parametrize("tile", [(8, 2, 1, 3, 3), (8, 4, 1, 2, 3), (8, 4, 2, 1, 3)], ids=str)
 def test_rows_of_experts_by_the_mma_core(tile: tuple[int, ...], format: str, planned_by: Plans) -> None:

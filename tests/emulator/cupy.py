@@ -1,4 +1,4 @@
-"""CuPy's part, of NumPy arrays: what this library and its GPU tests use of it, on one GPU of sm_80."""
+"""CuPy's part, of NumPy arrays: what this library and its GPU tests use of it, on one GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 from . import driver
 
 __version__ = "of the emulator"
+_captured_memory: list[Any] = []
+"""What a graph's capture has made so far: it lives as long as the graph."""
 EDGE = 256
 """Bytes that an array's address is a multiple of, as of CuPy's memory; so many follow it."""
 
@@ -56,6 +58,8 @@ def empty(shape: Any, dtype: Any = float) -> ndarray:
     """Filled with bytes 0xFF: NaN in every float type."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.full(count + 2 * EDGE, 0xFF, np.uint8)
+    if driver.captured is not None:
+        _captured_memory.append(memory)
     start = -memory.ctypes.data % EDGE
     return memory[start : start + count].view(dtype).reshape(shape).view(ndarray)
 
@@ -121,8 +125,8 @@ class _Context:
 
 
 class Graph:
-    def __init__(self, launches: list[Callable[[], None]]) -> None:
-        self._launches = launches
+    def __init__(self, launches: list[Callable[[], None]], memory: list[Any]) -> None:
+        self._launches, self._memory = launches, memory
 
     def launch(self, stream: Any = None) -> None:
         for launch in self._launches:
@@ -142,11 +146,12 @@ class Stream(_Context):
 
     def begin_capture(self) -> None:
         driver.captured = []
+        _captured_memory.clear()
 
     def end_capture(self) -> Graph:
         launches, driver.captured = driver.captured, None
         assert launches is not None
-        return Graph(launches)
+        return Graph(launches, _captured_memory.copy())
 
 
 class Device(_Context):
@@ -155,6 +160,10 @@ class Device(_Context):
 
     def __init__(self, number: int = 0) -> None:
         self.id = number
+
+    @classmethod
+    def version(cls) -> dict[str, int]:
+        return dict(zip(("major", "minor"), map(int, cls.compute_capability), strict=True))
 
 
 class Pinned(ctypes.Array[ctypes.c_char]):
@@ -180,6 +189,6 @@ cuda = SimpleNamespace(
         CUDARuntimeError=CUDARuntimeError,
         getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
-        getDeviceProperties=lambda number: {"name": b"emulated GPU", "major": 8, "minor": 0},
+        getDeviceProperties=lambda number: {"name": b"emulated GPU", **Device.version()},
     ),
 )

@@ -48,6 +48,7 @@ struct Fiber {
     u32 seen;
     Copy* copies;
     u32 copying, room, first, group;
+    u32 wrote_from, wrote_to;  // shared memory that the copy engine is to read
 
     // The first of those on their way.
     void land() {
@@ -70,15 +71,16 @@ struct Warp {
     u64 words[2][WARP][WORDS];
 };
 
-// Some threads of a block that wait for each other.
+// Some threads that wait for each other.
 struct Meeting {
-    u32 arrived, generation;
+    u32 arrived, generation, threads;
 };
 
 struct Block {
     Dim index;
     u32 alive;
     Meeting all, some[16];  // __syncthreads; barriers by number
+    bool unfenced;          // barriers in shared memory of which the copy engine does not know
     u8* kept;               // its shared memory while another block of its cluster runs
 };
 
@@ -88,6 +90,8 @@ static Block blocks[MOST_BLOCKS];
 static void* scheduler;
 static u32 current, shared_bytes;
 static u32 block, first_thread, block_count;  // the running block, its first fiber, the blocks of a cluster
+static u32 turn;                              // of all that can run
+static char* all_stacks;
 static char failure[256];
 static Dim grid_dim, block_dim;
 
@@ -107,10 +111,15 @@ asm(".text\n.local emulated_switch\n.type emulated_switch, @function\nemulated_s
     for (;;) emulated_switch(&fibers[current].stack, scheduler);
 }
 
-// Ends the launch; the message is what the launch returns.
+// The message is what the launch returns, which ends: at once where a thread fails.
+template <class... Values>
+void complain(const char* format, Values... values) {
+    if (!failure[0]) snprintf(failure, sizeof failure, format, values...);
+}
+
 template <class... Values>
 [[noreturn]] void fail(const char* format, Values... values) {
-    snprintf(failure, sizeof failure, format, values...);
+    complain(format, values...);
     leave();
 }
 
@@ -120,9 +129,15 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
     emulated_switch(&fiber.stack, scheduler);
 }
 
+// All others go on first.
+inline void pause() { wait_until_changed(turn, turn); }
+
 // So many threads meet.
 inline void meet(Meeting& meeting, u32 threads) {
     const u32 seen = meeting.generation;
+    if (meeting.arrived && meeting.threads < threads)
+        fail("thread %u meets %u threads, others %u", current, threads, meeting.threads);
+    meeting.threads = threads;
     if (++meeting.arrived == threads)
         meeting.arrived = 0, meeting.generation++;
     else
@@ -359,7 +374,7 @@ static bool run_warps(bool backward) {
 }
 
 // Shared memory begins as NaN, and what follows the launch's part of it stays so.
-static void start_block(Dim index, char* stacks) {
+static void start_block(Dim index) {
     Block& own = blocks[block];
     u8* const kept = own.kept;
     own = {index, block_dim.x};
@@ -367,45 +382,70 @@ static void start_block(Dim index, char* stacks) {
     memset(dynamic, 0xff, filled_bytes()), memset(fixed_memory, 0xff, sizeof fixed_memory);
     for (u32 i = first_thread; i < first_thread + block_dim.x; i++) {
         Fiber& fiber = fibers[i];
-        void** top = reinterpret_cast<void**>(stacks + u64(i + 1) * STACK - 64);
+        memset(all_stacks + u64(i) * STACK, 0x5a, 8);  // where no stack should reach
+        void** top = reinterpret_cast<void**>(all_stacks + u64(i + 1) * STACK - 64);
         *--top = nullptr, *--top = reinterpret_cast<void*>(thread);
         fiber.stack = top - 6, fiber.done = false, fiber.awaited = nullptr;
         fiber.copying = fiber.first = fiber.group = 0;
+        fiber.wrote_from = ~0u, fiber.wrote_to = 0;
         warps[i / WARP].arrived = 0;
     }
 }
 
 static void end_block() {
-    for (u32 i = shared_bytes; i < filled_bytes() && !failure[0]; i++)
-        if (dynamic[i] != 0xff) snprintf(failure, sizeof failure, "written beyond %u shared bytes", shared_bytes);
-    for (u32 i = first_thread; i < first_thread + block_dim.x && !failure[0]; i++)
-        if (fibers[i].first != fibers[i].copying)
-            snprintf(failure, sizeof failure, "a block ends before copies of thread %u arrive", i);
+    for (u32 i = shared_bytes; i < filled_bytes(); i++)
+        if (dynamic[i] != 0xff) complain("written beyond %u shared bytes", shared_bytes);
+    for (u32 i = first_thread; i < first_thread + block_dim.x; i++) {
+        if (fibers[i].first != fibers[i].copying) complain("a block ends before copies of thread %u arrive", i);
+        for (u32 byte = 0; byte < 8; byte++)
+            if (all_stacks[u64(i) * STACK + byte] != 0x5a) complain("thread %u needs a larger stack", i);
+    }
 }
 
-// The blocks of a cluster, of which the first is given.
-static void run_blocks(Dim index, char* stacks, bool backward) {
-    forget_arrivals();
-    u32 alive = 0;
-    for (u32 i = 0; i < block_count; i++, index.x++) enter(i), start_block(index, stacks), alive += block_dim.x;
-    for (; alive && !failure[0]; backward = !backward) {
-        bool ran = false;
-        alive = 0;
+// What is asked for arrives late, and warps run by turns; or it arrives at once, and the first warp that can run does, of
+// the first block or from the last one on. Whether anything ran, or arrived.
+enum Order { LATE, FIRST, LAST };
+
+static bool run_some(Order order, bool& backward) {
+    bool ran = false;
+    turn++;
+    if (order == LATE) {
         for (u32 i = 0; i < block_count && !failure[0]; i++) {
             enter(i);
             while (run_warps(backward)) ran = true, backward = !backward;
-            alive += blocks[i].alive;
         }
-        if (!ran && alive && !failure[0] && !something_arrives())
-            snprintf(failure, sizeof failure, "%u threads wait for what never comes", alive);
+        return ran || something_arrives();
+    }
+    while (something_arrives()) ran = true;
+    const u32 warps = block_dim.x / WARP, all = warps * block_count;
+    for (u32 i = 0; i < all && !failure[0]; i++) {
+        const u32 warp = order == LAST ? all - 1 - i : i;
+        enter(warp / warps);
+        if (run_warp(warp * WARP, backward)) return true;
+    }
+    return ran;
+}
+
+// The blocks of a cluster, of which the first is given.
+static void run_blocks(Dim index, bool backward) {
+    static u32 clusters;
+    const auto order = Order(clusters++ % 3);
+    forget_arrivals();
+    for (u32 i = 0; i < block_count; i++, index.x++) enter(i), start_block(index);
+    while (!failure[0]) {
+        u32 alive = 0;
+        for (u32 i = 0; i < block_count; i++) alive += blocks[i].alive;
+        if (!alive) break;
+        if (!run_some(order, backward)) complain("%u threads wait for what never comes", alive);
+        backward = !backward;
     }
     for (u32 i = 0; i < block_count && !failure[0]; i++) enter(i), end_block();
-    if (!failure[0] && !all_has_arrived()) snprintf(failure, sizeof failure, "blocks end before copies arrive");
+    if (!failure[0] && !all_has_arrived()) complain("blocks end before copies arrive");
     enter(0);
 }
 
 static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared, u32 cluster, char* stacks) {
-    kernel = body, shared_bytes = shared, block_count = cluster, failure[0] = 0;
+    kernel = body, shared_bytes = shared, block_count = cluster, all_stacks = stacks, failure[0] = 0;
     grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
     if (threads % WARP || threads > 1024 || threads * cluster > MOST_THREADS || cluster > MOST_BLOCKS ||
         grid[0] % cluster || shared > SHARED)
@@ -416,7 +456,7 @@ static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared,
     for (u32 z = 0; z < grid[2]; z++)
         for (u32 y = 0; y < grid[1]; y++)
             for (u32 x = 0; x < grid[0] && !failure[0]; x += cluster, backward = !backward)
-                run_blocks({x, y, z}, stacks, backward);
+                run_blocks({x, y, z}, backward);
     return failure[0] ? failure : nullptr;
 }
 

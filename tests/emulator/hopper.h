@@ -12,8 +12,8 @@ struct Barrier {
     int bytes;
 
     void change(u32 arriving, int more) {
-        if (arrivals == 0xfff) fail("thread %u at a barrier that is none yet", current);
-        if (arriving > pending) fail("thread %u arrives where all are there", current);
+        if (arrivals == 0xfff) return complain("somebody arrives at a barrier that is none yet");
+        if (arriving > pending) return complain("somebody arrives where all are there");
         pending -= arriving, bytes += more;
         if (!pending && !bytes) phase++, pending = arrivals;
     }
@@ -64,9 +64,10 @@ struct Box {
     u32 shared, barrier, ranks, thread, group;
 };
 
-// Of a warpgroup's product that nothing has waited for: what it may read, and still write to.
+// Of a warpgroup's product that nothing has waited for: n rows of its operand b, which may still be read.
 struct Reading {
-    u32 from, to, group;
+    u32 start, n, group;
+    u64 sum;
 };
 
 constexpr u32 MOST_BOXES = 4096, MOST_READINGS = 256;
@@ -74,11 +75,12 @@ static Box coming[MOST_BOXES], going[MOST_BOXES];
 static Reading readings[MOST_THREADS / WARP][MOST_READINGS];
 static u32 coming_count, going_count, going_groups[MOST_THREADS];
 static u32 reading_counts[MOST_THREADS / WARP], reading_groups[MOST_THREADS / WARP];
-static u32 turn;
+static bool fenced[MOST_THREADS / WARP];
+static Meeting cluster;
 
 void forget_arrivals() {
-    coming_count = going_count = 0;
-    memset(reading_counts, 0, sizeof reading_counts);
+    coming_count = going_count = 0, cluster = {};
+    memset(reading_counts, 0, sizeof reading_counts), memset(fenced, 0, sizeof fenced);
 }
 
 bool all_has_arrived() {
@@ -96,6 +98,7 @@ static bool a_box_comes() {
     const Box& box = coming[--coming_count];
     for (u32 rank = 0; rank < block_count; rank++) {
         if (!(box.ranks >> rank & 1)) continue;
+        if (!blocks[rank].alive) return complain("a box comes to a block that is gone"), true;
         box.map->each(box.at, [&](const u8* from, u32 place) {
             u8* const to = shared_of(rank, address_in_box(*box.map, box.shared, place));
             to[0] = from ? from[0] : 0, to[1] = from ? from[1] : 0;
@@ -124,7 +127,7 @@ static bool copies_come() {
     return any;
 }
 
-bool something_arrives() { return ++turn % 2 ? a_box_comes() || copies_come() : copies_come() || a_box_comes(); }
+bool something_arrives() { return turn % 2 ? a_box_comes() || copies_come() : copies_come() || a_box_comes(); }
 
 }  // namespace emulated
 
@@ -154,21 +157,24 @@ inline void ld_shared__cluster_v4_f32(float& x, float& y, float& z, float& w, u3
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
 
-static emulated::Meeting cluster;
 inline void barrier_cluster_arrive_release_aligned() {}
 __noinline__ static void barrier_cluster_wait_acquire_aligned() {
-    emulated::meet(cluster, emulated::block_count * emulated::block_dim.x);
+    emulated::meet(emulated::cluster, emulated::block_count * emulated::block_dim.x);
 }
 
 inline void bar_sync(u32 number, u32 threads) {
+    if (number > 15 || threads % emulated::WARP) emulated::fail("no barrier: %u of %u threads", number, threads);
     emulated::meet(emulated::blocks[emulated::block].some[number], threads);
 }
 inline void setmaxnreg_dec_sync_aligned_u32(u32) {}
 inline void setmaxnreg_inc_sync_aligned_u32(u32) {}
 inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}
-inline void fence_mbarrier_init_release_cluster() {}
-inline void fence_proxy_async_shared__cta() {}
+inline void fence_mbarrier_init_release_cluster() { emulated::blocks[emulated::block].unfenced = false; }
+inline void fence_proxy_async_shared__cta() {
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
+    fiber.wrote_from = ~0u, fiber.wrote_to = 0;
+}
 inline void setp_ne_b32(bool& r, u32 a, u32 b) { r = a != b; }
 inline void setp_ne_u32(bool& r, u32 a, u32 b) { r = a != b; }
 inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(mask, p) == ~0u; }
@@ -191,10 +197,13 @@ inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 x, u
     const u32 lane = emulated::current % emulated::WARP;
     const auto* addresses = emulated::exchange(~0u, address);
     const u32 given[] = {x, y, z, w};
+    emulated::Fiber& fiber = emulated::fibers[emulated::current];
     for (u32 i = 0; i < 4; i++)
-        for (u32 e = 0; e < 2; e++)  // the element in row 2 (lane % 4) + e and column lane / 4
-            memcpy(shared(u32(addresses[8 * i + lane % 4 * 2 + e][0]), 16) + lane / 4 * 2,
-                   reinterpret_cast<const u8*>(&given[i]) + 2 * e, 2);
+        for (u32 e = 0; e < 2; e++) {  // the element in row 2 (lane % 4) + e and column lane / 4
+            const auto row = u32(addresses[8 * i + lane % 4 * 2 + e][0]);
+            memcpy(shared(row, 16) + lane / 4 * 2, reinterpret_cast<const u8*>(&given[i]) + 2 * e, 2);
+            fiber.wrote_from = min(fiber.wrote_from, row), fiber.wrote_to = max(fiber.wrote_to, row + 16);
+        }
     emulated::exchange(~0u, 0);
 }
 
@@ -203,12 +212,17 @@ inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 x, u
 inline Barrier& barrier(u32 address) { return *reinterpret_cast<Barrier*>(shared(address, 8)); }
 inline void mbarrier_init_shared__cta_b64(u32 address, u32 arrivals) {
     barrier(address) = {0, arrivals, arrivals, 0};
+    emulated::blocks[emulated::block].unfenced = true;
 }
 template <class Ignored>
-inline void mbarrier_arrive_shared__cta_b64(Ignored, u32 address) { barrier(address).change(1, 0); }
+inline void mbarrier_arrive_shared__cta_b64(Ignored, u32 address) {
+    barrier(address).change(1, 0);
+    emulated::pause();  // others may overtake
+}
 template <class Ignored>
 inline void mbarrier_arrive_shared__cluster_b64(Ignored, u32 address) {
     reinterpret_cast<Barrier*>(clustered(address, 8))->change(1, 0);
+    emulated::pause();
 }
 template <class Ignored>
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(Ignored, u32 address, u32 bytes) {
@@ -236,16 +250,12 @@ inline void come(u32 to, u64 map, const int (&at)[5], u32 barrier, u32 ranks) {
     Box& box = coming[coming_count++];
     box = {reinterpret_cast<const Map*>(map), {at[0], at[1], at[2], at[3], at[4]}, to, barrier, ranks};
     const u32 bytes = box.map->bytes();
-    if (to % 128 || (box.map->swizzled && box.map->box[0] != 64)) fail("a box to %x", to);
-    shared(to + bytes - 1, 1), shared(barrier, 8);
+    if (map % 64 || ranks >> block_count || (box.map->swizzled && box.map->box[0] != 64)) fail("no such box");
+    shared(to, bytes, 128), shared(barrier, 8);
     for (u32 rank = 0; rank < block_count; rank++) {
         if (!(ranks >> rank & 1)) continue;
         if (!blocks[rank].alive) fail("a box to a block that is gone");
-        const u32 warps = block_dim.x / WARP;
-        for (u32 warp = rank * warps; warp < (rank + 1) * warps; warp++)
-            for (u32 i = 0; i < reading_counts[warp]; i++)
-                if (readings[warp][i].from < to + bytes && to < readings[warp][i].to)
-                    fail("a box to %x, which warp %u may still be reading", to, warp);
+        if (blocks[rank].unfenced) fail("a box for barriers that are not fenced");
         memset(shared_of(rank, to), 0xff, bytes);
     }
 }
@@ -263,7 +273,11 @@ inline void cp_async_bulk_tensor_5d_global_shared__cta_bulk_group(u64 map, int k
     using namespace emulated;
     if (going_count == MOST_BOXES) fail("too many boxes");
     going[going_count++] = {reinterpret_cast<const Map*>(map), {k, m, i, j, l}, from, 0, 0, current, going_groups[current]};
-    shared(from + going[going_count - 1].map->bytes() - 1, 1);
+    const u32 bytes = going[going_count - 1].map->bytes();
+    shared(from, bytes, 128);
+    for (u32 t = first_thread; t < first_thread + block_dim.x; t++)
+        if (fibers[t].wrote_from < from + bytes && from < fibers[t].wrote_to)
+            fail("a box from %x, where thread %u has written without a fence", from, t);
 }
 inline void cp_async_bulk_commit_group() { emulated::going_groups[emulated::current]++; }
 inline void cp_async_bulk_wait_group_read(u32 pending) {
@@ -284,19 +298,43 @@ inline void cp_async_bulk_wait_group_read(u32 pending) {
 
 // Products of warpgroups
 
-inline void wgmma_fence_sync_aligned() { emulated::exchange(~0u, 0); }
+inline void wgmma_fence_sync_aligned() {
+    emulated::exchange(~0u, 0);
+    emulated::fenced[emulated::current / emulated::WARP] = true;
+}
 inline void wgmma_commit_group_sync_aligned() {
     emulated::exchange(~0u, 0);
-    if (emulated::current % emulated::WARP == 0) emulated::reading_groups[emulated::current / emulated::WARP]++;
+    const u32 warp = emulated::current / emulated::WARP;
+    if (emulated::current % emulated::WARP == 0) emulated::reading_groups[warp]++, emulated::fenced[warp] = false;
 }
+
+// Four columns k of a row of operand b.
+inline u64 four_of(u32 start, u32 row, u32 k) {
+    u64 halves;
+    memcpy(&halves, dynamic + emulated::swizzled(start + row * 128 + 2 * k), 8);
+    return halves;
+}
+
+inline u64 sum_of(u32 start, u32 n) {
+    u64 sum = 0;
+    for (u32 row = 0; row < n; row++)
+        for (u32 k = 0; k < 16; k += 4) sum = (sum ^ four_of(start, row, k)) * 0x9e3779b97f4a7c15;
+    return sum;
+}
+
 inline void wgmma_wait_group_sync_aligned(u32 pending) {
     using namespace emulated;
     exchange(~0u, 0);
     const u32 warp = current / WARP;
     if (current % WARP) return;
     u32 left = 0;
-    for (u32 i = 0; i < reading_counts[warp]; i++)
-        if (readings[warp][i].group + pending >= reading_groups[warp]) readings[warp][left++] = readings[warp][i];
+    for (u32 i = 0; i < reading_counts[warp]; i++) {
+        const Reading& reading = readings[warp][i];
+        if (reading.group + pending >= reading_groups[warp])
+            readings[warp][left++] = reading;
+        else if (sum_of(reading.start, reading.n) != reading.sum)
+            fail("what warp %u multiplied changed before it had waited", warp);
+    }
     reading_counts[warp] = left;
 }
 
@@ -306,13 +344,13 @@ inline void wgmma_wait_group_sync_aligned(u32 pending) {
 __attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words words, u32 n) {
     using namespace emulated;
     const u64 described = words[0][2];
-    if (described >> 62 != 1 || (described >> 32 & 0x3fff) != 64) fail("not such a descriptor: %llx", described);
+    if (described >> 46 != 1 << 16 || (described >> 32 & 0x3fff) != 64) fail("not such a descriptor: %llx", described);
     const u32 start = u32(described & 0x3fff) << 4, warp = current / WARP;
     if (start % 1024 >= 128) fail("a product's rows begin at %x", start);
-    const u32 from = start / 1024 * 1024;
-    shared(from + n * 128 - 1, 1);
+    shared(start / 1024 * 1024, n * 128, 1024);
+    if (!fenced[warp]) fail("a product of warp %u without a fence", warp);
     if (reading_counts[warp] == MOST_READINGS) fail("too many products");
-    readings[warp][reading_counts[warp]++] = {from, from + n * 128, reading_groups[warp]};
+    readings[warp][reading_counts[warp]++] = {start, n, reading_groups[warp], sum_of(start, n)};
     float a[16][16];
     for (u32 lane = 0; lane < WARP; lane++)
         for (u32 half = 0; half < 2; half++) {  // columns from 8 half on, of row lane / 4 and 8 further
@@ -324,9 +362,7 @@ __attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words w
         Eight b[16];
         for (u32 row = 0; row < 8; row++)
             for (u32 k = 0; k < 16; k += 4) {
-                u64 halves;
-                memcpy(&halves, dynamic + swizzled(start + (column + row) * 128 + 2 * k), 8);
-                const Four values = widened_four(halves);
+                const Four values = widened_four(four_of(start, column + row, k));
                 for (u32 i = 0; i < 4; i++) b[k + i][row] = values[i];
             }
         for (u32 row = 0; row < 8; row++) {

@@ -138,14 +138,16 @@ inline void selp_u32(u32& r, u32 a, u32 b, bool first) { r = first ? a : b; }
 
 // Memory
 
-inline u8* shared(u32 address, u32 bytes) {
+inline u8* shared(u32 address, u32 bytes, u32 edge) {
     const bool fixed = address >= emulated::SHARED;
     const u64 begin = fixed ? address - emulated::SHARED : address;
     const u64 size = fixed ? emulated::fixed_bytes : emulated::shared_bytes;
-    if (address % bytes || begin + bytes > size)
+    if (address % edge || begin + bytes > size)
         emulated::fail("%u bytes at %llu of %llu shared ones", bytes, begin, size);
     return (fixed ? emulated::fixed_memory : dynamic) + begin;
 }
+
+inline u8* shared(u32 address, u32 bytes) { return shared(address, bytes, bytes); }
 
 template <class T>
 inline void load(T& r, u32 address) { memcpy(&r, shared(address, sizeof r), sizeof r); }

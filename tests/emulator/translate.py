@@ -99,8 +99,9 @@ def _calls(statement: str) -> str:
         number, at = number + 1, end + 1
     code = code.strip()
     code = code[1:-1] if code.startswith("{") and code.endswith("}") else code
-    body = [_call(line.strip()) for line in code.split(";") if line.strip()]
-    return " ".join(("{", *before, *body, *after, "}"))
+    lines = [line.strip() for line in code.split(";") if line.strip()]
+    labels = [f"__label__ {label[1]};" for label in map(_LABEL.match, lines) if label]
+    return " ".join(("{", *labels, *before, *map(_call, lines), *after, "}"))
 
 
 def _call(instruction: str) -> str:
