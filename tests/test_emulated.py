@@ -66,7 +66,7 @@ CHOSEN = {
         " or (graph and 16-q4_0)",
     ),
     "test_gpu_moe_prefill.py": (4, "levels or (mma_core and q4_0)"),
-    "test_gpu_moe_repeats.py": (40, "not (again and (unaligned or spread))"),
+    "test_gpu_moe_repeats.py": (30, "not (again and not float16)"),
     "test_gpu_moe_trellis.py": (
         15,
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
@@ -76,7 +76,7 @@ CHOSEN = {
     "test_gpu_attention.py": (
         75,
         "(types and (64 or 40) and not (64 and bfloat16)) or (masks and True) or positions or bad or seen"
-        " or (fewer and not 70000 and not (3000 and not widths0)) or importance",
+        " or (fewer and not 70000 and not 3000) or importance",
     ),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a

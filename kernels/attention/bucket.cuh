@@ -40,8 +40,8 @@ DEVICE int load_shared_int(u32 address) {
 template <int BITS, class S>
 struct Bucket {
     static constexpr int TOKENS = S::L::TOKENS, TILES = TOKENS / 16;
-    // Queries in two parts of 256 channels leave few registers. For two GPUs the compiler takes fewer if more is loaded.
-    static constexpr bool SCARCE = __CUDA_ARCH__ != 900 && __CUDA_ARCH__ != 1200 && HALVES > 1 && PADDED > 128;
+    // Queries in two parts of 256 channels leave few registers; from sm_90 on this does not help.
+    static constexpr bool SCARCE = __CUDA_ARCH__ < 900 && HALVES > 1 && PADDED > 128;
     static constexpr int AT_ONCE = BITS >= 8 || SCARCE ? 1 : PAIRS;  // pairs of a key's units that are loaded together
     static constexpr int VALUES = BITS == 16 || SCARCE ? 1 : PAIRS;  // units of a value that are
 
