@@ -111,7 +111,7 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     m, n, k = tile.batch + 9, tile.rows * tile.pair + 72, 1024 if tile.width > 2 else 512
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
-    reference = testing.linear(x, w)
+    reference = cupy.asarray(testing.linear(x, w))
     found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1) if c.tile == tile]
     for choice in found:
         check(monkeypatch, choice, w, x, bias, residual, reference)

@@ -34,8 +34,16 @@ class ndarray(np.ndarray[Any, Any]):
     def set(self, values: Any) -> None:
         self.view(np.ndarray)[...] = values
 
-    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return np.asarray(array).view(ndarray)  # never a scalar
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
+        """NumPy's, never a scalar; arrays of the CPU are refused as CuPy refuses them."""
+        if any(type(a) is np.ndarray for a in (*inputs, *out)):
+            raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+        if out:
+            options["out"] = tuple(np.asarray(a) for a in out)
+        result = getattr(ufunc, method)(
+            *(np.asarray(a) if isinstance(a, ndarray) else a for a in inputs), **options
+        )
+        return out[0] if out else _wrapped(result)
 
     def __getitem__(self, index: Any) -> Any:
         return np.asarray(super().__getitem__(index)).view(ndarray)
