@@ -64,7 +64,7 @@ FORMATS = ("q4_0", "kbit4", "mxfp4", "int4-32-zeros")
 
 
 def has_tile(format: str, tile: Tile) -> bool:
-    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 256, 1024) is not None
+    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 256, 1024, sides=2) is not None
 
 
 TILES = [tile for tile in WGMMA_TILES if has_tile("q4_0", tile)]
@@ -122,13 +122,14 @@ def test_last_rows_of_experts(tile: Tile, tiled_by: Plans) -> None:
 
 def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidden: int, gpu: int) -> None:
     """The same, where so many blocks have a part of what the product with gate or up leaves to be shared."""
-    load, gated = plan.moe.Load(sum(counts), 1, len(counts)), tile.blocks == 2
-    made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, gated, 90)
+    load = plan.moe.Load(sum(counts), 1, len(counts))
+    made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, True, 90)
     assert made is not None
     # As kernels/core/schedule.cuh decides.
-    tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * (1 + gated) / tile.rows)
-    assert 0 < tiles % gpu <= made.gemm.streamed
-    assert tiles * (k // 64 // tile.width) >= gpu
+    tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * 2 / (tile.rows * tile.pair))
+    clusters = gpu // tile.pair
+    assert 0 < tiles % clusters <= made.gemm.streamed
+    assert tiles * (k // 64 // tile.width) >= clusters
     check(format, counts, k, hidden, n=200, times=6)
 
 

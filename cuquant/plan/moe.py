@@ -19,7 +19,7 @@ from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
-from .wgmma_core import WGMMA_TILES, passed_us, sum_bytes, tile_us, wgmma_grouped
+from .wgmma_core import WGMMA_TILES, narrow, passed_us, sum_bytes, tile_us, wgmma_grouped
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -59,12 +59,17 @@ class Load(NamedTuple):
         mean = self.rows / self.hit
         return min(self.tokens, ceil(mean + 2 * sqrt(max(0, mean - 1))))
 
-    def works(self, batch: int) -> float:
-        """Batch tiles, as expected: of the normal distribution next to the binomial one."""
+    def works(self, batch: int, narrow: int) -> tuple[float, float]:
+        """Batch tiles, as expected, and how many of them are last ones of `narrow` rows or fewer: of the
+        normal distribution next to the binomial one."""
         mean = self.rows / self.experts
         spread = sqrt(2 * mean * (1 - 1 / self.experts)) or 1e-9
-        tails = (erfc((j * batch + 0.5 - mean) / spread) / 2 for j in range(1, ceil(self.rows / batch)))
-        return self.hit + self.experts * sum(tails)
+
+        def more(rows: int) -> float:  # experts that have more
+            return self.experts * erfc((rows + 0.5 - mean) / spread) / 2 if rows else self.hit
+
+        tiles = [j * batch for j in range(ceil(self.rows / batch))]
+        return sum(map(more, tiles)), sum(more(rows) - more(rows + narrow) for rows in tiles)
 
     def most_works(self, batch: int) -> int:
         """Batch tiles that there can be."""
@@ -117,20 +122,24 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm = wgmma_grouped(fmt, tile, load.rows, k)
-        if gemm is None or (sides == 2 and tile.blocks != 2):
+        gemm = wgmma_grouped(fmt, tile, load.rows, k, sides)
+        if gemm is None:
             continue
-        blocks_n, works = ceil(n * sides / tile.rows), load.most_works(tile.batch)
-        outputs, each, streamed = blocks_n * round(load.works(tile.batch)), tile_us(fmt, tile, steps), 0
-        us, read = ceil(outputs / LARGE_GPU) * each, weights / _BYTES_US
+        places, (each, few) = LARGE_GPU // tile.pair, tile_us(fmt, tile, steps)
+        blocks_n, works = ceil(n * sides / (tile.rows * tile.pair)), load.most_works(tile.batch)
+        tiles, narrow_ones = load.works(tile.batch, narrow(tile))
+        outputs, streamed = blocks_n * round(tiles), 0
+        busy = blocks_n * (tiles - narrow_ones * (1 - few / each)) / places  # rounds of whole tiles
+        us, read = ceil(busy) * each, weights / _BYTES_US
         if us > read:
-            passed = passed_us(tile, outputs)
+            passed = passed_us(tile, outputs, places)
             # The last round's tiles are shared out if that takes less than it leaves idle.
-            streamed = max(0, int(LARGE_GPU * (1 - passed / each)))
-            us = min(us, outputs / LARGE_GPU * each + passed)
-        gemm = replace(gemm, streamed=streamed, partials=LARGE_GPU * sum_bytes(tile) if streamed else 0)
+            streamed = max(0, int(places * (1 - passed / each)))
+            us = min(us, busy * each + passed)
+        partials = LARGE_GPU * sum_bytes(tile) if streamed else 0
+        gemm = replace(gemm, streamed=streamed, partials=partials)
         us = max(us, read) + _LAUNCH_US
-        grid = (LARGE_GPU if streamed else min(LARGE_GPU, blocks_n * works), 1, 1)
+        grid = ((places if streamed else min(places, blocks_n * works)) * tile.pair, 1, 1)
         yield Product(_grouped(gemm, sides == 2, grid), tile.batch, works, us)
 
 

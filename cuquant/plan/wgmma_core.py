@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of
-from .launch import LARGE_GPU, Plan, shared_limit
+from .launch import LARGE_GPU, WARP, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
@@ -135,7 +135,8 @@ class Choice(NamedTuple):
     stages: int
 
 
-def _step_us(fmt: Format, tile: Tile) -> float:
+def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
+    """What a step of 64 columns takes, of so many batch rows if not of all of the tile's."""
     warpgroups = tile.groups * tile.k_groups * tile.resident
     if fmt.lookup:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
@@ -144,7 +145,7 @@ def _step_us(fmt: Format, tile: Tile) -> float:
     else:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
-    tensor = tile.batch * tile.rows * tile.resident * _TENSOR_US
+    tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
     instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor *= 0.985
@@ -173,15 +174,17 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
     return ceil((tile.width * x + weights) / 1024) * 1024
 
 
-def _staged(fmt: Format, tile: Tile, split: int, grouped: bool) -> tuple[int, int]:
+def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
     bytes of these, of sums on their way out, and of further k groups'; after a split in the ring's place.
 
-    Of little work the results are few, and registers scarce. A grouped product stores its results at once.
+    Of little work the results are few, and registers scarce. A grouped product, which has `sides`, stores its
+    results at once; with two sides and one row block, when warps have traded half of a chunk's, twice.
     """
     more = tile.rows * (tile.k_groups - 1) * tile.batch * 4
-    if grouped:
-        return 0, more
+    if sides:
+        chunk = WARP if tile.batch % WARP == 0 else WARP // 2
+        return 0, max(more, tile.rows * chunk * 4) if _trades(tile, sides) else more
     rows = tile.batch if split > 1 else 32
     sums = max(more, tile.groups * rows * (tile.blocks * 64 + 4) * 4)
     if split > 1 or tile.batch < BOXED_BATCH:
@@ -191,12 +194,17 @@ def _staged(fmt: Format, tile: Tile, split: int, grouped: bool) -> tuple[int, in
     return room, max(sums, tile.rows * room * 2)
 
 
-def _stages(fmt: Format, tile: Tile, split: int, grouped: bool = False) -> int:
+def _trades(tile: Tile, sides: int) -> bool:
+    """Whether warps of a warpgroup have different sides' rows."""
+    return sides == 2 and tile.blocks == 1
+
+
+def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile)[1]
-    ring -= 0 if split > 1 else _staged(fmt, tile, 1, grouped)[1]
+    ring -= 0 if split > 1 else _staged(fmt, tile, 1, sides)[1]
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
@@ -220,15 +228,22 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(
-    tile for tile in _EVERY_STEP_US if tile.pair == 1 and tile.batch >= 32 and tile.resident == 1
-)
+WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1)
 """Those of grouped products, which store WARP batch rows at a time, or half as many."""
 
 
-def tile_us(fmt: Format, tile: Tile, steps: int) -> float:
-    """What an output tile takes, of so many steps of 64 columns."""
-    return steps * _step_us(fmt, tile) + _outputs_of_two(tile) * _TILE_US
+def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:
+    """What an output tile takes, of so many steps of 64 columns, and what one of a narrow batch does."""
+    few = narrow(tile)
+    stored = _outputs_of_two(tile) * _TILE_US
+    return steps * _step_us(fmt, tile) + stored, steps * _step_us(fmt, tile, few) + stored * few / tile.batch
+
+
+def narrow(tile: Tile) -> int:
+    """Batch rows up to which the tensor cores take less time for an expert's last ones (core/wgmma.cuh)."""
+    if tile.batch < 96:
+        return tile.batch
+    return 64 if tile.batch == 256 else 32
 
 
 def _outputs_of_two(tile: Tile) -> int:
@@ -236,9 +251,9 @@ def _outputs_of_two(tile: Tile) -> int:
     return tile.rows * tile.batch * (2 if tile.groups * tile.k_groups == 1 else 1)
 
 
-def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int) -> Gemm | None:
+def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
-    stages = _stages(fmt, tile, 1, grouped=True)
+    stages = _stages(fmt, tile, 1, sides)
     # Work after work takes registers, too.
     scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
     scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
@@ -246,8 +261,8 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int) -> Gemm | None:
     if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
         return None
     # Boxes of a stage's steps have all rows of the tile, lest there be gaps between the steps.
-    box = tile.batch if tile.width > 1 else min(tile.batch, ceil(rows / 8) * 8)
-    gemm = _wgmma(fmt, tile, 1, True, stages, grouped=True)
+    box = tile.batch if tile.width > 1 else min(tile.batch // tile.pair, ceil(rows / 8) * 8)
+    gemm = _wgmma(fmt, tile, 1, True, stages, sides)
     return replace(gemm, box=box, box_steps=tile.width)
 
 
@@ -331,10 +346,10 @@ def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
     return replace(gemm, plan=grid, streamed=streamed, box=box, partials=partials)
 
 
-def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, grouped: bool = False) -> Gemm:
+def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
-    stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, grouped)
+    stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
     copies, table = _table(fmt, tile)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}

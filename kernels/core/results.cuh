@@ -210,25 +210,66 @@ DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, 
     }
 }
 
-// Those of a grouped product, WARP batch rows at a time, or half as many. Float32 goes straight to memory, eight lanes a
-// sector of 32 bytes.
+// A warp's results of a grouped product: columns from n on, batch rows from m on, as its sums are. Float32 goes straight
+// to memory, eight lanes a sector of 32 bytes.
+template <int ROW_BLOCKS, int SUMS, class P>
+DEVICE void store_part(const P& p, float (&v)[ROW_BLOCKS][SUMS], int m, int end_m, int warp_n, int lane) {
+    const int n = warp_n + lane / 4, own_m = m + lane % 4 * 2;
+    const s64 start = own_m * p.out_row + n;
+    auto exists = [&](int b, int j) { return own_m + j / 4 * 8 + j % 2 < end_m && n + b * 64 + j % 4 / 2 * 8 < p.N; };
+    auto place = [&](int b, int j) { return start + (j / 4 * 8 + j % 2) * p.out_row + b * 64 + j % 4 / 2 * 8; };
+    if (!P::GATED && p.residual) {  // it may be where results go: all of it is asked for before any of them
+        float factor[ROW_BLOCKS][SUMS];
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++)
+                factor[b][j] = exists(b, j) ? static_cast<const float*>(p.residual)[place(b, j)] : 0;
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < SUMS; j++) v[b][j] *= factor[b][j];
+    }
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++)
+            if (exists(b, j)) static_cast<float*>(p.out)[place(b, j)] = v[b][j];
+}
+
+// act(W's) * V's, v[0] and v[1].
+template <int SUMS, class P>
+DEVICE void store_gated(const P& p, float (&v)[2][SUMS], int m, int end_m, int warp_n, int lane) {
+    if (p.activation) activate<true>(v[0], p.activation);
+    float results[1][SUMS];
+#pragma unroll
+    for (int j = 0; j < SUMS; j++) results[0][j] = v[0][j] * v[1][j];
+    if (p.out_dtype != FLOAT16)
+        store_part(p, results, m, end_m, warp_n, lane);
+    else if (warp_n < p.N)
+        store_leveled(p, results[0], m, end_m, warp_n);
+}
+
+// Those of a grouped product, WARP batch rows at a time, or half as many. Gated with one row block, warps 0 and
+// 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of the batch rows.
 template <int ROW_BLOCKS, int SUMS, class P>
 DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
-                        int first_n) {
+                        int first_n, u8* shared, int group) {
     int thread = threadIdx.x % WARPGROUP;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
     // Known to be a warp's: where a branch around shuffles is not, counters and addresses of the main loop are not
     // either, and take a fifth more instructions.
     const int warp = uniform(thread / WARP), lane = thread % WARP;
-    constexpr int RESULTS = P::GATED ? 1 : ROW_BLOCKS, ROWS = SUMS * 2 % WARP ? WARP / 2 : WARP;
-    constexpr int OWN = ROWS / 2, CHUNKS = SUMS / OWN;
+    constexpr bool TRADES = P::GATED && ROW_BLOCKS == 1;
+    constexpr int ROWS = SUMS * 2 % WARP ? WARP / 2 : WARP, OWN = ROWS / 2, CHUNKS = SUMS / OWN;
     static_assert(SUMS % OWN == 0, "whole chunks");
-    const int warp_n = first_n + warp * 16, n = warp_n + lane / 4;
+    const int side = warp / 2, warp_n = first_n + (TRADES ? warp % 2 : warp) * 16;
     // A lane has those of one of a chunk's rows.
     auto factors_of = [&](int m) {
         return safe_factors(at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1, p.lift);
     };
     float2 factors = factors_of(first_m), next;
+    if constexpr (TRADES) warpgroups_sync<WARPGROUP>(1 + group);  // the tile before is read
 #pragma unroll
     for (int i = 0; i < CHUNKS; i++, factors = next) {
         const int m = first_m + i * ROWS;
@@ -241,38 +282,35 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
             for (int j = 0; j < OWN; j++) v[b][j] = acc[b][i * OWN + j];
         scale_part(v, 0, factors.x);
         if (p.lift != 1) scale_part(v, 0, factors.y);
-        if (p.activation)
+        if constexpr (TRADES) {
+            // Two buffers in turn: what is written now was read before the barrier of the chunk before.
+            float both[2][OWN / 2];
+            float4* const there = reinterpret_cast<float4*>(shared) + (group * 2 + i % 2) * (OWN / 8 * WARPGROUP);
 #pragma unroll
-            for (int b = 0; b < RESULTS; b++) activate<true>(v[b], p.activation);
-        if constexpr (P::GATED) {
-#pragma unroll
-            for (int j = 0; j < OWN; j++) v[0][j] *= v[1][j];
-            if (p.out_dtype == FLOAT16) {
-                if (warp_n < p.N) store_leveled(p, v[0], m, end_m, warp_n);
-                continue;
+            for (int j = 0; j < OWN / 2; j += 4) {
+                auto given = [&](int e) { return side ? v[0][j + e] : v[0][OWN / 2 + j + e]; };
+                there[j / 4 * WARPGROUP + thread] = make_float4(given(0), given(1), given(2), given(3));
             }
+            warpgroups_sync<WARPGROUP>(1 + group);
+#pragma unroll
+            for (int j = 0; j < OWN / 2; j += 4) {
+                const float4 got = there[j / 4 * WARPGROUP + (thread ^ WARPGROUP / 2)];
+                const float others[4] = {got.x, got.y, got.z, got.w};
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const float kept = side ? v[0][OWN / 2 + j + e] : v[0][j + e];
+                    both[0][j + e] = side ? others[e] : kept, both[1][j + e] = side ? kept : others[e];
+                }
+            }
+            store_gated(p, both, m + side * (ROWS / 2), end_m, warp_n, lane);
+        } else if constexpr (P::GATED) {
+            store_gated(p, v, m, end_m, warp_n, lane);
+        } else {
+            if (p.activation)
+#pragma unroll
+                for (int b = 0; b < ROW_BLOCKS; b++) activate<true>(v[b], p.activation);
+            store_part(p, v, m, end_m, warp_n, lane);
         }
-        const int own_m = m + lane % 4 * 2;
-        const s64 start = own_m * p.out_row + n;
-        auto exists = [&](int b, int j) { return own_m + j / 4 * 8 + j % 2 < end_m && n + b * 64 + j % 4 / 2 * 8 < p.N; };
-        auto place = [&](int b, int j) { return start + (j / 4 * 8 + j % 2) * p.out_row + b * 64 + j % 4 / 2 * 8; };
-        if (!P::GATED && p.residual) {  // it may be where results go: all of it is asked for before any of them
-            float factor[RESULTS][OWN];
-#pragma unroll
-            for (int b = 0; b < RESULTS; b++)
-#pragma unroll
-                for (int j = 0; j < OWN; j++)
-                    factor[b][j] = exists(b, j) ? static_cast<const float*>(p.residual)[place(b, j)] : 0;
-#pragma unroll
-            for (int b = 0; b < RESULTS; b++)
-#pragma unroll
-                for (int j = 0; j < OWN; j++) v[b][j] *= factor[b][j];
-        }
-#pragma unroll
-        for (int b = 0; b < RESULTS; b++)
-#pragma unroll
-            for (int j = 0; j < OWN; j++)
-                if (exists(b, j)) static_cast<float*>(p.out)[place(b, j)] = v[b][j];
     }
 }
 #endif

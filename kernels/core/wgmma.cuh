@@ -27,8 +27,9 @@
 // with a middle leaves its own with the end's added. Who waits has the higher number, so what it waits for has started.
 //
 // Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left; the
-// copying warpgroup tells the others what each is. Gated, a warpgroup has 64 rows of W and the same 64 rows of V: its
-// threads have what is multiplied in the same places.
+// copying warpgroup tells the others what each is. Gated, a warpgroup of two row blocks has 64 rows of W and the same 64
+// rows of V: its threads have what is multiplied in the same places. Of one row block two warps have 32 rows of W, and
+// two the same of V.
 #pragma once
 #include "results.cuh"
 
@@ -40,7 +41,7 @@ DEVICE void wgmma(const P& p) {
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
     static_assert(!P::GROUPED || SPLIT == 1, "only the GPU knows how many tiles there are");
-    static_assert(!P::GATED || ROW_BLOCKS == 2, "a row block of W, and one of V");
+    static_assert(ROW_BLOCKS <= 2, "of two that are gated, one of W and one of V");
     static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
@@ -178,23 +179,29 @@ DEVICE void wgmma(const P& p) {
                 for (int j = 0; j < BATCH / 2; j++) acc[b][j] = 0;
             Tile<F> tile[ROW_BLOCKS];
             Factors factors[ROW_BLOCKS];
+            // Of row block b: which side it is of, and which of the side's row tiles in a stage it has.
+            auto side = [&](int b) { return !P::GATED ? 0 : ROW_BLOCKS == 2 ? b : warp / 2 % 2; };
+            auto own_tile = [&](int b) {
+                if constexpr (P::GATED && ROW_BLOCKS == 1) return group * 2 + warp % 2;
+                return (P::GATED ? group : group * ROW_BLOCKS + b) * 4 + warp % 4;
+            };
             auto row_tile_of = [&](const Segment& segment, int b) {
-                const int first = segment.first_row + (P::GATED ? group : group * ROW_BLOCKS + b) * 4;
-                return min(first + warp % 4, row_tiles - 1);
+                return min(segment.first_row + own_tile(b), row_tiles - 1);
             };
             auto load_factors = [&](const Segment& segment) {
                 if constexpr (ROW_FACTORS<F>) {
                     const Planes w = matrix_of<F>(p, segment.matrix).w;
 #pragma unroll
                     for (int b = 0; b < ROW_BLOCKS; b++)
-                        factors[b].load(side_of(p, w, b), row_tile_of(segment, b), lane);
+                        factors[b].load(side_of(p, w, side(b)), row_tile_of(segment, b), lane);
                 }
             };
             auto prefetch_factors = [&](const Segment& segment) {
                 if constexpr (ROW_FACTORS<F>) {
                     const Planes w = matrix_of<F>(p, segment.matrix).w;
 #pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) Factors::prefetch(side_of(p, w, b), row_tile_of(segment, b));
+                    for (int b = 0; b < ROW_BLOCKS; b++)
+                        Factors::prefetch(side_of(p, w, side(b)), row_tile_of(segment, b));
                 }
             };
             auto multiply_by_factors = [&] {
@@ -216,9 +223,7 @@ DEVICE void wgmma(const P& p) {
                 const u8* weights = shared + stage * STAGE + WEIGHTS_AT;
 #pragma unroll
                 for (int b = 0; b < ROW_BLOCKS; b++)
-                    Weights::load(tile[b], weights + (P::GATED ? b * Weights::SIZE : 0),
-                                  (P::GATED ? group : group * ROW_BLOCKS + b) * 4 + warp % 4, k * K_GROUPS + k_group,
-                                  lane);
+                    Weights::load(tile[b], weights + side(b) * Weights::SIZE, own_tile(b), k * K_GROUPS + k_group, lane);
             };
             auto dequantize = [&](int h) {  // steps h and h + 1
 #pragma unroll
@@ -311,7 +316,7 @@ DEVICE void wgmma(const P& p) {
                 multiply_by_factors();
                 warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
             }
-            auto first_n_of = [&](const Segment& s) { return s.first_row * 16 + group * (ROW_BLOCKS / SIDES) * 64; };
+            auto first_n_of = [&](const Segment& s) { return s.first_row * 16 + group * (ROW_BLOCKS * 64 / SIDES); };
             const Matrix at = matrix_of<F>(p, own.matrix);
             const int first_n = first_n_of(own);
             const bool leads = threadIdx.x % WARPGROUP == 0;
@@ -333,7 +338,7 @@ DEVICE void wgmma(const P& p) {
                 set_flag(p.flags + slot, 1, leads);
             } else if constexpr (P::GROUPED) {
                 const auto last = again();
-                store_group(p, matrix_of<F>(p, last.matrix), acc, last.first_m, last.end_m, first_n_of(last));
+                store_group(p, matrix_of<F>(p, last.matrix), acc, last.first_m, last.end_m, first_n_of(last), staged, group);
             } else {
                 bool stored = false;
                 if constexpr (BOXES) {
