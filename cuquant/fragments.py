@@ -97,15 +97,6 @@ class Fragments:
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, self.fmt.tensor_scale)
 
     @cached_property
-    def codebook(self) -> int | bytes:
-        """What is the same for equal codebooks, though each trellis array has its own in memory."""
-        fmt = self.fmt
-        if not isinstance(fmt, Trellis):
-            return self.values
-        assert fmt.half_levels is not None
-        return fmt.half_levels.levels.tobytes()
-
-    @cached_property
     def signs_address(self) -> int:
         """Device address of the signs of columns, or 0."""
         return 0 if self.signs is None else self.signs.address

@@ -5,8 +5,8 @@
 Of few tokens each block of a product finds its rows of x itself, and `gather` is spared. Where the wgmma core
 multiplies by gate and up in one launch, and x is not of q8_1, it makes float16 numbers in levels
 (kernels/core/levels.cuh), of which `level` has less to do than `hidden` of float32. Where columns have signs
-(trellis), a block that finds its rows gives them these, and `change_signs` gives them to rows in the order of
-their experts.
+(trellis), a block that finds its rows gives them these, one that makes numbers in levels those of `down`, and
+`change_signs` gives them to other rows in the order of their experts.
 
 Every launch overlaps the one before it.
 """
@@ -126,8 +126,8 @@ class Round(NamedTuple):
             halves, sums = sums, halves
         else:
             yield self._hidden(width)
-        if placed:
-            yield from self._change_signs(halves, width, None, mixture.down)
+            if placed:
+                yield from self._change_signs(halves, width, None, mixture.down)
         rows = (halves, at["factors"])
         yield self._product(mixture.down, down, rows, sums, then, 2, early=True)
 
@@ -202,7 +202,9 @@ class Round(NamedTuple):
         if product.gemm.partials:
             shared = (self.at["partials"], Place(FLAGS))
         rows = product.batch, group.share
-        ends = (group.lists[which], apart, *self.routing, *rows, early, known.box_steps, levels)
+        up, then = self.mixture.up, self.mixture.down.signs_address if levels else 0
+        of_v = (up.values, up.weight.factor)
+        ends = (group.lists[which], apart, *self.routing, *rows, early, known.box_steps, levels, then, *of_v)
         codes, values = known.members(tensor, w.addresses, w.values, signs, (*x, out, factor, *shared), *ends)
         return template(known.plan, codes, *values, whole=True)
 

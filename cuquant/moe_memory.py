@@ -94,7 +94,8 @@ class Mixture(NamedTuple):
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""
         a, b = self.gate, self.up
-        return (a.weight, a.codebook) == (b.weight, b.codebook) and a.signs == b.signs
+        same = a.weight.unscaled == b.weight.unscaled and a.signs == b.signs
+        return same and (a.values == b.values or plan.cores.tables(a.weight.format, 2) == 2)
 
     def products(self, load: Load) -> Products:
         """Gate and up together or None, then each on its own, and down."""

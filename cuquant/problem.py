@@ -25,8 +25,9 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q11if")
 _OTHERS = struct.Struct("<i4xqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
-_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s", *"QqQ", *"i" * 8, "Q")
-"""Members of `struct Grouped`: those of `struct Problem`, what it adds to them, and levels."""
+_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s")
+_GROUP += (*"QqQ", *"i" * 8, *"QQQ", "f", "44s")
+"""Members of `struct Grouped`: those of `struct Problem`, and what it adds to them."""
 
 Shape = tuple[int, ...]
 
@@ -43,6 +44,16 @@ class Weight(NamedTuple):
     half: bool = True
     lift: int = 0
     scale: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What results are multiplied by."""
+        return 2.0**-self.lift * self.scale
+
+    @property
+    def unscaled(self) -> Weight:
+        """The same for all that differ in this alone."""
+        return self._replace(lift=0, scale=1.0)
 
 
 class Source(NamedTuple):
@@ -128,7 +139,7 @@ class Group(NamedTuple):
         `struct Grouped` adds."""
         x, rows, out, factor, partials, flags = addresses
         ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, partials, flags, values, w.group)
-        return _GROUP, (map, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group)
+        return _GROUP, (map, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group, b"")
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +153,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
         *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, gemm.streamed, gemm.box),
-        2.0**-w.lift * w.scale,
+        w.factor,
     )
     # What a box has of whole steps lies step after step, as a stage has it.
     steps, columns = (1 if k % plan.TILE_COLUMNS else gemm.box_steps), plan.TILE_COLUMNS
@@ -220,7 +231,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
         *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
-        2.0**-w.lift * w.scale,
+        w.factor,
     )
     tensor = None
     if gemm.box:  # axes that x lacks have extent 1, and any stride

@@ -14,7 +14,9 @@ def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capabilit
     """A block of the decode core has room for table, ring and rows of x, many columns of them at a time; a
     multiprocessor for two blocks, where two are to share it."""
     c = dict(gemm.plan.kernel.constants)
-    table = table_of(fmt.for_kernels, capability)[1]
+    given = fmt.for_kernels, capability
+    roomy = c["COPIES"] > table_of(*given)[0]
+    table = table_of(*given, roomy, 1 + c.get("GATED", 0))[1]
     ring = c["WARPS"] * c["DEPTH"] * c["ROW_TILES"] * plan.layout(fmt.for_kernels).step(1)
     assert table + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
     if c["RESIDENT"] == 2 and capability >= 80:

@@ -88,6 +88,7 @@ CHOSEN_OF_SM_90 = {
         10,
         "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",
     ),
+    "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
     "test_matmul.py": (
         95,
         "epilogue or bias or out_is or residual_may or left_alone or strided or leading or nan or infin",

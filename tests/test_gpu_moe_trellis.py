@@ -22,8 +22,8 @@ KINDS = ("alike", "signs", "grid", "bare_gate", "bare_up", "apart")
 
 
 def trellis_stacks(name: str, kind: str, k: int = 160, hidden: int = 192, n: int = 24) -> cq.Experts:
-    """Five experts, each with signs of its own. Gate and up are alike or differ in signs or the grid, or one
-    has no signs; or scales are too far apart for float16."""
+    """Five experts, each with signs of its own. Gate and up are alike or differ in signs, or in the grid and
+    magnitude, or one has no signs; or scales are too far apart for float16."""
     fmt = cq.formats.get(name)
     made: list[dict[str, Any]] = []
     assert isinstance(fmt, cq.Trellis)
@@ -31,6 +31,8 @@ def trellis_stacks(name: str, kind: str, k: int = 160, hidden: int = 192, n: int
         parts = random_parts(fmt.bits, shape, fmt.group_size, seed=seed)
         parts["grid"] = np.linspace(-1, 2 if (seed, kind) == (1, "grid") else 1, 1 << fmt.bits)
         sizes = np.random.default_rng(seed).uniform(0.5, 1, parts["scales"].shape) / np.sqrt(shape[-1])
+        if (seed, kind) == (1, "grid"):
+            sizes *= 300
         if kind == "apart":
             sizes *= 10.0 ** -(2.5 * np.arange(5)[:, None, None])
         parts["scales"] = np.copysign(sizes, parts["scales"]).astype(F)
@@ -75,7 +77,8 @@ def test_signs_of_columns(name: str, kind: str, tokens: int) -> None:
     agree(tokens, experts)
     gate, up = (w.fragments() for w in (experts.gate, experts.up))
     prepared = moe_memory.Mixture(gate, up, experts.down.fragments(), "silu", False)
-    assert prepared.alike() == (kind in ("alike", "apart"))
+    assert prepared.alike() == (kind in ("alike", "grid", "apart"))
+    assert (gate.lift == up.lift) == (kind != "grid")
     assert gate.half == (kind != "apart")
     assert (gate.signs is None, up.signs is None) == (kind == "bare_gate", kind == "bare_up")
 

@@ -176,8 +176,8 @@ def test_numbers_are_those_of_the_struct() -> None:
     fmt = cq.formats.get("q4_0")
     made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
-    codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(12))
-    assert len(jit.layout(codes)[0].pack(*values)) == 640 + 64
+    codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(15))
+    assert len(jit.layout(codes)[0].pack(*values)) == 640 + 128
 
 
 @pytest.mark.parametrize(

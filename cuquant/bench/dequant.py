@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import device, formats, jit, plan, problem, testing
 from ..formats.kbit import KBit
+from ..plan.cores import table_of
 from .conversions import CONVERSIONS, Conversion
 from .matmul import floor_us
 from .record import Record, rounded
@@ -167,9 +168,8 @@ def table_bytes(conversion: Conversion, capability: int) -> int:
 
 
 def _copies(conversion: Conversion, capability: int) -> int:
-    """Of its table, as products have them."""
-    kernel = plan.decode(_format(conversion), 1, 16, 64, 1, capability).plan.kernel
-    return int(dict(kernel.constants)["COPIES"])
+    """Of its table, as products have them that need their shared memory for other things."""
+    return table_of(_format(conversion), capability)[0]
 
 
 # In the decode core.

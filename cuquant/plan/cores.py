@@ -57,21 +57,31 @@ def gemm_kernel(
     return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
 
 
-def table_of(fmt: Format, capability: int, roomy: bool = False) -> tuple[int, int]:
-    """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and its bytes; or 0, 0.
+_TABLE_AT = 2048
 
-    So many copies that lanes (almost) never wait for another, in at most a third of the room. The wgmma core
-    spares instructions by rows of 256 bytes, twice the copies' size, where its tile is `roomy`.
+
+def tables(fmt: Format, sides: int) -> int:
+    """Codebooks of a product: trellis weights have one each, so that the two sides of a gated one differ."""
+    return 2 if sides == 2 and fmt.whole_matrices else 1
+
+
+def table_of(fmt: Format, capability: int, roomy: bool = False, sides: int = 1) -> tuple[int, int]:
+    """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and the bytes of all that a
+    product needs; or 0, 0.
+
+    So many copies that lanes (almost) never wait for another, in at most a third of the room. Where there is
+    `roomy` shared memory, instructions are spared by rows of 256 bytes, twice the copies' size, that start at
+    the same place in every kernel.
     """
     if not fmt.lookup:
         return 0, 0
-    tables = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
-    copies, entries, size = tables[looked_up(fmt)]
-    if roomy and entries == 256:
-        return 256 // size, 256 * entries
-    while copies * size > 16 and copies * entries * size > shared_limit(capability) // 3:
+    sizes = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
+    (copies, entries, size), count = sizes[looked_up(fmt)], tables(fmt, sides)
+    while copies * size > 16 and copies * entries * size * count > shared_limit(capability) // 3:
         copies //= 2
-    return copies, copies * entries * size
+    if entries == 256 and (roomy or copies * size * count == 256):
+        return 256 // size, _TABLE_AT + 256 * entries
+    return copies, copies * entries * size * count
 
 
 def looked_up(fmt: Format) -> int:

@@ -21,6 +21,8 @@ _FEW_TILES = 4
 _PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
 """Bytes of x up to which a multiprocessor with up to _FEW_TILES has two blocks; the latter on sm_90 of codes
 that take few instructions, or are looked up. Measured."""
+_ROOMY = 200 << 10
+"""Bytes of shared memory beyond which a block may have a table of 64 KB."""
 _QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
 """Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
 kernel before takes less.
@@ -43,7 +45,32 @@ def decode(
     grouped: bool = False,
     quantizes: bool = False,
 ) -> Gemm:
-    """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
+    """The decode core's launch; its table of a codebook is `roomy` where that leaves room for all of x.
+
+    Measured up to 8 rows of x: four take an H200 4 to 6% less.
+    """
+    given = (fmt, m, n, k, matrices, capability, in_half, sides, grouped, quantizes)
+    if fmt.lookup and m <= 8 and sides == 1 and shared_limit(capability) > _ROOMY:
+        gemm = _decode(*given, roomy=True)
+        if gemm.chunk * gemm.plan.cluster * TILE_COLUMNS >= k:
+            return gemm
+    return _decode(*given, roomy=False)
+
+
+def _decode(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    matrices: int,
+    capability: int,
+    in_half: bool,
+    sides: int,
+    grouped: bool,
+    quantizes: bool,
+    roomy: bool,
+) -> Gemm:
+    """As many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
     Of one or two batch rows two small blocks per multiprocessor, where there is work for them, x is short
     and shared memory has room, hide each other's start and end; with more rows one large block, which reads x
@@ -55,14 +82,16 @@ def decode(
     x is to be quantized, every block does so for itself where rows are few.
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-    copies, table = table_of(fmt, capability)
-    groups, whole = 1 if m <= 8 else 2, shared_limit(capability) - table
-    half = shared_limit(capability, 2) - table
-    step = layout(fmt).step(1)
-    batch, ring = min(m, groups * 8), (72 if shared_limit(capability) > 160 << 10 else 24) << 10
+    groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
+    batch, ring = min(m, groups * 8), (72 if limit > 160 << 10 else 24) << 10
+    copies, table = table_of(fmt, capability, sides=sides)
     least_x = batch * k * 2 + (40 << 10 if fmt.lookup else 0)
+    cluster = 2 if (groups == 2 or least_x > limit - table - ring) and capability == 90 else 1
+    if roomy:
+        copies, table = table_of(fmt, capability, True, sides)
+    whole, half = limit - table, shared_limit(capability, 2) - table
+    step = layout(fmt).step(1)
     wide = fmt.bits == 8 and groups == 1 and capability == 90  # of large codes two slots are too few
-    cluster = 2 if (groups == 2 or least_x > whole - ring) and capability == 90 else 1
     tall = None
     if capability == 90 and groups == sides == 1 and not grouped:
         tall = _tall(fmt, m, row_tiles, matrices, cluster)

@@ -14,7 +14,7 @@ from math import ceil, erfc, sqrt
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of
+from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
 from .decode_core import decode
 from .launch import LARGE_GPU, WARP, Kernel, Plan
 from .mma_core import batch_of, mma
@@ -108,13 +108,16 @@ def product(
         batch = min(rows, DECODE_BATCH)
         matrices = max(1, ceil(load.hit - 0.2))
         gemm = decode(fmt, batch, n, k, matrices, capability, half, sides, load.tokens > 1)
+        # Small blocks with tables have no room for much of x: two launches take a tenth to a third less then.
+        if gated and fmt.lookup and gemm.chunk * gemm.plan.cluster * TILE_COLUMNS < k:
+            return None
     elif gated:
         return None
     else:
         gemm = mma(fmt, rows, n, load.experts, capability)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
-    return Product(_grouped(gemm, gated, (gemm.plan.grid[0], 1, works)), batch, works)
+    return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works)
 
 
 def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Product]:
@@ -140,12 +143,13 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
         gemm = replace(gemm, streamed=streamed, partials=partials)
         us = max(us, read) + _LAUNCH_US
         grid = ((places if streamed else min(places, blocks_n * works)) * tile.pair, 1, 1)
-        yield Product(_grouped(gemm, sides == 2, grid), tile.batch, works, us)
+        yield Product(_grouped(fmt, gemm, sides, grid), tile.batch, works, us)
 
 
-def _grouped(gemm: Gemm, gated: bool, grid: tuple[int, int, int]) -> Gemm:
+def _grouped(fmt: Format, gemm: Gemm, sides: int, grid: tuple[int, int, int]) -> Gemm:
     kernel = gemm.plan.kernel
-    kernel = replace(kernel, constants=(*kernel.constants, ("GATED", int(gated))))
+    ends = (("GATED", sides - 1), ("TABLES", tables(fmt, sides)))
+    kernel = replace(kernel, constants=(*kernel.constants, *ends))
     return replace(gemm, plan=replace(gemm.plan, kernel=kernel, grid=grid))
 
 

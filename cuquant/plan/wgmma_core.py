@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of
+from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
 from .launch import LARGE_GPU, WARP, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
@@ -164,9 +164,9 @@ def _shared_room(tile: Tile) -> int:
     return shared_limit(90) if tile.resident == 1 else shared_limit(90, 2) >> 10 << 10
 
 
-def _table(fmt: Format, tile: Tile) -> tuple[int, int]:
+def _table(fmt: Format, tile: Tile, sides: int = 0) -> tuple[int, int]:
     """Copies of a codebook's table, and bytes: 64 KB have room beside few batch rows, if nobody shares it."""
-    return table_of(fmt, 90, tile.batch <= ROOMY_BATCH and tile.resident == 1)
+    return table_of(fmt, 90, tile.batch <= ROOMY_BATCH and tile.resident == 1, sides)
 
 
 def _stage_bytes(fmt: Format, tile: Tile) -> int:
@@ -185,9 +185,10 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     if sides:
         chunk = WARP if tile.batch % WARP == 0 else WARP // 2
         return 0, max(more, tile.rows * chunk * 4) if _trades(tile, sides) else more
-    rows = tile.batch if split > 1 else 32
-    sums = max(more, tile.groups * rows * (tile.blocks * 64 + 4) * 4)
-    if split > 1 or tile.batch < BOXED_BATCH:
+    if split > 1:
+        return 0, more + tile.batch * (tile.rows + 4) * 4
+    sums = max(more, tile.groups * 32 * (tile.blocks * 64 + 4) * 4)
+    if tile.batch < BOXED_BATCH:
         return 0, sums
     left = _shared_room(tile) - _table(fmt, tile)[1] - 4 * _stage_bytes(fmt, tile)
     room = tile.batch if max(sums, tile.rows * tile.batch * 2) <= left else tile.batch // 2
@@ -203,7 +204,7 @@ def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
-    ring = _shared_room(tile) - _table(fmt, tile)[1]
+    ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
     ring -= 0 if split > 1 else _staged(fmt, tile, 1, sides)[1]
     return min(8, ring // _stage_bytes(fmt, tile))
 
@@ -256,6 +257,9 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gem
     stages = _stages(fmt, tile, 1, sides)
     # Work after work takes registers, too.
     scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
+    few = fmt.bits == 2 or (has_minimum(fmt) and not fmt.kernel_group_bytes)
+    few = tables(fmt, sides) > 1 or (sides == 2 and few)
+    scarce |= few and tile.blocks == 2 and tile.batch > 128
     scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
     scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
     if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
@@ -351,7 +355,7 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
     shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
-    copies, table = _table(fmt, tile)
+    copies, table = _table(fmt, tile, sides)
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}
     constants |= {"STAGES": stages, "ROOM": room, "RESIDENT": resident}

@@ -21,29 +21,41 @@
 #include "tile.cuh"
 
 // Where a row of the table is 256 bytes (BYTES), twice what the copies need, an index of 8 bits is a byte of an entry's
-// address within the table, and a byte permute brings it there.
+// address, and a byte permute brings it there:
+//
+//     byte   3        2        1       0               + AT, a constant of the instruction that loads
+//            of the window     index   lane's copy
+//
+// AT is where the table starts within the window of shared memory, or within 64 KB of it: whatever else a kernel has
+// before the dynamic memory, up to AT bytes, the table starts there. A second table has the other half of the rows.
 template <class F, int COPIES, bool SIGNED = false>
 struct Codebook {
     static constexpr int BITS = F::BITS - SIGNED, INDEX_BITS = BITS == 2 ? 8 : 2 * BITS;
-    static constexpr int ENTRY = BITS == 2 ? 8 : 4, STEP = COPIES * ENTRY, TABLE_BYTES = STEP << INDEX_BITS;
+    static constexpr int ENTRY = BITS == 2 ? 8 : 4, STEP = COPIES * ENTRY;
     static constexpr int SHIFT = STEP == 256 ? 8 : STEP == 128 ? 7 : STEP == 64 ? 6 : STEP == 32 ? 5 : 4;
-    static constexpr int USED = STEP < WARP * ENTRY ? STEP : WARP * ENTRY;
+    static constexpr int USED = STEP < 128 ? STEP : 128;  // all banks: 8 bytes are read by half a warp at a time
     static_assert(1 << SHIFT == STEP, "16 to 256 bytes: stores are 16");
     static constexpr bool BYTES = STEP == 256 && INDEX_BITS == 8;
+    static constexpr int AT = BYTES ? 2048 : 0, TABLE_BYTES = AT + (STEP << INDEX_BITS);  // with what is before it
     static constexpr bool SUMS = false;
     static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
 
     u32 value;  // of code lane % 2^BITS, for the table
-    u32 own;    // shared address of this lane's copy of the first entry; BYTES: within the table
+    u32 own;    // shared address of this lane's copy of the first entry, less AT
 
-    // Ask for the values: early, before much else is on its way from memory.
-    DEVICE Codebook(const u16* values, int lane)
+    // Bytes that two tables take, and from the first to the second.
+    static constexpr int TWO_BYTES = BYTES ? TABLE_BYTES : 2 * TABLE_BYTES, APART = BYTES ? USED : TABLE_BYTES;
+
+    // Ask for the values: early, before much else is on its way from memory. Its table is the first, or the second.
+    DEVICE Codebook(const u16* values, int lane, int table = 0)
         : value(values[lane % (1 << BITS) + (SIGNED << BITS)]),
-          own(lane % COPIES * ENTRY + (BYTES ? 0 : shared_address(dynamic_shared()))) {}
+          own(shared_address(dynamic_shared()) + before() - AT + table * APART + lane % (USED / ENTRY) * ENTRY) {}
 
     // Make the table, by `threads` threads in whole warps, which must meet before it is used. A thread makes an entry
     // and stores its copies, 16 bytes at a time, in an order in which the threads of a warp meet different banks.
-    DEVICE void fill(int thread, int threads) {
+    DEVICE void fill(int thread, int threads, int table = 0) const {
+        if (BYTES && before() > AT) asm volatile("trap;");
+        u8* const first = dynamic_shared() + before() + table * APART;
         auto of = [&](u32 first, u32 second) {
             return __shfl_sync(~0u, value, first) | __shfl_sync(~0u, value, second) << 16;
         };
@@ -51,10 +63,10 @@ struct Codebook {
         for (int index = thread; index < 1 << INDEX_BITS; index += threads) {
             const u32 v = of(code(index, 0), code(index, 1));
             const u32 next = BITS == 2 ? of(code(index >> 4, 0), code(index >> 4, 1)) : v;
-            uint4* const to = reinterpret_cast<uint4*>(dynamic_shared()) + index * (STEP / 16);
+            uint4* const to = reinterpret_cast<uint4*>(first) + index * (STEP / 16);
 #pragma unroll
             for (int c = 0; c < USED / 16; c++)
-                to[(c + thread * STEP / 128) % (USED / 16)] = make_uint4(v, next, v, next);
+                to[(c + thread * USED / 128) % (USED / 16)] = make_uint4(v, next, v, next);
         }
     }
 
@@ -66,8 +78,8 @@ struct Codebook {
         for (int t = 0; t < 2; t++) {
             const int b = h / 2, m = h % 2 * 2 + t;
             if constexpr (BITS == 2) {
-                asm("ld.shared.v2.u32 {%0, %1}, [%2];"
-                    : "=r"(a[2 * t]), "=r"(a[2 * t + 1]) : "r"(address(tile.low[b], 8 * m)));
+                asm("ld.shared.v2.u32 {%0, %1}, [%2+%3];"
+                    : "=r"(a[2 * t]), "=r"(a[2 * t + 1]) : "r"(address(tile.low[b], 8 * m)), "n"(AT));
             } else {
 #pragma unroll
                 for (int j = 0; j < 2; j++)
@@ -92,17 +104,20 @@ private:
         return q;
     }
 
-    // Of the entry for the index in these bits of a word. The mask first: shift and addition are one instruction.
+    // From where the dynamic shared memory starts to the table.
+    static DEVICE u32 before() { return BYTES ? (AT - shared_address(dynamic_shared())) % (1 << 16) : 0; }
+
+    // Of the entry for the index in these bits of a word, less AT. The mask first: shift and addition are one
+    // instruction.
     DEVICE u32 address(u32 word, int from) const {
-        if constexpr (BYTES)
-            return __byte_perm(word, own, 0x7604 | from / 8 << 4) + shared_address(dynamic_shared());
+        if constexpr (BYTES) return __byte_perm(word, own, 0x7604 | from / 8 << 4);
         const u32 bits = masked(word, (1 << INDEX_BITS) - 1 << from);
         return own + (from < SHIFT ? bits << (SHIFT - from) : bits >> (from - SHIFT));
     }
 
     DEVICE u32 value_pair(const Tile<F>& tile, int p) const {
         u32 values;
-        asm("ld.shared.u32 %0, [%1];" : "=r"(values) : "r"(pair(tile, p)));
+        asm("ld.shared.u32 %0, [%1+%2];" : "=r"(values) : "r"(pair(tile, p)), "n"(AT));
         return SIGNED ? and_xor(tile.high[0] << p, 0x80008000, values) : values;
     }
 

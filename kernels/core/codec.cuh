@@ -28,3 +28,27 @@ struct CodecOf<F, COPIES, E2M1> {
 // COPIES: of a table in shared memory (codebook.cuh).
 template <class F, int COPIES>
 using Codec = typename CodecOf<F, COPIES>::Type;
+
+// Those of W and of V, of which each may have a codebook, and a table, of its own.
+template <class C, int TABLES>
+struct Codecs {
+    static constexpr int TABLE_BYTES = C::TABLE_BYTES;
+    C both;
+
+    DEVICE Codecs(const u16* values, const u16*, int lane) : both(values, lane) {}
+    DEVICE void fill(int thread, int threads) { both.fill(thread, threads); }
+    DEVICE C of(bool second) const { return both; }
+};
+
+template <class C>
+struct Codecs<C, 2> {
+    static constexpr int TABLE_BYTES = C::TWO_BYTES;
+    C w, v;
+
+    DEVICE Codecs(const u16* values, const u16* values_of_v, int lane) : w(values, lane), v(values_of_v, lane, 1) {}
+    DEVICE void fill(int thread, int threads) const {
+#pragma unroll 1
+        for (int table = 0; table < 2; table++) of(table).fill(thread, threads, table);
+    }
+    DEVICE C of(bool second) const { return second ? v : w; }
+};

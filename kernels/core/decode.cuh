@@ -16,11 +16,11 @@
 #include "rounded.cuh"
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
-// By way of registers: asynchronous copies are waited for in order, behind those of the rings. `meanwhile` is called
-// while a thread's first TOGETHER pieces are on their way.
-template <bool SIGNED, int THREADS, int TOGETHER, class P, class Row, class Meanwhile>
+// By way of registers: asynchronous copies are waited for in order, behind those of the rings. `wait` is called when a
+// thread knows what to ask for, `meanwhile` while its first TOGETHER pieces are on their way.
+template <bool SIGNED, int THREADS, int TOGETHER, class P, class Row, class Wait, class Meanwhile>
 DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
-                       int row_bytes, const Meanwhile& meanwhile) {
+                       int row_bytes, const Wait& wait, const Meanwhile& meanwhile) {
     // Pieces are counted through the rows, one after the other; a division for each would take longer than its load.
     const int rows = THREADS / pieces, rest = THREADS % pieces;
     auto advance = [&](int& m, int& piece) {
@@ -30,15 +30,22 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
     int m = threadIdx.x / pieces, piece = threadIdx.x % pieces;
 #pragma unroll 1
     do {
-        uint4 x[TOGETHER], signs[TOGETHER];
+        const u16 *from[TOGETHER], *signs_from[TOGETHER];
         int to_m = m, to_piece = piece;
 #pragma unroll
         for (int u = 0; u < TOGETHER; u++, advance(m, piece)) {
             const int column = first + piece * 8;
+            const bool exists = m < batch && column < p.K;
+            from[u] = exists ? at.x + x_row(m) * p.x_row + column : nullptr;
+            signs_from[u] = SIGNED && exists && at.signs ? at.signs + column : nullptr;
+        }
+        wait();
+        uint4 x[TOGETHER], signs[TOGETHER];
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
             x[u] = signs[u] = make_uint4(0, 0, 0, 0);
-            if (m >= batch || column >= p.K) continue;
-            x[u] = *reinterpret_cast<const uint4*>(at.x + x_row(m) * p.x_row + column);
-            if (SIGNED && at.signs) signs[u] = *reinterpret_cast<const uint4*>(at.signs + column);
+            if (from[u]) x[u] = *reinterpret_cast<const uint4*>(from[u]);
+            if (SIGNED && signs_from[u]) signs[u] = *reinterpret_cast<const uint4*>(signs_from[u]);
         }
         meanwhile();
 #pragma unroll
@@ -182,17 +189,18 @@ DEVICE void decode(const P& p) {
     using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
     // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
-    Factors* const factors = reinterpret_cast<Factors*>(dynamic_shared() + C::TABLE_BYTES);
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES + (ROW_FACTORS<F> ? ROWS * 2 : 0);
+    u8* const after = dynamic_shared() + Codecs<C, P::TABLES>::TABLE_BYTES;
+    Factors* const factors = reinterpret_cast<Factors*>(after);
+    u8* const shared = after + (ROW_FACTORS<F> ? ROWS * 2 : 0);
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
     int* const entries = found[threadIdx.x / WARP];
     const Span span = span_of<WIDTH>(p, entries);
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
-    const Matrix operands = matrix_of<F>(p, span.matrix);
+    const Matrix operands = matrix_soon<F>(p, span.matrix);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    C codec(p.values, lane);
+    Codecs<C, P::TABLES> codecs(p.values, values_of_v(p), lane);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16, groups = groups_of<F>(tiles);
     const int row_warp = warp / K_WARPS, block_row = blockIdx.x / CLUSTER * (SIDE_ROWS / 16);
     const int first_row = block_row + row_warp % SIDE_WARPS * ROW_TILES;
@@ -209,7 +217,8 @@ DEVICE void decode(const P& p) {
     // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
     u8* const ring = shared + warp * DEPTH * Slot::SIZE;
     const int first = min(first_row, row_tiles - 1), last = row_tiles - 1 - first;
-    const Planes w = side_of(p, operands.w, row_warp >= SIDE_WARPS);
+    const bool second = row_warp >= SIDE_WARPS;
+    const Planes w = side_of(p, operands.w, second);
     const u8* const low = w.low + s64(first) * tiles * F::LOW_BYTES;
     const u8* const high = w.high + s64(first) * tiles * F::HIGH_BYTES;
     const u8* const scale = w.scale + s64(first) * tiles * F::SCALE_BYTES;
@@ -237,19 +246,21 @@ DEVICE void decode(const P& p) {
         copy_commit();
     };
     int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
-    // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
-    // the next one, which has a `#pragma unroll`.
-    if constexpr (ROW_FACTORS<F>) {
-        for (int i = threadIdx.x; i < ROWS / 8; i += WARPS * WARP) {
-            const int row_tile = i / 2 % (SIDE_ROWS / 16);
-            const Planes side = side_of(p, operands.w, i >= SIDE_ROWS / 8);
-            copy_async(factors + i * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + i % 2 * 4, true);
-        }
-    }
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
-    codec.fill(threadIdx.x, WARPS * WARP);
-    wait_for_operands<P>();
+    if constexpr (ROW_FACTORS<F>) {
+        static_assert(ROWS / 8 <= WARPS * WARP, "a piece for each thread");
+        const int row_tile = threadIdx.x / 2 % (SIDE_ROWS / 16), piece = threadIdx.x % 2 * 4;
+        const Planes side = side_of(p, operands.w, threadIdx.x >= SIDE_ROWS / 8);
+        if (threadIdx.x < ROWS / 8)
+            copy_async(factors + threadIdx.x * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + piece, true);
+    }
+    codecs.fill(threadIdx.x, WARPS * WARP);
+    const C codec = codecs.of(second);
+    int plain = 0;
+    if constexpr (!P::GROUPED) plain = is_plain(p);
+    asm volatile("" : "+r"(plain));  // kept, rather than found again in the end
+    if (begin == end) wait_for_operands<P>();
 
     u8* const x_rows = shared + WARPS * DEPTH * Slot::SIZE;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
@@ -259,13 +270,16 @@ DEVICE void decode(const P& p) {
         const int stop = min(chunk + p.chunk, end);
         if (chunk > begin) __syncthreads();
         const int pieces = (stop - chunk) * 8;
+        auto wait = [&] {
+            if (chunk == begin) wait_for_operands<P>();
+        };
         auto fill = [&] {
             if (fetched == next + AHEAD * K_WARPS)
 #pragma unroll
                 for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
         };
         stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
-                                                              row_bytes, fill);
+                                                              row_bytes, wait, fill);
         if constexpr (QUANTIZES) round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
         __syncthreads();
         // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
@@ -311,7 +325,7 @@ DEVICE void decode(const P& p) {
     __syncthreads();
     u32 matrix = span.matrix;
     asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
-    const Matrix at = matrix_of<F>(p, matrix);
+    const Matrix at = matrix_soon<F>(p, matrix);
     // Two batch rows at once: they lie together.
     auto total = [&](int n, int m) {
         float2 value = make_float2(0, 0);
@@ -330,7 +344,7 @@ DEVICE void decode(const P& p) {
                 finish(p, at, x_row(m + e), p.works ? first_m + m + e : entries[m + e], block_row * 16 + n,
                        e ? value.y : value.x, e ? other.y : other.x);
             else
-                finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x);
+                finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x, plain);
     };
     const int pairs = (batch + 1) / 2;
     if constexpr (CLUSTER == 1) {

@@ -41,8 +41,13 @@ DEVICE void activate(float (&x)[COUNT], int activation) {
 // which is between them, is one of them.
 DEVICE float2 safe_factors(float a, float b) { return (a < 1) == (b < 1) ? make_float2(a, b) : make_float2(a * b, 1); }
 
+// Whether all that becomes of accumulators is a factor that they have in common. Known beforehand it spares a short
+// product's end half of its time: every question to the constants waits for the answer to the one before.
+DEVICE bool is_plain(const Problem& p) { return !(p.unscale || p.bias || p.activation || p.residual); }
+
 // Element (m, n) of y, from its accumulator.
-DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value) {
+DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value, bool plain = false) {
+    if (plain) return store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value * p.lift);
     const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
     value = value * factors.x * factors.y;
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
@@ -59,14 +64,18 @@ DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value
 }
 
 // The same of a grouped product, of row x_m of x, from the accumulators of W and, if gated, V.
-template <bool GATED>
-DEVICE void finish(const Grouped<GATED>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
-    const float2 factors = safe_factors(at.unscale ? at.unscale[x_m] : 1, p.lift);
-    float one[1] = {value * factors.x * factors.y};
+template <bool GATED, int TABLES>
+DEVICE void finish(const Grouped<GATED, TABLES>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
+    const float unscale = at.unscale ? at.unscale[x_m] : 1;
+    auto result = [&](float sum, bool second) {
+        const float2 factors = safe_factors(unscale, lift_of(p, second));
+        return sum * factors.x * factors.y;
+    };
+    float one[1] = {result(value, false)};
     activate(one, p.activation);
     const s64 to = m * p.out_row + n;
     if constexpr (GATED)
-        one[0] *= other * factors.x * factors.y;
+        one[0] *= result(other, true);
     else if (p.residual)
         one[0] *= static_cast<const float*>(p.residual)[to];
     static_cast<float*>(p.out)[to] = one[0];
@@ -75,7 +84,7 @@ DEVICE void finish(const Grouped<GATED>& p, const Matrix& at, int x_m, int m, in
 // COLUMNS columns of 16 of its batch rows, from (first_m, first_n) on, by THREADS threads: `load(row, column)` gives an
 // accumulator.
 template <int COLUMNS, int THREADS, class Load>
-DEVICE void finish_group(const Grouped<false>& p, const Matrix& at, int first_m, int end_m, int first_n, int thread,
+DEVICE void finish_group(const Grouped<false, 1>& p, const Matrix& at, int first_m, int end_m, int first_n, int thread,
                          const Load& load) {
 #pragma unroll 1
     for (int i = thread; i < 16 * COLUMNS; i += THREADS) {
@@ -87,8 +96,8 @@ DEVICE void finish_group(const Grouped<false>& p, const Matrix& at, int first_m,
 
 // COLUMNS columns of `rows` batch rows, from (first_m, first_n) on, by THREADS threads, a thread 8 columns at a time:
 // `load(row, column)` gives the accumulators of four. Instructions that run once are cold in the cache: what most
-// products need is short, and the loops are not unrolled.
-template <int COLUMNS, int THREADS, class Load>
+// products need is short, and the loops are not unrolled. QUICK where there are registers for two rows at once.
+template <int COLUMNS, int THREADS, bool QUICK, class Load>
 DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int rows, int first_n, int thread,
                         const Load& load) {
     constexpr int WIDE = COLUMNS / 8;
@@ -98,6 +107,18 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
     const int size = p.out_dtype == FLOAT32 ? 4 : 2;
     u8* const out = static_cast<u8*>(p.out) + (at.out + n * p.out_column) * size;
     const bool whole = count == 8 && p.out_column == 1 && ((u64(out) | p.out_row * size) & 15) == 0;
+    if (QUICK && whole && size == 2 && is_plain(p)) {
+        // Few warps are left in the end, and each waits for one instruction after the other: two rows at once.
+        const float lift = p.lift;
+#pragma unroll 2
+        for (int row = thread / WIDE; row < min(rows, p.M - first_m); row += THREADS / WIDE) {
+            const float4 v = load(row, column), w = load(row, column + 4);
+            *reinterpret_cast<uint4*>(out + (first_m + row) * p.out_row * 2) = make_uint4(
+                pack(v.x * lift, v.y * lift, p.out_dtype), pack(v.z * lift, v.w * lift, p.out_dtype),
+                pack(w.x * lift, w.y * lift, p.out_dtype), pack(w.z * lift, w.w * lift, p.out_dtype));
+        }
+        return;
+    }
     float bias[8] = {};
     if (p.bias)
 #pragma unroll

@@ -139,7 +139,7 @@ DEVICE void mma(const P& p) {
                 return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
                                    v.w * factor(column + 3));
             };
-            finish_rows<ROWS, SHARERS>(p, at, own_m + first * 8, 16, first_tile * 16, thread, load);
+            finish_rows<ROWS, SHARERS, true>(p, at, own_m + first * 8, 16, first_tile * 16, thread, load);
         }
     }
 }

@@ -10,6 +10,7 @@ constexpr bool SIGNED_COLUMNS = F::SCALING == SINGLE;
 
 struct Problem {
     static constexpr bool GROUPED = false, GATED = false;
+    static constexpr int TABLES = 1;
     alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
     const u8 *low, *high, *scale;  // planes of W, all matrices of a stack one after the other in each
@@ -75,13 +76,14 @@ struct Routing {
 // works there are, only the GPU knows; those beyond have no rows. Results lie in rows of N.
 //
 // Plain, act(x W^T), times what `residual` has in the same place, float32. Gated, act(x W^T) * (x V^T) at once, where V
-// has the format, the shape and the codebook of W; float32, or (wgmma core) float16 in levels.
+// has the format and the shape of W, and of two TABLES a codebook of its own; float32, or (wgmma core) float16 in levels.
 //
 // Without a list of works, for at most a warp's lanes of ids (entries), blocks find their work themselves: rows of out
 // are those of the entries, rows of x every `share` entries'.
-template <bool GATED_>
+template <bool GATED_, int TABLES_>
 struct Grouped : Problem {
     static constexpr bool GROUPED = true, GATED = GATED_;
+    static constexpr int TABLES = TABLES_;
     const Work* works;  // or null
     s64 apart;          // bytes from W to V
     Routing routing;
@@ -89,8 +91,29 @@ struct Grouped : Problem {
     int early;         // whether the works are there before the kernel before this one is done
     int box_steps;     // steps of 64 columns that a copy of x brings: one, or a stage's (wgmma core)
     u8* levels;        // of results of 16 bits (core/levels.cuh)
+    const u16* out_signs;    // or null: of their columns, as `signs` has those of x
+    const u16* values_of_v;  // V's codebook
+    float lift_of_v;         // as `lift`
 };
-static_assert(sizeof(Grouped<true>) == sizeof(Problem) + 64, "problem.py packs one after the other");
+static_assert(sizeof(Grouped<true, 1>) == sizeof(Problem) + 128, "problem.py packs one after the other");
+
+// V's codebook.
+template <class P>
+DEVICE const u16* values_of_v(const P& p) {
+    if constexpr (P::TABLES > 1)
+        return p.values_of_v;
+    else
+        return p.values;
+}
+
+// The power of two that W's results, or V's, are multiplied by.
+template <class P>
+DEVICE float lift_of(const P& p, bool second) {
+    if constexpr (P::GATED)
+        return second ? p.lift_of_v : p.lift;
+    else
+        return p.lift;
+}
 
 // How many bytes V's planes are beyond W's.
 template <class P>
@@ -198,6 +221,18 @@ DEVICE void indices_of(const Problem& p, u32 matrix, u32 (&index)[BATCH_AXES]) {
     }
 }
 
+// The planes of one of W's matrices.
+template <class F>
+DEVICE Planes planes_of(const Problem& p, s64 w) {
+    const s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
+    Planes planes = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES,
+                     p.group, p.rows};
+    if constexpr (ROW_FACTORS<F>) planes.rows += w * ((p.N + 15) / 16 * 8);
+    if constexpr (F::GROUP_BYTES > 0)
+        planes.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
+    return planes;
+}
+
 template <class F>
 DEVICE Matrix matrix_of(const Problem& p, u32 index) {
     Matrix at;
@@ -210,14 +245,25 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
         out += i * p.out_axis[axis], residual += i * p.residual_axis[axis];
         at.axis[axis] = p.x_axis[axis] ? int(i) : 0;
     }
-    s64 tiles = w * ((p.N + 15) / 16) * ((p.K + 63) / 64);
-    at.w = {p.low + tiles * F::LOW_BYTES, p.high + tiles * F::HIGH_BYTES, p.scale + tiles * F::SCALE_BYTES, p.group,
-            p.rows};
-    if constexpr (ROW_FACTORS<F>) at.w.rows += w * ((p.N + 15) / 16 * 8);
-    if constexpr (F::GROUP_BYTES > 0)
-        at.w.group += w * ((p.N + 15) / 16) * groups_of<F>((p.K + 63) / 64) * F::GROUP_BYTES;
+    at.w = planes_of<F>(p, w);
     at.x = p.x + x, at.unscale = p.unscale ? p.unscale + x_rows : nullptr;
     if constexpr (SIGNED_COLUMNS<F>) at.signs = p.signs ? p.signs + w * p.K : nullptr;
     at.bias = p.bias_stacked ? w * p.N : 0, at.out = out, at.residual = residual;
     return at;
+}
+
+// The same, soon: what follows from a matrix's number takes a block of 16 warps 0.4 us, which is a twelfth of a short
+// product. Mostly there is but one matrix; and all experts have the same rows of x and of results. It takes registers.
+template <class F>
+DEVICE Matrix matrix_soon(const Problem& p, u32 index) {
+    Matrix at = {planes_of<F>(p, 0), p.x, p.unscale, p.signs, 0, 0, 0, {}};
+    if (index) at = matrix_of<F>(p, index);
+    return at;
+}
+
+template <class F, bool GATED, int TABLES>
+DEVICE Matrix matrix_soon(const Grouped<GATED, TABLES>& p, u32 index) {
+    const u16* signs = nullptr;
+    if constexpr (SIGNED_COLUMNS<F>) signs = p.signs ? p.signs + s64(index) * p.K : nullptr;
+    return {planes_of<F>(p, index), p.x, p.unscale, signs, 0, 0, 0, {}};
 }

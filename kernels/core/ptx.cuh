@@ -26,6 +26,12 @@ DEVICE u32 load_now(const void* p) {
     return bits;
 }
 
+// Brings 32 bytes to the L1 cache, for loads to come.
+DEVICE void touch(const void* p) {
+    u32 bits;
+    asm volatile("ld.global.ca.u32 %0, [%1];" : "=r"(bits) : "l"(p));
+}
+
 // a & mask, once: the compiler would split it among the uses of single halves or bytes.
 DEVICE u32 masked(u32 a, u32 mask) { return and_or(a, mask, 0); }
 
@@ -228,9 +234,9 @@ DEVICE void wait_for_counter(const u32* counter, u32 count) {
 
 #if __CUDA_ARCH__ >= 900
 // Blocks of a cluster: they meet, and read each other's shared memory.
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
 // The address in block `rank` of what is at `address` in this block.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
@@ -243,9 +249,8 @@ DEVICE void load_cluster(float2& v, u32 address) {
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
 }
 
-DEVICE void load_cluster(float4& v, u32 address) {
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+DEVICE void store_cluster(u32 address, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(v) : "memory");
 }
 
 // A barrier in shared memory that counts arrivals and bytes of bulk copies; `parity` is that of the awaited phase.

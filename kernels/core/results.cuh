@@ -14,29 +14,37 @@ DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
             to[(b * SUMS + j) / 4 * WARPGROUP] = make_float4(acc[b][j], acc[b][j + 1], acc[b][j + 2], acc[b][j + 3]);
 }
 
-// TOGETHER: of so many fours the loads are together, where there are not registers enough for more.
-template <int TOGETHER = 0, int ROW_BLOCKS, int SUMS>
+// FEW: of up to 8 fours the loads are together, where there are not registers enough for more.
+template <bool FEW = false, int ROW_BLOCKS, int SUMS>
 DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
+    constexpr int FOURS = ROW_BLOCKS * SUMS / 4;
+    constexpr int TOGETHER = !FEW ? FOURS : FOURS % 8 == 0 ? 8 : FOURS % 4 == 0 ? 4 : 6;
+    static_assert(FOURS % TOGETHER == 0, "whole groups");
+#pragma unroll 1
+    for (int first = 0; first < FOURS; first += TOGETHER) {
+        float4 v[TOGETHER];
 #pragma unroll
-    for (int b = 0; b < ROW_BLOCKS; b++)
+        for (int j = 0; j < TOGETHER; j++) v[j] = from[(first + j) * WARPGROUP];
 #pragma unroll
-        for (int j = 0; j < SUMS; j += 4) {
-            const float4 v = from[(b * SUMS + j) / 4 * WARPGROUP];
-            acc[b][j] += v.x, acc[b][j + 1] += v.y, acc[b][j + 2] += v.z, acc[b][j + 3] += v.w;
-            if (TOGETHER && j / 4 % TOGETHER == TOGETHER - 1) asm volatile("" ::: "memory");
+        for (int i = 0; i < FOURS; i++) {
+            if (first != i / TOGETHER * TOGETHER) continue;
+            const float4 own = v[i % TOGETHER];
+            float* const sums = &acc[i * 4 / SUMS][i * 4 % SUMS];
+            sums[0] += own.x, sums[1] += own.y, sums[2] += own.z, sums[3] += own.w;
         }
+    }
 }
 
 // Sums of WARP batch rows (or of all, if they are fewer), from the `first` of a thread on, times the rows' factors, of
-// which a lane has one.
+// which lanes have one each, from lane `from` on.
 template <int ROW_BLOCKS, int SUMS>
-DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor) {
+DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor, int from = 0) {
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int j = 0; j < (SUMS < WARP / 2 ? SUMS : WARP / 2); j += 4)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const float own = __shfl_sync(~0u, factor, j * 2 + lane % 4 * 2 + e);
+            const float own = __shfl_sync(~0u, factor, from + j * 2 + lane % 4 * 2 + e);
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++) acc[b][first + j + e] *= own, acc[b][first + j + e + 2] *= own;
         }
@@ -129,36 +137,22 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     }
 }
 
-// The same for results of any kind; with a split, of a share of the batch rows that the blocks of the cluster have
-// summed up, all its warpgroups together.
-template <int GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS>
+// The same for results of any kind, up to 32 batch rows at a time.
+template <int GROUPS, bool QUICK, int ROW_BLOCKS, int SUMS>
 DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int first_n,
                         u8* shared, int group) {
     // [batch row][row of W], CHUNK batch rows at a time; 4 floats more keep a warp's stores in different banks.
-    constexpr int BATCH = SUMS * 2, CHUNK = SPLIT > 1 || BATCH < 32 ? BATCH : 32, SHARE = CHUNK / SPLIT;
-    constexpr int OWN_ROWS = ROW_BLOCKS * 64, LINE = OWN_ROWS + 4;
-    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP, rank = blockIdx.x % SPLIT;
+    constexpr int BATCH = SUMS * 2, CHUNK = BATCH < 32 ? BATCH : 32, OWN_ROWS = ROW_BLOCKS * 64, LINE = OWN_ROWS + 4;
+    const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
     float* const staged = reinterpret_cast<float*>(shared) + group * CHUNK * LINE;
     float* const own = staged + lane % 4 * 2 * LINE + warp * 16 + lane / 4;
-    auto total = [&](int row, int column) {
-        const float* from = staged + (rank * SHARE + row) * LINE + column;
-        if constexpr (SPLIT == 1) return *reinterpret_cast<const float4*>(from);
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll
-        for (int other = 0; other < SPLIT; other++) {
-            float4 v;
-            load_cluster(v, cluster_address(shared_address(from), other));
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
-        return sum;
+    auto load = [&](int row, int column) {
+        return *reinterpret_cast<const float4*>(staged + row * LINE + column);
     };
     // One copy of the code in the instruction cache: registers of all chunks stand in it, under a condition.
 #pragma unroll 1
     for (int first = 0; first < BATCH; first += CHUNK) {
-        if constexpr (SPLIT > 1)
-            warpgroups_sync<GROUPS * WARPGROUP>(1);  // everyone has read the stages
-        else
-            warpgroups_sync<WARPGROUP>(1 + group);  // and what was here
+        warpgroups_sync<WARPGROUP>(1 + group);  // everyone has read what was here
 #pragma unroll
         for (int j = 0; j < BATCH / 8; j++)
             if (first == j * 8 / CHUNK * CHUNK)
@@ -167,26 +161,69 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         own[(j * 8 % CHUNK + e % 2) * LINE + b * 64 + e / 2 * 8] = acc[b][j * 4 + e];
-        if constexpr (SPLIT > 1)
-            cluster_sync();
-        else
-            warpgroups_sync<WARPGROUP>(1 + group);
-        finish_rows<OWN_ROWS, WARPGROUP>(p, at, first_m + first + rank * SHARE, SHARE, first_n, thread, total);
+        warpgroups_sync<WARPGROUP>(1 + group);
+        finish_rows<OWN_ROWS, WARPGROUP, QUICK>(p, at, first_m + first, CHUNK, first_n, thread, load);
     }
 }
 
+// Of a split: every block of the cluster finishes a share of the batch rows. Before, each has written its sums to where
+// they are added up, the others' shares to the others' memory: what is there can be read soon, and a block may leave
+// while others read theirs.
+//
+//      shared memory of block r:  [block that wrote][batch row of share r][row of W, and 4 floats between banks]
+template <int GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS>
+struct SplitSums {
+    static constexpr int SHARE = SUMS * 2 / SPLIT, ROWS = GROUPS * ROW_BLOCKS * 64, LINE = ROWS + 4;
+
+    static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], const u8* shared, int group) {
+        const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
+        const int column = group * (ROW_BLOCKS * 64) + warp * 16 + lane / 4;
+        const u32 own = shared_address(shared) + (blockIdx.x % SPLIT * SHARE * LINE + column) * 4;
+#pragma unroll
+        for (int first = 0; first < SUMS * 2; first += 8) {
+            const int row = first + lane % 4 * 2;
+            const u32 to = cluster_address(own, SHARE < 8 ? row / SHARE : first / SHARE) + row % SHARE * LINE * 4;
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    store_cluster(to + (e % 2 * LINE + b * 64 + e / 2 * 8) * 4, acc[b][first / 2 + e]);
+        }
+    }
+
+    // By all computing threads of a block.
+    template <int THREADS>
+    static DEVICE void finish(const Problem& p, const Matrix& at, int first_m, int first_n, const u8* shared) {
+        auto total = [&](int row, int column) {
+            float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+            for (int block = 0; block < SPLIT; block++) {
+                const float* from = reinterpret_cast<const float*>(shared) + (block * SHARE + row) * LINE + column;
+                const float4 v = *reinterpret_cast<const float4*>(from);
+                sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+            }
+            return sum;
+        };
+        finish_rows<ROWS, THREADS, true>(p, at, first_m + blockIdx.x % SPLIT * SHARE, SHARE, first_n, threadIdx.x, total);
+    }
+};
+
 // A warp's results of levels::COLUMNS columns from n on and of batch rows from m on, as its sums are, to float16 rows in
-// levels.
+// levels, with these `signs` of all columns, or null.
 template <class P, int SUMS>
-DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, int n) {
+DEVICE void store_leveled(const P& p, const u16* signs, const float (&v)[SUMS], int m, int end_m, int n) {
     static_assert(levels::COLUMNS == 16, "those of a warp");
     constexpr int PARTS = SUMS / 4;  // of 8 batch rows
     const int lane = threadIdx.x % WARP, row_levels = p.N / levels::COLUMNS;
-    // Peaks of both batch rows of a lane: their upper 16 bits tell levels.
+    u32 flips[2] = {};
+    if (signs)
+#pragma unroll
+        for (int j = 0; j < 2; j++) flips[j] = *reinterpret_cast<const u32*>(signs + n + lane % 4 * 2 + j * 8);
+    // Peaks of both batch rows of a lane: their upper 16 bits tell levels. NaN is nobody's peak, but stays NaN.
     u32 peaks[PARTS];
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
-        auto peak = [&](int e) { return max(magnitude(v[j * 4 + e]), magnitude(v[j * 4 + e + 2])); };
+        auto peak = [&](int e) { return __float_as_int(fmaxf(fabsf(v[j * 4 + e]), fabsf(v[j * 4 + e + 2]))); };
         peaks[j] = __byte_perm(peak(0), peak(1), 0x7632);
     }
 #pragma unroll
@@ -197,16 +234,34 @@ DEVICE void store_leveled(const P& p, const float (&v)[SUMS], int m, int end_m, 
     u8* to_levels = p.levels + s64(m + lane % 4 * 2) * row_levels + n / levels::COLUMNS;
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
-        const int low = levels::of_peak(peaks[j] << 16), high = levels::of_peak(peaks[j] & 0xffff0000);
-        const float factor = levels::factor(-low), factor1 = levels::factor(-high);
+        const levels::Two own(peaks[j]);
+        const float factor = own.low_factor(), factor1 = own.high_factor();
+        const u32 bytes = own.bytes();
         const u32 pair = transposed(pack(v[j * 4] * factor, v[j * 4 + 1] * factor1, FLOAT16));
         const u32 pair8 = transposed(pack(v[j * 4 + 2] * factor, v[j * 4 + 3] * factor1, FLOAT16));
         if (m + j * 8 + lane / 4 < end_m)
-            reinterpret_cast<u32*>(to)[0] = pair, reinterpret_cast<u32*>(to)[4] = pair8;
+            reinterpret_cast<u32*>(to)[0] = pair ^ flips[0], reinterpret_cast<u32*>(to)[4] = pair8 ^ flips[1];
         const int own_m = m + j * 8 + lane * 2;
-        if (lane < 4 && own_m < end_m) to_levels[0] = levels::as_byte(peaks[j] << 16, low);
-        if (lane < 4 && own_m + 1 < end_m) to_levels[row_levels] = levels::as_byte(peaks[j] >> 16, high);
+        if (lane < 4 && own_m < end_m) to_levels[0] = bytes;
+        if (lane < 4 && own_m + 1 < end_m) to_levels[row_levels] = bytes >> 16;
         to += 8 * p.out_row, to_levels += 8 * row_levels;
+    }
+}
+
+// Part `i` of the sums, registers of which the number is not known before: by branches to one of COUNT copies.
+template <int FIRST, int COUNT, int ROW_BLOCKS, int OWN, int SUMS>
+DEVICE void take_part(float (&v)[ROW_BLOCKS][OWN], const float (&acc)[ROW_BLOCKS][SUMS], int i) {
+    if constexpr (COUNT > 1) {
+        if (i < FIRST + COUNT / 2)
+            take_part<FIRST, COUNT / 2>(v, acc, i);
+        else
+            take_part<FIRST + COUNT / 2, COUNT - COUNT / 2>(v, acc, i);
+    } else {
+        asm volatile("");  // lest it be taken for simple enough to be done in any case
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+            for (int j = 0; j < OWN; j++) v[b][j] = acc[b][FIRST * OWN + j];
     }
 }
 
@@ -239,7 +294,7 @@ DEVICE void store_part(const P& p, float (&v)[ROW_BLOCKS][SUMS], int m, int end_
 
 // act(W's) * V's, v[0] and v[1].
 template <int SUMS, class P>
-DEVICE void store_gated(const P& p, float (&v)[2][SUMS], int m, int end_m, int warp_n, int lane) {
+DEVICE void store_gated(const P& p, const u16* signs, float (&v)[2][SUMS], int m, int end_m, int warp_n, int lane) {
     if (p.activation) activate<true>(v[0], p.activation);
     float results[1][SUMS];
 #pragma unroll
@@ -247,13 +302,22 @@ DEVICE void store_gated(const P& p, float (&v)[2][SUMS], int m, int end_m, int w
     if (p.out_dtype != FLOAT16)
         store_part(p, results, m, end_m, warp_n, lane);
     else if (warp_n < p.N)
-        store_leveled(p, results[0], m, end_m, warp_n);
+        store_leveled(p, signs, results[0], m, end_m, warp_n);
+}
+
+// Brings the factors of a tile's batch rows to the L1 cache, a lane 32 bytes: `store_group` would wait for them, chunk
+// by chunk, as long as it takes to store a chunk and longer.
+template <int BATCH, class P>
+DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
+    static_assert(BATCH <= WARP * 8, "all rows at once");
+    const int row = own.first_m + threadIdx.x % WARP * 8;
+    if (p.unscale && row < own.end_m) touch(p.unscale + row);
 }
 
 // Those of a grouped product, WARP batch rows at a time, or half as many. Gated with one row block, warps 0 and
 // 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of the batch rows.
 template <int ROW_BLOCKS, int SUMS, class P>
-DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int end_m,
+DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], const GroupSegment& own,
                         int first_n, u8* shared, int group) {
     int thread = threadIdx.x % WARPGROUP;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time
@@ -261,51 +325,64 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
     // either, and take a fifth more instructions.
     const int warp = uniform(thread / WARP), lane = thread % WARP;
     constexpr bool TRADES = P::GATED && ROW_BLOCKS == 1;
-    constexpr int ROWS = SUMS * 2 % WARP ? WARP / 2 : WARP, OWN = ROWS / 2, CHUNKS = SUMS / OWN;
+    constexpr int MANY = ROW_BLOCKS > 1 || SUMS * 2 % WARP ? WARP / 2 : WARP;
+    constexpr int ROWS = !P::GATED && SUMS * ROW_BLOCKS > 128 ? 8 : MANY;  // as many as registers are left
+    constexpr int OWN = ROWS / 2, CHUNKS = SUMS / OWN, EACH = TRADES ? OWN / 2 : OWN, SIDES = P::GATED ? 1 : ROW_BLOCKS;
     static_assert(SUMS % OWN == 0, "whole chunks");
     const int side = warp / 2, warp_n = first_n + (TRADES ? warp % 2 : warp) * 16;
-    // A lane has those of one of a chunk's rows.
-    auto factors_of = [&](int m) {
-        return safe_factors(at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1, p.lift);
+    const int first_m = own.first_m, end_m = own.end_m;
+    const u16* const signs = P::GATED && p.out_signs ? p.out_signs + s64(own.matrix) * p.N : nullptr;
+    // A lane has that of one of a chunk's rows.
+    auto unscale_of = [&](int m) { return at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1; };
+    float unscale = unscale_of(first_m), next;
+    auto scale = [&](float (&sums)[SIDES][EACH], bool second, int from) {
+        const float lift = lift_of(p, second), both = unscale * lift;
+        const float2 factors = safe_factors(unscale, lift);
+        // Mostly both at once: neither they nor a sum times them leave the range.
+        const bool safe = !__any_sync(~0u, !(both > 0x1p-60f && both < 0x1p60f));
+        scale_part(sums, 0, safe ? both : factors.x, from);
+        if (!safe) scale_part(sums, 0, factors.y, from);
     };
-    float2 factors = factors_of(first_m), next;
     if constexpr (TRADES) warpgroups_sync<WARPGROUP>(1 + group);  // the tile before is read
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++, factors = next) {
+    // One copy of the code, for a chunk at a time: there is more of it than the instruction cache keeps while a tile is
+    // multiplied.
+#pragma unroll 1
+    for (int i = 0; i < CHUNKS; i++, unscale = next) {
         const int m = first_m + i * ROWS;
         if (m >= end_m) break;
-        if (i + 1 < CHUNKS) next = factors_of(m + ROWS);
-        float v[ROW_BLOCKS][OWN];
-#pragma unroll
-        for (int b = 0; b < ROW_BLOCKS; b++)
-#pragma unroll
-            for (int j = 0; j < OWN; j++) v[b][j] = acc[b][i * OWN + j];
-        scale_part(v, 0, factors.x);
-        if (p.lift != 1) scale_part(v, 0, factors.y);
+        if (i + 1 < CHUNKS) next = unscale_of(m + ROWS);  // as early as can be: it is waited for
         if constexpr (TRADES) {
+            float kept[1][EACH], given[1][EACH], both[2][EACH];
+            take_part<0, SUMS / EACH>(kept, acc, i * 2 + side), take_part<0, SUMS / EACH>(given, acc, i * 2 + 1 - side);
+            scale(kept, side, side * (ROWS / 2)), scale(given, side, (1 - side) * (ROWS / 2));
             // Two buffers in turn: what is written now was read before the barrier of the chunk before.
-            float both[2][OWN / 2];
-            float4* const there = reinterpret_cast<float4*>(shared) + (group * 2 + i % 2) * (OWN / 8 * WARPGROUP);
+            float4* const there = reinterpret_cast<float4*>(shared) + (group * 2 + i % 2) * (EACH / 4 * WARPGROUP);
 #pragma unroll
-            for (int j = 0; j < OWN / 2; j += 4) {
-                auto given = [&](int e) { return side ? v[0][j + e] : v[0][OWN / 2 + j + e]; };
-                there[j / 4 * WARPGROUP + thread] = make_float4(given(0), given(1), given(2), given(3));
-            }
+            for (int j = 0; j < EACH; j += 4)
+                there[j / 4 * WARPGROUP + thread] =
+                    make_float4(given[0][j], given[0][j + 1], given[0][j + 2], given[0][j + 3]);
             warpgroups_sync<WARPGROUP>(1 + group);
 #pragma unroll
-            for (int j = 0; j < OWN / 2; j += 4) {
+            for (int j = 0; j < EACH; j += 4) {
                 const float4 got = there[j / 4 * WARPGROUP + (thread ^ WARPGROUP / 2)];
                 const float others[4] = {got.x, got.y, got.z, got.w};
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    const float kept = side ? v[0][OWN / 2 + j + e] : v[0][j + e];
-                    both[0][j + e] = side ? others[e] : kept, both[1][j + e] = side ? kept : others[e];
+                    both[0][j + e] = side ? others[e] : kept[0][j + e];
+                    both[1][j + e] = side ? kept[0][j + e] : others[e];
                 }
             }
-            store_gated(p, both, m + side * (ROWS / 2), end_m, warp_n, lane);
+            store_gated(p, signs, both, m + side * (ROWS / 2), end_m, warp_n, lane);
         } else if constexpr (P::GATED) {
-            store_gated(p, v, m, end_m, warp_n, lane);
+            float v[2][EACH];
+            take_part<0, CHUNKS>(v, acc, i);
+#pragma unroll
+            for (int b = 0; b < 2; b++) scale(reinterpret_cast<float(&)[1][EACH]>(v[b]), b, 0);
+            store_gated(p, signs, v, m, end_m, warp_n, lane);
         } else {
+            float v[ROW_BLOCKS][EACH];
+            take_part<0, CHUNKS>(v, acc, i);
+            scale(v, false, 0);
             if (p.activation)
 #pragma unroll
                 for (int b = 0; b < ROW_BLOCKS; b++) activate<true>(v[b], p.activation);

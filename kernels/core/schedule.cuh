@@ -18,7 +18,7 @@ struct Shares {
     DEVICE Shares(int outputs, int streamed, int tiles, int cluster, int clusters)
         : tiles(tiles), cluster(cluster), clusters(clusters) {
         if constexpr (STREAM) outputs -= streamed;
-        whole = segments = uniform((outputs - cluster + clusters - 1) / clusters);
+        whole = segments = outputs <= clusters ? outputs > cluster : uniform((outputs - cluster + clusters - 1) / clusters);
         if constexpr (STREAM) {
             const u32 steps = streamed * (tiles / WIDTH), share = clusters - 1 - cluster;
             const int first = uniform(steps * share / clusters * WIDTH);
@@ -38,24 +38,30 @@ struct Shares {
     }
 };
 
-template <int ROW_TILES, int BATCH, int WIDTH, bool STREAM>
+// Divisions are slow, and nothing is asked for before them: SOON, where there are registers for it, short products do
+// without. They have one batch tile of one matrix.
+template <int ROW_TILES, int BATCH, int WIDTH, bool STREAM, bool SOON>
 struct Schedule {
-    int blocks_n, blocks_m;  // of a matrix: row and batch tiles
+    int blocks_n, blocks_m;  // of a matrix: row and batch tiles; SOON the latter 0 if there is one, of one matrix
     Shares<WIDTH, STREAM> shares;
 
     DEVICE Schedule(const Problem& p, int cluster, int clusters)
-        : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)), blocks_m((p.M + BATCH - 1) / BATCH),
-          shares(blocks_n * blocks_m * int(p.extent[0] * p.extent[1] * p.extent[2]), p.streamed, (p.K + 63) / 64, cluster,
-                 clusters) {}
+        : Schedule(p, (p.M + BATCH - 1) / BATCH, int(p.extent[0] * p.extent[1] * p.extent[2]), cluster, clusters) {}
 
     // Output tiles in bands of 8 batch tiles, so that what runs together shares rows of W and of x in the L2 cache.
     DEVICE Segment operator[](int i) const {
         return shares.find(i, [&](int work, int begin, int end) -> Segment {
+            if (SOON && blocks_m == 0) return {work * ROW_TILES, 0, 0, begin, end};
             int matrix = work / (blocks_n * blocks_m), within = work % (blocks_n * blocks_m);
             int band = within / (8 * blocks_n), height = min(8, blocks_m - band * 8), rest = within - band * 8 * blocks_n;
             return {rest / height * ROW_TILES, (band * 8 + rest % height) * BATCH, matrix, begin, end};
         });
     }
+
+private:
+    DEVICE Schedule(const Problem& p, int blocks_m, int matrices, int cluster, int clusters)
+        : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)), blocks_m(SOON && blocks_m * matrices == 1 ? 0 : blocks_m),
+          shares(blocks_n * blocks_m * matrices, p.streamed, (p.K + 63) / 64, cluster, clusters) {}
 };
 
 // The same of a grouped product, whose works are the batch tiles; `end_m` is where a segment's end.

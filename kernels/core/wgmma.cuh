@@ -43,6 +43,7 @@ DEVICE void wgmma(const P& p) {
     static_assert(!P::GROUPED || SPLIT == 1, "only the GPU knows how many tiles there are");
     static_assert(ROW_BLOCKS <= 2, "of two that are gated, one of W and one of V");
     static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
+    constexpr bool ROOMY = GROUPS * K_GROUPS == 2;  // threads have registers for what spares a short product time
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
@@ -54,8 +55,9 @@ DEVICE void wgmma(const P& p) {
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     // After a codebook's table stages, then staged sums (those of a split take the stages' place).
-    u8* const shared = dynamic_shared() + C::TABLE_BYTES;
-    static_assert(C::TABLE_BYTES % 1024 == 0, "stages are swizzled");
+    using Tables = Codecs<C, P::TABLES>;
+    u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
+    static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES];
     __shared__ Told<STAGES> told;  // of a grouped product
     // Opaque, lest the compiler work them out anew in the inner loops.
@@ -70,10 +72,11 @@ DEVICE void wgmma(const P& p) {
     if (threadIdx.x == 0) {
         prefetch_map(p.map);
         if (BOXES && p.straight) prefetch_map(p.out_map);
-        for (int s = 0; s < STAGES; s++) {
-            barrier_init(full + s * 8, WARPGROUP + 1);  // every copying thread, and the copies of x
-            barrier_init(empty + s * 8, CONSUMERS / WARP * PAIR);
-        }
+    }
+    static_assert(STAGES <= WARP, "a thread each");
+    if (threadIdx.x < STAGES) {
+        barrier_init(full + threadIdx.x * 8, WARPGROUP + 1);  // every copying thread, and the copies of x
+        barrier_init(empty + threadIdx.x * 8, CONSUMERS / WARP * PAIR);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if constexpr (PAIR > 1)
@@ -84,7 +87,7 @@ DEVICE void wgmma(const P& p) {
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
     using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR, WIDTH, STREAM, P>,
-                                  Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM>>::Type;
+                                  Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM, ROOMY>>::Type;
     const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
@@ -145,14 +148,17 @@ DEVICE void wgmma(const P& p) {
             }
         }
         copy_wait<0>();
-        if constexpr (SPLIT > 1) cluster_sync();  // with the computing threads
+        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();  // with the computing threads
     } else {
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
-        C codec(p.values, lane);
-        codec.fill(threadIdx.x, CONSUMERS);
-        if constexpr (C::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);
+        Tables tables(p.values, values_of_v(p), lane);
+        tables.fill(threadIdx.x, CONSUMERS);
+        if constexpr (Tables::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);
+        // Of row block b: whether it is V's.
+        auto side = [&](int b) { return P::GATED && (ROW_BLOCKS == 2 ? b == 1 : warp / 2 % 2 == 1); };
+        const C codecs[] = {tables.of(side(0)), tables.of(side(ROW_BLOCKS - 1))};
         wait_for_operands<P>();
         const int group = warp / 4 % GROUPS, k_group = warp / 4 / GROUPS;
         // A stage is free when all who read it have said so: of a pair, those of both blocks.
@@ -164,6 +170,8 @@ DEVICE void wgmma(const P& p) {
         };
         int stage = 0, parity = 0;
         auto own_segment = [&](int i) {
+            // Opaque where registers are scarce, lest places be kept all the time; below, too.
+            if constexpr (P::GROUPED && SUMS > 128) asm volatile("" : "+r"(i));
             if constexpr (P::GROUPED)
                 return told[i];
             else
@@ -172,6 +180,7 @@ DEVICE void wgmma(const P& p) {
         for (int i = 0; i < schedule.shares.segments; i++) {
             if constexpr (P::GROUPED) barrier_wait(full + stage * 8, parity);  // it has been told
             const auto segment = own_segment(i);
+            if constexpr (P::GROUPED) fetch_factors<BATCH>(p, segment);
             float acc[ROW_BLOCKS][BATCH / 2];
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)
@@ -179,9 +188,7 @@ DEVICE void wgmma(const P& p) {
                 for (int j = 0; j < BATCH / 2; j++) acc[b][j] = 0;
             Tile<F> tile[ROW_BLOCKS];
             Factors factors[ROW_BLOCKS];
-            // Of row block b: which side it is of, and which of the side's row tiles in a stage it has.
-            auto side = [&](int b) { return !P::GATED ? 0 : ROW_BLOCKS == 2 ? b : warp / 2 % 2; };
-            auto own_tile = [&](int b) {
+            auto own_tile = [&](int b) {  // of the row tiles of its side in a stage
                 if constexpr (P::GATED && ROW_BLOCKS == 1) return group * 2 + warp % 2;
                 return (P::GATED ? group : group * ROW_BLOCKS + b) * 4 + warp % 4;
             };
@@ -212,7 +219,7 @@ DEVICE void wgmma(const P& p) {
                         for (int j = 0; j < BATCH / 2; j++) acc[b][j] *= factors[b][j / 2 % 2];
             };
             // Where registers are left; else they come while sums are added, or are waited for.
-            constexpr bool EARLY = K_GROUPS == 1;
+            constexpr bool EARLY = K_GROUPS == 1 && SUMS <= 128;
             if constexpr (EARLY)
                 load_factors(segment);
             else
@@ -230,7 +237,7 @@ DEVICE void wgmma(const P& p) {
                 for (int step = h; step < h + 2; step++) {
                     pin(a[step]);
 #pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) codec.weights(tile[b], step, a[step][b]);
+                    for (int b = 0; b < ROW_BLOCKS; b++) codecs[b].weights(tile[b], step, a[step][b]);
                 }
             };
             const int steps = (segment.end - segment.begin) / WIDTH;
@@ -286,6 +293,7 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
+            if constexpr (SPLIT > 1) cluster_arrive();  // the stages are read
             // Again: `segment` would take registers in the loop, and while sums are stored.
             const auto own = own_segment(i);
             auto again = [&] {
@@ -307,27 +315,28 @@ DEVICE void wgmma(const P& p) {
                     threadIdx.x % WARPGROUP;
                 if (k_group > 0) write_sums(acc, sums + (k_group - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
-                if (k_group > 0) {
-                    if constexpr (SPLIT > 1) cluster_sync();  // with those that add
-                    continue;
-                }
+                if (SPLIT == 1 && k_group > 0) continue;
+                if (k_group == 0) {
 #pragma unroll 1
-                for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
-                multiply_by_factors();
-                warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
+                    for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
+                    multiply_by_factors();
+                    if constexpr (SPLIT == 1)
+                        warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
+                }
             }
             auto first_n_of = [&](const Segment& s) { return s.first_row * 16 + group * (ROW_BLOCKS * 64 / SIDES); };
             const Matrix at = matrix_of<F>(p, own.matrix);
             const int first_n = first_n_of(own);
             const bool leads = threadIdx.x % WARPGROUP == 0;
             auto left_by = [&](int slot) {
+                if constexpr (SUMS > 128) asm volatile("" : "+r"(slot));
                 return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
                        threadIdx.x % WARPGROUP;
             };
             if (STREAM && again().end < tiles) {
                 const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
                 wait_for_flag(p.flags + slot);
-                add_sums<P::GROUPED ? 8 : 0>(acc, left_by(slot));
+                add_sums<P::GROUPED>(acc, left_by(slot));
                 warpgroups_sync<WARPGROUP>(1 + group);
                 set_flag(p.flags + slot, 0, leads);
             }
@@ -338,7 +347,14 @@ DEVICE void wgmma(const P& p) {
                 set_flag(p.flags + slot, 1, leads);
             } else if constexpr (P::GROUPED) {
                 const auto last = again();
-                store_group(p, matrix_of<F>(p, last.matrix), acc, last.first_m, last.end_m, first_n_of(last), staged, group);
+                store_group(p, matrix_of<F>(p, last.matrix), acc, last, first_n_of(last), staged, group);
+            } else if constexpr (SPLIT > 1) {
+                using Sums = SplitSums<GROUPS, SPLIT, ROW_BLOCKS, BATCH / 2>;
+                u8* const places = staged + (K_GROUPS - 1) * GROUPS * SUMS * 4 * WARPGROUP;  // after the other sums
+                cluster_wait();  // all stages are read
+                if (k_group == 0) Sums::write(acc, places, group);
+                cluster_sync();
+                Sums::template finish<CONSUMERS>(p, at, own.first_m, own.first_row * 16, places);
             } else {
                 bool stored = false;
                 if constexpr (BOXES) {
@@ -346,11 +362,11 @@ DEVICE void wgmma(const P& p) {
                     if (stored)
                         store_rows<GROUPS, ROOM>(p, at, acc, own.matrix, own.first_m, first_n, staged, group);
                 }
-                if (!stored) finish_sums<GROUPS, SPLIT>(p, at, acc, own.first_m, first_n, staged, group);
+                if (!stored) finish_sums<GROUPS, ROOMY>(p, at, acc, own.first_m, first_n, staged, group);
             }
         }
     }
     if constexpr (BOXES) store_box_wait<0>();
-    if constexpr (CLUSTER > 1) cluster_sync();  // no block leaves while another reads from it or writes to it
+    if constexpr (PAIR > 1) cluster_sync();  // no block leaves while another writes to it
 }
 #endif

@@ -10,7 +10,7 @@ static_assert(ROW_FACTORS<Format> == CUQUANT_ROW_FACTORS, "host and device disag
 using Values = Codec<Format, CUQUANT_COPIES>;
 
 #ifdef CUQUANT_GATED
-using Argument = Grouped<CUQUANT_GATED>;
+using Argument = Grouped<CUQUANT_GATED, CUQUANT_TABLES>;
 #else
 using Argument = Problem;
 #endif

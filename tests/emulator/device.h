@@ -253,6 +253,7 @@ constexpr int to_int(float v) { return __float2int_rz(v); }
 inline int __float2int_rn(float x) { return __float2int_rz(rintf(x)); }
 
 inline u32 __vmaxu2(u32 a, u32 b) { return max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16; }
+inline u32 __vminu2(u32 a, u32 b) { return min(a & 0xffff, b & 0xffff) | min(a >> 16, b >> 16) << 16; }
 
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     u32 r = 0;

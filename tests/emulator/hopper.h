@@ -151,12 +151,7 @@ inline void ld_shared__cluster_v2_f32(float& x, float& y, u32 address) {
     memcpy(&v, clustered(address, sizeof v), sizeof v);
     x = v.x, y = v.y;
 }
-inline void ld_shared__cluster_v4_f32(float& x, float& y, float& z, float& w, u32 address) {
-    float4 v;
-    memcpy(&v, clustered(address, sizeof v), sizeof v);
-    x = v.x, y = v.y, z = v.z, w = v.w;
-}
-
+inline void st_shared__cluster_f32(u32 address, float v) { memcpy(clustered(address, sizeof v), &v, sizeof v); }
 inline void barrier_cluster_arrive_release_aligned() {}
 __noinline__ static void barrier_cluster_wait_acquire_aligned() {
     emulated::meet(emulated::cluster, emulated::block_count * emulated::block_dim.x);

@@ -152,6 +152,7 @@ inline u8* shared(u32 address, u32 bytes) { return shared(address, bytes, bytes)
 template <class T>
 inline void load(T& r, u32 address) { memcpy(&r, shared(address, sizeof r), sizeof r); }
 
+inline void trap() { emulated::fail("trap"); }
 inline void ld_shared_u16(u16& r, u32 address) { load(r, address); }
 inline void ld_shared_u32(u32& r, u32 address) { load(r, address); }
 inline void ld_shared_v2_u32(u32& x, u32& y, u32 address) {
@@ -172,6 +173,7 @@ inline void fence_acq_rel_gpu() {}
 inline void red_relaxed_gpu_global_add_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) += v; }
 inline void ld_relaxed_gpu_global_u32(u32& r, u64 address) { r = *reinterpret_cast<const u32*>(address); }
 inline void ld_global_nc_u32(u32& r, u64 address) { memcpy(&r, reinterpret_cast<const void*>(address), sizeof r); }
+inline void ld_global_ca_u32(u32& r, u64 address) { ld_global_nc_u32(r, address); }
 inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
     const auto* v = reinterpret_cast<const u32*>(address);
     x = v[0], y = v[1], z = v[2], w = v[3];
