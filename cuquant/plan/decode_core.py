@@ -44,33 +44,9 @@ def decode(
     sides: int = 1,
     grouped: bool = False,
     quantizes: bool = False,
+    roomy: bool = True,
 ) -> Gemm:
-    """The decode core's launch; its table of a codebook is `roomy` where that leaves room for all of x.
-
-    Measured up to 8 rows of x: four take an H200 4 to 6% less.
-    """
-    given = (fmt, m, n, k, matrices, capability, in_half, sides, grouped, quantizes)
-    if fmt.lookup and m <= 8 and sides == 1 and shared_limit(capability) > _ROOMY:
-        gemm = _decode(*given, roomy=True)
-        if gemm.chunk * gemm.plan.cluster * TILE_COLUMNS >= k:
-            return gemm
-    return _decode(*given, roomy=False)
-
-
-def _decode(
-    fmt: Format,
-    m: int,
-    n: int,
-    k: int,
-    matrices: int,
-    capability: int,
-    in_half: bool,
-    sides: int,
-    grouped: bool,
-    quantizes: bool,
-    roomy: bool,
-) -> Gemm:
-    """As many blocks as a large GPU holds at once, each with an equal share of W's rows.
+    """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
 
     Of one or two batch rows two small blocks per multiprocessor, where there is work for them, x is short
     and shared memory has room, hide each other's start and end; with more rows one large block, which reads x
@@ -79,7 +55,8 @@ def _decode(
     leaves fewer multiprocessors idle. Weights that are not `in_half`, that float16 does not hold, have no
     factors of rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows
     how many matrices count: blocks of two sides are small then, so that any number of matrices fills it. If
-    x is to be quantized, every block does so for itself where rows are few.
+    x is to be quantized, every block does so for itself where rows are few. A codebook's table may be `roomy`
+    where all of x has room beside it (measured up to 8 rows: four take an H200 4 to 6% less).
     """
     row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
     groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
@@ -87,8 +64,8 @@ def _decode(
     copies, table = table_of(fmt, capability, sides=sides)
     least_x = batch * k * 2 + (40 << 10 if fmt.lookup else 0)
     cluster = 2 if (groups == 2 or least_x > limit - table - ring) and capability == 90 else 1
-    if roomy:
-        copies, table = table_of(fmt, capability, True, sides)
+    if roomy := roomy and groups == sides == 1 and limit > _ROOMY:
+        copies, table = table_of(fmt, capability, True)
     whole, half = limit - table, shared_limit(capability, 2) - table
     step = layout(fmt).step(1)
     wide = fmt.bits == 8 and groups == 1 and capability == 90  # of large codes two slots are too few
@@ -142,6 +119,9 @@ def _decode(
     factors = rows * row_warps * layout(fmt).row if in_half else 0
     fits = (room - factors - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
     chunk = max(k_warps, min(own, fits))
+    if roomy and fmt.lookup and chunk < own:
+        given = (fmt, m, n, k, matrices, capability, in_half, sides, grouped, quantizes)
+        return decode(*given, roomy=False)
     sums = warps * rows * TILE_ROWS * groups * 8 * 4
     shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
     tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
