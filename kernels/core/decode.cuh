@@ -260,7 +260,7 @@ DEVICE void decode(const P& p) {
     int plain = 0;
     if constexpr (!P::GROUPED) plain = is_plain(p);
     asm volatile("" : "+r"(plain));  // kept, rather than found again in the end
-    if (begin == end) wait_for_operands<P>();
+    if (begin == end) copy_commit(), wait_for_operands<P>();  // no columns for this block of the cluster, but rows
 
     u8* const x_rows = shared + WARPS * DEPTH * Slot::SIZE;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
