@@ -230,7 +230,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
 
 
 WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1)
-"""Those of grouped products, which store WARP batch rows at a time, or half as many."""
+"""Those of grouped products, which store up to WARP batch rows at a time."""
 
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `wait` is called when a
-// thread knows what to ask for, `meanwhile` while its first TOGETHER pieces are on their way.
+// thread knows what to ask for, `meanwhile` while pieces are on their way, for every TOGETHER of them.
 template <bool SIGNED, int THREADS, int TOGETHER, class P, class Row, class Wait, class Meanwhile>
 DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch, int first, int pieces, u8* to,
                        int row_bytes, const Wait& wait, const Meanwhile& meanwhile) {

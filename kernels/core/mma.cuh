@@ -57,7 +57,9 @@ DEVICE void mma(const P& p) {
         weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, tiles - tile);
         copy_commit();
     };
-    if constexpr (ROW_FACTORS<F>) {  // with braces, as in decode.cuh
+    // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
+    // the next one, which has a `#pragma unroll`.
+    if constexpr (ROW_FACTORS<F>) {
         for (int i = threadIdx.x; i < ROWS / 8; i += THREADS)
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
     }

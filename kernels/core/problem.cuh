@@ -106,7 +106,7 @@ DEVICE const u16* values_of_v(const P& p) {
         return p.values;
 }
 
-// The power of two that W's results, or V's, are multiplied by.
+// What W's results, or V's, are multiplied by.
 template <class P>
 DEVICE float lift_of(const P& p, bool second) {
     if constexpr (P::GATED)

@@ -219,7 +219,7 @@ DEVICE void store_leveled(const P& p, const u16* signs, const float (&v)[SUMS], 
     if (signs)
 #pragma unroll
         for (int j = 0; j < 2; j++) flips[j] = *reinterpret_cast<const u32*>(signs + n + lane % 4 * 2 + j * 8);
-    // Peaks of both batch rows of a lane: their upper 16 bits tell levels. NaN is nobody's peak, but stays NaN.
+    // Peaks of both batch rows of a lane: their upper 16 bits tell levels. NaN stays NaN, whatever its row's level.
     u32 peaks[PARTS];
 #pragma unroll
     for (int j = 0; j < PARTS; j++) {
@@ -305,7 +305,7 @@ DEVICE void store_gated(const P& p, const u16* signs, float (&v)[2][SUMS], int m
         store_leveled(p, signs, results[0], m, end_m, warp_n);
 }
 
-// Brings the factors of a tile's batch rows to the L1 cache, a lane 32 bytes: `store_group` would wait for them, chunk
+// Brings the factors of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes: `store_group` would wait for them, chunk
 // by chunk, as long as it takes to store a chunk and longer.
 template <int BATCH, class P>
 DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
@@ -314,7 +314,7 @@ DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
     if (p.unscale && row < own.end_m) touch(p.unscale + row);
 }
 
-// Those of a grouped product, WARP batch rows at a time, or half as many. Gated with one row block, warps 0 and
+// Those of a grouped product, WARP batch rows at a time, or half or a quarter as many. Gated with one row block, warps 0 and
 // 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of the batch rows.
 template <int ROW_BLOCKS, int SUMS, class P>
 DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], const GroupSegment& own,

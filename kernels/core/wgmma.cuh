@@ -13,7 +13,7 @@
 // rows hide each other's latencies, and K_TILES times 64 columns of each make a turn of the loop worth its overhead.
 // The sums of the K_GROUPS meet in shared memory. With few batch rows there are registers and room enough for two blocks
 // on a multiprocessor (RESIDENT): one's start and end are in the other's shadow.
-// A warpgroup stores its own rows of the result, so that the others may go on meanwhile.
+// A warpgroup stores its own rows of the result, so that the others may go on meanwhile; of a split all store together.
 //
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
 // order. Or they share x (PAIR): one has the rows of W below the other's, and each copies half of x to both. Without
