@@ -256,6 +256,18 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
         assert copies == most or capability != 90 or m == 64
 
 
+def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
+    for capability, m, shape, copies in (
+        (90, 1, (14336, 4096), 64),
+        (90, 8, (14336, 4096), 64),
+        (90, 8, (28672, 8192), 32),
+        (90, 16, (14336, 4096), 32),
+        (86, 1, (14336, 4096), 32),
+    ):
+        gemm = plan.decode(cq.formats.get("kbit4").for_kernels, m, *shape, 1, capability)
+        assert dict(gemm.plan.kernel.constants)["COPIES"] == copies, (capability, m, shape)
+
+
 def test_blocks_of_stacked_matrices_run_at_once() -> None:
     """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
     block can have its share, that is: up to 56 row tiles, seven of eight warps."""

@@ -138,6 +138,22 @@ def test_tiles_are_shared_out_where_that_takes_less_than_it_leaves_idle() -> Non
     assert (short.gemm.streamed, short.gemm.partials) == (0, 0)
 
 
+def test_gate_and_up_are_one_launch_where_all_of_x_has_room() -> None:
+    """Beside a table of a codebook, in half of a multiprocessor; integers have none."""
+    for name, tokens, joined in (
+        ("kbit4", 8, True),
+        ("kbit4", 16, False),
+        ("trellis3", 8, True),
+        ("trellis3", 16, False),
+        ("trellis4", 4, True),
+        ("trellis4", 8, False),
+        ("q4_0", 16, True),
+    ):
+        fmt = cq.formats.get(name).for_kernels
+        made = plan.moe.product(fmt, Load(tokens, 2, 8), 14336, 4096, True, True, 90)
+        assert (made is not None) == joined, (name, tokens)
+
+
 def test_no_routing_has_more_works_than_the_list_holds() -> None:
     generator = np.random.default_rng(0)
     for _ in range(300):

@@ -58,6 +58,7 @@ def gemm_kernel(
 
 
 _TABLE_AT = 2048
+"""Bytes before a table with rows of 256 bytes: AT of kernels/core/codebook.cuh."""
 
 
 def tables(fmt: Format, sides: int) -> int:

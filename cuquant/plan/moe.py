@@ -100,7 +100,8 @@ class Product(NamedTuple):
 def product(
     fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, capability: int
 ) -> Product | None:
-    """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated."""
+    """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated, or two
+    launches take less."""
     rows, sides = load.likely, 1 + gated
     if half and capability == 90 and rows >= WGMMA_BATCH:
         return min(_wgmma(fmt, load, n, k, sides), key=lambda choice: choice.us, default=None)
