@@ -72,6 +72,8 @@ CHOSEN = {
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
     "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
+    "test_gpu_kv_moves.py": (135, "not many_elements"),
+    "test_gpu_evaluate.py": (3, "small_model"),
     "test_gpu_kv_repeats.py": (21, "test"),
     "test_gpu_attention.py": (
         75,

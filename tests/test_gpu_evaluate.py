@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from formats_table import NAMES
 from products import cuda_weight, gauss
+from synthetic import EXPERTS, QWEN3, Spec, some_tokens, write
 
 import cuquant as cq
 from cuquant import device
@@ -47,6 +48,41 @@ def test_evaluator_on_the_gpu(activations: str) -> None:
         assert b.ppl == pytest.approx(a.ppl, rel=2e-3)
         if a.mean_kld:
             assert b.mean_kld == pytest.approx(a.mean_kld, rel=0.05)
+
+
+def assert_close(cpu: cq.Evaluation, gpu: cq.Evaluation, ppl: float, kld: float) -> None:
+    """Of each row perplexity and divergence: a rounding before a key is quantized may turn its code.
+
+    The GPU rounds softmax's weights to float16, of which alone a divergence below 1e-6 comes.
+    """
+    assert [row.kv_bits for row in gpu.rows] == [row.kv_bits for row in cpu.rows]
+    for a, b in zip(cpu.rows, gpu.rows, strict=True):
+        assert b.ppl == pytest.approx(a.ppl, rel=ppl)
+        assert b.mean_kld == pytest.approx(a.mean_kld, rel=kld, abs=1e-6)
+
+
+KV_BITS = ["8", "4", "8:64,4:256,2+rotate", "3+scales"]
+
+
+def test_keys_and_values_in_few_bits() -> None:
+    text = (ROOT / "examples/data/heldout-public.txt").read_text(encoding="utf-8")[:20000]
+    cpu, gpu = (
+        cq.evaluate(ROOT / "examples/data/nano-llama-f16.gguf", text=text, kv_bits=KV_BITS, device=where)
+        for where in ("cpu", "cuda")
+    )
+    assert "NVIDIA" in gpu.backend
+    assert_close(cpu, gpu, 1e-3, 0.05)
+
+
+@pytest.mark.parametrize("spec", [Spec(head_dim=32), QWEN3, EXPERTS], ids=["heads of 32", "qwen3", "experts"])
+def test_keys_and_values_of_a_small_model(tmp_path: Path, spec: Spec) -> None:
+    """Rotary pairs and halves, several sequences at once, tokens that move twice as they age."""
+    path, tokens = write(tmp_path / "model.gguf", spec), some_tokens(400)
+    kinds = ["16", "8", "4", "8:16,4:24,2", "3+scales", *(["4+rotate"] if spec.head_dim % 32 == 0 else [])]
+    cpu, gpu = (
+        cq.evaluate(path, tokens=tokens, ctx=64, kv_bits=kinds, device=where) for where in ("cpu", "cuda")
+    )
+    assert_close(cpu, gpu, 5e-3, 0.05)
 
 
 def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:

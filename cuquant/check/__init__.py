@@ -17,6 +17,9 @@ from .caches import (
     average_bits as average_bits,
 )
 from .caches import (
+    copied as copied,
+)
+from .caches import (
     fits as fits,
 )
 from .caches import (
@@ -39,6 +42,9 @@ from .caches import (
 )
 from .caches import (
     lengths as lengths,
+)
+from .caches import (
+    moved as moved,
 )
 from .caches import (
     named_tokens as named_tokens,

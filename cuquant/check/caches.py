@@ -161,6 +161,24 @@ def appended(sequence: int, capacity: int) -> None:
     )
 
 
+def copied(capturing: bool) -> None:
+    """No graph is being captured, which a copy would be a part of."""
+    if capturing:
+        raise RuntimeError(
+            "a cache cannot be copied while a CUDA graph is captured, which would fill the copy anew "
+            "whenever it is replayed: copy it before or after"
+        )
+
+
+def moved(capturing: bool) -> None:
+    """No graph is being captured: the host tells which tokens move, of those that are there now."""
+    if capturing:
+        raise RuntimeError(
+            "tokens cannot be moved or evicted while a CUDA graph is captured, which would move the same "
+            "ones whenever it is replayed: move them before or after"
+        )
+
+
 def _room(held: Any, new: Any, room: int, place: str, hint: str) -> None:
     full = (held + new > room) & (new > 0)
     if full.any():

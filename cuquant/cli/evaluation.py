@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
         default=[],
         type=_kv_bits,
         help='evaluate also with quantized keys and values: 16, 8, 4, 3, 2, or by age as "8:64,4:256,2" (the '
-        "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated; on the CPU only",
+        "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated",
     )
     command.add_argument(
         "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"

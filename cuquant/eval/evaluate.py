@@ -76,7 +76,7 @@ def evaluate(
         quantized: "8", "4", "3" or "2" bits, "16" for float16, or widths by age as "8:64,4:256,2": the newest
         64 tokens at 8 bits, the 256 before at 4, the rest at 2. "+scales" and "+rotate" at the end turn on
         KVCache's automatic key scales and its rotation. Tokens go through in steps of 16, whose own keys and
-        values are read back from the cache too. On NumPy only.
+        values are read back from the cache too.
     device : "cpu" or "cuda", optional
         Where to compute; by default on the GPU where one can be used.
     progress : bool
@@ -102,8 +102,6 @@ def evaluate(
     caches = [KVBits(kv) for kv in ([kv_bits] if isinstance(kv_bits, (str, int)) else kv_bits)]
     caches = list({cache.text: cache for cache in caches}.values())
     source = _opened(model, device)
-    if caches and source.device != "cpu":
-        raise ValueError("kv_bits works on NumPy only so far: open the model on the CPU (device='cpu')")
     ids, bos, label = _token_ids(source, text, tokens)
     pieces = _cut(ids, bos, ctx, chunks)
     contenders = _contenders(source, None if base is None else _opened(base, device), formats)

@@ -46,8 +46,8 @@ class KVBits:
         self._ages = np.cumsum(counts)
         self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]
 
-    def cache(self, config: Config, batch: int, capacity: int) -> KVCache:
-        """An empty cache for a layer."""
+    def cache(self, config: Config, batch: int, capacity: int, *, device: str) -> KVCache:
+        """An empty cache for a layer, on "cpu" or "cuda"."""
         return KVCache(
             config.n_kv_heads,
             config.head_dim,
@@ -56,11 +56,15 @@ class KVBits:
             self.widths.tolist(),
             key_scales=("pairs" if config.rope_interleaved else "halves") if self._scales else None,
             rotate=self._rotate,
+            device=device,
         )
 
     def append(self, cache: KVCache, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
-        """Move tokens that k and v (batch, n, n_kv_heads, head_dim) make too old, then append those."""
-        held, n = cache.slots, k.shape[1]
+        """Move tokens that k and v (batch, n, n_kv_heads, head_dim) make too old, then append those.
+
+        They are arrays of the cache's device; no graph has appended to it.
+        """
+        held, n = cache.known_slots, k.shape[1]
         slots = np.arange(held + n)
         before, after = (self._width(stop - slots) for stop in (held, held + n))
         aged = slots[:held][(before != after)[:held]]

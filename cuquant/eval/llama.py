@@ -42,7 +42,7 @@ class Llama:
     activations : "f16" or "q8_1"
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
     kv : KVBits, optional
-        Attend to quantized keys and values; on NumPy only.
+        Attend to quantized keys and values, which are cached where the model is.
     """
 
     def __init__(
@@ -105,7 +105,8 @@ class Llama:
         self, tokens: NDArray[np.integer[Any]], turn: tuple[Array, Array], kv: KVBits
     ) -> Array:
         """Final states of all positions, a step of them after the other, all keys and values from caches."""
-        caches = [kv.cache(self.config, *tokens.shape) for _ in self._blocks]
+        where = device.of(self._output_norm)
+        caches = [kv.cache(self.config, *tokens.shape, device=where) for _ in self._blocks]
         states = []
         for start in range(0, tokens.shape[1], STEP):
             step = slice(start, start + STEP)
@@ -113,7 +114,7 @@ class Llama:
             for block, cache in zip(self._blocks, caches, strict=True):
                 h = block(h, (turn[0][step], turn[1][step]), 0, cache)
             states.append(_norm(h, self._output_norm, self.config.rms_eps))
-        return np.concatenate(states, axis=1)
+        return self._xp.concatenate(states, axis=1)
 
     def _embedded(self, tokens: NDArray[np.integer[Any]]) -> Array:
         rows = self._embedding[self._xp.asarray(tokens.reshape(-1))]

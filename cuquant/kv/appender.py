@@ -70,9 +70,11 @@ class Appender:
 
     def read(self, cache: KVCache) -> None:
         """Take the lengths from the GPU."""
-        self._held = held_of(cache.tiers)
-        self._slots = device.as_numpy(cache.next_slots).astype(np.int64)
-        self._spare = None
+        self.know(held_of(cache.tiers), device.as_numpy(cache.next_slots).astype(np.int64))
+
+    def know(self, held: dict[int, NDArray[np.int64]], slots: NDArray[np.int64]) -> None:
+        """Take note of how many tokens [batch] each width holds, and of `next_slots`."""
+        self._held, self._slots, self._spare = held, slots, None
 
     def check(self, cache: KVCache) -> None:
         """ValueError if an append that could not raise was refused since."""
@@ -88,13 +90,19 @@ class Appender:
         RuntimeError while a graph is captured, ValueError as in `check`.
         """
         with device.cupy().cuda.Device(cache.next_slots.data.device_id):
-            if _capturing():
-                raise RuntimeError(
-                    "a cache cannot be copied while a CUDA graph is captured, which would fill the copy anew "
-                    "whenever it is replayed: copy it before or after"
-                )
+            check.copied(_capturing())
             yield
             self.check(cache)
+
+    @contextmanager
+    def moving(self, cache: KVCache) -> Iterator[None]:
+        """Around what moves tokens, and waits for the cache: its GPU is the current one.
+
+        RuntimeError while a graph is captured.
+        """
+        with device.cupy().cuda.Device(cache.next_slots.data.device_id):
+            check.moved(_capturing())
+            yield
 
     def known_slots(self, cache: KVCache) -> int:
         """Slots given out in the longest sequence, as far as the host knows."""

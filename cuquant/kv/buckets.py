@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from math import ceil
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
-from .. import jit
+import numpy as np
+
+from .. import device, jit
 from . import plan
 from .codes import BITS
 from .tiers import Tier
@@ -52,6 +56,25 @@ class Buckets:
         if len(objects) != len(last.objects) or not all(map(is_, objects, last.objects)):
             last = self._last = _Seen(objects, tiers)
         return last
+
+
+class Between(NamedTuple):
+    """Buckets of no cache, which live as long as this."""
+
+    packed: bytes
+    """`struct Tier` of every width; without lengths."""
+    memory: Any
+
+
+def between(counts: Sequence[int], kv_heads: int, head_dim: int) -> Between:
+    """Room for so many tokens of each width, on the current GPU."""
+    sizes = [plan.bucket_bytes(bits, n, kv_heads, head_dim) for bits, n in zip(BITS, counts, strict=True)]
+    arrays = len(sizes[0])
+    *starts, size = accumulate((ceil(each / 16) * 16 for tier in sizes for each in tier), initial=0)
+    memory = device.cupy().empty(size, np.uint8)
+    places = [memory.data.ptr + start for start in starts]
+    packed = [_TIER.pack(*places[i * arrays :][:arrays], 0, n) for i, n in enumerate(counts)]
+    return Between(b"".join(packed), memory)
 
 
 def _tier(tier: Tier | None) -> bytes:

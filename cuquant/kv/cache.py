@@ -177,7 +177,7 @@ class KVCache:
         self._appender.append(self, k, v, self.bits[0] if bits is None else bits, token_ids, lengths)
 
     def assign(self, token_ids: Any, bits: Any) -> int:
-        """Move tokens to other bit widths: what the cache holds of them is quantized anew.
+        """Move tokens to other bit widths: what the cache holds of them is quantized anew, where it is.
 
         Parameters
         ----------
@@ -195,13 +195,15 @@ class KVCache:
         ------
         TypeError, ValueError
             An argument does not fit, an id is not there, or a bucket is full: nothing has changed then.
+        RuntimeError
+            A CUDA graph is being captured.
         """
-        ids, found = moves.named(self, token_ids)
-        wanted = check.token_bits(bits, ids.shape, self.bits)
-        targets = []
-        for sequence, named in enumerate(found):
-            targets.append({held: np.append(wanted[sequence], held)[index] for held, index in named.items()})
-        return moves.move(self, targets)
+        with self._appender.moving(self):
+            tokens, ids, column = moves.named(self, token_ids)
+            given, wanted = check.token_bits(bits, ids.shape, self.bits), tokens.bits.copy()
+            named = column >= 0
+            wanted[named] = given[tokens.sequence[named], column[named]]
+            return moves.move(self, tokens, wanted)
 
     def allocate(
         self, average_bits: float, importance: Any = None, *, recent: int = 0, hysteresis: float = 0.5
@@ -230,32 +232,42 @@ class KVCache:
         ------
         TypeError, ValueError
             An argument does not fit.
+        RuntimeError
+            A CUDA graph is being captured.
         """
         average = check.average_bits(average_bits, self.bits)
         hysteresis = check.not_negative(hysteresis, "hysteresis")
-        targets, rooms = [], rooms_of(self.tiers)
-        for sequence, (held, slots, weights) in enumerate(moves.ranked(self, importance, recent)):
-            wanted = allocator.allocate(weights, held, slots, rooms, average, hysteresis)
-            targets.append(moves.by_tier(self, sequence, wanted))
-        return moves.move(self, targets)
+        rooms = rooms_of(self.tiers)
+        with self._appender.moving(self):
+            tokens, slots, weights = moves.ranked(self, importance, recent)
+            wanted = tokens.bits.copy()
+            for own in tokens.of_sequences():
+                held = tokens.bits[own], slots[own]
+                wanted[own] = allocator.allocate(weights[own], *held, rooms, average, hysteresis)
+            return moves.move(self, tokens, wanted)
 
     def evict(self, token_ids: Any) -> int:
-        """Remove tokens, named as in `assign`; returns how many. Their slots stay empty."""
-        _, found = moves.named(self, token_ids)
-        return moves.keep(self, [{bits: index < 0 for bits, index in named.items()} for named in found])
+        """Remove tokens, named as in `assign`, whose errors are these too; returns how many.
+
+        Their slots stay empty.
+        """
+        with self._appender.moving(self):
+            tokens, _, column = moves.named(self, token_ids)
+            return moves.move(self, tokens, np.where(column < 0, tokens.bits, moves.GONE))
 
     def trim(self, length: int, importance: Any = None, *, recent: int = 0) -> int:
         """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
 
-        importance and recent are those of `allocate`. Returns how many tokens were evicted.
+        importance and recent are those of `allocate`, and so are the errors. Returns how many it evicts.
         """
         length = check.count(length, "length", least=0)
-        keeps = []
-        for sequence, (_, slots, weights) in enumerate(moves.ranked(self, importance, recent)):
-            kept = np.ones(len(slots), bool)
-            kept[np.lexsort((slots, weights))[: max(0, len(slots) - length)]] = False
-            keeps.append(moves.by_tier(self, sequence, kept))
-        return moves.keep(self, keeps)
+        with self._appender.moving(self):
+            tokens, slots, weights = moves.ranked(self, importance, recent)
+            kept = tokens.bits.copy()
+            for own in tokens.of_sequences():
+                ascending = np.lexsort((slots[own], weights[own]))
+                kept[own][ascending[: max(0, len(ascending) - length)]] = moves.GONE
+            return moves.move(self, tokens, kept)
 
     def clear(self) -> None:
         """Empty the cache; automatic key scales are found anew."""

@@ -1,4 +1,4 @@
-"""A cache on NumPy: attention and appending.
+"""A cache on NumPy: attention, appending and moving.
 
 Attention is a maximum, a sum and an output for every piece of a bucket, then one merge.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from .tiers import Bucket, held_of, rooms_of
 if TYPE_CHECKING:
     from .attention import Attention
     from .cache import KVCache
+    from .moves import Moves
 
 Array = NDArray[np.float32]
 
@@ -136,11 +138,18 @@ class Appender:
     def read(self, cache: KVCache) -> None:
         """Lengths are where they are looked up."""
 
+    def know(self, held: dict[int, NDArray[np.int64]], slots: NDArray[np.int64]) -> None:
+        """The same."""
+
     def check(self, cache: KVCache) -> None:
         """An append that is refused has raised."""
 
     def copying(self, cache: KVCache) -> AbstractContextManager[None]:
         """Around what copies the cache: always possible."""
+        return nullcontext()
+
+    def moving(self, cache: KVCache) -> AbstractContextManager[None]:
+        """Around what moves tokens: the same."""
         return nullcontext()
 
     def known_slots(self, cache: KVCache) -> int:
@@ -176,3 +185,26 @@ def _automatic(k: Array, how: str) -> Array:
     with np.errstate(all="ignore"):
         scales: Array = codes.key_scales(np.mean(k * k, axis=0), how)
         return scales
+
+
+def move(cache: KVCache, moves: Moves) -> None:
+    """Bring tokens to their places, encoded anew where their width changes."""
+    read = []
+    for held, bits in product(cache.bits, repeat=2):
+        chosen = np.flatnonzero((moves.bits == held) & (moves.to_bits == bits))
+        for part in slabs(len(chosen), cache.n_kv_heads * cache.head_dim):
+            some = chosen[part]
+            tokens = cache.tiers[held].buffers.select((moves.sequence[some], moves.place[some]))
+            to = moves.sequence[some], moves.to_place[some]
+            read.append((bits, to, tokens if bits == held else _recoded(tokens, held, bits)))
+    for bits, to, tokens in read:
+        for name in Bucket._fields:
+            getattr(cache.tiers[bits].buffers, name)[to] = getattr(tokens, name)
+    for tier, lengths in zip(cache.tiers.values(), moves.lengths.T, strict=True):
+        tier.lengths[:] = lengths
+
+
+def _recoded(tokens: Bucket, held: int, bits: int) -> Bucket:
+    k = codes.encode(codes.decode(tokens.k_qx, tokens.k_scale, held), bits)
+    v = codes.encode(codes.decode(tokens.v_qx, tokens.v_scale, held), bits)
+    return Bucket(*tokens[:3], *k, *v)

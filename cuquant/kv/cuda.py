@@ -1,4 +1,5 @@
-"""Attention over a cache on the GPU, by kernels/ops/attention.cu and importance.cu."""
+"""The backend of caches on the GPU: attention by kernels/ops/attention.cu and importance.cu; it takes tokens
+by appender.py and moves them by mover.py."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ from ..plan import Plan
 from ..problem import DTYPES
 from . import plan
 from .appender import Appender
+from .mover import move
 
 if TYPE_CHECKING:
     from .attention import Attention
 
-__all__ = ["Appender", "attend"]
+__all__ = ["Appender", "attend", "move"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")

@@ -44,6 +44,8 @@ cost more than whole lines save (131072 tokens of 4 bits and 8 heads 43.7 us in 
 """
 BOX_RING = 100 << 10
 """Bytes of a ring of boxes."""
+MOVING_BLOCKS = 1 << 12
+"""Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
 
 class Launch(NamedTuple):
@@ -187,6 +189,20 @@ def append(batch: int, n: int, kv_heads: int) -> Plan:
 
 
 @lru_cache(maxsize=64)
+def move(moves: int, kv_heads: int) -> Plan:
+    """A block for each move or several, as of `append`: powers of two, so that few launches are prepared."""
+    blocks = min(MOVING_BLOCKS, 1 << max(0, moves - 1).bit_length())
+    return Plan(Kernel("move", "move"), (blocks, 1, 1), min(16, 2 * kv_heads) * WARP)
+
+
+def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Of the arrays that `struct Tier` has for so many tokens (kernels/attention/cache.cuh), in its order."""
+    rows = tokens * kv_heads
+    codes, scales, number = rows * head_dim * bits // 8, rows * 2 * (bits < 16), tokens * 4
+    return (codes, codes, scales, scales, number, number, number)
+
+
+@lru_cache(maxsize=64)
 def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
     """A warp for a token at a time."""
     kernel = Kernel("importance", "importance", None, (("DIM", head_dim),))
@@ -194,8 +210,8 @@ def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
 
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
-    """Attention of every kind, for tests that compile it: caches of all widths, and of one."""
-    found = {append(1, 1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
+    """Of what a cache does, for tests that compile it: attention of every kind, over all widths and one."""
+    found = {append(1, 1, 1).kernel, move(1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
     for dim, (q_len, masked), halves in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
         found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, halves), capability, 1).attention.kernel)
     for widths, group in product([(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):

@@ -100,16 +100,6 @@ class Tier:
             getattr(self.buffers, name)[sequence, start:stop] = self.xp.asarray(getattr(tokens, name))
         self.lengths[sequence] = stop
 
-    def take(self, sequence: int, chosen: NDArray[np.bool_]) -> Bucket:
-        """Those tokens [T] of a sequence: copies."""
-        return self.bucket(sequence).select(self.xp.asarray(np.flatnonzero(chosen)))
-
-    def keep(self, sequence: int, kept: NDArray[np.bool_]) -> None:
-        """Drop all tokens of a sequence but those [T]; their order stays."""
-        tokens = self.take(sequence, kept)
-        self.lengths[sequence] = 0
-        self.add(sequence, tokens)
-
     def copy(self) -> Tier:
         """The same tokens in buffers of their own, on the current GPU."""
         made = copy.copy(self)

@@ -1,5 +1,5 @@
-// A vector of one token and head to codes and a scale, bit for bit as cuquant/kv/codes.py: by one warp, whose lane l
-// has the eight numbers from 8 l on.
+// A vector of one token and head to codes and a scale, and back, bit for bit as cuquant/kv/codes.py: by one warp, whose
+// lane l has the eight numbers from 8 l on.
 #pragma once
 #include "../core/ieee.cuh"
 #include "../core/ptx.cuh"
@@ -86,4 +86,22 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, 
     }
 #pragma unroll 1
     for (int i = 0; i < bits; i++) to[lane * bits + i] = u8(packed >> (8 * i));
+}
+
+// The numbers of codes, exact products, or float16 numbers; zeros beyond `dim`.
+DEVICE void decode(const u8* from, const u16* scale, int bits, int dim, int lane, float (&x)[UNIT]) {
+    const bool own = lane * UNIT < dim;
+    from += lane * bits;
+    u64 packed = 0;
+    if (own && bits < 16)
+        for (int i = 0; i < bits; i++) packed |= u64(from[i]) << (8 * i);
+    const float step = bits < 16 ? half_to_float(*scale) : 0;
+#pragma unroll
+    for (int e = 0; e < UNIT; e++) {
+        const int code = int(packed >> (bits * e)) & ((1 << bits) - 1);
+        if (bits == 16)
+            x[e] = own ? half_to_float(reinterpret_cast<const u16*>(from)[e]) : 0;
+        else
+            x[e] = own ? float(bits == 8 ? int(s8(code)) : code - (1 << (bits - 1))) * step : 0;
+    }
 }

@@ -1,27 +1,9 @@
 // What attention leaves for the allocator: each token's importance grows by the probability that it received, the sum
 // over queries of the mean over heads. A second pass over the keys: a warp for each token, with all heads.
 #include "../attention/cache.cuh"
+#include "../attention/encode_token.cuh"
 
-constexpr int UNIT = 8;  // numbers of a lane
 constexpr int WARPS = 8;
-
-// Lane l's numbers of a key, from 8 l on.
-DEVICE void decode(const Tier& tier, int bits, s64 row, int lane, float (&x)[UNIT]) {
-    const bool own = lane * UNIT < CUQUANT_DIM;
-    const u8* const from = tier.k + (row * (CUQUANT_DIM / UNIT) + lane) * bits;
-    u64 packed = 0;
-    if (own && bits < 16)
-        for (int i = 0; i < bits; i++) packed |= u64(from[i]) << (8 * i);
-    const float scale = bits < 16 ? half_to_float(tier.k_scale[row]) : 0;
-#pragma unroll
-    for (int e = 0; e < UNIT; e++) {
-        const int code = int(packed >> (bits * e)) & ((1 << bits) - 1);
-        if (bits == 16)
-            x[e] = own ? half_to_float(reinterpret_cast<const u16*>(from)[e]) : 0;
-        else
-            x[e] = own ? float(bits == 8 ? int(s8(code)) : code - (1 << (bits - 1))) * scale : 0;
-    }
-}
 
 // The probabilities that the queries of a key head give to a key.
 DEVICE float received(const Attention& p, int sequence, int head, int slot, const float (&x)[UNIT], int lane) {
@@ -44,7 +26,8 @@ DEVICE float received(const Attention& p, int sequence, int head, int slot, cons
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS* WARP) importance(const __grid_constant__ Attention p) {
+// As many blocks of a multiprocessor as a launch has.
+extern "C" __global__ void __launch_bounds__(WARPS* WARP, 4) importance(const __grid_constant__ Attention p) {
     wait_for_predecessor();
     const int sequence = blockIdx.y, lane = threadIdx.x % WARP, warps = gridDim.x * WARPS;
     for (int t = 0; t < TIERS; t++) {
@@ -54,8 +37,10 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) importance(const __gri
             const s64 place = sequence * tier.room + token;
             float sum = 0;
             for (int head = 0; head < p.kv_heads; head++) {
+                const s64 row = place * p.kv_heads + head;
+                const u8* const key = tier.k + row * (CUQUANT_DIM / UNIT) * bits_of(t);
                 float x[UNIT];
-                decode(tier, bits_of(t), place * p.kv_heads + head, lane, x);
+                decode(key, tier.k_scale + row, bits_of(t), CUQUANT_DIM, lane, x);
                 sum += received(p, sequence, head, tier.slots[place], x, lane);
             }
             if (lane == 0) tier.importance[place] += sum / p.heads;

@@ -1,0 +1,213 @@
+"""Where tokens of a cache go when their widths change: which places, and that nothing else is touched."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from test_kvcache import WIDTHS, F, filled, state, tokens, widths
+
+import cuquant as cq
+from cuquant import cpu
+from cuquant.kv import codes, moves, plan
+from cuquant.kv import cpu as kv_cpu
+
+
+def placed(buckets: list[str], targets: list[str]) -> tuple[list[str], int]:
+    """Buckets of letters after letters have moved, and how many did: `targets` are the letters that each
+    bucket gets, and those that are nowhere in them leave."""
+    where = {letter: number for number, letters in enumerate(targets) for letter in letters}
+    names = "".join(buckets)
+    bucket = np.repeat(np.arange(len(buckets)), [len(b) for b in buckets])
+    place = np.concatenate([np.arange(len(b)) for b in buckets])
+    target = np.array([where.get(name, -1) for name in names], np.int64)
+    who, to, lengths = moves.places(bucket, place, target, np.array([len(b) for b in buckets]))
+    held = [dict(enumerate(letters)) for letters in buckets]
+    for token, index in zip(who.tolist(), to.tolist(), strict=True):
+        held[target[token]][index] = names[token]
+    return ["".join(h[i] for i in range(n)) for h, n in zip(held, lengths.tolist(), strict=True)], len(who)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "targets", "expected", "moved"),
+    [
+        (["abcdefgh", "xyz"], ["acfhxy", "z"], ["axcyhf", "z"], 4),  # as pictured
+        (["abc", "xyz"], ["xyz", "abc"], ["xyz", "abc"], 6),
+        (["abc", ""], ["a", "bc"], ["a", "bc"], 2),
+        (["abcdefgh"], ["cdefgh"], ["ghcdef"], 2),  # the first two leave
+        (["abcdefgh"], ["abcdef"], ["abcdef"], 0),  # the last two
+        (["abcdefgh"], [""], [""], 0),
+        (["abc", "xyz"], ["abcz", "y"], ["abcz", "y"], 2),
+        (["ab", "xy"], ["ab", "xy"], ["ab", "xy"], 0),
+        (["", ""], ["", ""], ["", ""], 0),
+    ],
+)
+def test_places_by_hand(buckets: list[str], targets: list[str], expected: list[str], moved: int) -> None:
+    assert placed(buckets, targets) == (expected, moved)
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=6),
+    seed=st.integers(0, 2**31),
+    share=st.floats(0, 1),
+)
+def test_places_fill_holes_and_ends(lengths: list[int], seed: int, share: float) -> None:
+    """Buckets have no gaps, no place is taken twice, and no token moves that need not."""
+    rng = np.random.default_rng(seed)
+    bucket = np.repeat(np.arange(len(lengths)), lengths)
+    place = np.concatenate([np.arange(n) for n in lengths])
+    target = np.where(rng.random(len(bucket)) < share, rng.integers(-1, len(lengths), len(bucket)), bucket)
+    who, to, after = moves.places(bucket, place, target, np.array(lengths))
+    moved: dict[int, int] = dict(zip(who.tolist(), to.tolist(), strict=True))
+    assert len(moved) == len(who)
+    least = 0
+    for number, before in enumerate(lengths):
+        stay = [int(p) for p in place[(bucket == number) & (target == number)]]
+        new = [i for i in np.flatnonzero((target == number) & (bucket != number)).tolist()]
+        holes = [i for i in range(before) if i not in stay]
+        assert after[number] == len(stay) + len(new)
+        beyond = [p for p in stay if p >= after[number]]
+        least += len(new) + len(beyond)
+        own = [i for i in moved if target[i] == number]
+        assert all(moved[i] in holes or moved[i] >= before for i in own)
+        first = int(np.flatnonzero(bucket == number)[0]) if before else 0
+        kept = [p for p in stay if first + p not in moved]
+        assert sorted(kept + [moved[i] for i in own]) == list(range(after[number]))
+        assert [moved[i] for i in new] == sorted(moved[i] for i in new)
+    assert len(who) == least
+
+
+Token = tuple[int, int, float, list[NDArray[Any]]]
+
+
+def by_slot(cache: cq.KVCache) -> list[dict[int, Token]]:
+    """Of each sequence its tokens by slot: width, id, importance, codes and scales."""
+    found: list[dict[int, Token]] = [{} for _ in range(cache.batch)]
+    for sequence, (bits, tier) in product(range(cache.batch), cache.tiers.items()):
+        for name, slot, weight, *coded in zip(*tier.bucket(sequence), strict=True):
+            assert int(slot) not in found[sequence]
+            found[sequence][int(slot)] = (bits, int(name), float(weight), [a.copy() for a in coded])
+    return found
+
+
+def at_width(token: Token, bits: int) -> Token:
+    """A token encoded anew, by itself, or as it is where its width stays."""
+    held, name, weight, coded = token
+    if bits == held:
+        return token
+    k_qx, k_scale, v_qx, v_scale = coded
+    k, v = (codes.decode(qx, scale, held) for qx, scale in ((k_qx, k_scale), (v_qx, v_scale)))
+    return bits, name, weight, [*codes.encode(k, bits), *codes.encode(v, bits)]
+
+
+def assert_equal(found: list[dict[int, Token]], expected: list[dict[int, Token]]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for slot, (*facts, coded) in ours.items():
+            *wanted, arrays = theirs[slot]
+            assert facts == wanted
+            assert [a.tobytes() for a in coded] == [a.tobytes() for a in arrays]
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**31), share=st.floats(0, 1))
+def test_tokens_get_their_widths_and_others_keep_their_bytes(seed: int, share: float) -> None:
+    """Of sequences of different lengths, with ids that are held twice and magnitudes of all kinds."""
+    rng = np.random.default_rng(seed)
+    cache = cq.KVCache(2, 16, 30, 3, WIDTHS)
+    names, lengths = rng.integers(0, 20, (3, 24)), rng.integers(0, 25, 3)
+    k, v = tokens(3, 24, 2, 16, seed=seed % 1000)
+    k *= np.logspace(-9, 5, 24, dtype=F)[:, None, None]
+    cache.append(k, v, rng.choice(WIDTHS, (3, 24)), token_ids=names, lengths=lengths)
+    for tier in cache.tiers.values():
+        tier.buffers.importance[:] = rng.random((3, 30))
+    rows, given = np.full((3, 20), -1), rng.choice(WIDTHS, (3, 20))
+    for sequence, n in enumerate(lengths):
+        there = np.unique(names[sequence, :n])
+        rows[sequence, : len(there)] = np.where(rng.random(len(there)) < share, there, -1)
+    before = by_slot(cache)
+    expected, kept, moved, gone = [], [], 0, 0
+    for held, row, bits in zip(before, rows.tolist(), given.tolist(), strict=True):
+        wanted = dict(zip(row, bits, strict=True))
+        new = {slot: at_width(token, wanted.get(token[1], token[0])) for slot, token in held.items()}
+        expected.append(new)
+        kept.append({slot: token for slot, token in new.items() if token[1] not in wanted})
+        moved += sum(new[slot][0] != held[slot][0] for slot in new)
+        gone += len(expected[-1]) - len(kept[-1])
+    assert cache.assign(rows, given) == moved
+    assert_equal(by_slot(cache), expected)
+    assert cache.evict(rows) == gone
+    assert_equal(by_slot(cache), kept)
+    assert cache.lengths.tolist() == [len(held) for held in kept]
+
+
+def test_full_buckets_exchange_all_their_tokens() -> None:
+    cache = filled(10, 2, [8] * 5 + [3] * 5, capacity={8: 5, 3: 5})
+    before = by_slot(cache)
+    assert cache.assign(np.arange(10), [3] * 5 + [8] * 5) == 20
+    expected = [{s: at_width(t, {8: 3, 3: 8}[t[0]]) for s, t in held.items()} for held in before]
+    assert_equal(by_slot(cache), expected)
+
+
+def test_tokens_that_stay_are_not_encoded_anew() -> None:
+    """Also those that fill a hole: NaN keeps its bits, and codes that encoding would not choose stay."""
+    cache = filled(6, 1, [16] * 3 + [4] * 3)
+    halves, fours = cache.tiers[16].buffers, cache.tiers[4].buffers
+    halves.k_qx.view(np.uint16)[0, 2] = 0x7C01 + np.arange(32).reshape(2, 16)
+    fours.k_qx[0, 2], fours.k_scale[0, 2] = 0x99, 1  # 1 everywhere, where -8 is to be the largest
+    before = by_slot(cache)
+    assert cache.evict([0, 3]) == 2
+    assert_equal(by_slot(cache), [{s: t for s, t in before[0].items() if s not in (0, 3)}])
+    assert cache.tiers[16].bucket(0).global_slots.tolist() == [2, 1]
+    assert cache.tiers[4].bucket(0).global_slots.tolist() == [5, 4]
+
+
+def test_few_tokens_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    move = kv_cpu.move
+
+    def counted(cache: cq.KVCache, found: moves.Moves) -> None:
+        seen.append(len(found.place))
+        move(cache, found)
+
+    monkeypatch.setattr(kv_cpu, "move", counted)
+    cache = filled(3000, 1, 8, capacity=4000)
+    assert cache.evict(np.arange(64)) == 64
+    assert cache.evict(np.arange(1000, 1036)) == 36
+    assert cache.evict(np.arange(2864, 2900)) == 36  # the last now
+    assert cache.assign([70, 1500], 4) == 2  # and two take their places
+    assert cache.assign([70, 1500], 4) == 0
+    assert cache.trim(2862) == 2
+    assert seen == [64, 36, 0, 4, 2]
+
+
+def test_parts_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are encoded a few at a time."""
+    whole, parts = (filled(40, 2, [16, 8, 4, 3, 2] * 8) for _ in range(2))
+    given = np.random.default_rng(0).choice(WIDTHS, 40)
+    whole.assign(np.arange(40), given)
+    monkeypatch.setattr(kv_cpu, "slabs", partial(cpu.slabs, size=3 * 2 * 16))
+    parts.assign(np.arange(40), given)
+    assert state(parts) == state(whole)
+    assert widths(parts) == dict(enumerate(given.tolist()))
+
+
+@pytest.mark.parametrize(("dim", "heads"), [(8, 1), (40, 3), (256, 8)])
+def test_memory_between_is_a_bucket_s(dim: int, heads: int) -> None:
+    """In the order of the kernel's struct; a launch has blocks enough, and few kinds of them."""
+    for bits in WIDTHS:
+        b = cq.KVCache(heads, dim, 7, 1, (bits,)).tiers[bits].buffers
+        arrays = (b.k_qx, b.v_qx, b.k_scale, b.v_scale, b.token_ids, b.global_slots, b.importance)
+        assert plan.bucket_bytes(bits, 7, heads, dim) == tuple(array.nbytes for array in arrays)
+    launches = {n: plan.move(n, heads) for n in (*range(70), 1000, 10**6)}
+    assert all(n <= launch.grid[0] <= max(1, 2 * n) for n, launch in launches.items() if n < 1000)
+    assert launches[10**6].grid == (plan.MOVING_BLOCKS, 1, 1)
+    assert len({*launches.values()}) <= 10
+    assert {launch.block for launch in launches.values()} == {min(16, 2 * heads) * 32}
