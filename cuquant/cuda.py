@@ -142,7 +142,7 @@ def product(p: Product, out: Any) -> Ready | None:
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
-    to = (_output(out), _epilogue(p), jit.capability())
+    to = (_output(out), _epilogue(p), jit.gpu())
     launch = problem.resolve(fragments.weight, x.source, *to)
     if x.source.quantizes and not launch.quantizes:
         x = activations.quantized_first(x)

@@ -7,11 +7,13 @@ imported when something first asks for it.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -62,6 +64,13 @@ def _too_old(gpus: list[dict[str, Any]]) -> str | None:
 def kernel_cache() -> str:
     """The folder where CuPy keeps compiled kernels."""
     return os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+
+
+def tuned_file(gpu: str | None = None) -> Path:
+    """Where the products are kept that were tuned on GPUs of a name, by default the current one's: beside the
+    compiled kernels."""
+    words = re.findall("[a-z0-9]+", (gpu or name("cuda")).lower())
+    return Path(kernel_cache()) / f"cuquant-tuned-{'-'.join(words)}.json"
 
 
 def _spare_kernel_cache() -> None:

@@ -263,5 +263,5 @@ def _repack(entry: str, fragments: Fragments, blocks: Any, *ends: Any) -> None:
     row_tiles, tiles = plan.tiles(prod(lead), n, k)
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     sizes = (np.int64(row_tiles * tiles), np.int32(n), np.int32(k // fmt.block_size))
-    step = plan.repack(fmt, entry, row_tiles, tiles, fragments.half)
+    step = plan.repack(fmt, entry, row_tiles, tiles, jit.gpu(), fragments.half)
     jit.launch(step, blocks, *sizes, *planes, *ends)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import __version__, device, formats, sources
+from .plan.tuning import Tuned
 
 
 def facts() -> dict[str, str]:
@@ -60,7 +62,16 @@ def _gpu() -> dict[str, str]:
         "CUDA runtime": cuda_version(runtime.runtimeGetVersion()),
         "NVRTC": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
         "kernel cache": device.kernel_cache(),
+        "tuned products": _tuned(device.tuned_file(properties["name"].decode())),
     }
+
+
+def _tuned(file: Path) -> str:
+    try:
+        count = len(Tuned.read(file))
+    except (OSError, ValueError) as error:
+        return f"{file} is not used: {error}"
+    return f"{count}, in {file}" if count else "none"
 
 
 def cuda_version(number: int) -> str:

@@ -16,13 +16,16 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import device, sources
-from .plan import Kernel, Plan
+from .plan import Gpu, Kernel, Plan
+from .plan.tuning import Tuned
 
 _functions: dict[tuple[int, Kernel], Any] = {}
 _modules: dict[tuple[Any, ...], Any] = {}
@@ -203,6 +206,40 @@ def _capability(device_id: int) -> int:
 def capability() -> int:
     """Compute capability of the current device: 90 for sm_90."""
     return _capability(device.cupy().cuda.runtime.getDevice())
+
+
+@cache
+def _gpu(device_id: int, capability: int) -> Gpu:
+    count, file = device.cupy().cuda.Device(device_id).attributes["MultiProcessorCount"], device.tuned_file()
+    try:
+        tuned = Tuned.read(file)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{file} is not used ({error}): remove it, or tune anew", stacklevel=2)
+        tuned = Tuned()
+    return Gpu(capability, count, tuned if len(tuned) else None)
+
+
+_planned_for: ContextVar[Gpu | None] = ContextVar("_planned_for", default=None)
+
+
+def gpu() -> Gpu:
+    """The current device, as plans go by it."""
+    return _planned_for.get() or _gpu(device.cupy().cuda.runtime.getDevice(), capability())
+
+
+@contextmanager
+def planned_for(gpu: Gpu) -> Iterator[None]:
+    """Inside, products that are planned anew are planned for this one."""
+    token = _planned_for.set(gpu)
+    try:
+        yield
+    finally:
+        _planned_for.reset(token)
+
+
+def read_tuned() -> None:
+    """Plan by what the file of tuned products holds now."""
+    _gpu.cache_clear()
 
 
 def _function(device_id: int, kernel: Kernel) -> Any:

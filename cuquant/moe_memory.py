@@ -99,12 +99,12 @@ class Mixture(NamedTuple):
 
     def products(self, load: Load) -> Products:
         """Gate and up together or None, then each on its own, and down."""
-        capability, (_, width, k) = jit.capability(), self.gate.shape
+        gpu, (_, width, k) = jit.gpu(), self.gate.shape
         both = None
         if self.alike():
             own = self.gate.weight
-            both = plan.moe.gate_and_up(own.format, load, width, k, own.half, capability)
-        singles = (_single(w, load, capability) for w in (self.gate, self.up, self.down))
+            both = plan.moe.gate_and_up(own.format, load, width, k, own.half, gpu)
+        singles = (_single(w, load, gpu) for w in (self.gate, self.up, self.down))
         return (both, *singles)  # type: ignore[return-value]
 
     def levels(self, both: Product | None) -> bool:
@@ -112,9 +112,9 @@ class Mixture(NamedTuple):
         return both is not None and both.levels and not self.blocks
 
 
-def _single(w: Fragments, load: Load, capability: int) -> Product:
+def _single(w: Fragments, load: Load, gpu: plan.Gpu) -> Product:
     own = w.weight
-    product = plan.moe.product(own.format, load, *w.shape[1:], own.half, False, capability)
+    product = plan.moe.product(own.format, load, *w.shape[1:], own.half, False, gpu)
     assert product is not None
     return product
 

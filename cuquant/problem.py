@@ -213,7 +213,7 @@ def quantized_first(shape: Shape, half: bool) -> Source:
 
 
 @lru_cache(maxsize=4096)
-def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -> Launch:
+def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> Launch:
     """Plan the product of x with a weight, and pack its numbers."""
     n, k = w.shape[-2], w.shape[-1] + -w.shape[-1] % WHOLE
     residual = out.strides if end.residual_strides is None else end.residual_strides
@@ -222,7 +222,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, capability: int) -
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0).
     how = {"repeats": rows[1] == 0, "quantizes": x.quantizes}
-    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, capability, **how)
+    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]

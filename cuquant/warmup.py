@@ -63,7 +63,7 @@ def warmup(
     needed = [
         kernel
         for fmt, shape in dict.fromkeys(found)
-        for kernel in kernels(fmt, shape, batches, jit.capability(), top_k)
+        for kernel in kernels(fmt, shape, batches, jit.gpu(), top_k)
     ]
     needed = list(dict.fromkeys(needed))
     made = jit.compile_ahead(needed)
@@ -72,7 +72,7 @@ def warmup(
 
 
 def kernels(
-    fmt: Format, shape: tuple[int, ...], batches: Iterable[int], capability: int, top_k: int = TOP_K
+    fmt: Format, shape: tuple[int, ...], batches: Iterable[int], gpu: plan.Gpu, top_k: int = TOP_K
 ) -> list[plan.Kernel]:
     """What products of float16, bfloat16, float32 and q8_1 activations with one weight (..., N, K) launch,
     and mixtures of so many experts for a token with a stack (E, N, K)."""
@@ -80,7 +80,7 @@ def kernels(
     *lead, n, k = shape
     found = plan.scale_kernels(kept)
     if not kept.whole_matrices:
-        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1).kernel)
+        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
     if kept.whole_matrices:
         found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
     entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]
@@ -88,14 +88,14 @@ def kernels(
         entries += ["prepare_rows", "prepare_halves"]
     for m in batches:
         for quantizes in (False, True):
-            gemm = plan.gemm(kept, m, n, k, prod(lead), True, capability, quantizes=quantizes)
+            gemm = plan.gemm(kept, m, n, k, prod(lead), True, gpu, quantizes=quantizes)
             found.add(gemm.plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
             for gated in (True, False):
-                made = plan.moe.product(kept, load, n, k, True, gated, capability)
+                made = plan.moe.product(kept, load, n, k, True, gated, gpu)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)
 

@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         "warm_up": lambda: None,
         "_compile": lambda keys: None,
         "_cublas_us": lambda m, n, k: 100.0 + m,
-        "_random_weights": lambda name, n, k: [],
+        "random_weights": lambda name, n, k: [],
         "_cell": lambda key, weights, cublas_us: cell(**key, cublas_us=cublas_us),
     }.items():
         monkeypatch.setattr(module, name, value)

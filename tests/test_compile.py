@@ -29,19 +29,23 @@ UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False)]
 """Formats without a name, which kernels for groups of any size encode."""
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
-ROOT = Path(__file__).parent.parent
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""
+SIZES = (132, 46, 82, 108, 114, 170)
+"""Multiprocessors of GPUs that are small, or that many people have."""
+ROOT = Path(__file__).parent.parent
 
 
-def kernels(arch: str) -> list[plan.Kernel]:
-    """Every kernel that a plan asks for on an architecture, one of those that share a module.
+def kernels(arch: str, *multiprocessors: int) -> list[plan.Kernel]:
+    """Every kernel that a plan asks for on an architecture, one of those that share a module; on GPUs with so
+    many multiprocessors, by default an H200's.
 
     Of those that differ in the slots of decode's rings alone, which no instruction depends on, one too.
     """
     capability = int("".join(c for c in arch if c.isdigit()))
+    gpus = [plan.Gpu(capability, count) for count in (multiprocessors or [plan.LARGE_GPU])]
     modules = {
         (k.op, k.format, *(c for c in k.constants if c[0] != "DEPTH")): k
-        for k in plan.all_kernels([*FORMATS, *UNUSUAL], capability)
+        for k in plan.all_kernels([*FORMATS, *UNUSUAL], gpus)
     }
     return list(modules.values())
 
@@ -110,8 +114,8 @@ def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
 @needs_nvrtc
 @pytest.mark.long
 def test_every_core_and_format_for_the_h200() -> None:
-    """In all tiles, but for formats and tiles like others."""
-    check(telling(kernels("sm_90a")), "sm_90a")
+    """In all tiles, but for formats and tiles like others; those of an H100 for PCIe, too."""
+    check(telling(kernels("sm_90a", 132, 114)), "sm_90a")
 
 
 def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
@@ -159,7 +163,7 @@ def test_every_core_and_codec_elsewhere(arch: str) -> None:
 @pytest.mark.compile_all
 @pytest.mark.parametrize("arch", EVERY)
 def test_every_kernel_of_every_format(arch: str) -> None:
-    check(kernels(arch), arch)
+    check(kernels(arch, *SIZES), arch)
 
 
 def test_sm_86_has_the_kernels_of_sm_89() -> None:
@@ -181,7 +185,7 @@ def test_conversions(arch: str) -> None:
     for conversion in CONVERSIONS.values():
         todo.append(conversion_kernel("registers", conversion, capability))
         if conversion.weights is not None:
-            todo.append(product(conversion, x, out, capability).plan.kernel)
+            todo.append(product(conversion, x, out, plan.Gpu(capability)).plan.kernel)
     check(todo, arch)
 
 
@@ -262,9 +266,9 @@ def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pyt
     like = cq.formats.get("q8_0")
     kernels = [
         plan.per_block("dequantize", like, 1).kernel,
-        plan.repack(like, "to_fragments", 1, 1).kernel,
+        plan.repack(like, "to_fragments", 1, 1, plan.Gpu(90)).kernel,
         plan.lift(like, 1).kernel,
-        plan.gemm(like, 1, 1024, 1024, 1, True, 90).plan.kernel,
+        plan.gemm(like, 1, 1024, 1024, 1, True, plan.Gpu(90)).plan.kernel,
     ]
     monkeypatch.setattr(sources, "flatten", sources.flatten.__wrapped__)
     check([replace(kernel, format="int8") for kernel in kernels], "sm_90a")

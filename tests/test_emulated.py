@@ -75,6 +75,7 @@ CHOSEN = {
     "test_gpu_kv_moves.py": (135, "not many_elements"),
     "test_gpu_evaluate.py": (3, "small_model"),
     "test_gpu_kv_repeats.py": (21, "test"),
+    "test_tuning.py": (5, "(right and (q4_0 or kbit4) and (8 or 40)) or keeps"),
     "test_gpu_attention.py": (
         75,
         "(types and (64 or 40) and not (64 and bfloat16)) or (masks and True) or positions or bad or seen"
@@ -91,6 +92,7 @@ CHOSEN_OF_SM_90 = {
         "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",
     ),
     "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
+    "test_tuning.py": (2, "right and (q4_0 or kbit4) and 8"),
     "test_matmul.py": (
         95,
         "epilogue or bias or out_is or residual_may or left_alone or strided or leading or nan or infin",

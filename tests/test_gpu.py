@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 from products import assert_quantized_as_on_the_cpu, cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import device, plan, testing
+from cuquant import device, jit, plan, testing
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -99,23 +98,16 @@ def test_storage_starts_at_any_even_address(name: str, at: int) -> None:
         np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
-@pytest.fixture
-def a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Launches that are planned as for four multiprocessors."""
-    plan.repack.cache_clear()
-    monkeypatch.setattr(plan.blocks, "LARGE_GPU", 4)
-    yield
-    plan.repack.cache_clear()
-
-
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q6_k", "q2_k", "kbit2", "kbit3", "mxfp4", "int4-128"])
-@pytest.mark.usefixtures("a_small_gpu")
-def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str) -> None:
-    """Rows that do not end with a run; three runs and more for each block, which has room for two."""
+def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four multiprocessors. Rows that do not end with a run; three runs and more for each block, which has
+    room for two."""
+    small = plan.Gpu(jit.capability(), 4)
+    monkeypatch.setattr(jit, "gpu", lambda: small)
     fmt = cq.formats.get(name)
     shape = (1040, 2304)
     row_tiles, tiles = plan.tiles(1, *shape)
-    step = plan.repack(fmt.for_repacking, "to_fragments", row_tiles, tiles)
+    step = plan.repack(fmt.for_repacking, "to_fragments", row_tiles, tiles, small)
     run = dict(step.kernel.constants)["RUN"]
     assert tiles % run
     assert row_tiles * ceil(tiles / run) >= 3 * step.grid[0]

@@ -106,13 +106,12 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     cupy = device.cupy()
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "LARGE_GPU", 3 * tile.pair)
-    monkeypatch.setattr(wgmma_core, "_PLACES", {1: 3 * tile.pair, 2: 8, 4: 16})
+    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
     m, n, k = tile.batch + 9, tile.rows * tile.pair + 72, 1024 if tile.width > 2 else 512
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
     reference = cupy.asarray(testing.linear(x, w))
-    found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1) if c.tile == tile]
+    found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1, jit.gpu()) if c.tile == tile]
     for choice in found:
         check(monkeypatch, choice, w, x, bias, residual, reference)
     for choice in found:
@@ -151,7 +150,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     if tile.resident > 1:  # as many blocks as run at once, of splits in 1, 2 and 4
         shapes = [(9, 9002, 512), (13, 9000, 992), (13, 4306, 1024), (9, 2570, 1024), (40, 3000, 1024)]
     for m, n, k in shapes:
-        choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1) if choice.tile == tile]
+        choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
         bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)

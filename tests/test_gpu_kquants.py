@@ -177,7 +177,7 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
         w = weight(name, (n, k), 10)
         x = cupy.asarray(gauss((m, k), 11).astype(np.float16))
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in wgmma_core.choices(w.format, m, n, k, 1):
+        for choice in wgmma_core.choices(w.format, m, n, k, 1, jit.gpu()):
             if choice.tile != tile:
                 continue
             monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])

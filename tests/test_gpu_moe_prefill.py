@@ -120,14 +120,14 @@ def test_last_rows_of_experts(tile: Tile, tiled_by: Plans) -> None:
     check("q4_0", COUNTS, k=256, hidden=384, n=72)
 
 
-def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidden: int, gpu: int) -> None:
+def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidden: int) -> None:
     """The same, where so many blocks have a part of what the product with gate or up leaves to be shared."""
     load = plan.moe.Load(sum(counts), 1, len(counts))
-    made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, True, 90)
+    made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, k, True, True, jit.gpu())
     assert made is not None
     # As kernels/core/schedule.cuh decides.
     tiles = sum(ceil(count / tile.batch) for count in counts) * ceil(hidden * 2 / (tile.rows * tile.pair))
-    clusters = gpu // tile.pair
+    clusters = jit.gpu().multiprocessors // tile.pair
     assert 0 < tiles % clusters <= made.gemm.streamed
     assert tiles * (k // 64 // tile.width) >= clusters
     check(format, counts, k, hidden, n=200, times=6)
@@ -137,14 +137,17 @@ def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidde
 def test_tiles_that_blocks_share(tile: Tile, tiled_by: Plans) -> None:
     """What is left after whole rounds."""
     tiled_by(tile, passed_us=lambda *a: 0.5)
-    check_shared(tile, "q4_0", COUNTS, k=1024, hidden=1536, gpu=plan.LARGE_GPU)
+    check_shared(tile, "q4_0", COUNTS, k=1024, hidden=1536)
 
 
 @pytest.mark.parametrize(("tile", "format"), BY_TURNS, ids=str)
-def test_few_tiles_that_blocks_share(tile: Tile, format: str, tiled_by: Plans) -> None:
+def test_few_tiles_that_blocks_share(
+    tile: Tile, format: str, tiled_by: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All of them or some, of which several blocks may have a part each, on a small GPU."""
-    tiled_by(tile, passed_us=lambda *a: 0, LARGE_GPU=13)
-    check_shared(tile, format, (40,), k=2048, hidden=512, gpu=13)
+    tiled_by(tile, passed_us=lambda *a: 0)
+    monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(90, 13))
+    check_shared(tile, format, (40,), k=2048, hidden=512)
 
 
 @pytest.mark.parametrize("missing", [0, 32])
@@ -157,9 +160,10 @@ def test_tiles_of_one_stage(tile: Tile, missing: int, tiled_by: Plans) -> None:
 
 
 @pytest.mark.parametrize("tile", [t for t in TILES if t.width > 1], ids=str)
-def test_tiles_are_told_in_time(tile: Tile, tiled_by: Plans) -> None:
+def test_tiles_are_told_in_time(tile: Tile, tiled_by: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one stage, of which a few blocks have many."""
-    tiled_by(tile, LARGE_GPU=3)
+    tiled_by(tile)
+    monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(90, 3))
     check("q4_0", (1, 40), tile.width * plan.TILE_COLUMNS, hidden=2048, n=72)
 
 

@@ -25,14 +25,14 @@ SHAPES = [(70, 160), (200, 1024), (33, 130), (65, 31), (1, 1)]
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Kernels of the products, on all processors at once."""
-    capability = jit.capability()
+    gpu = jit.gpu()
     formats = [cq.formats.get(name) for name in TRELLIS]
     shapes = [(n, k, 1) for n, k in SHAPES] + [(40, 96, 3), (96, 256, 1)]
     todo = {
-        plan.gemm(fmt, m, n, k + -k % 8, count, half, capability).plan.kernel
+        plan.gemm(fmt, m, n, k + -k % 8, count, half, gpu).plan.kernel
         for fmt, m, (n, k, count), half in product(formats, BATCHES, shapes, (True, False))
     }
-    todo |= {kernel for kernel in plan.all_kernels(formats, capability) if kernel.op != "gemm"}
+    todo |= {kernel for kernel in plan.all_kernels(formats, [gpu]) if kernel.op != "gemm"}
     list(jit.compile_ahead(todo))
 
 

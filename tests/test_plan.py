@@ -114,7 +114,7 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             (1, 16, 17, 4096, 8704, 14336, 100_000),
             (32, 4096, 14336, 30_000),
         ):
-            gemm = plan.gemm(cq.formats.get(name), m, n, k, 3, half, capability)
+            gemm = plan.gemm(cq.formats.get(name), m, n, k, 3, half, plan.Gpu(capability))
             c, (x, y, z) = dict(gemm.plan.kernel.constants), gemm.plan.grid
             core = plan.core_of(gemm.plan.kernel)
             assert (
@@ -170,7 +170,7 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
     names = ("q4_0", "q4_1", "q8_0", "kbit3", "q4_k")
     rows = (192, 4096, 11008, 12288, 14336, 18944, 28672, 32000, 49152, 128_256)
     for name, m, n, count in combinations(names, (1, 2, 4, 8), rows, (1, 128)):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, 90)
+        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
         if c["ROW_TILES"] <= 4:
             continue
@@ -194,7 +194,7 @@ def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
         ("kbit2", 28672, 8192, 9),
     ):
         for m, half, capability in combinations((1, 2, 4, 5, 8, 9, 16), (True, False), (90, 80)):
-            gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, capability)
+            gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, plan.Gpu(capability))
             expected = "wgmma" if half and capability == 90 and m >= first else "decode"
             assert plan.core_of(gemm.plan.kernel) == expected, (name, n, m)
 
@@ -209,7 +209,7 @@ def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
     deep = set()
     for name, (m, n) in combinations(names, (*few, (33, 1 << 16), (2048, 14336))):
         fmt = cq.formats.get(name).for_kernels
-        gemm = plan.mma(fmt, m, n, 1, capability)
+        gemm = plan.mma(fmt, m, n, 1, plan.Gpu(capability))
         c, batch = dict(gemm.plan.kernel.constants), mma_core.batch_of(gemm.plan.kernel)
         assert gemm.plan.grid == (ceil(n / (64 * c["ROW_TILES"])), ceil(m / batch), 1)
         if c["STAGES"] < 4 or c["ROW_TILES"] == 4:
@@ -239,7 +239,7 @@ def test_large_products_have_large_tiles(capability: int) -> None:
         ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
         ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (384, 4096, False)),
     ):
-        gemm = plan.mma(cq.formats.get(name).for_kernels, m, n, 1, capability)
+        gemm = plan.mma(cq.formats.get(name).for_kernels, m, n, 1, plan.Gpu(capability))
         c = dict(gemm.plan.kernel.constants)
         assert (c["ROW_TILES"] == 4) == (large and capability >= 80), (name, m, n)
         assert name != "q8_0" or c["ROW_TILES"] < 4 or c["WARPS"] == 8
@@ -250,7 +250,7 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
     """For every lane where there is much shared memory; never fewer than a quarter of that."""
     for name, (m, n) in combinations(("kbit2", "kbit3", "kbit4", "iq4_xs"), ((64, 4096), (512, 14336))):
         fmt = cq.formats.get(name).for_kernels
-        gemm = plan.mma(fmt, m, n, 1, capability)
+        gemm = plan.mma(fmt, m, n, 1, plan.Gpu(capability))
         copies, most = dict(gemm.plan.kernel.constants)["COPIES"], table_of(fmt, capability)[0]
         assert most // 4 <= copies <= most
         assert copies == most or capability != 90 or m == 64
@@ -264,7 +264,7 @@ def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
         (90, 16, (14336, 4096), 32),
         (86, 1, (14336, 4096), 32),
     ):
-        gemm = plan.decode(cq.formats.get("kbit4").for_kernels, m, *shape, 1, capability)
+        gemm = plan.decode(cq.formats.get("kbit4").for_kernels, m, *shape, 1, plan.Gpu(capability))
         assert dict(gemm.plan.kernel.constants)["COPIES"] == copies, (capability, m, shape)
 
 
@@ -272,7 +272,7 @@ def test_blocks_of_stacked_matrices_run_at_once() -> None:
     """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
     block can have its share, that is: up to 56 row tiles, seven of eight warps."""
     for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
-        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, 90)
+        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
         share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
         if share <= 56 and c["RESIDENT"] == 1:
@@ -310,7 +310,7 @@ def assert_shared_out_once(whole: int, streamed: int, tiles: int, width: int, cl
 def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
     seen = set()
     for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
-        gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, 90)
+        gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, plan.Gpu(90))
         if not gemm.streamed:
             continue
         c = dict(gemm.plan.kernel.constants)
@@ -355,11 +355,11 @@ def test_quantizing_plans_cover_all_threads() -> None:
     for size, lanes in ((32, 2), (64, 4), (96, 4), (128, 8), (512, 32), (14336, 32)):
         assert plan.group_lanes(cq.Int4(size)) == lanes
         assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
-    assert plan.repack(fmt, "to_fragments", 1, 33).grid == (2, 1, 1)  # runs of 32 tiles
-    assert plan.repack(fmt, "to_fragments", 33, 1).grid == (33, 1, 1)
-    assert plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33).grid == (3, 1, 1)
-    assert plan.repack(fmt, "from_fragments", 2, 33).grid == (6, 1, 1)
-    assert plan.repack(fmt, "to_fragments", 1000, 1000).grid == (5 * 132, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
+    assert plan.repack(fmt, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
+    assert plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33, plan.Gpu(90)).grid == (3, 1, 1)
+    assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (6, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (5 * 132, 1, 1)
     assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
     for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)
@@ -388,3 +388,57 @@ def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> No
         part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
         counts = batch * int(np.ceil(f32(cost) / part))
         assert batch <= counts <= total + batch - 1
+
+
+OTHER_GPUS = {
+    "T4": plan.Gpu(75, 40),
+    "A100": plan.Gpu(80, 108),
+    "RTX 3090": plan.Gpu(86, 82),
+    "RTX 4070": plan.Gpu(89, 46),
+    "L4": plan.Gpu(89, 58),
+    "RTX 4090": plan.Gpu(89, 128),
+    "H20": plan.Gpu(90, 78),
+    "H100 PCIe": plan.Gpu(90, 114),
+    "B200": plan.Gpu(100, 148),
+    "RTX 5090": plan.Gpu(120, 170),
+}
+
+
+def most_row_tiles(gemm: plan.Gemm, gpu: plan.Gpu) -> float:
+    """That a multiprocessor has of a product of the decode core; blocks of a pair have half of each."""
+    c = dict(gemm.plan.kernel.constants)
+    return ceil(gemm.plan.grid[0] / gpu.multiprocessors) * c["ROW_TILES"] * c["ROW_WARPS"] / c["CLUSTER"]
+
+
+@pytest.mark.parametrize("gpu", OTHER_GPUS.values(), ids=OTHER_GPUS)
+def test_few_rows_keep_all_multiprocessors_busy(gpu: plan.Gpu) -> None:
+    """The busiest has little more than its share, and less than by a plan for an H200's number of them."""
+    busy = []
+    for name, m, (n, k) in combinations(
+        ("q4_0", "q5_1", "q8_0", "kbit4", "q6_k"),
+        (1, 2, 4, 8),
+        ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (11008, 4096)),
+    ):
+        fmt = cq.formats.get(name).for_kernels
+        own, other = (plan.decode(fmt, m, n, k, 1, each) for each in (gpu, plan.Gpu(gpu.capability)))
+        most = most_row_tiles(own, gpu)
+        share = ceil(n / 16) / gpu.multiprocessors
+        busy.append(share / most)
+        assert most <= 1.34 * most_row_tiles(other, gpu), (name, m, n, k)
+        assert share / most > 0.5, (name, m, n, k)
+    assert np.mean(busy) > 0.7
+
+
+def test_larger_products_fill_the_gpu_that_there_is() -> None:
+    fmt = cq.formats.get("q4_0").for_kernels
+    for gpu in (plan.Gpu(90, 78), plan.Gpu(90, 114), plan.Gpu(90)):
+        for m in (16, 64, 256, 4096):
+            gemm = plan.gemm(fmt, m, 14336, 4096, 1, True, gpu)
+            c = dict(gemm.plan.kernel.constants)
+            assert gemm.plan.grid[0] <= gpu.multiprocessors * c["RESIDENT"]
+            assert not gemm.streamed or gemm.plan.grid[0] >= gpu.multiprocessors - 1
+    made = plan.moe.product(fmt, plan.moe.Load(512, 2, 8), 14336, 4096, True, True, plan.Gpu(90, 78))
+    assert made is not None
+    assert made.gemm.plan.grid[0] <= 78
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(86, 82)).grid == (2 * 82, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(80, 108)).grid == (4 * 108, 1, 1)

@@ -38,7 +38,7 @@ LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1)
 def kernels(arch: str, names: tuple[str, ...]) -> list[plan.Kernel]:
     """Every kernel that plans ask for on an architecture, one of those that share a module."""
     capability = int("".join(c for c in arch if c.isdigit()))
-    found = plan.moe.all_kernels([cq.formats.get(name) for name in names], capability)
+    found = plan.moe.all_kernels([cq.formats.get(name) for name in names], plan.Gpu(capability))
     return list({(k.op, k.format, k.constants): k for k in found}.values())
 
 
@@ -87,7 +87,9 @@ def test_plans_fit(capability: int, half: bool) -> None:
     """Tiles cover all rows of the weights, and the hardware has room for each block and enough blocks."""
     shapes = ((16, 4096), (200, 4096), (14336, 4096), (768, 2048), (4096, 14336))
     for name, load, (n, k), gated in product(NAMES, LOADS, shapes, (False, True)):
-        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, half, gated, capability)
+        made = plan.moe.product(
+            cq.formats.get(name).for_kernels, load, n, k, half, gated, plan.Gpu(capability)
+        )
         if made is None:
             assert gated
             continue
@@ -131,10 +133,10 @@ def test_tiles_are_shared_out_where_that_takes_less_than_it_leaves_idle() -> Non
         (Load(256, 2, 8), (14336, 4096), 96),
         (Load(4096, 2, 8), (14336, 4096), 128),
     ):
-        made: Any = plan.moe.product(fmt, load, *shape, True, True, 90)
+        made: Any = plan.moe.product(fmt, load, *shape, True, True, plan.Gpu(90))
         assert made.batch == tile
         assert 90 <= made.gemm.streamed < plan.LARGE_GPU
-    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 256, True, True, 90)
+    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 256, True, True, plan.Gpu(90))
     assert (short.gemm.streamed, short.gemm.partials) == (0, 0)
 
 
@@ -150,7 +152,7 @@ def test_gate_and_up_are_one_launch_where_all_of_x_has_room() -> None:
         ("q4_0", 16, True),
     ):
         fmt = cq.formats.get(name).for_kernels
-        made = plan.moe.product(fmt, Load(tokens, 2, 8), 14336, 4096, True, True, 90)
+        made = plan.moe.product(fmt, Load(tokens, 2, 8), 14336, 4096, True, True, plan.Gpu(90))
         assert (made is not None) == joined, (name, tokens)
 
 
@@ -190,7 +192,7 @@ def test_expected_loads(tokens: int, top_k: int, experts: int) -> None:
 def test_numbers_are_those_of_the_struct() -> None:
     """What kernels/core/problem.cuh asserts of its size, and that a launch is packed to it."""
     fmt = cq.formats.get("q4_0")
-    made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, 90)
+    made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, plan.Gpu(90))
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(15))
     assert len(jit.layout(codes)[0].pack(*values)) == 640 + 128
@@ -217,7 +219,7 @@ def test_trellis_takes_about_as_long_as_codebooks() -> None:
     load = Load(4096, 2, 8)
     for n, k, gated in ((14336, 4096, False), (14336, 4096, True), (4096, 14336, False)):
         made, like = (
-            plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, True, gated, 90)
+            plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, True, gated, plan.Gpu(90))
             for name in ("trellis3", "kbit3")
         )
         assert made is not None
@@ -229,7 +231,7 @@ def test_the_experts_that_are_likely_hit_have_room_at_once() -> None:
     """Blocks that need a multiprocessor each are no more than there are: one more takes as long again."""
     for tokens, n, name in product((2, 3, 4, 6, 8, 12, 16), (4096, 11008, 14336), ("q4_0", "trellis3")):
         load = Load(tokens, 2, 8)
-        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, 4096, True, False, 90)
+        made = plan.moe.product(cq.formats.get(name).for_kernels, load, n, 4096, True, False, plan.Gpu(90))
         assert made is not None
         launch = made.gemm.plan
         if dict(launch.kernel.constants)["RESIDENT"] == 1:

@@ -48,14 +48,14 @@ def test_rows_of_any_length_are_filled_up() -> None:
         assert source.entry == entry
         assert source.strides == (k + -k % 8,)
         w = problem.Weight(cq.formats.get("trellis3"), (40, k))
-        launch = problem.resolve(w, source, problem.Output((3, 40), (40, 1), 0), NOTHING, 90)
+        launch = problem.resolve(w, source, problem.Output((3, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
         assert unpack(launch)["K"] == k + -k % 8
         assert launch.takes_signs
     assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
     assert problem.source((3, 96), (384, 4), False).entry == "rows_to_half"
     source = problem.prepared((300, 70))
     w = problem.Weight(cq.formats.get("trellis3"), (40, 70))
-    launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, 90)
+    launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
     assert not launch.takes_signs
 
 
@@ -76,7 +76,9 @@ def test_every_element_is_where_numpy_has_it(
     out = base[..., ::2] if strided else np.arange(np.prod(shape)).reshape(shape)
     rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None, converted)
     target = problem.Output(shape, strides(out), 0)
-    launch = problem.resolve(problem.Weight(cq.formats.get("q4_0"), right), rows, target, NOTHING, 90)
+    launch = problem.resolve(
+        problem.Weight(cq.formats.get("q4_0"), right), rows, target, NOTHING, plan.Gpu(90)
+    )
     read = unpack(launch)
     w = np.arange(np.prod(right[:-2], dtype=int)).reshape(right[:-2])
     wide_x = np.broadcast_to(x, (*shape[:-1], left[-1]))
@@ -101,7 +103,9 @@ def test_rows_merge_where_w_is_one_matrix() -> None:
     rows = problem.source((2, 3, 4, 64), (1536, 512, 128, 2), True)
     assert rows.entry is None
     out = problem.Output((2, 3, 4, 32), (384, 128, 32, 1), 0)
-    read = unpack(problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, 90))
+    read = unpack(
+        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, plan.Gpu(90))
+    )
     assert (read["M"], read["extent"]) == (24, (1, 1, 1))
 
 
@@ -109,14 +113,16 @@ def test_too_many_axes_are_refused() -> None:
     rows = problem.source((2, 2, 2, 2, 4, 64), (0, 0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
     with pytest.raises(ValueError, match="4 leading axes that do not merge; at most 3"):
-        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, 90)
+        problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, plan.Gpu(90))
 
 
 def test_too_many_matrices_are_refused() -> None:
     rows = problem.source((70_000, 2, 64), (256, 128, 2), True)
     out = problem.Output((70_000, 2, 32), (64, 32, 1), 0)
     with pytest.raises(ValueError, match="70000 blocks along an axis of one launch; at most 65535"):
-        problem.resolve(problem.Weight(cq.formats.get("q4_0"), (70_000, 32, 64)), rows, out, NOTHING, 90)
+        problem.resolve(
+            problem.Weight(cq.formats.get("q4_0"), (70_000, 32, 64)), rows, out, NOTHING, plan.Gpu(90)
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,11 @@ def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 
     rows = (m * 256, 256, 1) if len(x.shape) > 2 else (256, 1)
     out = problem.Output((*x.shape[:-2], m, 256), rows, 0)
     return problem.resolve(
-        problem.Weight(cq.formats.get("q4_0"), (256, x.shape[-1]), half), x, out, NOTHING, capability
+        problem.Weight(cq.formats.get("q4_0"), (256, x.shape[-1]), half),
+        x,
+        out,
+        NOTHING,
+        plan.Gpu(capability),
     )
 
 
@@ -222,7 +232,7 @@ def test_what_the_copy_engine_may_store(
     out: problem.Output, end: problem.Epilogue, straight: bool, mapped: bool
 ) -> None:
     x = problem.source((3000, 1024), (2048, 2), True)
-    launch = problem.resolve(problem.Weight(cq.formats.get("q4_0"), (2560, 1024)), x, out, end, 90)
+    launch = problem.resolve(problem.Weight(cq.formats.get("q4_0"), (2560, 1024)), x, out, end, plan.Gpu(90))
     assert (launch.straight, launch.out_map is not None) == (straight, mapped)
     if launch.out_map is not None:
         assert launch.out_map.dims == (2560, 3000, 1, 1, 1)

@@ -19,23 +19,23 @@ from cuquant.warmup import BATCHES, kernels
 
 
 def test_kernels_of_a_weight() -> None:
-    found = kernels(formats.get("q4_0"), (14336, 4096), (1, 256), 90)
+    found = kernels(formats.get("q4_0"), (14336, 4096), (1, 256), plan.Gpu(90))
     for m in (1, 256):
-        assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, 90).plan.kernel in found
+        assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, plan.Gpu(90)).plan.kernel in found
     assert {kernel.op for kernel in found} == {"repack", "lift", "activations", "gemm"}
     assert len(found) == len(set(found))
 
 
 def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
-    found = kernels(formats.get("int4-128"), (256, 512), BATCHES, 80)
+    found = kernels(formats.get("int4-128"), (256, 512), BATCHES, plan.Gpu(80))
     assert {k.format for k in found if k.op == "gemm"} == {formats.get("int4-128").for_kernels.header}
 
 
 def test_kernels_of_tiles_and_of_experts() -> None:
-    trellis = kernels(formats.get("trellis3"), (256, 300), (1, 64), 90)
+    trellis = kernels(formats.get("trellis3"), (256, 300), (1, 64), plan.Gpu(90))
     assert {k.op for k in trellis} == {"repack_trellis", "activations", "gemm"}
     assert {"prepare_rows", "prepare_halves"} <= {k.entry for k in trellis}
-    stack = kernels(formats.get("q4_k"), (8, 256, 512), (1, 512), 90)
+    stack = kernels(formats.get("q4_k"), (8, 256, 512), (1, 512), plan.Gpu(90))
     assert {dict(k.constants).get("GATED") for k in stack if k.op == "gemm"} == {None, 0, 1}
     assert any(k.op == "moe" for k in stack)
 
@@ -65,7 +65,7 @@ def test_an_interruption_waits_only_for_what_is_under_way(monkeypatch: pytest.Mo
     monkeypatch.setattr(jit, "as_completed", interrupted)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
-        list(jit.compile_ahead(kernels(formats.get("q4_0"), (14336, 4096), BATCHES, 90)))
+        list(jit.compile_ahead(kernels(formats.get("q4_0"), (14336, 4096), BATCHES, plan.Gpu(90))))
     assert len(compiled) <= 2
 
 

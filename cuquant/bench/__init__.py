@@ -6,6 +6,7 @@ from .dequant import DequantCell, dequant
 from .matmul import Cell, matmul
 from .moe import MoeCell, moe
 from .record import Record
+from .tune import TunedCell, tune
 from .weights import WeightCell, weights
 
 __all__ = [
@@ -14,11 +15,13 @@ __all__ = [
     "DequantCell",
     "MoeCell",
     "Record",
+    "TunedCell",
     "WeightCell",
     "attend",
     "dequant",
     "matmul",
     "moe",
     "peers",
+    "tune",
     "weights",
 ]

@@ -184,7 +184,7 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     cupy = device.cupy()
     x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
     out = cupy.empty((m, n), np.float16)
-    launch = product(conversion, x, out, jit.capability())
+    launch = product(conversion, x, out, jit.gpu())
     values = cupy.asarray(conversion.values)
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
@@ -211,13 +211,13 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     return DequantCell(**key, **measured, instructions=instructions)
 
 
-def product(conversion: Conversion, x: Any, out: Any, capability: int) -> problem.Launch:
+def product(conversion: Conversion, x: Any, out: Any, gpu: plan.Gpu) -> problem.Launch:
     """The product that `conversion` is the codec of: the core's tile for a format of that kind."""
     weight = problem.Weight(_format(conversion), (out.shape[-1], x.shape[-1]), half=False)  # the decode core
     source = problem.source(x.shape, x.strides, True)
     output = problem.Output(out.shape, (out.shape[-1], 1), problem.DTYPES[out.dtype])
     end = problem.Epilogue(0, False, None, 0, None)
-    found = problem.resolve(weight, source, output, end, capability)
+    found = problem.resolve(weight, source, output, end, gpu)
     kernel = found.plan.kernel
     constants = (*kernel.constants, ("CONVERSION", conversion.codec))
     shared = found.plan.shared + (0 if conversion.copied else conversion.table)

@@ -87,7 +87,7 @@ def matmul(
         times = {peer.key: peers.measure(peer, n, k, compared) for peer in others if compared}
         for name in names:
             todo = [key for key in missing if key["format"] == name]
-            weights = _random_weights(name, n, k) if todo else []
+            weights = random_weights(name, n, k) if todo else []
             for key in todo:
                 cell = _cell(key, weights, dense[key["M"]])
                 if _has_peers(key):
@@ -105,7 +105,7 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
     quantizes = key["activation"] == "q8_1"
-    problem = (key["M"], key["N"], key["K"], 1, True, jit.capability())
+    problem = (key["M"], key["N"], key["K"], 1, True, jit.gpu())
     return plan.gemm(fmt.for_kernels, *problem, quantizes=quantizes)
 
 
@@ -130,7 +130,7 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float |
     def call(w: QuantizedArray) -> Any:
         return product_of(x, w.T, out=out, x_format=x_format)
 
-    error = _error(call, x, weights[-1], out, key["activation"])
+    error = sample_error(call, x, weights[-1], out, key["activation"])
     us, mhz = graph_us([lambda w=w: call(w) for w in weights])  # type: ignore[misc]
     moved, operations = weights[0].nbytes + x.nbytes + out.nbytes, 2 * m * n * k
     core = plan.core_of(_gemm(weights[0].format, key).plan.kernel)
@@ -150,7 +150,7 @@ def floor_us(moved: float, operations: float = 0) -> float | None:
     return max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
 
 
-def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:
+def sample_error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:
     """NMSE over random columns and all rows, in float64; RuntimeError where it is no correct product."""
     out.view(np.uint8).fill(CANARY)
     call(w)
@@ -166,7 +166,7 @@ def _error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> f
     return float(f"{error:.3g}")
 
 
-def _random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
+def random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
     """Different random weights, prepared, more than the L2 cache holds."""
     cupy = device.cupy()
     fmt = formats.get(name)

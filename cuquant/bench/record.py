@@ -106,7 +106,7 @@ class Record:
 
     @property
     def op(self) -> str:
-        """What the first cell is of: "matmul", "moe", "attention", "dequant" or "weights"."""
+        """What the first cell is of: "matmul", "moe", "attention", "dequant", "tune" or "weights"."""
         return str(self.cells[0]["op"]) if self.cells else "matmul"
 
     @property
@@ -245,6 +245,7 @@ _KEYS = {
     "moe": _PRODUCT | {"experts", "top_k"},
     "attention": {"bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
+    "tune": {"format", "activation", "M", "N", "K", "us", "usual_us", "tried", "core", "tile"},
     "weights": {"work", "format", "N", "K", "us", "floor_us", "gbps"},
 }
 """What cells have, by what was measured."""
@@ -253,6 +254,7 @@ _RATIOS = {
     "cublas_us": "speed / cuBLAS",
     "sdpa_us": "speed / SDPA",
     "flashinfer_us": "speed / FlashInfer",
+    "usual_us": "speed / usual",
 } | {peer.key: f"speed / {name}" for name, peer in PEERS.items()}
 """Times that a cell's own is compared with, and the ratio's title."""
 

@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "what",
         nargs="?",
-        choices=tuple(_KINDS),
+        choices=tuple(kind for kind in _KINDS if kind != "tune"),
         help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
         "shapes; decode attention over quantized keys and values; ways to convert small codes to 16-bit "
         "floats; or quantizing, dequantizing and preparing weights, and what a product takes the host",
@@ -67,6 +67,12 @@ def add(commands: Any) -> None:
         type=_peer_list,
         help="other libraries to time next to 4-bit formats: tinygemm (in torch), gemlite, or none "
         "(those that are installed)",
+    )
+    command.add_argument(
+        "--tune",
+        action="store_true",
+        help="products: find the fastest launch of each on this GPU, check its result, and keep it for what "
+        "is computed here later (batches: 1,2,4,8,16; activations: f16)",
     )
     record = command.add_mutually_exclusive_group()
     record.add_argument(
@@ -147,6 +153,12 @@ def _bench(arguments: argparse.Namespace) -> None:
     from ..bench.record import plotter
     from ..io.atomic import replacing
 
+    if arguments.tune:
+        if arguments.source is not None or arguments.what not in (None, _DEFAULT):
+            arguments.wrong_usage(
+                "--tune measures products: it goes with neither --from nor another benchmark"
+            )
+        arguments.what = "tune"
     what = arguments.what or (_DEFAULT if arguments.source is None else None)
     if what is not None:
         takes, _ = _KINDS[what]
@@ -157,6 +169,10 @@ def _bench(arguments: argparse.Namespace) -> None:
     if arguments.source is None:
         record = _measured(arguments)
         count = f"{len(record.cells)} cells"
+        if arguments.tune:
+            from .. import device
+
+            count += f"; this GPU goes by {device.tuned_file()}"
     else:
         record, count = _selected(arguments)
     if draw is not None:
@@ -231,6 +247,18 @@ def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     activations = arguments.activations or ["f16", "q8_1"]
     shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
     cells = matmul(record, names, activations, shapes, batches, others)
+    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+
+
+def _tune(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of products' fastest launches."""
+    from ..bench import Record, tune
+    from ..bench.tune import BATCHES, SHAPES
+
+    record = Record.start(arguments.record)
+    names, activations = arguments.formats or _weight_formats(), arguments.activations or ["f16"]
+    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
+    cells = tune(record, names, activations, shapes, batches)
     return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
 
 
@@ -312,6 +340,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),
+    "tune": ({"formats", "activations", "shapes", "batches"}, _tune),
 }
 """What can be measured: the options that it takes, and its cells."""
 _DEFAULT = "matmul"

@@ -6,11 +6,12 @@ disagree. Nothing here needs a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
 from ..formats import Format
-from . import moe, trellis
+from . import moe, trellis, tuning
 from .blocks import (
     GROUPS_ENCODER,
     LONGEST_ROW,
@@ -26,7 +27,7 @@ from .blocks import (
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import decode
-from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Kernel, Plan, shared_limit
+from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
 from .wgmma_core import FLAGS, least_batch, wgmma
@@ -44,6 +45,7 @@ __all__ = [
     "WGMMA_BATCH",
     "Core",
     "Gemm",
+    "Gpu",
     "Kernel",
     "Layout",
     "Plan",
@@ -67,6 +69,7 @@ __all__ = [
     "shared_limit",
     "tiles",
     "trellis",
+    "tuning",
     "wgmma",
 ]
 
@@ -79,7 +82,7 @@ def gemm(
     k: int,
     matrices: int,
     half: bool,
-    capability: int,
+    gpu: Gpu,
     repeats: bool = False,
     quantizes: bool = False,
 ) -> Gemm:
@@ -87,21 +90,26 @@ def gemm(
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
-    Those that the product `quantizes` to q8_1 must be so beforehand where the plan says nothing of it.
+    Those that the product `quantizes` to q8_1 must be so beforehand where the plan says nothing of it. What
+    was measured to be fastest on this GPU (`tuning`) goes before what measurements on an H200 predict.
     """
-    if half and not repeats and capability == 90 and m >= least_batch(fmt, matrices * n * k):
-        return wgmma(fmt, m, n, k, matrices)
+    if gpu.tuned is not None and half and not repeats:
+        found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu, quantizes)
+        if found is not None:
+            return found
+    if half and not repeats and gpu.capability == 90 and m >= least_batch(fmt, matrices * n * k):
+        return wgmma(fmt, m, n, k, matrices, gpu)
     if not half or repeats or m <= DECODE_BATCH:
-        return decode(fmt, m, n, k, matrices, capability, half, quantizes=quantizes)
-    return mma(fmt, m, n, matrices, capability)
+        return decode(fmt, m, n, k, matrices, gpu, half, quantizes=quantizes)
+    return mma(fmt, m, n, matrices, gpu)
 
 
-def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
-    """Kernels of every kind that plans ask for on a GPU, for tests that compile them.
+def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
+    """Kernels of every kind that plans ask for on GPUs of one architecture, for tests that compile them.
 
     Of products those of many shapes: short and long rows, few and many of them, batches of every tile.
     """
-    found: set[Kernel] = set()
+    found, gpus = set[Kernel](), list(gpus)
     shapes = [
         (
             (1, 2, 4, 6, 8, 9),
@@ -120,7 +128,7 @@ def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
         if fmt.for_activations:
             continue
         for batches, rows, columns in shapes:
-            for m, n, k, half in product(batches, rows, columns, (True, False)):
+            for gpu, m, n, k, half in product(gpus, batches, rows, columns, (True, False)):
                 for quantizes in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    found.add(gemm(fmt, m, n, k, 1, half, capability, quantizes=quantizes).plan.kernel)
+                    found.add(gemm(fmt, m, n, k, 1, half, gpu, quantizes=quantizes).plan.kernel)
     return sorted(found, key=repr)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import ceil
 
 from ..formats import Format
-from .launch import LARGE_GPU, WARP, Kernel, Plan, shared_limit
+from .launch import LARGE_GPU, WARP, Gpu, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, row_factors
 
 _RUN_TILES, _RUN_BYTES = 16, 1600
@@ -58,9 +58,9 @@ def _quantize_groups(has_zero_points: bool, group: int, threads: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
-def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, half: bool = True) -> Plan:
+def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: bool = True) -> Plan:
     """To or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time, a block
-    for each; on the way there as many blocks as a large GPU holds at once, which have the next run fetched
+    for each; on the way there as many blocks as the GPU holds at once, which have the next run fetched
     while they work on one.
 
     A warp takes a block of the format as a whole. Weights that are not `half`, that float16 does not hold,
@@ -78,8 +78,12 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, half: bool = Tru
         resident = max(n for n in range(1, _RESIDENT + 1) if shared <= shared_limit(90, n))
         constants |= {"RESIDENT": resident, "IMAGE": image}
     constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
-    runs = row_tiles * ceil(tiles / run)
-    blocks = min(runs, LARGE_GPU * resident) if to_fragments else runs
+    blocks = row_tiles * ceil(tiles / run)
+    if to_fragments:
+        at_once = max(
+            n for n in range(1, resident + 1) if n == 1 or shared <= shared_limit(gpu.capability, n)
+        )
+        blocks = min(blocks, gpu.multiprocessors * at_once)
     kernel = replace(kernel, constants=(*kernel.constants, *constants.items()), max_shared=shared)
     return Plan(kernel, (blocks, 1, 1), threads, shared)
 
@@ -130,7 +134,9 @@ def block_kernels(fmt: Format) -> set[Kernel]:
     found |= {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     if not fmt.for_activations:
         both = ("to_fragments", "from_fragments")
-        found |= {repack(stored, entry, 1, 1, half).kernel for entry in both for half in (True, False)}
+        found |= {
+            repack(stored, entry, 1, 1, Gpu(90), half).kernel for entry in both for half in (True, False)
+        }
         return found | scale_kernels(fmt.for_kernels)
     entries = (
         "rows_to_half",

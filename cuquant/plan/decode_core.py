@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Iterator
+from itertools import product
+from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import LARGE_GPU, WARP, Plan, shared_limit
+from .launch import WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
 
 _GROUP_BYTES = 288 << 10
@@ -23,6 +25,20 @@ _PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
 that take few instructions, or are looked up. Measured."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
+
+
+class _Pace(NamedTuple):
+    """How tiles are weighed against each other."""
+
+    start_steps: int
+    """Steps of a row tile that count as much as a block's start and end."""
+    less: float
+    """Part of the usual tile's time that another's must be below."""
+
+
+_FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
+"""Of GPUs whose multiprocessors get 30 GB/s and more from memory each (sm_90, sm_100), so that an H200 keeps
+the tiles that were measured; and of others, which get 5 to 15."""
 _QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
 """Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
 kernel before takes less.
@@ -39,116 +55,291 @@ def decode(
     n: int,
     k: int,
     matrices: int,
-    capability: int,
+    gpu: Gpu,
     in_half: bool = True,
     sides: int = 1,
     grouped: bool = False,
     quantizes: bool = False,
-    roomy: bool = True,
 ) -> Gemm:
-    """The decode core: as many blocks as a large GPU holds at once, each with an equal share of W's rows.
+    """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
 
-    Of one or two batch rows two small blocks per multiprocessor, where there is work for them, x is short
-    and shared memory has room, hide each other's start and end; with more rows one large block, which reads x
-    once. On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the
-    ring or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that
-    leaves fewer multiprocessors idle. Weights that are not `in_half`, that float16 does not hold, have no
-    factors of rows. Of two `sides` a block has the same rows of two weights. If `grouped`, only the GPU knows
-    how many matrices count: blocks of two sides are small then, so that any number of matrices fills it. If
-    x is to be quantized, every block does so for itself where rows are few. A codebook's table may be `roomy`
-    where all of x has room beside it (measured up to 8 rows: four take an H200 4 to 6% less).
+    Weights that are not `in_half`, that float16 does not hold, have no factors of rows. Of two `sides` a
+    block has the same rows of two weights. If `grouped`, only the GPU knows how many matrices count. If x is
+    to be quantized, every block does so for itself where rows are few. Up to 8 batch rows a codebook's table
+    is a large one where all of x has room beside it (four rows take an H200 4 to 6% less).
     """
-    row_tiles, tiles_k = sides * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-    groups, limit = 1 if m <= 8 else 2, shared_limit(capability)
-    batch, ring = min(m, groups * 8), (72 if limit > 160 << 10 else 24) << 10
-    copies, table = table_of(fmt, capability, sides=sides)
-    least_x = batch * k * 2 + (40 << 10 if fmt.lookup else 0)
-    cluster = 2 if (groups == 2 or least_x > limit - table - ring) and capability == 90 else 1
-    if roomy := roomy and groups == sides == 1 and limit > _ROOMY:
-        copies, table = table_of(fmt, capability, True)
-    whole, half = limit - table, shared_limit(capability, 2) - table
-    step = layout(fmt).step(1)
-    wide = fmt.bits == 8 and groups == 1 and capability == 90  # of large codes two slots are too few
-    tall = None
-    if capability == 90 and groups == sides == 1 and not grouped:
-        tall = _tall(fmt, m, row_tiles, matrices, cluster)
-        long = batch * k * 2 >= _LONG_X or (wide and tiles_k >= _LONG_K)
-        few_rows = _share(row_tiles, matrices, 1) <= _FEW_TILES
-        cluster = tall.cluster if tall else 2 if few_rows and long else cluster
-    x_bytes = batch * (ceil(tiles_k / (8 * cluster)) * 8 * TILE_COLUMNS * 2 + 16)
-    share = _share(row_tiles, matrices, cluster)
-    # Of little work two blocks must not read much of x twice.
-    soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
-    short = share > _FEW_TILES or batch * k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
-    two = tall is None and cluster == 1 and m <= 2 and share > 2 * m and short and ring + x_bytes < half
-    # Of more rows where two blocks can stage a quarter of x at a time.
-    small = grouped and sides > 1 and groups == 1 and (m <= 4 or half - (36 << 10) > x_bytes // 4)
-    two = two or (small and ring > 24 << 10)
-    room = half if two else whole
-    warps = 16 if groups == 1 and not two and capability >= 80 else 8
-    if two and ring > 48 << 10 and (m > 4 if small else share > 8):
-        ring = 48 << 10  # in the long run more bytes in flight only wait for each other, or x would not fit
-    elif wide:
-        ring = 96 << 10 if two else max(ring, min(104 << 10, room - x_bytes))
-    if two:
-        ring, share = min(ring, max(room - x_bytes, room // 2)), ceil(share / 2)
-    if small:
-        most_bytes = _GROUP_BYTES if m <= 4 else 2 * _GROUP_BYTES
-        share = max(1, min(share, round(most_bytes * cluster / (tiles_k * step))))
-    # Row tiles of a warp: as registers allow, and two slots of a ring of half the shared memory.
-    most = 4 if groups == 1 or has_minimum(fmt) else 7
-    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and capability >= 100:
-        most = 3  # two words of scales a block, or signs of x, and more registers taken by the same code
-    if wide and two and ring > 72 << 10:
-        most = 2
-    most = min(most, max(1, (half if small else whole) // (4 * warps * step)))
-    if two:
-        most = min(most, max(1, (room - min(x_bytes, room // 2)) // (2 * warps * step)))
-    # Warps along N read the same columns of x: more of them where it has many rows.
-    least = 2 if warps == 16 and share > 2 and not fmt.lookup else 1
-    most_warps = warps if m > 2 else warps // 2
-    row_warps = max(sides, least, min(most_warps, 1 << (ceil(share / most) - 1).bit_length()))
-    rows = min(most, ceil(share / row_warps))
-    if tall:
-        warps, row_warps, rows = tall.warps, tall.row_warps, tall.rows
+    work = _Work(fmt, m, n, k, matrices, gpu, sides, grouped)
+    if work.groups == sides == 1 and shared_limit(gpu.capability) > _ROOMY:
+        made = _planned(work, table_of(fmt, gpu.capability, True), in_half, quantizes)
+        if not fmt.lookup or made.chunk >= ceil(work.steps / made.plan.cluster):
+            return made
+    return _planned(work, table_of(fmt, gpu.capability, sides=sides), in_half, quantizes)
+
+
+class _Work(NamedTuple):
+    """A product, as this core has it to do."""
+
+    fmt: Format
+    m: int
+    n: int
+    k: int
+    matrices: int
+    gpu: Gpu
+    sides: int
+    grouped: bool
+
+    @property
+    def row_tiles(self) -> int:
+        """Of all sides of a matrix."""
+        return self.sides * ceil(self.n / TILE_ROWS)
+
+    @property
+    def steps(self) -> int:
+        """Of 64 columns."""
+        return ceil(self.k / TILE_COLUMNS)
+
+    @property
+    def groups(self) -> int:
+        """Of eight batch rows, of a block."""
+        return 1 if self.m <= 8 else 2
+
+    @property
+    def batch(self) -> int:
+        """Batch rows of a block, at most."""
+        return min(self.m, self.groups * 8)
+
+    @property
+    def step_bytes(self) -> int:
+        """Of a row tile's step of 64 columns."""
+        return layout(self.fmt).step(1)
+
+    @property
+    def pace(self) -> _Pace:
+        return _FAST if self.gpu.capability in (90, 100) else _SLOW
+
+    @property
+    def large_codes(self) -> bool:
+        """Whether two slots of a ring are too few."""
+        return self.fmt.bits == 8 and self.groups == 1 and self.gpu.capability == 90
+
+    def x_bytes(self, cluster: int) -> int:
+        """Of a block's rows of x in shared memory."""
+        columns = ceil(self.steps / (8 * cluster)) * 8 * TILE_COLUMNS
+        return self.batch * (columns * 2 + 16)
+
+    def share(self, cluster: int) -> int:
+        """Row tiles of a multiprocessor, or of a cluster.
+
+        A block has rows of one matrix: what is left over of each must not be a block too many.
+        """
+        places = self.gpu.multiprocessors // (self.matrices * cluster)
+        if places:
+            return ceil(self.row_tiles / places)
+        return ceil(self.row_tiles * self.matrices * cluster / self.gpu.multiprocessors)
+
+
+class _Blocks(NamedTuple):
+    """How blocks share multiprocessors, columns and shared memory."""
+
+    cluster: int
+    """Blocks that split K."""
+    two: bool
+    """Whether a multiprocessor has two."""
+    small: bool
+    """Whether any number of matrices is to fill the GPU."""
+    warps: int
+    room: int
+    """Bytes of a block's shared memory beside a codebook's table."""
+    ring: int
+    """Bytes of its warps' rings together."""
+    share: int
+    """Row tiles, if all blocks have as many."""
+    tall: _Tall | None
+
+
+def _planned(
+    work: _Work,
+    table: tuple[int, int],
+    in_half: bool,
+    quantizes: bool,
+    blocks: _Blocks | None = None,
+    tile: tuple[int, int] | None = None,
+) -> Gemm:
+    """The launch, with so many copies and bytes of a codebook's table; of these blocks, with these warps
+    along N and row tiles of each, if given."""
+    (copies, table_bytes), (fmt, m) = table, work[:2]
+    blocks = blocks or _blocks(work, table_bytes)
+    cluster, warps, tall = blocks.cluster, blocks.warps, blocks.tall
+    if tile is None:
+        tile = (tall.row_warps, tall.rows) if tall else _row_tiles(work, blocks, table_bytes)
+    row_warps, rows = tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot = warps * rows * step
-    depth = max(2, min(8, ring // slot))
+    slot = warps * rows * work.step_bytes
+    depth = max(2, min(8, blocks.ring // slot))
     k_warps = warps // row_warps
-    own = ceil(ceil(tiles_k / cluster) / k_warps) * k_warps
+    own = ceil(ceil(work.steps / cluster) / k_warps) * k_warps
     factors = rows * row_warps * layout(fmt).row if in_half else 0
-    fits = (room - factors - depth * slot - batch * 16) // (batch * 2 * TILE_COLUMNS) // k_warps * k_warps
-    chunk = max(k_warps, min(own, fits))
-    if roomy and fmt.lookup and chunk < own:
-        given = (fmt, m, n, k, matrices, capability, in_half, sides, grouped, quantizes)
-        return decode(*given, roomy=False)
-    sums = warps * rows * TILE_ROWS * groups * 8 * 4
-    shared = table + factors + max(depth * slot + batch * (chunk * 2 * TILE_COLUMNS + 16), sums)
-    tile = {"GROUPS": groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps, "DEPTH": depth}
-    tile |= {"CLUSTER": cluster, "RESIDENT": 2 if groups == 1 and warps == 8 and not tall else 1}
+    left = blocks.room - factors - depth * slot - work.batch * 16
+    chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
+    sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
+    ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
+    shared = table_bytes + factors + max(ring_and_x, sums)
+    constants = {"GROUPS": work.groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps}
+    constants |= {"DEPTH": depth, "CLUSTER": cluster}
+    constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not tall else 1}
     # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each; but 16
     # warps that look codes up have few registers, and of one or two batch rows few pieces.
-    many = batch * chunk * 8 > 4 * warps * WARP and (groups == 2 or not fmt.lookup)
+    many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not fmt.lookup)
     scarce = fmt.lookup and warps == 16 and cluster == 1
-    tile["TOGETHER"] = 8 if many or (tall and not scarce) else 4
+    constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     # x of weights with signs of columns is quantized before it takes them.
     quantizes = quantizes and not fmt.whole_matrices and m <= _QUANTIZED_ROWS
-    quantizes = quantizes and m * k <= _QUANTIZED * cluster
-    tile |= {"QUANTIZES": 1} if quantizes else {}
-    grid = (ceil(row_tiles / (rows * row_warps)) * cluster, ceil(m / (groups * 8)), matrices)
-    kernel = gemm_kernel(fmt, Core.DECODE, copies, tile, shared_limit(capability), in_half)
+    quantizes = quantizes and m * work.k <= _QUANTIZED * cluster
+    constants |= {"QUANTIZES": 1} if quantizes else {}
+    grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, ceil(m / (work.groups * 8)), work.matrices)
+    kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
     return Gemm(
         Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk, quantizes=quantizes
     )
 
 
-def _share(row_tiles: int, matrices: int, cluster: int) -> int:
-    """Row tiles of a multiprocessor, or of a cluster.
+def _blocks(work: _Work, table: int) -> _Blocks:
+    """Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
+    short and shared memory has room, hide each other's start and end; with more rows one large block, which
+    reads x once.
 
-    A block has rows of one matrix: what is left over of each must not be a block too many.
+    On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the ring
+    or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that leaves
+    fewer multiprocessors idle. Grouped blocks of two sides are small, so that any number of matrices fills
+    the GPU.
     """
-    places = LARGE_GPU // (matrices * cluster)
-    return ceil(row_tiles / places) if places else ceil(row_tiles * matrices * cluster / LARGE_GPU)
+    fmt, m, capability = work.fmt, work.m, work.gpu.capability
+    half, ring = shared_limit(capability, 2) - table, _ring(capability)
+    cluster, tall = _split(work, ring)
+    x_bytes, share = work.x_bytes(cluster), work.share(cluster)
+    # Of little work two blocks must not read much of x twice.
+    soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
+    short = share > _FEW_TILES or work.batch * work.k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
+    two = tall is None and cluster == 1 and m <= 2 and share > 2 * m and short and ring + x_bytes < half
+    # Of more rows where two blocks can stage a quarter of x at a time.
+    small = work.grouped and work.sides > 1 and work.groups == 1
+    small = small and (m <= 4 or half - (36 << 10) > x_bytes // 4)
+    return _sized(work, table, cluster, two or (small and ring > 24 << 10), small, tall)
+
+
+def _ring(capability: int) -> int:
+    """Bytes of a multiprocessor's rings, unless there is a reason for more or less."""
+    return (72 if shared_limit(capability) > 160 << 10 else 24) << 10
+
+
+def _sized(work: _Work, table: int, cluster: int, two: bool, small: bool, tall: _Tall | None) -> _Blocks:
+    """What blocks that share things so have of shared memory and of W's rows."""
+    m, capability = work.m, work.gpu.capability
+    x_bytes, share, ring = work.x_bytes(cluster), work.share(cluster), _ring(capability)
+    room = shared_limit(capability, 1 + two) - table
+    if two and ring > 48 << 10 and (m > 4 if small else share > 8):
+        ring = 48 << 10  # in the long run more bytes in flight only wait for each other, or x would not fit
+    elif work.large_codes:
+        ring = 96 << 10 if two else max(ring, min(104 << 10, room - x_bytes))
+    if two:
+        ring, share = min(ring, max(room - x_bytes, room // 2)), ceil(share / 2)
+    if small:
+        most_bytes = _GROUP_BYTES if m <= 4 else 2 * _GROUP_BYTES
+        share = max(1, min(share, round(most_bytes * cluster / (work.steps * work.step_bytes))))
+    warps = 16 if work.groups == 1 and not two and capability >= 80 else 8
+    return _Blocks(cluster, two, small, tall.warps if tall else warps, room, ring, share, tall)
+
+
+def _split(work: _Work, ring: int) -> tuple[int, _Tall | None]:
+    """Blocks that split K, beside rings of so many bytes, and tall tiles if there are any."""
+    if work.gpu.capability != 90:
+        return 1, None
+    x_bytes = work.batch * work.k * 2
+    table = table_of(work.fmt, 90, sides=work.sides)[1]
+    least = x_bytes + (40 << 10 if work.fmt.lookup else 0)
+    cluster = 2 if work.groups == 2 or least > shared_limit(90) - table - ring else 1
+    if work.groups == 2 or work.sides > 1 or work.grouped:
+        return cluster, None
+    tall = _tall(work, cluster)
+    long = x_bytes >= _LONG_X or (work.large_codes and work.steps >= _LONG_K)
+    if tall is None and long and work.share(1) <= _FEW_TILES:
+        return 2, None
+    return tall.cluster if tall else cluster, tall
+
+
+def _limits(work: _Work, blocks: _Blocks, table: int) -> tuple[int, int, int]:
+    """Of a block's warps along N the fewest and the most, and the most row tiles of each."""
+    fmt, capability, warps = work.fmt, work.gpu.capability, blocks.warps
+    # As registers allow, and two slots of a ring of half the shared memory.
+    most = 4 if work.groups == 1 or has_minimum(fmt) else 7
+    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and capability >= 100:
+        most = 3  # two words of scales a block, or signs of x, and more registers taken by the same code
+    if work.large_codes and blocks.two and blocks.ring > 72 << 10:
+        most = 2
+    room = shared_limit(capability, 2 if blocks.small else 1) - table
+    most = min(most, max(1, room // (4 * warps * work.step_bytes)))
+    if blocks.two:
+        ring = blocks.room - min(work.x_bytes(blocks.cluster), blocks.room // 2)
+        most = min(most, max(1, ring // (2 * warps * work.step_bytes)))
+    # Warps along N read the same columns of x: more of them where it has many rows.
+    least = max(work.sides, 2 if warps == 16 and blocks.share > 2 and not fmt.lookup else 1)
+    return least, warps if work.m > 2 else warps // 2, most
+
+
+def _row_tiles(work: _Work, blocks: _Blocks, table: int) -> tuple[int, int]:
+    """Warps of a block along N, and row tiles of each."""
+    least, most_warps, most = _limits(work, blocks, table)
+    row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most) - 1).bit_length()))
+    usual = row_warps, min(most, ceil(blocks.share / row_warps))
+    if work.grouped:
+        return usual
+    tiles = list(_tiles(least, most_warps, most))
+    best = min(tiles, key=lambda tile: _busiest(work, blocks, tile))
+    less = _busiest(work, blocks, best) < work.pace.less * _busiest(work, blocks, usual)
+    return best if less else usual
+
+
+def _tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
+    """Warps along N and row tiles of each, within limits."""
+    return product((w for w in (1, 2, 4, 8, 16) if least <= w <= most_warps), range(1, most + 1))
+
+
+def _busiest(work: _Work, blocks: _Blocks, tile: tuple[int, int]) -> float:
+    """What the busiest multiprocessor has to do, in row tiles.
+
+    Powers of two suit an H200's 132 multiprocessors. 108 have 9 row tiles each of 14336 rows; blocks of 12,
+    the next that there are, keep 75 of them busy.
+    """
+    count, start = work.gpu.multiprocessors, work.pace.start_steps / work.steps
+    made = ceil(work.row_tiles / prod(tile)) * work.matrices * blocks.cluster
+    return ceil(made / count) * prod(tile) / blocks.cluster + ceil(made / (count * (1 + blocks.two))) * start
+
+
+def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool) -> Iterator[Gemm]:
+    """Other ways to do an ordinary product, those first that should keep the busiest multiprocessor the least
+    busy: small blocks or one large one, with more or fewer warps, split along K or not, in tiles of any
+    height."""
+    work = _Work(fmt, m, n, k, matrices, gpu, 1, False)
+    found = []
+    roomy = work.groups == 1 and shared_limit(gpu.capability) > _ROOMY
+    for table in {table_of(fmt, gpu.capability), table_of(fmt, gpu.capability, roomy)}:
+        for cluster, two, eight in product((1, 2), (False, True), (False, True)):
+            if (cluster == 2 and gpu.capability != 90) or (two and (cluster == 2 or work.groups == 2)):
+                continue
+            if (
+                two
+                and _ring(gpu.capability) // 2 + work.x_bytes(1) > shared_limit(gpu.capability, 2) - table[1]
+            ):
+                continue
+            blocks = _sized(work, table[1], cluster, two, False, None)
+            if eight:
+                blocks = blocks._replace(warps=8)
+            least, _, most = _limits(work, blocks, table[1])
+            for tile in _tiles(least, blocks.warps, most):
+                found.append((_busiest(work, blocks, tile), table, blocks, tile))
+    found.sort(key=lambda each: each[0])
+    for _, table, blocks, tile in found:
+        yield _planned(work, table, True, quantizes, blocks, tile)
 
 
 def _few_instructions(fmt: Format) -> bool:
@@ -165,7 +356,7 @@ class _Tall(NamedTuple):
     cluster: int
 
 
-def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _Tall | None:
+def _tall(work: _Work, cluster: int) -> _Tall | None:
     """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
@@ -174,7 +365,7 @@ def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _
     have tall tiles at 3 and 4 batch rows only, and those with minimums none at 1 and 2. There are none where
     x is so long that a `cluster` must share it, nor of 8 bits, of which two slots of seven do not fit.
     """
-    share, few = _share(row_tiles, matrices, 1), _few_instructions(fmt)
+    fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
     short, pairs = share <= 7, share > 8 and m > 2
     if fmt.bits == 8 or not 4 < share <= 28 or (cluster > 1 and not pairs):
         return None
@@ -188,8 +379,8 @@ def _tall(fmt: Format, m: int, row_tiles: int, matrices: int, cluster: int) -> _
     else:
         roomy = pairs and (fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32))
     row_warps = 1 if short else (2 if share <= 14 else 4) * (1 + pairs)
-    rows = ceil(_share(row_tiles, matrices, 1 + pairs) / row_warps)
+    rows = ceil(work.share(1 + pairs) / row_warps)
     usual_warps = 1 << (ceil(share / 4) - 1).bit_length()
     usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
-    fewer = row_warps * rows < usual and row_warps * rows <= row_tiles
+    fewer = row_warps * rows < usual and row_warps * rows <= work.row_tiles
     return _Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .tuning import Tuned
 
 WARP = 32
 LARGE_GPU = 132
-"""Multiprocessors that a launch should keep busy: an H200's."""
+"""Multiprocessors of an H200, on which what plans go by was measured."""
 MOST_BLOCKS = 65_535
 """Of a launch, along its second and third axes."""
+
+
+class Gpu(NamedTuple):
+    """A GPU, as far as plans go by it."""
+
+    capability: int
+    """90 for sm_90."""
+    multiprocessors: int = LARGE_GPU
+    tuned: Tuned | None = None
+    """What was measured on it, if anything was."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import LARGE_GPU, WARP, Kernel, Plan, shared_limit
+from .launch import WARP, Gpu, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 
 _ROW_WARPS = 4
@@ -52,10 +53,13 @@ class MmaTile(NamedTuple):
         return self.batch * self.row_tiles * TILE_ROWS
 
 
-def mma(fmt: Format, m: int, n: int, matrices: int, capability: int) -> Gemm:
+def mma(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
-    tile = _tile(fmt, m, n, matrices, capability)
-    copies, fixed = _table_and_factors(fmt, tile, capability)
+    return _of_tile(fmt, m, n, matrices, gpu, _tile(fmt, m, n, matrices, gpu))
+
+
+def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile) -> Gemm:
+    copies, fixed = _table_and_factors(fmt, tile, gpu.capability)
     sums = tile.beside * 16 * (tile.row_tiles * TILE_ROWS + 4) * 4
     shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), sums)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": _ROW_WARPS, "WARPS": tile.warps}
@@ -100,36 +104,55 @@ def _with_ring(fmt: Format, tile: MmaTile, most: int, capability: int) -> MmaTil
     return tile._replace(stages=min(most, room // _stage_bytes(fmt, tile)))
 
 
-def _tile(fmt: Format, m: int, n: int, matrices: int, capability: int) -> MmaTile:
+def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
     """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor, or one of twice
     the rows and the batch rows; else those of which the busiest multiprocessor has the least work.
 
     The deep ring hides the latency of memory (docs/tuning.md). Before sm_80 nothing is copied meanwhile:
     small blocks hide each other's latencies.
     """
-    groups, rings = 4 if m <= 32 else 8, capability >= 80
+    groups = 4 if m <= 32 else 8
 
     def blocks(tile: MmaTile) -> int:
         return ceil(n / (tile.row_tiles * TILE_ROWS)) * ceil(m / tile.batch) * matrices
 
-    small = MmaTile(groups, 2, 1, 2, 2)
-    if not rings:
-        return small
-    # Two small blocks have room: GPUs with fewer multiprocessors need it.
-    deep = _with_ring(fmt, small._replace(rows=1), _LARGEST_RING, capability)
-    square = _with_ring(fmt, MmaTile(8, 2, 2, 1, 0), _LEAST_RING, capability)
-    for tile, most in ((deep, groups // 4 * LARGE_GPU), (square, LARGE_GPU if m > 64 else 0)):
+    if gpu.capability < 80:
+        return MmaTile(groups, 2, 1, 2, 2)
+    deep, square, *large = _tiles(fmt, groups, gpu.capability)
+    for tile, most in (
+        (deep, groups // 4 * gpu.multiprocessors),
+        (square, gpu.multiprocessors if m > 64 else 0),
+    ):
         if blocks(tile) <= most and tile.stages >= _LEAST_RING:
             return tile
-    small = small._replace(resident=4 if groups == 4 else 3, stages=3)
-    tiles = [small]
+    costs = _COSTS_8 if fmt.bits == 8 else _COSTS
+
+    def work(tile: MmaTile) -> float:
+        return ceil(blocks(tile) / gpu.multiprocessors) * tile.outputs * costs[tile.rows, tile.beside]
+
+    return min(large, key=work)
+
+
+def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
+    """From sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
+    small = MmaTile(groups, 2, 1, 4 if groups == 4 else 3, 3)
+    # Two small blocks have room: GPUs with fewer multiprocessors need it.
+    deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
+    square = _with_ring(fmt, MmaTile(8, 2, 2, 1, 0), _LEAST_RING, capability)
+    tiles = [deep, square, small]
     for beside in (2, 1) if groups == 8 else ():
         tile = _with_ring(fmt, MmaTile(8, 4, beside, 2 // beside, 0), _LEAST_RING, capability)
         if tile.stages >= _LEAST_STAGES[beside]:
             tiles.append(tile)
-    costs = _COSTS_8 if fmt.bits == 8 else _COSTS
+    return tiles
 
-    def work(tile: MmaTile) -> float:
-        return ceil(blocks(tile) / LARGE_GPU) * tile.outputs * costs[tile.rows, tile.beside]
 
-    return min(tiles, key=work)
+def variants(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
+    """Every way of this core that may be fastest."""
+    groups = (4, 8) if m > 16 else (4,)
+    if gpu.capability < 80:
+        tiles = [MmaTile(count, 2, 1, 2, 2) for count in groups]
+    else:
+        tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
+    for tile in dict.fromkeys(tiles):
+        yield _of_tile(fmt, m, n, matrices, gpu, tile)

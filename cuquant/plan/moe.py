@@ -16,10 +16,10 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
 from .decode_core import decode
-from .launch import LARGE_GPU, WARP, Kernel, Plan
+from .launch import WARP, Gpu, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
-from .wgmma_core import WGMMA_TILES, narrow, passed_us, sum_bytes, tile_us, wgmma_grouped
+from .wgmma_core import WGMMA_TILES, narrow, passed_us, places_of, sum_bytes, tile_us, wgmma_grouped
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -97,31 +97,29 @@ class Product(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def product(
-    fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, capability: int
-) -> Product | None:
+def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gpu: Gpu) -> Product | None:
     """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated, or two
     launches take less."""
     rows, sides = load.likely, 1 + gated
-    if half and capability == 90 and rows >= WGMMA_BATCH:
-        return min(_wgmma(fmt, load, n, k, sides), key=lambda choice: choice.us, default=None)
+    if half and gpu.capability == 90 and rows >= WGMMA_BATCH:
+        return min(_wgmma(fmt, load, n, k, sides, gpu), key=lambda choice: choice.us, default=None)
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
         matrices = max(1, ceil(load.hit - 0.2))
-        gemm = decode(fmt, batch, n, k, matrices, capability, half, sides, load.tokens > 1)
+        gemm = decode(fmt, batch, n, k, matrices, gpu, half, sides, load.tokens > 1)
         # Small blocks with tables have no room for much of x: two launches take a tenth to a third less then.
         if gated and fmt.lookup and gemm.chunk * gemm.plan.cluster * TILE_COLUMNS < k:
             return None
     elif gated:
         return None
     else:
-        gemm = mma(fmt, rows, n, load.experts, capability)
+        gemm = mma(fmt, rows, n, load.experts, gpu)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
     return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works)
 
 
-def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Product]:
+def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Iterator[Product]:
     """The wgmma core's tiles, with the microseconds that measured times predict."""
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
@@ -129,7 +127,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
         gemm = wgmma_grouped(fmt, tile, load.rows, k, sides)
         if gemm is None:
             continue
-        places, (each, few) = LARGE_GPU // tile.pair, tile_us(fmt, tile, steps)
+        places, (each, few) = places_of(gpu, tile.pair), tile_us(fmt, tile, steps)
         blocks_n, works = ceil(n * sides / (tile.rows * tile.pair)), load.most_works(tile.batch)
         tiles, narrow_ones = load.works(tile.batch, narrow(tile))
         outputs, streamed = blocks_n * round(tiles), 0
@@ -140,7 +138,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int) -> Iterator[Prod
             # The last round's tiles are shared out if that takes less than it leaves idle.
             streamed = max(0, int(places * (1 - passed / each)))
             us = min(us, busy * each + passed)
-        partials = LARGE_GPU * sum_bytes(tile) if streamed else 0
+        partials = places * tile.pair * sum_bytes(tile) if streamed else 0
         gemm = replace(gemm, streamed=streamed, partials=partials)
         us = max(us, read) + _LAUNCH_US
         grid = ((places if streamed else min(places, blocks_n * works)) * tile.pair, 1, 1)
@@ -154,11 +152,11 @@ def _grouped(fmt: Format, gemm: Gemm, sides: int, grid: tuple[int, int, int]) ->
     return replace(gemm, plan=replace(gemm.plan, kernel=kernel, grid=grid))
 
 
-def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, capability: int) -> Product | None:
+def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, gpu: Gpu) -> Product | None:
     """Both in one launch, where that is possible and no slower than two, of which the second reads what the
     first has stored."""
-    both = product(fmt, load, n, k, half, True, capability)
-    single = product(fmt, load, n, k, half, False, capability)
+    both = product(fmt, load, n, k, half, True, gpu)
+    single = product(fmt, load, n, k, half, False, gpu)
     assert single is not None
     results = load.rows * n * 4 / _RESULTS_US
     return None if both is None or both.us > 2 * (single.us + results) else both
@@ -212,17 +210,19 @@ def route(tokens: int) -> Plan:
     return Plan(Kernel("moe", "route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
 
 
-def all_kernels(formats: list[Format], capability: int) -> list[Kernel]:
+def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
         for load, n, half, gated in product_of(loads, (1024, 14336), (True, False), (True, False)):
-            made = product(fmt, load, n, 4096, half, gated, capability)
+            made = product(fmt, load, n, 4096, half, gated, gpu)
             if made is not None:
                 found.add(made.gemm.plan.kernel)
-        if capability == 90:
+        if gpu.capability == 90:
             found |= {
-                made.gemm.plan.kernel for each in (1, 2) for made in _wgmma(fmt, loads[0], 1024, 4096, each)
+                made.gemm.plan.kernel
+                for each in (1, 2)
+                for made in _wgmma(fmt, loads[0], 1024, 4096, each, gpu)
             }
     return sorted(found, key=repr)

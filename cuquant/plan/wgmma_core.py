@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
-from .launch import LARGE_GPU, WARP, Plan, shared_limit
+from .launch import LARGE_GPU, WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
 
@@ -110,8 +110,6 @@ many times as long steps take where no multiprocessor is idle any more: memory a
 which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes two warpgroups or more to store an output, and to add it up first."""
-_PLACES = {1: LARGE_GPU, 2: LARGE_GPU, 4: 112}
-"""Blocks that run at once on an H200, in clusters of so many."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 ROOMY_BATCH = 64
@@ -270,17 +268,24 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gem
     return replace(gemm, box=box, box_steps=tile.width)
 
 
-def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[Choice]:
+def places_of(gpu: Gpu, cluster: int = 1) -> int:
+    """Clusters of so many blocks that run at once, a block on a multiprocessor: of four blocks an H200 has
+    room for 28, as parts of the GPU have 16 or 18 multiprocessors."""
+    blocks = min(gpu.multiprocessors, LARGE_GPU)
+    return blocks * 112 // (LARGE_GPU * cluster) if cluster == 4 else blocks // cluster
+
+
+def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if row_factors(fmt) else _STREAM_STEPS
-    for tile, (split, blocks) in product(STEP_US, _PLACES.items()):
+    for tile, split in product(STEP_US, (1, 2, 4)):
         stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
-        if tile.resident > 1 and not 1 < outputs * split / LARGE_GPU <= tile.resident:
+        if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
-        places = blocks * tile.resident // (split * tile.pair)
+        places = places_of(gpu, split * tile.pair) * tile.resident
         step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
         waves, rest = divmod(outputs, places)
@@ -299,7 +304,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int) -> Iterator[Choi
             yield Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
 
-def passed_us(tile: Tile, outputs: int, places: int = LARGE_GPU) -> float:
+def passed_us(tile: Tile, outputs: int, places: int) -> float:
     """What it takes to pass sums of shared tiles from one to the next: a tile may be shared by several, where
     there are few."""
     return (1 + max(0, places / outputs - 1) / 2) * (_STREAM_US + sum_bytes(tile) * _STREAM_BYTE_US)
@@ -335,13 +340,23 @@ def least_batch(fmt: Format, numbers: int) -> int:
     return 5 if numbers < _VERY_LARGE else 1
 
 
-def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int) -> Gemm:
+def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest."""
-    _, tile, split, outputs, streamed, stages = min(choices(fmt, m, n, k, matrices))
+    return _chosen(fmt, m, gpu, min(choices(fmt, m, n, k, matrices, gpu)))
+
+
+def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
+    """Every way of this core, those first that should be fastest."""
+    for choice in sorted(choices(fmt, m, n, k, matrices, gpu)):
+        yield _chosen(fmt, m, gpu, choice)
+
+
+def _chosen(fmt: Format, m: int, gpu: Gpu, choice: Choice) -> Gemm:
+    _, tile, split, outputs, streamed, stages = choice
     # Where tiles can be shared, the kernel for it does without, too: there is one less to compile.
     gemm = _wgmma(fmt, tile, split, split == 1 and _shares_tiles(fmt, tile), stages)
     batch, pair = tile.batch, tile.pair
-    places = LARGE_GPU * tile.resident // pair
+    places = places_of(gpu, pair) * tile.resident
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
     partials = blocks * sum_bytes(tile) if streamed else 0
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.

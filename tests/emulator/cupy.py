@@ -186,6 +186,11 @@ class CUDARuntimeError(Exception):
     """CuPy's, never raised."""
 
 
+random = SimpleNamespace(
+    standard_normal=lambda shape, dtype=float: asarray(
+        np.random.default_rng(0).standard_normal(shape, dtype)
+    ),
+)
 cuda = SimpleNamespace(
     Device=Device,
     Stream=Stream,

@@ -1,0 +1,128 @@
+"""The fastest launch of a product on this GPU, by trying all that may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from .. import cuda, device, jit, plan
+from ..io.atomic import replacing
+from ..ops.matmul import Product
+from ..plan import tuning
+from .matmul import SHAPES, X_DTYPES, random_weights, sample_error
+from .record import Record, rounded
+from .timing import graph_us, warm_up
+
+__all__ = ["BATCHES", "SHAPES", "TunedCell", "tune"]
+
+BATCHES = (1, 2, 4, 8, 16)
+_WORTH = 0.98
+"""Of the usual launch's time, what another must be below to be kept: times differ that much by themselves."""
+
+
+@dataclass(frozen=True)
+class TunedCell:
+    """What tuning a product has found; times in microseconds.
+
+    `usual_us` is what the plan that goes by an H200's measurements takes, `us` the fastest launch of those
+    `tried`, which may be the same, `tile` the constants in which it differs from the usual one.
+    """
+
+    op: str
+    format: str
+    activation: str
+    M: int
+    N: int
+    K: int
+    us: float
+    usual_us: float
+    tried: int
+    core: str
+    tile: str
+    nmse: float
+
+    def __str__(self) -> str:
+        return f"{self.format} {self.activation} {self.M}x{self.N}x{self.K} ({self.usual_us} before)"
+
+
+def tune(
+    record: Record,
+    names: Iterable[str],
+    activations: Iterable[str] = ("f16",),
+    shapes: Iterable[tuple[int, int]] = SHAPES,
+    batches: Iterable[int] = BATCHES,
+) -> Iterator[TunedCell]:
+    """Find the fastest launches of what the record lacks, product by product, and keep them for this GPU.
+
+    Of each product every candidate's result is checked in float64 before it is timed: RuntimeError where one
+    is wrong. What is found is in `device.tuned_file()` after each product, and plans of this process go by
+    it, too, but for calls that it has made before.
+    """
+    keys: list[dict[str, Any]] = [
+        {"op": "tune", "format": name, "activation": a, "M": m, "N": n, "K": k}
+        for (n, k), name, a, m in product(
+            dict.fromkeys(shapes), list(names), list(activations), list(batches)
+        )
+    ]
+    warm_up()
+    weights: tuple[Any, ...] = (None, [])
+    for key in keys:
+        if key in record:
+            continue
+        which = key["format"], key["N"], key["K"]
+        if weights[0] != which:
+            weights = (None, [])  # those before are freed first
+            weights = (which, random_weights(*which))
+        cell = _tuned(key, weights[1])
+        record.add(cell)
+        yield cell
+
+
+def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
+    """Try all candidates, and keep the fastest if it is worth it; a former choice is forgotten otherwise."""
+    fmt, (m, n, k) = weights[0].format.for_kernels, (key[name] for name in "MNK")
+    quantizes = key["activation"] == "q8_1"
+    gpu = jit.gpu()._replace(tuned=None)
+    usual = plan.gemm(fmt, m, n, k, 1, True, gpu, quantizes=quantizes)
+    found = tuning.candidates(usual, fmt, m, n, k, 1, gpu, quantizes)
+    for _ in jit.compile_ahead({gemm.plan.kernel for gemm in found}):
+        pass
+    x = device.cupy().random.standard_normal((m, k), dtype=np.float32).astype(X_DTYPES[key["activation"]])
+    out = device.cupy().empty((m, n), x.dtype)
+    problem = tuning.Problem.of(fmt, m, n, k, 1, quantizes)
+    times, errors = [], []
+    for gemm in found:
+        tuned = None if gemm is usual else tuning.Tuned().with_one(problem, gemm)
+        with jit.planned_for(gpu._replace(tuned=tuned)):
+
+            def call(w: Any) -> None:
+                cuda.product(Product(x, w, None, None, None, quantizes), out)
+
+            errors.append(sample_error(call, x, weights[-1], out, key["activation"]))
+            times.append(graph_us([lambda w=w, call=call: call(w) for w in weights]).us)  # type: ignore[misc]
+    best = int(np.argmin(times))
+    if times[best] > _WORTH * times[0]:
+        best = 0
+    _keep(problem, None if best == 0 else found[best])
+    chosen, before = (dict(gemm.plan.kernel.constants) for gemm in (found[best], usual))
+    tile = ", ".join(f"{name.lower()} {value}" for name, value in chosen.items() if before.get(name) != value)
+    core = plan.core_of(found[best].plan.kernel)
+    us, usual_us = rounded(times[best]), rounded(times[0])
+    return TunedCell(
+        **key, us=us, usual_us=usual_us, tried=len(found), core=core, tile=tile, nmse=errors[best]
+    )
+
+
+def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
+    """Write the file of this GPU anew, with this choice for a problem."""
+    file = device.tuned_file()
+    tuned = tuning.Tuned.read(file)
+    if gemm is None and problem not in tuned:
+        return
+    with replacing(file) as part:
+        part.write_text(tuned.with_one(problem, gemm).to_json(), encoding="utf-8")
+    jit.read_tuned()

@@ -1,0 +1,144 @@
+"""Tiles by measurement: every launch that may be a product's fastest, and which of them was.
+
+`cuquant bench --tune` times the candidates on a GPU and keeps, for each product, what tells the fastest from
+the others: the constants that its kernel is compiled with. Plans take the launch of that problem which has
+them. So a file, whatever is in it, can make a product slower, but never wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..formats import Format
+from . import decode_core, mma_core, wgmma_core
+from .cores import DECODE_BATCH, Core, Gemm
+from .launch import Gpu
+
+MOST = 8
+"""Candidates of a core."""
+_LEAST_MMA_BATCH, _LEAST_WGMMA_BATCH = 5, 5
+"""Batch rows from which on other cores than decode are candidates: below, they were never the faster one."""
+_VERSION = 1
+
+Mark = tuple[tuple[tuple[str, int], ...], bool]
+"""The constants of a kernel, and whether blocks share out the last tiles."""
+
+
+class Problem(NamedTuple):
+    """A product, as far as the choice of a launch goes by it.
+
+    Of more than 16 batch rows all that have the same next power of two are one problem.
+    """
+
+    format: str
+    block_bytes: int
+    m: int
+    n: int
+    k: int
+    matrices: int
+    quantizes: bool
+
+    @classmethod
+    def of(cls, fmt: Format, m: int, n: int, k: int, matrices: int, quantizes: bool) -> Problem:
+        rows = m if m <= DECODE_BATCH else 1 << (m - 1).bit_length()
+        return cls(fmt.header, fmt.block_bytes, rows, n, k, matrices, quantizes)
+
+
+class Tuned:
+    """The fastest launches that were measured on one GPU, by problem."""
+
+    def __init__(self, marks: dict[Problem, Mark] | None = None) -> None:
+        self._marks = dict(marks or {})
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def __contains__(self, problem: Problem) -> bool:
+        return problem in self._marks
+
+    def with_one(self, problem: Problem, gemm: Gemm | None) -> Tuned:
+        """These, and this one in the place of the problem's former one; None: without it."""
+        others = {known: held for known, held in self._marks.items() if known != problem}
+        return Tuned(others if gemm is None else others | {problem: mark(gemm)})
+
+    def choice(
+        self, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool
+    ) -> Gemm | None:
+        """The launch that was fastest for such a product; None where nobody knows."""
+        wanted = self._marks.get(Problem.of(fmt, m, n, k, matrices, quantizes))
+        if wanted is None:
+            return None
+        core = dict(wanted[0]).get("CORE")
+        found = _variants(fmt, m, n, k, matrices, gpu, quantizes, core)
+        return next((gemm for gemm in found if mark(gemm) == wanted), None)
+
+    def to_json(self) -> str:
+        """A problem a line."""
+        lines = [
+            json.dumps({**problem._asdict(), "constants": dict(constants), "streamed": streamed})
+            for problem, (constants, streamed) in self._marks.items()
+        ]
+        return f'{{"version": {_VERSION}, "products": [\n' + ",\n".join(lines) + "\n]}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuned:
+        """ValueError where it is none."""
+        try:
+            held = json.loads(text)
+            if held["version"] != _VERSION:
+                raise ValueError
+            marks = {}
+            for line in held["products"]:
+                constants = tuple((str(name), int(value)) for name, value in line.pop("constants").items())
+                streamed = bool(line.pop("streamed"))
+                marks[Problem(**line)] = (constants, streamed)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError("it is not a file of tuned products, or another version's") from None
+        return cls(marks)
+
+    @classmethod
+    def read(cls, path: Path) -> Tuned:
+        """What a file holds; nothing where there is none. OSError, or ValueError where it is another."""
+        return cls.from_json(path.read_text(encoding="utf-8")) if path.exists() else cls()
+
+
+def mark(gemm: Gemm) -> Mark:
+    """What tells a launch from the other candidates of its problem."""
+    return gemm.plan.kernel.constants, gemm.streamed > 0
+
+
+def candidates(
+    usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool
+) -> list[Gemm]:
+    """Launches of an ordinary product that may be its fastest: the usual one, then up to MOST others of each
+    core that has a chance, the likeliest first."""
+    found = {mark(usual): usual}
+    cores: dict[int, int] = {}
+    for gemm in _variants(fmt, m, n, k, matrices, gpu, quantizes):
+        core = dict(gemm.plan.kernel.constants)["CORE"]
+        if mark(gemm) not in found and cores.get(core, 0) < MOST:
+            cores[core] = cores.get(core, 0) + 1
+            found[mark(gemm)] = gemm
+    return list(found.values())
+
+
+def _variants(
+    fmt: Format,
+    m: int,
+    n: int,
+    k: int,
+    matrices: int,
+    gpu: Gpu,
+    quantizes: bool,
+    core: int | None = None,
+) -> Iterator[Gemm]:
+    """Every launch of the cores that have a chance, or of one of them."""
+    if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_WGMMA_BATCH:
+        yield from wgmma_core.variants(fmt, m, n, k, matrices, gpu)
+    if core in (None, Core.DECODE) and m <= DECODE_BATCH:
+        yield from decode_core.variants(fmt, m, n, k, matrices, gpu, quantizes)
+    if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_MMA_BATCH:
+        yield from mma_core.variants(fmt, m, n, matrices, gpu)

@@ -1,0 +1,199 @@
+"""Launches that may be a product's fastest, and which of them plans take."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from itertools import product as combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import Run, assert_one_line_error
+from hardware import SHARED
+from products import cuda_weight, gauss
+
+import cuquant as cq
+from cuquant import cuda, device, jit, plan, testing
+from cuquant.bench import Record, tune
+from cuquant.ops.matmul import Product
+from cuquant.plan import tuning
+from cuquant.testing import nmse
+
+GPUS = [
+    plan.Gpu(75, 40),
+    plan.Gpu(80, 108),
+    plan.Gpu(89, 128),
+    plan.Gpu(90, 114),
+    plan.Gpu(90),
+    plan.Gpu(120, 170),
+]
+Problem = tuple[cq.formats.Format, int, int, int, int]
+
+
+def problem(name: str, m: int, n: int, k: int) -> Problem:
+    return cq.formats.get(name).for_kernels, m, n, k, 1
+
+
+def candidates(given: Problem, gpu: plan.Gpu) -> list[plan.Gemm]:
+    return tuning.candidates(plan.gemm(*given, True, gpu), *given, gpu, False)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_candidates_fit_the_gpu(gpu: plan.Gpu) -> None:
+    """The usual launch is the first, none is there twice, and each covers all rows."""
+    for name, m, (n, k) in combinations(
+        ("q4_0", "q8_0", "kbit4", "q6_k", "trellis3"), (1, 3, 8, 16, 64, 300), ((4096, 4096), (1000, 2080))
+    ):
+        given = problem(name, m, n, k)
+        found = candidates(given, gpu)
+        assert found[0] == plan.gemm(*given, True, gpu)
+        assert len({tuning.mark(gemm) for gemm in found}) == len(found)
+        assert 2 <= len(found) <= 1 + 2 * tuning.MOST
+        for gemm in found:
+            c, (x, y, _) = dict(gemm.plan.kernel.constants), gemm.plan.grid
+            assert (
+                gemm.plan.shared
+                <= gemm.plan.kernel.max_shared
+                <= SHARED.get(f"sm_{gpu.capability}", 227 << 10)
+            )
+            if plan.core_of(gemm.plan.kernel) == "decode":
+                assert x // c["CLUSTER"] * c["ROW_TILES"] * c["ROW_WARPS"] * 16 >= n
+                assert y * c["GROUPS"] * 8 >= m
+                assert gemm.chunk >= c["WARPS"] // c["ROW_WARPS"]
+            if c.get("RESIDENT") == 2 and "CLUSTER" in c and gpu.capability >= 80:
+                assert c["WARPS"] == 8
+
+
+def test_plans_go_by_what_was_measured() -> None:
+    gpu, given = plan.Gpu(80, 108), problem("q4_0", 4, 14336, 4096)
+    usual, *others = candidates(given, gpu)
+    for other in others:
+        tuned = tuning.Tuned().with_one(tuning.Problem.of(*given, False), other)
+        assert plan.gemm(*given, True, gpu._replace(tuned=tuned)) == other
+        for elsewhere in (problem("q4_1", 4, 14336, 4096), problem("q4_0", 5, 14336, 4096)):
+            assert plan.gemm(*elsewhere, True, gpu._replace(tuned=tuned)) == plan.gemm(*elsewhere, True, gpu)
+        for how in ({"repeats": True}, {"quantizes": True}):
+            assert plan.gemm(*given, True, gpu._replace(tuned=tuned), **how) == plan.gemm(
+                *given, True, gpu, **how
+            )
+    assert plan.gemm(*given, False, gpu._replace(tuned=tuned)) == plan.gemm(*given, False, gpu)
+    forgotten = tuned.with_one(tuning.Problem.of(*given, False), None)
+    assert (len(tuned), len(forgotten)) == (1, 0)
+    assert plan.gemm(*given, True, gpu._replace(tuned=forgotten)) == usual
+
+
+def test_a_choice_stands_for_all_batches_up_to_a_power_of_two() -> None:
+    gpu, given = plan.Gpu(90), problem("q5_1", 64, 14336, 4096)
+    other = candidates(given, gpu)[3]
+    tuned = gpu._replace(tuned=tuning.Tuned().with_one(tuning.Problem.of(*given, False), other))
+    assert plan.gemm(*given, True, tuned) == other
+    for m in (33, 40, 63):
+        batch = (given[0], m, *given[2:])
+        assert dict(plan.gemm(*batch, True, tuned).plan.kernel.constants) == dict(other.plan.kernel.constants)
+    for m in (32, 65):
+        batch = (given[0], m, *given[2:])
+        assert plan.gemm(*batch, True, tuned) == plan.gemm(*batch, True, gpu)
+
+
+def test_files(tmp_path: Path) -> None:
+    tuned, gpu = tuning.Tuned(), plan.Gpu(90)
+    for given in (problem("q4_0", 1, 4096, 4096), problem("kbit4", 64, 14336, 4096)):
+        tuned = tuned.with_one(tuning.Problem.of(*given, False), candidates(given, gpu)[-1])
+    file = tmp_path / "tuned.json"
+    assert len(tuning.Tuned.read(file)) == 0
+    file.write_text(tuned.to_json())
+    back = tuning.Tuned.read(file)
+    assert len(back) == 2
+    for given in (problem("q4_0", 1, 4096, 4096), problem("kbit4", 64, 14336, 4096)):
+        assert back.choice(*given, gpu, False) == tuned.choice(*given, gpu, False) is not None
+        assert back.choice(*given, plan.Gpu(75, 40), False) is None  # another GPU has no such launch
+    strange = json.loads(tuned.to_json())
+    strange["products"][0]["constants"]["WARPS"] = 1 << 20
+    assert (
+        tuning.Tuned.from_json(json.dumps(strange)).choice(*problem("q4_0", 1, 4096, 4096), gpu, False)
+        is None
+    )
+    for text in ("", "[]", '{"version": 0, "products": []}', '{"version": 1, "products": [{}]}', "null"):
+        with pytest.raises(ValueError, match="not a file of tuned products"):
+            tuning.Tuned.from_json(text)
+
+
+def test_the_command_line_refuses_what_does_not_go_together(run: Run) -> None:
+    for others in (["--from", "x.json"], ["moe"], ["--plot", "x.svg"], ["--peers", "none"]):
+        done = run("bench", *others, "--tune")
+        assert done.status == 2, others
+        assert "--tune" in done.err or "tune takes no" in done.err
+
+
+def test_without_a_gpu_the_command_says_why(run: Run) -> None:
+    if device.gpu_problem() is None:
+        pytest.skip("there is one")
+    done = run("bench", "--tune", "--formats", "q4_0")
+    assert done.status == 1
+    assert_one_line_error(done)
+
+
+@pytest.fixture
+def tuned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    file = tmp_path / "tuned.json"
+    monkeypatch.setattr(device, "tuned_file", lambda: file)
+    jit.read_tuned()
+    yield file
+    monkeypatch.undo()
+    jit.read_tuned()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 40])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "kbit4", "q4_k", "trellis3"])
+def test_every_candidate_is_right(name: str, m: int) -> None:
+    cupy, (n, k) = device.cupy(), (520, 1280)
+    w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
+    out, reference = cupy.empty((m, n), np.float16), testing.linear(x, w)
+    gpu, given = jit.gpu()._replace(tuned=None), problem(name, m, n, k)
+    for gemm in candidates(given, gpu):
+        tuned = tuning.Tuned().with_one(tuning.Problem.of(*given, False), gemm)
+        with jit.planned_for(gpu._replace(tuned=tuned)):
+            out.fill(np.nan)
+            cuda.product(Product(x, w, None, None, None), out)
+        assert nmse(out, reference) < 1e-6, gemm
+
+
+@pytest.mark.gpu
+def test_tuning_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch, tuned_file: Path) -> None:
+    module: Any = importlib.import_module("cuquant.bench.tune")  # the package has a function of that name
+    monkeypatch.setattr(module, "warm_up", lambda: None)
+    times: list[float] = []
+
+    def graph_us(calls: list[Any]) -> Any:
+        calls[0]()
+        return cq.bench.timing.Timing(times.pop(0), 1980.0)
+
+    monkeypatch.setattr(module, "graph_us", graph_us)
+    monkeypatch.setattr(module, "random_weights", lambda *given: [cuda_weight(given[0], given[1:])])
+    arguments: Any = (["q4_0"], ["f16"], [(256, 512)], [4])
+    given = problem("q4_0", 4, 256, 512)
+    found = candidates(given, jit.gpu())
+    times += [9.0, 8.9, 5.0, *[10.0] * len(found)]
+    record = Record(None, {}, [])
+    (cell,) = tune(record, *arguments)
+    assert (cell.us, cell.usual_us, cell.tried) == (5.0, 9.0, len(found))
+    assert cell.nmse < 1e-6
+    assert cell.tile
+    assert list(tune(record, *arguments)) == []
+    assert plan.gemm(*given, True, jit.gpu()) == found[2]
+    w, x = cuda_weight("q4_0", (256, 512)), device.cupy().asarray(gauss((4, 512)).astype(np.float16))
+    assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6
+    # Times that differ by themselves are no reason.
+    times[:] = [9.0, 8.9, *[10.0] * len(found)]
+    (cell,) = tune(Record(None, {}, []), *arguments)
+    assert (cell.us, cell.usual_us, cell.tile) == (9.0, 9.0, "")
+    assert plan.gemm(*given, True, jit.gpu()) == found[0]
+    assert len(tuning.Tuned.read(tuned_file)) == 0
+    tuned_file.write_text("nothing of the kind")
+    jit.read_tuned()
+    with pytest.warns(UserWarning, match=r"tuned\.json is not used \(it is not a file of tuned products"):
+        assert jit.gpu().tuned is None
