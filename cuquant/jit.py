@@ -209,14 +209,18 @@ def capability() -> int:
 
 
 @cache
-def _gpu(device_id: int, capability: int) -> Gpu:
-    count, file = device.cupy().cuda.Device(device_id).attributes["MultiProcessorCount"], device.tuned_file()
+def _multiprocessors(device_id: int) -> int:
+    return int(device.cupy().cuda.Device(device_id).attributes["MultiProcessorCount"])
+
+
+@cache
+def _tuned(device_id: int) -> Tuned | None:
+    file = device.tuned_file()
     try:
-        tuned = Tuned.read(file)
+        return Tuned.read(file) or None
     except (OSError, ValueError) as error:
         warnings.warn(f"{file} is not used ({error}): remove it, or tune anew", stacklevel=2)
-        tuned = Tuned()
-    return Gpu(capability, count, tuned if len(tuned) else None)
+        return None
 
 
 _planned_for: ContextVar[Gpu | None] = ContextVar("_planned_for", default=None)
@@ -224,7 +228,8 @@ _planned_for: ContextVar[Gpu | None] = ContextVar("_planned_for", default=None)
 
 def gpu() -> Gpu:
     """The current device, as plans go by it."""
-    return _planned_for.get() or _gpu(device.cupy().cuda.runtime.getDevice(), capability())
+    number = device.cupy().cuda.runtime.getDevice()
+    return _planned_for.get() or Gpu(capability(), _multiprocessors(number), _tuned(number))
 
 
 @contextmanager
@@ -239,7 +244,7 @@ def planned_for(gpu: Gpu) -> Iterator[None]:
 
 def read_tuned() -> None:
     """Plan by what the file of tuned products holds now."""
-    _gpu.cache_clear()
+    _tuned.cache_clear()
 
 
 def _function(device_id: int, kernel: Kernel) -> Any:

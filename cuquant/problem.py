@@ -220,8 +220,8 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     m, rows, axes = _merge(w.shape, x, out, residual)
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
-    # A map cannot repeat rows (stride 0).
-    how = {"repeats": rows[1] == 0, "quantizes": x.quantizes}
+    # A map cannot repeat rows (stride 0). A vector has one, of any stride.
+    how = {"repeats": m > 1 and rows[1] == 0, "quantizes": x.quantizes}
     gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
@@ -238,7 +238,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         dims = [extent if step else 1 for extent, step in zip(extents, steps[1], strict=True)]
         strides = [2 * step or 16 for step in steps[1]]
         tensor = Map(
-            (k, m, *dims[::-1]), (2 * rows[1], *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
+            (k, m, *dims[::-1]), (2 * rows[1] or 16, *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
         )
     straight, out_map = False, None
     if gemm.out_box and out.strides[-1] == 1 and end.activation is None and end.residual_strides is None:
@@ -270,7 +270,11 @@ def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shap
         inner, inner_steps = merged[0]
         if extent == 1:
             continue
-        if all(step == inner * inner_step for step, inner_step in zip(steps, inner_steps, strict=True)):
+        # A single row has no stride: of x[:, None] the axis before is the rows'.
+        single = len(merged) == inner == 1 and steps[0] == 0
+        if single:
+            merged[0] = (extent, steps)
+        elif all(step == inner * inner_step for step, inner_step in zip(steps, inner_steps, strict=True)):
             merged[0] = (extent * inner, inner_steps)
         else:
             merged.insert(0, (extent, steps))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans do not go by what was tuned on this GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "tuned_file", lambda gpu=None: tmp_path_factory.getbasetemp() / "tuned.json")
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

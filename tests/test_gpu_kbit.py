@@ -131,6 +131,13 @@ def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
         if k == 2:
             for p, bits_of_pair in enumerate(pairs):
                 expected[p // 8] |= bits_of_pair << (8 * (p % 4) + 4 * (p // 4 % 2))
+        elif k == 3:
+            for p, bits_of_pair in enumerate(pairs):
+                (b, j, m) = (p // 8, p // 4 % 2, p % 4)
+                step, byte = 2 * b + m // 2, 2 * (m % 2) + j
+                for word in range(3):
+                    part = bits_of_pair >> 2 * word & 3 if step == 3 else bits_of_pair * (word == step)
+                    expected[word] |= part << (8 * byte + 6 * (step == 3))
         else:
             fit = 32 // (2 * k)
             for p in range(fit * k):

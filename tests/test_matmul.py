@@ -440,3 +440,14 @@ def test_dense_weights(xp: ModuleType) -> None:
         check(cq.linear(x[0], w[1]), testing.linear(x[0], w[1]), "float32")
         q = activations("q8_1", (7, 64), xp)
         check(cq.linear(q, w[0]), testing.linear(q, w[0]), "q8_1")
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("batch", [3, 20])
+def test_a_row_of_each_sequence(kind: str, batch: int, xp: ModuleType) -> None:
+    """Last states, which are rows far from each other; a vector; rows of a stack of weights."""
+    states, w = activations(kind, (batch, 4, 96), xp), on(xp, weight("q4_0", (70, 96)))
+    for x in (states[:, -1:], states[:, 1][:, None], states[0, 0]):
+        check(x @ w.T, testing.linear(x, w), kind)
+    stack = on(xp, weight("q4_0", (batch, 70, 96)))
+    check(states[:, -1:] @ stack.T, testing.linear(states[:, -1:], stack), kind)

@@ -238,3 +238,28 @@ def test_what_the_copy_engine_may_store(
         assert launch.out_map.dims == (2560, 3000, 1, 1, 1)
         assert launch.out_map.strides[0] == 5120
         assert not any(stride % 16 for stride in launch.out_map.strides)
+
+
+def test_a_single_row_has_no_stride() -> None:
+    """x[:, None], and the last of each sequence, are rows of one matrix, but for stacks of weights."""
+    states = np.zeros((5, 9, 64), np.float16)
+    for x in (states[:, -1:], states[:, 0][:, None], np.zeros((5, 1, 64), np.float16)):
+        source = problem.Source(x.shape, strides(x)[:-1], None, False)
+        for stack, m in (((), 5), ((5,), 1)):
+            w = problem.Weight(cq.formats.get("q4_0"), (*stack, 40, 64))
+            out = problem.Output((5, 1, 40), (40, 40, 1), 0)
+            read = unpack(problem.resolve(w, source, out, NOTHING, plan.Gpu(90)))
+            assert (read["M"], read["extent"][-1]) == (m, 5 // m)
+            if m == 5:
+                assert (read["x_row"], read["out_row"]) == (strides(x)[0], 40)
+
+
+def test_vectors_are_planned_as_matrices_of_one_row() -> None:
+    out = problem.Output((1, 28672), (28672, 1), 0)
+    w = problem.Weight(cq.formats.get("q8_0"), (28672, 8192))
+    plans = {
+        problem.resolve(w, problem.Source((1, 8192), (row,), None, False), out, NOTHING, plan.Gpu(90)).plan
+        for row in (0, 8192)
+    }
+    assert len(plans) == 1
+    assert plan.core_of(plans.pop().kernel) == "wgmma"

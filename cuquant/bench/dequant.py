@@ -120,7 +120,7 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
     cupy = device.cupy()
     capability = jit.capability()
     kernel = conversion_kernel("registers", conversion, capability)
-    blocks = RESIDENT * cupy.cuda.Device().attributes["MultiProcessorCount"]
+    blocks = RESIDENT * jit.gpu().multiprocessors
     sums = cupy.full((blocks * THREADS, 8), 0xFFFFFFFF, np.uint32)
     values = None if conversion is None else cupy.asarray(conversion.values)
     shared = 0 if conversion is None else table_bytes(conversion, capability)

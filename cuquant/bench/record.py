@@ -15,15 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, device, info, sources
+from .. import __version__, device, info, jit, sources
 from ..io.atomic import replacing
 from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
 
 def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The GPU, the versions that matter (of other packages too), and the commit of the sources that run."""
-    cupy = device.cupy()
+    """The GPU, the versions that matter (of other packages too), with how many products were tuned, and the
+    commit of the sources that run."""
+    cupy, tuned = device.cupy(), jit.gpu().tuned
     runtime = cupy.cuda.runtime
     return {
         "device": device.name("cuda"),
@@ -36,6 +37,7 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
             "numpy": np.__version__,
             "python": platform.python_version(),
             **{package: version(package) for package in packages},
+            **({"tuned products": str(len(tuned))} if tuned else {}),
         },
         "commit": commit(),
     }
@@ -245,7 +247,7 @@ _KEYS = {
     "moe": _PRODUCT | {"experts", "top_k"},
     "attention": {"bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
-    "tune": {"format", "activation", "M", "N", "K", "us", "usual_us", "tried", "core", "tile"},
+    "tune": {"format", "M", "N", "K", "us", "usual_us", "tried", "core", "tile"},
     "weights": {"work", "format", "N", "K", "us", "floor_us", "gbps"},
 }
 """What cells have, by what was measured."""

@@ -13,7 +13,7 @@ from .. import cuda, device, jit, plan
 from ..io.atomic import replacing
 from ..ops.matmul import Product
 from ..plan import tuning
-from .matmul import SHAPES, X_DTYPES, random_weights, sample_error
+from .matmul import SHAPES, random_weights, sample_error
 from .record import Record, rounded
 from .timing import graph_us, warm_up
 
@@ -28,13 +28,13 @@ _WORTH = 0.98
 class TunedCell:
     """What tuning a product has found; times in microseconds.
 
-    `usual_us` is what the plan that goes by an H200's measurements takes, `us` the fastest launch of those
-    `tried`, which may be the same, `tile` the constants in which it differs from the usual one.
+    `usual_us` is what the launch takes that goes by an H200's measurements; `us` the one, of those `tried`,
+    that is used now: the fastest, or the usual one if that is as fast to 2%. `tile` are the constants in
+    which it differs from the usual one.
     """
 
     op: str
     format: str
-    activation: str
     M: int
     N: int
     K: int
@@ -46,26 +46,29 @@ class TunedCell:
     nmse: float
 
     def __str__(self) -> str:
-        return f"{self.format} {self.activation} {self.M}x{self.N}x{self.K} ({self.usual_us} before)"
+        return f"{self.format} {self.M}x{self.N}x{self.K} ({self.usual_us} before)"
 
 
 def tune(
     record: Record,
     names: Iterable[str],
-    activations: Iterable[str] = ("f16",),
     shapes: Iterable[tuple[int, int]] = SHAPES,
     batches: Iterable[int] = BATCHES,
 ) -> Iterator[TunedCell]:
     """Find the fastest launches of what the record lacks, product by product, and keep them for this GPU.
+
+    Products are of single weights and float16 x; with bfloat16 and float32, and x quantized beforehand, they
+    are launched likewise. More than 16 batch rows stand for all that have the same next power of two, at
+    which they are measured.
 
     Of each product every candidate's result is checked in float64 before it is timed: RuntimeError where one
     is wrong. What is found is in `device.tuned_file()` after each product, and plans of this process go by
     it, too, but for calls that it has made before.
     """
     keys: list[dict[str, Any]] = [
-        {"op": "tune", "format": name, "activation": a, "M": m, "N": n, "K": k}
-        for (n, k), name, a, m in product(
-            dict.fromkeys(shapes), list(names), list(activations), list(batches)
+        {"op": "tune", "format": name, "M": m, "N": n, "K": k}
+        for (n, k), name, m in product(
+            dict.fromkeys(shapes), dict.fromkeys(names), dict.fromkeys(map(tuning.rows_of, batches))
         )
     ]
     warm_up()
@@ -85,24 +88,23 @@ def tune(
 def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     """Try all candidates, and keep the fastest if it is worth it; a former choice is forgotten otherwise."""
     fmt, (m, n, k) = weights[0].format.for_kernels, (key[name] for name in "MNK")
-    quantizes = key["activation"] == "q8_1"
     gpu = jit.gpu()._replace(tuned=None)
-    usual = plan.gemm(fmt, m, n, k, 1, True, gpu, quantizes=quantizes)
-    found = tuning.candidates(usual, fmt, m, n, k, 1, gpu, quantizes)
+    usual = plan.gemm(fmt, m, n, k, 1, True, gpu)
+    found = tuning.candidates(usual, fmt, m, n, k, 1, gpu)
     for _ in jit.compile_ahead({gemm.plan.kernel for gemm in found}):
         pass
-    x = device.cupy().random.standard_normal((m, k), dtype=np.float32).astype(X_DTYPES[key["activation"]])
-    out = device.cupy().empty((m, n), x.dtype)
-    problem = tuning.Problem.of(fmt, m, n, k, 1, quantizes)
+    x = device.cupy().random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
+    out = device.cupy().empty((m, n), np.float16)
+    problem = tuning.Problem.of(fmt, m, n, k, 1)
     times, errors = [], []
     for gemm in found:
         tuned = None if gemm is usual else tuning.Tuned().with_one(problem, gemm)
         with jit.planned_for(gpu._replace(tuned=tuned)):
 
             def call(w: Any) -> None:
-                cuda.product(Product(x, w, None, None, None, quantizes), out)
+                cuda.product(Product(x, w, None, None, None), out)
 
-            errors.append(sample_error(call, x, weights[-1], out, key["activation"]))
+            errors.append(sample_error(call, x, weights[-1], out, "f16"))
             times.append(graph_us([lambda w=w, call=call: call(w) for w in weights]).us)  # type: ignore[misc]
     best = int(np.argmin(times))
     if times[best] > _WORTH * times[0]:
@@ -118,9 +120,12 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
 
 
 def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
-    """Write the file of this GPU anew, with this choice for a problem."""
+    """Write the file of this GPU anew, with this choice for a problem; one that is damaged is replaced."""
     file = device.tuned_file()
-    tuned = tuning.Tuned.read(file)
+    try:
+        tuned = tuning.Tuned.read(file)
+    except ValueError:
+        tuned = tuning.Tuned()
     if gemm is None and problem not in tuned:
         return
     with replacing(file) as part:

@@ -72,7 +72,7 @@ def add(commands: Any) -> None:
         "--tune",
         action="store_true",
         help="products: find the fastest launch of each on this GPU, check its result, and keep it for what "
-        "is computed here later (batches: 1,2,4,8,16; activations: f16)",
+        "is computed here later (batches: 1,2,4,8,16)",
     )
     record = command.add_mutually_exclusive_group()
     record.add_argument(
@@ -96,7 +96,8 @@ def add(commands: Any) -> None:
         "compute, whichever is longer, and to launch; cublas_us, dense float16 by cuBLAS, and other "
         "libraries' times. gbps and tflops are 10^9 bytes and 10^12 operations a second, nmse is the error "
         "against float64, core the kernel that was chosen, mhz the clock right after. time / floor is better "
-        "the less it is, speed / cuBLAS the more."
+        "the less it is, speed / cuBLAS the more. Of tuning, us is the launch that is used now, of so many "
+        "tried, usual_us the one before, and tile the constants in which they differ."
     )
 
 
@@ -170,9 +171,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         record = _measured(arguments)
         count = f"{len(record.cells)} cells"
         if arguments.tune:
-            from .. import device
-
-            count += f"; this GPU goes by {device.tuned_file()}"
+            count += f"; {_kept()}"
     else:
         record, count = _selected(arguments)
     if draw is not None:
@@ -221,11 +220,21 @@ def _measured(arguments: argparse.Namespace) -> Any:
     return record
 
 
+def _kept() -> str:
+    """What is kept of tuning."""
+    from .. import device
+
+    file = device.tuned_file()
+    return f"launches for this GPU are in {file}" if file.exists() else "the usual launches are the fastest"
+
+
 def _left(arguments: argparse.Namespace) -> str:
     record = arguments.record
     plot = None if arguments.plot is None else left_at(arguments)
     if arguments.source is not None:
         return plot or "nothing was written"
+    if arguments.tune and record is None:
+        return f"what was found so far is kept: {_kept()}"
     if record is None:
         return f"{plot or 'nothing was written'}; --record FILE.json keeps every cell that is measured"
     cells = (
@@ -256,10 +265,9 @@ def _tune(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     from ..bench.tune import BATCHES, SHAPES
 
     record = Record.start(arguments.record)
-    names, activations = arguments.formats or _weight_formats(), arguments.activations or ["f16"]
-    shapes, batches = arguments.shapes or SHAPES, arguments.batches or BATCHES
-    cells = tune(record, names, activations, shapes, batches)
-    return record, cells, len(shapes) * len(batches) * len(names) * len(activations)
+    names, shapes = arguments.formats or _weight_formats(), arguments.shapes or SHAPES
+    batches = arguments.batches or BATCHES
+    return record, tune(record, names, shapes, batches), len(shapes) * len(batches) * len(names)
 
 
 def _weight_formats() -> list[str]:
@@ -340,7 +348,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),
-    "tune": ({"formats", "activations", "shapes", "batches"}, _tune),
+    "tune": ({"formats", "shapes", "batches"}, _tune),
 }
 """What can be measured: the options that it takes, and its cells."""
 _DEFAULT = "matmul"

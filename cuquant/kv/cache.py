@@ -270,11 +270,15 @@ class KVCache:
             return moves.move(self, tokens, kept)
 
     def clear(self) -> None:
-        """Empty the cache; automatic key scales are found anew."""
-        for tier in self.tiers.values():
-            tier.lengths[:] = 0
-        self.next_slots[:] = 0
-        self.refresh()
+        """Empty the cache; automatic key scales are found anew.
+
+        RuntimeError while a CUDA graph is captured.
+        """
+        with self._appender.moving(self):
+            for tier in self.tiers.values():
+                tier.lengths[:] = 0
+            self.next_slots[:] = 0
+            self.refresh()
 
     def dequantize(
         self, sequence: int = 0

@@ -4,7 +4,7 @@ by appender.py and moves them by mover.py."""
 from __future__ import annotations
 
 import struct
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,11 +28,6 @@ _PLACES = struct.Struct("<11q")
 _NUMBERS = struct.Struct("<11q10iffiii4x")
 """Behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
-
-
-@cache
-def _multiprocessors(device_id: int) -> int:
-    return int(device.cupy().cuda.Device(device_id).attributes["MultiProcessorCount"])
 
 
 class _Given(NamedTuple):
@@ -77,7 +72,7 @@ def _planned(given: _Given) -> _Planned:
     masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
     halves = 1 if given.q_dtype == check.FLOATS[0] else 2
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
-    multiprocessors = _multiprocessors(given.device_id)
+    multiprocessors = jit.gpu().multiprocessors
     launch = plan.attention(shape, jit.capability(), multiprocessors)
     rows, blocks = heads * q_len, launch.attention.grid[0]
     parts = launch.merge.grid[2]

@@ -93,8 +93,8 @@ def gemm(
     Those that the product `quantizes` to q8_1 must be so beforehand where the plan says nothing of it. What
     was measured to be fastest on this GPU (`tuning`) goes before what measurements on an H200 predict.
     """
-    if gpu.tuned is not None and half and not repeats:
-        found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu, quantizes)
+    if gpu.tuned is not None and half and not (repeats or quantizes):
+        found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
             return found
     if half and not repeats and gpu.capability == 90 and m >= least_batch(fmt, matrices * n * k):

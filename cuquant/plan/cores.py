@@ -80,8 +80,8 @@ def table_of(fmt: Format, capability: int, roomy: bool = False, sides: int = 1) 
     (copies, entries, size), count = sizes[looked_up(fmt)], tables(fmt, sides)
     while copies * size > 16 and copies * entries * size * count > shared_limit(capability) // 3:
         copies //= 2
-    if entries == 256 and (roomy or copies * size * count == 256):
-        return 256 // size, _TABLE_AT + 256 * entries
+    if entries <= 256 and (roomy or (entries == 256 and copies * size * count == 256)):
+        return 256 // size, _TABLE_AT + 256 * 256
     return copies, copies * entries * size * count
 
 

@@ -37,8 +37,8 @@ class _Pace(NamedTuple):
 
 
 _FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
-"""Of GPUs whose multiprocessors get 30 GB/s and more from memory each (sm_90, sm_100), so that an H200 keeps
-the tiles that were measured; and of others, which get 5 to 15."""
+"""Of sm_90 and sm_100, whose multiprocessors get 18 to 55 GB/s from memory each (an H200's 34), so that
+nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
 _QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
 """Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
 kernel before takes less.
@@ -109,13 +109,17 @@ class _Work(NamedTuple):
         return min(self.m, self.groups * 8)
 
     @property
+    def batch_tiles(self) -> int:
+        return ceil(self.m / (self.groups * 8))
+
+    @property
     def step_bytes(self) -> int:
         """Of a row tile's step of 64 columns."""
         return layout(self.fmt).step(1)
 
     @property
     def pace(self) -> _Pace:
-        return _FAST if self.gpu.capability in (90, 100) else _SLOW
+        return _FAST if self.gpu.capability in (90, 100, 103) else _SLOW
 
     @property
     def large_codes(self) -> bool:
@@ -196,7 +200,7 @@ def _planned(
     quantizes = quantizes and not fmt.whole_matrices and m <= _QUANTIZED_ROWS
     quantizes = quantizes and m * work.k <= _QUANTIZED * cluster
     constants |= {"QUANTIZES": 1} if quantizes else {}
-    grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, ceil(m / (work.groups * 8)), work.matrices)
+    grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
     return Gemm(
         Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk, quantizes=quantizes
@@ -311,14 +315,14 @@ def _busiest(work: _Work, blocks: _Blocks, tile: tuple[int, int]) -> float:
     the next that there are, keep 75 of them busy.
     """
     count, start = work.gpu.multiprocessors, work.pace.start_steps / work.steps
-    made = ceil(work.row_tiles / prod(tile)) * work.matrices * blocks.cluster
+    made = ceil(work.row_tiles / prod(tile)) * work.matrices * blocks.cluster * work.batch_tiles
     return ceil(made / count) * prod(tile) / blocks.cluster + ceil(made / (count * (1 + blocks.two))) * start
 
 
-def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool) -> Iterator[Gemm]:
+def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
     """Other ways to do an ordinary product, those first that should keep the busiest multiprocessor the least
-    busy: small blocks or one large one, with more or fewer warps, split along K or not, in tiles of any
-    height."""
+    busy: small blocks or one large one, with more or fewer warps, split along K or not, in tiles of all
+    heights that registers are sure to allow."""
     work = _Work(fmt, m, n, k, matrices, gpu, 1, False)
     found = []
     roomy = work.groups == 1 and shared_limit(gpu.capability) > _ROOMY
@@ -339,7 +343,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quant
                 found.append((_busiest(work, blocks, tile), table, blocks, tile))
     found.sort(key=lambda each: each[0])
     for _, table, blocks, tile in found:
-        yield _planned(work, table, True, quantizes, blocks, tile)
+        yield _planned(work, table, True, False, blocks, tile)
 
 
 def _few_instructions(fmt: Format) -> bool:

@@ -105,7 +105,7 @@ def _with_ring(fmt: Format, tile: MmaTile, most: int, capability: int) -> MmaTil
 
 
 def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
-    """Small tiles with a deep ring, where a large GPU has up to two for each multiprocessor, or one of twice
+    """Small tiles with a deep ring, where there are up to two for each multiprocessor, or one of twice
     the rows and the batch rows; else those of which the busiest multiprocessor has the least work.
 
     The deep ring hides the latency of memory (docs/tuning.md). Before sm_80 nothing is copied meanwhile:

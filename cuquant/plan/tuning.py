@@ -19,8 +19,9 @@ from .launch import Gpu
 
 MOST = 8
 """Candidates of a core."""
-_LEAST_MMA_BATCH, _LEAST_WGMMA_BATCH = 5, 5
-"""Batch rows from which on other cores than decode are candidates: below, they were never the faster one."""
+_LEAST_BATCH = 5
+"""Batch rows from which on other cores than decode are candidates: for fewer they are the faster one for very
+large weights alone, which plans know."""
 _VERSION = 1
 
 Mark = tuple[tuple[tuple[str, int], ...], bool]
@@ -39,12 +40,15 @@ class Problem(NamedTuple):
     n: int
     k: int
     matrices: int
-    quantizes: bool
 
     @classmethod
-    def of(cls, fmt: Format, m: int, n: int, k: int, matrices: int, quantizes: bool) -> Problem:
-        rows = m if m <= DECODE_BATCH else 1 << (m - 1).bit_length()
-        return cls(fmt.header, fmt.block_bytes, rows, n, k, matrices, quantizes)
+    def of(cls, fmt: Format, m: int, n: int, k: int, matrices: int) -> Problem:
+        return cls(fmt.header, fmt.block_bytes, rows_of(m), n, k, matrices)
+
+
+def rows_of(m: int) -> int:
+    """Batch rows that stand for so many."""
+    return m if m <= DECODE_BATCH else 1 << (m - 1).bit_length()
 
 
 class Tuned:
@@ -64,15 +68,13 @@ class Tuned:
         others = {known: held for known, held in self._marks.items() if known != problem}
         return Tuned(others if gemm is None else others | {problem: mark(gemm)})
 
-    def choice(
-        self, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool
-    ) -> Gemm | None:
+    def choice(self, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm | None:
         """The launch that was fastest for such a product; None where nobody knows."""
-        wanted = self._marks.get(Problem.of(fmt, m, n, k, matrices, quantizes))
+        wanted = self._marks.get(Problem.of(fmt, m, n, k, matrices))
         if wanted is None:
             return None
         core = dict(wanted[0]).get("CORE")
-        found = _variants(fmt, m, n, k, matrices, gpu, quantizes, core)
+        found = _variants(fmt, m, n, k, matrices, gpu, core)
         return next((gemm for gemm in found if mark(gemm) == wanted), None)
 
     def to_json(self) -> str:
@@ -95,7 +97,7 @@ class Tuned:
                 constants = tuple((str(name), int(value)) for name, value in line.pop("constants").items())
                 streamed = bool(line.pop("streamed"))
                 marks[Problem(**line)] = (constants, streamed)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise ValueError("it is not a file of tuned products, or another version's") from None
         return cls(marks)
 
@@ -110,14 +112,12 @@ def mark(gemm: Gemm) -> Mark:
     return gemm.plan.kernel.constants, gemm.streamed > 0
 
 
-def candidates(
-    usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, quantizes: bool
-) -> list[Gemm]:
+def candidates(usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> list[Gemm]:
     """Launches of an ordinary product that may be its fastest: the usual one, then up to MOST others of each
     core that has a chance, the likeliest first."""
     found = {mark(usual): usual}
     cores: dict[int, int] = {}
-    for gemm in _variants(fmt, m, n, k, matrices, gpu, quantizes):
+    for gemm in _variants(fmt, m, n, k, matrices, gpu):
         core = dict(gemm.plan.kernel.constants)["CORE"]
         if mark(gemm) not in found and cores.get(core, 0) < MOST:
             cores[core] = cores.get(core, 0) + 1
@@ -132,13 +132,12 @@ def _variants(
     k: int,
     matrices: int,
     gpu: Gpu,
-    quantizes: bool,
     core: int | None = None,
 ) -> Iterator[Gemm]:
     """Every launch of the cores that have a chance, or of one of them."""
-    if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_WGMMA_BATCH:
+    if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_BATCH:
         yield from wgmma_core.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.DECODE) and m <= DECODE_BATCH:
-        yield from decode_core.variants(fmt, m, n, k, matrices, gpu, quantizes)
-    if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_MMA_BATCH:
+        yield from decode_core.variants(fmt, m, n, k, matrices, gpu)
+    if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_BATCH:
         yield from mma_core.variants(fmt, m, n, matrices, gpu)

@@ -87,15 +87,15 @@ _CONTENTION = 0.5
 """Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
 meanwhile."""
 _INSTRUCTIONS = {2: 1.1, 3: 1.1, 4: 1.0, 5: 1.24, 6: 1.1, 8: 1.3}
-_LOOKUPS = {2: 0.95, 3: 1.13, 4: 1.17, 5: 1.4}
+_LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
 former 0.09 is added without factors of rows, 0.2 where scales are products; to the latter 0.15 for a sign; to
 both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
 _FEW_WAIT = 1.09
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
 _SMALL_TABLE = 1.1
-"""How many times as long those of 4 bits take where two blocks share a multiprocessor: there is no room for
-rows of 256 bytes."""
+"""How many times as long those of 4 bits take where two blocks share a multiprocessor, and those of 3 bits
+there and in tiles of many batch rows: there is no room for rows of 256 bytes."""
 _STEP_BYTES_PER_US = 34.3e3
 """What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
 _MEET_WAIT = 0.03
@@ -139,7 +139,8 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
     if fmt.lookup:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
-        work *= _SMALL_TABLE if looked_up(fmt) == 4 and tile.resident > 1 else 1
+        small = tile.resident > 1 or (looked_up(fmt) == 3 and tile.batch > ROOMY_BATCH)
+        work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
     else:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)

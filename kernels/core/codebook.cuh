@@ -11,8 +11,13 @@
 //     q0 r0 q1 r1 q2 r2 ...    bit by bit, the lowest first
 //
 // of 2 BITS bits, with number p = 8b + 4j + m. A lane's words hold them one after the other, as many as fit whole; of
-// 3 and 5 bits what is left, bits 30 and 31 of every word, is the last pair's (bits 2w, 2w + 1 in word w). Of 2 bits
-// pairs j = 0 and j = 1 are next to each other, and looked up at once: byte m of word b.
+// 5 bits what is left, bits 30 and 31 of every word, is the last pair's (bits 2w, 2w + 1 in word w). Of 2 bits pairs
+// j = 0 and j = 1 are next to each other, and looked up at once: byte m of word b. Of 3 bits pairs of step h = 0, 1, 2
+// are in word h, a byte each, and above them the two bits that are left have a part of step 3's:
+//
+//     bit                      7        6        5   4   3   2   1   0
+//     byte 2t + j of word h    2h + 1 and 2h     the pair of step h, j and t
+//                              of step 3's
 //
 // Where the lower half of a codebook is its upper half with signs, backwards, codes of 5 bits are kept as a magnitude's
 // code, 4 bits in pairs as above, and a sign: a table of 256 entries instead of 1024, which leaves room for a copy for
@@ -21,7 +26,7 @@
 #include "tile.cuh"
 
 // Where a row of the table is 256 bytes (BYTES), twice what the copies need, an index of 8 bits is a byte of an entry's
-// address, and a byte permute brings it there:
+// address, and a byte permute brings it there (of 3 bits whatever the two highest are: every pair has four rows):
 //
 //     byte   3        2        1       0               + AT, a constant of the instruction that loads
 //            of the window     index   lane's copy
@@ -30,12 +35,13 @@
 // before the dynamic memory, up to AT bytes, the table starts there. A second table has the other half of the rows.
 template <class F, int COPIES, bool SIGNED = false>
 struct Codebook {
-    static constexpr int BITS = F::BITS - SIGNED, INDEX_BITS = BITS == 2 ? 8 : 2 * BITS;
+    static constexpr int BITS = F::BITS - SIGNED, PAIR_BITS = BITS == 2 ? 8 : 2 * BITS;  // of 2 bits two pairs
     static constexpr int ENTRY = BITS == 2 ? 8 : 4, STEP = COPIES * ENTRY;
     static constexpr int SHIFT = STEP == 256 ? 8 : STEP == 128 ? 7 : STEP == 64 ? 6 : STEP == 32 ? 5 : 4;
     static constexpr int USED = STEP < 128 ? STEP : 128;  // all banks: 8 bytes are read by half a warp at a time
     static_assert(1 << SHIFT == STEP, "16 to 256 bytes: stores are 16");
-    static constexpr bool BYTES = STEP == 256 && INDEX_BITS == 8;
+    static constexpr bool BYTES = STEP == 256 && PAIR_BITS <= 8;
+    static constexpr int INDEX_BITS = BYTES ? 8 : PAIR_BITS;
     static constexpr int AT = BYTES ? 2048 : 0, TABLE_BYTES = AT + (STEP << INDEX_BITS);  // with what is before it
     static constexpr bool SUMS = false;
     static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
@@ -111,7 +117,7 @@ private:
     // instruction.
     DEVICE u32 address(u32 word, int from) const {
         if constexpr (BYTES) return __byte_perm(word, own, 0x7604 | from / 8 << 4);
-        const u32 bits = masked(word, (1 << INDEX_BITS) - 1 << from);
+        const u32 bits = masked(word, (1 << PAIR_BITS) - 1 << from);
         return own + (from < SHIFT ? bits << (SHIFT - from) : bits >> (from - SHIFT));
     }
 
@@ -121,9 +127,17 @@ private:
         return SIGNED ? and_xor(tile.high[0] << p, 0x80008000, values) : values;
     }
 
+    // Of 3 bits: the pairs of a step, a byte each; above them may be others' bits.
+    static DEVICE u32 step_of(const Tile<F>& tile, int h) {
+        if (h < 3) return tile.word(h);
+        const u32 first = masked(tile.word(0) >> 6, 0x03030303);
+        return and_or(tile.word(2) >> 2, 0x30303030, and_or(tile.word(1) >> 4, 0x0c0c0c0c, first));
+    }
+
     DEVICE u32 pair(const Tile<F>& tile, int p) const {
-        constexpr int PER_WORD = 32 / INDEX_BITS, WORDS = F::LOW_BYTES / 128 + BITS % 2;
-        if (p < PER_WORD * WORDS) return address(tile.word(p / PER_WORD), p % PER_WORD * INDEX_BITS);
+        if constexpr (BITS == 3) return address(step_of(tile, p / 8 * 2 + p % 4 / 2), 8 * (p % 2 * 2 + p / 4 % 2));
+        constexpr int PER_WORD = 32 / PAIR_BITS, WORDS = F::LOW_BYTES / 128 + BITS % 2;
+        if (p < PER_WORD * WORDS) return address(tile.word(p / PER_WORD), p % PER_WORD * PAIR_BITS);
         u32 last = tile.word(0) >> 30;
 #pragma unroll
         for (int w = 1; w < WORDS; w++) last = and_or(tile.word(w) >> (30 - 2 * w), 3 << 2 * w, last);

@@ -81,7 +81,7 @@ struct Tile {
                            int lane) {
         if constexpr (F::LOW_BYTES == 256 && (F::BITS == 2 || F::CODING == INTEGERS)) {
             low[b] = reinterpret_cast<const u32*>(low_at)[b * 32 + lane];
-        } else if constexpr (F::BITS == 3) {
+        } else if constexpr (F::BITS == 3) {  // step 2, and parts of step 3, are in the high plane
 #pragma unroll
             for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
         } else if constexpr (F::BITS == 5 && F::CODING == CODEBOOK) {

@@ -33,20 +33,35 @@ private:
 
     static DEVICE u32& word_of(LaneShare<F>& share, int w) { return w < WORDS - 1 ? share.low[w] : share.high[0]; }
 
+    // Where a pair is: from a bit of a word on, or, of those that are in all words (word WORDS), its bits 2w and 2w + 1
+    // from a bit of word w on.
+    struct Place {
+        int word, bit;
+    };
+
+    static DEVICE Place place_of(int p) {
+        if constexpr (F::BITS == 5) return {p / PER_WORD, p < 15 ? p % PER_WORD * PAIR : 30};
+        const int h = p / 8 * 2 + p % 4 / 2, byte = p % 2 * 2 + p / 4 % 2;
+        return {h, 8 * byte + (h < WORDS ? 0 : 6)};
+    }
+
     static DEVICE void put_one(LaneShare<F>& share, int p, u32 bits) {
-        if (p < 15) {
-            word_of(share, p / PER_WORD) |= bits << p % PER_WORD * PAIR;
-        } else {
+        const Place at = place_of(p);
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) word_of(share, w) |= bits >> 2 * w << 30;
+        for (int w = 0; w < WORDS; w++) {
+            if (at.word == w) word_of(share, w) |= bits << at.bit;
+            if (at.word == WORDS) word_of(share, w) |= (bits >> 2 * w & 3) << at.bit;
         }
     }
 
     static DEVICE u32 get_one(LaneShare<F> share, int p) {
-        if (p < 15) return word_of(share, p / PER_WORD) >> p % PER_WORD * PAIR & ((1 << PAIR) - 1);
+        const Place at = place_of(p);
         u32 bits = 0;
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) bits |= word_of(share, w) >> 30 << 2 * w;
+        for (int w = 0; w < WORDS; w++) {
+            if (at.word == w) bits |= word_of(share, w) >> at.bit & ((1 << PAIR) - 1);
+            if (at.word == WORDS) bits |= (word_of(share, w) >> at.bit & 3) << 2 * w;
+        }
         return bits;
     }
 };
