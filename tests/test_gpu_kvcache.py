@@ -148,6 +148,7 @@ def test_moving_and_evicting_is_the_cpu_s() -> None:
         lambda c: c.evict([[0, 4], [9, -1]]),
         lambda c: c.allocate(4.2, importance, recent=3),
         lambda c: c.trim(31, importance, recent=3),
+        lambda c: c.age({16: 4, 8: 9, 3: 10}, coming=2),
     ]
     for act in acts:
         assert act(a) == act(b)
@@ -157,6 +158,10 @@ def test_moving_and_evicting_is_the_cpu_s() -> None:
     for name in ("nbytes", "used_nbytes", "average_bits"):
         assert getattr(a, name) == getattr(b, name)
     assert repr(a) == repr(b)
+    for c in (a, b):
+        c.clear(1)
+    assert_same(a, b)
+    assert a.lengths.tolist() == [31, 0]
     a.clear()
     b.clear()
     a.append(k, v, 3)

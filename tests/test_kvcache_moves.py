@@ -211,3 +211,60 @@ def test_memory_between_is_a_bucket_s(dim: int, heads: int) -> None:
     assert launches[10**6].grid == (plan.MOVING_BLOCKS, 1, 1)
     assert len({*launches.values()}) <= 10
     assert {launch.block for launch in launches.values()} == {min(16, 2 * heads) * 32}
+
+
+def test_tokens_age() -> None:
+    """Never to a wider width; each sequence by its own slots; those that are coming count."""
+    cache = cq.KVCache(2, 8, {16: 4, 8: 40, 4: 40, 2: 40}, 2)
+    k, v = np.random.default_rng(0).standard_normal((2, 2, 12, 2, 8), np.float32)
+    cache.append(k, v, [2] + [8] * 11, lengths=[12, 6])
+
+    def widths(sequence: int) -> list[int]:
+        held = {int(s): b for b, tier in cache.tiers.items() for s in tier.bucket(sequence).global_slots}
+        return [held[slot] for slot in sorted(held)]
+
+    assert cache.age({16: 2, 8: 3, 4: 4}) == 2 + 4
+    assert widths(0) == [2, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8]
+    assert widths(1) == [2, 8, 8, 8, 8, 8]
+    assert cache.age({16: 2, 8: 3, 4: 4}) == 0
+    assert cache.age({8: 4}, coming=3) == (4 + 4) + 4
+    assert widths(0) == [2] * 11 + [8]
+    assert widths(1) == [2] * 5 + [8]
+    assert cache.age({}) == 2
+    assert widths(0) == [2] * 12
+
+
+@pytest.mark.parametrize(
+    ("newest", "error", "message"),
+    [
+        ([16, 4], TypeError, "newest is a list; a mapping of bits"),
+        ({4: 2, 8: 3}, ValueError, r"newest has the widths \[4, 8\]; they are of 8, 4, and fall"),
+        ({3: 2}, ValueError, r"newest has the widths \[3\]"),
+        ({8: -1}, ValueError, r"newest\[8\] is -1"),
+        ({8: 2.5}, TypeError, r"newest\[8\] is a float"),
+    ],
+)
+def test_what_is_no_age(newest: Any, error: type[Exception], message: str) -> None:
+    cache = cq.KVCache(2, 8, 10, bits=(8, 4))
+    with pytest.raises(error, match=message):
+        cache.age(newest)
+
+
+def test_a_sequence_starts_anew() -> None:
+    cache = cq.KVCache(2, 8, 10, 2, (8, 4), key_scales="pairs")
+    k, v = np.random.default_rng(0).standard_normal((2, 2, 5, 2, 8), np.float32)
+    cache.append(k, v)
+    before = cache.dequantize(0)
+    cache.clear(1)
+    assert cache.lengths.tolist() == [5, 0]
+    assert cache.next_slots.tolist() == [5, 0]
+    cache.append(k * np.float32(256), v, lengths=[0, 5])
+    fresh = cq.KVCache(2, 8, 10, 1, (8, 4), key_scales="pairs")
+    fresh.append(k[1:] * np.float32(256), v[1:])
+    for ours, theirs in zip(
+        (*cache.dequantize(0), *cache.dequantize(1)), (*before, *fresh.dequantize()), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    for wrong in (2, -1):
+        with pytest.raises(ValueError, match="sequence is"):
+            cache.clear(wrong)

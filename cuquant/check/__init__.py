@@ -8,6 +8,9 @@ from .caches import (
     MOST_QUERIES as MOST_QUERIES,
 )
 from .caches import (
+    ages as ages,
+)
+from .caches import (
     appended as appended,
 )
 from .caches import (
@@ -69,6 +72,9 @@ from .caches import (
 )
 from .caches import (
     score_scale as score_scale,
+)
+from .caches import (
+    sequence as sequence,
 )
 from .caches import (
     slot_range as slot_range,

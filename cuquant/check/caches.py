@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import device
 from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array, choice, count, floats, on_cpu
@@ -161,6 +162,29 @@ def appended(sequence: int, capacity: int) -> None:
     )
 
 
+def ages(newest: Any, allowed: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Widths by age, the narrowest of the cache last, and the greatest age of each but the last."""
+    if not isinstance(newest, Mapping):
+        raise TypeError(
+            f"newest is a {type(newest).__name__}; a mapping of bits to numbers of tokens is needed"
+        )
+    widths = [*newest]
+    if not {*widths} <= {*allowed} or widths != sorted(widths, reverse=True):
+        raise ValueError(
+            f"newest has the widths {widths}; they are of {', '.join(map(str, allowed))}, and fall"
+        )
+    counts = [count(value, f"newest[{bits}]", least=0) for bits, value in newest.items()]
+    return np.array([*widths, min(allowed)], np.int64), np.cumsum(counts, dtype=np.int64)
+
+
+def sequence(value: Any, batch: int) -> int:
+    """The number of a sequence."""
+    number = count(value, "sequence", least=0)
+    if number >= batch:
+        raise ValueError(f"sequence is {number}; the sequences of this cache are 0 to {batch - 1}")
+    return number
+
+
 def copied(capturing: bool) -> None:
     """No graph is being captured, which a copy would be a part of."""
     if capturing:
@@ -260,7 +284,7 @@ def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> An
     """bool or floats (batch, heads, q_len, slots or more), broadcast; None stays None."""
     if value is None:
         return None
-    mask = in_cache(array(value, "mask"), "mask", place)
+    mask = in_cache(array(value, "mask", f"bool, {FLOAT_NAMES}"), "mask", place)
     if mask.dtype != bool and mask.dtype not in FLOATS:
         raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}")
     lead = (q[0], q[2], q[1])
@@ -282,7 +306,7 @@ def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
     if device.is_cuda(value):
         on_gpu_integers(in_cache(value, "positions", place), "positions")
         return device.cupy().ascontiguousarray(device.cupy().broadcast_to(value, q[:2]), np.int32)
-    result = _broadcast(_integers(value, "positions"), q[:2], "positions")
+    result = _broadcast(_integers(value, "positions"), q[:2], "positions", "(batch, q_len)")
     if place == "cpu":
         return result
     return device.cupy().asarray(np.clip(result, -1, LARGEST_INDEX).astype(np.int32))
@@ -316,8 +340,10 @@ def _integers(value: Any, what: str) -> Any:
     return result.astype(np.int64)
 
 
-def _broadcast(value: Any, shape: tuple[int, ...], what: str) -> Any:
+def _broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:
     try:
         return np.broadcast_to(value, shape)
     except ValueError:
-        raise ValueError(f"{what} has shape {value.shape}, which does not broadcast to {shape}") from None
+        raise ValueError(
+            f"{what} has shape {value.shape}, which does not broadcast to {shape}, {axes}"
+        ) from None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..kv import KVCache
 from ..kv.codes import BITS
@@ -38,11 +38,14 @@ class KVBits:
         self.widths = np.array([int(part[0]) for part in parts])
         counts = [int(part[1]) for part in parts if len(part) > 1]
         fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
-        if not match or not fits or len({*self.widths}) < len(parts) or not {*self.widths} <= {*BITS}:
+        fits = fits and bool((np.diff(self.widths) < 0).all()) and {*self.widths.tolist()} <= {*BITS}
+        if not match or not fits:
             raise ValueError(
                 f"kv_bits is {self.text!r}; it is a width of {', '.join(map(str, BITS))}, or widths with how "
-                'many of the newest tokens have them, as "8:64,4:256,2"; "+scales" and "+rotate" may follow'
+                'many of the newest tokens have them, as "8:64,4:256,2": narrower with age, the last without '
+                'a number; "+scales" and "+rotate" may follow'
             )
+        self._newest = dict(zip(self.widths.tolist(), counts, strict=False))
         self._ages = np.cumsum(counts)
         self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]
 
@@ -59,19 +62,13 @@ class KVBits:
             device=device,
         )
 
-    def append(self, cache: KVCache, k: NDArray[np.float32], v: NDArray[np.float32]) -> None:
+    def append(self, cache: KVCache, k: Any, v: Any) -> None:
         """Move tokens that k and v (batch, n, n_kv_heads, head_dim) make too old, then append those.
 
-        They are arrays of the cache's device; no graph has appended to it.
+        They are arrays of the cache's device.
         """
-        held, n = cache.known_slots, k.shape[1]
-        slots = np.arange(held + n)
-        before, after = (self._width(stop - slots) for stop in (held, held + n))
-        aged = slots[:held][(before != after)[:held]]
-        if len(aged):
-            cache.assign(aged, after[aged])
-        cache.append(k, v, after[held:])
-
-    def _width(self, ages: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Widths of tokens by age; the newest one's age is 1."""
-        return self.widths[np.searchsorted(self._ages, ages)]
+        n = k.shape[1]
+        if self._newest:
+            cache.age(self._newest, coming=n)
+        ages = np.arange(n, 0, -1)
+        cache.append(k, v, self.widths[np.searchsorted(self._ages, ages)])

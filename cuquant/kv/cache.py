@@ -36,8 +36,8 @@ class KVCache:
     head_dim : int
         A multiple of 8 up to 256; of 32 with `rotate`.
     capacity : int, or mapping of bits to int
-        How many tokens a sequence has room for. For an int every width has room for all of them; a mapping
-        gives each width its own room, and `bits` are its keys.
+        How many tokens a sequence has room for. For an int every width has room for all of them, which takes
+        more memory than float16 would; a mapping gives each width its own room, and `bits` are its keys.
     batch : int
         Sequences, each with lengths of its own.
     bits : ints
@@ -185,7 +185,8 @@ class KVCache:
             A vector names tokens of all sequences, each of which may lack some; rows name tokens of each
             sequence, -1 none.
         bits : int, or int array of token_ids' shape
-            If an id is named twice its last width counts.
+            If an id is named twice its last width counts. A wider one than a token has costs memory, and
+            brings nothing back.
 
         Returns
         -------
@@ -218,7 +219,8 @@ class KVCache:
         average_bits : float
             Most bits of a number in the mean over each sequence's tokens, scales not counted.
         importance : float array (batch, slots) or (slots,), optional
-            Not negative, by global slot; by default the attention that was tracked.
+            Not negative, by global slot; by default the attention that was tracked. Without either all tokens
+            are as important, and newer ones go first.
         recent : int
             So many of the newest tokens count as much as the most important one.
         hysteresis : float
@@ -246,6 +248,39 @@ class KVCache:
                 wanted[own] = allocator.allocate(weights[own], *held, rooms, average, hysteresis)
             return moves.move(self, tokens, wanted)
 
+    def age(self, newest: Mapping[int, int], *, coming: int = 0) -> int:
+        """Move tokens that have become too old for their width to the one of their age.
+
+        ``cache.age({16: 64, 8: 256}, coming=1)`` before a step of a token, and ``append(k, v)`` after it,
+        leave the newest 64 tokens at 16 bits, the 256 before them at 8, and all others at the narrowest width
+        of the cache. A token never gets wider: what is lost stays lost.
+
+        Parameters
+        ----------
+        newest : mapping of bits to int
+            Widths of the cache, and how many of the newest tokens have each, from the newest on: widths fall.
+        coming : int
+            So many tokens are to be appended next, and count as the newest already.
+
+        Returns
+        -------
+        int: how many tokens have moved.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit, or a bucket is full: nothing has changed then.
+        RuntimeError
+            A CUDA graph is being captured.
+        """
+        widths, ages = check.ages(newest, self.bits)
+        coming = check.count(coming, "coming", least=0)
+        with self._appender.moving(self):
+            tokens, (slots,) = moves.held(self, "global_slots")
+            age = tokens.next_slots[tokens.sequence] + coming - slots
+            wanted = widths[np.searchsorted(ages, age)]
+            return moves.move(self, tokens, np.minimum(wanted, tokens.bits))
+
     def evict(self, token_ids: Any) -> int:
         """Remove tokens, named as in `assign`, whose errors are these too; returns how many.
 
@@ -269,15 +304,17 @@ class KVCache:
                 kept[own][ascending[: max(0, len(ascending) - length)]] = moves.GONE
             return moves.move(self, tokens, kept)
 
-    def clear(self) -> None:
-        """Empty the cache; automatic key scales are found anew.
+    def clear(self, sequence: int | None = None) -> None:
+        """Empty the cache, or one sequence, whose place another can take: slots count from 0 again, and
+        automatic key scales are found anew.
 
         RuntimeError while a CUDA graph is captured.
         """
+        which: Any = slice(None) if sequence is None else check.sequence(sequence, self.batch)
         with self._appender.moving(self):
             for tier in self.tiers.values():
-                tier.lengths[:] = 0
-            self.next_slots[:] = 0
+                tier.lengths[which] = 0
+            self.next_slots[which] = 0
             self.refresh()
 
     def dequantize(
