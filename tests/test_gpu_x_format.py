@@ -118,7 +118,7 @@ def test_a_few_rows_are_one_launch_and_a_repeated_call_is_not_checked(
         activations.operand(x, quantizes=True).source,
         problem.Output((2, N), (N, 1), problem.DTYPES[np.dtype(F)]),
         problem.Epilogue(0, False, None, 0, None),
-        jit.capability(),
+        jit.gpu(),
     )
     assert launch.quantizes
     counts = counting(monkeypatch, "product", "repeat", "quantize_activations")

@@ -93,8 +93,13 @@ def _eval(arguments: argparse.Namespace) -> None:
         f"{result.scored_tokens} scored, {result.backend}, {time.perf_counter() - started:.1f} s",
         file=sys.stderr,
     )
-    if len(arguments.models) > 1 and not (arguments.base or arguments.formats or arguments.kv_bits):
-        print("no KLD without a model to compare with: --base BASE.gguf gives it", file=sys.stderr)
+    if len(arguments.models) > 1 and not (arguments.base or arguments.formats):
+        note = "no KLD without a model to compare with: --base BASE.gguf gives it"
+        if arguments.kv_bits:
+            note = (
+                "KLD compares each model with itself without --kv-bits; --base BASE.gguf, all with that one"
+            )
+        print(note, file=sys.stderr)
     shown: Any = several if len(arguments.models) > 1 else result
     if arguments.tensors and arguments.style == "csv":
         print(shown.render("csv", tensors=True))
