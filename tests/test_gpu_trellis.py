@@ -348,7 +348,7 @@ def test_the_core_follows_the_batch() -> None:
     for m in (1, 8, 300):
         source = problem.source((m, 1024), (2048, 2), True)
         out, end = problem.Output((m, 200), (200, 1), 0), problem.Epilogue(0, False, None, 0, None)
-        taken.append(problem.resolve(w.weight, source, out, end, 90).takes_signs)
+        taken.append(problem.resolve(w.weight, source, out, end, plan.Gpu(90)).takes_signs)
     assert taken == [True, True, False]
 
 
