@@ -32,6 +32,11 @@ def test_text_is_a_string_or_a_path(model: Path, text: Any) -> None:
         evaluate(model, text=text, ctx=4)
 
 
+def test_the_name_of_a_file_is_no_text(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"for the file pass pathlib\.Path\('wiki\.test\.raw'\)"):
+        evaluate(model, text="wiki.test.raw", ctx=4)
+
+
 @pytest.mark.parametrize("bad", [-1, len(VOCABULARY), 2**40])
 @pytest.mark.parametrize("formats", [(), "q4_0"])
 def test_tokens_out_of_range(model: Path, bad: int, formats: Any) -> None:

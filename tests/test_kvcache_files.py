@@ -103,6 +103,11 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
             cq.KVCache.load(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         cq.KVCache.load(tmp_path / "none")
+    filled().save(tmp_path / "cache")
+    with pytest.raises(
+        ValueError, match=r"cache is a cache that KVCache\.save wrote: cuquant\.KVCache\.load reads it"
+    ):
+        cq.load(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

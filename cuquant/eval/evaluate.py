@@ -224,7 +224,8 @@ def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.intege
     is_path = isinstance(text, os.PathLike)
     if not is_path and not isinstance(text, str):
         raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
-    if isinstance(text, str) and len(text) < 256 and "\n" not in text and os.path.isfile(text):
+    named = isinstance(text, str) and len(text) < 256 and "\n" not in text
+    if named and (os.path.isfile(text) or (" " not in text and text.endswith((".txt", ".raw", ".md")))):
         raise ValueError(f"text is a str, and so the text itself: for the file pass pathlib.Path({text!r})")
     words = Tokenizer.from_metadata(source.metadata)
     ids = words.encode(_read_text(Path(text)) if is_path else text)

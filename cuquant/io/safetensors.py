@@ -231,6 +231,8 @@ def _view(path: Path, name: str, buffer: mmap.mmap, start: int, info: Mapping[st
 
 def _weights(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """What the file's metadata says of its quantized arrays, by name."""
+    if f"{KEY}.kv_cache" in metadata:
+        raise ValueError(f"{path} is a cache that KVCache.save wrote: cuquant.KVCache.load reads it")
     if KEY not in metadata:
         raise ValueError(
             f"{path} is not a file of cuquant.save: its metadata has no {KEY!r} "
