@@ -222,7 +222,7 @@ def test_nothing_moves_while_a_graph_is_captured(name: str) -> None:
         b.append(*there)
         for ids in ([0, 3], [], [70]):
             with pytest.raises(
-                RuntimeError, match="cannot be moved or evicted while a CUDA graph is captured"
+                RuntimeError, match="cannot be moved, evicted or cleared while a CUDA graph is captured"
             ):
                 calls(ids)[name](b)
         graph = stream.end_capture()

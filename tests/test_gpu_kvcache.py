@@ -162,6 +162,10 @@ def test_moving_and_evicting_is_the_cpu_s() -> None:
         c.clear(1)
     assert_same(a, b)
     assert a.lengths.tolist() == [31, 0]
+    for c, place in ((a, np.asarray), (b, put)):
+        c.append(place(k[:, :40]), place(v[:, :40]), 8, lengths=[0, 40])
+    assert_same(a, b)
+    assert a.lengths.tolist() == [31, 40]
     a.clear()
     b.clear()
     a.append(k, v, 3)

@@ -412,7 +412,7 @@ def most_row_tiles(gemm: plan.Gemm, gpu: plan.Gpu) -> float:
 
 @pytest.mark.parametrize("gpu", OTHER_GPUS.values(), ids=OTHER_GPUS)
 def test_few_rows_keep_all_multiprocessors_busy(gpu: plan.Gpu) -> None:
-    """The busiest has less than twice its share, and hardly more than by a plan for an H200's 132."""
+    """The busiest has less than twice its share, and at most a third more than by a plan for 132."""
     busy = []
     for name, m, (n, k) in combinations(
         ("q4_0", "q5_1", "q8_0", "kbit4", "q6_k"),

@@ -18,6 +18,7 @@ from products import cuda_weight, gauss
 import cuquant as cq
 from cuquant import cuda, device, jit, plan, testing
 from cuquant.bench import Record, tune
+from cuquant.bench.tune import problems
 from cuquant.ops.matmul import Product
 from cuquant.plan import tuning
 from cuquant.testing import nmse
@@ -107,6 +108,7 @@ def test_files(tmp_path: Path) -> None:
     file.write_text(tuned.to_json())
     back = tuning.Tuned.read(file)
     assert len(back) == 2
+    assert back.name == tuned.name != tuning.Tuned().name
     for given in (problem("q4_0", 1, 4096, 4096), problem("kbit4", 64, 14336, 4096)):
         assert back.choice(*given, gpu) == tuned.choice(*given, gpu) is not None
         assert back.choice(*given, plan.Gpu(75, 40)) is None  # another GPU has no such launch
@@ -180,22 +182,23 @@ def test_tuning_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch, tuned_file: P
 
     monkeypatch.setattr(module, "graph_us", graph_us)
     monkeypatch.setattr(module, "random_weights", lambda *given: [cuda_weight(given[0], given[1:])])
-    arguments: Any = (["q4_0", "q4_0"], [(256, 512)], [4, 4])
+    keys = problems(["q4_0", "q4_0"], [(256, 512)], [4, 4])
+    assert len(keys) == 1
     given = problem("q4_0", 4, 256, 512)
     found = candidates(given, jit.gpu())
     times += [9.0, 8.9, 5.0, *[10.0] * len(found)]
     record = Record(None, {}, [])
-    (cell,) = tune(record, *arguments)
+    (cell,) = tune(record, keys)
     assert (cell.us, cell.usual_us, cell.tried) == (5.0, 9.0, len(found))
     assert cell.nmse < 1e-6
     assert cell.tile
-    assert list(tune(record, *arguments)) == []
+    assert list(tune(record, keys)) == []
     assert plan.gemm(*given, True, jit.gpu()) == found[2]
     w, x = cuda_weight("q4_0", (256, 512)), device.cupy().asarray(gauss((4, 512)).astype(np.float16))
     assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6
     # Times that differ by themselves are no reason.
     times[:] = [9.0, 8.9, *[10.0] * len(found)]
-    (cell,) = tune(Record(None, {}, []), *arguments)
+    (cell,) = tune(Record(None, {}, []), keys)
     assert (cell.us, cell.usual_us, cell.tile) == (9.0, 9.0, "")
     assert plan.gemm(*given, True, jit.gpu()) == found[0]
     assert len(tuning.Tuned.read(tuned_file)) == 0
@@ -205,6 +208,6 @@ def test_tuning_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch, tuned_file: P
         assert jit.gpu().tuned is None
     # It is replaced; and batches that one launch stands for are tuned once.
     times[:] = [9.0, 5.0] + [10.0] * (len(candidates(problem("q4_0", 64, 256, 512), jit.gpu())) - 2)
-    (cell,) = tune(Record(None, {}, []), ["q4_0"], [(256, 512)], [40, 64])
+    (cell,) = tune(Record(None, {}, []), problems(["q4_0"], [(256, 512)], [40, 64]))
     assert (cell.M, cell.us) == (64, 5.0)
     assert len(tuning.Tuned.read(tuned_file)) == 1

@@ -21,10 +21,10 @@ from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
 
-def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """The GPU, the versions that matter (of other packages too), with how many products were tuned, and the
-    commit of the sources that run."""
-    cupy, tuned = device.cupy(), jit.gpu().tuned
+def environment(packages: Iterable[str] = (), by_tuned: bool = True) -> dict[str, Any]:
+    """The GPU, the versions that matter (of other packages too; of tuned products, if plans go by them), and
+    the commit of the sources that run."""
+    cupy, tuned = device.cupy(), jit.gpu().tuned if by_tuned else None
     runtime = cupy.cuda.runtime
     return {
         "device": device.name("cuda"),
@@ -37,7 +37,7 @@ def environment(packages: Iterable[str] = ()) -> dict[str, Any]:
             "numpy": np.__version__,
             "python": platform.python_version(),
             **{package: version(package) for package in packages},
-            **({"tuned products": str(len(tuned))} if tuned else {}),
+            **({"tuned products": tuned.name} if tuned else {}),
         },
         "commit": commit(),
     }
@@ -79,15 +79,15 @@ class Record:
     """What the cells say, where a benchmark sums them up: a sentence a line."""
 
     @classmethod
-    def start(cls, path: Path | None, packages: Iterable[str] = ()) -> Record:
+    def start(cls, path: Path | None, packages: Iterable[str] = (), by_tuned: bool = True) -> Record:
         """Open a record for this environment; ValueError where the file holds another's."""
-        header = environment(packages)
+        header = environment(packages, by_tuned)
         if path is None or not path.exists():
             return cls(path, header)
         record = cls.read(path)
         if record.header != header:
             raise ValueError(
-                f"{path} is a record of another device, version or commit: remove it, or name another"
+                f"{path} is a record of another device, version, tuning or commit: remove it, or name another"
             )
         return record
 

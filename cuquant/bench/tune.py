@@ -17,7 +17,7 @@ from .matmul import SHAPES, random_weights, sample_error
 from .record import Record, rounded
 from .timing import graph_us, warm_up
 
-__all__ = ["BATCHES", "SHAPES", "TunedCell", "tune"]
+__all__ = ["BATCHES", "SHAPES", "TunedCell", "problems", "tune"]
 
 BATCHES = (1, 2, 4, 8, 16)
 _WORTH = 0.98
@@ -49,28 +49,28 @@ class TunedCell:
         return f"{self.format} {self.M}x{self.N}x{self.K} ({self.usual_us} before)"
 
 
-def tune(
-    record: Record,
-    names: Iterable[str],
-    shapes: Iterable[tuple[int, int]] = SHAPES,
-    batches: Iterable[int] = BATCHES,
-) -> Iterator[TunedCell]:
-    """Find the fastest launches of what the record lacks, product by product, and keep them for this GPU.
+def problems(
+    names: Iterable[str], shapes: Iterable[tuple[int, int]] = SHAPES, batches: Iterable[int] = BATCHES
+) -> list[dict[str, Any]]:
+    """What there is to tune, each once. More than 16 batch rows stand for all that have the same next power
+    of two, at which they are measured."""
+    rows = dict.fromkeys(map(tuning.rows_of, batches))
+    return [
+        {"op": "tune", "format": name, "M": m, "N": n, "K": k}
+        for (n, k), name, m in product(dict.fromkeys(shapes), dict.fromkeys(names), rows)
+    ]
+
+
+def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
+    """Find the fastest launches of those `problems` that the record lacks, and keep them for this GPU.
 
     Products are of single weights and float16 x; with bfloat16 and float32, and x quantized beforehand, they
-    are launched likewise. More than 16 batch rows stand for all that have the same next power of two, at
-    which they are measured.
+    are launched likewise.
 
     Of each product every candidate's result is checked in float64 before it is timed: RuntimeError where one
     is wrong. What is found is in `device.tuned_file()` after each product, and plans of this process go by
     it, too, but for calls that it has made before.
     """
-    keys: list[dict[str, Any]] = [
-        {"op": "tune", "format": name, "M": m, "N": n, "K": k}
-        for (n, k), name, m in product(
-            dict.fromkeys(shapes), dict.fromkeys(names), dict.fromkeys(map(tuning.rows_of, batches))
-        )
-    ]
     warm_up()
     weights: tuple[Any, ...] = (None, [])
     for key in keys:

@@ -198,8 +198,8 @@ def moved(capturing: bool) -> None:
     """No graph is being captured: the host tells which tokens move, of those that are there now."""
     if capturing:
         raise RuntimeError(
-            "tokens cannot be moved or evicted while a CUDA graph is captured, which would move the same "
-            "ones whenever it is replayed: move them before or after"
+            "tokens cannot be moved, evicted or cleared while a CUDA graph is captured, which would do so "
+            "with the same ones whenever it is replayed: do it before or after"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import formats
+from ..io.words import counted
 from .arguments import format_list, int_list, left_at, positive_int, subcommand
 
 
@@ -171,7 +172,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         record = _measured(arguments)
         count = f"{len(record.cells)} cells"
         if arguments.tune:
-            count += f"; {_kept()}"
+            count += f"; used are {_kept()}"
     else:
         record, count = _selected(arguments)
     if draw is not None:
@@ -222,10 +223,12 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
 def _kept() -> str:
     """What is kept of tuning."""
-    from .. import device
+    from .. import device, jit
 
-    file = device.tuned_file()
-    return f"launches for this GPU are in {file}" if file.exists() else "the usual launches are the fastest"
+    count = len(jit.gpu().tuned or ())
+    return (
+        f"{counted(count, 'launch')} for this GPU in {device.tuned_file()}" if count else "the usual launches"
+    )
 
 
 def _left(arguments: argparse.Namespace) -> str:
@@ -234,7 +237,7 @@ def _left(arguments: argparse.Namespace) -> str:
     if arguments.source is not None:
         return plot or "nothing was written"
     if arguments.tune and record is None:
-        return f"what was found so far is kept: {_kept()}"
+        return f"what was found so far is kept: used are {_kept()}"
     if record is None:
         return f"{plot or 'nothing was written'}; --record FILE.json keeps every cell that is measured"
     cells = (
@@ -262,12 +265,12 @@ def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 def _tune(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     """The same of products' fastest launches."""
     from ..bench import Record, tune
-    from ..bench.tune import BATCHES, SHAPES
+    from ..bench.tune import BATCHES, SHAPES, problems
 
-    record = Record.start(arguments.record)
+    record = Record.start(arguments.record, by_tuned=False)
     names, shapes = arguments.formats or _weight_formats(), arguments.shapes or SHAPES
-    batches = arguments.batches or BATCHES
-    return record, tune(record, names, shapes, batches), len(shapes) * len(batches) * len(names)
+    keys = problems(names, shapes, arguments.batches or BATCHES)
+    return record, tune(record, keys), len(keys)
 
 
 def _weight_formats() -> list[str]:

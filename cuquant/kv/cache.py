@@ -253,14 +253,15 @@ class KVCache:
 
         ``cache.age({16: 64, 8: 256}, coming=1)`` before a step of a token, and ``append(k, v)`` after it,
         leave the newest 64 tokens at 16 bits, the 256 before them at 8, and all others at the narrowest width
-        of the cache. A token never gets wider: what is lost stays lost.
+        of the cache. A token never gets wider: what is lost stays lost. Ages count slots, those of evicted
+        tokens, too.
 
         Parameters
         ----------
         newest : mapping of bits to int
             Widths of the cache, and how many of the newest tokens have each, from the newest on: widths fall.
         coming : int
-            So many tokens are to be appended next, and count as the newest already.
+            So many tokens are to be appended next, to every sequence, and count as the newest already.
 
         Returns
         -------
@@ -306,7 +307,7 @@ class KVCache:
 
     def clear(self, sequence: int | None = None) -> None:
         """Empty the cache, or one sequence, whose place another can take: slots count from 0 again, and
-        automatic key scales are found anew.
+        automatic key scales are found anew, by the next append that is not replayed from a graph.
 
         RuntimeError while a CUDA graph is captured.
         """

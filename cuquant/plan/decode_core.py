@@ -37,8 +37,8 @@ class _Pace(NamedTuple):
 
 
 _FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
-"""Of sm_90 and sm_100, whose multiprocessors get 18 to 55 GB/s from memory each (an H200's 34), so that
-nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
+"""Of sm_90, sm_100 and sm_103, whose multiprocessors get 18 to 55 GB/s from memory each (an H200's 34), so
+that nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
 _QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
 """Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
 kernel before takes less.

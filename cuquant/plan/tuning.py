@@ -7,6 +7,7 @@ them. So a file, whatever is in it, can make a product slower, but never wrong.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,11 @@ class Tuned:
 
     def __len__(self) -> int:
         return len(self._marks)
+
+    @property
+    def name(self) -> str:
+        """How many products, and what tells these from others."""
+        return f"{len(self)} ({hashlib.sha256(self.to_json().encode()).hexdigest()[:8]})"
 
     def __contains__(self, problem: Problem) -> bool:
         return problem in self._marks
