@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 # Before NumPy is imported: of processes that have a core each, more threads would wait for one another.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -22,7 +23,8 @@ from commands import run as run_here  # noqa: E402
 from synthetic import Spec, write  # noqa: E402
 
 import cuquant as cq  # noqa: E402
-from cuquant import check, device  # noqa: E402
+from cuquant import check, device, jit  # noqa: E402
+from cuquant.plan import Kernel  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +51,23 @@ def untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device, "tuned_file", lambda gpu=None: tmp_path_factory.getbasetemp() / "tuned.json")
         yield
+
+
+@pytest.fixture(scope="module")
+def compile_ahead(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Iterable[Kernel]], None]:
+    """Compiles what most tests of a file need, on all cores at once.
+
+    Of xdist's processes the first compiles, and the others then find the kernels in CuPy's cache.
+    """
+    lock = FileLock(tmp_path_factory.getbasetemp().parent / f"{request.module.__name__}.lock")
+
+    def compiled(kernels: Iterable[Kernel]) -> None:
+        with lock:
+            list(jit.compile_ahead(kernels))
+
+    return compiled
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

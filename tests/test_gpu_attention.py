@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -23,15 +24,14 @@ Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    """Kernels that most tests need, compiled on all cores at once."""
+def compiled(compile_ahead: Callable[[Any], None]) -> None:
     kernels = set()
     for dim, heads in ((64, 2), (96, 2), (128, 2), (256, 2), (40, 2), (128, 8), (128, 1)):
         for q_len, masked, halves in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
             shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, halves)
             launch = plan.attention(shape, jit.capability(), 132)
             kernels |= {launch.attention.kernel}
-    list(jit.compile_ahead(kernels))
+    compile_ahead(kernels)
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:

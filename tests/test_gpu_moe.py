@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from mixtures import BF16, F, close, gauss, kernels_of, leveled, on_gpu, reference, routed, stacks
 
 import cuquant as cq
-from cuquant import cuda_moe, device, jit, moe_memory, plan, testing
+from cuquant import cuda_moe, device, moe_memory, plan, testing
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
@@ -19,15 +20,14 @@ MIXED = ("kbit3", "q5_1", "q8_0")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """What most tests need, compiled at once on all cores: into CuPy's cache, and this process's."""
+def compiled(compile_ahead: Callable[[Any], None]) -> None:
     loads = [Load(t, 2, 5) for t in (3, 6, 12, 60, 150)] + [Load(t, 2, 8) for t in (1, 4, 16, 200, 300)]
     loads += [Load(t, 3, 9) for t in (5, 40, 600)] + [Load(t, 2, 2) for t in (4, 90, 400)]
     kernels = set()
     for load, name in product(loads, (*FORMATS, *MIXED)):
         if name == "q4_0" or load.tokens in (3, 6, 60, 150):
             kernels |= kernels_of(name, load, True, (384, 256), (72, 384))
-    list(jit.compile_ahead(kernels))
+    compile_ahead(kernels)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, MIXED], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from mixtures import F, close, gauss, kernels_of, on_gpu, reference, routed, sta
 from test_trellis import random_parts
 
 import cuquant as cq
-from cuquant import cuda_moe, device, jit, moe_memory, testing
+from cuquant import cuda_moe, device, moe_memory, testing
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
@@ -46,12 +47,11 @@ def trellis_stacks(name: str, kind: str, k: int = 160, hidden: int = 192, n: int
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """What most tests need, compiled at once on all cores."""
+def compiled(compile_ahead: Callable[[Any], None]) -> None:
     kernels = set()
     for name, tokens, half in product(TRELLIS, TOKENS, (True, False)):
         kernels |= kernels_of(name, Load(tokens, 2, 5), half, (192, 160), (24, 192))
-    list(jit.compile_ahead(kernels))
+    compile_ahead(kernels)
 
 
 def agree(tokens: int, experts: cq.Experts) -> None:

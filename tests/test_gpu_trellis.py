@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -23,8 +24,7 @@ SHAPES = [(70, 160), (200, 1024), (33, 130), (65, 31), (1, 1)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """Kernels of the products, on all processors at once."""
+def compiled(compile_ahead: Callable[[Any], None]) -> None:
     gpu = jit.gpu()
     formats = [cq.formats.get(name) for name in TRELLIS]
     shapes = [(n, k, 1) for n, k in SHAPES] + [(40, 96, 3), (96, 256, 1)]
@@ -33,7 +33,7 @@ def compiled() -> None:
         for fmt, m, (n, k, count), half in product(formats, BATCHES, shapes, (True, False))
     }
     todo |= {kernel for kernel in plan.all_kernels(formats, [gpu]) if kernel.op != "gemm"}
-    list(jit.compile_ahead(todo))
+    compile_ahead(todo)
 
 
 def on_gpu(x: Any, fmt: Any) -> cq.QuantizedArray:
