@@ -109,9 +109,9 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
         return held, ()
     if entry == "blocks_to_half":
         return held, (of_blocks(count, k),)
-    if entry == "rows_to_half":
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k))),)
-    if entry in ("quantize_half", "quantize_rows"):  # the blocks themselves are not wanted
+    if entry == "round_halves":
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k)), False),)
+    if entry == "quantize_rows":  # the blocks themselves are not wanted
         return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*_layout(held), k, 0))),)
     signs = (buffers.pointer(x.signs), x.each or count)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors

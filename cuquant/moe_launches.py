@@ -154,9 +154,10 @@ class Round(NamedTuple):
 
     def _converted(self, x: Rows, k: int) -> Template:
         """Rows of floats as float16."""
-        step = plan.activations("rows_to_half", get("q8_1"), self.load.tokens, k)
-        to = (k, self.at["halves"], self.at["factors"])
-        return template(step, (*_ROWS, "i", "Q", "Q"), x.start, x.dtype, x.row, x.column, *to)
+        entry = "prepare_rows" if x.dtype else "prepare_halves"
+        step = plan.activations(entry, get("q8_1"), self.load.tokens, k)
+        to = (k, self.at["halves"], self.at["factors"], 0, 1)
+        return template(step, (*_ROWS, "i", "Q", "Q", "Q", "i"), x.start, x.dtype, x.row, x.column, *to)
 
     def _gather(self, x: Rows, k: int) -> Iterator[Template]:
         """Rows of x in the order of their experts, and every product's works."""

@@ -187,9 +187,7 @@ def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
     whole = shape[-1] % WHOLE == 0
     if aligned_half and strides[-1] == 2 and forward and whole and (shape[-2] == 1 or strides[-2] > 0):
         return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None, False)
-    if shape[-1] % 32:
-        return prepared(shape)
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), "rows_to_half", True)
+    return prepared(shape)
 
 
 @lru_cache(maxsize=4096)
@@ -208,8 +206,8 @@ def quantized_source(shape: Shape, converted: bool) -> Source:
 def quantized_first(shape: Shape, half: bool) -> Source:
     """Float activations as the float16 rows that q8_1 blocks of them stand for, which a kernel makes before
     the product, of float16 numbers (`half`) or others."""
-    entry = "quantize_half" if half else "quantize_rows"
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), entry, True)
+    entry = "round_halves" if half else "quantize_rows"
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), entry, not half)
 
 
 @lru_cache(maxsize=4096)

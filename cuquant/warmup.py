@@ -83,9 +83,8 @@ def kernels(
         found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
     if kept.whole_matrices:
         found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
-    entries = ["rows_to_half", "blocks_to_half", "quantize_rows", "quantize_half"]
-    if kept.whole_matrices or k % kept.block_size:
-        entries += ["prepare_rows", "prepare_halves"]
+    entries = ["prepare_rows", "prepare_halves", "round_halves"]
+    entries += ["blocks_to_half", "quantize_rows", "quantize_half"]
     for m in batches:
         for quantizes in (False, True):
             gemm = plan.gemm(kept, m, n, k, prod(lead), True, gpu, quantizes=quantizes)

@@ -367,9 +367,11 @@ def test_quantizing_plans_cover_all_threads() -> None:
         assert launch.block % 32 == 0
         assert launch.block <= 1024
         assert 4 * 16 * launch.block >= k
-        halves = plan.activations("prepare_halves", cq.formats.get("q8_1"), rows, k)
-        assert halves.block <= 256  # as its launch bound
-        assert 8 * halves.block * halves.grid[1] >= k
+        for entry in ("prepare_halves", "round_halves"):
+            halves = plan.activations(entry, cq.formats.get("q8_1"), rows, k)
+            assert halves.block <= 256  # as their launch bound
+            assert 8 * halves.block * halves.grid[1] >= k
+        assert plan.activations("prepare_rows", cq.formats.get("q8_1"), rows, k).block <= 512
 
 
 def test_kernels_are_keys() -> None:

@@ -52,7 +52,7 @@ def test_rows_of_any_length_are_filled_up() -> None:
         assert unpack(launch)["K"] == k + -k % 8
         assert launch.takes_signs
     assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
-    assert problem.source((3, 96), (384, 4), False).entry == "rows_to_half"
+    assert problem.source((3, 96), (384, 4), False).entry == "prepare_rows"
     source = problem.prepared((300, 70))
     w = problem.Weight(cq.formats.get("trellis3"), (40, 70))
     launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
@@ -74,7 +74,7 @@ def test_every_element_is_where_numpy_has_it(
     shape = (*np.broadcast_shapes(left[:-2], right[:-2]), left[-2], right[-2])
     base = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     out = base[..., ::2] if strided else np.arange(np.prod(shape)).reshape(shape)
-    rows = problem.Source(left, strides(x)[:-1], "rows_to_half" if converted else None, converted)
+    rows = problem.Source(left, strides(x)[:-1], "prepare_rows" if converted else None, converted)
     target = problem.Output(shape, strides(out), 0)
     launch = problem.resolve(
         problem.Weight(cq.formats.get("q4_0"), right), rows, target, NOTHING, plan.Gpu(90)
@@ -129,12 +129,12 @@ def test_too_many_matrices_are_refused() -> None:
     ("strides", "half", "entry"),
     [
         ((128, 2), True, None),
-        ((0, 2), True, "rows_to_half"),
-        ((-128, 2), True, "rows_to_half"),
+        ((0, 2), True, "prepare_rows"),
+        ((-128, 2), True, "prepare_rows"),
         ((160, 2), True, None),
-        ((130, 2), True, "rows_to_half"),
-        ((128, 4), True, "rows_to_half"),
-        ((256, 4), False, "rows_to_half"),
+        ((130, 2), True, "prepare_rows"),
+        ((128, 4), True, "prepare_rows"),
+        ((256, 4), False, "prepare_rows"),
     ],
 )
 def test_what_is_read_as_it_is(strides: tuple[int, ...], half: bool, entry: str | None) -> None:
@@ -148,8 +148,8 @@ def test_q8_1_activations_are_read_as_half_rows() -> None:
 
 def test_activations_are_quantized_by_the_product_or_before_it() -> None:
     first = problem.quantized_first((2, 96), True)
-    assert first == ((2, 96), (96,), "quantize_half", True, False)
-    assert problem.quantized_first((2, 96), False).entry == "quantize_rows"
+    assert first == ((2, 96), (96,), "round_halves", False, False)
+    assert problem.quantized_first((2, 96), False) == ((2, 96), (96,), "quantize_rows", True, False)
     for m, quantizes in ((1, True), (3, True), (4, False), (40, False)):
         x = problem.source((m, 512), (1024, 2), True)._replace(quantizes=True)
         assert resolved(m, x).quantizes == quantizes, m

@@ -109,21 +109,27 @@ def scale_kernels(fmt: Format) -> set[Kernel]:
 
 LONGEST_ROW = 4 * 16 * 1024
 """Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
+_ROW_THREADS = 512
+"""Threads of a block that keeps a row in registers, at most."""
+_BY_16 = ("blocks_to_half", "quantize_rows", "quantize_half")
+"""Kernels whose threads take half a block of q8_1 at a time."""
+_WITHOUT_PEAK = ("prepare_halves", "round_halves", "quantize_half")
+"""Those for which the parts of a row have nothing in common."""
 
 
 @lru_cache(maxsize=1024)
 def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     """Quantize activations or prepare operand B (`entry`): a block of threads per row, or several.
 
-    A thread takes 16 of a row; where a row's peak must be known, which needs the row in one block, up to four
-    times as many if a large GPU could not hold so many threads.
+    A thread takes 8 or 16 numbers of a row; where a row's peak must be known, which needs the row in one
+    block, up to four times as many if a large GPU could not hold so many threads.
     """
-    each = next((each for each in (16, 32) if rows * k <= each * LARGE_GPU * 1024), 64)
-    parts = 1
-    if entry in ("quantize_half", "prepare_halves"):
-        each = 16 if entry == "quantize_half" else 8
+    each, most, parts = (16, 1024, 1) if entry in _BY_16 else (8, _ROW_THREADS, 1)
+    if entry in _WITHOUT_PEAK:
         parts = ceil(k / (each * 256))
-    threads = min(1024, max(128, ceil(k / (each * parts * WARP)) * WARP))
+    else:
+        each *= next((n for n in (1, 2) if rows * k <= n * each * LARGE_GPU * 1024), 4)
+    threads = min(most, max(128, ceil(k / (each * parts * WARP)) * WARP))
     return Plan(per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
 
 
@@ -139,9 +145,9 @@ def block_kernels(fmt: Format) -> set[Kernel]:
         }
         return found | scale_kernels(fmt.for_kernels)
     entries = (
-        "rows_to_half",
         "prepare_rows",
         "prepare_halves",
+        "round_halves",
         "blocks_to_half",
         "quantize_rows",
         "quantize_half",

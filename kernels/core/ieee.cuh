@@ -40,6 +40,21 @@ DEVICE int order(float x) {
     return bits >= 0 ? bits : -int(bits & 0x7fffffff);
 }
 
+// x / 127, rounded once, of 0 and of magnitudes with bits between these: every mantissa was compared. What is not finite
+// becomes NaN.
+constexpr u32 OVER_127_FROM = 63 << 23, OVER_127_END = 253 << 23;
+
+DEVICE float over_127(float x) {
+    constexpr float PART = 1.f / 127;
+    const float near = x * PART;
+    return fmaf(fmaf(-127, near, x), PART, near);
+}
+
+// The same of any magnitude.
+DEVICE float ieee_over_127(float x) {
+    return u32(__float_as_int(x)) - OVER_127_FROM < OVER_127_END - OVER_127_FROM ? over_127(x) : ieee_div(x, 127);
+}
+
 // 1 / d, and 0 where that is not finite: the reference leaves the codes undefined there, and the stored scale is 0.
 DEVICE float inverse(float d) {
     float r;

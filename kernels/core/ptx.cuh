@@ -200,6 +200,16 @@ DEVICE u32 warp_min(u32 value) {
 #endif
 }
 
+DEVICE u32 warp_max(u32 value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, value);
+#else
+#pragma unroll
+    for (int step = 16; step; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
+    return value;
+#endif
+}
+
 // A launch that may overlap its predecessor in the stream (sm_90): the first lets the next kernel's blocks start
 // as soon as there is room for them, the second waits until all earlier kernels are done and their results visible.
 DEVICE void let_successor_start() {

@@ -305,8 +305,8 @@ DEVICE void store_gated(const P& p, const u16* signs, float (&v)[2][SUMS], int m
         store_leveled(p, signs, results[0], m, end_m, warp_n);
 }
 
-// Brings the factors of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes: `store_group` would wait for them, chunk
-// by chunk, as long as it takes to store a chunk and longer.
+// Brings the factors of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes:
+// `store_group` would wait for them, chunk by chunk, as long as it takes to store a chunk and longer.
 template <int BATCH, class P>
 DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
     static_assert(BATCH <= WARP * 8, "all rows at once");

@@ -1,15 +1,8 @@
-// Float16 rows of x as the numbers that q8_1 blocks of them stand for, in place: what `quantize_half` of
-// ops/activations.cu makes, to the bit.
+// Float16 rows of x as the numbers that q8_1 blocks of them stand for: what `quantize_half` of ops/activations.cu makes,
+// to the bit.
 #pragma once
 #include "ieee.cuh"
 #include "ptx.cuh"
-
-// x / 127 of a float16 number, rounded once: all were compared. What is not finite becomes NaN.
-DEVICE float over_127(float x) {
-    constexpr float PART = 1.f / 127;
-    const float near = x * PART;
-    return fmaf(fmaf(-127, near, x), PART, near);
-}
 
 // Two float16 magnitudes as codes, rounded half up, of blocks with this 1 / scale: as float16 numbers. A number added
 // to 2^23 + 25600 and rounded toward zero is an integer in the lowest bits, there 1024 and the code in float16. (The

@@ -185,7 +185,7 @@ DEVICE Scales encode(const float (&x)[MINE], Extent extent, int half, int (&q)[M
     float high = ieee_max(extent.high, __shfl_xor_sync(~0u, extent.high, 1));
     float low = F::BITS == 8 ? 0 : ieee_min(extent.low, __shfl_xor_sync(~0u, extent.low, 1));
     if constexpr (F::BITS == 8) {
-        float d = ieee_div(high, 127);
+        float d = ieee_over_127(high);
         float inv = inverse(d);
 #pragma unroll
         for (int j = 0; j < MINE; j++) {

@@ -5,19 +5,18 @@
 #pragma once
 #include "encode.cuh"
 
-constexpr int MOST_THREADS = 1024;  // as many as cuquant/plan/ wants
+// Threads of a block, and of one that keeps a row: as many as cuquant/plan/ wants.
+constexpr int MOST_THREADS = 1024, ROW_THREADS = 512;
 
+// The greatest value of a block's threads, which are whole warps.
 DEVICE u32 block_max(u32 value) {
     __shared__ u32 warps[MOST_THREADS / WARP];
-#pragma unroll
-    for (int step = 16; step; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
-    if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = value;
+    static_assert(MOST_THREADS / WARP <= WARP, "a lane each");
+    const int lane = threadIdx.x % WARP;
+    value = warp_max(value);
+    if (lane == 0) warps[threadIdx.x / WARP] = value;
     __syncthreads();
-    value = warps[0];
-#pragma unroll
-    for (int w = 1; w < MOST_THREADS / WARP; w++)
-        if (w * WARP < blockDim.x) value = max(value, warps[w]);
-    return value;
+    return warp_max(lane < blockDim.x / WARP ? warps[lane] : 0);
 }
 
 // The exponent of the power of two that a row with this peak is multiplied by. Rows of zeros (or subnormal numbers)
@@ -27,39 +26,104 @@ DEVICE int shift_of(u32 peak) {
     return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
 
-// Eight numbers, times a factor, to float16.
-DEVICE void store_halves(u16* to, const float* x, float scale) {
+// Eight numbers, times a factor, as float16.
+DEVICE uint4 to_halves(const float* x, float factor) {
     u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * scale, x[j * 2 + 1] * scale, FLOAT16);
-    *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * factor, x[j * 2 + 1] * factor, FLOAT16);
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// A row of floats, from element `at` of x on (strides in elements), by all threads of a block; the power of two that it
-// then lacks. Float16 itself is copied. Pieces of 16 elements, as encode.cuh takes them; the second time they come from
-// a cache.
-DEVICE float row_to_half(const void* x, int dtype, s64 at, s64 row_stride, s64 column_stride, int K, u16* out) {
-    auto load = [&](int piece, float (&values)[MINE]) {
-        const int first = piece / 2 * 32 + piece % 2 * 8;
-        load_elements(x, at + first * column_stride, row_stride, column_stride, dtype, values);
-        return first;
-    };
-    float values[MINE];
-    int shift = 0;
-    if (dtype != FLOAT16) {
-        u32 peak = 0;
-        for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
-            load(piece, values);
+DEVICE void store_halves(u16* to, const float* x, float factor) {
+    *reinterpret_cast<uint4*>(to) = to_halves(x, factor);
+}
+
+// Eight numbers as they are in memory: of 16 bits, or of 32 with `more`.
+struct Piece {
+    uint4 bits, more;
+};
+
+// A row of K floats of a type, from element `at` of x on, in pieces of eight; zeros beyond K.
+struct FloatRow {
+    const void* x;
+    s64 at, column_stride;
+    int dtype, K;
+
+    DEVICE int pieces() const { return (K + 7) / 8; }
+
+    DEVICE Piece load(int piece) const {
+        const s64 first = at + piece * 8 * column_stride;
+        const uint4* const from =
+            reinterpret_cast<const uint4*>(static_cast<const u8*>(x) + first * (dtype == FLOAT32 ? 4 : 2));
+        const int count = K - piece * 8;
+        Piece v = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+        if (count >= 8 && column_stride == 1 && u64(from) % 16 == 0) {
+            v.bits = from[0];
+            if (dtype == FLOAT32) v.more = from[1];
+        } else {
+            u32 words[8] = {};
 #pragma unroll
-            for (int j = 0; j < MINE; j++) peak = max(peak, magnitude(values[j]));
+            for (int j = 0; j < 8; j++) {
+                if (j >= count) continue;
+                if (dtype == FLOAT32)
+                    words[j] = static_cast<const u32*>(x)[first + j * column_stride];
+                else
+                    words[j / 2] |= u32(static_cast<const u16*>(x)[first + j * column_stride]) << j % 2 * 16;
+            }
+            v.bits = make_uint4(words[0], words[1], words[2], words[3]);
+            v.more = make_uint4(words[4], words[5], words[6], words[7]);
         }
+        return v;
+    }
+
+    // Of bfloat16 and float32.
+    DEVICE void widen(const Piece& v, float (&to)[8]) const {
+        const u32 words[8] = {v.bits.x, v.bits.y, v.bits.z, v.bits.w, v.more.x, v.more.y, v.more.z, v.more.w};
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            to[j] = dtype == FLOAT32 ? __int_as_float(words[j]) : bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
+    }
+
+    // The bits of the greatest magnitude, likewise.
+    DEVICE u32 peak(const Piece& v) const {
+        float values[8];
+        widen(v, values);
+        u32 peak = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) peak = max(peak, magnitude(values[j]));
+        return peak;
+    }
+};
+
+// A row as float16, by all threads of a block, of which piece i takes the signs signs(i); the power of two that it then
+// lacks. Float16 itself is copied. Threads keep up to KEPT pieces, asked for at once, until the row's peak is known; what
+// is beyond they read again.
+template <int KEPT, class Signs>
+DEVICE float row_to_half(const FloatRow& row, uint4* out, const Signs& signs) {
+    const int pieces = row.pieces(), beyond = KEPT * blockDim.x + threadIdx.x;
+    Piece kept[KEPT];
+    auto index = [](int p) { return int(p * blockDim.x + threadIdx.x); };
+#pragma unroll
+    for (int p = 0; p < KEPT; p++)
+        if (index(p) < pieces) kept[p] = row.load(index(p));
+    int shift = 0;
+    if (row.dtype != FLOAT16) {
+        u32 peak = 0;
+#pragma unroll
+        for (int p = 0; p < KEPT; p++)
+            if (index(p) < pieces) peak = max(peak, row.peak(kept[p]));
+        for (int i = beyond; i < pieces; i += blockDim.x) peak = max(peak, row.peak(row.load(i)));
         shift = shift_of(block_max(peak));
     }
-    const float scale = power_of_two(shift);
-    for (int piece = threadIdx.x; piece < K / MINE; piece += blockDim.x) {
-        u16* const to = out + load(piece, values);
-        store_halves(to, values, scale);
-        store_halves(to + 16, values + 8, scale);
-    }
+    auto store = [&](int i, const Piece& v) {
+        float values[8];
+        row.widen(v, values);
+        out[i] = flip(row.dtype == FLOAT16 ? v.bits : to_halves(values, power_of_two(shift)), signs(i));
+    };
+#pragma unroll
+    for (int p = 0; p < KEPT; p++)
+        if (index(p) < pieces) store(index(p), kept[p]);
+#pragma unroll 1
+    for (int i = beyond; i < pieces; i += blockDim.x) store(i, row.load(i));
     return power_of_two(-shift);
 }

@@ -1,46 +1,7 @@
 // Activations as float16 rows, and as q8_1 blocks.
+#include "../core/rounded.cuh"
 #include "../formats/q8_1.cuh"
 #include "../formats/rows.cuh"
-
-// Float rows with strides in elements to float16 rows [rows][K].
-extern "C" __global__ void __launch_bounds__(MOST_THREADS)
-rows_to_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale) {
-    let_successor_start();
-    wait_for_predecessor();
-    const s64 row = blockIdx.x;
-    const float factor = row_to_half(x, dtype, row * row_stride, row_stride, column_stride, K, out + row * K);
-    if (threadIdx.x == 0) unscale[row] = factor;
-}
-
-// Eight numbers of a row, from `at` on, of which `count` exist; zeros for the others.
-DEVICE void load_eight(const void* x, s64 at, s64 column_stride, int dtype, int count, float (&to)[8]) {
-    const u8* const from = static_cast<const u8*>(x) + at * (dtype == FLOAT32 ? 4 : 2);
-    if (count < 8 || column_stride != 1 || u64(from) % 16) {
-#pragma unroll
-        for (int j = 0; j < 8; j++) to[j] = j < count ? load_float(x, at + j * column_stride, dtype) : 0;
-    } else if (dtype == FLOAT32) {
-#pragma unroll
-        for (int part = 0; part < 2; part++) {
-            const float4 v = reinterpret_cast<const float4*>(from)[part];
-            to[part * 4] = v.x, to[part * 4 + 1] = v.y, to[part * 4 + 2] = v.z, to[part * 4 + 3] = v.w;
-        }
-    } else {
-        const uint4 v = *reinterpret_cast<const uint4*>(from);
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 8; j++) to[j] = bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
-    }
-}
-
-// The same of float16 numbers, as bits.
-DEVICE uint4 load_halves(const u16* from, s64 column_stride, int count) {
-    if (count == 8 && column_stride == 1 && u64(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
-    u32 words[4] = {};
-#pragma unroll
-    for (int j = 0; j < 8; j++)
-        if (j < count) words[j / 2] |= u32(from[j * column_stride]) << j % 2 * 16;
-    return make_uint4(words[0], words[1], words[2], words[3]);
-}
 
 // Rows of bits by which those of W's columns that are negative change float16 numbers, [..][pieces of 8], each of them
 // for `each` rows of x; or null.
@@ -57,46 +18,46 @@ struct RowSigns {
 // Float16 rows of any length to rows of the next multiple of 8, ended by zeros, with signs. A thread has a piece of 8.
 // Without `unscale` rows may become themselves.
 extern "C" __global__ void __launch_bounds__(256)
-prepare_halves(const u16* x, int, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale,
+prepare_halves(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
                const u16* signs, int each) {
     let_successor_start();
     const s64 row = blockIdx.x;
-    const int pieces = (K + 7) / 8, piece = blockIdx.y * blockDim.x + threadIdx.x;
+    const FloatRow from = {x, row * row_stride, column_stride, FLOAT16, K};
+    const int pieces = from.pieces(), piece = blockIdx.y * blockDim.x + threadIdx.x;
     if (piece >= pieces) return;
     const uint4 by = RowSigns{signs, each}(blockIdx.x, pieces, piece);  // they are fixed, as weights are
     wait_for_predecessor();
-    const u16* const from = x + row * row_stride + piece * 8 * column_stride;
-    reinterpret_cast<uint4*>(out)[row * pieces + piece] =
-        flip(load_halves(from, column_stride, min(K - piece * 8, 8)), by);
+    out[row * pieces + piece] = flip(from.load(piece).bits, by);
     if (unscale && piece == 0) unscale[row] = 1;
 }
 
-// The same of bfloat16 and float32 rows, divided by powers of two as in rows_to_half.
-extern "C" __global__ void __launch_bounds__(MOST_THREADS, 1)
-prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u16* out, float* unscale,
+// Blocks of a multiprocessor that keep rows: code for sm_100 and later takes more registers.
+constexpr int ROW_BLOCKS = __CUDA_ARCH__ >= 1000 ? 1 : 2;
+
+// The same of bfloat16 and float32 rows, divided by powers of two.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS)
+prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
              const u16* signs, int each) {
     let_successor_start();
     wait_for_predecessor();
     const s64 row = blockIdx.x;
-    const int pieces = (K + 7) / 8;
-    float values[8];
-    auto load = [&](int piece) {
-        load_eight(x, row * row_stride + piece * 8 * column_stride, column_stride, dtype, min(K - piece * 8, 8), values);
-    };
-    u32 peak = 0;
-    for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-        load(piece);
-#pragma unroll
-        for (int j = 0; j < 8; j++) peak = max(peak, magnitude(values[j]));
-    }
-    const int shift = shift_of(block_max(peak));
-    for (int piece = threadIdx.x; piece < pieces; piece += blockDim.x) {
-        load(piece);
-        uint4 v;
-        store_halves(reinterpret_cast<u16*>(&v), values, power_of_two(shift));
-        reinterpret_cast<uint4*>(out)[row * pieces + piece] = flip(v, RowSigns{signs, each}(blockIdx.x, pieces, piece));
-    }
-    if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
+    const FloatRow from = {x, row * row_stride, column_stride, dtype, K};
+    const int pieces = from.pieces();
+    auto by = [&](int piece) { return RowSigns{signs, each}(blockIdx.x, pieces, piece); };
+    const float factor = row_to_half<4>(from, out + row * pieces, by);
+    if (threadIdx.x == 0) unscale[row] = factor;
+}
+
+// Float16 rows to those that q8_1 blocks of them stand for.
+extern "C" __global__ void __launch_bounds__(256)
+round_halves(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float*) {
+    let_successor_start();
+    const s64 row = blockIdx.x;
+    const int pieces = K / 8, piece = blockIdx.y * blockDim.x + threadIdx.x;
+    const FloatRow from = {x, row * row_stride, column_stride, FLOAT16, K};
+    wait_for_predecessor();
+    const uint4 v = rounded(from.load(min(piece, pieces - 1)).bits);  // whole warps exchange what they have
+    if (piece < pieces) out[row * pieces + piece] = v;
 }
 
 // q8_1 blocks to float16 rows. The stored sum is not read. A row's peak is at most 128 times its greatest scale.
@@ -148,7 +109,7 @@ DEVICE u32* block_at(u8* blocks, s64 number) {
     return blocks ? reinterpret_cast<u32*>(blocks + number * Format::BLOCK_BYTES) : nullptr;
 }
 
-// Float16 rows to q8_1 blocks (or null) and, at once, to the float16 rows of the numbers that they stand for: no power of
+// Float16 rows to q8_1 blocks and, at once, to the float16 rows of the numbers that they stand for: no power of
 // two is needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product
 // that the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
 extern "C" __global__ void __launch_bounds__(256)
@@ -175,7 +136,7 @@ quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     if (threadIdx.x == 0 && blockIdx.y == 0) unscale[row] = 1;
 }
 
-// Float rows of any type to the same, divided by powers of two, as blocks_to_half makes them. A thread takes up to
+// Float rows of any type to the same (blocks or null), divided by powers of two, as blocks_to_half makes them. A thread takes up to
 // PIECES times half a block, and keeps the codes until the row's peak is known.
 constexpr int PIECES = 4;
 

@@ -210,7 +210,7 @@ DEVICE void list_works(const Routing& expert_of, const int* starts, const Works 
 // Rows of x in the order of the entries' places, as float16, a block an entry; `factors` are what rows of x lack, or
 // null. The last block lists the works. Of many tokens `group` has found places and starts before, of few they are made
 // here.
-extern "C" __global__ void __launch_bounds__(GATHER_THREADS)
+extern "C" __global__ void __launch_bounds__(GATHER_THREADS, 1)
 gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float* factors, int K, const void* ids,
        int wide, int tokens, int top_k, int experts, int* places, const int* starts, u16* out, float* unscale,
        Work* gate_list, int gate_batch, int gate_most, Work* up_list, int up_batch, int up_most, Work* down_list,
@@ -226,11 +226,11 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
     const int place = starts ? places[entry] : place_of(expert_of, entry);
     if (!starts && threadIdx.x == 0) places[entry] = place;
     if (place == NOWHERE) return;
-    const s64 token = entry / top_k;
-    float factor =
-        row_to_half(x, dtype, token * row_stride, row_stride, column_stride, K, out + s64(place) * K);
-    if (factors) factor *= factors[token];
-    if (threadIdx.x == 0) unscale[place] = factor;
+    const int token = entry / top_k;
+    const FloatRow row = {x, token * row_stride, column_stride, dtype, K};
+    auto as_they_are = [](int) { return make_uint4(0, 0, 0, 0); };
+    const float factor = row_to_half<1>(row, reinterpret_cast<uint4*>(out + s64(place) * K), as_they_are);
+    if (threadIdx.x == 0) unscale[place] = factors ? factor * factors[token] : factor;
 }
 
 // An expert's of the signs of all, or null.
