@@ -18,6 +18,7 @@ from .formats.nvfp4 import NvFp4
 from .formats.trellis import Trellis
 from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
+from .io.floats import dequantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
@@ -57,6 +58,7 @@ __all__ = [
     "attention",
     "compare",
     "config",
+    "dequantize_file",
     "e4m4_decode",
     "e4m4_encode",
     "evaluate",

@@ -35,7 +35,7 @@ GUIDES = {
 TOPICS = {
     "Arrays": "QuantizedArray quantize from_blocks config",
     "Products": "matmul linear Experts moe route warmup",
-    "Files": "open Model save load quantize_file read_safetensors GGUFError FallbackWarning",
+    "Files": "open Model save load quantize_file dequantize_file read_safetensors GGUFError FallbackWarning",
     "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison",
     "Attention": "KVCache attention",
     "Formats": "Format KBit normal_float_codebook e4m4_encode e4m4_decode kbit_tiles kbit_from_tiles NvFp4 "

@@ -1,4 +1,4 @@
-"""`cuquant quantize`, `cuquant dump` and `cuquant compare`."""
+"""`cuquant quantize`, `dequantize`, `dump` and `compare`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from ..io.words import counted
@@ -14,7 +15,7 @@ from .arguments import file_format, left_at, subcommand
 
 def add(commands: Any) -> None:
     """Add the commands to the parser's."""
-    for each in (_add_quantize, _add_dump, _add_compare):
+    for each in (_add_quantize, _add_dequantize, _add_dump, _add_compare):
         each(commands)
 
 
@@ -42,6 +43,11 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"
     )
+    _add_how(command, "quantize")
+
+
+def _add_how(command: argparse.ArgumentParser, verb: str) -> None:
+    """What commands that write a model have in common."""
     command.add_argument(
         "--keep",
         action="append",
@@ -50,7 +56,7 @@ def _add_quantize(commands: Any) -> None:
         help="copy tensors of these names unchanged (shell pattern; may be repeated)",
     )
     command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to quantize (the GPU where one can be used)"
+        "--device", choices=("cpu", "cuda"), help=f"where to {verb} (the GPU where one can be used)"
     )
     command.add_argument("--force", action="store_true", help="replace OUT")
 
@@ -59,18 +65,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
     from ..io.convert import quantize_file
     from ..io.mixture import pure
 
-    try:
-        done = quantize_file(
-            arguments.source,
-            arguments.target,
-            pure(arguments.format) if arguments.pure else arguments.format,
-            keep=arguments.keep,
-            force=arguments.force,
-            device=arguments.device,
-            progress=True,
-        )
-    except FileExistsError:
-        raise FileExistsError(f"{arguments.target} exists; --force replaces it") from None
+    done = _written(quantize_file, arguments, pure(arguments.format) if arguments.pure else arguments.format)
     print(
         f"{arguments.target}: {counted(len(done.quantized), 'tensor')} to {done.format}, "
         f"{len(done.kept)} copied, "
@@ -82,6 +77,45 @@ def _quantize(arguments: argparse.Namespace) -> None:
     if done.replaced:
         others = (f"{name} ({done.formats[name]})" for name in sorted(done.replaced))
         print(f"in another format, rows are not whole blocks: {', '.join(others)}", file=sys.stderr)
+
+
+def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any) -> Any:
+    """Write the target, of a format or a dtype."""
+    names = ("keep", "force", "device")
+    how = {name: getattr(arguments, name) for name in names}
+    try:
+        return write(arguments.source, arguments.target, kind, **how, progress=True)
+    except FileExistsError:
+        raise FileExistsError(f"{arguments.target} exists; --force replaces it") from None
+
+
+_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+
+
+def _add_dequantize(commands: Any) -> None:
+    command = subcommand(
+        commands,
+        "dequantize",
+        _dequantize,
+        "Write the numbers that a quantized GGUF file stands for to one of floats, GGUF or safetensors.",
+        left_at,
+        replaces="target",
+    )
+    command.add_argument("source", metavar="IN.gguf")
+    command.add_argument("target", metavar="OUT", help="OUT.gguf or OUT.safetensors")
+    command.add_argument("--type", choices=tuple(_DTYPES), default="f16", help="of the matrices (f16)")
+    _add_how(command, "dequantize")
+
+
+def _dequantize(arguments: argparse.Namespace) -> None:
+    from ..io.floats import dequantize_file
+
+    done = _written(dequantize_file, arguments, _DTYPES[arguments.type])
+    print(
+        f"{arguments.target}: {counted(len(done.made), 'tensor')} to {arguments.type}, "
+        f"{len(done.kept)} copied, file of {os.path.getsize(arguments.target):,} bytes",
+        file=sys.stderr,
+    )
 
 
 def _add_dump(commands: Any) -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ..device import as_numpy
 from ..formats import Format
 from ..ops.quantize import quantize
 from . import mixture, safetensors
-from .atomic import replacing
 from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model
 from .model import open as open_model
+from .rewrite import Changed, new_file, shown, write_gguf
 from .words import counted
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -43,9 +39,6 @@ _STAYS_FLOAT = (
 )
 """Small or sensitive matrices that llama.cpp keeps in float too (tensor_allows_quantization in its
 src/llama-quant.cpp): norms, routers, position tables, and the small matrices of other architectures."""
-
-QUANTIZATION_VERSION = 2
-"""ggml's version of the block formats, stored as general.quantization_version."""
 
 
 def is_weight_matrix(info: TensorInfo) -> bool:
@@ -111,19 +104,14 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     for fmt in [wanted_format, *rules.values()]:
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
-    keep = (keep,) if isinstance(keep, str) else tuple(keep)
-    _check_patterns(model, keep, "keep")
+    kept = copied(model, keep)
     _check_patterns(model, rules, "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
     if isinstance(wanted_format, Format):
         asked = {info.name: wanted_format for info in matrices}
     else:
         asked = wanted_format.formats_of(matrices, model, model.metadata)
-    wanted = [
-        info
-        for info in matrices
-        if info.name in asked and not any(fnmatchcase(info.name, pattern) for pattern in keep)
-    ]
+    wanted = [info for info in matrices if info.name in asked and info.name not in kept]
     already = [info for info in wanted if info.ggml_type not in PLAIN_TYPES]
     if already:
         raise ValueError(
@@ -148,6 +136,13 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         replaced=frozenset(name for name, fmt in made.items() if fmt != asked[name]),
         source_bytes=sum(path.stat().st_size for path in model.paths),
     )
+
+
+def copied(model: Model, keep: str | Iterable[str]) -> set[str]:
+    """Names of the tensors that match these patterns; ValueError where one matches none."""
+    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+    _check_patterns(model, patterns, "keep")
+    return {name for name in model.tensors if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def _listed(infos: Sequence[TensorInfo]) -> str:
@@ -218,13 +213,10 @@ def quantize_file(
                 f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file "
                 "(in one named *.safetensors they can)"
             )
-        if any(target.exists() and target.samefile(path) for path in model.paths):
-            raise ValueError(f"{target} is the file being read")
-        if target.exists() and not target.is_dir() and not force:
-            raise FileExistsError(f"{target} exists; force=True replaces it")
-        with replacing(target) as temporary:
+        with new_file(model, target, force) as temporary:
             if to_gguf:
-                _write_gguf(model, todo, temporary, progress)
+                changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}
+                write_gguf(temporary, model, changed, todo.format.file_type, progress)
             else:
                 _write_safetensors(model, todo, temporary, progress)
     return todo
@@ -239,61 +231,14 @@ def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool
         fitted = fmt.for_row(shape[-1]).fitted(model[name])
         return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
 
-    safetensors.write(path, {name: entry(name) for name in model}, lambda names: _shown(names, progress))
+    safetensors.write(path, {name: entry(name) for name in model}, lambda names: shown(names, progress))
 
 
-def _write_gguf(model: Model, todo: Selection, path: Path, progress: bool) -> None:
-    """Write the header, then each tensor as it is made."""
-    with closing(_writer(path, model)) as writer:
-        _copy_metadata(model, todo.format.file_type, writer)
-        _announce_tensors(model, todo, writer)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name in _shown(model, progress):
-            fmt = todo.formats.get(name)
-            writer.write_tensor_data(
-                as_numpy(model.raw(name) if fmt is None else _quantized(model, name, fmt))
-            )
-
-
-def _writer(path: Path, model: Model) -> Any:
-    """The gguf package's writer, with the model's alignment, and made to write empty arrays too."""
-    import gguf
-
-    class Writer(gguf.GGUFWriter):
-        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
-            if vtype == gguf.GGUFValueType.ARRAY and len(val) == 0:
-                head = self._pack("I", vtype) if add_vtype else b""
-                return bytes(head + self._pack("I", sub_type) + self._pack("Q", 0))
-            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
-
-    writer = Writer(path, arch=str(model.metadata.get("general.architecture", "unknown")))
-    writer.data_alignment = model.alignment
-    return writer
-
-
-def _announce_tensors(model: Model, todo: Selection, writer: Any) -> None:
-    """Names, shapes and types of all tensors."""
-    import gguf
-
-    for info in model.tensors.values():
-        nbytes, number, fmt = info.nbytes, info.ggml_type, todo.formats.get(info.name)
-        if fmt is not None and fmt.ggml_type is not None:  # all have one, see quantize_file
-            nbytes, number = math.prod(info.shape[:-1]) * fmt.row_bytes(info.shape[-1]), fmt.ggml_type
-        kind = gguf.GGMLQuantizationType(number)
-        # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
-        writer.add_tensor_info(info.name, info.shape, np.dtype(np.void), nbytes, kind)
-
-
-def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
-    """The names, behind a progress bar."""
-    from tqdm import tqdm
-
-    with tqdm(names, unit="tensor", disable=None if progress else True) as bar:
-        for name in bar:
-            bar.set_postfix_str(name)
-            yield name
+def _changed(model: Model, name: str, fmt: Format) -> Changed:
+    """A tensor in that format, which has a GGUF type."""
+    assert fmt.ggml_type is not None
+    *lead, k = model.tensors[name].shape
+    return Changed(fmt.ggml_type, math.prod(lead) * fmt.row_bytes(k), lambda: _quantized(model, name, fmt))
 
 
 def _quantized(model: Model, name: str, fmt: Format) -> Any:
@@ -302,23 +247,3 @@ def _quantized(model: Model, name: str, fmt: Format) -> Any:
         return quantize(model[name], fmt).blocks
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
-
-
-def _copy_metadata(model: Model, file_type: int | None, writer: Any) -> None:
-    """All keys with their types; those that speak of the file itself are the new file's."""
-    import gguf
-
-    own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
-    for key in model.metadata:
-        if key.startswith("split.") or key in own:
-            continue
-        kind, element = model.metadata.value_type(key)
-        value = model.metadata[key]
-        value = value.tolist() if isinstance(value, np.ndarray) else value
-        sub = None if element is None else gguf.GGUFValueType(element)
-        writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
-    if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
-        writer.add_custom_alignment(model.alignment)
-    if file_type is not None:
-        writer.add_file_type(file_type)
-    writer.add_quantization_version(QUANTIZATION_VERSION)

@@ -242,7 +242,8 @@ def _refuse_floats(name: Any) -> None:
     if isinstance(name, str) and name.lower() in _FLOATS:
         raise ValueError(
             f"{name!r} is no format to quantize to: tensors that keep (--keep) names, or no pattern of a "
-            "mapping matches, are copied as they are; an evaluation has the original's row first"
+            "mapping matches, are copied as they are; dequantize_file (cuquant dequantize) makes a file of "
+            "floats; an evaluation has the original's row first"
         )
 
 

@@ -124,6 +124,11 @@ class Model(Mapping[str, Any]):
             raise GGUFError(f"{self.path}: {scales.name!r} is no scale of {info.name!r} {info.shape}: {kind}")
         return scales
 
+    def scale_of(self, name: str) -> str | None:
+        """The name of the tensor by which the blocks of an nvfp4 tensor are multiplied, if there is one."""
+        scales = self._scales(self._info(name))
+        return None if scales is None else scales.name
+
     def _scaled(self, fmt: Format, info: TensorInfo) -> Format:
         """The format with the scale that the tensor has beside its blocks, if any."""
         scales = self._scales(info)

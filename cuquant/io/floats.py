@@ -1,0 +1,133 @@
+"""A quantized model as a file of floats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import check
+from ..array import QuantizedArray
+from ..device import as_numpy
+from . import safetensors
+from .convert import FLOAT_TYPES, copied, is_weight_matrix
+from .gguf import PLAIN_TYPES, TensorInfo
+from .model import Model
+from .model import open as open_model
+from .rewrite import Changed, new_file, shown, write_gguf
+
+_FILE_TYPES = {0: 0, 1: 1, 30: 32}
+"""`general.file_type` of files whose matrices have these GGUF types: F32, F16, BF16."""
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """What happened to each tensor of a model."""
+
+    dtype: np.dtype[Any]
+    made: frozenset[str]
+    """Names of those that have this dtype now."""
+    kept: frozenset[str]
+    """Of those that were copied."""
+    left_out: frozenset[str]
+    """Of scales that the numbers of others have in them now."""
+
+
+def dequantize_file(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    dtype: Any = np.float16,
+    *,
+    keep: str | Iterable[str] = (),
+    force: bool = False,
+    device: str | None = None,
+    progress: bool = False,
+) -> Dequantized:
+    """Write the numbers that a quantized GGUF file stands for to one of floats: GGUF, or safetensors.
+
+    Quantized tensors, and weight matrices of other floats, get this dtype, each number rounded once (those of
+    types without a format here come as float16); norms and all else are copied, the metadata too. Tensors
+    are read and written one at a time, under a temporary name beside `target` that takes its place only when
+    complete.
+
+    Parameters
+    ----------
+    source, target : path
+        A split model becomes one file. A target whose name ends in .safetensors becomes such a file, of the
+        tensors only; any other a GGUF file.
+    dtype : float16, bfloat16 or float32
+    keep : str, or several
+        Shell patterns of tensor names to copy unchanged.
+    force : bool
+        Replace an existing `target`.
+    device : "cpu" or "cuda", optional
+        Where to dequantize, with the same numbers; by default on the GPU where one can be used.
+    progress : bool
+        Show a progress bar on stderr, if that is a terminal.
+
+    Raises
+    ------
+    FileExistsError
+        `target` exists and `force` is false.
+    GGUFError, TypeError, ValueError
+        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor; all matrices have this
+        dtype already; or a number is beyond float16's range (its tensor is named).
+    """
+    wanted, target = check.float_dtype(dtype), Path(target)
+    with open_model(source, device) as model:
+        kept = copied(model, keep)
+        made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
+        if not made:
+            raise ValueError(f"{model.path.name} has no matrix to turn into {wanted}")
+        number, kind = next((number, name) for number, (name, own) in PLAIN_TYPES.items() if own == wanted)
+        changed = {info.name: _changed(model, info, number, wanted) for info in made}
+        left_out = {scale for name in changed if (scale := model.scale_of(name)) is not None} - changed.keys()
+        with new_file(model, target, force) as temporary:
+            if target.suffix.lower() != ".safetensors":
+                write_gguf(temporary, model, changed, _FILE_TYPES[number], progress, left_out)
+            else:
+                tensors = {
+                    name: safetensors.Tensor(kind, model.tensors[name].shape, changed[name].make)
+                    if name in changed
+                    else safetensors.entry(name, model[name])
+                    for name in model
+                    if name not in left_out
+                }
+                safetensors.write(temporary, tensors, lambda names: shown(names, progress))
+        others = model.tensors.keys() - changed.keys() - left_out
+    return Dequantized(wanted, frozenset(changed), frozenset(others), frozenset(left_out))
+
+
+def _changes(info: TensorInfo, dtype: np.dtype[Any]) -> bool:
+    if info.ggml_type not in PLAIN_TYPES:
+        return True
+    return (
+        is_weight_matrix(info) and info.type_name in FLOAT_TYPES and PLAIN_TYPES[info.ggml_type][1] != dtype
+    )
+
+
+def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) -> Changed:
+    nbytes = int(np.prod(info.shape, dtype=np.int64)) * dtype.itemsize
+    return Changed(number, nbytes, lambda: _numbers(model, info.name, dtype))
+
+
+def _numbers(model: Model, name: str, dtype: np.dtype[Any]) -> Any:
+    """A tensor as floats; ValueError where numbers become infinite."""
+    w = model[name]
+
+    def numbers(dtype: np.dtype[Any]) -> Any:
+        with np.errstate(over="ignore"):
+            return (
+                as_numpy(w.dequantize(dtype)) if isinstance(w, QuantizedArray) else as_numpy(w).astype(dtype)
+            )
+
+    made = numbers(dtype)
+    if dtype == np.float16:
+        lost = ~np.isfinite(made)
+        if lost.any() and np.isfinite(numbers(np.dtype(np.float32))[lost]).any():
+            raise ValueError(f"tensor {name!r} has numbers beyond float16: take bfloat16 or float32")
+    return made

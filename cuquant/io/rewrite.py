@@ -1,0 +1,119 @@
+"""A model's file anew: some tensors become other bytes, and everything else is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..device import as_numpy
+from .atomic import replacing
+from .model import Model
+
+QUANTIZATION_VERSION = 2
+"""ggml's version of the block formats, stored as general.quantization_version."""
+
+
+class Changed(NamedTuple):
+    """What a tensor becomes."""
+
+    ggml_type: int
+    nbytes: int
+    make: Callable[[], Any]
+    """Returns the NumPy or CuPy array of its bytes."""
+
+
+@contextmanager
+def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
+    """Where to write what takes the place of `target` when it is whole.
+
+    ValueError if that is the model's own file, FileExistsError if it exists and `force` is false.
+    """
+    if any(target.exists() and target.samefile(path) for path in model.paths):
+        raise ValueError(f"{target} is the file being read")
+    if target.exists() and not target.is_dir() and not force:
+        raise FileExistsError(f"{target} exists; force=True replaces it")
+    with replacing(target) as temporary:
+        yield temporary
+
+
+def write_gguf(
+    path: Path,
+    model: Model,
+    changed: Mapping[str, Changed],
+    file_type: int | None,
+    progress: bool,
+    left_out: Collection[str] = (),
+) -> None:
+    """Write the header, then each tensor as it is made; `file_type` is the new general.file_type."""
+    names = [name for name in model if name not in left_out]
+    with closing(_writer(path, model)) as writer:
+        _copy_metadata(model, file_type, writer)
+        for name in names:
+            _announce(model, name, changed.get(name), writer)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name in shown(names, progress):
+            new = changed.get(name)
+            writer.write_tensor_data(as_numpy(model.raw(name) if new is None else new.make()))
+
+
+def shown(names: Iterable[str], progress: bool) -> Iterator[str]:
+    """The names, behind a progress bar."""
+    from tqdm import tqdm
+
+    with tqdm(names, unit="tensor", disable=None if progress else True) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            yield name
+
+
+def _writer(path: Path, model: Model) -> Any:
+    """The gguf package's writer, with the model's alignment, and made to write empty arrays too."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+            if vtype == gguf.GGUFValueType.ARRAY and len(val) == 0:
+                head = self._pack("I", vtype) if add_vtype else b""
+                return bytes(head + self._pack("I", sub_type) + self._pack("Q", 0))
+            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
+
+    writer = Writer(path, arch=str(model.metadata.get("general.architecture", "unknown")))
+    writer.data_alignment = model.alignment
+    return writer
+
+
+def _announce(model: Model, name: str, new: Changed | None, writer: Any) -> None:
+    """Name, shape and type of a tensor."""
+    import gguf
+
+    info = model.tensors[name]
+    number, nbytes = (info.ggml_type, info.nbytes) if new is None else (new.ggml_type, new.nbytes)
+    kind = gguf.GGMLQuantizationType(number)
+    # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
+    writer.add_tensor_info(name, info.shape, np.dtype(np.void), nbytes, kind)
+
+
+def _copy_metadata(model: Model, file_type: int | None, writer: Any) -> None:
+    """All keys with their types; those that speak of the file itself are the new file's."""
+    import gguf
+
+    own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
+    for key in model.metadata:
+        if key.startswith("split.") or key in own:
+            continue
+        kind, element = model.metadata.value_type(key)
+        value = model.metadata[key]
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        sub = None if element is None else gguf.GGUFValueType(element)
+        writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
+    if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
+        writer.add_custom_alignment(model.alignment)
+    if file_type is not None:
+        writer.add_file_type(file_type)
+    writer.add_quantization_version(QUANTIZATION_VERSION)

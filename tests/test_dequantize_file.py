@@ -1,0 +1,175 @@
+"""Quantized files as files of floats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from commands import Run, assert_one_line_error
+from formats_table import random_blocks
+from gguf import GGMLQuantizationType as Type
+from gguf_files import NANO, Stored, untouched, write
+from test_convert import weights
+
+import cuquant as cq
+from cuquant import dequantize_file
+from cuquant.io.header import same_value
+
+F, H, B = np.float32, np.float16, ml_dtypes.bfloat16
+
+
+def mixed(path: Path, **more: Stored) -> Path:
+    """Two quantized matrices, two of floats, a norm."""
+    tensors: dict[str, Stored] = {
+        "blk.0.attn_q.weight": (cq.quantize(weights(8, 64), "q4_0").blocks, Type.Q4_0),
+        "blk.0.ffn_up.weight": (cq.quantize(weights(4, 256, seed=2), "q6_k").blocks, Type.Q6_K),
+        "blk.0.ffn_norm.weight": weights(64),
+        "blk.0.ffn_gate_inp.weight": weights(4, 64),
+        "output.weight": weights(4, 32, seed=1),
+    }
+    return write(path, tensors | {name.replace("__", "."): value for name, value in more.items()})
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(H, "F16"), ("bfloat16", "BF16"), (F, "F32")])
+def test_every_tensor_is_what_it_stood_for(tmp_path: Path, dtype: Any, kind: str) -> None:
+    source, target = tmp_path / "q.gguf", tmp_path / "f.gguf"
+    cq.quantize_file(NANO, source, "q4_k_m")
+    done = dequantize_file(source, target, dtype)
+    before, after = cq.open(source, "cpu"), cq.open(target, "cpu")
+    assert list(before) == list(after)
+    for name, info in after.tensors.items():
+        w = before[name]
+        if isinstance(w, cq.QuantizedArray):
+            assert info.type_name == kind
+            assert name in done.made
+            np.testing.assert_array_equal(
+                after[name].view(np.uint8), w.dequantize(np.dtype(dtype)).view(np.uint8)
+            )
+        else:
+            assert name in done.kept
+            assert before.raw(name).tobytes() == after.raw(name).tobytes()
+    assert set(after.metadata) == set(before.metadata)
+    changed = {k for k in after.metadata if not same_value(after.metadata[k], before.metadata[k])}
+    assert changed == {"general.file_type"}
+    name = gguf.LlamaFileType(after.metadata["general.file_type"]).name
+    assert name in (f"MOSTLY_{kind}", f"ALL_{kind}")
+    assert {t.tensor_type.name for t in gguf.GGUFReader(target).tensors} == {kind, "F32"}
+
+
+def test_float_matrices_get_the_type_and_small_ones_stay(tmp_path: Path) -> None:
+    source, target = mixed(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    done = dequantize_file(source, target, "bfloat16")
+    types = {name: info.type_name for name, info in cq.open(target, "cpu").tensors.items()}
+    assert types == {
+        "blk.0.attn_q.weight": "BF16",
+        "blk.0.ffn_up.weight": "BF16",
+        "blk.0.ffn_norm.weight": "F32",
+        "blk.0.ffn_gate_inp.weight": "F32",
+        "output.weight": "BF16",
+    }
+    assert done.made == {"blk.0.attn_q.weight", "blk.0.ffn_up.weight", "output.weight"}
+    np.testing.assert_array_equal(cq.open(target, "cpu")["output.weight"], weights(4, 32, seed=1).astype(B))
+    with untouched(tmp_path), pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16"):
+        dequantize_file(target, tmp_path / "u.gguf", "bfloat16")
+
+
+def test_kept_tensors_are_copied(tmp_path: Path) -> None:
+    source, target = mixed(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    done = dequantize_file(source, target, keep="*attn_q*")
+    made = cq.open(target, "cpu")
+    assert made.tensors["blk.0.attn_q.weight"].type_name == "Q4_0"
+    assert (
+        made["blk.0.attn_q.weight"].blocks.tobytes() == cq.quantize(weights(8, 64), "q4_0").blocks.tobytes()
+    )
+    assert done.kept == {"blk.0.attn_q.weight", "blk.0.ffn_norm.weight", "blk.0.ffn_gate_inp.weight"}
+
+
+@pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
+def test_scales_of_tensors_are_in_the_numbers(tmp_path: Path) -> None:
+    raw, experts = random_blocks("nvfp4", (4, 64)), random_blocks("nvfp4", (2, 4, 64))
+    tensors: dict[str, Stored] = {"a.weight": (raw, Type.NVFP4), "b.weight": (experts, Type.NVFP4)}
+    tensors |= {"a.scale": np.array([0.3], F), "b.scale": np.array([2, -3], F), "c.scale": np.ones(3, F)}
+    source, target = write(tmp_path / "s.gguf", tensors), tmp_path / "t.gguf"
+    done = dequantize_file(source, target, F)
+    assert done.left_out == {"a.scale", "b.scale"}
+    before, after = cq.open(source, "cpu"), cq.open(target, "cpu")
+    assert set(after) == {"a.weight", "b.weight", "c.scale"}
+    np.testing.assert_array_equal(after["a.weight"], before["a.weight"].dequantize())
+    np.testing.assert_array_equal(after["b.weight"], before["b.weight"].astype(F))
+
+
+@pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
+def test_types_that_have_no_format_here(tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (2, 66), np.uint8)
+    raw[:, :2] = np.array([1], H).view(np.uint8)
+    source = write(tmp_path / "s.gguf", {"x.weight": (raw, Type.IQ2_XXS)})
+    dequantize_file(source, tmp_path / "t.gguf", F)
+    expected = gguf.quants.dequantize(raw, Type.IQ2_XXS)
+    np.testing.assert_allclose(cq.open(tmp_path / "t.gguf", "cpu")["x.weight"], expected, rtol=1e-3)
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    source, target = mixed(tmp_path / "s.gguf"), tmp_path / "t.safetensors"
+    dequantize_file(source, target)
+    found = cq.load(target, "cpu")
+    assert {name: str(array.dtype) for name, array in found.items()} == {
+        "blk.0.attn_q.weight": "float16",
+        "blk.0.ffn_up.weight": "float16",
+        "blk.0.ffn_norm.weight": "float32",
+        "blk.0.ffn_gate_inp.weight": "float32",
+        "output.weight": "float16",
+    }
+    w = cq.open(source, "cpu")["blk.0.ffn_up.weight"]
+    np.testing.assert_array_equal(found["blk.0.ffn_up.weight"], w.dequantize(H))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "problem"),
+    [
+        ({"dtype": "float64"}, TypeError, "dtype float64 is not one of"),
+        ({"dtype": "q4_0"}, TypeError, "dtype 'q4_0' is not one of"),
+        ({"keep": "zz*"}, ValueError, r"no tensor of s\.gguf is named like 'zz\*' \(keep\)"),
+        ({"target": "s.gguf", "force": True}, ValueError, r"s\.gguf is the file being read"),
+        ({"target": "there.gguf"}, FileExistsError, r"there\.gguf exists; force=True replaces it"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], problem: str
+) -> None:
+    source, target = mixed(tmp_path / "s.gguf"), tmp_path / arguments.pop("target", "t.gguf")
+    (tmp_path / "there.gguf").write_bytes(b"old")
+    with untouched(tmp_path), pytest.raises(error, match=problem):
+        dequantize_file(source, target, **arguments)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
+    """An error, not infinity; numbers that are infinite in the source stay so."""
+    big = np.full((4, 32), 1e6, F)
+    one: Stored = (cq.quantize(big, "q8_0").blocks, Type.Q8_0) if stored else big
+    source = mixed(tmp_path / "s.gguf", blk__1__attn_q__weight=one)
+    problem = r"tensor 'blk\.1\.attn_q\.weight' has numbers beyond float16: take bfloat16 or float32"
+    with untouched(tmp_path), pytest.raises(ValueError, match=problem):
+        dequantize_file(source, tmp_path / "t.gguf")
+    dequantize_file(source, tmp_path / "t.gguf", F)
+    assert cq.open(tmp_path / "t.gguf", "cpu")["blk.1.attn_q.weight"].max() > 9e5
+    spoiled = np.where(np.eye(4, 32) > 0, np.inf, F(1)).astype(F)
+    other = mixed(tmp_path / "i.gguf", blk__1__attn_q__weight=spoiled)
+    dequantize_file(other, tmp_path / "j.gguf")
+    np.testing.assert_array_equal(cq.open(tmp_path / "j.gguf", "cpu")["blk.1.attn_q.weight"], spoiled)
+
+
+def test_command(run: Run, tmp_path: Path) -> None:
+    source, target = mixed(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    done = run("dequantize", source, target, "--type", "bf16", "--device", "cpu")
+    assert done.status in (None, 0)
+    assert f"t.gguf: 3 tensors to bf16, 2 copied, file of {target.stat().st_size:,} bytes" in done.err
+    again = run("dequantize", source, target)
+    assert_one_line_error(again)
+    assert again.err.endswith("t.gguf exists; --force replaces it\n")
+    run("dequantize", source, target, "--force", "--keep", "output*")
+    assert cq.open(target, "cpu").tensors["blk.0.attn_q.weight"].type_name == "F16"
