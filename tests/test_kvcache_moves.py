@@ -268,3 +268,28 @@ def test_a_sequence_starts_anew() -> None:
     for wrong in (2, -1):
         with pytest.raises(ValueError, match="sequence is"):
             cache.clear(wrong)
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_held_is_told_in_the_order_of_positions(where: str) -> None:
+    cache = cq.KVCache(2, 32, {8: 6, 4: 6, 2: 6}, 2, track_attention=True, device=where)
+    numbers = cache._xp.asarray(np.ones((2, 5, 2, 32), F))
+    ids = np.array([[5, 3, 8, 1, 9], [2, 4, 6, 8, 10]])
+    cache.append(numbers, numbers, bits=8, token_ids=ids)
+    cache.assign(np.array([3, 9]), 2)
+    cache.assign(np.array([8]), 4)
+    cache.evict(np.array([1]))
+    cq.attention(numbers[:, :1], cache)
+    held = cache.tokens()
+    assert held.token_ids.tolist() == [5, 3, 8, 9]
+    assert held.slots.tolist() == [0, 1, 2, 4]
+    assert held.bits.tolist() == [8, 2, 4, 2]
+    np.testing.assert_allclose(held.importance, 0.25, rtol=1e-5)
+    assert [array.dtype for array in held] == [np.int32, np.int32, np.int32, F]
+    assert cache.tokens(1).bits.tolist() == [8, 8, 8, 4, 8]
+    cache.clear(1)
+    assert [len(array) for array in cache.tokens(1)] == [0, 0, 0, 0]
+    for ask in (cache.tokens, cache.dequantize):
+        for wrong in (2, -1):
+            with pytest.raises(ValueError, match=r"sequence is -?\d"):
+                ask(wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,23 @@ from .. import device as gpu
 from ..render import html_facts
 from . import allocator, codes, cpu, file, moves
 from .tiers import Tier, capacity_argument, rooms_of
+
+
+class CachedTokens(NamedTuple):
+    """T tokens of a sequence.
+
+    Attributes
+    ----------
+    token_ids, slots, bits : int32 [T]
+        Ids, positions in the sequence, and the widths of their keys and values.
+    importance : float32 [T]
+        The attention that they received, where the cache tracks it; else 0.
+    """
+
+    token_ids: NDArray[np.int32]
+    slots: NDArray[np.int32]
+    bits: NDArray[np.int32]
+    importance: NDArray[np.float32]
 
 
 class KVCache:
@@ -324,7 +341,9 @@ class KVCache:
         """Token ids [T], global slots [T] ascending, keys and values float32 [T, n_kv_heads, head_dim].
 
         The numbers that attention computes with, in NumPy's arrays; rotation and key scales are undone.
+        ValueError where there is no such sequence.
         """
+        sequence = check.sequence(sequence, self.batch)
         buckets = [(bits, tier.bucket(sequence).on_cpu()) for bits, tier in self.tiers.items()]
         ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
         k = np.concatenate([codes.decode(b.k_qx, b.k_scale, bits) for bits, b in buckets])
@@ -335,6 +354,21 @@ class KVCache:
             k = k * gpu.as_numpy(self.key_scales[sequence])
         order = np.argsort(slots)
         return ids[order], slots[order], k[order], v[order]
+
+    def tokens(self, sequence: int = 0) -> CachedTokens:
+        """What a sequence holds, in the order of positions, in NumPy's arrays.
+
+        ValueError where there is no such sequence.
+        """
+        which = check.sequence(sequence, self.batch)
+        parts: list[tuple[NDArray[Any], ...]] = []
+        for bits, tier in self.tiers.items():
+            b = tier.bucket(which)
+            ids, slots, importance = map(gpu.as_numpy, (b.token_ids, b.global_slots, b.importance))
+            parts.append((ids, slots, np.full(len(ids), bits, np.int32), importance))
+        held = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+        order = np.argsort(held[1])
+        return CachedTokens(*(array[order] for array in held))
 
     def refresh(self) -> None:
         """Take note of lengths and slots that were written into the buffers on a GPU."""
