@@ -81,7 +81,7 @@ def operand(x: Any, quantizes: bool = False) -> Operand:
     if check.is_quantized(x):
         return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
     half = x.dtype == check.FLOATS[0]
-    source = problem.source(x.shape, x.strides, half and x.data.ptr % 16 == 0)
+    source = problem.source(x.shape, x.strides, half, x.data.ptr % 16 == 0)
     if quantizes and source.entry is None:
         return Operand(x, source._replace(quantizes=True))
     return Operand(x, problem.quantized_first(x.shape, half) if quantizes else source)
@@ -109,17 +109,17 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
         return held, ()
     if entry == "blocks_to_half":
         return held, (of_blocks(count, k),)
-    if entry == "round_halves":
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k)), False),)
     if entry == "quantize_rows":  # the blocks themselves are not wanted
         return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*_layout(held), k, 0))),)
-    signs = (buffers.pointer(x.signs), x.each or count)
+    factors, signs = x.source.factors, (buffers.pointer(x.signs), x.each or count)
+    if entry == "round_halves":
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k)), factors),)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
         made = () if x.rows is not None else (of_blocks(count, k),)
         call = jit.call(_plan("prepare_halves", count, k), "QiqqiQQQi", (0, k, 1, k), signs)
         return held, (*made, Step(call, False))
-    entry = "prepare_halves" if held.dtype == check.FLOATS[0] else "prepare_rows"
-    return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQi", (*_layout(held), k), signs)),)
+    call = jit.call(_plan(entry, count, k), "QiqqiQQQi", (*_layout(held), k), signs)
+    return held, (Step(call, factors),)
 
 
 def of_blocks(count: int, k: int) -> Step:

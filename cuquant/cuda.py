@@ -207,14 +207,15 @@ def _run(ready: Ready, fragments: Fragments, x: tuple[int, int], ends: tuple[int
 
 def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     """Activations that take the signs of W's columns, for matrices with these leading axes."""
+    half = not check.is_quantized(x) and x.dtype == check.FLOATS[0]
     if not signs.differ:
-        return Operand(x, problem.prepared(x.shape), getattr(x, "rows", None), signs.bits)
+        return Operand(x, problem.prepared(x.shape, half), getattr(x, "rows", None), signs.bits)
     if check.is_quantized(x):
         x = dequantize(x.blocks, x.format, check.FLOATS[2])
     *own, m, k = x.shape
     if tuple(own) != lead:
         x = device.cupy().broadcast_to(x, (*lead, m, k))
-    return Operand(x, problem.prepared(x.shape), None, signs.over(lead), m)
+    return Operand(x, problem.prepared(x.shape, half), None, signs.over(lead), m)
 
 
 def _launch(

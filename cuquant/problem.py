@@ -178,22 +178,26 @@ NO_MAP = bytes(128)
 
 
 @lru_cache(maxsize=4096)
-def source(shape: Shape, strides: Shape, aligned_half: bool) -> Source:
-    """Float activations with byte strides: read as they are if they are float16 in whole 16-byte pieces.
+def source(shape: Shape, strides: Shape, half: bool, aligned: bool = True) -> Source:
+    """Float activations with byte strides: read as they are if they are float16 (`half`) in whole 16-byte
+    pieces, of which the first is `aligned`.
 
     Rows that run backwards or repeat each other are copied: the copy engine has no such strides.
     """
     forward = all(stride >= 0 and stride % 16 == 0 for stride in strides[:-1])
     whole = shape[-1] % WHOLE == 0
-    if aligned_half and strides[-1] == 2 and forward and whole and (shape[-2] == 1 or strides[-2] > 0):
+    own = half and aligned and strides[-1] == 2 and forward and whole
+    if own and (shape[-2] == 1 or strides[-2] > 0):
         return Source(shape, tuple(stride // 2 for stride in strides[:-1]), None, False)
-    return prepared(shape)
+    return prepared(shape, half)
 
 
 @lru_cache(maxsize=4096)
-def prepared(shape: Shape, entry: str = "prepare_rows") -> Source:
-    """Activations that become rows of 16-byte pieces, and may take signs as they do."""
-    return Source(shape, _contiguous(shape[:-1], shape[-1] + -shape[-1] % WHOLE), entry, True)
+def prepared(shape: Shape, half: bool) -> Source:
+    """Activations, float16 numbers (`half`) or others, that become rows of 16-byte pieces, and may take signs
+    as they do."""
+    entry = "prepare_halves" if half else "prepare_rows"
+    return Source(shape, _contiguous(shape[:-1], shape[-1] + -shape[-1] % WHOLE), entry, not half)
 
 
 @lru_cache(maxsize=4096)

@@ -34,7 +34,7 @@ def mixed(path: Path, **more: Stored) -> Path:
     return write(path, tensors | {name.replace("__", "."): value for name, value in more.items()})
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [(H, "F16"), ("bfloat16", "BF16"), (F, "F32")])
+@pytest.mark.parametrize(("dtype", "kind"), [(H, "F16"), ("bf16", "BF16"), (F, "F32")])
 def test_every_tensor_is_what_it_stood_for(tmp_path: Path, dtype: Any, kind: str) -> None:
     source, target = tmp_path / "q.gguf", tmp_path / "f.gguf"
     cq.quantize_file(NANO, source, "q4_k_m")
@@ -47,7 +47,7 @@ def test_every_tensor_is_what_it_stood_for(tmp_path: Path, dtype: Any, kind: str
             assert info.type_name == kind
             assert name in done.made
             np.testing.assert_array_equal(
-                after[name].view(np.uint8), w.dequantize(np.dtype(dtype)).view(np.uint8)
+                after[name].view(np.uint8), w.dequantize(B if dtype == "bf16" else dtype).view(np.uint8)
             )
         else:
             assert name in done.kept
@@ -73,7 +73,10 @@ def test_float_matrices_get_the_type_and_small_ones_stay(tmp_path: Path) -> None
     }
     assert done.made == {"blk.0.attn_q.weight", "blk.0.ffn_up.weight", "output.weight"}
     np.testing.assert_array_equal(cq.open(target, "cpu")["output.weight"], weights(4, 32, seed=1).astype(B))
-    with untouched(tmp_path), pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16"):
+    with (
+        untouched(tmp_path),
+        pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16 that"),
+    ):
         dequantize_file(target, tmp_path / "u.gguf", "bfloat16")
 
 
@@ -99,7 +102,19 @@ def test_scales_of_tensors_are_in_the_numbers(tmp_path: Path) -> None:
     before, after = cq.open(source, "cpu"), cq.open(target, "cpu")
     assert set(after) == {"a.weight", "b.weight", "c.scale"}
     np.testing.assert_array_equal(after["a.weight"], before["a.weight"].dequantize())
-    np.testing.assert_array_equal(after["b.weight"], before["b.weight"].astype(F))
+    exact = before.floats("b.weight", np.dtype(F))
+    np.testing.assert_array_equal(after["b.weight"], exact)
+    np.testing.assert_array_equal(exact.astype(H), before["b.weight"])
+    for keep in ("*.scale", "a.*"):
+        kept = tmp_path / "kept.gguf"
+        if keep == "a.*":
+            assert dequantize_file(source, kept, F, keep=keep).left_out == {"b.scale"}
+        else:
+            with (
+                untouched(tmp_path),
+                pytest.raises(ValueError, match=r"'[ab]\.scale' is the scale of '[ab]\.weight'"),
+            ):
+                dequantize_file(source, kept, F, keep=keep)
 
 
 @pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
@@ -107,9 +122,10 @@ def test_types_that_have_no_format_here(tmp_path: Path) -> None:
     raw = np.random.default_rng(0).integers(0, 256, (2, 66), np.uint8)
     raw[:, :2] = np.array([1], H).view(np.uint8)
     source = write(tmp_path / "s.gguf", {"x.weight": (raw, Type.IQ2_XXS)})
-    dequantize_file(source, tmp_path / "t.gguf", F)
     expected = gguf.quants.dequantize(raw, Type.IQ2_XXS)
-    np.testing.assert_allclose(cq.open(tmp_path / "t.gguf", "cpu")["x.weight"], expected, rtol=1e-3)
+    for dtype in (F, B, H):
+        dequantize_file(source, tmp_path / "t.gguf", dtype, force=True)
+        np.testing.assert_array_equal(cq.open(tmp_path / "t.gguf", "cpu")["x.weight"], expected.astype(dtype))
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -131,6 +147,7 @@ def test_safetensors(tmp_path: Path) -> None:
     ("arguments", "error", "problem"),
     [
         ({"dtype": "float64"}, TypeError, "dtype float64 is not one of"),
+        ({"keep": "*"}, ValueError, r"s\.gguf has no matrix .* that is not to be kept"),
         ({"dtype": "q4_0"}, TypeError, "dtype 'q4_0' is not one of"),
         ({"keep": "zz*"}, ValueError, r"no tensor of s\.gguf is named like 'zz\*' \(keep\)"),
         ({"target": "s.gguf", "force": True}, ValueError, r"s\.gguf is the file being read"),
@@ -171,5 +188,5 @@ def test_command(run: Run, tmp_path: Path) -> None:
     again = run("dequantize", source, target)
     assert_one_line_error(again)
     assert again.err.endswith("t.gguf exists; --force replaces it\n")
-    run("dequantize", source, target, "--force", "--keep", "output*")
+    run("dequantize", source, target, "--force", "--keep", "output*", "--type", "float16")
     assert cq.open(target, "cpu").tensors["blk.0.attn_q.weight"].type_name == "F16"

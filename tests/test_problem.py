@@ -43,7 +43,7 @@ def strides(array: Any) -> tuple[int, ...]:
 
 def test_rows_of_any_length_are_filled_up() -> None:
     """Kernels read pieces of 8 columns; rows that do not end with one are made anew."""
-    for k, entry in ((64, None), (72, None), (70, "prepare_rows"), (1, "prepare_rows")):
+    for k, entry in ((64, None), (72, None), (70, "prepare_halves"), (1, "prepare_halves")):
         source = problem.source((3, k), (2 * k, 2), True)
         assert source.entry == entry
         assert source.strides == (k + -k % 8,)
@@ -52,8 +52,8 @@ def test_rows_of_any_length_are_filled_up() -> None:
         assert unpack(launch)["K"] == k + -k % 8
         assert launch.takes_signs
     assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
-    assert problem.source((3, 96), (384, 4), False).entry == "prepare_rows"
-    source = problem.prepared((300, 70))
+    assert problem.source((3, 96), (192, 2), True, aligned=False).entry == "prepare_halves"
+    source = problem.prepared((300, 70), True)
     w = problem.Weight(cq.formats.get("trellis3"), (40, 70))
     launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
     assert not launch.takes_signs
@@ -129,11 +129,11 @@ def test_too_many_matrices_are_refused() -> None:
     ("strides", "half", "entry"),
     [
         ((128, 2), True, None),
-        ((0, 2), True, "prepare_rows"),
-        ((-128, 2), True, "prepare_rows"),
+        ((0, 2), True, "prepare_halves"),
+        ((-128, 2), True, "prepare_halves"),
         ((160, 2), True, None),
-        ((130, 2), True, "prepare_rows"),
-        ((128, 4), True, "prepare_rows"),
+        ((130, 2), True, "prepare_halves"),
+        ((128, 4), True, "prepare_halves"),
         ((256, 4), False, "prepare_rows"),
     ],
 )
@@ -150,9 +150,9 @@ def test_activations_are_quantized_by_the_product_or_before_it() -> None:
     first = problem.quantized_first((2, 96), True)
     assert first == ((2, 96), (96,), "round_halves", False, False)
     assert problem.quantized_first((2, 96), False) == ((2, 96), (96,), "quantize_rows", True, False)
-    for m, quantizes in ((1, True), (3, True), (4, False), (40, False)):
-        x = problem.source((m, 512), (1024, 2), True)._replace(quantizes=True)
-        assert resolved(m, x).quantizes == quantizes, m
+    for m, k, quantizes in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 8192, False)):
+        x = problem.source((m, k), (2 * k, 2), True)._replace(quantizes=True)
+        assert resolved(m, x).quantizes == quantizes, (m, k)
 
 
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:

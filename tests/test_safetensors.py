@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,23 @@ def test_int4_of_any_group(fmt: cq.Int4, tmp_path: Path) -> None:
     again = cq.load(tmp_path / "w.safetensors", "cpu")["w"]
     assert (again.format, again.shape) == (w.format, (3, 192))
     np.testing.assert_array_equal(again.blocks, w.blocks)
+
+
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe stays one; of a link the file takes the place that it points to."""
+    pipe, link, place = tmp_path / "pipe.safetensors", tmp_path / "link.safetensors", tmp_path / "there"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match=r"pipe\.safetensors is no ordinary file: nothing can take its place"):
+        cq.save(pipe, {"a": np.zeros(3, np.float32)})
+    assert pipe.is_fifo()
+    link.symlink_to(place)
+    for value in (1, 2):
+        cq.save(link, {"a": np.full(3, value, np.float32)})
+        assert link.is_symlink()
+        assert not place.is_symlink()
+        np.testing.assert_array_equal(cq.load(place, "cpu")["a"], value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "link.safetensors",
+        "pipe.safetensors",
+        "there",
+    ]

@@ -23,6 +23,7 @@ def test_kernels_of_a_weight() -> None:
     for m in (1, 256):
         assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, plan.Gpu(90)).plan.kernel in found
     assert {kernel.op for kernel in found} == {"repack", "lift", "activations", "gemm"}
+    assert {"prepare_rows", "prepare_halves", "round_halves"} <= {kernel.entry for kernel in found}
     assert len(found) == len(set(found))
 
 
@@ -34,7 +35,6 @@ def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
 def test_kernels_of_tiles_and_of_experts() -> None:
     trellis = kernels(formats.get("trellis3"), (256, 300), (1, 64), plan.Gpu(90))
     assert {k.op for k in trellis} == {"repack_trellis", "activations", "gemm"}
-    assert {"prepare_rows", "prepare_halves"} <= {k.entry for k in trellis}
     stack = kernels(formats.get("q4_k"), (8, 256, 512), (1, 512), plan.Gpu(90))
     assert {dict(k.constants).get("GATED") for k in stack if k.op == "gemm"} == {None, 0, 1}
     assert any(k.op == "moe" for k in stack)

@@ -179,8 +179,8 @@ def ages(newest: Any, allowed: tuple[int, ...]) -> tuple[NDArray[np.int64], NDAr
 
 def sequence(value: Any, batch: int) -> int:
     """The number of a sequence."""
-    number = count(value, "sequence", least=0)
-    if number >= batch:
+    number = count(value, "sequence", least=-LARGEST_INDEX)
+    if not 0 <= number < batch:
         raise ValueError(f"sequence is {number}; the sequences of this cache are 0 to {batch - 1}")
     return number
 

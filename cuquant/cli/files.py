@@ -89,10 +89,9 @@ def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any
         raise FileExistsError(f"{arguments.target} exists; --force replaces it") from None
 
 
-_DTYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-
-
 def _add_dequantize(commands: Any) -> None:
+    from ..io.floats import NAMES
+
     command = subcommand(
         commands,
         "dequantize",
@@ -103,19 +102,25 @@ def _add_dequantize(commands: Any) -> None:
     )
     command.add_argument("source", metavar="IN.gguf")
     command.add_argument("target", metavar="OUT", help="OUT.gguf or OUT.safetensors")
-    command.add_argument("--type", choices=tuple(_DTYPES), default="f16", help="of the matrices (f16)")
+    command.add_argument(
+        "--type", choices=[*NAMES, *NAMES.values()], default="f16", help="of the matrices (f16)"
+    )
     _add_how(command, "dequantize")
 
 
 def _dequantize(arguments: argparse.Namespace) -> None:
     from ..io.floats import dequantize_file
 
-    done = _written(dequantize_file, arguments, _DTYPES[arguments.type])
+    done = _written(dequantize_file, arguments, arguments.type)
     print(
         f"{arguments.target}: {counted(len(done.made), 'tensor')} to {arguments.type}, "
         f"{len(done.kept)} copied, file of {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
+    if done.left_out:
+        print(
+            f"scales that the numbers have in them now: {', '.join(sorted(done.left_out))}", file=sys.stderr
+        )
 
 
 def _add_dump(commands: Any) -> None:

@@ -13,17 +13,21 @@ from pathlib import Path
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.
 
-    An exception inside leaves the target as it was, and nothing else behind.
+    An exception inside leaves the target as it was, and nothing else behind. Of a symbolic link the file takes
+    the place that it points to.
 
     Raises
     ------
     OSError
-        Before the block: the target's folder is missing, or the target is a folder.
+        Before the block: the target's folder is missing, or the target is a folder, or a device or pipe.
     """
+    target = Path(os.path.realpath(target)) if target.is_symlink() else target
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} is no folder: {target.name} cannot be written there")
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder")
+    if target.exists() and not target.is_file():
+        raise OSError(f"{target} is no ordinary file: nothing can take its place")
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
     os.close(handle)
     try:

@@ -11,20 +11,23 @@ from typing import Any
 import numpy as np
 
 from .. import check
-from ..array import QuantizedArray
-from ..device import as_numpy
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, TensorInfo
 from .model import Model
 from .model import open as open_model
 from .rewrite import Changed, new_file, shown, write_gguf
+from .words import counted
 
 _FILE_TYPES = {0: 0, 1: 1, 30: 32}
 """`general.file_type` of files whose matrices have these GGUF types: F32, F16, BF16."""
 
 
-@dataclass(frozen=True)
+NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
+"""GGUF's names of floats, for people who have them from there."""
+
+
+@dataclass(frozen=True, repr=False)
 class Dequantized:
     """What happened to each tensor of a model."""
 
@@ -35,6 +38,11 @@ class Dequantized:
     """Of those that were copied."""
     left_out: frozenset[str]
     """Of scales that the numbers of others have in them now."""
+
+    def __repr__(self) -> str:
+        made = f"{counted(len(self.made), 'tensor')} to {self.dtype}"
+        out = f", {len(self.left_out)} left out" if self.left_out else ""
+        return f"Dequantized({made}, {len(self.kept)} as they are{out})"
 
 
 def dequantize_file(
@@ -49,17 +57,16 @@ def dequantize_file(
 ) -> Dequantized:
     """Write the numbers that a quantized GGUF file stands for to one of floats: GGUF, or safetensors.
 
-    Quantized tensors, and weight matrices of other floats, get this dtype, each number rounded once (those of
-    types without a format here come as float16); norms and all else are copied, the metadata too. Tensors
-    are read and written one at a time, under a temporary name beside `target` that takes its place only when
-    complete.
+    Quantized tensors, and weight matrices of other floats, get this dtype, each number rounded once; norms
+    and all else are copied, the metadata too. Tensors are read and written one at a time, under a temporary
+    name beside `target` that takes its place only when complete.
 
     Parameters
     ----------
     source, target : path
         A split model becomes one file. A target whose name ends in .safetensors becomes such a file, of the
         tensors only; any other a GGUF file.
-    dtype : float16, bfloat16 or float32
+    dtype : float16, bfloat16 or float32, or "f16", "bf16" or "f32"
     keep : str, or several
         Shell patterns of tensor names to copy unchanged.
     force : bool
@@ -69,23 +76,32 @@ def dequantize_file(
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
+    Returns
+    -------
+    Dequantized
+        With the names of the tensors that got the `dtype` (`made`), were copied (`kept`), or were scales of
+        others (`left_out`).
+
     Raises
     ------
     FileExistsError
         `target` exists and `force` is false.
     GGUFError, TypeError, ValueError
-        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor; all matrices have this
-        dtype already; or a number is beyond float16's range (its tensor is named).
+        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that is
+        not kept; nothing is left to do; or a number is beyond float16's range (its tensor is named).
     """
-    wanted, target = check.float_dtype(dtype), Path(target)
+    wanted = check.float_dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    target = Path(target)
     with open_model(source, device) as model:
         kept = copied(model, keep)
         made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
         if not made:
-            raise ValueError(f"{model.path.name} has no matrix to turn into {wanted}")
+            raise ValueError(f"{model.path.name} has no matrix to turn into {wanted} that is not to be kept")
         number, kind = next((number, name) for number, (name, own) in PLAIN_TYPES.items() if own == wanted)
         changed = {info.name: _changed(model, info, number, wanted) for info in made}
-        left_out = {scale for name in changed if (scale := model.scale_of(name)) is not None} - changed.keys()
+        left_out = {scale: name for name in changed if (scale := model.scale_of(name)) is not None}
+        for scale in left_out.keys() & kept:
+            raise ValueError(f"{scale!r} is the scale of {left_out[scale]!r}: keep both, or neither")
         with new_file(model, target, force) as temporary:
             if target.suffix.lower() != ".safetensors":
                 write_gguf(temporary, model, changed, _FILE_TYPES[number], progress, left_out)
@@ -98,7 +114,7 @@ def dequantize_file(
                     if name not in left_out
                 }
                 safetensors.write(temporary, tensors, lambda names: shown(names, progress))
-        others = model.tensors.keys() - changed.keys() - left_out
+        others = model.tensors.keys() - changed.keys() - left_out.keys()
     return Dequantized(wanted, frozenset(changed), frozenset(others), frozenset(left_out))
 
 
@@ -117,17 +133,9 @@ def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) 
 
 def _numbers(model: Model, name: str, dtype: np.dtype[Any]) -> Any:
     """A tensor as floats; ValueError where numbers become infinite."""
-    w = model[name]
-
-    def numbers(dtype: np.dtype[Any]) -> Any:
-        with np.errstate(over="ignore"):
-            return (
-                as_numpy(w.dequantize(dtype)) if isinstance(w, QuantizedArray) else as_numpy(w).astype(dtype)
-            )
-
-    made = numbers(dtype)
+    made = model.floats(name, dtype)
     if dtype == np.float16:
         lost = ~np.isfinite(made)
-        if lost.any() and np.isfinite(numbers(np.dtype(np.float32))[lost]).any():
+        if lost.any() and np.isfinite(model.floats(name, np.dtype(np.float32))[lost]).any():
             raise ValueError(f"tensor {name!r} has numbers beyond float16: take bfloat16 or float32")
     return made

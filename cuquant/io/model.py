@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .. import check, cpu
 from ..array import QuantizedArray
-from ..device import cupy
+from ..device import as_numpy, cupy
 from ..device import default as default_device
 from ..formats import Format, by_ggml_type
 from ..formats.nvfp4 import NvFp4
@@ -99,10 +99,25 @@ class Model(Mapping[str, Any]):
         if info.ggml_type in PLAIN_TYPES:
             array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
         else:
-            scales = self._scales(info)
-            of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
-            array = _fallback(raw, info, of_experts)
+            array = self._foreign(info, np.dtype(np.float16))
         return array if self._device == "cpu" else cupy().asarray(array)
+
+    def floats(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A tensor's numbers as floats, each rounded once, as a NumPy array."""
+        info = self._info(name)
+        if info.ggml_type not in PLAIN_TYPES and self._format(info) is None:
+            return self._foreign(info, dtype)
+        array = self[name]
+        with np.errstate(over="ignore"):
+            if isinstance(array, QuantizedArray):
+                return as_numpy(array.dequantize(dtype))
+            return as_numpy(array).astype(dtype)
+
+    def _foreign(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A tensor of a type without a format, or with a scale for each expert."""
+        scales = self._scales(info)
+        of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
+        return _fallback(self.raw(info.name), info, of_experts, dtype)
 
     def _format(self, info: TensorInfo) -> Format | None:
         """The format of a tensor, where arrays of it can be used on the model's device."""
@@ -295,14 +310,14 @@ def _warn_of_fallback(model: Model) -> None:
 
 
 def _fallback(
-    raw: NDArray[np.uint8], info: TensorInfo, scales: NDArray[np.float32] | None
-) -> NDArray[np.float16]:
-    """A tensor of a foreign quantized type in float16, through the gguf package, times scales of experts."""
+    raw: NDArray[np.uint8], info: TensorInfo, scales: NDArray[np.float32] | None, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """A tensor of a foreign quantized type as floats, through the gguf package, times scales of experts."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(info.ggml_type)
     rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
-    out = np.empty((len(rows), info.shape[-1]), np.float16)
+    out = np.empty((len(rows), info.shape[-1]), dtype)
     for part in cpu.slabs(len(rows), info.shape[-1]):
         try:
             with np.errstate(over="raise", invalid="ignore"):

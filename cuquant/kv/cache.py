@@ -356,9 +356,10 @@ class KVCache:
         return ids[order], slots[order], k[order], v[order]
 
     def tokens(self, sequence: int = 0) -> CachedTokens:
-        """What a sequence holds, in the order of positions, in NumPy's arrays.
+        """What a sequence holds, in the order of positions: a named tuple of NumPy's arrays [T].
 
-        ValueError where there is no such sequence.
+        They are `token_ids`, `slots` (positions) and `bits`, int32, and `importance`, float32. ValueError where
+        there is no such sequence.
         """
         which = check.sequence(sequence, self.batch)
         parts: list[tuple[NDArray[Any], ...]] = []

@@ -110,7 +110,7 @@ def scale_kernels(fmt: Format) -> set[Kernel]:
 LONGEST_ROW = 4 * 16 * 1024
 """Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
 _ROW_THREADS = 512
-"""Threads of a block that keeps a row in registers, at most."""
+"""Threads of a block that keeps up to 16384 numbers of a row in registers, at most."""
 _BY_16 = ("blocks_to_half", "quantize_rows", "quantize_half")
 """Kernels whose threads take half a block of q8_1 at a time."""
 _WITHOUT_PEAK = ("prepare_halves", "round_halves", "quantize_half")
@@ -121,8 +121,9 @@ _WITHOUT_PEAK = ("prepare_halves", "round_halves", "quantize_half")
 def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     """Quantize activations or prepare operand B (`entry`): a block of threads per row, or several.
 
-    A thread takes 8 or 16 numbers of a row; where a row's peak must be known, which needs the row in one
-    block, up to four times as many if a large GPU could not hold so many threads.
+    A thread takes 8 or 16 numbers of a row. Where a row's peak must be known, which needs the row in one
+    block, it takes up to four times as many if a large GPU could not hold so many threads; `prepare_rows`
+    has rows of any length.
     """
     each, most, parts = (16, 1024, 1) if entry in _BY_16 else (8, _ROW_THREADS, 1)
     if entry in _WITHOUT_PEAK:

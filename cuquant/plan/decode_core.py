@@ -39,13 +39,12 @@ class _Pace(NamedTuple):
 _FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
 """Of sm_90, sm_100 and sm_103, whose multiprocessors get 18 to 55 GB/s from memory each (an H200's 34), so
 that nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
-_QUANTIZED_ROWS, _QUANTIZED = 3, 24 << 10
-"""Rows of x, and numbers of them for each block of a cluster, that blocks quantize themselves: of more a
-kernel before takes less.
+_QUANTIZED = 6 << 10
+"""Numbers of one row, for each block of a cluster, that blocks quantize themselves: of more a kernel before
+takes less.
 
-q4_0, one row: an H200 takes 5.5 us in place of 6.0 at 4096 x 4096 (5.2 if x is not quantized), 10.0 in place
-of 11.6 at 14336 x 4096, 11.5 in place of 12.4 at 4096 x 14336; three rows 6.5 and 6.6, 12.3 and 12.7, but
-15.4 and 14.6.
+What it costs an H200, in us of q4_0: 0.4 at 4096 x 4096 and 14336 x 4096 with one row, but 0.7 and 1.5 with
+two, and 1.4 at 4096 x 14336 with one; a kernel before 0.6 and 1.0 with four rows, and 0.5.
 """
 
 
@@ -65,8 +64,8 @@ def decode(
 
     Weights that are not `in_half`, that float16 does not hold, have no factors of rows. Of two `sides` a
     block has the same rows of two weights. If `grouped`, only the GPU knows how many matrices count. If x is
-    to be quantized, every block does so for itself where rows are few. Up to 8 batch rows a codebook's table
-    is a large one where all of x has room beside it (four rows take an H200 4 to 6% less).
+    to be quantized, every block does so for itself if it is one short row. Up to 8 batch rows a codebook's
+    table is a large one where all of x has room beside it (four rows take an H200 4 to 6% less).
     """
     work = _Work(fmt, m, n, k, matrices, gpu, sides, grouped)
     if work.groups == sides == 1 and shared_limit(gpu.capability) > _ROOMY:
@@ -197,8 +196,7 @@ def _planned(
     scarce = fmt.lookup and warps == 16 and cluster == 1
     constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     # x of weights with signs of columns is quantized before it takes them.
-    quantizes = quantizes and not fmt.whole_matrices and m <= _QUANTIZED_ROWS
-    quantizes = quantizes and m * work.k <= _QUANTIZED * cluster
+    quantizes = quantizes and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
     constants |= {"QUANTIZES": 1} if quantizes else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)

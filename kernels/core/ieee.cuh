@@ -40,8 +40,8 @@ DEVICE int order(float x) {
     return bits >= 0 ? bits : -int(bits & 0x7fffffff);
 }
 
-// x / 127, rounded once, of 0 and of magnitudes with bits between these: every mantissa was compared. What is not finite
-// becomes NaN.
+// x / 127, rounded once, of 0 and of magnitudes with bits between these: every mantissa was compared. What is not
+// finite becomes NaN.
 constexpr u32 OVER_127_FROM = 63 << 23, OVER_127_END = 253 << 23;
 
 DEVICE float over_127(float x) {

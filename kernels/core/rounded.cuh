@@ -1,5 +1,5 @@
-// Float16 rows of x as the numbers that q8_1 blocks of them stand for: what `quantize_half` of ops/activations.cu makes,
-// to the bit.
+// Float16 rows of x as the numbers that q8_1 blocks of them stand for: what `quantize_half` of ops/activations.cu makes, to
+// the bit, but for the signs of zeros and NaN, which no product shows.
 #pragma once
 #include "ieee.cuh"
 #include "ptx.cuh"

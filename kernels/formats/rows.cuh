@@ -3,9 +3,9 @@
 // Rows that are not float16 are divided by a power of two that puts their peak between 2^13 and 2^14: exact, and
 // undone in the float32 epilogue. What is 2^-37 of the peak or less is lost.
 #pragma once
-#include "encode.cuh"
+#include "../core/ptx.cuh"
 
-// Threads of a block, and of one that keeps a row: as many as cuquant/plan/ wants.
+// Threads of a block, and of one that keeps pieces of a row: as many as cuquant/plan/ wants.
 constexpr int MOST_THREADS = 1024, ROW_THREADS = 512;
 
 // The greatest value of a block's threads, which are whole warps.
@@ -32,10 +32,6 @@ DEVICE uint4 to_halves(const float* x, float factor) {
 #pragma unroll
     for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * factor, x[j * 2 + 1] * factor, FLOAT16);
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-DEVICE void store_halves(u16* to, const float* x, float factor) {
-    *reinterpret_cast<uint4*>(to) = to_halves(x, factor);
 }
 
 // Eight numbers as they are in memory: of 16 bits, or of 32 with `more`.
@@ -84,7 +80,15 @@ struct FloatRow {
             to[j] = dtype == FLOAT32 ? __int_as_float(words[j]) : bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
     }
 
-    // The bits of the greatest magnitude, likewise.
+    // A piece times a power of two; of float16 as it is.
+    DEVICE uint4 to_half(const Piece& v, int shift) const {
+        if (dtype == FLOAT16) return v.bits;
+        float values[8];
+        widen(v, values);
+        return to_halves(values, power_of_two(shift));
+    }
+
+    // The bits of the greatest magnitude, of bfloat16 and float32.
     DEVICE u32 peak(const Piece& v) const {
         float values[8];
         widen(v, values);
@@ -96,34 +100,41 @@ struct FloatRow {
 };
 
 // A row as float16, by all threads of a block, of which piece i takes the signs signs(i); the power of two that it then
-// lacks. Float16 itself is copied. Threads keep up to KEPT pieces, asked for at once, until the row's peak is known; what
-// is beyond they read again.
+// lacks. Float16 itself is copied. Threads ask for KEPT pieces at once. The row is gone through from its end to find its
+// peak, and then from its beginning, which threads have kept.
 template <int KEPT, class Signs>
 DEVICE float row_to_half(const FloatRow& row, uint4* out, const Signs& signs) {
-    const int pieces = row.pieces(), beyond = KEPT * blockDim.x + threadIdx.x;
+    const int pieces = row.pieces(), span = KEPT * blockDim.x;
     Piece kept[KEPT];
-    auto index = [](int p) { return int(p * blockDim.x + threadIdx.x); };
+    auto load = [&](int first) {
 #pragma unroll
-    for (int p = 0; p < KEPT; p++)
-        if (index(p) < pieces) kept[p] = row.load(index(p));
+        for (int p = 0; p < KEPT; p++) {
+            const int i = first + p * blockDim.x + threadIdx.x;
+            if (i < pieces) kept[p] = row.load(i);
+        }
+    };
     int shift = 0;
-    if (row.dtype != FLOAT16) {
+    if (row.dtype == FLOAT16) {
+        load(0);
+    } else {
         u32 peak = 0;
+#pragma unroll 1
+        for (int first = (pieces - 1) / span * span; first >= 0; first -= span) {
+            load(first);
 #pragma unroll
-        for (int p = 0; p < KEPT; p++)
-            if (index(p) < pieces) peak = max(peak, row.peak(kept[p]));
-        for (int i = beyond; i < pieces; i += blockDim.x) peak = max(peak, row.peak(row.load(i)));
+            for (int p = 0; p < KEPT; p++)
+                if (first + p * blockDim.x + threadIdx.x < pieces) peak = max(peak, row.peak(kept[p]));
+        }
         shift = shift_of(block_max(peak));
     }
-    auto store = [&](int i, const Piece& v) {
-        float values[8];
-        row.widen(v, values);
-        out[i] = flip(row.dtype == FLOAT16 ? v.bits : to_halves(values, power_of_two(shift)), signs(i));
-    };
-#pragma unroll
-    for (int p = 0; p < KEPT; p++)
-        if (index(p) < pieces) store(index(p), kept[p]);
 #pragma unroll 1
-    for (int i = beyond; i < pieces; i += blockDim.x) store(i, row.load(i));
-    return power_of_two(-shift);
+    for (int first = 0;;) {
+#pragma unroll
+        for (int p = 0; p < KEPT; p++) {
+            const int i = first + p * blockDim.x + threadIdx.x;
+            if (i < pieces) out[i] = flip(row.to_half(kept[p], shift), signs(i));
+        }
+        if ((first += span) >= pieces) return power_of_two(-shift);
+        load(first);
+    }
 }

@@ -1,7 +1,12 @@
 // Activations as float16 rows, and as q8_1 blocks.
 #include "../core/rounded.cuh"
+#include "../formats/encode.cuh"
 #include "../formats/q8_1.cuh"
 #include "../formats/rows.cuh"
+
+DEVICE void store_halves(u16* to, const float* x, float factor) {
+    *reinterpret_cast<uint4*>(to) = to_halves(x, factor);
+}
 
 // Rows of bits by which those of W's columns that are negative change float16 numbers, [..][pieces of 8], each of them
 // for `each` rows of x; or null.
@@ -16,9 +21,9 @@ struct RowSigns {
 };
 
 // Float16 rows of any length to rows of the next multiple of 8, ended by zeros, with signs. A thread has a piece of 8.
-// Without `unscale` rows may become themselves.
+// Without `unscale` rows may become themselves. (Kernels that have no use for a type, or factors, are told them, too.)
 extern "C" __global__ void __launch_bounds__(256)
-prepare_halves(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
+prepare_halves(const void* x, int, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
                const u16* signs, int each) {
     let_successor_start();
     const s64 row = blockIdx.x;
@@ -31,7 +36,7 @@ prepare_halves(const void* x, int dtype, s64 row_stride, s64 column_stride, int 
     if (unscale && piece == 0) unscale[row] = 1;
 }
 
-// Blocks of a multiprocessor that keep rows: code for sm_100 and later takes more registers.
+// Blocks of a multiprocessor that keep pieces of rows: code for sm_100 and later takes more registers.
 constexpr int ROW_BLOCKS = __CUDA_ARCH__ >= 1000 ? 1 : 2;
 
 // The same of bfloat16 and float32 rows, divided by powers of two.
@@ -50,7 +55,7 @@ prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K,
 
 // Float16 rows to those that q8_1 blocks of them stand for.
 extern "C" __global__ void __launch_bounds__(256)
-round_halves(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float*) {
+round_halves(const void* x, int, s64 row_stride, s64 column_stride, int K, uint4* out, float*) {
     let_successor_start();
     const s64 row = blockIdx.x;
     const int pieces = K / 8, piece = blockIdx.y * blockDim.x + threadIdx.x;
@@ -136,8 +141,8 @@ quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     if (threadIdx.x == 0 && blockIdx.y == 0) unscale[row] = 1;
 }
 
-// Float rows of any type to the same (blocks or null), divided by powers of two, as blocks_to_half makes them. A thread takes up to
-// PIECES times half a block, and keeps the codes until the row's peak is known.
+// Float rows of any type to the same (blocks or null), divided by powers of two, as blocks_to_half makes them. A thread
+// takes up to PIECES times half a block, and keeps the codes until the row's peak is known.
 constexpr int PIECES = 4;
 
 extern "C" __global__ void __launch_bounds__(MOST_THREADS)

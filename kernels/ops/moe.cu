@@ -229,7 +229,7 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
     const int token = entry / top_k;
     const FloatRow row = {x, token * row_stride, column_stride, dtype, K};
     auto as_they_are = [](int) { return make_uint4(0, 0, 0, 0); };
-    const float factor = row_to_half<1>(row, reinterpret_cast<uint4*>(out + s64(place) * K), as_they_are);
+    const float factor = row_to_half<2>(row, reinterpret_cast<uint4*>(out + s64(place) * K), as_they_are);
     if (threadIdx.x == 0) unscale[place] = factors ? factor * factors[token] : factor;
 }
 
