@@ -118,9 +118,7 @@ def _dequantize(arguments: argparse.Namespace) -> None:
         file=sys.stderr,
     )
     if done.left_out:
-        print(
-            f"scales that the numbers have in them now: {', '.join(sorted(done.left_out))}", file=sys.stderr
-        )
+        print(f"left out, multiplied into the numbers: {', '.join(sorted(done.left_out))}", file=sys.stderr)
 
 
 def _add_dump(commands: Any) -> None:

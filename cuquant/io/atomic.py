@@ -13,8 +13,8 @@ from pathlib import Path
 def replacing(target: Path) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.
 
-    An exception inside leaves the target as it was, and nothing else behind. Of a symbolic link the file takes
-    the place that it points to.
+    An exception inside leaves the target as it was, and nothing else behind. Of a symbolic link the file
+    takes the place that it points to.
 
     Raises
     ------

@@ -87,8 +87,8 @@ def dequantize_file(
     FileExistsError
         `target` exists and `force` is false.
     GGUFError, TypeError, ValueError
-        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that is
-        not kept; nothing is left to do; or a number is beyond float16's range (its tensor is named).
+        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that
+        is not kept; nothing is left to do; or a number is beyond float16's range (its tensor is named).
     """
     wanted = check.float_dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
     target = Path(target)

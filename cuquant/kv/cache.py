@@ -358,8 +358,8 @@ class KVCache:
     def tokens(self, sequence: int = 0) -> CachedTokens:
         """What a sequence holds, in the order of positions: a named tuple of NumPy's arrays [T].
 
-        They are `token_ids`, `slots` (positions) and `bits`, int32, and `importance`, float32. ValueError where
-        there is no such sequence.
+        They are `token_ids`, `slots` (positions) and `bits`, int32, and `importance`, float32. ValueError
+        where there is no such sequence.
         """
         which = check.sequence(sequence, self.batch)
         parts: list[tuple[NDArray[Any], ...]] = []
