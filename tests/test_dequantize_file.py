@@ -149,6 +149,7 @@ def test_safetensors(tmp_path: Path) -> None:
         ({"dtype": "float64"}, TypeError, "dtype float64 is not one of"),
         ({"keep": "*"}, ValueError, r"s\.gguf has no matrix .* that is not to be kept"),
         ({"dtype": "q4_0"}, TypeError, "dtype 'q4_0' is not one of"),
+        ({"target": "there.gguf", "force": "no"}, TypeError, "force is a str; allowed are True and False"),
         ({"keep": "zz*"}, ValueError, r"no tensor of s\.gguf is named like 'zz\*' \(keep\)"),
         ({"target": "s.gguf", "force": True}, ValueError, r"s\.gguf is the file being read"),
         ({"target": "there.gguf"}, FileExistsError, r"there\.gguf exists; force=True replaces it"),

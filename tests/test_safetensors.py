@@ -280,3 +280,15 @@ def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:
         "pipe.safetensors",
         "there",
     ]
+
+
+def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError("1048576 requested and 959216 written")
+
+    monkeypatch.setattr(cq.io.safetensors, "write", full)
+    with pytest.raises(
+        OSError, match=r"a\.safetensors could not be written: 1048576 requested and 959216 written"
+    ):
+        cq.save(tmp_path / "a.safetensors", {"a": np.zeros(3, np.float32)})
+    assert not any(tmp_path.iterdir())

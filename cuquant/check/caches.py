@@ -28,9 +28,11 @@ def head_dim(value: Any, multiple: int) -> int:
 
 def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     """Tokens that each width has room for, widest first."""
-    widths = list(capacity) if isinstance(capacity, Mapping) else _widths(bits)
+    widths, what = _widths(bits), "bits are"
+    if isinstance(capacity, Mapping):
+        widths, what = list(capacity), "capacity has the bits"
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
-        raise ValueError(f"bits are {widths}; one or more of {', '.join(map(str, allowed))}, each once")
+        raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     given = capacity if isinstance(capacity, Mapping) else dict.fromkeys(widths, capacity)
     return {b: count(given[b], "capacity") for b in allowed if b in given}
 
@@ -171,7 +173,8 @@ def ages(newest: Any, allowed: tuple[int, ...]) -> tuple[NDArray[np.int64], NDAr
     widths = [*newest]
     if not {*widths} <= {*allowed} or widths != sorted(widths, reverse=True):
         raise ValueError(
-            f"newest has the widths {widths}; they are of {', '.join(map(str, allowed))}, and fall"
+            f"newest has the widths {widths}; they are some of this cache's, {', '.join(map(str, allowed))}, "
+            "the widest first"
         )
     counts = [count(value, f"newest[{bits}]", least=0) for bits, value in newest.items()]
     return np.array([*widths, min(allowed)], np.int64), np.cumsum(counts, dtype=np.int64)
@@ -327,6 +330,8 @@ def restored(cache: Any) -> None:
 
 def _number(value: Any, what: str) -> float:
     try:
+        if isinstance(value, str):
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} is a {type(value).__name__}; a number is needed") from None

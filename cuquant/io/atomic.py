@@ -36,8 +36,10 @@ def replacing(target: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
-    except BaseException:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)  # an interruption may come after the replacing
+        if type(error) is OSError and error.errno is None:  # NumPy's, of a full disk, does not say where
+            raise OSError(f"{target} could not be written: {error}") from error
         raise
 
 

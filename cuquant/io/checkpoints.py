@@ -121,7 +121,7 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
             prefixes = sorted(n.removesuffix("qweight") for n in names if n.endswith(".qweight"))
             own = KEY in (file.metadata() or {})
             if not prefixes and (own or not _PART.fullmatch(Path(path).name)):
-                hint = "; cuquant.save wrote it, and cuquant.load reads it" if own else ""
+                hint = "; cuquant wrote it, and cuquant.load reads it" if own else ""
                 raise ValueError(f"{path} has no weight of GPTQ or AWQ: no tensor named *.qweight{hint}")
             return {f"{prefix}weight": _read(file, names, prefix, version) for prefix in prefixes}
     except SafetensorError as error:

@@ -179,7 +179,7 @@ class _Scanner:
             other = bytes(self.buffer[8 : 8 + _LOOKED_AT])
             if other.startswith(b"{"):
                 own = f'"{KEY}"'.encode() in other
-                readers = "cuquant.save wrote it, and cuquant.load reads it" if own else OTHER_READERS
+                readers = "cuquant wrote it, and cuquant.load reads it" if own else OTHER_READERS
                 self.fail(f"not a GGUF file, but a safetensors file: {readers}")
             self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
         self.pos = self.entry = 4

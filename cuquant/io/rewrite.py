@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .. import check
 from ..device import as_numpy
 from .atomic import replacing
 from .model import Model
@@ -30,8 +31,10 @@ class Changed(NamedTuple):
 def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
     """Where to write what takes the place of `target` when it is whole.
 
-    ValueError if that is the model's own file, FileExistsError if it exists and `force` is false.
+    ValueError if that is the model's own file, FileExistsError if it exists and `force` is false; TypeError
+    if that is neither True nor False.
     """
+    force = check.flag(force, "force")
     if any(target.exists() and target.samefile(path) for path in model.paths):
         raise ValueError(f"{target} is the file being read")
     if target.exists() and not target.is_dir() and not force:

@@ -82,6 +82,7 @@ def attention(
     if mask is not None:
         mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
     positions = check.positions(positions, q.shape, cache.device)
+    causal = check.flag(causal, "causal")
     on_gpu = cache.device == "cuda"
     if out is None:
         y = device.backend(on_gpu).empty(q.shape, q.dtype)
