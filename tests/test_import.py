@@ -254,7 +254,7 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])
 def test_a_file_of_this_library(tmp_path: Path, name: str) -> None:
     cq.save(tmp_path / name, {"a.weight": weight(8, 64, 32)[0]})
-    with pytest.raises(ValueError, match=r"\*\.qweight; cuquant\.save wrote it, and cuquant\.load reads it"):
+    with pytest.raises(ValueError, match=r"\*\.qweight; cuquant wrote it, and cuquant\.load reads it"):
         cq.read_safetensors(tmp_path / name)
 
 
