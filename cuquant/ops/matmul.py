@@ -57,8 +57,8 @@ def linear(
         Of the result; by default out's, else x's (float32 for q8_1, and with `x_format`).
     x_format : "q8_1", optional
         Multiply ``quantize(x, "q8_1")`` in place of the floats x: the same result, to the bit. On a GPU no
-        blocks are stored, and up to three rows of float16 are quantized by the product itself; but not for
-        weights that are plain or have signs of columns (trellis), or other rows of more than 65536 numbers.
+        blocks are stored, and a short row of float16 is quantized by the product itself; but not for weights
+        that are plain or have signs of columns (trellis), or other rows of more than 65536 numbers.
 
     Returns
     -------
