@@ -18,6 +18,7 @@ from .formats.nvfp4 import NvFp4
 from .formats.trellis import Trellis
 from .io.checkpoints import from_awq, from_gptq, read_safetensors
 from .io.convert import quantize_file
+from .io.exl3 import from_exl3
 from .io.floats import dequantize_file
 from .io.gguf import GGUFError
 from .io.model import FallbackWarning, Model, open
@@ -65,6 +66,7 @@ __all__ = [
     "evaluate_files",
     "from_awq",
     "from_blocks",
+    "from_exl3",
     "from_gptq",
     "int4_from_parts",
     "int4_parts",

@@ -241,7 +241,9 @@ def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
 
 def test_a_file_without_such_weights(tmp_path: Path) -> None:
     path = save(tmp_path / "m.safetensors", {"a.weight": np.ones(3, F)})
-    with pytest.raises(ValueError, match=r"m\.safetensors has no weight of GPTQ or AWQ: .* \*\.qweight$"):
+    with pytest.raises(
+        ValueError, match=r"m\.safetensors has no weight of GPTQ, AWQ or EXL3: .* \*\.trellis$"
+    ):
         cq.read_safetensors(path)
 
 
@@ -254,7 +256,7 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])
 def test_a_file_of_this_library(tmp_path: Path, name: str) -> None:
     cq.save(tmp_path / name, {"a.weight": weight(8, 64, 32)[0]})
-    with pytest.raises(ValueError, match=r"\*\.qweight; cuquant wrote it, and cuquant\.load reads it"):
+    with pytest.raises(ValueError, match=r"\*\.trellis; cuquant wrote it, and cuquant\.load reads it"):
         cq.read_safetensors(tmp_path / name)
 
 

@@ -167,6 +167,9 @@ from .formats import (
     e4m4 as e4m4,
 )
 from .formats import (
+    exl3 as exl3,
+)
+from .formats import (
     format_of as format_of,
 )
 from .formats import (

@@ -353,6 +353,32 @@ def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, A
     return qweight, qzeros, scales, _group_of(along_k * given[0][0], given[2][0])
 
 
+def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
+    """Tensors of EXL3 as NumPy arrays; signs that are packed become float32 numbers, as the others do."""
+    trellis = typed(trellis, "trellis", np.int16)
+    extents = trellis.shape
+    fits = len(extents) == 3 and extents[0] % 8 == extents[1] % 8 == 0 and trellis.size
+    if not fits or extents[2] not in range(16, 129, 16):
+        raise ValueError(
+            f"trellis {extents} is none of tiles: (K / 16, N / 16, 16 * bits), K and N multiples of 128, "
+            "bits 1 to 8"
+        )
+    signs = []
+    for value, name, side in ((suh, "suh", 16 * extents[0]), (svh, "svh", 16 * extents[1])):
+        given = on_cpu(array(value, name, "float16, or int16 with a bit for each"), name)
+        if given.dtype == np.int16:
+            given = np.unpackbits(np.ascontiguousarray(given, "<i2").view(np.uint8), bitorder="little")
+            given = 1 - 2 * given.astype(np.float16)
+        if given.dtype != np.float16:
+            raise TypeError(
+                f"{name} has dtype {given.dtype}; float16, or int16 with a bit for each, is needed"
+            )
+        if given.shape != (side,):
+            raise ValueError(f"{name} stands for {given.shape} numbers; trellis {extents} has {side} there")
+        signs.append(given.astype(np.float32))
+    return trellis, *signs
+
+
 def gptq_version(value: Any) -> int:
     """1 or 2."""
     if value not in (1, 2):

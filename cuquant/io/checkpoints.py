@@ -1,7 +1,7 @@
-"""Weights of 4 bits as GPTQ and AWQ checkpoints store them.
+"""Weights as GPTQ, AWQ and EXL3 checkpoints store them (the last: exl3.py).
 
-Both keep a weight transposed, in three tensors: codes and zero points of 4 bits, eight in an int32, and
-float16 scales. With G groups along K:
+The first two keep a weight of 4 bits transposed, in three tensors: codes and zero points, eight in an int32,
+and float16 scales. With G groups along K:
 
             qweight     qzeros      scales    code i of a word, from its lowest bits
     GPTQ    [K/8, N]    [G, N/8]    [G, N]    i
@@ -25,6 +25,7 @@ from .. import check
 from ..array import QuantizedArray
 from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
+from .exl3 import CODEBOOKS, from_exl3
 from .safetensors import KEY, why_unreadable
 
 _PER_WORD = 8
@@ -89,11 +90,13 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
     return _weight(pack_pairs(np.ascontiguousarray(codes.T)), scales, zeros, group)
 
 
-def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str, QuantizedArray]:
-    """The quantized weights of a GPTQ or AWQ checkpoint, or of one file of it.
+def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str, Any]:
+    """The quantized weights of a GPTQ, AWQ or EXL3 checkpoint, or of one file of it.
 
     Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales" beside it; which of the two
-    layouts it has is told from the shapes. Other tensors of the file are left alone.
+    layouts it has is told from the shapes. Every "name.trellis" makes one of "name.suh" and "name.svh" (or
+    "su" and "sv"), with the codebook of "name.mcg" or "name.mul1", if there is one. Other tensors of the file
+    are left alone.
 
     Parameters
     ----------
@@ -105,45 +108,67 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        Empty for one file of several (…-00002-of-00003.safetensors) that has none.
+        Of EXL3 float32 arrays, which `quantize` takes (see `from_exl3`). Empty for one file of several
+        (…-00002-of-00003.safetensors) that has none.
 
     Raises
     ------
     TypeError, ValueError
-        The file is no safetensors file, or has no such weight; a weight lacks a tensor, or `from_gptq` or
-        `from_awq` refuse it (the message names it).
+        The file is no safetensors file, or has no such weight; a weight lacks a tensor, or `from_gptq`,
+        `from_awq` or `from_exl3` refuse it (the message names it).
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(Path(path), framework="numpy") as file:
             names = set(file.keys())
-            prefixes = sorted(n.removesuffix("qweight") for n in names if n.endswith(".qweight"))
+            found = sorted(name for name in names if name.endswith((".qweight", ".trellis")))
             own = KEY in (file.metadata() or {})
-            if not prefixes and (own or not _PART.fullmatch(Path(path).name)):
+            if not found and (own or not _PART.fullmatch(Path(path).name)):
                 hint = "; cuquant wrote it, and cuquant.load reads it" if own else ""
-                raise ValueError(f"{path} has no weight of GPTQ or AWQ: no tensor named *.qweight{hint}")
-            return {f"{prefix}weight": _read(file, names, prefix, version) for prefix in prefixes}
+                kinds = "GPTQ, AWQ or EXL3: no tensor named *.qweight or *.trellis"
+                raise ValueError(f"{path} has no weight of {kinds}{hint}")
+            return {f"{name[:-7]}weight": _read(file, names, name, version) for name in found}
     except SafetensorError as error:
         problem = why_unreadable(Path(path), error)
         raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
 
 
-def _read(file: Any, names: set[str], prefix: str, version: int) -> QuantizedArray:
-    """The weight of an open file whose tensors' names begin with `prefix`."""
-    missing = [part for part in ("qzeros", "scales") if prefix + part not in names]
+_BESIDE = {"qweight": (("qzeros",), ("scales",)), "trellis": (("suh", "su"), ("svh", "sv"))}
+"""What a weight has beside its codes; the second name where there is not the first."""
+
+
+def _read(file: Any, names: set[str], name: str, version: int) -> Any:
+    """The weight of an open file that has this tensor."""
+    prefix, _, kind = name.rpartition(".")
+    there = [[part for part in parts if f"{prefix}.{part}" in names] for parts in _BESIDE[kind]]
+    missing = [parts[0] for parts, found in zip(_BESIDE[kind], there, strict=True) if not found]
     if missing:
-        raise ValueError(f"{prefix}qweight has no {' and no '.join(missing)} beside it")
+        raise ValueError(f"{name} has no {' and no '.join(missing)} beside it")
+    codes, *beside = (file.get_tensor(f"{prefix}.{part}") for part in (kind, *(f[0] for f in there)))
     try:
-        qweight, qzeros, scales = (file.get_tensor(prefix + part) for part in ("qweight", "qzeros", "scales"))
-        if qweight.shape[-1:] == qzeros.shape[-1:]:
-            return from_awq(qweight, qzeros, scales)
-        g_idx = file.get_tensor(f"{prefix}g_idx") if f"{prefix}g_idx" in names else None
-        return from_gptq(qweight, qzeros, scales, g_idx, version)
+        if kind == "trellis":
+            return from_exl3(codes, beside[0], beside[1], _codebook(file, names, prefix))
+        qzeros, scales = beside
+        if codes.shape[-1:] == qzeros.shape[-1:]:
+            return from_awq(codes, qzeros, scales)
+        g_idx = file.get_tensor(f"{prefix}.g_idx") if f"{prefix}.g_idx" in names else None
+        return from_gptq(codes, qzeros, scales, g_idx, version)
     except TypeError as error:
-        raise TypeError(f"{prefix}qweight: {error}") from None
+        raise TypeError(f"{name}: {error}") from None
     except ValueError as error:
-        raise ValueError(f"{prefix}qweight: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _codebook(file: Any, names: set[str], prefix: str) -> str:
+    """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
+    for codebook in ("mcg", "mul1"):
+        if f"{prefix}.{codebook}" in names:
+            factor = int(file.get_tensor(f"{prefix}.{codebook}").reshape(-1)[0]) & 0xFFFFFFFF
+            if factor != CODEBOOKS[codebook]:
+                raise ValueError(f"its {codebook} is {factor:#x}; {CODEBOOKS[codebook]:#x} alone is known")
+            return codebook
+    return "3inst"
 
 
 def _weight(

@@ -1,0 +1,186 @@
+"""EXL3 weights: against scalar arithmetic and loops over bits, and by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant.io.exl3 import CODEBOOKS, _values
+from cuquant.testing import nmse
+
+F, H = np.float32, np.float16
+
+
+def half(bits: int) -> Fraction:
+    return Fraction(float(np.array(bits, np.uint16).view(H)))
+
+
+def number(state: int, codebook: str) -> Fraction:
+    """What a state stands for, before its rounding to float16."""
+    product = state * CODEBOOKS[codebook] + (64248484 if codebook == "3inst" else 0) & 0xFFFFFFFF
+    if codebook == "mul1":
+        return (1024 + sum(product.to_bytes(4, "little"))) * half(0x1EEE) + half(0xC931)
+    product = product & 0x8FFF8FFF ^ 0x3B603B60
+    return half(product & 0xFFFF) + half(product >> 16)
+
+
+class Weight:
+    """Random steps of every tile, and what they stand for."""
+
+    def __init__(self, n: int, k: int, bits: int, codebook: str, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.steps = rng.integers(0, 1 << bits, (k // 16, n // 16, 256))
+        self.suh, self.svh = (rng.standard_normal(size).astype(H) for size in (k, n))
+        self.bits, self.codebook = bits, codebook
+
+    @property
+    def rings(self) -> list[str]:
+        """The bits of every tile, in order."""
+        return [
+            "".join(f"{s:0{self.bits}b}" for s in steps) for steps in self.steps.reshape(-1, 256).tolist()
+        ]
+
+    @property
+    def trellis(self) -> NDArray[np.int16]:
+        """Words of 16 bits, the highest first; of two the second is stored before the first."""
+        words = [[int(ring[i : i + 16], 2) for i in range(0, len(ring), 16)] for ring in self.rings]
+        stored = np.array(words, np.uint16).reshape(-1, 2)[:, ::-1]
+        return np.ascontiguousarray(stored).view(np.int16).reshape(*self.steps.shape[:2], -1)
+
+    @property
+    def inner(self) -> NDArray[np.float64]:
+        """V [K, N]."""
+        tiles_k, tiles_n, _ = self.steps.shape
+        made = np.empty((tiles_k * 16, tiles_n * 16))
+        for tile, ring in enumerate(self.rings):
+            twice = ring + ring
+            for t in range(256):
+                end = (t + 1) * self.bits + len(ring)
+                value = float(H(float(number(int(twice[end - 16 : end], 2), self.codebook))))
+                lane, j = divmod(t, 8)
+                row = lane % 4 * 2 + (0, 1, 8, 9)[j % 4]
+                column = lane // 4 + (8 if j >= 4 else 0)
+                made[tile // tiles_n * 16 + row, tile % tiles_n * 16 + column] = value
+        return made
+
+    @property
+    def numbers(self) -> NDArray[np.float64]:
+        """W [N, K]."""
+        one = np.ones((1, 1))
+        while len(one) < 128:
+            one = np.block([[one, one], [one, -one]])
+        v = self.inner
+        sides = [np.kron(np.eye(size // 128), one / np.sqrt(128)) for size in v.shape]
+        turned: NDArray[np.float64] = sides[0] @ v @ sides[1]
+        return (turned * self.suh.astype(float)[:, None] * self.svh.astype(float)).T
+
+
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_every_state(codebook: str) -> None:
+    values = _values(codebook)
+    for state in [*range(0, 1 << 16, 7), 0xFFFF]:
+        exact = number(state, codebook)
+        assert values[state] == float(H(float(exact)))  # a float64 holds the sum, and the product and sum
+    assert Fraction(float(exact)) == exact
+    assert abs(values.mean()) < 0.02
+    assert 1.2 < values.std() < 1.3 or codebook == "mul1"
+
+
+def test_states_by_hand() -> None:
+    """mcg's product of 0 is 0: both halves are 0x3b60, 1888 / 2048. mul1's bytes of 0 add up to 0."""
+    assert _values("mcg")[0] == 2 * 1888 / 2048
+    assert _values("mul1")[0] == F(H(1024 * (1774 / 2**18) - 1329 / 128))
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("codebook", CODEBOOKS)
+def test_numbers(bits: int, codebook: str) -> None:
+    w = Weight(256, 128, bits, codebook, bits)
+    made = cq.from_exl3(w.trellis, w.suh, w.svh, codebook)
+    assert made.shape == (256, 128)
+    assert made.dtype == F
+    assert nmse(made, w.numbers) < 1e-12
+
+
+def test_packed_signs() -> None:
+    w = Weight(128, 256, 3, "3inst")
+    w.suh, w.svh = np.sign(w.suh), np.sign(w.svh)
+    bits = [np.packbits(side < 0, bitorder="little").view(np.int16) for side in (w.suh, w.svh)]
+    assert bits[0].shape == (16,)
+    np.testing.assert_array_equal(
+        cq.from_exl3(w.trellis, bits[0], bits[1]), cq.from_exl3(w.trellis, w.suh, w.svh)
+    )
+
+
+def test_parts_of_a_weight_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = Weight(384, 256, 2, "mcg")
+    expected = cq.from_exl3(w.trellis, w.suh, w.svh, "mcg")
+    monkeypatch.setattr("cuquant.io.exl3._AT_ONCE", 1)
+    np.testing.assert_array_equal(cq.from_exl3(w.trellis, w.suh, w.svh, "mcg"), expected)
+
+
+def stored(w: Weight, prefix: str, **more: Any) -> dict[str, Any]:
+    return {
+        f"{prefix}{name}": a
+        for name, a in ({"trellis": w.trellis, "suh": w.suh, "svh": w.svh} | more).items()
+    }
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    a, b, c = (Weight(128, 128, 2 + i, name, i) for i, name in enumerate(CODEBOOKS))
+    factor = {name: np.array(value, np.uint32).view(np.int32) for name, value in CODEBOOKS.items()}
+    tensors = stored(a, "a.") | stored(b, "b.", mcg=factor["mcg"], bias=np.ones(128, H))
+    tensors |= stored(c, "c.", mul1=factor["mul1"].reshape(1)) | {"norm.weight": np.ones(3, H)}
+    safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+    found = cq.read_safetensors(tmp_path / "m.safetensors")
+    assert list(found) == ["a.weight", "b.weight", "c.weight"]
+    for name, w in zip("abc", (a, b, c), strict=True):
+        np.testing.assert_array_equal(
+            found[f"{name}.weight"], cq.from_exl3(w.trellis, w.suh, w.svh, w.codebook)
+        )
+    assert cq.quantize(found["b.weight"], "q8_0").shape == (128, 128)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"x.suh": None}, r"x\.trellis has no suh beside it"),
+        ({"x.mcg": np.array([5], np.int32)}, r"x\.trellis: its mcg is 0x5; 0xcbac1fed alone is known"),
+        ({"x.svh": np.ones(64, H)}, r"x\.trellis: svh stands for \(64,\) numbers; trellis .* has 128 there"),
+    ],
+)
+def test_a_checkpoint_with_faults(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    tensors = {k: v for k, v in (stored(Weight(128, 128, 2, "mcg"), "x.") | change).items() if v is not None}
+    safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
+    with pytest.raises(ValueError, match=problem):
+        cq.read_safetensors(tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "problem"),
+    [
+        (
+            {"trellis": np.zeros((8, 8, 32), np.uint16)},
+            TypeError,
+            "trellis has dtype uint16; int16 is needed",
+        ),
+        ({"trellis": np.zeros((8, 7, 32), np.int16)}, ValueError, r"trellis \(8, 7, 32\) is none of tiles: "),
+        ({"trellis": np.zeros((8, 8, 40), np.int16)}, ValueError, "multiples of 128, bits 1 to 8"),
+        ({"trellis": np.zeros((0, 8, 32), np.int16)}, ValueError, "is none of tiles"),
+        ({"suh": np.ones(128, F)}, TypeError, "suh has dtype float32; float16, or int16 with a bit for each"),
+        ({"svh": np.ones(8, np.int16)[:4]}, ValueError, r"svh stands for \(64,\) numbers"),
+        ({"codebook": "2mad"}, ValueError, "codebook"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], problem: str) -> None:
+    ones = np.ones(128, H)
+    given: dict[str, Any] = {"trellis": np.zeros((8, 8, 32), np.int16), "suh": ones, "svh": ones} | change
+    with pytest.raises(error, match=problem):
+        cq.from_exl3(**given)
