@@ -172,7 +172,7 @@ def test_sm_86_has_the_kernels_of_sm_89() -> None:
     assert kv_plan.all_kernels(86) == kv_plan.all_kernels(89)
     lines = "\n".join(path.read_text(encoding="utf-8") for path in sources.folder().rglob("*.cu*"))
     asked = {int(number) for number in re.findall(r"__CUDA_ARCH__ [=<>!]+ (\d+)", lines)}
-    assert asked == {800, 900}
+    assert {number for number in asked if number < 900} == {800}
 
 
 @needs_nvrtc
