@@ -128,6 +128,36 @@ def test_types_that_have_no_format_here(tmp_path: Path) -> None:
         np.testing.assert_array_equal(cq.open(tmp_path / "t.gguf", "cpu")["x.weight"], expected.astype(dtype))
 
 
+@pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
+def test_what_cannot_be_read_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = np.zeros((2, 292), np.uint8)
+    source = mixed(tmp_path / "s.gguf", z__weight=(raw, Type.Q8_K))
+    monkeypatch.setattr(cq.Model, "floats", None)
+    with (
+        untouched(tmp_path),
+        pytest.raises(cq.GGUFError, match=r"'z\.weight': the gguf package cannot dequan"),
+    ):
+        dequantize_file(source, tmp_path / "t.gguf")
+
+
+def test_nothing_is_read_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a safetensors file has of a model is not all in memory."""
+    source, read = mixed(tmp_path / "s.gguf"), []
+    raw = cq.Model.raw
+
+    def seen(model: cq.Model, name: str) -> Any:
+        read.append(name)
+        return raw(model, name)
+
+    monkeypatch.setattr(cq.Model, "raw", seen)
+    monkeypatch.setattr("cuquant.io.safetensors.write", lambda *args: None)
+    dequantize_file(source, tmp_path / "t.safetensors", keep="*attn_q*")
+    cq.quantize_file(
+        write(tmp_path / "f.gguf", {"a.weight": weights(4, 32)}), tmp_path / "u.safetensors", "q8_0"
+    )
+    assert set(read) <= {"a.weight"}  # to fit its format
+
+
 def test_safetensors(tmp_path: Path) -> None:
     source, target = mixed(tmp_path / "s.gguf"), tmp_path / "t.safetensors"
     dequantize_file(source, target)
@@ -139,8 +169,15 @@ def test_safetensors(tmp_path: Path) -> None:
         "blk.0.ffn_gate_inp.weight": "float32",
         "output.weight": "float16",
     }
-    w = cq.open(source, "cpu")["blk.0.ffn_up.weight"]
+    model = cq.open(source, "cpu")
+    w = model["blk.0.ffn_up.weight"]
     np.testing.assert_array_equal(found["blk.0.ffn_up.weight"], w.dequantize(H))
+    dequantize_file(source, target, keep="*ffn_up*", force=True)
+    kept = cq.load(target, "cpu")["blk.0.ffn_up.weight"]
+    assert kept.format == w.format
+    assert kept.blocks.tobytes() == w.blocks.tobytes()
+    for name in ("blk.0.ffn_norm.weight", "blk.0.ffn_gate_inp.weight"):
+        np.testing.assert_array_equal(found[name], model[name])
 
 
 @pytest.mark.parametrize(
@@ -173,6 +210,9 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
     problem = r"tensor 'blk\.1\.attn_q\.weight' has numbers beyond float16: take bfloat16 or float32"
     with untouched(tmp_path), pytest.raises(ValueError, match=problem):
         dequantize_file(source, tmp_path / "t.gguf")
+    huge = mixed(tmp_path / "h.gguf", blk__1__attn_q__weight=np.full((4, 32), 3.4e38, F))
+    with untouched(tmp_path), pytest.raises(ValueError, match="numbers beyond bfloat16: take float32"):
+        dequantize_file(huge, tmp_path / "t.gguf", "BF16")
     dequantize_file(source, tmp_path / "t.gguf", F)
     assert cq.open(tmp_path / "t.gguf", "cpu")["blk.1.attn_q.weight"].max() > 9e5
     spoiled = np.where(np.eye(4, 32) > 0, np.inf, F(1)).astype(F)

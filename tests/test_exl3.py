@@ -12,10 +12,11 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant.io.exl3 import CODEBOOKS, _values
+from cuquant.io.exl3 import _values
 from cuquant.testing import nmse
 
 F, H = np.float32, np.float16
+CODEBOOKS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
 
 def half(bits: int) -> Fraction:
@@ -87,8 +88,8 @@ def test_every_state(codebook: str) -> None:
     values = _values(codebook)
     for state in [*range(0, 1 << 16, 7), 0xFFFF]:
         exact = number(state, codebook)
-        assert values[state] == float(H(float(exact)))  # a float64 holds the sum, and the product and sum
-    assert Fraction(float(exact)) == exact
+        assert Fraction(float(exact)) == exact  # a float64 holds the sum, and the product and sum
+        assert values[state] == float(H(float(exact)))
     assert abs(values.mean()) < 0.02
     assert 1.2 < values.std() < 1.3 or codebook == "mul1"
 
@@ -97,6 +98,17 @@ def test_states_by_hand() -> None:
     """mcg's product of 0 is 0: both halves are 0x3b60, 1888 / 2048. mul1's bytes of 0 add up to 0."""
     assert _values("mcg")[0] == 2 * 1888 / 2048
     assert _values("mul1")[0] == F(H(1024 * (1774 / 2**18) - 1329 / 128))
+
+
+def test_the_state_1_by_hand() -> None:
+    """89226354 + 64248484 = 0x0925d716, masked 0x0925d716, changed 0x3245bc76: 1605 / 2^13 - 1142 / 2^10.
+
+    0xcbac1fed, masked 0x8bac0fed, changed 0xb0cc348d: -1228 / 2^13 + 1165 / 2^12. The bytes of 0x83dcd12d add
+    up to 605.
+    """
+    assert _values("3inst")[1] == F(H(1605 / 2**13 - 1142 / 2**10))
+    assert _values("mcg")[1] == F(H(1165 / 2**12 - 1228 / 2**13))
+    assert _values("mul1")[1] == F(H((1024 + 605) * (1774 / 2**18) - 1329 / 128))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -152,7 +164,8 @@ def test_checkpoint(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"x.suh": None}, r"x\.trellis has no suh beside it"),
-        ({"x.mcg": np.array([5], np.int32)}, r"x\.trellis: its mcg is 0x5; 0xcbac1fed alone is known"),
+        ({"x.mcg": np.array([5], np.int32)}, r"x\.mcg is 0x5; 0xcbac1fed alone is known"),
+        ({"x.mcg": np.array([], np.int32)}, r"x\.mcg is empty; 0xcbac1fed alone is known"),
         ({"x.svh": np.ones(64, H)}, r"x\.trellis: svh stands for \(64,\) numbers; trellis .* has 128 there"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 from formats_table import ACTIVATIONS, CODEBOOKS, NAMES, random_blocks
-from gguf_files import untouched
+from gguf_files import NANO, untouched
 from numpy.typing import NDArray
 from test_convert import small
 
@@ -282,13 +284,26 @@ def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError("1048576 requested and 959216 written")
+FULL = """
+import resource, signal, sys
+import numpy as np
+import cuquant as cq
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+if sys.argv[2] == "save":
+    cq.save(sys.argv[1], {"a": np.zeros(100_000, np.float32)})
+else:
+    cq.quantize_file(sys.argv[3], sys.argv[1], "q8_0", device="cpu")
+"""
 
-    monkeypatch.setattr(cq.io.safetensors, "write", full)
-    with pytest.raises(
-        OSError, match=r"a\.safetensors could not be written: 1048576 requested and 959216 written"
-    ):
-        cq.save(tmp_path / "a.safetensors", {"a": np.zeros(3, np.float32)})
+
+@pytest.mark.parametrize("name", ["save", "a.gguf", "a.safetensors"])
+def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path, name: str) -> None:
+    target = tmp_path / ("a.safetensors" if name == "save" else name)
+    command = [sys.executable, "-c", FULL, str(target), name, str(NANO)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("OSError: ")
+    assert str(target) in last
     assert not any(tmp_path.iterdir())

@@ -28,13 +28,12 @@ def head_dim(value: Any, multiple: int) -> int:
 
 def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     """Tokens that each width has room for, widest first."""
-    widths, what = _widths(bits), "bits are"
-    if isinstance(capacity, Mapping):
-        widths, what = list(capacity), "capacity has the bits"
+    given = isinstance(capacity, Mapping)
+    widths, what = (list(capacity), "capacity has the bits") if given else (_widths(bits), "bits are")
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
-    given = capacity if isinstance(capacity, Mapping) else dict.fromkeys(widths, capacity)
-    return {b: count(given[b], "capacity") for b in allowed if b in given}
+    rooms = capacity if given else dict.fromkeys(widths, capacity)
+    return {b: count(rooms[b], "capacity") for b in allowed if b in rooms}
 
 
 def _widths(bits: Any) -> list[Any]:
@@ -330,7 +329,7 @@ def restored(cache: Any) -> None:
 
 def _number(value: Any, what: str) -> float:
     try:
-        if isinstance(value, str):
+        if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
     except (TypeError, ValueError):

@@ -108,8 +108,8 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        Of EXL3 float32 arrays, which `quantize` takes (see `from_exl3`). Empty for one file of several
-        (…-00002-of-00003.safetensors) that has none.
+        Of EXL3 float32 arrays, ten to sixteen times the file, which `quantize` takes (see `from_exl3`). Empty
+        for one file of several (…-00002-of-00003.safetensors) that has none.
 
     Raises
     ------
@@ -128,7 +128,8 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
                 hint = "; cuquant wrote it, and cuquant.load reads it" if own else ""
                 kinds = "GPTQ, AWQ or EXL3: no tensor named *.qweight or *.trellis"
                 raise ValueError(f"{path} has no weight of {kinds}{hint}")
-            return {f"{name[:-7]}weight": _read(file, names, name, version) for name in found}
+            parts = [(name, _beside(file, names, name)) for name in found]  # all, before any is made
+            return {f"{name[:-7]}weight": _read(file, names, name, more, version) for name, more in parts}
     except SafetensorError as error:
         problem = why_unreadable(Path(path), error)
         raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
@@ -138,22 +139,28 @@ _BESIDE = {"qweight": (("qzeros",), ("scales",)), "trellis": (("suh", "su"), ("s
 """What a weight has beside its codes; the second name where there is not the first."""
 
 
-def _read(file: Any, names: set[str], name: str, version: int) -> Any:
-    """The weight of an open file that has this tensor."""
+def _beside(file: Any, names: set[str], name: str) -> list[str]:
+    """The names of the tensors that a weight's codes need; of EXL3 the codebook's name, too."""
     prefix, _, kind = name.rpartition(".")
     there = [[part for part in parts if f"{prefix}.{part}" in names] for parts in _BESIDE[kind]]
     missing = [parts[0] for parts, found in zip(_BESIDE[kind], there, strict=True) if not found]
     if missing:
         raise ValueError(f"{name} has no {' and no '.join(missing)} beside it")
-    codes, *beside = (file.get_tensor(f"{prefix}.{part}") for part in (kind, *(f[0] for f in there)))
+    beside = [f"{prefix}.{found[0]}" for found in there]
+    return [*beside, _codebook(file, names, prefix)] if kind == "trellis" else beside
+
+
+def _read(file: Any, names: set[str], name: str, beside: list[str], version: int) -> Any:
+    """The weight of an open file whose codes are this tensor."""
+    prefix, _, kind = name.rpartition(".")
+    codes, one, other = map(file.get_tensor, (name, *beside[:2]))
     try:
         if kind == "trellis":
-            return from_exl3(codes, beside[0], beside[1], _codebook(file, names, prefix))
-        qzeros, scales = beside
-        if codes.shape[-1:] == qzeros.shape[-1:]:
-            return from_awq(codes, qzeros, scales)
+            return from_exl3(codes, one, other, beside[2])
+        if codes.shape[-1:] == one.shape[-1:]:
+            return from_awq(codes, one, other)
         g_idx = file.get_tensor(f"{prefix}.g_idx") if f"{prefix}.g_idx" in names else None
-        return from_gptq(codes, qzeros, scales, g_idx, version)
+        return from_gptq(codes, one, other, g_idx, version)
     except TypeError as error:
         raise TypeError(f"{name}: {error}") from None
     except ValueError as error:
@@ -164,9 +171,10 @@ def _codebook(file: Any, names: set[str], prefix: str) -> str:
     """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
     for codebook in ("mcg", "mul1"):
         if f"{prefix}.{codebook}" in names:
-            factor = int(file.get_tensor(f"{prefix}.{codebook}").reshape(-1)[0]) & 0xFFFFFFFF
-            if factor != CODEBOOKS[codebook]:
-                raise ValueError(f"its {codebook} is {factor:#x}; {CODEBOOKS[codebook]:#x} alone is known")
+            found = [int(factor) & 0xFFFFFFFF for factor in file.get_tensor(f"{prefix}.{codebook}").flat]
+            if found != [CODEBOOKS[codebook]]:
+                shown = ", ".join(map(hex, found)) or "empty"
+                raise ValueError(f"{prefix}.{codebook} is {shown}; {CODEBOOKS[codebook]:#x} alone is known")
             return codebook
     return "3inst"
 

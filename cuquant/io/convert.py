@@ -17,7 +17,7 @@ from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model
 from .model import open as open_model
-from .rewrite import Changed, new_file, shown, write_gguf
+from .rewrite import Changed, copied_tensor, new_file, shown, write_gguf
 from .words import counted
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -226,7 +226,7 @@ def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool
     def entry(name: str) -> safetensors.Tensor:
         fmt = todo.formats.get(name)
         if fmt is None:
-            return safetensors.entry(name, model[name])
+            return copied_tensor(model, name)
         shape = model.tensors[name].shape
         fitted = fmt.for_row(shape[-1]).fitted(model[name])
         return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))

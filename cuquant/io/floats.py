@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,9 @@ from .. import check
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, TensorInfo
-from .model import Model
+from .model import FallbackWarning, Model
 from .model import open as open_model
-from .rewrite import Changed, new_file, shown, write_gguf
+from .rewrite import Changed, copied_tensor, new_file, shown, write_gguf
 from .words import counted
 
 _FILE_TYPES = {0: 0, 1: 1, 30: 32}
@@ -57,9 +58,10 @@ def dequantize_file(
 ) -> Dequantized:
     """Write the numbers that a quantized GGUF file stands for to one of floats: GGUF, or safetensors.
 
-    Quantized tensors, and weight matrices of other floats, get this dtype, each number rounded once; norms
-    and all else are copied, the metadata too. Tensors are read and written one at a time, under a temporary
-    name beside `target` that takes its place only when complete.
+    Quantized tensors, and weight matrices of other floats (but float64), get this dtype, each number rounded
+    once; norms and all else are copied, the metadata too. (What `keep` names of types without a format here
+    is float16 in a safetensors file.) Tensors are read and written one at a time, under a temporary name
+    beside `target` that takes its place only when complete.
 
     Parameters
     ----------
@@ -88,11 +90,15 @@ def dequantize_file(
         `target` exists and `force` is false.
     GGUFError, TypeError, ValueError
         See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that
-        is not kept; nothing is left to do; or a number is beyond float16's range (its tensor is named).
+        is not kept; nothing is left to do; a type cannot be read; or a number is beyond the dtype's range
+        (its tensor is named).
     """
-    wanted = check.float_dtype(NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+    wanted = check.float_dtype(NAMES.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
     target = Path(target)
-    with open_model(source, device) as model:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)  # what has no format here is read as exactly
+        opened = open_model(source, device)
+    with opened as model:
         kept = copied(model, keep)
         made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
         if not made:
@@ -102,6 +108,8 @@ def dequantize_file(
         left_out = {scale: name for name in changed if (scale := model.scale_of(name)) is not None}
         for scale in left_out.keys() & kept:
             raise ValueError(f"{scale!r} is the scale of {left_out[scale]!r}: keep both, or neither")
+        for info in made:
+            model.check_readable(info.name)
         with new_file(model, target, force) as temporary:
             if target.suffix.lower() != ".safetensors":
                 write_gguf(temporary, model, changed, _FILE_TYPES[number], progress, left_out)
@@ -109,7 +117,7 @@ def dequantize_file(
                 tensors = {
                     name: safetensors.Tensor(kind, model.tensors[name].shape, changed[name].make)
                     if name in changed
-                    else safetensors.entry(name, model[name])
+                    else copied_tensor(model, name)
                     for name in model
                     if name not in left_out
                 }
@@ -134,8 +142,8 @@ def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) 
 def _numbers(model: Model, name: str, dtype: np.dtype[Any]) -> Any:
     """A tensor as floats; ValueError where numbers become infinite."""
     made = model.floats(name, dtype)
-    if dtype == np.float16:
-        lost = ~np.isfinite(made)
-        if lost.any() and np.isfinite(model.floats(name, np.dtype(np.float32))[lost]).any():
-            raise ValueError(f"tensor {name!r} has numbers beyond float16: take bfloat16 or float32")
+    lost = ~np.isfinite(made)
+    if lost.any() and np.isfinite(model.floats(name)[lost]).any():
+        wider = {"float16": ": take bfloat16 or float32", "bfloat16": ": take float32"}.get(str(dtype), "")
+        raise ValueError(f"tensor {name!r} has numbers beyond {dtype}{wider}")
     return made

@@ -100,11 +100,25 @@ class Model(Mapping[str, Any]):
             array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
         else:
             array = self._foreign(info, np.dtype(np.float16))
+            if not np.isfinite(array).all() and np.isfinite(self._foreign(info, np.dtype(np.float32))).all():
+                raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond float16's 65504")
         return array if self._device == "cpu" else cupy().asarray(array)
 
-    def floats(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A tensor's numbers as floats, each rounded once, as a NumPy array."""
+    def format(self, name: str) -> Format | None:
+        """The format of a tensor's blocks; None of floats, of types without one here, and of blocks with a
+        scale for each expert."""
         info = self._info(name)
+        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
+        own = scales is None or scales.shape in ((), (1,))
+        return self._scaled(fmt, info) if fmt is not None and own else None
+
+    def floats(self, name: str, dtype: Any = np.float32) -> NDArray[Any]:
+        """A tensor's numbers as a NumPy array of float16, bfloat16 or float32, each rounded once.
+
+        Beyond the dtype's range they are infinite. TypeError where the dtype is none of these, GGUFError
+        where numbers of this type cannot be read.
+        """
+        info, dtype = self._info(name), check.float_dtype(dtype)
         if info.ggml_type not in PLAIN_TYPES and self._format(info) is None:
             return self._foreign(info, dtype)
         array = self[name]
@@ -112,6 +126,12 @@ class Model(Mapping[str, Any]):
             if isinstance(array, QuantizedArray):
                 return as_numpy(array.dequantize(dtype))
             return as_numpy(array).astype(dtype)
+
+    def check_readable(self, name: str) -> None:
+        """GGUFError where the numbers of a tensor cannot be read, for its type or its scale; nothing is."""
+        info = self._info(name)
+        if self.format(name) is None and info.ggml_type not in PLAIN_TYPES:
+            check_type(info)
 
     def _foreign(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A tensor of a type without a format, or with a scale for each expert."""
@@ -309,28 +329,32 @@ def _warn_of_fallback(model: Model) -> None:
         )
 
 
+def check_type(info: TensorInfo) -> None:
+    """GGUFError where the gguf package does not know what the blocks of a tensor stand for."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType(info.ggml_type)
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        problem = f"tensor {info.name!r}: the gguf package cannot dequantize {info.type_name}"
+        raise GGUFError(problem) from None
+
+
 def _fallback(
     raw: NDArray[np.uint8], info: TensorInfo, scales: NDArray[np.float32] | None, dtype: np.dtype[Any]
 ) -> NDArray[Any]:
     """A tensor of a foreign quantized type as floats, through the gguf package, times scales of experts."""
     import gguf
 
+    check_type(info)
     kind = gguf.GGMLQuantizationType(info.ggml_type)
     rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
     out = np.empty((len(rows), info.shape[-1]), dtype)
     for part in cpu.slabs(len(rows), info.shape[-1]):
-        try:
-            with np.errstate(over="raise", invalid="ignore"):
-                numbers = gguf.quants.dequantize(rows[part], kind)
-                out[part] = numbers if scales is None else numbers * _of_rows(scales, part, len(rows))
-        except NotImplementedError:
-            raise GGUFError(
-                f"tensor {info.name!r}: the gguf package cannot dequantize {info.type_name}"
-            ) from None
-        except FloatingPointError:
-            raise GGUFError(
-                f"tensor {info.name!r} ({info.type_name}) has values beyond float16's 65504"
-            ) from None
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers = gguf.quants.dequantize(rows[part], kind)
+            out[part] = numbers if scales is None else numbers * _of_rows(scales, part, len(rows))
     return out.reshape(info.shape)
 
 

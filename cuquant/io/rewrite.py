@@ -11,7 +11,9 @@ import numpy as np
 
 from .. import check
 from ..device import as_numpy
-from .atomic import replacing
+from . import safetensors
+from .atomic import ordinary, replacing
+from .gguf import PLAIN_TYPES
 from .model import Model
 
 QUANTIZATION_VERSION = 2
@@ -35,9 +37,10 @@ def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
     if that is neither True nor False.
     """
     force = check.flag(force, "force")
+    ordinary(target)
     if any(target.exists() and target.samefile(path) for path in model.paths):
         raise ValueError(f"{target} is the file being read")
-    if target.exists() and not target.is_dir() and not force:
+    if target.exists() and not force:
         raise FileExistsError(f"{target} exists; force=True replaces it")
     with replacing(target) as temporary:
         yield temporary
@@ -63,6 +66,18 @@ def write_gguf(
         for name in shown(names, progress):
             new = changed.get(name)
             writer.write_tensor_data(as_numpy(model.raw(name) if new is None else new.make()))
+
+
+def copied_tensor(model: Model, name: str) -> safetensors.Tensor:
+    """A tensor as it is, for a safetensors file; of a type without a format here float16 numbers. Nothing is
+    read before it is written."""
+    info, fmt = model.tensors[name], model.format(name)
+    if fmt is not None:
+        return safetensors.quantized(fmt, info.shape, lambda: model.raw(name))
+    if info.ggml_type not in PLAIN_TYPES:
+        return safetensors.Tensor("F16", info.shape, lambda: model[name])
+    kind, dtype = PLAIN_TYPES[info.ggml_type]
+    return safetensors.Tensor(kind, info.shape, lambda: model.raw(name).view(dtype))
 
 
 def shown(names: Iterable[str], progress: bool) -> Iterator[str]:

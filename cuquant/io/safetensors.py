@@ -31,7 +31,7 @@ from .atomic import replacing
 KEY = "cuquant"
 VERSION = 1
 OTHER_READERS = (
-    "cuquant.read_safetensors reads GPTQ's and AWQ's weights of 4 bits; of a Hugging Face model llama.cpp's "
+    "cuquant.read_safetensors reads weights of GPTQ, AWQ and EXL3; of a Hugging Face model llama.cpp's "
     "convert_hf_to_gguf.py makes a GGUF file, which cuquant.open reads"
 )
 """What to do with a safetensors file of others."""
