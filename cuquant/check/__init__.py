@@ -88,6 +88,18 @@ from .caches import (
 from .caches import (
     tokens as tokens,
 )
+from .checkpoints import (
+    exl3 as exl3,
+)
+from .checkpoints import (
+    gptq_version as gptq_version,
+)
+from .checkpoints import (
+    group_index as group_index,
+)
+from .checkpoints import (
+    packed as packed,
+)
 from .common import (
     FLOAT_NAMES as FLOAT_NAMES,
 )
@@ -167,19 +179,10 @@ from .formats import (
     e4m4 as e4m4,
 )
 from .formats import (
-    exl3 as exl3,
-)
-from .formats import (
     format_of as format_of,
 )
 from .formats import (
-    gptq_version as gptq_version,
-)
-from .formats import (
     grid as grid,
-)
-from .formats import (
-    group_index as group_index,
 )
 from .formats import (
     group_size as group_size,
@@ -201,9 +204,6 @@ from .formats import (
 )
 from .formats import (
     of_kind as of_kind,
-)
-from .formats import (
-    packed as packed,
 )
 from .formats import (
     raw_blocks as raw_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,24 +13,7 @@ from .. import check
 from .. import device as gpu
 from ..render import html_facts
 from . import allocator, codes, cpu, file, moves
-from .tiers import Tier, capacity_argument, rooms_of
-
-
-class CachedTokens(NamedTuple):
-    """T tokens of a sequence.
-
-    Attributes
-    ----------
-    token_ids, slots, bits : int32 [T]
-        Ids, positions in the sequence, and the widths of their keys and values.
-    importance : float32 [T]
-        The attention that they received, where the cache tracks it; else 0.
-    """
-
-    token_ids: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    bits: NDArray[np.int32]
-    importance: NDArray[np.float32]
+from .tiers import CachedTokens, Tier, capacity_argument, rooms_of
 
 
 class KVCache:
