@@ -207,11 +207,11 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
     big = np.full((4, 32), 1e6, F)
     one: Stored = (cq.quantize(big, "q8_0").blocks, Type.Q8_0) if stored else big
     source = mixed(tmp_path / "s.gguf", blk__1__attn_q__weight=one)
-    problem = r"tensor 'blk\.1\.attn_q\.weight' has numbers beyond float16: take bfloat16 or float32"
+    problem = r"tensor 'blk\.1\.attn_q\.weight' .* beyond float16's 65504: bfloat16 and float32 have room"
     with untouched(tmp_path), pytest.raises(ValueError, match=problem):
         dequantize_file(source, tmp_path / "t.gguf")
     huge = mixed(tmp_path / "h.gguf", blk__1__attn_q__weight=np.full((4, 32), 3.4e38, F))
-    with untouched(tmp_path), pytest.raises(ValueError, match="numbers beyond bfloat16: take float32"):
+    with untouched(tmp_path), pytest.raises(ValueError, match="has values beyond bfloat16: float32 has room"):
         dequantize_file(huge, tmp_path / "t.gguf", "BF16")
     dequantize_file(source, tmp_path / "t.gguf", F)
     assert cq.open(tmp_path / "t.gguf", "cpu")["blk.1.attn_q.weight"].max() > 9e5
@@ -219,6 +219,10 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
     other = mixed(tmp_path / "i.gguf", blk__1__attn_q__weight=spoiled)
     dequantize_file(other, tmp_path / "j.gguf")
     np.testing.assert_array_equal(cq.open(tmp_path / "j.gguf", "cpu")["blk.1.attn_q.weight"], spoiled)
+    spoiled[0, 1] = 1e6  # beside what is infinite already
+    both = mixed(tmp_path / "b.gguf", blk__1__attn_q__weight=spoiled)
+    with untouched(tmp_path), pytest.raises(cq.GGUFError, match=problem):
+        dequantize_file(both, tmp_path / "c.gguf")
 
 
 def test_command(run: Run, tmp_path: Path) -> None:

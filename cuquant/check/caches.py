@@ -32,8 +32,8 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     widths, what = (list(capacity), "capacity has the bits") if given else (_widths(bits), "bits are")
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
-    rooms = capacity if given else dict.fromkeys(widths, capacity)
-    return {b: count(rooms[b], "capacity") for b in allowed if b in rooms}
+    sizes = capacity if given else dict.fromkeys(widths, capacity)
+    return {b: count(sizes[b], "capacity") for b in allowed if b in sizes}
 
 
 def _widths(bits: Any) -> list[Any]:

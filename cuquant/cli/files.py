@@ -90,7 +90,7 @@ def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any
 
 
 def _add_dequantize(commands: Any) -> None:
-    from ..io.floats import NAMES
+    from ..io.mixture import FLOATS
 
     command = subcommand(
         commands,
@@ -102,9 +102,7 @@ def _add_dequantize(commands: Any) -> None:
     )
     command.add_argument("source", metavar="IN.gguf")
     command.add_argument("target", metavar="OUT", help="OUT.gguf or OUT.safetensors")
-    command.add_argument(
-        "--type", choices=[*NAMES, *NAMES.values()], default="f16", help="of the matrices (f16)"
-    )
+    command.add_argument("--type", choices=tuple(FLOATS), default="f16", help="of the matrices (f16)")
     _add_how(command, "dequantize")
 
 

@@ -17,7 +17,7 @@ from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model
 from .model import open as open_model
-from .rewrite import Changed, copied_tensor, new_file, shown, write_gguf
+from .rewrite import Changed, new_file, write_gguf, write_safetensors
 from .words import counted
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -218,20 +218,16 @@ def quantize_file(
                 changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}
                 write_gguf(temporary, model, changed, todo.format.file_type, progress)
             else:
-                _write_safetensors(model, todo, temporary, progress)
+                made = {name: _fitted(model, name, fmt) for name, fmt in todo.formats.items()}
+                write_safetensors(temporary, model, made, progress)
     return todo
 
 
-def _write_safetensors(model: Model, todo: Selection, path: Path, progress: bool) -> None:
-    def entry(name: str) -> safetensors.Tensor:
-        fmt = todo.formats.get(name)
-        if fmt is None:
-            return copied_tensor(model, name)
-        shape = model.tensors[name].shape
-        fitted = fmt.for_row(shape[-1]).fitted(model[name])
-        return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
-
-    safetensors.write(path, {name: entry(name) for name in model}, lambda names: shown(names, progress))
+def _fitted(model: Model, name: str, fmt: Format) -> safetensors.Tensor:
+    """A tensor in that format, with parameters that fit it."""
+    shape = model.tensors[name].shape
+    fitted = fmt.for_row(shape[-1]).fitted(model[name])
+    return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
 
 
 def _changed(model: Model, name: str, fmt: Format) -> Changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable
@@ -15,17 +16,14 @@ from .. import check
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, TensorInfo
+from .mixture import FLOATS
 from .model import FallbackWarning, Model
 from .model import open as open_model
-from .rewrite import Changed, copied_tensor, new_file, shown, write_gguf
+from .rewrite import Changed, new_file, write_gguf, write_safetensors
 from .words import counted
 
 _FILE_TYPES = {0: 0, 1: 1, 30: 32}
 """`general.file_type` of files whose matrices have these GGUF types: F32, F16, BF16."""
-
-
-NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}
-"""GGUF's names of floats, for people who have them from there."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +91,7 @@ def dequantize_file(
         is not kept; nothing is left to do; a type cannot be read; or a number is beyond the dtype's range
         (its tensor is named).
     """
-    wanted = check.float_dtype(NAMES.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
+    wanted = check.float_dtype(FLOATS.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
     target = Path(target)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)  # what has no format here is read as exactly
@@ -114,14 +112,11 @@ def dequantize_file(
             if target.suffix.lower() != ".safetensors":
                 write_gguf(temporary, model, changed, _FILE_TYPES[number], progress, left_out)
             else:
-                tensors = {
-                    name: safetensors.Tensor(kind, model.tensors[name].shape, changed[name].make)
-                    if name in changed
-                    else copied_tensor(model, name)
-                    for name in model
-                    if name not in left_out
+                made_of = {
+                    name: safetensors.Tensor(kind, model.tensors[name].shape, new.make)
+                    for name, new in changed.items()
                 }
-                safetensors.write(temporary, tensors, lambda names: shown(names, progress))
+                write_safetensors(temporary, model, made_of, progress, left_out)
         others = model.tensors.keys() - changed.keys() - left_out.keys()
     return Dequantized(wanted, frozenset(changed), frozenset(others), frozenset(left_out))
 
@@ -135,15 +130,5 @@ def _changes(info: TensorInfo, dtype: np.dtype[Any]) -> bool:
 
 
 def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) -> Changed:
-    nbytes = int(np.prod(info.shape, dtype=np.int64)) * dtype.itemsize
-    return Changed(number, nbytes, lambda: _numbers(model, info.name, dtype))
-
-
-def _numbers(model: Model, name: str, dtype: np.dtype[Any]) -> Any:
-    """A tensor as floats; ValueError where numbers become infinite."""
-    made = model.floats(name, dtype)
-    lost = ~np.isfinite(made)
-    if lost.any() and np.isfinite(model.floats(name)[lost]).any():
-        wider = {"float16": ": take bfloat16 or float32", "bfloat16": ": take float32"}.get(str(dtype), "")
-        raise ValueError(f"tensor {name!r} has numbers beyond {dtype}{wider}")
-    return made
+    nbytes = math.prod(info.shape) * dtype.itemsize
+    return Changed(number, nbytes, lambda: model.floats(info.name, dtype))

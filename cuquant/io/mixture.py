@@ -20,8 +20,9 @@ from ..formats import Format
 from ..formats.base import unknown
 from .gguf import TensorInfo
 
-_FLOATS = ("f16", "fp16", "float16", "bf16", "bfloat16", "f32", "fp32", "float32")
-"""Names under which people ask for what is not quantized."""
+FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
+FLOATS |= {name: name for name in FLOATS.values()}
+"""Names under which people ask for what is not quantized, and NumPy's."""
 _FALLBACK = {
     "q2_k": "q4_0",
     "q3_k": "q4_0",
@@ -239,7 +240,7 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
 
 
 def _refuse_floats(name: Any) -> None:
-    if isinstance(name, str) and name.lower() in _FLOATS:
+    if isinstance(name, str) and name.lower() in FLOATS:
         raise ValueError(
             f"{name!r} is no format to quantize to: tensors that keep (--keep) names, or no pattern of a "
             "mapping matches, are copied as they are; dequantize_file (cuquant dequantize) makes a file of "

@@ -99,52 +99,58 @@ class Model(Mapping[str, Any]):
         if info.ggml_type in PLAIN_TYPES:
             array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
         else:
-            array = self._foreign(info, np.dtype(np.float16))
-            if not np.isfinite(array).all() and np.isfinite(self._foreign(info, np.dtype(np.float32))).all():
-                raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond float16's 65504")
+            array = self.floats(name, np.float16)
         return array if self._device == "cpu" else cupy().asarray(array)
 
     def format(self, name: str) -> Format | None:
-        """The format of a tensor's blocks; None of floats, of types without one here, and of blocks with a
-        scale for each expert."""
+        """The format of a tensor's blocks, scale included; None of floats, of types without one here, and of
+        blocks with a scale for each expert."""
         info = self._info(name)
-        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
-        own = scales is None or scales.shape in ((), (1,))
-        return self._scaled(fmt, info) if fmt is not None and own else None
+        fmt = self._of_blocks(info)
+        return None if fmt is None else self._scaled(fmt, info)
 
     def floats(self, name: str, dtype: Any = np.float32) -> NDArray[Any]:
         """A tensor's numbers as a NumPy array of float16, bfloat16 or float32, each rounded once.
 
-        Beyond the dtype's range they are infinite. TypeError where the dtype is none of these, GGUFError
-        where numbers of this type cannot be read.
+        TypeError where the dtype is none of these; GGUFError where numbers of this type cannot be read, or
+        one is beyond the dtype's range. What is infinite or NaN stays so.
         """
         info, dtype = self._info(name), check.float_dtype(dtype)
-        if info.ggml_type not in PLAIN_TYPES and self._format(info) is None:
-            return self._foreign(info, dtype)
-        array = self[name]
-        with np.errstate(over="ignore"):
-            if isinstance(array, QuantizedArray):
-                return as_numpy(array.dequantize(dtype))
-            return as_numpy(array).astype(dtype)
+        made = self._numbers(info, dtype)
+        lost = ~np.isfinite(made)
+        if lost.any() and np.isfinite(self._numbers(info, np.dtype(np.float32))[lost]).any():
+            half = dtype == check.FLOATS[0]
+            most = "float16's 65504: bfloat16 and float32 have" if half else f"{dtype}: float32 has"
+            raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond {most} room")
+        return made
 
     def check_readable(self, name: str) -> None:
         """GGUFError where the numbers of a tensor cannot be read, for its type or its scale; nothing is."""
         info = self._info(name)
         if self.format(name) is None and info.ggml_type not in PLAIN_TYPES:
-            check_type(info)
+            _check_type(info)
 
-    def _foreign(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A tensor of a type without a format, or with a scale for each expert."""
-        scales = self._scales(info)
-        of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
-        return _fallback(self.raw(info.name), info, of_experts, dtype)
+    def _numbers(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """As `floats`, but infinite where they are beyond the dtype's range."""
+        if info.ggml_type not in PLAIN_TYPES and self._format(info) is None:
+            scales = self._scales(info)
+            of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
+            return _fallback(self.raw(info.name), info, of_experts, dtype)
+        array = self[info.name]
+        with np.errstate(over="ignore"):
+            if isinstance(array, QuantizedArray):
+                return as_numpy(array.dequantize(dtype))
+            return as_numpy(array).astype(dtype)
+
+    def _of_blocks(self, info: TensorInfo) -> Format | None:
+        """The format of a tensor's blocks, before its scale."""
+        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
+        return fmt if scales is None or scales.shape in ((), (1,)) else None
 
     def _format(self, info: TensorInfo) -> Format | None:
-        """The format of a tensor, where arrays of it can be used on the model's device."""
-        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
-        if fmt is None or not (fmt.on_gpu or self._device == "cpu"):
-            return None
-        return None if scales is not None and scales.shape not in ((), (1,)) else fmt
+        """The same, where arrays of it can be used on the model's device."""
+        fmt = self._of_blocks(info)
+        return fmt if fmt is not None and (fmt.on_gpu or self._device == "cpu") else None
 
     def _scales(self, info: TensorInfo) -> TensorInfo | None:
         """The float32 scale beside the blocks of an nvfp4 tensor, or one for each expert, if it has any.
@@ -329,7 +335,7 @@ def _warn_of_fallback(model: Model) -> None:
         )
 
 
-def check_type(info: TensorInfo) -> None:
+def _check_type(info: TensorInfo) -> None:
     """GGUFError where the gguf package does not know what the blocks of a tensor stand for."""
     import gguf
 
@@ -347,7 +353,7 @@ def _fallback(
     """A tensor of a foreign quantized type as floats, through the gguf package, times scales of experts."""
     import gguf
 
-    check_type(info)
+    _check_type(info)
     kind = gguf.GGMLQuantizationType(info.ggml_type)
     rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
     out = np.empty((len(rows), info.shape[-1]), dtype)

@@ -63,12 +63,24 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name in shown(names, progress):
+        for name in _shown(names, progress):
             new = changed.get(name)
             writer.write_tensor_data(as_numpy(model.raw(name) if new is None else new.make()))
 
 
-def copied_tensor(model: Model, name: str) -> safetensors.Tensor:
+def write_safetensors(
+    path: Path,
+    model: Model,
+    changed: Mapping[str, safetensors.Tensor],
+    progress: bool,
+    left_out: Collection[str] = (),
+) -> None:
+    """The same to a safetensors file, which has no metadata."""
+    tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
+    safetensors.write(path, tensors, lambda names: _shown(names, progress))
+
+
+def _copied(model: Model, name: str) -> safetensors.Tensor:
     """A tensor as it is, for a safetensors file; of a type without a format here float16 numbers. Nothing is
     read before it is written."""
     info, fmt = model.tensors[name], model.format(name)
@@ -80,7 +92,7 @@ def copied_tensor(model: Model, name: str) -> safetensors.Tensor:
     return safetensors.Tensor(kind, info.shape, lambda: model.raw(name).view(dtype))
 
 
-def shown(names: Iterable[str], progress: bool) -> Iterator[str]:
+def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
     """The names, behind a progress bar."""
     from tqdm import tqdm
 

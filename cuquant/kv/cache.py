@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .. import check
 from .. import device as gpu
-from ..render import html_facts
-from . import allocator, codes, cpu, file, moves
-from .tiers import CachedTokens, Tier, capacity_argument, rooms_of
+from . import allocator, codes, contents, cpu, file, moves
+from .contents import CachedTokens
+from .tiers import Tier, capacity_argument, rooms_of
 
 
 class KVCache:
@@ -326,17 +326,7 @@ class KVCache:
         The numbers that attention computes with, in NumPy's arrays; rotation and key scales are undone.
         ValueError where there is no such sequence.
         """
-        sequence = check.sequence(sequence, self.batch)
-        buckets = [(bits, tier.bucket(sequence).on_cpu()) for bits, tier in self.tiers.items()]
-        ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
-        k = np.concatenate([codes.decode(b.k_qx, b.k_scale, bits) for bits, b in buckets])
-        v = np.concatenate([codes.decode(b.v_qx, b.v_scale, bits) for bits, b in buckets])
-        if self.rotate:
-            k = codes.rotate(k)
-        if self.key_scales is not None:
-            k = k * gpu.as_numpy(self.key_scales[sequence])
-        order = np.argsort(slots)
-        return ids[order], slots[order], k[order], v[order]
+        return contents.numbers(self, check.sequence(sequence, self.batch))
 
     def tokens(self, sequence: int = 0) -> CachedTokens:
         """What a sequence holds, in the order of positions: a named tuple of NumPy's arrays [T].
@@ -344,15 +334,7 @@ class KVCache:
         They are `token_ids`, `slots` (positions) and `bits`, int32, and `importance`, float32. ValueError
         where there is no such sequence.
         """
-        which = check.sequence(sequence, self.batch)
-        parts: list[tuple[NDArray[Any], ...]] = []
-        for bits, tier in self.tiers.items():
-            b = tier.bucket(which)
-            ids, slots, importance = map(gpu.as_numpy, (b.token_ids, b.global_slots, b.importance))
-            parts.append((ids, slots, np.full(len(ids), bits, np.int32), importance))
-        held = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-        order = np.argsort(held[1])
-        return CachedTokens(*(array[order] for array in held))
+        return contents.tokens(self, check.sequence(sequence, self.batch))
 
     def refresh(self) -> None:
         """Take note of lengths and slots that were written into the buffers on a GPU."""
@@ -441,22 +423,7 @@ class KVCache:
         return copy
 
     def __repr__(self) -> str:
-        held = ", ".join(f"{bits}: {int(tier.held.sum())}" for bits, tier in self.tiers.items())
-        return (
-            f"KVCache(n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, capacity={self.capacity}, "
-            f"batch={self.batch}, tokens={{{held}}}, average_bits={self.average_bits:.4g}, "
-            f"nbytes={self.nbytes})"
-        )
+        return contents.text(self)
 
     def _repr_html_(self) -> str:
-        held = (f"{int(tier.held.sum()):,} of {bits} bits" for bits, tier in self.tiers.items())
-        return html_facts(
-            {
-                "key heads": f"{self.n_kv_heads} of {self.head_dim} channels",
-                "sequences": f"{self.batch}, of {self.capacity:,} tokens at most",
-                "tokens": ", ".join(held),
-                "average bits": f"{self.average_bits:.4g}",
-                "bytes": f"{self.nbytes:,}",
-                "device": self.device,
-            }
-        )
+        return contents.html(self)

@@ -123,23 +123,6 @@ class Tier:
         return f"Tier(bits={self.bits}, batch={batch}, room={self.room}, tokens={tokens})"
 
 
-class CachedTokens(NamedTuple):
-    """T tokens of a sequence.
-
-    Attributes
-    ----------
-    token_ids, slots, bits : int32 [T]
-        Ids, positions in the sequence, and the widths of their keys and values.
-    importance : float32 [T]
-        The attention that they received, where the cache tracks it; else 0.
-    """
-
-    token_ids: NDArray[np.int32]
-    slots: NDArray[np.int32]
-    bits: NDArray[np.int32]
-    importance: NDArray[np.float32]
-
-
 def held_of(tiers: Mapping[int, Tier]) -> dict[int, NDArray[np.int64]]:
     """Tokens [batch] that each width holds."""
     return {bits: tier.held.astype(np.int64) for bits, tier in tiers.items()}
