@@ -119,7 +119,8 @@ def product(p: Product, out: NDArray[Any]) -> None:
         # Leading axes along which W does not vary join the rows of this matrix's product.
         lead = (slice(None) if size == 1 else i for i, size in zip(index, stack, strict=True))
         here = (..., *lead, slice(None), slice(None))
-        y, rows = out[here], np.ascontiguousarray(x[here]).reshape(-1, k)
+        y = out[here]
+        rows = np.ascontiguousarray(x[here]).reshape(prod(y.shape[:-1]), k)
         bias = p.bias if p.bias is None or p.bias.ndim == 1 else p.bias[index]
         residual = None if p.residual is None else p.residual[here]
         for part in slabs(n, k):

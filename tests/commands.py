@@ -34,7 +34,12 @@ def run(*arguments: object) -> int | str | None:
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A command in a process of its own, its output in pipes."""
-    command = [sys.executable, "-m", "cuquant", *map(str, arguments)]
+    return python("-m", "cuquant", *arguments, **options)
+
+
+def python(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """The same of Python with any arguments."""
+    command = [sys.executable, *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, errors="replace", encoding="utf-8", **(pipes | options))
 

@@ -56,9 +56,10 @@ def some_tokens(*shape: int) -> NDArray[np.int64]:
     return np.random.default_rng(1).integers(0, len(VOCABULARY), shape)
 
 
-def write(path: Path, spec: Spec, **changes: NDArray[np.float32] | None) -> Path:
-    """A model file; `changes` are float32 tensors to add or replace, None leaves a tensor out."""
-    writer = gguf.GGUFWriter(path, spec.architecture)
+def write(path: Path, spec: Spec, *, split: int = 0, **changes: NDArray[np.float32] | None) -> Path:
+    """A model file, or parts of `split` tensors; `changes` are float32 tensors to add or replace, None leaves
+    a tensor out."""
+    writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=split)
     for key, value in metadata(spec).items():
         if key != "general.architecture":  # the writer's own
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))

@@ -82,6 +82,7 @@ def test_blocks_of_a_read_only_map(tmp_path: Any) -> None:
         (np.zeros(18, np.uint8), "x", TypeError, "shape 'x' is not a tuple of integers"),
         (np.zeros(0, np.uint8), (2**40, 2**40), ValueError, rf"raw has 0 bytes; .* has {18 * 2**75}"),
         ([0] * 18, (1, 32), TypeError, "raw is a list"),
+        (memoryview(bytes(36))[::2], (1, 32), ValueError, "raw is a memoryview with gaps"),
     ],
 )
 def test_from_blocks_refuses(raw: Any, shape: Any, kind: type[Exception], message: str) -> None:

@@ -346,6 +346,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no queries": (lambda: cq.attention(Q[:, :0], CACHE), ValueError, "q has 0 queries"),
     "65 queries": (lambda: cq.attention(normal(2, 65, 4, 64), CACHE), ValueError, "65 queries .* 1 to 64"),
     "scale": (lambda: cq.attention(Q, CACHE, float("nan")), ValueError, "scale is nan; a finite number"),
+    "scale beyond float32": (lambda: cq.attention(Q, CACHE, 1e39), ValueError, r"scale is 1e\+39; a finite"),
+    "giant scale": (lambda: cq.attention(Q, CACHE, -(10**400)), ValueError, "scale is -inf; a finite"),
     "text scale": (lambda: cq.attention(Q, CACHE, "a"), TypeError, "scale is a str"),  # type: ignore[arg-type]
     "integer mask": (
         lambda: cq.attention(Q, CACHE, mask=np.ones(50, int)),

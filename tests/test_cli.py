@@ -39,6 +39,9 @@ import cuquant as cq
         (("quantize", NANO, "out.gguf", "--format", "zz"), "argument --format: unknown format 'zz'; known"),
         (("quantize", NANO, "--format", "q8_0"), "the following arguments are required: OUT"),
         (("dump",), "the following arguments are required: MODEL.gguf"),
+        (("bench", "--shapes", "1x"), "--shapes: invalid shapes '1x': a shape is NxK, as 14336x4096"),
+        (("bench", "--shapes", "0x32"), "--shapes: invalid shapes '0x32': a shape is NxK, as 14336x4096"),
+        (("bench", "moe", "--experts", "x"), "argument --experts: 'x' is no positive whole number"),
         (("info", "more"), "unrecognized arguments: more"),
         (("convert",), "invalid choice: 'convert'"),
         ((), "the following arguments are required: COMMAND"),
@@ -67,6 +70,21 @@ def test_help(run: Run, command: list[str]) -> None:
     done = run(*command, "--help")
     assert (done.status, done.err) == (0, "")
     assert done.out.startswith("usage: cuquant")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(MemoryError("1 TiB"), "out of memory: 1 TiB"), (MemoryError(), "out of memory")]
+)
+def test_no_memory_is_told_in_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: MemoryError, said: str
+) -> None:
+    """Of NumPy or CuPy, whose errors are this one's."""
+
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr("cuquant.io.dump.as_text", fails)
+    assert run("dump", NANO) == (1, "", f"cuquant: error: {said}\n")
 
 
 # Processes

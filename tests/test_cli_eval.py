@@ -212,8 +212,8 @@ def folder(tmp_path: Path) -> Path:
         ("NANO --tokens floats.npy", "tokens are a 1-D integer array, not 1-D float64"),
         ("NANO --tokens matrix.npy", "tokens are a 1-D integer array, not 2-D int64"),
         ("NANO --tokens strangers.npy", "token ids run from 4096 to 4096, but the vocabulary of nano-llama"),
-        ("NANO --tokens ids.npy --ctx 3", "ctx is 3; a chunk needs at least 4 tokens"),
-        ("NANO --tokens ids.npy --chunks 0", "chunks is 0; at least 1 is needed"),
+        ("NANO --tokens ids.npy --ctx 3", "ctx is 3; allowed are 4 to"),
+        ("NANO --tokens ids.npy --chunks 0", "chunks is 0; allowed are 1 to"),
         ("NANO --tokens ids.npy --formats q8_1", "q8_1 is a format of activations"),
         ("NANO --tokens ids.npy --base NANO --formats q8_0", "give base or formats, not both"),
         ("NANO --tokens ids.npy --base other.gguf", "(the vocabulary of other.gguf|vocabularies differ)"),
@@ -226,6 +226,14 @@ def test_eval_fails_in_one_line(run: Run, folder: Path, arguments: str, problem:
     done = run("eval", *paths)
     assert_one_line_error(done)
     assert re.search(problem, done.err)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_results_in_a_device(run: Run, model: Path, some: tuple[object, ...]) -> None:
+    """Which could be read without end."""
+    done = run("eval", model, *some, "--results", "/dev/full")
+    assert_one_line_error(done)
+    assert done.err.endswith("/dev/full is no ordinary file: nothing can take its place\n")
 
 
 def test_a_warning_is_one_line_on_stderr(model: Path, some: tuple[object, ...]) -> None:

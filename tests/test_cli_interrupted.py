@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cells import RECORD, cell
-from commands import FEW, Run, assert_interrupted, interrupted
+from commands import FEW, Run, assert_interrupted, finish, interrupted, python
 from gguf_files import NANO
 
 import cuquant as cq
@@ -111,3 +112,45 @@ def test_what_writes_no_file(
 ) -> None:
     monkeypatch.setattr(where, interrupted)
     assert_interrupted(run(*command), "nothing was written")
+
+
+SCRIPT = """
+import os, signal, sys
+from cuquant import cli
+from cuquant.io import convert
+
+def terminated(*args):
+    assert len(os.listdir(sys.argv[1])) == 1  # the file that is being written
+    signal.raise_signal(signal.SIGTERM)
+
+convert.quantize = terminated
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """What `timeout`, systemd and schedulers of clusters send."""
+    target = tmp_path / "q.gguf"
+    command = ("quantize", NANO, target, "--format", "q4_0", "--device", "cpu")
+    done = finish(python("-c", SCRIPT, tmp_path, *command))
+    left = f"{target} was not written, and no part of it is left"
+    assert done == (143, "", f"cuquant: interrupted: {left}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sigterm_that_others_handle(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command in a program's process leaves the handlers as they are."""
+    seen = []
+    monkeypatch.setattr(
+        "cuquant.io.dump.as_text", lambda model: seen.append(signal.getsignal(signal.SIGTERM))
+    )
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGTERM, handler)
+            assert run("dump", NANO).status == 0
+            assert signal.getsignal(signal.SIGTERM) == handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen[0] == signal.SIG_IGN
+    assert seen[1] != signal.SIG_DFL

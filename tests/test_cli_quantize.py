@@ -82,6 +82,19 @@ def test_quantize_names_the_tensors_of_ragged_rows(run: Run, tmp_path: Path) -> 
     assert done.err.endswith("kept in float, rows are not whole blocks: b.weight, odd.weight\n")
 
 
+def test_names_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
+    """None of what a hostile file is called inside reaches it."""
+    shapes = {"even.weight": (2, 64), "odd\x1b[2J\n.weight": (2, 40), "half\x1b[2J.weight": (2, 96)}
+    tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    source = write(tmp_path / "s.gguf", tensors)
+    err = run("quantize", source, tmp_path / "t.gguf", "--format", "q4_k_s").err
+    assert "kept in float, rows are not whole blocks: odd\\x1b[2J\\n.weight\n" in err
+    assert (
+        "in another format, rows are not whole blocks: even.weight (q5_0), half\\x1b[2J.weight (q5_0)\n"
+        in err
+    )
+
+
 def test_quantize_counts_the_bytes_of_all_parts(run: Run, tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", {f"{n}.weight": np.ones((64, 64), np.float32) for n in "abc"}, split=1)
     parts = sorted(tmp_path.iterdir())

@@ -5,18 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import warnings
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from commands import run
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Value
 from gguf import quants
-from gguf_files import NANO, write
+from gguf_files import NANO, entry, gguf_file, string, tensor, write
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant.eval.scores import tensor_error
+from cuquant.eval.scores import error_of, tensor_error
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((6, 64)).astype(np.float32)
@@ -80,6 +84,95 @@ def test_the_same_numbers_in_other_bytes(tmp_path: Path) -> None:
     assert cq.compare(a, b).summary().endswith("; 1 key differs")
     (found,) = cq.compare(a, b).tensors
     assert (found.identical, found.nmse, found.sqnr_db, found.max_abs_error) == (False, 0, None, 0)
+
+
+NAN, INF = np.nan, np.inf
+i32, i64, f32, f64 = (partial(np.array, dtype=f"{kind}{size}") for kind in "if" for size in (4, 8))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "nmse", "largest"),
+    [
+        (i32([1 << 24]), i32([(1 << 24) + 1]), 2.0**-48, 1),
+        (i64([1 << 53]), i64([(1 << 53) + 1]), 2.0**-106, 1),
+        (i64([(1 << 53) + 1]), f64([1 << 53]), 2.0**-106, 1),
+        (i64([(1 << 63) - 1]), i64([-(1 << 63)]), 4, 2.0**64),
+        (i64([-1]), f64([2.0**-53 - 1]), 2.0**-106, 2.0**-53),
+        (f64([1]), f64([1 + 1e-10]), 1e-20, 1e-10),
+        (f64([1e300]), f64([2e300]), 1, 1e300),
+        (f64([1e-300]), f64([2e-300]), 1, 1e-300),
+        (f32([3e38]), f32([-3e38]), 4, 6e38),
+        (f64([1.5e308]), f64([-1.5e308]), INF, INF),
+        (f32([NAN, 1]), f32([NAN, 9]), 64, 8),
+        (f32([INF, 1]), f32([INF, 9]), 64, 8),
+        (f32([NAN, -INF, 1]), f64([NAN, -INF, 1]), 0, 0),
+        (f32([NAN, 1]), f32([2, 1]), NAN, NAN),
+        (f32([2, 1]), f32([NAN, 9]), NAN, NAN),
+        (f32([INF, 1]), f32([-INF, 1]), INF, INF),
+        (f32([3, 1]), f32([INF, 1]), INF, INF),
+    ],
+)
+def test_no_difference_is_hidden(
+    tmp_path: Path, a: NDArray[Any], b: NDArray[Any], nmse: float, largest: float
+) -> None:
+    files = [write(tmp_path / f"{name}.gguf", {"w": w}) for name, w in zip("ab", (a, b), strict=True)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = cq.compare(*files).tensors
+    assert found.nmse == pytest.approx(nmse, rel=1e-6, abs=0, nan_ok=True)
+    assert found.max_abs_error == pytest.approx(largest, rel=1e-6, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize("later", [NAN, 5])
+def test_slabs_hide_no_difference_of_one_another(monkeypatch: pytest.MonkeyPatch, later: float) -> None:
+    monkeypatch.setattr("cuquant.cpu.SLAB", 1)
+    monkeypatch.setattr("cuquant.cpu.slabs.__defaults__", (1,))
+    _, _, largest = error_of(np.ones((3, 1)), np.array([[1], [NAN], [later]]))
+    assert np.isnan(largest)
+
+
+def test_foreign_types_are_not_rounded(tmp_path: Path) -> None:
+    """Numbers that float16 lacks, and others that are beyond it."""
+    raw = np.random.default_rng(0).integers(0, 256, (2, 66), np.uint8)
+    raw.view(np.float16)[:, 0] = 1.001, 60000
+    numbers = quants.dequantize(raw, Type.IQ2_XXS)
+    a = write(tmp_path / "a.gguf", {"w.weight": (raw, Type.IQ2_XXS)})
+    b = write(tmp_path / "b.gguf", {"w.weight": numbers})
+    with pytest.warns(cq.FallbackWarning):
+        (found,) = cq.compare(a, b).tensors
+    assert (found.a, found.nmse, found.max_abs_error) == ("IQ2_XXS", 0, 0)
+
+
+def test_scales_of_experts_are_not_rounded(tmp_path: Path) -> None:
+    raw = np.random.default_rng(0).integers(0, 127, (2, 2, 36), np.uint8)
+    scales = f32([1.001, 1e9])
+    stored = {"w.weight": (raw, Type.NVFP4), "w.scale": scales}
+    numbers = quants.dequantize(raw, Type.NVFP4) * scales[:, None, None]
+    a, b = write(tmp_path / "a.gguf", stored), write(tmp_path / "b.gguf", {"w.weight": numbers})
+    with pytest.warns(cq.FallbackWarning):
+        found, _ = cq.compare(a, b).tensors
+    assert (found.a, found.nmse, found.max_abs_error) == ("NVFP4", 0, 0)
+
+
+@pytest.mark.parametrize("style", ["table", "md", "csv", "json"])
+def test_what_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
+    names = [f"blk.0.\x1b[31mattn\x1b]0;title\x07{end}.weight" for end in ("", "\n")]
+    files = [tmp_path / f"{name}.gguf" for name in "ab"]
+    for path, value in zip(files, ("v\x1b[2J", "w\x9b2J\n"), strict=True):
+        path.write_bytes(
+            gguf_file(
+                [entry("k\x1b[35m", Value.STRING, string(value))],
+                [tensor(name, [8], offset=32 * i) for i, name in enumerate(names)],
+                bytes(64),
+            )
+        )
+    assert run("compare", *files, "-o", style) == 0
+    out, err = capsys.readouterr()
+    assert not {*out, *err} & {*map(chr, range(10)), *map(chr, range(11, 32)), "\x9b"}
+    assert r"k\x1b[35m: v\x1b[2J -> w\x9b2J\n" in out + err
+    if style != "json":
+        assert r"blk.0.\x1b[31mattn\x1b]0;title\x07\n.weight" in out
+    assert list(cq.compare(*files).to_pandas()["name"]) == names
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,7 +272,8 @@ def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_p
             {"*": "q4_k_m"},
             "unknown format 'q4_k_m'.*; q4_k_m is llama.cpp's name of a mixture, for whole files",
         ),
-        ({}, "no weight matrix to quantize"),
+        ({}, "format is an empty mapping; patterns of tensor names and formats are needed"),
+        ({"*_norm.weight": "q4_0"}, r"s\.gguf has no weight matrix to quantize to q4_0"),
     ],
 )
 def test_a_wrong_recipe(tmp_path: Path, recipe: dict[str, str], problem: str) -> None:

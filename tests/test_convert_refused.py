@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,47 @@ def test_an_existing_target(tmp_path: Path) -> None:
     target.write_text("precious")
     with untouched(tmp_path), pytest.raises(FileExistsError, match=r"t\.gguf exists; force=True replaces it"):
         quantize_file(source, target, "q4_0")
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
+def test_a_target_that_appears_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, links: bool
+) -> None:
+    """What another program has written there is not lost, on file systems without hard links either."""
+    source, target = small(tmp_path / "s.gguf"), tmp_path / f"t.{suffix}"
+
+    def quantize(*args: Any) -> Any:
+        target.write_text("precious")
+        return cq.quantize(*args)
+
+    def no_links(*args: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(convert, "quantize", quantize)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(FileExistsError, match=rf"t\.{suffix} exists; force=True replaces it"):
+        quantize_file(source, target, "q4_0")
+    assert target.read_text() == "precious"
+    assert sorted(tmp_path.iterdir()) == [source, target]
+    quantize_file(source, target, "q4_0", force=True)
+    assert target.stat().st_size > 100
+    target.unlink()
+    monkeypatch.setattr(convert, "quantize", cq.quantize)
+    quantize_file(source, target, "q4_0")
+    assert sorted(tmp_path.iterdir()) == [source, target]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.usefixtures("no_work")
+def test_a_link_to_itself_is_no_target(tmp_path: Path, force: bool) -> None:
+    source, target, other = small(tmp_path / "s.gguf"), tmp_path / "t.gguf", tmp_path / "u.gguf"
+    target.symlink_to(other)
+    other.symlink_to(target)
+    with pytest.raises(OSError, match=r"t\.gguf is a symbolic link that leads back to itself"):
+        quantize_file(source, target, "q4_0", force=force)
+    assert target.is_symlink()
 
 
 def test_force_replaces_an_existing_target(tmp_path: Path) -> None:
@@ -194,3 +236,29 @@ def test_the_mode_follows_the_umask(tmp_path: Path, mask: int, mode: int) -> Non
         os.umask(before)
     assert target.stat().st_mode & 0o777 == mode
     assert sorted(tmp_path.iterdir()) == [source, target]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+def test_a_file_that_is_replaced_gives_its_mode(tmp_path: Path, mode: int) -> None:
+    source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
+    target.write_text("old")
+    target.chmod(mode)
+    quantize_file(source, target, "q4_0", force=True)
+    assert target.stat().st_mode & 0o777 == mode
+    assert cq.open(target)["output.weight"].format == "q4_0"
+
+
+@pytest.mark.parametrize("letter", ["n", "ü", "𝄞"])
+def test_the_longest_names(tmp_path: Path, letter: str) -> None:
+    name = letter * (255 // len(letter.encode()))
+    quantize_file(small(tmp_path / "s.gguf"), tmp_path / name, "q4_0")
+    assert cq.open(tmp_path / name)["output.weight"].format == "q4_0"
+
+
+def test_names_of_a_file_are_escaped(tmp_path: Path) -> None:
+    """A terminal would obey them."""
+    name = "\x1b[2J.weight"
+    source = write(tmp_path / "s.gguf", {name: (random_blocks("q8_0", (4, 32)), Type.Q8_0)})
+    with pytest.raises(ValueError, match=r"is quantized already: \\x1b\[2J\.weight \(Q8_0\)"):
+        quantize_file(source, tmp_path / "t.gguf", "q4_0")

@@ -75,7 +75,7 @@ def test_float_matrices_get_the_type_and_small_ones_stay(tmp_path: Path) -> None
     np.testing.assert_array_equal(cq.open(target, "cpu")["output.weight"], weights(4, 32, seed=1).astype(B))
     with (
         untouched(tmp_path),
-        pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16 that"),
+        pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16$"),
     ):
         dequantize_file(target, tmp_path / "u.gguf", "bfloat16")
 
@@ -115,6 +115,31 @@ def test_scales_of_tensors_are_in_the_numbers(tmp_path: Path) -> None:
                 pytest.raises(ValueError, match=r"'[ab]\.scale' is the scale of '[ab]\.weight'"),
             ):
                 dequantize_file(source, kept, F, keep=keep)
+
+
+def test_scales_of_kept_tensors_are_in_a_safetensors_file_once(tmp_path: Path) -> None:
+    """A reader that multiplies by what it finds beside a tensor would do so twice."""
+    stored: Stored = (random_blocks("nvfp4", (4, 64)), Type.NVFP4)
+    tensors: dict[str, Stored] = {"a.weight": stored, "b.weight": stored, "f.weight": weights(4, 64)}
+    tensors |= {f"{name}.scale": np.array([value], F) for name, value in (("a", 0.3), ("b", 3), ("c", 1))}
+    source, target = write(tmp_path / "s.gguf", tensors), tmp_path / "t.safetensors"
+    done = dequantize_file(source, target, F, keep="a.weight")
+    assert done.made == {"b.weight"}
+    assert done.kept == {"a.weight", "f.weight", "c.scale"}
+    assert done.left_out == {"a.scale", "b.scale"}
+    selection = cq.quantize_file(source, tmp_path / "u.safetensors", "q8_0", keep=["a.*", "b.*"])
+    assert selection.kept == {"a.weight", "b.weight", "c.scale"}
+    assert selection.left_out == {"a.scale", "b.scale"}
+    before = cq.open(source, "cpu")
+    for path, kept in ((target, ["a.weight"]), (tmp_path / "u.safetensors", ["a.weight", "b.weight"])):
+        after = cq.load(path, "cpu")
+        assert set(after) == {"a.weight", "b.weight", "f.weight", "c.scale"}
+        for name in kept:
+            assert after[name].format == before[name].format
+            np.testing.assert_array_equal(after[name].blocks, before[name].blocks)
+    both = cq.quantize_file(source, tmp_path / "u.gguf", "q8_0", keep=["a.*", "b.*"])
+    assert set(cq.open(tmp_path / "u.gguf")) == set(before)
+    assert not both.left_out
 
 
 @pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
@@ -223,6 +248,27 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
     both = mixed(tmp_path / "b.gguf", blk__1__attn_q__weight=spoiled)
     with untouched(tmp_path), pytest.raises(cq.GGUFError, match=problem):
         dequantize_file(both, tmp_path / "c.gguf")
+
+
+def test_float64_is_rounded_once(tmp_path: Path) -> None:
+    halfway = 1 + 2.0**-8  # between two of bfloat16's
+    numbers = [halfway, halfway + 2.0**-40, -halfway - 2.0**-40, 1e-60, -(2.0**-140), np.inf, np.nan, 3.4e38]
+    integers = [(1 << 24) + (1 << 16) + 1, -(1 << 30) + 1]
+    tensors: dict[str, Stored] = {"x": np.array(numbers), "i": np.array(integers, np.int32)}
+    model = cq.open(write(tmp_path / "s.gguf", tensors | {"h": np.array([1e300, np.inf, 1.0])}), "cpu")
+    with pytest.raises(
+        cq.GGUFError, match=r"tensor 'x' \(F64\) has values beyond bfloat16: float32 has room"
+    ):
+        model.floats("x", B)
+    expected = [1, 1 + 2.0**-7, -1 - 2.0**-7, 0, 0, np.inf, np.nan]
+    tensors["x"] = np.array(numbers[:-1])
+    made = cq.open(write(tmp_path / "r.gguf", tensors), "cpu")
+    got = made.floats("x", B).astype(F)
+    np.testing.assert_array_equal(np.where(np.abs(got) < 1e-38, 0, got), expected)
+    assert made.floats("i", B).astype(int).tolist() == [(1 << 24) + (1 << 17), -(1 << 30)]
+    for dtype, most in ((H, "float16's 65504"), (B, "bfloat16"), (F, "float32")):
+        with pytest.raises(cq.GGUFError, match=rf"tensor 'h' \(F64\) has values beyond {most}$"):
+            model.floats("h", dtype)
 
 
 def test_command(run: Run, tmp_path: Path) -> None:

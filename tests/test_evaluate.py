@@ -103,6 +103,12 @@ def test_text(model: Path, tmp_path: Path, given: str) -> None:
     assert result.text == (str(file) if given == "path" else f"text of {len(TEXT) + 2} characters")
 
 
+def test_line_ends_are_part_of_a_text(model: Path, tmp_path: Path) -> None:
+    text, file = TEXT.replace(";", "\r\n").replace(".", "\r"), tmp_path / "crlf.txt"
+    file.write_bytes(text.encode())
+    same(evaluate(model, text=file, ctx=32), evaluate(model, text=text, ctx=32))
+
+
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_bos_replaces_the_first_token_of_every_chunk_of_a_text(folder: Path, add_bos: bool) -> None:
     bos = VOCABULARY.index(BOS)

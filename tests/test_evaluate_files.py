@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import Run, assert_one_line_error
+from gguf_files import untouched
 from synthetic import Spec, some_tokens, write
 
 import cuquant as cq
@@ -58,6 +61,23 @@ def test_formats_that_are_given_once_only(models: list[Path]) -> None:
     assert several == cq.evaluate_files(models, **OPTIONS)
 
 
+def test_widths_that_are_given_once_only(models: list[Path]) -> None:
+    several = cq.evaluate_files(models, **OPTIONS | {"kv_bits": iter([8, 4])})
+    assert several == cq.evaluate_files(models, **OPTIONS | {"kv_bits": ["8", "4"]})
+
+
+@pytest.mark.parametrize("given", [{}, {"text": "a", "tokens": [1]}], ids=["neither", "both"])
+def test_either_text_or_tokens(models: list[Path], given: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="either text or tokens"):
+        cq.evaluate_files(models, **given)
+
+
+@pytest.mark.parametrize("tokens", [[1.5] * 64, [True] * 64])
+def test_tokens_are_a_vector_of_integers(models: list[Path], tokens: Any) -> None:
+    with pytest.raises(TypeError, match="1-D integer array"):
+        cq.evaluate_files(models, tokens=tokens)
+
+
 def test_repr(models: list[Path]) -> None:
     several = cq.evaluate_files(models, **OPTIONS)
     assert repr(several) == "Evaluations(2 models: 4 rows; print shows the table)"
@@ -96,6 +116,60 @@ def test_what_is_there_is_not_evaluated_again(models: list[Path], tmp_path: Path
     assert again.each[0].rows[0].ppl != first.each[0].rows[0].ppl
 
 
+def split(folder: Path, spec: Spec) -> list[Path]:
+    """A model's files."""
+    folder.mkdir()
+    write(folder / "m.gguf", spec, split=8)
+    return sorted(folder.iterdir())
+
+
+def test_a_changed_part_is_another_model(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    parts, others = (split(tmp_path / f"{seed}", Spec(seed=seed)) for seed in range(2))
+    options = OPTIONS | {"formats": (), "results": tmp_path / "results.json"}
+    of_base = options | {"base": parts[0], "results": tmp_path / "of_base.json"}
+    first = cq.evaluate_files(parts[0], **options)
+    assert cq.evaluate_files(parts[1], **options) == first  # the same by another of its files
+    cq.evaluate_files(models[0], **of_base)
+    assert calls == [parts[0], models[0]]
+    others[-1].replace(parts[-1])
+    assert cq.evaluate_files(parts[0], **options).each[0].rows[0].ppl != first.each[0].rows[0].ppl
+    with pytest.raises(ValueError, match=r"other settings \(base\)"):
+        cq.evaluate_files(models[0], **of_base)
+
+
+def test_the_same_settings_in_other_words(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    for kv_bits in (4, "4", ["4"], [4, "4"], np.int64(4)):
+        cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits, "ctx": np.int64(16)})
+        cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits})
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["none/results.json", ".", "pipe"])
+def test_where_no_results_can_be(models: list[Path], tmp_path: Path, calls: list[Path], where: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with untouched(tmp_path), pytest.raises(OSError, match=r"is (no|a) (folder|ordinary file)"):
+        cq.evaluate_files(models, results=tmp_path / where, **OPTIONS)
+    assert calls == []
+
+
+def test_a_file_that_is_missing_is_told_before_any_work(models: list[Path], calls: list[Path]) -> None:
+    with pytest.raises(FileNotFoundError, match="none"):
+        cq.evaluate_files([*models, models[0].with_name("none.gguf")], **OPTIONS)
+    assert calls == []
+
+
+def test_a_name_that_is_no_utf_8(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    path, options = tmp_path / os.fsdecode(b"\xff.gguf"), OPTIONS | {"results": tmp_path / "results.json"}
+    try:
+        path.write_bytes(models[0].read_bytes())
+    except OSError:
+        pytest.skip("file names are Unicode here")
+    first = cq.evaluate_files(path, **options)
+    assert cq.evaluate_files(path, **options) == first
+    assert calls == [path]
+
+
 def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
     results = tmp_path / "results.json"
     cq.evaluate_files(models[:1], results=results, **OPTIONS)
@@ -116,6 +190,20 @@ def test_a_recipe_is_known_by_its_formats_too(models: list[Path], tmp_path: Path
     cq.evaluate_files(models[:1], **options | {"formats": {"*": "q8_0"}})
     with pytest.raises(ValueError, match="formats"):
         cq.evaluate_files(models[:1], **options | {"formats": {"*": "q4_0"}})
+
+
+def test_a_format_is_known_by_its_parameters_too(
+    models: list[Path], tmp_path: Path, calls: list[Path]
+) -> None:
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    grids = ([-1, -0.3, 0.3, 1], [-1, 0, 0.5, 1])
+    cq.evaluate_files(models[:1], **options | {"formats": cq.Trellis(2, grid=grids[0])})
+    with pytest.raises(ValueError, match="formats"):
+        cq.evaluate_files(models[:1], **options | {"formats": cq.Trellis(2, grid=grids[1])})
+    options["results"] = tmp_path / "others.json"
+    for fmt in ("kbit2", cq.KBit(2)):
+        cq.evaluate_files(models[:1], **options | {"formats": fmt})
+    assert len(calls) == 2
 
 
 def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]) -> None:

@@ -167,5 +167,12 @@ def test_what_is_no_width(model: Path, run: Run, text: str) -> None:
 
 @pytest.mark.parametrize("given", [4.0, True, None])
 def test_kv_bits_are_texts_or_integers(model: Path, given: Any) -> None:
-    with pytest.raises(TypeError, match="kv_bits is a"):
-        evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=[given])
+    for kv_bits in (given, [given]):
+        with pytest.raises(TypeError, match="kv_bits is a"):
+            evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=kv_bits)
+
+
+def test_kv_bits_of_numpy(model: Path) -> None:
+    for kv_bits in (np.int64(4), np.array([4, 4])):
+        rows = evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=kv_bits).rows
+        assert [row.kv_bits for row in rows] == [None, "4"]

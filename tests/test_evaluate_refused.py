@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from scoring import TEXT, same
-from synthetic import VOCABULARY, Spec, some_tokens, write
+from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, write
 
 from cuquant.eval import config, evaluate
 
@@ -49,9 +52,9 @@ def test_tokens_out_of_range(model: Path, bad: int, formats: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ctx": 3}, "ctx is 3; a chunk needs at least 4 tokens"),
+        ({"ctx": 3}, "ctx is 3; allowed are 4 to"),
         ({"ctx": -512}, "ctx is -512"),
-        ({"chunks": 0}, "chunks is 0; at least 1"),
+        ({"chunks": 0}, "chunks is 0; allowed are 1 to"),
         ({"chunks": -1}, "chunks is -1"),
         ({"ctx": 65}, "64 tokens; one chunk of 65"),
         ({"activations": "q8_0"}, "unknown activations 'q8_0'; allowed are 'f16' and 'q8_1'"),
@@ -66,9 +69,49 @@ def test_arguments_that_do_not_fit(model: Path, arguments: dict[str, Any], messa
         evaluate(model, tokens=some_tokens(64), **{"ctx": 32, **arguments})
 
 
+@pytest.mark.parametrize("given", [{"ctx": 32.0}, {"ctx": "32"}, {"chunks": 1.5}, {"chunks": "1"}])
+def test_counts_are_integers(folder: Path, given: dict[str, Any]) -> None:
+    """Which is said before a file is opened."""
+    ((name, value),) = given.items()
+    with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__}; an integer is needed"):
+        evaluate(folder / "none.gguf", tokens=some_tokens(64), **{"ctx": 32} | given)
+
+
+def test_half_a_character_is_no_text(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"text is no text in Unicode: .* position 4"):
+        evaluate(folder / "none.gguf", text="some\udcff text", ctx=4)
+
+
+@pytest.mark.parametrize("spec", [Spec(d_model=80), Spec(n_ff=80), replace(EXPERTS, n_ff=80)])
+def test_weights_whose_inputs_are_no_whole_blocks(
+    folder: Path, spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trellis takes rows of any length, q8_1 does not."""
+    path = write(folder / "ragged.gguf", spec)
+    monkeypatch.setattr(importlib.import_module("cuquant.eval.evaluate"), "quantize", None)
+    with pytest.raises(ValueError, match=r"tensor '.*' in trellis2 has no q8_1 activations: .* 80 elements"):
+        evaluate(path, tokens=some_tokens(64), ctx=32, formats=["q8_0", "trellis2"], activations="q8_1")
+
+
+def test_rows_that_are_looked_up_need_no_blocks(folder: Path) -> None:
+    path, recipe = write(folder / "ragged.gguf", Spec(d_model=80)), {"token_embd.weight": "trellis4"}
+    evaluate(path, tokens=some_tokens(64), ctx=32, formats=[recipe], activations="q8_1")
+
+
 def test_quantized_models_are_not_quantized_again(q4_0: Path) -> None:
     with pytest.raises(ValueError, match=r"q4_0\.gguf is quantized already: token_embd\.weight \(Q4_0\)"):
         evaluate(q4_0, tokens=some_tokens(64), ctx=32, formats="q8_0")
+
+
+def test_names_that_a_terminal_would_obey(folder: Path) -> None:
+    hostile: Any = {"odd\x1b[2J.weight": np.zeros((2, 40), np.float32)}
+    path = write(folder / "hostile.gguf", Spec(), **hostile)
+    shown = r"odd\\x1b\[2J\.weight"
+    with (
+        pytest.warns(UserWarning, match=f"kept in float, as K is ragged: {shown}"),
+        pytest.raises(config.UnsupportedModel, match=f"no place in a llama forward pass: {shown}"),
+    ):
+        evaluate(path, tokens=some_tokens(64), ctx=32, formats="q4_0")
 
 
 def test_vocabularies_of_different_size(model: Path, folder: Path) -> None:

@@ -335,6 +335,19 @@ def test_a_scale_is_fitted_to_the_greatest_magnitude(dtype: np.dtype[Any]) -> No
         cq.quantize(np.full((1, 64), np.nan, dtype), cq.NvFp4())
 
 
+@pytest.mark.parametrize("peak", [2688 * 2.0**100, 3.5e33, 3.4e38])
+def test_weights_beyond_the_largest_scale(peak: float) -> None:
+    x = np.full((2, 64), 1, F)
+    x[1, 3] = peak
+    if peak == 2688 * 2.0**100:
+        assert cq.quantize(x, cq.NvFp4()).format == cq.NvFp4(2.0**100)
+        return
+    with pytest.raises(
+        ValueError, match=r"a weight of magnitude .* in row 1 is beyond .*: divide the weights"
+    ):
+        cq.quantize(x, cq.NvFp4())
+
+
 def test_the_largest_weight_of_a_scale() -> None:
     """The bound holds after the division, as on a GPU."""
     for scale in (F(s) for s in 10 ** rng(4).uniform(-30, 30, 100)):
@@ -349,6 +362,9 @@ def test_the_largest_weight_of_a_scale() -> None:
         (-1, "-1"),
         (np.nan, "nan"),
         (1e31, "1e\\+31"),
+        (1e40, "scale is 1e\\+40; allowed"),
+        pytest.param(10**400, "scale is 10", id="giant"),
+        (np.float16(np.inf), "inf"),
         ("1", "a str"),
         (True, "a bool"),
     ],
@@ -359,7 +375,6 @@ def test_scales_that_are_none(scale: Any, problem: str) -> None:
 
 
 def test_blocks_need_a_scale() -> None:
-    w = cq.from_blocks(np.zeros(36, np.uint8), cq.NvFp4(), (1, 64))
-    with pytest.raises(ValueError, match=r"NvFp4\(\) has no scale yet"):
-        w.dequantize()
+    with pytest.raises(ValueError, match=r"the format has no scale: pass NvFp4\(scale\)"):
+        cq.from_blocks(np.zeros(36, np.uint8), cq.NvFp4(), (1, 64))
     assert repr(cq.NvFp4()) == "NvFp4()"

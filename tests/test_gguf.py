@@ -12,7 +12,9 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
 from gguf_files import array, entry, gguf_file, string, tensor, u32
+from gguf_files import write as write_tensors
 
+import cuquant as cq
 from cuquant.io.gguf import File, GGUFError, scan
 
 NANO = Path(__file__).parents[1] / "examples" / "data" / "nano-llama-f16.gguf"
@@ -153,6 +155,21 @@ def test_names_at_their_longest() -> None:
     header = scan(raw, "memory")
     assert header.metadata == {"k" * 65535: 7}
     assert header.tensors["é" * 31 + "n"].nbytes == 4
+
+
+def test_a_tensor_without_axes_is_a_scalar(tmp_path: Path) -> None:
+    """As the gguf package writes one, and ggml reads it."""
+    source = write_tensors(
+        tmp_path / "m.gguf", {"s": np.array(3, np.float32), "w.weight": np.ones((2, 32), np.float32)}
+    )
+    cq.quantize_file(source, tmp_path / "t.gguf", "q8_0", device="cpu")
+    for path in (source, tmp_path / "t.gguf"):
+        model = cq.open(path, "cpu")
+        assert (model.tensors["s"].shape, model.tensors["s"].nbytes) == ((), 4)
+        assert model["s"].shape == model.floats("s").shape == ()
+        assert model["s"] == 3
+    cq.quantize_file(source, tmp_path / "t.safetensors", "q8_0", device="cpu")
+    assert cq.load(tmp_path / "t.safetensors", "cpu")["s"] == 3
 
 
 def test_no_tensors_and_no_padding() -> None:

@@ -129,8 +129,10 @@ def test_widths_ids_and_lengths_of_every_token(on_gpu: bool) -> None:
     rng = np.random.default_rng(0)
     for step in range(4):
         k, v = tokens(3, 7, 2, 64, seed=step)
-        bits, ids = rng.choice([8, 4, 2], (3, 7)), rng.integers(0, 1000, 7)
+        bits, ids = rng.choice([8, 4, 2], (3, 7)), rng.integers(0, 1000, (3, 7))
         lengths = rng.integers(0, 8, 3)
+        unused = np.arange(7) >= lengths[:, None]
+        bits[unused] = ids[unused] = -1
         a.append(k, v, bits, token_ids=ids, lengths=lengths)
         given = [put(x) if on_gpu else x for x in (bits, ids, lengths)]
         b.append(put(k), put(v), given[0], token_ids=given[1], lengths=given[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -251,6 +252,100 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
     """The last file of many has the output matrix alone."""
     path = save(tmp_path / "m-00002-of-00002.safetensors", {"lm_head.weight": np.ones(3, F)})
     assert cq.read_safetensors(path) == {}
+
+
+def sharded(folder: Path) -> tuple[Weight, Weight]:
+    """Two files between which layers "a" and "b" are split, and an index of them."""
+    a, b = weight(16, 64, 32, (1, 17)), weight(8, 64, 32, seed=1)
+    tensors = named("a", gptq(a)) | named("b", awq(b)) | {"norm.weight": np.ones(3, F)}
+    homes = {name: name in ("a.qzeros", "b.qweight", "norm.weight") for name in tensors}
+    files = ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"]
+    for second, file in enumerate(files):
+        save(folder / file, {name: value for name, value in tensors.items() if homes[name] == second})
+    index = {"metadata": {}, "weight_map": {name: files[second] for name, second in homes.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return a, b
+
+
+def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
+    """Wherever a layer's tensors are; by an index other files of the folder are not its."""
+    a, b = sharded(tmp_path)
+    save(tmp_path / "consolidated.safetensors", named("a", gptq(b)))
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json", str(tmp_path)):
+        made = cq.read_safetensors(path)
+        assert list(made) == ["a.weight", "b.weight"]
+        assert_is(made["a.weight"], a)
+        assert_is(made["b.weight"], b)
+    (tmp_path / "consolidated.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert_is(cq.read_safetensors(tmp_path)["b.weight"], b)
+
+
+def test_one_of_several_files_lacks_what_another_has(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    elsewhere = r"another file of the checkpoint may: pass its folder, or its \*\.safetensors\.index\.json"
+    first, second = sorted(tmp_path.glob("m-*"))
+    with pytest.raises(ValueError, match=rf"{first.name}: b\.qzeros has no qweight beside it; {elsewhere}"):
+        cq.read_safetensors(first)
+    with pytest.raises(ValueError, match=rf"{second.name}: a\.qzeros has no qweight beside it; {elsewhere}"):
+        cq.read_safetensors(second)
+    part = save(tmp_path / "n-00001-of-00002.safetensors", {"a.qweight": np.zeros((8, 8), np.int32)})
+    problem = rf"{part.name}: a\.qweight has no qzeros and no scales beside it; {elsewhere}"
+    with pytest.raises(ValueError, match=problem):
+        cq.read_safetensors(part)
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ("{", "index.json is no index of a checkpoint: it has no weight_map of files"),
+        ("[]", "is no index"),
+        ('{"weight_map": ["m"]}', "is no index"),
+        (
+            '{"weight_map": {"a": "../m.safetensors"}}',
+            r"index.json: '\.\./m\.safetensors' is no file beside it",
+        ),
+        (
+            '{"weight_map": {"a": "x.safetensors", "b": "\\u001b[2J"}}',
+            r"files of this checkpoint are missing beside it: \\x1b\[2J, x\.safetensors$",
+        ),
+    ],
+)
+def test_an_index_that_is_none(tmp_path: Path, index: str, problem: str) -> None:
+    (tmp_path / "m.safetensors.index.json").write_text(index)
+    for path in (tmp_path, tmp_path / "m.safetensors.index.json"):
+        with pytest.raises(ValueError, match=problem):
+            cq.read_safetensors(path)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder without safetensors files"):
+        cq.read_safetensors(tmp_path)
+    for name in "mn":
+        save(tmp_path / f"{name}.safetensors", {"x": np.ones(3, F)})
+    with pytest.raises(ValueError, match=r"n\.safetensors: tensor 'x' is in m\.safetensors, too"):
+        cq.read_safetensors(tmp_path)
+    for name in "mn":
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has 2 files \*\.safetensors\.index\.json: pass the one of"):
+        cq.read_safetensors(tmp_path)
+
+
+def test_a_weight_of_two_kinds(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.safetensors", named("l", awq(weight(8, 64, 32))) | {"l.trellis": np.ones(3, F)})
+    with pytest.raises(ValueError, match=r"m\.safetensors: l\.\w+: there is a qweight and a trellis of this"):
+        cq.read_safetensors(path)
+
+
+def test_a_type_that_numpy_lacks(tmp_path: Path) -> None:
+    path = save(tmp_path / "m.safetensors", named("l", awq(weight(8, 64, 32))))
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    header["l.scales"] |= {"dtype": "F8_E4M3", "shape": [2, 16]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + int.from_bytes(raw[:8], "little") :])
+    with pytest.raises(TypeError, match=r"m\.safetensors: l\.scales has the type F8_E4M3, which NumPy lacks"):
+        cq.read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])

@@ -72,6 +72,11 @@ def test_refuses_other_groups(group: int) -> None:
         cq.Int4(group)
 
 
+def test_refuses_groups_that_no_row_has() -> None:
+    with pytest.raises(ValueError, match="group_size is 1099511627776; at most 2147483647 is allowed"):
+        cq.Int4(2**40)
+
+
 def test_refuses_parameters_of_other_types() -> None:
     with pytest.raises(TypeError, match="group_size is a float, not an integer"):
         cq.Int4(32.0)  # type: ignore[arg-type]

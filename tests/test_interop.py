@@ -46,7 +46,8 @@ def test_copies_of_arrays(xp: ModuleType, fmt: Any, how: str) -> None:
 def test_a_matrix_and_a_record_array_are_arrays() -> None:
     for kind in (np.matrix, np.recarray):
         given: Any = W.view(kind)
-        assert (cq.quantize(given, "q4_0").blocks == cq.quantize(W, "q4_0").blocks).all()
+        for fmt in ("q4_0", "trellis3", cq.NvFp4()):
+            assert (cq.quantize(given, fmt).blocks == cq.quantize(W, fmt).blocks).all()
 
 
 class FakeTensor:

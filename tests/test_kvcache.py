@@ -102,6 +102,35 @@ def test_sequences_of_different_lengths() -> None:
     assert ids.tolist() == slots.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("scales", [None, "pairs", np.full((2, 32), 0.125, F)])
+def test_any_number_is_a_token(scales: Any) -> None:
+    """Without a warning: where those are errors, a sequence would have its tokens, and the next not."""
+    k, v = tokens(3, 4, 2, 32)
+    k[1, 2, 0, :3], v[1, 3, 1, 5], k[2, 0, 0, 1] = (np.inf, -np.inf, np.nan), np.inf, 3e38
+    cache = cq.KVCache(2, 32, 10, 3, (8, 4), rotate=True, key_scales=scales, track_attention=True)
+    cache.append(k, v, [8, 4, 8, 4])
+    assert (cache.lengths.tolist(), cache.next_slots.tolist()) == ([4] * 3, [4] * 3)
+    y = cq.attention(np.full((3, 1, 2, 32), 3e38, F), cache, scale=3e38)
+    assert np.isnan(y[1]).any()
+    for sequence, numbers in enumerate(k):
+        ordinary = np.abs(numbers).max(axis=-1) < 1e6
+        assert np.isfinite(cache.dequantize(sequence)[2][ordinary]).all()
+
+
+def test_tokens_beyond_lengths_may_be_anything() -> None:
+    """Padding, as engines have it."""
+    a, b = (cq.KVCache(2, 16, 10, 2, (8, 4)) for _ in range(2))
+    k, v = tokens(2, 3, 2, 16)
+    a.append(k, v, [[8, 4, 0], [4, -1, 99]], token_ids=[[5, 6, -1], [7, -1, 2**40]], lengths=[2, 1])
+    b.append(k, v, [[8, 4, 8], [4, 8, 8]], token_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1])
+    assert state(a) == state(b)
+    a.next_slots[:] = b.next_slots[:] = 2**31 - 2
+    a.append(k, v, lengths=[1, 0])
+    for lengths, bits, problem in (([0, 3], 8, "slot 2147483648 is beyond int32"), ([0, 0], 7, "bits is 7")):
+        with pytest.raises(ValueError, match=problem):
+            b.append(k, v, bits, lengths=lengths)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, F])
 def test_any_floats_and_strides(dtype: Any) -> None:
     k, v = (a.astype(dtype) for a in tokens(2, 5, 2, 16))

@@ -64,6 +64,7 @@ def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path)
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "version": (lambda a, s: s.update(version=2), "the cache's version is 2; this is version 1"),
+    "version of a text": (lambda a, s: s.update(version="\x1b[2J"), r"version is '\\x1b\[2J'"),
     "no version": (lambda a, s: s.pop("version"), "it has no 'version'"),
     "no array": (lambda a, s: a.pop("8.k_qx"), "it has no '8.k_qx'"),
     "head_dim": (
@@ -101,8 +102,9 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
     for name in ("other", "text", "cut"):
         with pytest.raises(ValueError, match=rf"{name} is no cache that cuquant saved"):
             cq.KVCache.load(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
-        cq.KVCache.load(tmp_path / "none")
+    for name, kind in (("none", FileNotFoundError), ("", IsADirectoryError)):
+        with pytest.raises(kind, match=str(tmp_path / name)):
+            cq.KVCache.load(tmp_path / name)
     filled().save(tmp_path / "cache")
     with pytest.raises(
         ValueError, match=r"cache is a cache that KVCache\.save wrote: cuquant\.KVCache\.load reads it"

@@ -64,6 +64,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "head_dim is 80; a multiple of 32 up to 256 is needed to rotate keys",
     ),
+    "rotate": (
+        lambda: cq.KVCache(2, 64, 8, rotate="no"),  # type: ignore[arg-type]
+        TypeError,
+        "rotate is a str; allowed are True and False",
+    ),
+    "track_attention": (
+        lambda: cq.KVCache(2, 64, 8, track_attention=1),  # type: ignore[arg-type]
+        TypeError,
+        "track_attention is a int; allowed",
+    ),
     "heads": (lambda: cq.KVCache(0, 64, 8), ValueError, "n_kv_heads is 0; allowed are 1 to"),
     "float": (lambda: cq.KVCache(2.0, 64, 8), TypeError, "n_kv_heads is a float"),  # type: ignore[arg-type]
     "capacity": (lambda: cq.KVCache(2, 64, 2**31), ValueError, "capacity is 2147483648; allowed are"),
@@ -119,7 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"lengths are \[3, 4\]; allowed are 0 to 3",
     ),
     "one length": (lambda: filled().append(K, V, lengths=[3]), ValueError, r"lengths has shape \(1,\)"),
-    "ids": (lambda: filled().append(K, V, token_ids=[1, 2, -1]), ValueError, "run from -1 to 2"),
+    "ids": (lambda: filled().append(K, V, token_ids=[1, 2, -1]), ValueError, "token_ids has -1; they are"),
     "float ids": (lambda: filled().append(K, V, token_ids=[1.0] * 3), TypeError, "token_ids has dtype float"),
     "too many ids": (
         lambda: filled().append(K, V, token_ids=[1] * 4),
@@ -133,6 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"\(n,\) or \(2, n\) is needed",
     ),
     "average": (lambda: filled().allocate(1.9), ValueError, "average_bits is 1.9; .* allow 2 to 16"),
+    "a giant average": (lambda: filled().allocate(10**400), ValueError, "average_bits is inf"),
     "no average": (lambda: filled().allocate("4 bits"), TypeError, "average_bits is a str"),  # type: ignore[arg-type]
     "hysteresis": (lambda: filled().allocate(4, hysteresis=-1), ValueError, "hysteresis is -1"),
     "importance": (lambda: filled().allocate(4, [1.0] * 19), ValueError, r"\(19,\); \(20,\) or \(2, 20\)"),

@@ -149,6 +149,19 @@ def test_quantized_activations(tmp_path: Path, spec: Spec, kind: Type) -> None:
     assert error(logits, oracle.logits(expected)) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("quantized", "d_model"), [("down", 64), ("down", 80), ("up", 64), ("gate", 64), ("[gu]*", 64)]
+)
+def test_quantized_activations_of_some_experts_stacks(tmp_path: Path, quantized: str, d_model: int) -> None:
+    """Those of float stacks are not quantized, so their rows need not be whole blocks."""
+    source, path = write(tmp_path / "f16.gguf", replace(EXPERTS, d_model=d_model)), tmp_path / "some.gguf"
+    cq.quantize_file(source, path, {f"*ffn_{quantized}_exps*": "q8_0"})
+    model, oracle, tokens = load(path, "q8_1"), Oracle(path, "q8_1"), some_tokens(1, 12)
+    states, expected = model.hidden(tokens, 0)[0], oracle.states(tokens[0])
+    deviations = [error(state, wanted) for state, wanted in zip(states, expected, strict=True)]
+    assert np.median(deviations) < 1e-5 < 1e-3 < error(states, Oracle(path).states(tokens[0]))
+
+
 def test_float_weights_take_activations_as_they_are(tmp_path: Path) -> None:
     path, tokens = write(tmp_path / "model.gguf", Spec()), some_tokens(1, 12)
     assert error(load(path, "q8_1").hidden(tokens, 0), load(path).hidden(tokens, 0)) < 1e-6

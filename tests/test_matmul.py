@@ -380,3 +380,14 @@ def test_a_row_of_each_sequence(kind: str, batch: int, xp: ModuleType) -> None:
         check(x @ w.T, testing.linear(x, w), kind)
     stack = on(xp, weight("q4_0", (batch, 70, 96)))
     check(states[:, -1:] @ stack.T, testing.linear(states[:, -1:], stack), kind)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"), [((2, 0), (3, 0)), ((0,), (3, 0)), ((4, 2, 0), (4, 3, 0)), ((0, 0), (3, 0))]
+)
+def test_plain_weights_of_no_columns(x: tuple[int, ...], w: tuple[int, ...]) -> None:
+    """Sums of nothing, as NumPy's are."""
+    y = cq.linear(np.ones(x, F), np.ones(w, F))
+    np.testing.assert_array_equal(y, np.ones(x, F) @ np.ones(w, F).swapaxes(-1, -2))
+    bias = np.arange(3, dtype=F)
+    np.testing.assert_array_equal(cq.linear(np.ones(x, F), np.ones(w, F), bias=bias), y + bias)

@@ -141,3 +141,20 @@ def test_values_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
         model = cq.open(write(tmp_path / "m.gguf", {"huge": (rows, Type.Q6_K)}), "cuda")
     with pytest.raises(GGUFError, match=r"tensor 'huge' \(Q6_K\) has values beyond float16's 65504"):
         model["huge"]
+
+
+def test_a_warning_only_where_numbers_are_written(tmp_path: Path) -> None:
+    """A GGUF file has the bytes; the warning is of the line that called."""
+    raw = foreign_rows(Type.IQ2_XXS, 6, 2)
+    tensors: dict[str, Stored] = {
+        "x\x1b[2J.weight": (raw, Type.IQ2_XXS),
+        "a.weight": np.ones((2, 32), np.float32),
+    }
+    source = write(tmp_path / "m.gguf", tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cq.quantize_file(source, tmp_path / "t.gguf", "q8_0", keep="x*")
+    assert raw.tobytes() in (tmp_path / "t.gguf").read_bytes()
+    with pytest.warns(FallbackWarning, match=r"\(IQ2_XXS: x\\x1b\[2J\.weight\)") as record:
+        cq.quantize_file(source, tmp_path / "t.safetensors", "q8_0", keep="x*")
+    assert [warning.filename for warning in record] == [__file__]

@@ -323,3 +323,10 @@ def test_on_the_gpu(name: str | None) -> None:
     assert np.isnan(y[3]).all()
     keep = np.arange(33) != 3
     close(y[keep], reference(x, experts, ids, probs)[keep])
+
+
+@pytest.mark.parametrize(("f", "k"), [(4, 0), (0, 4), (0, 0)])
+def test_experts_of_no_columns_give_zeros(f: int, k: int) -> None:
+    experts = cq.Experts(np.ones((2, f, k), F), np.ones((2, f, k), F), np.ones((2, 3, f), F))
+    y = cq.moe(np.ones((5, k), F), experts, np.zeros((5, 1), np.int32), np.ones((5, 1), F))
+    np.testing.assert_array_equal(y, np.zeros((5, 3), F))

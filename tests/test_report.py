@@ -54,6 +54,17 @@ def test_json_has_null_where_there_is_no_number(result: Evaluation, alone: Evalu
     assert row["ppl"] is row["ppl_stderr"] is None
 
 
+def test_what_json_says_is_read_back(result: Evaluation, alone: Evaluation) -> None:
+    """NaN too, and None stays None."""
+    exact = replace(result.rows[1].tensors[0], nmse=0.0, sqnr_db=None, max_abs_error=0.0)
+    lost = replace(exact, nmse=math.nan, sqnr_db=math.nan, max_abs_error=math.nan)
+    scores: dict[str, Any] = dict.fromkeys(set(COLUMNS) - {"format", "bits_per_weight"}, math.nan)
+    rows = [result.rows[0], replace(result.rows[1], tensors=[exact, lost], **scores)]
+    for made in (result, alone, replace(result, rows=rows)):
+        read = Evaluation.from_dict(json.loads(made.render("json")))
+        assert str(read.to_dict()) == str(made.to_dict())  # NaN is not equal to NaN
+
+
 @pytest.mark.parametrize("tensors", [False, True])
 def test_csv_has_full_precision(result: Evaluation, tensors: bool) -> None:
     read = list(csv.DictReader(io.StringIO(result.render("csv", tensors=tensors))))

@@ -117,6 +117,16 @@ def test_types_that_are_not_read(saved: Path) -> None:
         cq.load(saved, "cpu")
 
 
+def test_what_a_file_says_is_escaped(saved: Path) -> None:
+    """The message of the safetensors package cites it."""
+    content = saved.read_bytes().replace(b'"dtype": "U8"', b'"dtype":"\\u001b[2"')
+    size = int.from_bytes(content[:8], "little") + len('"dtype":"\\u001b[2"') - len('"dtype": "U8"')
+    saved.write_bytes(size.to_bytes(8, "little") + content[8:])
+    for read in (cq.load, cq.read_safetensors):
+        with pytest.raises(ValueError, match=r"unknown variant `\\x1b\[2`"):
+            read(saved)
+
+
 def test_a_cut_file(saved: Path) -> None:
     content = saved.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")

@@ -299,6 +299,7 @@ def test_beginning_of_text(metadata: Metadata, add_bos: bool, bos_id: int | None
             for merge in ("ab", "a b c", "ab c", "a b")
         ),
         (byte_level(bos_token_id=256), "bos_token_id is 256; the vocabulary has tokens 0 to 255"),
+        (byte_level(bos_token_id="\x1b[2J"), r"bos_token_id is '\\x1b\[2J'; the vocabulary has"),
         (sentencepiece(SPACED, unknown_token_id=-1), "unknown_token_id is -1"),
         (byte_level(pre="llama-bpe"), "bos_token_id is missing"),
     ],

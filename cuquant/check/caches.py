@@ -110,20 +110,22 @@ def lengths(value: Any, batch: int, n: int) -> Any:
     return result
 
 
-def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...]) -> Any:
-    """Widths that a cache has, int64 of `shape`."""
-    result = _broadcast(_integers(value, "bits"), shape, "bits")
-    bad = ~np.isin(result, allowed)
+def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...], used: Any = True) -> Any:
+    """Widths that a cache has, int64 of `shape`; of several those that are used (bool, of that shape)."""
+    given = _integers(value, "bits")
+    result = _broadcast(given, shape, "bits")
+    bad = ~np.isin(result, allowed) & (used if given.ndim else True)
     if bad.any():
         raise ValueError(f"bits is {result[bad][0]}; this cache has {', '.join(map(str, allowed))}")
     return result
 
 
-def token_ids(value: Any, shape: tuple[int, int]) -> Any:
-    """Names of new tokens, int64 of `shape`."""
+def token_ids(value: Any, shape: tuple[int, int], used: Any = True) -> Any:
+    """Names of new tokens, int64 of `shape`; checked are those that are used (bool, of that shape)."""
     result = _broadcast(_integers(value, "token_ids"), shape, "token_ids")
-    if ((result < 0) | (result > LARGEST_INDEX)).any():
-        raise ValueError(f"token_ids run from {result.min()} to {result.max()}; they are int32, not negative")
+    bad = ((result < 0) | (result > LARGEST_INDEX)) & used
+    if bad.any():
+        raise ValueError(f"token_ids has {result[bad][0]}; they are int32, not negative")
     return result
 
 
@@ -277,8 +279,8 @@ def score_scale(value: Any, dim: int) -> float:
     if value is None:
         return float(dim**-0.5)
     number = _number(value, "scale")
-    if not np.isfinite(number):
-        raise ValueError(f"scale is {number}; a finite number is needed")
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"scale is {number}; a finite number of float32 is needed")
     return number
 
 
@@ -332,6 +334,8 @@ def _number(value: Any, what: str) -> float:
         if isinstance(value, (str, bytes)):
             raise TypeError
         return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else -float("inf")
     except (TypeError, ValueError):
         raise TypeError(f"{what} is a {type(value).__name__}; a number is needed") from None
 

@@ -37,7 +37,8 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{what} is a masked array; its mask would be lost: pass .filled(value)")
     if isinstance(value, np.ndarray):
-        return value
+        # A matrix has two axes whatever is done to it.
+        return value if type(value) is np.ndarray else value.view(np.ndarray)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
         # NumPy's DLPack and the CUDA array interface lack the type: the same bytes go as integers.

@@ -10,6 +10,7 @@ import numpy as np
 from .. import device
 from .common import (
     FLOATS,
+    LARGEST_INDEX,
     array,
     count,
     described,
@@ -42,7 +43,7 @@ def e4m4(x: Any) -> None:
 
 
 def group_size(value: Any) -> int:
-    """Weights that share a scale: a multiple of 32, or -1 for a row."""
+    """Weights that share a scale: a multiple of 32 that int32 holds, or -1 for a row."""
     try:
         size = operator.index(value)
     except TypeError:
@@ -51,6 +52,8 @@ def group_size(value: Any) -> int:
         raise ValueError(
             f"group_size is {size}; allowed are 32, 64, 128, other multiples of 32, and -1 for a row"
         )
+    if size > LARGEST_INDEX:
+        raise ValueError(f"group_size is {size}; at most {LARGEST_INDEX} is allowed")
     return size
 
 
@@ -58,9 +61,10 @@ def tensor_scale(value: Any, bounds: tuple[float, float]) -> float:
     """A number that all weights of a tensor are multiplied by, rounded to float32."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"scale is a {type(value).__name__}, not a number")
-    if not bounds[0] <= np.float32(value) <= bounds[1]:
+    number = value if isinstance(value, int) else float(value)
+    if not bounds[0] <= number <= bounds[1]:
         raise ValueError(f"scale is {value}; allowed are numbers from {bounds[0]:g} to {bounds[1]:g}")
-    return float(np.float32(value))
+    return float(np.float32(number))
 
 
 def _new_floats(value: Any, what: str, needed: str) -> Any:
@@ -294,12 +298,16 @@ def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
 
     On a GPU they are copied from an odd address, too: kernels read pairs of bytes.
     """
+    if isinstance(raw, memoryview) and not raw.c_contiguous:
+        raise ValueError("raw is a memoryview with gaps; pass its .tobytes(), or an array")
     blocks = array(
         np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
     )
     if blocks.dtype != np.uint8:
         raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
     whole_blocks(shape, fmt)
+    if fmt.lacks:
+        raise ValueError(f"{fmt}: the format has no {fmt.lacks}")
     wanted = fmt.stored(shape)
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:

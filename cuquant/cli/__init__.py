@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from .. import __version__
 from . import bench, evaluation, files, system
@@ -16,7 +19,8 @@ from .arguments import replaced, stamp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 for a failure, 130 for an interruption.
+    """Run the command line; returns the exit status: 0, 1 for a failure, 130 and 143 for an interruption, by
+    Ctrl-C or SIGTERM.
 
     Wrong usage exits with 2.
     """
@@ -27,20 +31,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
             stream.reconfigure(errors="backslashreplace")
     try:
-        arguments.run(arguments)
+        with _sigterm_interrupts():
+            arguments.run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) has seen enough; keep Python from flushing into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interruption:
         print(f"cuquant: interrupted: {arguments.left(arguments)}", file=sys.stderr)
-        return 130
+        return 143 if isinstance(interruption, _Terminated) else 130
+    except MemoryError as error:
+        print(f"cuquant: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return 1
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"cuquant: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does, so that no part of a file is left; not where another
+    handles or ignores it."""
+    ours = threading.current_thread() is threading.main_thread()
+    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminated)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminated(*args: Any) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two: the second may not end the clean-up
+    raise _Terminated
 
 
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:

@@ -86,7 +86,10 @@ def int_list(text: str) -> list[int]:
 
 
 def positive_int(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
     return number

@@ -126,10 +126,13 @@ def _plot_path(text: str) -> Path:
 
 
 def _shape_list(text: str) -> list[tuple[int, int]]:
-    shapes = [tuple(int(part) for part in shape.split("x")) for shape in text.split(",")]
-    if any(len(shape) != 2 for shape in shapes):
-        raise argparse.ArgumentTypeError("a shape is NxK, as 14336x4096")
-    return [(n, k) for n, k in shapes]
+    try:
+        shapes = [(int(n), int(k)) for n, k in (shape.split("x") for shape in text.split(","))]
+    except ValueError:
+        shapes = []
+    if not shapes or any(min(shape) < 1 for shape in shapes):
+        raise argparse.ArgumentTypeError(f"invalid shapes {text!r}: a shape is NxK, as 14336x4096")
+    return shapes
 
 
 def _width_list(text: str) -> list[str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..io.words import counted
+from ..io.words import counted, escaped
 from .arguments import file_format, left_at, subcommand
 
 
@@ -73,10 +72,21 @@ def _quantize(arguments: argparse.Namespace) -> None:
         file=sys.stderr,
     )
     if done.ragged:
-        print(f"kept in float, rows are not whole blocks: {', '.join(sorted(done.ragged))}", file=sys.stderr)
+        print(f"kept in float, rows are not whole blocks: {_listed(done.ragged)}", file=sys.stderr)
     if done.replaced:
-        others = (f"{name} ({done.formats[name]})" for name in sorted(done.replaced))
-        print(f"in another format, rows are not whole blocks: {', '.join(others)}", file=sys.stderr)
+        others = _listed(f"{name} ({done.formats[name]})" for name in done.replaced)
+        print(f"in another format, rows are not whole blocks: {others}", file=sys.stderr)
+    _tell_left_out(done.left_out)
+
+
+def _tell_left_out(scales: Iterable[str]) -> None:
+    if scales:
+        print(f"left out, in the tensors that they scale: {_listed(scales)}", file=sys.stderr)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names of tensors, sorted, as a terminal may have them."""
+    return ", ".join(map(escaped, sorted(names)))
 
 
 def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any) -> Any:
@@ -115,8 +125,7 @@ def _dequantize(arguments: argparse.Namespace) -> None:
         f"{len(done.kept)} copied, file of {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
-    if done.left_out:
-        print(f"left out, multiplied into the numbers: {', '.join(sorted(done.left_out))}", file=sys.stderr)
+    _tell_left_out(done.left_out)
 
 
 def _add_dump(commands: Any) -> None:
@@ -127,11 +136,9 @@ def _add_dump(commands: Any) -> None:
 
 def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
-    from ..io.model import FallbackWarning, open
+    from ..io.model import opened
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)  # no tensor is read
-        model = open(arguments.model)
+    model = opened(arguments.model, "cpu")  # no tensor is read
     print(dump.as_json(model) if arguments.json else dump.as_text(model))
 
 
@@ -157,4 +164,4 @@ def _compare(arguments: argparse.Namespace) -> None:
     told = sys.stdout if arguments.style in ("table", "md") else sys.stderr  # csv and json are for programs
     print(f"\n{found.summary()}" if told is sys.stdout else found.summary(), file=told)
     for key, (a, b) in found.metadata.items():
-        print(f"{key}: {a or 'missing'} -> {b or 'missing'}", file=told)
+        print(f"{escaped(key)}: {a or 'missing'} -> {b or 'missing'}", file=told)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..array import QuantizedArray
-from ..io.gguf import Metadata, TensorInfo
+from ..io.gguf import PLAIN_TYPES, Metadata, TensorInfo
 from ..io.header import same_value
 from ..io.model import Model
 from ..io.model import open as open_model
-from ..io.words import counted
+from ..io.words import counted, escaped
+from ..ops.quantize import from_blocks
 from ..render import Columns, render_records, to_json, to_pandas
 from .scores import error_of
 
@@ -40,8 +40,9 @@ class Difference:
 
     `a` and `b` are types ("F16", "Q4_0"), None where the file lacks the tensor; bits count what is stored.
     nmse = sum((B - A)^2) / sum(A^2), sqnr_db = -10 log10(nmse) (None for nmse 0), and the largest absolute
-    difference; all None where there is nothing to compare: one file lacks the tensor, or shapes differ (then
-    `shape` has both).
+    difference, in float64; all None where there is nothing to compare: one file lacks the tensor, or shapes
+    differ (then `shape` has both). NaN and infinity in one place of both are no difference; else they make
+    errors NaN or infinite.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Comparison:
     tensors : list of Difference
         In A's order, then those that only B has.
     metadata : dict of str to (str, str)
-        Keys whose values differ, with both, shortened; empty where a file lacks the key.
+        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key.
     """
 
     a: str
@@ -103,10 +104,12 @@ class Comparison:
         return asdict(self)
 
     def render(self, style: str = "table") -> str:
-        """The tensors as a "table" (for terminals), "md", "html" or "csv"; "json" has everything."""
+        """The tensors as a "table" (for terminals), "md", "html" or "csv", where control characters in names
+        are escaped; "json" has everything."""
         if style == "json":
             return to_json(self.to_dict())
-        return render_records(self._records(), _COLUMNS, style)
+        shown = [record | {"name": escaped(record["name"])} for record in self._records()]
+        return render_records(shown, _COLUMNS, style)
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame of the tensors; pandas comes with the notebook extra."""
@@ -182,7 +185,7 @@ def _difference(name: str, a: Model, b: Model) -> Difference:
         return told
     if told.a == told.b and np.array_equal(a.raw(name), b.raw(name)):
         return replace(told, identical=True, nmse=0.0, max_abs_error=0.0)
-    nmse, sqnr, largest = error_of(_numbers(a[name]), _numbers(b[name]))
+    nmse, sqnr, largest = error_of(_numbers(a, name), _numbers(b, name))
     return replace(told, nmse=nmse, sqnr_db=sqnr, max_abs_error=largest)
 
 
@@ -195,11 +198,14 @@ def _bits(info: TensorInfo) -> float | None:
     return 8 * info.nbytes / count if count else None
 
 
-def _numbers(tensor: Any) -> Any:
-    """The tensor with two axes at least."""
-    if tensor.ndim > 1:
-        return tensor
-    return (tensor.dequantize() if isinstance(tensor, QuantizedArray) else tensor).reshape(1, -1)
+def _numbers(model: Model, name: str) -> Any:
+    """A tensor with two axes at least: quantized, or an array of the numbers that the file has, none rounded
+    to less than float32."""
+    info, fmt = model.tensors[name], model.format(name)
+    if fmt is not None and len(info.shape) > 1:
+        return from_blocks(model.raw(name), fmt, info.shape)
+    numbers = model[name] if info.ggml_type in PLAIN_TYPES else model.floats(name)
+    return numbers if numbers.ndim > 1 else numbers.reshape(1, -1)
 
 
 def _metadata(a: Metadata, b: Metadata) -> dict[str, tuple[str, str]]:
@@ -217,5 +223,5 @@ def _text(metadata: Metadata, key: str) -> str:
     if key not in metadata:
         return ""
     value = metadata[key]
-    text = f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else str(value)
+    text = f"{len(value)} values" if isinstance(value, (list, np.ndarray)) else escaped(str(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
 from .. import device as device_info
 from ..array import QuantizedArray
 from ..formats import Format
+from ..formats import get as get_format
 from ..io import convert, mixture
 from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
-from ..io.words import counted
+from ..io.words import counted, escaped
 from ..ops.quantize import quantize
 from . import config
-from .kv import KVBits
+from .kv import KVBits, distinct_widths
 from .llama import Llama
 from .report import Evaluation, Row
 from .scores import TensorError, Tokens, log_softmax, tensor_error
@@ -67,7 +69,7 @@ def evaluate(
         Requantize every weight matrix of a float model to each in turn, once, and compare with the original.
         A mapping gives formats by patterns of names (see `quantize_file`).
     ctx, chunks : int
-        Tokens of a chunk; how many chunks to use (by default all whole ones).
+        Tokens of a chunk, at least 4; how many chunks to use (by default all whole ones).
     activations : "f16" or "q8_1"
         "q8_1" quantizes the input of every product with a quantized weight to 8 bits, as integer kernels
         do; "f16" stands for activations that are not quantized (on NumPy they are float32).
@@ -94,17 +96,17 @@ def evaluate(
     GGUFError, TypeError, ValueError
         The file is damaged; an argument does not fit.
     """
+    ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
     if activations not in ("f16", "q8_1"):
         raise ValueError(f"unknown activations {activations!r}; allowed are 'f16' and 'q8_1'")
     formats = distinct(formats)
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
-    caches = [KVBits(kv) for kv in ([kv_bits] if isinstance(kv_bits, (str, int)) else kv_bits)]
-    caches = list({cache.text: cache for cache in caches}.values())
+    caches, given = distinct_widths(kv_bits), text_or_tokens(text, tokens)
     source = _opened(model, device)
-    ids, bos, label = _token_ids(source, text, tokens)
+    ids, bos, label = _token_ids(source, given)
     pieces = _cut(ids, bos, ctx, chunks)
-    contenders = _contenders(source, None if base is None else _opened(base, device), formats)
+    contenders = _contenders(source, None if base is None else _opened(base, device), formats, activations)
     for plain in contenders[::-1][: len(contenders) - (base is not None)]:
         at = contenders.index(plain) + 1
         contenders[at:at] = [_Contender(plain.model, plain.label, plain.tensors, kv) for kv in caches]
@@ -136,6 +138,32 @@ def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:
     given = [formats] if isinstance(formats, (str, Format, Mapping)) else list(formats)
     kinds = [mixture.get(each) for each in given]
     return [each for i, each in enumerate(given) if kinds[i] not in kinds[:i]]
+
+
+def text_or_tokens(text: Any, tokens: Any) -> str | Path | NDArray[np.integer[Any]]:
+    """What is evaluated: a text, the path of its file, or token ids [n].
+
+    TypeError or ValueError where there are both or none, or what is given is none of these.
+    """
+    if (text is None) == (tokens is None):
+        raise ValueError("give either text or tokens")
+    if tokens is not None:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
+        return ids
+    if isinstance(text, os.PathLike):
+        return Path(text)
+    if not isinstance(text, str):
+        raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
+    named = len(text) < 256 and "\n" not in text
+    if named and (os.path.isfile(text) or (" " not in text and text.endswith((".txt", ".raw", ".md")))):
+        raise ValueError(f"text is a str, and so the text itself: for the file pass pathlib.Path({text!r})")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is no text in Unicode: {error}") from None
+    return text
 
 
 class _Contender:
@@ -172,22 +200,36 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return model if isinstance(model, Model) else open_model(model, device)
 
 
-def _contenders(source: Model, base: Model | None, formats: Sequence[FormatLike]) -> list[_Contender]:
+def _contenders(
+    source: Model, base: Model | None, formats: Sequence[FormatLike], activations: str
+) -> list[_Contender]:
     """The models to score, the original first."""
     tensors = dict(source)
     if base is not None:
         return [_Contender(base, _own_type(base), dict(base)), _Contender(source, _own_type(source), tensors)]
     result = [_Contender(source, _own_type(source), tensors)]
-    for name in formats:
-        chosen = convert.select(source, name)
+    selections = [convert.select(source, name) for name in formats]
+    if activations == "q8_1":
+        for chosen in selections:
+            _check_blocks(source, chosen)
+    for chosen in selections:
         if chosen.ragged:
-            warnings.warn(
-                f"{chosen.format}: kept in float, as K is ragged: {', '.join(sorted(chosen.ragged))}",
-                stacklevel=3,
-            )
+            ragged = ", ".join(map(escaped, sorted(chosen.ragged)))
+            warnings.warn(f"{chosen.format}: kept in float, as K is ragged: {ragged}", stacklevel=3)
         made = {n: quantize(t, chosen.formats[n]) if n in chosen.formats else t for n, t in tensors.items()}
         result.append(_Contender(source, str(chosen.format), made))
     return result
+
+
+def _check_blocks(source: Model, chosen: convert.Selection) -> None:
+    """The inputs of all products with weights that will be quantized are whole blocks of q8_1."""
+    for name, fmt in chosen.formats.items():
+        if name == "token_embd.weight" and "output.weight" in source:
+            continue  # its rows are looked up
+        try:
+            check.whole_blocks(source.tensors[name].shape, get_format("q8_1"))
+        except ValueError as error:
+            raise ValueError(f"tensor {name!r} in {fmt} has no q8_1 activations: {error}") from None
 
 
 def _own_type(model: Model) -> str:
@@ -212,33 +254,21 @@ def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
     return Llama(settings, contender.tensors, activations, contender.kv)
 
 
-def _token_ids(source: Model, text: Any, tokens: Any) -> tuple[NDArray[np.integer[Any]], int | None, str]:
+def _token_ids(
+    source: Model, given: str | Path | NDArray[np.integer[Any]]
+) -> tuple[NDArray[np.integer[Any]], int | None, str]:
     """Token ids [n], the BOS id that starts every chunk or None, and what to call the text."""
-    if (text is None) == (tokens is None):
-        raise ValueError("give either text or tokens")
-    if tokens is not None:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
-        return ids, None, "token ids"
-    is_path = isinstance(text, os.PathLike)
-    if not is_path and not isinstance(text, str):
-        raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
-    named = isinstance(text, str) and len(text) < 256 and "\n" not in text
-    if named and (os.path.isfile(text) or (" " not in text and text.endswith((".txt", ".raw", ".md")))):
-        raise ValueError(f"text is a str, and so the text itself: for the file pass pathlib.Path({text!r})")
+    if isinstance(given, np.ndarray):
+        return given, None, "token ids"
     words = Tokenizer.from_metadata(source.metadata)
-    ids = words.encode(_read_text(Path(text)) if is_path else text)
-    return (
-        ids,
-        words.bos_id if words.add_bos else None,
-        str(text) if is_path else f"text of {len(text)} characters",
-    )
+    ids = words.encode(given if isinstance(given, str) else _read_text(given))
+    label = f"text of {len(given)} characters" if isinstance(given, str) else str(given)
+    return ids, words.bos_id if words.add_bos else None, label
 
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # line ends as they are: read_text would change them
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
@@ -247,10 +277,6 @@ def _cut(
     ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
 ) -> NDArray[np.integer[Any]]:
     """Chunks [n, ctx] of the tokens; a partial last one is dropped."""
-    if ctx < 4:
-        raise ValueError(f"ctx is {ctx}; a chunk needs at least 4 tokens")
-    if chunks is not None and chunks < 1:
-        raise ValueError(f"chunks is {chunks}; at least 1 is needed")
     if bos is not None:
         ids = np.concatenate([[bos], ids])
     count = min(len(ids) // ctx, chunks or len(ids))

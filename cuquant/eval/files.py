@@ -6,14 +6,20 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from ..formats import Format, names
+from ..formats import get as get_format
 from ..io.atomic import replacing
+from ..io.model import opened
 from ..render import to_json
-from .evaluate import distinct, evaluate
+from .evaluate import distinct, evaluate, text_or_tokens
+from .kv import distinct_widths
 from .report import Evaluation, Evaluations
 
 _KIND = "cuquant evaluations"
@@ -27,6 +33,7 @@ def evaluate_files(
     tokens: Any = None,
     base: str | os.PathLike[str] | None = None,
     formats: Any = (),
+    kv_bits: Any = (),
     progress: bool = False,
     **options: Any,
 ) -> Evaluations:
@@ -37,9 +44,9 @@ def evaluate_files(
     models : path, or several
     results : path, optional
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
-        holds, by path, size and time of change, are not evaluated again: run the same call once more after an
-        interruption, or with more models.
-    text, tokens, base, formats, progress, and ctx, chunks, activations, kv_bits, device
+        holds, by path, size and time of change of all their files, are not evaluated again: run the same call
+        once more after an interruption, or with more models.
+    text, tokens, base, formats, kv_bits, progress, and ctx, chunks, activations, device
         As in `evaluate`; base is a path here.
 
     Returns
@@ -48,26 +55,38 @@ def evaluate_files(
 
     Raises
     ------
-    ValueError
-        `results` is no such file, or one of another text, base or options (which, it says); and what
-        `evaluate` raises. Results so far stay on disk.
+    OSError, ValueError
+        Before any evaluation: there can be no file `results`, it is no such file, or one of another text,
+        base or options (which, it says); a model's file is missing or damaged.
+    UnsupportedModel, GGUFError, TypeError, ValueError
+        As `evaluate`. Results so far stay on disk.
     """
     if isinstance(models, (str, os.PathLike)):
         models = [models]
-    formats = distinct(formats)
+    formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
+    given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
+    if target is not None:
+        _check_place(target)
     settings = {
-        "text": _fingerprint(text, tokens),
-        "base": None if base is None else _stamp(Path(base)),
-        "formats": [str(f) for f in formats],
-    } | {name: json.loads(json.dumps(value, default=str)) for name, value in options.items()}
-    target = None if results is None else Path(results)
+        "text": _fingerprint(given),
+        "base": None if base is None else _stamp(base),
+        "formats": [_spelled(f) for f in formats],
+        "kv_bits": widths,
+    } | {name: json.loads(json.dumps(value, default=_plain)) for name, value in options.items()}
     known = {} if target is None else _read(target, settings)
+    stamps = [(model, json.dumps(_stamp(model))) for model in models]
     done = []
-    for model in models:
-        stamp = json.dumps(_stamp(Path(model)))
+    for model, stamp in stamps:
         if stamp not in known:
             known[stamp] = evaluate(
-                model, text=text, tokens=tokens, base=base, formats=formats, progress=progress, **options
+                model,
+                text=text,
+                tokens=tokens,
+                base=base,
+                formats=formats,
+                kv_bits=widths,
+                progress=progress,
+                **options,
             )
             if target is not None:
                 _write(target, settings, known)
@@ -75,19 +94,39 @@ def evaluate_files(
     return Evaluations(done)
 
 
-def _stamp(path: Path) -> list[Any]:
-    """A file's path, size and time of change."""
-    status = path.stat()
-    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+def _stamp(path: str | os.PathLike[str]) -> list[Any]:
+    """A model's path, size and time of change; a list of them for each file of a split one."""
+    with opened(path, "cpu") as model:
+        files = [(part, part.stat()) for part in model.paths]
+    stamps = [[str(part.resolve()), status.st_size, status.st_mtime_ns] for part, status in files]
+    return stamps if len(stamps) > 1 else stamps[0]
 
 
-def _fingerprint(text: Any, tokens: Any) -> str:
+def _fingerprint(given: str | Path | NDArray[np.integer[Any]]) -> str:
     """SHA-256 of what is evaluated."""
-    if isinstance(text, os.PathLike):
-        return hashlib.sha256(Path(text).read_bytes()).hexdigest()
-    if isinstance(text, str):
-        return hashlib.sha256(text.encode()).hexdigest()
-    return hashlib.sha256(np.ascontiguousarray(tokens, np.int64).tobytes()).hexdigest()
+    if isinstance(given, np.ndarray):
+        return hashlib.sha256(np.ascontiguousarray(given, np.int64).tobytes()).hexdigest()
+    return hashlib.sha256(given.encode() if isinstance(given, str) else given.read_bytes()).hexdigest()
+
+
+def _spelled(fmt: Any) -> str:
+    """A format as it was given; an object with its parameters, unless a name stands for them."""
+    return str(fmt) if not isinstance(fmt, Format) or fmt in map(get_format, names()) else repr(fmt)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks: NumPy's numbers, and others as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+class _NotNow(Exception):
+    """Leaves the file as it is."""
+
+
+def _check_place(path: Path) -> None:
+    """OSError if no results could be written there."""
+    with suppress(_NotNow), replacing(path):
+        raise _NotNow
 
 
 def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
@@ -117,4 +156,5 @@ def _write(path: Path, settings: dict[str, Any], known: dict[str, Evaluation]) -
     evaluations = [{"file": json.loads(stamp), "evaluation": e.to_dict()} for stamp, e in known.items()]
     stored = {"kind": _KIND, "cuquant": __version__, "settings": settings, "evaluations": evaluations}
     with replacing(path) as part:
-        part.write_text(to_json(stored) + "\n", encoding="utf-8")
+        # A file's name may be no UTF-8: its surrogates become escapes, which JSON has too.
+        part.write_text(to_json(stored) + "\n", encoding="utf-8", errors="backslashreplace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class KVBits:
         The text is nothing of the kind.
     """
 
-    def __init__(self, text: str | int) -> None:
-        if not isinstance(text, (str, int)) or isinstance(text, bool):
+    def __init__(self, text: str | int | np.integer[Any]) -> None:
+        if not isinstance(text, (str, int, np.integer)) or isinstance(text, bool):
             raise TypeError(f"kv_bits is a {type(text).__name__}; a text or an integer is needed")
         self.text = str(text).replace(" ", "")
         match = _SPEC.fullmatch(self.text)
@@ -72,3 +73,10 @@ class KVBits:
             cache.age(self._newest, coming=n)
         ages = np.arange(n, 0, -1)
         cache.append(k, v, self.widths[np.searchsorted(self._ages, ages)])
+
+
+def distinct_widths(kv_bits: str | int | Iterable[str | int]) -> list[KVBits]:
+    """The widths that are asked for, each once; TypeError or ValueError as of each."""
+    several = isinstance(kv_bits, Iterable) and not isinstance(kv_bits, str)
+    given: Any = kv_bits if several else [kv_bits]
+    return list({kv.text: kv for kv in map(KVBits, given)}.values())

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from .. import device
 from ..array import QuantizedArray
+from ..io.words import escaped
 from ..kv import KVCache, attention
 from ..ops.matmul import linear
 from ..ops.moe import Experts, moe, route
@@ -71,7 +72,7 @@ class Llama:
         if unused:
             raise UnsupportedModel(
                 f"{len(unused)} tensors have no place in a {config.architecture} forward pass: "
-                f"{', '.join(unused[:5])}{', ...' if len(unused) > 5 else ''}"
+                f"{', '.join(map(escaped, unused[:5]))}{', ...' if len(unused) > 5 else ''}"
             )
 
     @property
@@ -270,9 +271,19 @@ class _Block:
         """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
         ids, probs = route(self._model.project(x, self._router), self._config.n_experts_used)
         experts = Experts(*(stack for stack, _ in self._ffn))
-        as_blocks = self._model.activations == "q8_1" and any(isinstance(w, QuantizedArray) for w in experts)
-        given = quantize(x, "q8_1") if as_blocks else x
-        return moe(given, experts, ids, probs)
+        quantized = [isinstance(stack, QuantizedArray) for stack in experts]
+        if self._model.activations == "f16" or not any(quantized):
+            return moe(x, experts, ids, probs)
+        if all(quantized):
+            return moe(quantize(x, "q8_1"), experts, ids, probs)
+        # moe takes one x for all stacks, and quantizes what down multiplies only where x is quantized.
+        out = np.zeros_like(x)
+        for expert in range(self._config.n_experts):
+            token, slot = (ids == expert).nonzero()
+            if len(token):
+                gate, up, down = ((stack[expert], None) for stack in experts)
+                out[token] += self._swiglu(x[token], gate, up, down) * probs[token, slot, None]
+        return out
 
 
 def _to_float32(rows: Any) -> Array:

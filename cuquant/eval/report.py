@@ -9,7 +9,7 @@ from typing import Any
 
 from ..io.words import counted
 from ..render import TABLE_STYLES, Columns, missing, render_records, to_json, to_pandas
-from .scores import TensorError
+from .scores import COMPARED, TensorError
 
 _COLUMNS = {
     "format": ("format", ""),
@@ -86,14 +86,13 @@ class Evaluation:
     def from_dict(cls, stored: dict[str, Any]) -> Evaluation:
         """The evaluation that `to_dict` or ``render("json")`` gave; TypeError or KeyError where it is none.
 
-        JSON has no NaN: a perplexity that is null was none.
+        JSON has neither NaN nor infinity: a number that is null, and would not be missing, is NaN.
         """
+        there = ["ppl"]
+        there += ["ppl_stderr"] if stored["scored_tokens"] > 1 else []
+        there += COMPARED if len(stored["rows"]) > 1 else []
         rows = [
-            Row(
-                **row
-                | {"ppl": float("nan") if row["ppl"] is None else row["ppl"]}
-                | {"tensors": [TensorError(**error) for error in row["tensors"]]}
-            )
+            Row(**_numbers(row, there) | {"tensors": [_error(error) for error in row["tensors"]]})
             for row in stored["rows"]
         ]
         return cls(**stored | {"rows": rows})
@@ -194,6 +193,17 @@ def _rendered(records: list[dict[str, Any]], columns: Columns, style: str) -> st
         filled = {key for record in records for key, value in record.items() if value is not None}
         columns = {key: column for key, column in columns.items() if key in filled}
     return render_records(records, columns, style)
+
+
+def _error(stored: dict[str, Any]) -> TensorError:
+    """An error as `Evaluation.from_dict` reads it."""
+    there = ["nmse", "max_abs_error"] + (["sqnr_db"] if stored["nmse"] != 0 else [])
+    return TensorError(**_numbers(stored, there))
+
+
+def _numbers(stored: dict[str, Any], there: list[str]) -> dict[str, Any]:
+    """The same, with NaN for null under these keys."""
+    return stored | {key: float("nan") for key in there if stored[key] is None}
 
 
 def plotter() -> Any:

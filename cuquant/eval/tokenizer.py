@@ -109,7 +109,7 @@ def _required(metadata: Mapping[str, Any], key: str) -> Any:
 def _token_id(key: str, value: int, vocab_size: int) -> int:
     """The value of a key that names a token, if there is such a token."""
     if value not in range(vocab_size):
-        raise ValueError(f"{key} is {value}; the vocabulary has tokens 0 to {vocab_size - 1}")
+        raise ValueError(f"{key} is {value!r}; the vocabulary has tokens 0 to {vocab_size - 1}")
     return int(value)
 
 

@@ -41,7 +41,7 @@ class Format(ABC):
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None
     """The largest magnitude of a weight that it takes; None where only its float16 scales set a limit."""
-    beyond: ClassVar[str] = ""
+    beyond: str = ""
     """What to do about larger ones."""
     formula: str
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
@@ -83,6 +83,8 @@ class Format(ABC):
     """What a scale of 1 reads as when kernels take its bits for a float16 number's."""
     divides_by_stored: bool = False
     """Whether a codebook's encoder divides weights by the stored scale, not by what it was made of."""
+    lacks: str = ""
+    """What is to be fitted to weights before there can be an array of the format, and how to pass it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

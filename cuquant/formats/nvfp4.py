@@ -72,6 +72,12 @@ class NvFp4(Format):
         self.name = "nvfp4" if self.scale == 1 else f"nvfp4*{of_tensor}"
         self.formula = "W = E2M1[q] * d" + ("" if self.scale == 1 else f" * {of_tensor}")
         self.largest = None if self.scale is None else _largest(np.float32(self.scale))
+        self.beyond = (
+            "divide the weights"
+            if self.scale == SCALES[1]
+            else "use cuquant.NvFp4(), which has a scale for the tensor"
+        )
+        self.lacks = "scale: pass NvFp4(scale)" if self.scale is None else ""
 
     header = "nvfp4"
     bits = 4
@@ -79,14 +85,12 @@ class NvFp4(Format):
     scale_size = _GROUP
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
-    beyond = "use cuquant.NvFp4(), which has a scale for the tensor"
     codebook = e2m1.TWICE
     scaling = "e4m3"
 
     @property
     def tensor_scale(self) -> float:
-        if self.scale is None:
-            raise ValueError("NvFp4() has no scale yet: quantizing an array gives it one, or pass it")
+        assert self.scale is not None
         return self.scale
 
     @property
@@ -104,8 +108,9 @@ class NvFp4(Format):
             return NvFp4(1)
         if not np.isfinite(peak):  # which quantizing refuses
             return NvFp4(SCALES[1])
-        scale = np.clip(peak / _LARGEST, np.float32(SCALES[0]), np.float32(SCALES[1]))
-        return NvFp4(float(scale if peak / scale <= _LARGEST else np.nextafter(scale, np.float32(np.inf))))
+        scale = max(peak / _LARGEST, np.float32(SCALES[0]))
+        above = scale if peak / scale <= _LARGEST else np.nextafter(scale, np.float32(np.inf))
+        return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         groups = x.reshape(-1, _GROUP) / np.float32(self.tensor_scale)

@@ -103,6 +103,7 @@ class Trellis(Format):
         if grid is not None:
             self.grid = check.grid(grid, 1 << self.bits)
             self.grid.flags.writeable = False
+        self.lacks = "grid: pass Trellis(bits, group_size, grid)" if self.grid is None else ""
         self.name = f"trellis{self.bits}" + ("" if self.group_size == 128 else f"-{self.group_size}")
 
     whole_matrices = True
@@ -270,7 +271,9 @@ class Trellis(Format):
         self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
     ) -> tuple[Any, tuple[int, ...]]:
         n = shape[-2] if len(shape) > 1 else 1
-        chosen = np.arange(prod(shape[:-1])).reshape(shape[:-1])[tuple(map(device.as_numpy, index))]
+        # An index may name the last axis, as a whole: the numbers of rows have one, too.
+        numbers = np.arange(prod(shape[:-1])).reshape(*shape[:-1], 1)
+        chosen = numbers[tuple(map(device.as_numpy, index))][..., 0]
         result = (*chosen.shape, shape[-1])
         if device.is_cuda(blocks):
             from .. import cuda_trellis
@@ -317,8 +320,7 @@ class Trellis(Format):
         return {"grid": self.grid, **self.parts(blocks, shape)._asdict()}
 
     def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
-        if self.grid is None:
-            return ["the format has no grid: pass Trellis(bits, group_size, grid)"]
+        assert self.grid is not None
         parts = self.parts(blocks, shape)
         found = [f"{name} holds {bad}" for name, bad in check.not_signs(su=parts.su, sv=parts.sv)]
         found += [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]

@@ -3,38 +3,51 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_SHOWN = 50
+"""Characters of a target's name that a temporary file has in its own: with four bytes each it stays below the
+255 that file systems allow."""
+
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, force: bool = True) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.
 
     An exception inside leaves the target as it was, and nothing else behind. Of a symbolic link the file
-    takes the place that it points to.
+    takes the place that it points to. It has the mode of the file that it replaces.
 
     Raises
     ------
+    FileExistsError
+        The target exists and `force` is false: before the block, or after it if it has appeared meanwhile.
     OSError
-        Before the block: the target's folder is missing, or the target is a folder, or a device or pipe.
+        Before the block: the target's folder is missing, or the target is a folder, a device, a pipe, or a
+        symbolic link that leads back to itself.
     """
-    ordinary(target)
-    target = Path(os.path.realpath(target)) if target.is_symlink() else target
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent} is no folder: {target.name} cannot be written there")
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    os.close(handle)
+    _check(target, force)
+    place = Path(os.path.realpath(target)) if target.is_symlink() else target
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{place.parent} is no folder: {place.name} cannot be written there")
+    temporary = place.with_name(f".{place.name[:_SHOWN]}.{secrets.token_hex(8)}.part")
+    # Made as any new file, it has the mode that the umask leaves; written as one of the user alone.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
-        yield Path(name)
-        with open(name, "r+b") as file:  # else a crash could leave the new name with bytes missing
+        mode = (place if place.exists() else temporary).stat().st_mode & 0o777
+        temporary.chmod(0o600)
+        yield temporary
+        with temporary.open("r+b") as file:  # else a crash could leave the new name with bytes missing
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
+        temporary.chmod(mode)
+        if force:
+            temporary.replace(place)
+        else:
+            _put(temporary, place, target)
     except BaseException as error:
-        Path(name).unlink(missing_ok=True)  # an interruption may come after the replacing
+        temporary.unlink(missing_ok=True)  # an interruption may come after the replacing
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(target)) from error  # a full disk has no name
         if type(error) is OSError and error.errno is None:  # NumPy's, of a full disk
@@ -42,15 +55,29 @@ def replacing(target: Path) -> Iterator[Path]:
         raise
 
 
-def ordinary(target: Path) -> None:
-    """OSError if there is something that no file can take the place of: a folder, a device, a pipe."""
+def _put(temporary: Path, place: Path, target: Path) -> None:
+    """Give a file its name, unless that is taken: a rename would replace what is there."""
+    try:
+        os.link(temporary, place)
+    except OSError:
+        if os.path.lexists(place):
+            raise _taken(target) from None
+        temporary.replace(place)  # the file system has no links
+    else:
+        temporary.unlink()
+
+
+def _check(target: Path, force: bool) -> None:
+    """The errors of `replacing` that are about the target itself."""
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder")
     if target.exists() and not target.is_file():
         raise OSError(f"{target} is no ordinary file: nothing can take its place")
+    if os.path.islink(os.path.realpath(target)):
+        raise OSError(f"{target} is a symbolic link that leads back to itself")
+    if target.exists() and not force:
+        raise _taken(target)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _taken(target: Path) -> FileExistsError:
+    return FileExistsError(f"{target} exists; force=True replaces it")

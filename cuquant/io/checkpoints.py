@@ -26,7 +26,8 @@ from ..array import QuantizedArray
 from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
 from .exl3 import CODEBOOKS, from_exl3
-from .safetensors import KEY, why_unreadable
+from .safetensors import KEY
+from .shards import Tensors, opened
 
 _PER_WORD = 8
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -93,15 +94,15 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
 def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str, Any]:
     """The quantized weights of a GPTQ, AWQ or EXL3 checkpoint, or of one file of it.
 
-    Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales" beside it; which of the two
-    layouts it has is told from the shapes. Every "name.trellis" makes one of "name.suh" and "name.svh" (or
-    "su" and "sv"), with the codebook of "name.mcg" or "name.mul1", if there is one. Other tensors of the file
-    are left alone.
+    Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales", in whichever file they are;
+    which of the two layouts it has is told from the shapes. Every "name.trellis" makes one of "name.suh" and
+    "name.svh" (or "su" and "sv"), with the codebook of "name.mcg" or "name.mul1", if there is one. Other
+    tensors are left alone.
 
     Parameters
     ----------
     path : str or path
-        A safetensors file.
+        A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json.
     version : 1 or 2
         Of GPTQ weights, see `from_gptq`: 2 where the checkpoint's configuration says "gptq_v2".
 
@@ -109,72 +110,85 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
         Of EXL3 float32 arrays, ten to sixteen times the file, which `quantize` takes (see `from_exl3`). Empty
-        for one file of several (…-00002-of-00003.safetensors) that has none.
+        for one file of several (…-00002-of-00003.safetensors) that has nothing of such weights.
 
     Raises
     ------
     TypeError, ValueError
-        The file is no safetensors file, or has no such weight; a weight lacks a tensor, or `from_gptq`,
-        `from_awq` or `from_exl3` refuse it (the message names it).
+        The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a weight
+        lacks a tensor, which another file may have, or is of two kinds; or `from_gptq`, `from_awq` or
+        `from_exl3` refuse it (the message names the file and the tensor).
+    OSError
+        A file cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(Path(path), framework="numpy") as file:
-            names = set(file.keys())
-            found = sorted(name for name in names if name.endswith((".qweight", ".trellis")))
-            own = KEY in (file.metadata() or {})
-            if not found and (own or not _PART.fullmatch(Path(path).name)):
-                hint = "; cuquant wrote it, and cuquant.load reads it" if own else ""
-                kinds = "GPTQ, AWQ or EXL3: no tensor named *.qweight or *.trellis"
-                raise ValueError(f"{path} has no weight of {kinds}{hint}")
-            parts = [(name, _beside(file, names, name)) for name in found]  # all, before any is made
-            return {f"{name[:-7]}weight": _read(file, names, name, more, version) for name, more in parts}
-    except SafetensorError as error:
-        problem = why_unreadable(Path(path), error)
-        raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
+    path = Path(path)
+    with opened(path) as tensors:
+        found = sorted(name for name in tensors if name.endswith((".qweight", ".trellis")))
+        part = _PART.fullmatch(path.name) is not None
+        own = any(KEY in (file.metadata() or {}) for file in tensors.files.values())
+        if not found and (own or not part):
+            wrote = "; cuquant wrote it, and cuquant.load reads it" if own else ""
+            kinds = "GPTQ, AWQ or EXL3: no tensor named *.qweight or *.trellis"
+            raise ValueError(f"{path} has no weight of {kinds}{wrote}")
+        if part:
+            _check_alone(tensors)
+        hint = _ELSEWHERE * part
+        parts = [(name, _beside(tensors, name, hint)) for name in found]  # all, before any is made
+        return {f"{name[:-7]}weight": _read(tensors, name, more, version) for name, more in parts}
 
 
 _BESIDE = {"qweight": (("qzeros",), ("scales",)), "trellis": (("suh", "su"), ("svh", "sv"))}
 """What a weight has beside its codes; the second name where there is not the first."""
+_ELSEWHERE = "; another file of the checkpoint may: pass its folder, or its *.safetensors.index.json"
 
 
-def _beside(file: Any, names: set[str], name: str) -> list[str]:
+def _check_alone(tensors: Tensors) -> None:
+    """ValueError where a file has parts of a weight whose codes another has."""
+    kinds = {name: kind for kind, parts in _BESIDE.items() for names in parts for name in names}
+    for name in tensors:
+        prefix, _, part = name.rpartition(".")
+        if part in kinds and f"{prefix}.{kinds[part]}" not in tensors:
+            raise ValueError(f"{tensors.named(name)} has no {kinds[part]} beside it{_ELSEWHERE}")
+
+
+def _beside(tensors: Tensors, name: str, hint: str) -> list[str]:
     """The names of the tensors that a weight's codes need; of EXL3 the codebook's name, too."""
     prefix, _, kind = name.rpartition(".")
-    there = [[part for part in parts if f"{prefix}.{part}" in names] for parts in _BESIDE[kind]]
+    if all(f"{prefix}.{codes}" in tensors for codes in _BESIDE):
+        raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(_BESIDE)} of this weight")
+    there = [[part for part in parts if f"{prefix}.{part}" in tensors] for parts in _BESIDE[kind]]
     missing = [parts[0] for parts, found in zip(_BESIDE[kind], there, strict=True) if not found]
     if missing:
-        raise ValueError(f"{name} has no {' and no '.join(missing)} beside it")
+        raise ValueError(f"{tensors.named(name)} has no {' and no '.join(missing)} beside it{hint}")
     beside = [f"{prefix}.{found[0]}" for found in there]
-    return [*beside, _codebook(file, names, prefix)] if kind == "trellis" else beside
+    return [*beside, _codebook(tensors, prefix)] if kind == "trellis" else beside
 
 
-def _read(file: Any, names: set[str], name: str, beside: list[str], version: int) -> Any:
-    """The weight of an open file whose codes are this tensor."""
+def _read(tensors: Tensors, name: str, beside: list[str], version: int) -> Any:
+    """The weight whose codes are this tensor."""
     prefix, _, kind = name.rpartition(".")
-    codes, one, other = map(file.get_tensor, (name, *beside[:2]))
+    codes, one, other = (tensors[each] for each in (name, *beside[:2]))
     try:
         if kind == "trellis":
             return from_exl3(codes, one, other, beside[2])
         if codes.shape[-1:] == one.shape[-1:]:
             return from_awq(codes, one, other)
-        g_idx = file.get_tensor(f"{prefix}.g_idx") if f"{prefix}.g_idx" in names else None
-        return from_gptq(codes, one, other, g_idx, version)
+        return from_gptq(codes, one, other, tensors.get(f"{prefix}.g_idx"), version)
     except TypeError as error:
-        raise TypeError(f"{name}: {error}") from None
+        raise TypeError(f"{tensors.named(name)}: {error}") from None
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{tensors.named(name)}: {error}") from None
 
 
-def _codebook(file: Any, names: set[str], prefix: str) -> str:
+def _codebook(tensors: Tensors, prefix: str) -> str:
     """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
     for codebook in ("mcg", "mul1"):
-        if f"{prefix}.{codebook}" in names:
-            found = [int(factor) & 0xFFFFFFFF for factor in file.get_tensor(f"{prefix}.{codebook}").flat]
+        name = f"{prefix}.{codebook}"
+        if name in tensors:
+            found = [int(factor) & 0xFFFFFFFF for factor in tensors[name].flat]
             if found != [CODEBOOKS[codebook]]:
                 shown = ", ".join(map(hex, found)) or "empty"
-                raise ValueError(f"{prefix}.{codebook} is {shown}; {CODEBOOKS[codebook]:#x} alone is known")
+                raise ValueError(f"{tensors.named(name)} is {shown}; {CODEBOOKS[codebook]:#x} alone is known")
             return codebook
     return "3inst"
 

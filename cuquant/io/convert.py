@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from ..ops.quantize import quantize
 from . import mixture, safetensors
 from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
-from .model import Model
-from .model import open as open_model
-from .rewrite import Changed, new_file, write_gguf, write_safetensors
-from .words import counted
+from .model import Model, opened, warn_of_fallback
+from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
+from .words import counted, escaped
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _STAYS_FLOAT = (
@@ -59,12 +58,15 @@ class Selection:
     formats: Mapping[str, Format]
     """Of the tensors that are quantized."""
     kept: frozenset[str]
+    """Copied as they are."""
     ragged: frozenset[str]
     """Those of `kept` that stay float only because K is not a multiple of the block size."""
     replaced: frozenset[str]
     """Those of `formats` that have another format because K is not a multiple of the block size."""
     source_bytes: int
     """Size of the model's file, or of all parts of a split one."""
+    left_out: frozenset[str] = frozenset()
+    """Scales that the formats of kept tensors have in them now: in safetensors files."""
 
     def __repr__(self) -> str:
         made = f"{counted(len(self.formats), 'tensor')} quantized"
@@ -147,7 +149,7 @@ def copied(model: Model, keep: str | Iterable[str]) -> set[str]:
 
 def _listed(infos: Sequence[TensorInfo]) -> str:
     """The first of these tensors, with their types."""
-    shown = ", ".join(f"{info.name} ({info.type_name})" for info in infos[:3])
+    shown = ", ".join(f"{escaped(info.name)} ({info.type_name})" for info in infos[:3])
     return f"{shown}, ..." if len(infos) > 3 else shown
 
 
@@ -171,7 +173,8 @@ def quantize_file(
 
     Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
     its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file has
-    the tensors only, for `cuquant.load`.
+    the tensors only, for `cuquant.load`; of types without a format here it has float16 numbers, and of nvfp4
+    the tensor's scale in its format, not beside it.
 
     Parameters
     ----------
@@ -199,15 +202,24 @@ def quantize_file(
     Raises
     ------
     FileExistsError
-        `target` exists and `force` is false.
+        `target` exists and `force` is false; so too where it has appeared meanwhile.
     GGUFError, ValueError
         See `cuquant.open`; a matrix is quantized already, or a pattern matches no tensor; the format has no
         GGUF type; a tensor cannot be quantized (its name and row are in the message).
+
+    Warns
+    -----
+    FallbackWarning
+        Tensors of types without a format here go into a safetensors file, as float16 numbers.
     """
     target = Path(target)
-    with open_model(source, device) as model:
+    with opened(source, device) as model:
         todo = select(model, format, keep)
         to_gguf = target.suffix.lower() != ".safetensors"
+        if not to_gguf:
+            warn_of_fallback(model)
+            left_out = frozenset(scales_of(model, model))
+            todo = replace(todo, kept=todo.kept - left_out, left_out=left_out)
         if to_gguf and any(fmt.ggml_type is None for fmt in todo.formats.values()):
             raise ValueError(
                 f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file "
@@ -219,7 +231,7 @@ def quantize_file(
                 write_gguf(temporary, model, changed, todo.format.file_type, progress)
             else:
                 made = {name: _fitted(model, name, fmt) for name, fmt in todo.formats.items()}
-                write_safetensors(temporary, model, made, progress)
+                write_safetensors(temporary, model, made, progress, todo.left_out)
     return todo
 
 

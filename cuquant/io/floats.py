@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,8 @@ from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FLOATS
-from .model import FallbackWarning, Model
-from .model import open as open_model
-from .rewrite import Changed, new_file, write_gguf, write_safetensors
+from .model import Model, opened
+from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
 from .words import counted
 
 _FILE_TYPES = {0: 0, 1: 1, 30: 32}
@@ -36,7 +34,7 @@ class Dequantized:
     kept: frozenset[str]
     """Of those that were copied."""
     left_out: frozenset[str]
-    """Of scales that the numbers of others have in them now."""
+    """Of scales that the numbers of others, or their formats, have in them now."""
 
     def __repr__(self) -> str:
         made = f"{counted(len(self.made), 'tensor')} to {self.dtype}"
@@ -58,8 +56,9 @@ def dequantize_file(
 
     Quantized tensors, and weight matrices of other floats (but float64), get this dtype, each number rounded
     once; norms and all else are copied, the metadata too. (What `keep` names of types without a format here
-    is float16 in a safetensors file.) Tensors are read and written one at a time, under a temporary name
-    beside `target` that takes its place only when complete.
+    is float16 in a safetensors file, and of nvfp4 has the tensor's scale in its format, not beside it.)
+    Tensors are read and written one at a time, under a temporary name beside `target` that takes its place
+    only when complete.
 
     Parameters
     ----------
@@ -85,7 +84,7 @@ def dequantize_file(
     Raises
     ------
     FileExistsError
-        `target` exists and `force` is false.
+        `target` exists and `force` is false; so too where it has appeared meanwhile.
     GGUFError, TypeError, ValueError
         See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that
         is not kept; nothing is left to do; a type cannot be read; or a number is beyond the dtype's range
@@ -93,23 +92,24 @@ def dequantize_file(
     """
     wanted = check.float_dtype(FLOATS.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
     target = Path(target)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)  # what has no format here is read as exactly
-        opened = open_model(source, device)
-    with opened as model:
+    with opened(source, device) as model:
         kept = copied(model, keep)
         made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
         if not made:
-            raise ValueError(f"{model.path.name} has no matrix to turn into {wanted} that is not to be kept")
+            left = " that is not to be kept" if kept else ""
+            raise ValueError(f"{model.path.name} has no matrix to turn into {wanted}{left}")
         number, kind = next((number, name) for number, (name, own) in PLAIN_TYPES.items() if own == wanted)
         changed = {info.name: _changed(model, info, number, wanted) for info in made}
-        left_out = {scale: name for name in changed if (scale := model.scale_of(name)) is not None}
+        left_out = scales_of(model, changed)
         for scale in left_out.keys() & kept:
             raise ValueError(f"{scale!r} is the scale of {left_out[scale]!r}: keep both, or neither")
         for info in made:
             model.check_readable(info.name)
+        to_gguf = target.suffix.lower() != ".safetensors"
+        if not to_gguf:
+            left_out |= scales_of(model, kept)
         with new_file(model, target, force) as temporary:
-            if target.suffix.lower() != ".safetensors":
+            if to_gguf:
                 write_gguf(temporary, model, changed, _FILE_TYPES[number], progress, left_out)
             else:
                 made_of = {

@@ -56,10 +56,10 @@ MAX_ARRAY_ITEMS = 1_200_000  # strings and bools in arrays, looked at one by one
 MAX_TEXT_BYTES = 1 << 20  # keys and names, decoded at once; real: below 200,000
 
 _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct("<IQ")
-_TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(1, MAX_RANK + 1)}
+_TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
 _LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # a key of one letter, its type, a value of one byte
-_MIN_TENSOR_BYTES = 8 + 1 + 4 + 8 + 4 + 8  # a name of one letter, rank, one extent, type, offset
+_MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # a name of one letter, rank, type, offset: a scalar
 
 PLAIN_TYPES: dict[int, tuple[str, np.dtype[Any]]] = {
     0: ("F32", np.dtype("<f4")),
@@ -302,7 +302,7 @@ class _Scanner:
         what = f"tensor {quote(name)}"
         (rank,) = self.unpack(_U32, what)
         if rank not in _TENSOR:
-            self.fail(f"{what} has {rank} dimensions; 1 to {MAX_RANK} are allowed")
+            self.fail(f"{what} has {rank} dimensions; 0 to {MAX_RANK} are allowed")
         *extents, ggml_type, offset = self.unpack(_TENSOR[rank], what)
         shape = tuple(reversed(extents))
         if 0 in shape:
@@ -311,8 +311,9 @@ class _Scanner:
         if known is None:
             self.fail(f"{what} has the unknown type {ggml_type}")
         type_name, block_size, block_bytes = known
-        if shape[-1] % block_size:
-            self.fail(f"{what} has rows of {shape[-1]} weights; {type_name} needs blocks of {block_size}")
+        row = shape[-1] if shape else 1
+        if row % block_size:
+            self.fail(f"{what} has rows of {row} weights; {type_name} needs blocks of {block_size}")
         if offset % alignment:
             self.fail(f"{what} has the offset {offset}, not a multiple of the alignment {alignment}")
         nbytes = math.prod(shape) // block_size * block_bytes

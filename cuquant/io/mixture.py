@@ -230,6 +230,8 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     for each in name.values() if isinstance(name, Mapping) else [name]:
         _refuse_floats(each)
     if isinstance(name, Mapping):
+        if not name:
+            raise ValueError("format is an empty mapping; patterns of tensor names and formats are needed")
         return Recipe(tuple((str(pattern), formats.get(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]

@@ -22,7 +22,7 @@ from ..formats import Format, by_ggml_type
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
-from .words import counted, missing
+from .words import counted, escaped, missing, short
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -96,10 +96,8 @@ class Model(Mapping[str, Any]):
         if fmt is not None:
             fmt = self._scaled(fmt, info)
             return QuantizedArray(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
-        if info.ggml_type in PLAIN_TYPES:
-            array = raw.view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
-        else:
-            array = self.floats(name, np.float16)
+        plain = info.ggml_type in PLAIN_TYPES
+        array = self._plain(info) if plain else self.floats(name, np.float16)
         return array if self._device == "cpu" else cupy().asarray(array)
 
     def format(self, name: str) -> Format | None:
@@ -110,7 +108,8 @@ class Model(Mapping[str, Any]):
         return None if fmt is None else self._scaled(fmt, info)
 
     def floats(self, name: str, dtype: Any = np.float32) -> NDArray[Any]:
-        """A tensor's numbers as a NumPy array of float16, bfloat16 or float32, each rounded once.
+        """A tensor's numbers as a NumPy array of float16, bfloat16 or float32, each rounded once (integers of
+        more than 53 bits twice).
 
         TypeError where the dtype is none of these; GGUFError where numbers of this type cannot be read, or
         one is beyond the dtype's range. What is infinite or NaN stays so.
@@ -118,10 +117,15 @@ class Model(Mapping[str, Any]):
         info, dtype = self._info(name), check.float_dtype(dtype)
         made = self._numbers(info, dtype)
         lost = ~np.isfinite(made)
-        if lost.any() and np.isfinite(self._numbers(info, np.dtype(np.float32))[lost]).any():
-            half = dtype == check.FLOATS[0]
-            most = "float16's 65504: bfloat16 and float32 have" if half else f"{dtype}: float32 has"
-            raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond {most} room")
+        if lost.any():
+            beyond = self._exact(info)[lost].astype(np.float64)
+            beyond = np.abs(beyond[np.isfinite(beyond)])
+            if beyond.size:
+                half = dtype == check.FLOATS[0]
+                most = "float16's 65504" if half else dtype.name
+                wider = "bfloat16 and float32 have" if half else "float32 has"
+                hint = f": {wider} room" if beyond.max() <= np.finfo(np.float32).max else ""
+                raise GGUFError(f"tensor {name!r} ({info.type_name}) has values beyond {most}{hint}")
         return made
 
     def check_readable(self, name: str) -> None:
@@ -136,11 +140,19 @@ class Model(Mapping[str, Any]):
             scales = self._scales(info)
             of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
             return _fallback(self.raw(info.name), info, of_experts, dtype)
-        array = self[info.name]
         with np.errstate(over="ignore"):
-            if isinstance(array, QuantizedArray):
-                return as_numpy(array.dequantize(dtype))
-            return as_numpy(array).astype(dtype)
+            if info.ggml_type in PLAIN_TYPES:
+                return _rounded(self._plain(info), dtype)
+            return as_numpy(self[info.name].dequantize(dtype))
+
+    def _exact(self, info: TensorInfo) -> NDArray[Any]:
+        """A tensor's numbers before they are rounded, as the file has them or in float32."""
+        plain = info.ggml_type in PLAIN_TYPES
+        return self._plain(info) if plain else self._numbers(info, np.dtype(np.float32))
+
+    def _plain(self, info: TensorInfo) -> NDArray[Any]:
+        """The numbers of a plain type: a read-only view of the file."""
+        return self.raw(info.name).view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
 
     def _of_blocks(self, info: TensorInfo) -> Format | None:
         """The format of a tensor's blocks, before its scale."""
@@ -234,6 +246,18 @@ class Model(Mapping[str, Any]):
         return html_facts(facts)
 
 
+def _rounded(x: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Plain numbers in that dtype; infinite where they are beyond its range."""
+    if dtype != check.FLOATS[1] or x.dtype in check.FLOATS:
+        return x.astype(dtype)
+    # ml_dtypes goes by way of float32. What that cannot hold becomes the odd one of the two numbers about it,
+    # which is halfway between no two of bfloat16.
+    wide = x.astype(np.float64)
+    near = wide.astype(np.float32)
+    below = np.where(np.abs(near) > np.abs(wide), np.nextafter(near, np.float32(0)), near)
+    return (below.view(np.uint32) | (near != wide)).view(np.float32).astype(dtype)
+
+
 def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     """Open a GGUF file: the header is read and validated, tensor bytes are not touched.
 
@@ -260,12 +284,17 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
         Once, naming types and tensors that have no format here, or on a GPU no kernels, and are dequantized
         to float16 when read.
     """
+    model = opened(path, device)
+    warn_of_fallback(model)
+    return model
+
+
+def opened(path: str | os.PathLike[str], device: str | None) -> Model:
+    """As `open`, without a warning."""
     target = default_device() if device is None else check.device_name(device)
     if target == "cuda":
         cupy()  # says why there is none
-    model = Model(_open_parts(Path(path)), target)
-    _warn_of_fallback(model)
-    return model
+    return Model(_open_parts(Path(path)), target)
 
 
 def _open_parts(path: Path) -> list[File]:
@@ -304,8 +333,9 @@ def _check_parts(parts: list[File]) -> None:
         meta = part.header.metadata
         if (meta.get("split.no"), meta.get("split.count")) != (number, len(parts)):
             raise GGUFError(
-                f"{part.path}: says it is part {meta.get('split.no')} of {meta.get('split.count')}, "
-                f"but is named as part {number} of {len(parts)} (counted from 0)"
+                f"{part.path}: says it is part {short(meta.get('split.no'))} of "
+                f"{short(meta.get('split.count'))}, but is named as part {number} of {len(parts)} "
+                "(counted from 0)"
             )
         twice = seen & part.header.tensors.keys()
         if twice:
@@ -313,18 +343,20 @@ def _check_parts(parts: list[File]) -> None:
         seen |= part.header.tensors.keys()
     total = parts[0].header.metadata.get("split.tensors.count", len(seen))
     if total != len(seen):
-        raise GGUFError(f"{parts[0].path}: {total} tensors are announced, the parts hold {len(seen)}")
+        raise GGUFError(f"{parts[0].path}: {short(total)} tensors are announced, the parts hold {len(seen)}")
 
 
-def _warn_of_fallback(model: Model) -> None:
-    """One warning that names the types without a format, and their tensors."""
+def warn_of_fallback(model: Model) -> None:
+    """One warning that names the types without a format, and their tensors, at the line that called the
+    function which calls this."""
     by_type: dict[str, list[str]] = {}
     for info in model.tensors.values():
         if info.ggml_type not in PLAIN_TYPES and model._format(info) is None:
             by_type.setdefault(info.type_name, []).append(info.name)
     if by_type:
         listed = "; ".join(
-            f"{kind}: {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            f"{kind}: {', '.join(map(escaped, names[:3]))}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             for kind, names in by_type.items()
         )
         warnings.warn(

@@ -12,9 +12,10 @@ import numpy as np
 from .. import check
 from ..device import as_numpy
 from . import safetensors
-from .atomic import ordinary, replacing
+from .atomic import replacing
 from .gguf import PLAIN_TYPES
 from .model import Model
+from .words import escaped
 
 QUANTIZATION_VERSION = 2
 """ggml's version of the block formats, stored as general.quantization_version."""
@@ -37,12 +38,9 @@ def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
     if that is neither True nor False.
     """
     force = check.flag(force, "force")
-    ordinary(target)
     if any(target.exists() and target.samefile(path) for path in model.paths):
         raise ValueError(f"{target} is the file being read")
-    if target.exists() and not force:
-        raise FileExistsError(f"{target} exists; force=True replaces it")
-    with replacing(target) as temporary:
+    with replacing(target, force) as temporary:
         yield temporary
 
 
@@ -73,11 +71,17 @@ def write_safetensors(
     model: Model,
     changed: Mapping[str, safetensors.Tensor],
     progress: bool,
-    left_out: Collection[str] = (),
+    left_out: Collection[str],
 ) -> None:
-    """The same to a safetensors file, which has no metadata."""
+    """The same to a safetensors file, which has no metadata; `left_out` are `scales_of` all tensors."""
     tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
     safetensors.write(path, tensors, lambda names: _shown(names, progress))
+
+
+def scales_of(model: Model, names: Iterable[str]) -> dict[str, str]:
+    """The scales beside nvfp4 tensors of these names, and whose they are. Numbers of such a tensor have been
+    multiplied by its scale, and a safetensors file has the scale in the tensor's format."""
+    return {scale: name for name in names if (scale := model.scale_of(name)) is not None}
 
 
 def _copied(model: Model, name: str) -> safetensors.Tensor:
@@ -98,7 +102,7 @@ def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
 
     with tqdm(names, unit="tensor", disable=None if progress else True) as bar:
         for name in bar:
-            bar.set_postfix_str(name)
+            bar.set_postfix_str(escaped(name))
             yield name
 
 

@@ -27,6 +27,7 @@ from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
 from .atomic import replacing
+from .words import escaped
 
 KEY = "cuquant"
 VERSION = 1
@@ -97,7 +98,7 @@ def entry(name: str, tensor: Any) -> Tensor:
     """An array that is there already; TypeError where it is none, or of another type."""
     if check.is_quantized(tensor):
         return quantized(tensor.format, tensor.shape, lambda: tensor.blocks)
-    array = check.array(tensor, f"tensor {name!r}")
+    array = check.array(tensor, f"tensor {name!r}", "floats, integers or bools")
     for kind, dtype in TYPES.items():
         if array.dtype == dtype:
             return Tensor(kind, array.shape, lambda: array)
@@ -193,22 +194,23 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
 
 def why_unreadable(path: Path, error: Exception) -> str:
     """What is wrong with a file that the safetensors package refused with that error."""
+    told = escaped(str(error))  # it may cite the file
     with path.open("rb") as file:
         head = file.read(9)
         size = os.fstat(file.fileno()).st_size
         if head.startswith(b"GGUF"):
-            return f"{error} (cuquant.open reads GGUF files)"
+            return f"{told} (cuquant.open reads GGUF files)"
         if size == 0:
             return "it is empty"
         length = int.from_bytes(head[:8], "little")
         if size > 8 and (head[8:] != b"{" or length > _LONGEST_HEADER):
-            return str(error)
+            return told
         end = 8 + length if size > 8 else 9
         if end <= size:
             end += _data_bytes(head[8:] + file.read(length - 1))
     if size < end:
         return f"{size:,} bytes of {end:,} or more are there: it is cut short, perhaps an incomplete download"
-    return str(error)
+    return told
 
 
 def _data_bytes(header: bytes) -> int:

@@ -38,6 +38,6 @@ def short(value: Any) -> str:
 
 def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:
     """The error for a name that a file has not, with those near to it."""
-    near = difflib.get_close_matches(str(name), names, n=3)
+    near = [escaped(name) for name in difflib.get_close_matches(str(name), names, n=3)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return KeyError(f"{file} has no {kind} {name!r}{hint}")

@@ -121,12 +121,12 @@ class Appender:
                 self._append_alike(cache, k, v, bits)
                 return
         new, new_known = _lengths(lengths, batch, n)
-        widths, bits_known = _bits(bits, (batch, n), cache.bits)
-        ids = _ids(token_ids, (batch, n))
+        fresh: Any = True if new_known is None else np.arange(n) < new_known[:, None]
+        widths, bits_known = _bits(bits, (batch, n), cache.bits, fresh)
+        ids = _ids(token_ids, (batch, n), fresh)
         capturing = _capturing()
         counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
         if new_known is not None and bits_known is not None:
-            fresh = np.arange(n) < new_known[:, None]
             counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
             check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
             check.slot_range(int((self._slots + new_known).max()) - 1)
@@ -207,24 +207,25 @@ def _lengths(lengths: Any, batch: int, n: int) -> tuple[Any, Any]:
     return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
 
 
-def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...]) -> tuple[Any, Any]:
-    """Widths (batch, n) on the GPU (None: all the same), and where the host knows them."""
+def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...], new: Any) -> tuple[Any, Any]:
+    """Widths (batch, n) on the GPU (None: all the same), and where the host knows them; those of tokens that
+    are not `new` may be anything."""
     cupy = device.cupy()
     if device.is_cuda(bits):
         return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
-    known = check.token_bits(bits, shape, allowed)
+    known = check.token_bits(bits, shape, allowed, new)
     return None if np.ndim(bits) == 0 else cupy.asarray(known), known
 
 
-def _ids(token_ids: Any, shape: tuple[int, int]) -> Any:
-    """Ids (batch, n) on the GPU, int32; None stays None."""
+def _ids(token_ids: Any, shape: tuple[int, int], new: Any) -> Any:
+    """Ids (batch, n) on the GPU, int32; those of tokens that are not `new` may be anything. None stays."""
     cupy = device.cupy()
     if token_ids is None:
         return None
     if device.is_cuda(token_ids):
         ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
     else:
-        ids = cupy.asarray(check.token_ids(token_ids, shape))
+        ids = cupy.asarray(check.token_ids(token_ids, shape, new))
     return cupy.ascontiguousarray(ids, np.int32)
 
 

@@ -91,14 +91,15 @@ class KVCache:
     ) -> None:
         self.device = check.device_name(device)
         self.n_kv_heads = check.count(n_kv_heads, "n_kv_heads")
-        self.head_dim = check.head_dim(head_dim, codes.HADAMARD if rotate else 8)
+        self.rotate = check.flag(rotate, "rotate")
+        self.track_attention = check.flag(track_attention, "track_attention")
+        self.head_dim = check.head_dim(head_dim, codes.HADAMARD if self.rotate else 8)
         self.batch = check.count(batch, "batch")
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
         sizes = self.n_kv_heads, self.head_dim, self.device
         self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
         self.next_slots = self._xp.zeros(self.batch, np.int32)
-        self.rotate, self.track_attention = bool(rotate), bool(track_attention)
         shape = (self.batch, self.n_kv_heads, self.head_dim)
         self.auto_scales = key_scales if isinstance(key_scales, str) else None
         given = check.key_scales(key_scales, shape)
@@ -163,7 +164,8 @@ class KVCache:
         token_ids : int array (n,) or (batch, n), optional
             Not negative; by default the global slots. Tokens of one id are moved and evicted together.
         lengths : int array (batch,), optional
-            How many of the n tokens each sequence gets, where they differ.
+            How many of the n tokens each sequence gets, where they differ; bits and ids of the others may be
+            anything (but not where lengths are on a GPU, and bits or ids are not).
 
         Raises
         ------
@@ -344,12 +346,6 @@ class KVCache:
         """ValueError if an append that a graph replayed found no room since the last call."""
         self._appender.check(self)
 
-    def stored_keys(self, k: NDArray[np.float32], sequence: int) -> NDArray[np.float32]:
-        """Keys (n, n_kv_heads, head_dim) of a sequence of a cache on the CPU, as they are quantized."""
-        if self.key_scales is not None:
-            k = k / self.key_scales[sequence]
-        return codes.rotate(k) if self.rotate else k
-
     def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
         """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
         if self.key_scales is not None:
@@ -362,7 +358,10 @@ class KVCache:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str = "cpu") -> KVCache:
-        """The cache that `save` wrote. ValueError where the file is none, or is damaged (it says how)."""
+        """The cache that `save` wrote.
+
+        ValueError where the file is none, or is damaged (it says how); OSError where it cannot be read.
+        """
         return file.load(cls, path, check.device_name(device))
 
     def copy(self) -> KVCache:

@@ -76,6 +76,15 @@ def key_scales(power: Any, how: str, xp: Any = np) -> Any:
     return xp.exp2(xp.clip(exponent, -LARGEST_KEY_SCALE, LARGEST_KEY_SCALE)).astype(np.float32)
 
 
+def stored_keys(
+    k: NDArray[np.float32], scales: NDArray[np.float32] | None, rotated: bool
+) -> NDArray[np.float32]:
+    """Keys [n, heads, head_dim] as they are quantized: over their scales [heads, head_dim], and rotated."""
+    if scales is not None:
+        k = k / scales
+    return rotate(k) if rotated else k
+
+
 def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Each 32 elements of the last axis times the orthonormal Hadamard matrix, its own inverse.
 

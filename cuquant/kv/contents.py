@@ -52,10 +52,11 @@ def numbers(
     ids, slots = (np.concatenate([b[part] for _, b in buckets]) for part in (0, 1))
     k = np.concatenate([codes.decode(b.k_qx, b.k_scale, bits) for bits, b in buckets])
     v = np.concatenate([codes.decode(b.v_qx, b.v_scale, bits) for bits, b in buckets])
-    if cache.rotate:
-        k = codes.rotate(k)
-    if cache.key_scales is not None:
-        k = k * device.as_numpy(cache.key_scales[sequence])
+    with np.errstate(all="ignore"):  # NaN and infinity are tokens, too
+        if cache.rotate:
+            k = codes.rotate(k)
+        if cache.key_scales is not None:
+            k = k * device.as_numpy(cache.key_scales[sequence])
     order = np.argsort(slots)
     return ids[order], slots[order], k[order], v[order]
 

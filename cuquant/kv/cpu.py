@@ -52,11 +52,11 @@ def merge(parts: list[Partial]) -> Partial:
 
 def attend(p: Attention, out: NDArray[Any]) -> None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
-    q = p.cache.stored_queries(p.q.astype(np.float32, order="C")) * np.float32(p.scale)
-    batch, n, heads, d = q.shape
-    grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
-    rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)
+    batch, n, heads, d = p.q.shape
     with np.errstate(all="ignore"):  # infinity and NaN propagate
+        q = p.cache.stored_queries(p.q.astype(np.float32, order="C")) * np.float32(p.scale)
+        grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
+        rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)
         for sequence in range(batch):
             parts = [
                 _partial(*_scores(p, sequence, rows[sequence], bits, piece), bits, piece)
@@ -159,32 +159,35 @@ class Appender:
     def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
         """See KVCache.append."""
         n = k.shape[1]
-        new = np.arange(n) < check.lengths(lengths, cache.batch, n)[:, None]
-        wanted = check.token_bits(bits, (cache.batch, n), cache.bits)
+        counts = check.lengths(lengths, cache.batch, n)
+        new = np.arange(n) < counts[:, None]
+        wanted = check.token_bits(bits, (cache.batch, n), cache.bits, new)
+        check.slot_range(int((cache.next_slots + counts).max()) - 1)
         slots = cache.next_slots[:, None] + np.arange(n)
-        ids = check.token_ids(slots if token_ids is None else token_ids, (cache.batch, n))
+        ids = check.token_ids(slots if token_ids is None else token_ids, (cache.batch, n), new)
         adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in cache.bits}
         check.fits(adds, held_of(cache.tiers), rooms_of(cache.tiers), cache.capacity)
-        check.slot_range(slots.max(initial=0))
         k, v = k.astype(np.float32), v.astype(np.float32)
-        for sequence in np.flatnonzero(new.any(axis=1)).tolist():
-            if cache.auto_scales and cache.next_slots[sequence] == 0:
-                cache.key_scales[sequence] = _automatic(k[sequence, new[sequence]], cache.auto_scales)
-            for bits, tier in cache.tiers.items():
-                chosen = new[sequence] & (wanted[sequence] == bits)
-                if chosen.any():
-                    keys = cache.stored_keys(k[sequence, chosen], sequence)
-                    names = ids[sequence, chosen], slots[sequence, chosen], np.zeros(chosen.sum())
-                    coded = *codes.encode(keys, bits), *codes.encode(v[sequence, chosen], bits)
-                    tier.add(sequence, Bucket(*names, *coded))
-        cache.next_slots += new.sum(axis=1, dtype=np.int32)
-
-
-def _automatic(k: Array, how: str) -> Array:
-    """Key scales [n_kv_heads, head_dim] of keys [n, n_kv_heads, head_dim]."""
-    with np.errstate(all="ignore"):
-        scales: Array = codes.key_scales(np.mean(k * k, axis=0), how)
-        return scales
+        scales: Any = None if cache.key_scales is None else cache.key_scales.copy()
+        made = []  # of all sequences, before the cache changes
+        with np.errstate(all="ignore"):  # NaN and infinity are tokens, too
+            for sequence in np.flatnonzero(counts).tolist():
+                if cache.auto_scales and cache.next_slots[sequence] == 0:
+                    power = np.mean(k[sequence, new[sequence]] ** 2, axis=0)
+                    scales[sequence] = codes.key_scales(power, cache.auto_scales)
+                for bits, tier in cache.tiers.items():
+                    chosen = new[sequence] & (wanted[sequence] == bits)
+                    if chosen.any():
+                        own = None if scales is None else scales[sequence]
+                        keys = codes.stored_keys(k[sequence, chosen], own, cache.rotate)
+                        names = ids[sequence, chosen], slots[sequence, chosen], np.zeros(chosen.sum())
+                        coded = *codes.encode(keys, bits), *codes.encode(v[sequence, chosen], bits)
+                        made.append((tier, sequence, Bucket(*names, *coded)))
+        for tier, sequence, tokens in made:
+            tier.add(sequence, tokens)
+        if scales is not None:
+            cache.key_scales[...] = scales
+        cache.next_slots += counts.astype(np.int32)
 
 
 def move(cache: KVCache, moves: Moves) -> None:

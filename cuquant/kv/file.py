@@ -63,12 +63,10 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="numpy") as stored:
+        with Path(path).open("rb"), safe_open(path, framework="numpy") as stored:
             settings = json.loads((stored.metadata() or {})[KEY])
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         return restored(kind, (settings, arrays), where)
-    except FileNotFoundError:
-        raise
     except KeyError as error:
         raise ValueError(f"{path} is no cache that cuquant saved: it has no {error}") from None
     except (SafetensorError, TypeError, ValueError) as error:
@@ -87,7 +85,7 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     """
     settings, arrays = saved
     if settings["version"] != VERSION:
-        raise ValueError(f"the cache's version is {settings['version']}; this is version {VERSION}")
+        raise ValueError(f"the cache's version is {settings['version']!r}; this is version {VERSION}")
     rooms = {bits: room for bits, room in settings["rooms"]}
     cache = kind(
         settings["n_kv_heads"],

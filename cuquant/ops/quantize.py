@@ -85,7 +85,8 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     Raises
     ------
     TypeError, ValueError
-        Not uint8; the byte count differs from what format and shape need (both are stated).
+        Not uint8; the byte count differs from what format and shape need (both are stated); the format has no
+        grid or scale yet (`Trellis(3)`, `NvFp4()`).
     """
     shape = check.shape(shape)
     fmt = check.whole_blocks(shape, formats.get(format))
