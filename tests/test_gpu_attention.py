@@ -289,6 +289,53 @@ def test_magnitudes_of_float16_queries(magnitude: float) -> None:
     agree(q, filled(), largest_score=5 * max(magnitude, 1))
 
 
+def larger_channel(q: Array) -> Array:
+    q[..., 7] *= q.dtype.type(30)
+    return q
+
+
+def largest_at_the_bytes_edge(q: Array) -> Array:
+    """With one power of two more, or less, the high byte of a query's largest channel would be 128, or 63."""
+    for row, (exponent, part) in enumerate(
+        ((0, 2 - 2**-10), (3, -2 + 2**-10), (-5, 2 - 2**-7), (1, -2.0), (2, 1.0))
+    ):
+        q[:, :, row::5] = np.clip(q[:, :, row::5], -1, 1) * q.dtype.type(2.0**exponent)
+        q[:, :, row::5, row] = part * 2.0**exponent
+    return q
+
+
+def subnormal(q: Array) -> Array:
+    return (q * q.dtype.type(2.0**-20)).astype(np.float16).astype(q.dtype)
+
+
+@pytest.mark.parametrize("widths", [(bits,) for bits in WIDTHS] + [(8, 4, 3, 2), WIDTHS])
+@pytest.mark.parametrize("change", [larger_channel, largest_at_the_bytes_edge, subnormal])
+@pytest.mark.parametrize(("heads", "dtype"), [(2, np.float16), (8, ml_dtypes.bfloat16), (8, np.float16)])
+def test_queries_that_become_integers(
+    widths: tuple[int, ...], change: Callable[[Array], Array], heads: int, dtype: Any
+) -> None:
+    """Up to four for a key head of 128 channels: those whose bytes have no room to spare, or few digits."""
+    q = change(normal(2, 1, 3 * heads, 128, seed=3, dtype=dtype))
+    agree(
+        q,
+        filled(150, heads=heads, dim=128, widths=widths),
+        largest_score=20 if change is larger_channel else 5,
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_bad_queries_that_would_become_integers(heads: int, bad: float) -> None:
+    cache = filled(60, heads=heads, dim=128)
+    q = normal(2, 1, 4 * heads, 128, seed=3, dtype=np.float16)
+    expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
+    q[1, 0, 6, 100] = bad
+    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
+    assert np.isnan(y[1, 0, 6]).all()
+    y[1, 0, 6] = expected[1, 0, 6]
+    assert np.array_equal(y, expected)
+
+
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_magnitudes_of_values(bits: int, magnitude: float) -> None:

@@ -70,7 +70,7 @@ def _planned(given: _Given) -> _Planned:
     """For the current device, which is the one given."""
     batch, q_len, heads, dim = given.q
     masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
-    halves = 1 if given.q_dtype == check.FLOATS[0] else 2
+    halves = 2 if given.q_dtype == np.float32 else 1
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = jit.gpu().multiprocessors
     launch = plan.attention(shape, jit.capability(), multiprocessors)

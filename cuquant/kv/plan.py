@@ -42,8 +42,10 @@ MANY_HEADS = 32
 and 3 bits are less than half of a line each; of others and fewer heads shares of one sequence in more blocks
 cost more than whole lines save (131072 tokens of 4 bits and 8 heads 43.7 us in place of 40.7).
 """
-BOX_RING = 100 << 10
-"""Bytes of a ring of boxes."""
+BOX_RING, BOX_BARRIERS = 100 << 10, 1 << 10
+"""Most bytes of a ring of boxes, and of its barriers (kernels/attention/boxes.cuh)."""
+COPYING_WARPS = 4
+"""Beside those that compute: a warpgroup, which gives them its registers."""
 MOVING_BLOCKS = 1 << 12
 """Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
@@ -145,13 +147,14 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     }
     if boxes:
         constants["DEPTH"] = depth
+    shared = rings * (ring + BOX_BARRIERS * boxes)
     kernels = [
-        Kernel("attention", entry, None, tuple(constants.items()), shared)
-        for entry, shared in (("attention", rings * ring), ("merge", 0))
+        Kernel("attention", entry, None, tuple(constants.items()), size)
+        for entry, size in (("attention", shared), ("merge", 0))
     ]
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
-        Plan(kernels[0], grid, warps * WARP, rings * ring, overlaps=True),
+        Plan(kernels[0], grid, (warps + COPYING_WARPS * boxes) * WARP, shared, overlaps=True),
         _merge(kernels[1], shape, merge_warps, multiprocessors),
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,

@@ -2,7 +2,8 @@
 //
 // Rows of eight neighbouring heads are whole lines of memory; of one head at 2 bits they are a quarter of one, and
 // requests for quarters keep the L2 cache busy, not the memory. Warps of BOX_HEADS heads share a ring, in which a step
-// is TOKENS tokens: keys, with the scales of both, then values. Copies go on over the borders of buckets.
+// is TOKENS tokens: keys, with the scales of both, then values. Rings take steps in turn, and one warp more for each asks
+// for its copies, over the borders of buckets.
 #pragma once
 #include "ring.cuh"
 #include "split.cuh"
@@ -33,87 +34,106 @@ struct Box {
     static_assert(SCALES + 2 * SCALE_BYTES <= CUQUANT_RING / CUQUANT_DEPTH, "a slot for each bucket's half steps");
 };
 
+// A place in a ring: a slot, and whose turn it is. Behind its slots a ring has a barrier for each that copies to it pass,
+// and then one for each that its warps pass when they have read it.
+struct Place {
+    static constexpr int DEPTH = CUQUANT_DEPTH, SLOT = CUQUANT_RING / DEPTH;
+    static constexpr int BARRIERS = 1024;  // bytes: slots are at multiples of that
+    static_assert(DEPTH * 16 <= BARRIERS, "two for each slot");
+
+    u32 start;
+    int at;
+    u32 parity;
+
+    DEVICE explicit Place(int ring)
+        : start(shared_address(dynamic_shared()) + ring * (CUQUANT_RING + BARRIERS)), at(0), parity(0) {}
+
+    DEVICE u32 slot() const { return start + at * SLOT; }
+    DEVICE u32 filled() const { return start + CUQUANT_RING + at * 8; }
+    DEVICE u32 left() const { return filled() + DEPTH * 8; }
+
+    DEVICE void next() {
+        if (++at == DEPTH) at = 0, parity ^= 1;
+    }
+
+    // By one thread, of all rings.
+    static DEVICE void init() {
+        for (int ring = 0; ring < RINGS; ring++) {
+            Place place(ring);
+            for (int s = 0; s < DEPTH; s++, place.next())
+                barrier_init(place.filled(), 1), barrier_init(place.left(), BOX_HEADS);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+};
+
 // A ring, as each of its warps sees it.
 struct Ring {
-    static constexpr int DEPTH = CUQUANT_DEPTH, SLOT = CUQUANT_RING / DEPTH;
-    static constexpr int LAG = 1;  // half steps before a slot that was left is filled again: stragglers hold up nobody
+    Place place;
 
+    DEVICE Ring() : place(number()) {}
+
+    // Of the rings, and the warp's of eight heads.
+    static DEVICE int number() { return threadIdx.x / (BOX_HEADS * WARP); }
+    static DEVICE int head() { return threadIdx.x / WARP % BOX_HEADS; }
+
+    DEVICE u32 wait() const {
+        barrier_wait(place.filled(), place.parity);
+        return place.slot();
+    }
+
+    // The warp has read its slot.
+    DEVICE void release(int lane) {
+        __syncwarp();
+        barrier_arrive(place.left(), lane == 0);
+        place.next();
+    }
+};
+
+// What asks for a ring's copies: a thread of a warp of its own.
+struct Copies {
     const Attention& p;
     const Maps& maps;
     const Share& share;
-    int head;         // this warp's, of eight
-    u32 start, full;  // its first slot, and the barrier that copies to it pass; DEPTH further on, that of its warps
-    int half, at;     // the half step, of all buckets, and its slot
-    u32 parity;
+    const int number;  // of the rings
+    Place place;
 
-    DEVICE Ring(const Attention& p, const Maps& maps, const Share& share, int head, u64* barriers)
-        : p(p), maps(maps), share(share), head(head),
-          start(shared_address(dynamic_shared()) + own() * CUQUANT_RING),
-          full(shared_address(barriers + own() * DEPTH * 2)), half(0), at(0), parity(0) {}
+    DEVICE Copies(const Attention& p, const Maps& maps, const Share& share, int number)
+        : p(p), maps(maps), share(share), number(number), place(number) {}
 
-    // Its number: it takes every RINGS-th step.
-    static DEVICE int own() { return threadIdx.x / (BOX_HEADS * WARP); }
-
-    // By one thread. Maps are asked for ahead; a bucket without room has none.
-    static DEVICE void init(const Attention& p, const Maps& maps, u64* barriers) {
+    // Maps are asked for ahead; a bucket without room has none.
+    static DEVICE void prefetch_maps(const Attention& p, const Maps& maps) {
 #pragma unroll
         for (int t = 0; t < TIERS; t++) {
             if (!has_tier(t) || p.tiers[t].room == 0) continue;
 #pragma unroll
             for (int m = 0; m < (t == 0 ? 2 : 4); m++) prefetch_map(&maps.maps[maps_before(t)][m]);
         }
-        for (int s = 0; s < RINGS * DEPTH * 2; s++)
-            barrier_init(shared_address(barriers + s), s / DEPTH % 2 ? BOX_HEADS : 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // By one thread.
-    DEVICE void fill() const {
+    template <int TIER = 0>
+    DEVICE void run() {
+        if constexpr (has_tier(TIER)) {
+            constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
+            const int end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
 #pragma unroll 1
-        for (int s = 0; s < DEPTH; s++) copy(s, s);
-    }
-
-    DEVICE u32 wait() const {
-        barrier_wait(full + at * 8, parity);
-        return start + at * SLOT;
-    }
-
-    // The warp has read its slot. Warps take turns to have one filled again that all have left, LAG half steps ago.
-    DEVICE void release(int lane) {
-        __syncwarp();
-        barrier_arrive(full + (DEPTH + at) * 8, lane == 0);
-        if (half % BOX_HEADS == head && lane == 0 && half >= LAG) {
-            const int slot = at < LAG ? at - LAG + DEPTH : at - LAG;
-            barrier_wait(full + (DEPTH + slot) * 8, at < LAG ? parity ^ 1 : parity);
-            copy(half - LAG + DEPTH, slot);
+            for (int first = share.cuts[0][TIER] + number * TOKENS; first < end; first += RINGS * TOKENS)
+#pragma unroll
+                for (int values = 0; values < 2; values++) copy<TIER>(before + first, values);
         }
-        half++;
-        if (++at == DEPTH) at = 0, parity ^= 1;
+        if constexpr (TIER + 1 < TIERS) run<TIER + 1>();
     }
 
 private:
-    // Have a half step copied, if there is one.
-    template <int TIER = 0>
-    DEVICE void copy(int number, int slot) const {
-        if constexpr (has_tier(TIER)) {
-            constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
-            const int first = share.cuts[0][TIER] + own() * TOKENS, tokens = share.cuts[1][TIER] - first;
-            const int step = number / 2, steps = tokens > 0 ? (tokens - 1) / (RINGS * TOKENS) + 1 : 0;
-            if (step < steps) {
-                copy_tokens<TIER>(first + step * RINGS * TOKENS, number % 2, slot);
-                return;
-            }
-            number -= 2 * steps;
-        }
-        if constexpr (TIER + 1 < TIERS) copy<TIER + 1>(number, slot);
-    }
-
+    // Half a step, from row `row` of the bucket's arrays on, when its slot has been left.
     template <int TIER>
-    DEVICE void copy_tokens(int first, int values, int slot) const {
+    DEVICE void copy(int row, int values) {
         using L = Box<bits_of(TIER)>;
         const auto& map = maps.maps[maps_before(TIER)];
-        const u32 to = start + slot * SLOT, barrier = full + slot * 8;
-        const int row = int(share.sequence * p.tiers[TIER].room) + first, group = blockIdx.z;
+        const u32 to = place.slot(), barrier = place.filled();
+        const int group = blockIdx.z;
+        barrier_wait(place.left(), place.parity ^ 1);
+        place.next();
         barrier_expect(barrier, L::SCALES + (values ? 0 : 2 * L::SCALE_BYTES));
         copy_box<1>(to, map[values], barrier, 0, row, group * L::LINES, 0, 0);
         if (L::SCALE_BYTES == 0 || values) return;
@@ -141,8 +161,8 @@ struct Boxes {
     u32 scale_at, key_at[KEY_WORDS], value_at[2][VALUE_WORDS];  // in a slot
 
     DEVICE Boxes(Ring& ring, int begin, int end, int lane)
-        : ring(ring), first(begin + ring.own() * L::TOKENS), end(end), stride(RINGS * L::TOKENS), lane(lane),
-          g(lane / 4), i(lane % 4), scale_at(L::SCALES + ring.head * 2 + token(g) * (BOX_HEADS * 2)) {
+        : ring(ring), first(begin + ring.number() * L::TOKENS), end(end), stride(RINGS * L::TOKENS), lane(lane),
+          g(lane / 4), i(lane % 4), scale_at(L::SCALES + ring.head() * 2 + token(g) * (BOX_HEADS * 2)) {
         // Opaque, lest the compiler work them out anew at every step.
         asm volatile("" : "+r"(scale_at));
 #pragma unroll
@@ -190,7 +210,7 @@ struct Boxes {
 private:
     // Where byte `at` of a token's row is in a slot.
     DEVICE u32 place(int token, int at) const {
-        const int byte = at + ring.head * L::ROW, in_line = byte % LINE;
+        const int byte = at + ring.head() * L::ROW, in_line = byte % LINE;
         return byte / LINE * (L::TOKENS * LINE) + token * LINE + (in_line ^ token * 16);
     }
 

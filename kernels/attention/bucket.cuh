@@ -52,7 +52,7 @@ struct Bucket {
     float s[GROUPS][TILES][4];     // scores of tokens g and g + 8 of each tile
     u32 weight[GROUPS][TILES][2];  // as operand B: of tokens 2 i, 2 i + 1, and these + 8
     u32 seen;                      // bits of scores that are not hidden
-    float excess[GROUPS][4];       // of sums, by the offsets of codes; as float16 numbers of a shift of 0
+    float excess[GROUPS][2];       // of sums, by the offsets of this lane's tokens; as float16 numbers of a shift of 0
 
     DEVICE Bucket(const Attention& p, Queries& q, S& stream, int sequence, int head, int first_row)
         : p(p), q(q), stream(stream), sequence(sequence), head(head), first_row(first_row), lane(stream.lane),
@@ -72,38 +72,83 @@ struct Bucket {
 #pragma unroll
             for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                for (int m = 0; m < PAIRS * 4; m++)
+                for (int c = 0; c < COLUMNS; c++) {
 #pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        if (c % 2 < COLUMNS)
-                            q.o[n][m][c] -= excess[n][c % 2] * exact_power(shift<BITS>(m % 4 * 2 + c / 2));
+                    for (int step = 4; step < WARP; step *= 2) excess[n][c] += __shfl_xor_sync(~0u, excess[n][c], step);
+#pragma unroll
+                    for (int m = 0; m < PAIRS * 4; m++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++)
+                            q.o[n][m][h * 2 + c] -= excess[n][c] * exact_power(shift<BITS>(m % 4 * 2 + h));
+                }
     }
 
 private:
     DEVICE void scores(u32 slot) {
 #pragma unroll
-        for (int t = 0; t < TILES; t++) {
-            float other[GROUPS][4];  // half of the products, so that they wait for each other half as long
+        for (int t = 0; t < TILES; t++)
+            if constexpr (INTEGER<BITS>)
+                integer_scores(slot, t);
+            else
+                float_scores(slot, t);
+    }
+
+    DEVICE void float_scores(u32 slot, int t) {
+        float other[GROUPS][4];  // half of the products, so that they wait for each other half as long
 #pragma unroll
-            for (int n = 0; n < GROUPS; n++)
+        for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                for (int c = 0; c < 4; c++)
-                    s[n][t][c] = c % 2 < COLUMNS ? -float(OFFSET<BITS>) / UNSCALE<BITS> * q.sum[n][c % 2] : 0,
-                    other[n][c] = 0;
+            for (int c = 0; c < 4; c++)
+                s[n][t][c] = c % 2 < COLUMNS ? -float(OFFSET<BITS>) / UNSCALE<BITS> * q.sum[n][c % 2] : 0, other[n][c] = 0;
 #pragma unroll
-            for (int first = 0; first < PAIRS; first += AT_ONCE) {
-                Units<BITS, AT_ONCE * 2> a, b;
-                stream.key(a, slot, t * 2, first);
-                stream.key(b, slot, t * 2 + 1, first);
+        for (int first = 0; first < PAIRS; first += AT_ONCE) {
+            Units<BITS, AT_ONCE * 2> a, b;
+            stream.key(a, slot, t * 2, first);
+            stream.key(b, slot, t * 2 + 1, first);
 #pragma unroll
-                for (int u = 0; u < AT_ONCE; u++) multiply(t, other, first + u, a, b, u);
-            }
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    if (BITS < 16 && c % 2 < COLUMNS) s[n][t][c] += other[n][c];
+            for (int u = 0; u < AT_ONCE; u++) multiply(t, other, first + u, a, b, u);
         }
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                if (BITS < 16 && c % 2 < COLUMNS) s[n][t][c] += other[n][c];
+    }
+
+    // Class by class: sums are multiplied by what its codes are larger.
+    DEVICE void integer_scores(u32 slot, int t) {
+        static_assert(CLASSES<BITS> == 1 || AT_ONCE == PAIRS, "all codes are there");
+        int sums[GROUPS][4];
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int k = 0; k < 4; k++) sums[n][k] = BITS < 8 ? -OFFSET<BITS> * q.whole[n][k % 2] : 0;
+#pragma unroll
+        for (int first = 0; first < PAIRS; first += AT_ONCE) {
+            Units<BITS, AT_ONCE * 2> a, b;
+            stream.key(a, slot, t * 2, first);
+            stream.key(b, slot, t * 2 + 1, first);
+#pragma unroll
+            for (int c = 0; c < CLASSES<BITS>; c++) {
+#pragma unroll
+                for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                    for (int k = 0; k < 4; k++) sums[n][k] <<= c > 0 ? BITS : 0;
+#pragma unroll
+                for (int m = c; m < AT_ONCE * 2; m += CLASSES<BITS>) {
+                    u32 k[4];
+                    codes_of_product(a, m, k[0], k[2]);
+                    codes_of_product(b, m, k[1], k[3]);
+                    const int r = (first * 2 + m) * 2;
+#pragma unroll
+                    for (int n = 0; n < GROUPS; n++) mma_bytes<BITS == 8>(sums[n], k, q.bytes[n][r], q.bytes[n][r + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+            for (int h = 0; h < 4; h += 2) s[n][t][h] = float((sums[n][h] << 8) + sums[n][h + 1]), s[n][t][h + 1] = 0;
     }
 
     // Adds pair `at` of units of tokens g (a) and g + 8 (b), which is pair u of a lane's.
@@ -152,7 +197,7 @@ private:
                     for (int c = 0; c < COLUMNS; c++) {
                         float& own = s[n][t][h * 2 + c];
                         // In two roundings: what the reference is made of, to the bit.
-                        own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * UNSCALE<BITS>);
+                        own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * SCORE_UNIT<BITS>);
                     }
             }
         if (CUQUANT_MASKED || first + TOKENS > stream.end) {
@@ -176,7 +221,14 @@ private:
                 for (int h = 0; h < 2; h++) {
                     const float sign = BALANCED<BITS> && h ? -1 : 1;
                     const float second = COLUMNS == 2 ? w[n][t][h * 2 + 1] : 0;
-                    weight[n][t][h] = transposed(pack(sign * w[n][t][h * 2], sign * second, FLOAT16));
+                    const u32 pair = pack(sign * w[n][t][h * 2], sign * second, FLOAT16);
+                    weight[n][t][h] = transposed(pair);
+                    if constexpr (BALANCED<BITS>) {
+                        constexpr float UNIT = 1 / UNSCALE<BITS>;
+                        const float offset = (OFFSET<BITS> - h) * UNIT;
+                        excess[n][0] = fmaf(low_to_float(pair), offset, excess[n][0]);
+                        if (COLUMNS == 2) excess[n][1] = fmaf(high_to_float(pair), offset, excess[n][1]);
+                    }
                 }
         }
     }
@@ -251,12 +303,6 @@ private:
     DEVICE void values(u32 slot) {
 #pragma unroll
         for (int t = 0; t < TILES; t++) {
-            if constexpr (BALANCED<BITS>) {
-                const u32 offsets[4] = {OFFSET<BITS> * 0x00010001u, 0, (OFFSET<BITS> - 1) * 0x00010001u, 0};
-#pragma unroll
-                for (int n = 0; n < GROUPS; n++)
-                    mma_half(excess[n], offsets, weight[n][t][0], weight[n][t][1], excess[n]);
-            }
 #pragma unroll
             for (int first = 0; first < PAIRS; first += VALUES) {
                 Units<BITS, VALUES> v[4];  // of rows 2 i, 2 i + 1, 2 i + 8 and 2 i + 9

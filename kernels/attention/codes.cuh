@@ -1,4 +1,4 @@
-// Codes of keys and values as operands of tensor cores: pairs of float16 numbers, without a conversion.
+// Codes of keys and values as operands of tensor cores: pairs of float16 numbers, or bytes, without a conversion.
 //
 // A unit is eight codes of one token, BITS bytes. Two units a and b become eight pairs (a_j, b_j): a code c, stored as
 // c + OFFSET, is masked where it lies in the mantissa of a subnormal float16 number, which reads (c + OFFSET) * 2^n *
@@ -151,4 +151,36 @@ DEVICE void centre(u32 (&h)[8]) {
     if constexpr (BITS < 16 && !BALANCED<BITS>)
 #pragma unroll
         for (int j = 0; j < 8; j++) h[j] = sub_half2(h[j], (OFFSET<BITS> << shift<BITS>(j)) * 0x00010001u);
+}
+
+// Keys' codes are bytes where queries are integers: a product of 16 tokens and 32 channels takes two registers of four
+// codes for each token, which lie in the same place of their bytes. In class c they are 2^(BITS c) times as large.
+template <int BITS>
+constexpr int CLASSES = BITS == 8 ? 1 : BITS == 2 ? 4 : 2;
+
+// The registers of product m, of class m % CLASSES:
+//
+//   8 bits   words 2 m and 2 m + 1
+//   4 bits   of two words the low, then the high nibbles
+//   2 bits   of two words every fourth code, from the first, second, third, fourth on
+//   3 bits   of four units of eight codes, in three words, codes 0 and 3, 1 and 4, 6 and 2, 7 and 5
+template <int BITS, int COUNT>
+DEVICE void codes_of_product(const Units<BITS, COUNT>& v, int m, u32& first, u32& second) {
+    if constexpr (BITS == 3) {
+        // Bytes 0, 1 and 2 of the units; codes 2 and 5 lie in two of them.
+        const u32 a = v.w[m / 4 * 3], b = v.w[m / 4 * 3 + 1], c = v.w[m / 4 * 3 + 2];
+        const u32 x = __byte_perm(__byte_perm(a, b, 0x0630), c, 0x5210);
+        const u32 y = __byte_perm(__byte_perm(a, b, 0x0741), c, 0x6210);
+        const u32 z = __byte_perm(__byte_perm(a, b, 0x0052), c, 0x7410);
+        const u32 mask = m % 2 ? 0x38383838 : 0x07070707;
+        if (m % 4 < 2)
+            first = x & mask, second = y >> 1 & mask;
+        else
+            first = z >> 2 & mask, second = m % 2 ? (y >> 4 & 0x08080808) | (z << 4 & 0x30303030)
+                                                  : (x >> 6 & 0x03030303) | (y << 2 & 0x04040404);
+    } else {
+        const int word = m / CLASSES<BITS> * 2;
+        const u32 mask = BITS == 8 ? ~0u : ((1 << BITS) - 1 << m % CLASSES<BITS> * BITS) * 0x01010101u;
+        first = v.w[word] & mask, second = v.w[word + 1] & mask;
+    }
 }

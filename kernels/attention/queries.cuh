@@ -2,6 +2,12 @@
 //
 // With lane = 4 g + i a lane has the queries of row g of each group of eight as they enter products, and of rows 2 i
 // and 2 i + 1 scores, references and sums, as products leave them.
+//
+// Codes of keys meet up to four queries as 16-bit integers, a high and a low byte, both signed: q = 256 high + low, with
+// 2^14 to 2^15 for the largest channel of a row. Each byte has a column of a product, the products are exact, and a register
+// has four codes where it has two float16 numbers (codes.cuh). Float16 numbers are what keys of 16 bits meet, and all keys
+// where there are more queries, whose bytes would take twice as many products; where an integer product would have too few
+// codes of a lane (of 2 and 3 bits of 64 channels); where queries are float32, and on sm_75.
 #pragma once
 #include "../core/ieee.cuh"
 #include "split.cuh"
@@ -9,16 +15,28 @@
 
 constexpr int GROUPS = CUQUANT_GROUPS;  // of eight rows
 constexpr int ROWS = GROUPS * 8;
-// Rows of eight that a lane has after products. Up to four rows take every other place, so that each lane has one: no
-// work is done for places that are empty.
+// Rows of eight that a lane has after products. Up to four rows take two columns each, so that each lane has one: the
+// second is for low bytes, or no work is done for it.
 constexpr int COLUMNS = CUQUANT_SPREAD ? 1 : 2;
-constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's channel is the sum
+constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's channel is the sum: of float32 two
+
+constexpr bool FEW_CODES = PAIRS == 1 && (has_tier(3) || has_tier(4));
+constexpr bool INTEGER_QUERIES = __CUDA_ARCH__ >= 800 && COLUMNS == 1 && HALVES == 1 && !FEW_CODES;
+
+template <int BITS>
+constexpr bool INTEGER = INTEGER_QUERIES && BITS < 16;
+
+// A product's sums are so many times too large for scores, or too small.
+template <int BITS>
+constexpr float SCORE_UNIT = INTEGER<BITS> ? 1.f / (1 << BITS * (CLASSES<BITS> - 1)) : UNSCALE<BITS>;
 
 struct Queries {
-    u32 b[HALVES][GROUPS][PAIRS][8];    // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
-    float scale[GROUPS][2];            // of a product's sums, to scores
-    float sum[GROUPS][2];              // of all channels, in the products' units: what an offset of 1 adds
-    int last[GROUPS][2];               // slot that it sees
+    u32 b[HALVES][GROUPS][PAIRS][8];  // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
+    u32 bytes[GROUPS][PAIRS * 4];     // of four channels of the lane each: `order` says which
+    float scale[GROUPS][2];           // of a product's sums, to scores
+    float sum[GROUPS][2];             // of all channels, in the products' units: what an offset of 1 adds
+    int whole[GROUPS][2];             // the same of bytes, high and low ones
+    int last[GROUPS][2];              // slot that it sees
     float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
 
     // Rows `first` .. first + ROWS - 1 of a key head. While they are on their way `meanwhile` is called; where that is
@@ -43,21 +61,36 @@ struct Queries {
         }
     }
 
-    // Codes of a width have powers of two that queries take back.
+    // Float16 numbers become integers, which all buckets but that of 16 bits, the first, meet.
+    DEVICE void to_integers(int lane) {
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++)
+            take_bytes(n, lane, 1, [&](int e) {
+                const u32 pair = b[0][n][e / 16][e % 8];
+                return e % 16 < 8 ? low_to_float(pair) : high_to_float(pair);
+            });
+    }
+
+    // Codes of a width have powers of two that queries take back, or bytes in an order of their own.
     template <int BITS>
     DEVICE void turn(bool to) {
+        if constexpr (INTEGER<BITS>) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            constexpr int ONE = 15;
-            const int n = shift<BITS>(j);
-            if (n == 0) continue;
-            const u32 power = ((to ? ONE - n : ONE + n) << 10) * 0x00010001u;
+            for (int n = 0; n < GROUPS; n++) order<BITS>(bytes[n], to);
+        } else {
 #pragma unroll
-            for (int s = 0; s < HALVES; s++)
+            for (int j = 0; j < 8; j++) {
+                constexpr int ONE = 15;
+                const int n = shift<BITS>(j);
+                if (n == 0) continue;
+                const u32 power = ((to ? ONE - n : ONE + n) << 10) * 0x00010001u;
 #pragma unroll
-                for (int g = 0; g < GROUPS; g++)
+                for (int s = 0; s < HALVES; s++)
 #pragma unroll
-                    for (int u = 0; u < PAIRS; u++) b[s][g][u][j] = mul_half2(b[s][g][u][j], power);
+                    for (int g = 0; g < GROUPS; g++)
+#pragma unroll
+                        for (int u = 0; u < PAIRS; u++) b[s][g][u][j] = mul_half2(b[s][g][u][j], power);
+            }
         }
     }
 
@@ -76,23 +109,67 @@ struct Queries {
     }
 
 private:
+    // Register r has channels 4 r .. 4 r + 3, or those of a key's register r in integer products (codes.cuh).
+    template <int BITS>
+    static DEVICE void order(u32 (&r)[PAIRS * 4], bool to) {
+        const auto two = [](u32& x, u32& y, u32 low, u32 high) {
+            const u32 a = x, b = y;
+            x = __byte_perm(a, b, low), y = __byte_perm(a, b, high);
+        };
+        const auto swap = [](u32& x, u32& y) {
+            const u32 a = x;
+            x = y, y = a;
+        };
+        if constexpr (BITS == 4)
+#pragma unroll
+            for (int k = 0; k < PAIRS * 4; k += 4) {  // even and odd channels of eight
+                if (!to) swap(r[k + 1], r[k + 2]);
+#pragma unroll
+                for (int j = k; j < k + 4; j += 2) two(r[j], r[j + 1], to ? 0x6420 : 0x5140, to ? 0x7531 : 0x7362);
+                if (to) swap(r[k + 1], r[k + 2]);
+            }
+        if constexpr (BITS < 4)
+#pragma unroll
+            for (int k = 0; k + 8 <= PAIRS * 4; k += 8) {  // every fourth, or eighth, of 32: 4 x 4 bytes are turned
+                u32 v[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] = r[k + (to ? given(BITS, j) : turned(BITS, j))];
+#pragma unroll
+                for (int j = 0; j < 8; j += 4) {
+                    two(v[j], v[j + 1], 0x5140, 0x7362), two(v[j + 2], v[j + 3], 0x5140, 0x7362);
+                    two(v[j], v[j + 2], 0x5410, 0x7632), two(v[j + 1], v[j + 3], 0x5410, 0x7632);
+                    swap(v[j + 1], v[j + 2]);
+                }
+#pragma unroll
+                for (int j = 0; j < 8; j++) r[k + (to ? turned(BITS, j) : given(BITS, j))] = v[j];
+            }
+    }
+
+    // The register that is row j of two matrices of 4 x 4 bytes, and that which is when they are turned.
+    static DEVICE constexpr int given(int bits, int j) { return bits == 2 ? j : j % 4 * 2 + j / 4; }
+    static DEVICE constexpr int turned(int bits, int j) {
+        constexpr int OF_3_BITS[8] = {0, 2, 5, 1, 3, 7, 4, 6};
+        return bits == 2 ? j % 4 * 2 + j / 4 : OF_3_BITS[j];
+    }
+
+    static constexpr bool BYTES_FIRST = INTEGER_QUERIES && !has_tier(0);
     static constexpr int OWN = PAIRS * 16;          // channels of a lane
     static constexpr int WORDS = HALVES * OWN / 8;  // of 16 bytes, that they take at most
 
-    // Queries of one half are float16, others float32 or bfloat16; of rows and channels that are none, zeros.
+    // Queries of one half are float16 or bfloat16, others float32; of rows and channels that are none, zeros.
     static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
         const int rows = rows_of(p), start = lane % 4 * OWN;
         const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
         const s64 at = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
                        query_head * p.q_strides[2] + start;
-        const bool wide = HALVES > 1 && p.q_dtype == FLOAT32;
-        const u8* const from = static_cast<const u8*>(p.q) + at * (wide ? 4 : 2);
+        constexpr bool WIDE = HALVES > 1;
+        const u8* const from = static_cast<const u8*>(p.q) + at * (WIDE ? 4 : 2);
         const bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
 #pragma unroll
         for (int k = 0; k < WORDS; k++) {
             raw[k] = make_uint4(0, 0, 0, 0);
-            const int channel = start + k * (wide ? 4 : 8);
-            if (row >= rows || channel >= CUQUANT_DIM || k * (wide ? 4 : 8) >= OWN) continue;
+            const int channel = start + k * (WIDE ? 4 : 8);
+            if (row >= rows || channel >= CUQUANT_DIM || k * (WIDE ? 4 : 8) >= OWN) continue;
             const uint4* const own = reinterpret_cast<const uint4*>(from) + k;
             raw[k] = aligned ? *own : gathered(reinterpret_cast<const u16*>(own));
         }
@@ -109,17 +186,19 @@ private:
         return k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
     }
 
-    static DEVICE float number(const uint4 (&raw)[WORDS], int e, int dtype) {
+    static DEVICE float number(const uint4 (&raw)[WORDS], int e, bool bfloat) {
+        if constexpr (HALVES > 1) return __int_as_float(word(raw, e));
         const u32 pair = word(raw, e / 2);
-        if constexpr (HALVES == 1) return e % 2 ? high_to_float(pair) : low_to_float(pair);
-        return __int_as_float(dtype == FLOAT32 ? word(raw, e) : e % 2 ? pair & 0xffff0000 : pair << 16);
+        if (bfloat) return __int_as_float(e % 2 ? pair & 0xffff0000 : pair << 16);
+        return e % 2 ? high_to_float(pair) : low_to_float(pair);
     }
 
     DEVICE void prepare(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
                         const uint4 (&raw)[WORDS]) {
-        const bool as_given = HALVES == 1 && !p.key_scales && !p.rotate && !writes;
-        const int lift = as_given ? lift_halves(n, raw) : lift_floats(p, sequence, head, first, n, writes, lane, raw);
-        const float factor = __fmul_rn(p.scale, exact_power(-lift));
+        const bool as_given = HALVES == 1 && p.q_dtype == FLOAT16 && !p.key_scales && !p.rotate && !writes;
+        const u32 peak = as_given ? take_halves(n, lane, raw) : take_floats(p, sequence, head, first, n, writes, lane, raw);
+        // Infinite channels make no integers.
+        const float factor = peak < 0x7f800000 ? __fmul_rn(p.scale, exact_power(-lift_of(peak))) : __int_as_float(0x7fffffff);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             scale[n][c] = __shfl_sync(~0u, factor, (lane % 4 * 2 + c) * 4);
@@ -128,21 +207,55 @@ private:
         }
     }
 
-    // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15; `peak` is its bits.
+    // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15, but where it would round to
+    // more than 127 * 256 + 127; `peak` is its bits.
     static DEVICE int lift_of(u32 peak) {
-        const int exponent = int(peak >> 23) - 127;
-        return exponent == -127 || exponent == 128 ? 0 : min(14 - exponent, 126);
+        const int exponent = int(peak >> 23) - 127, over = (peak & 0x7fffff) >= 0x7eff00;
+        return exponent == -127 || exponent == 128 ? 0 : min(14 - over - exponent, 126);
     }
 
-    // Float16 queries that enter products as they are, but for a power of two, are never float32.
-    DEVICE int lift_halves(int n, const uint4 (&raw)[WORDS]) {
+    static DEVICE u32 largest_of_row(u32 peak) {
+        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
+        return max(peak, __shfl_xor_sync(~0u, peak, 2));
+    }
+
+    // Channels, as they are multiplied by keys, to high bytes, or low ones in odd columns; `channel` gives one of the lane's.
+    template <class F>
+    DEVICE void take_bytes(int n, int lane, float power, F channel) {
+        const bool low = lane / 4 % 2;
+        const u32 select = low ? 0x0040 : 0x0051;
+#pragma unroll
+        for (int r = 0; r < PAIRS * 4; r++) {
+            u32 v[4];  // the low byte, which is off by 128, and the high one
+#pragma unroll
+            for (int e = 0; e < 4; e++) v[e] = __float_as_int(fmaf(channel(r * 4 + e), power, 12582912.f + 128));
+            bytes[n][r] = __byte_perm(__byte_perm(v[0], v[1], select), __byte_perm(v[2], v[3], select), 0x5410) ^
+                          (low ? 0x80808080 : 0);
+        }
+#if __CUDA_ARCH__ >= 800
+        const u32 ones[4] = {0x01010101, 0x01010101, 0x01010101, 0x01010101};
+        int all[4] = {};
+#pragma unroll
+        for (int r = 0; r < PAIRS * 4; r += 2) mma_bytes<false>(all, ones, bytes[n][r], bytes[n][r + 1]);
+        whole[n][0] = all[0], whole[n][1] = all[1];
+#endif
+    }
+
+    // Float16 queries that are only multiplied by a power of two. They, and others, give their largest channel's bits.
+    DEVICE u32 take_halves(int n, int lane, const uint4 (&raw)[WORDS]) {
         u32 peaks = 0;
 #pragma unroll
         for (int k = 0; k < OWN / 2; k++) peaks = __vmaxu2(peaks, word(raw, k) & 0x7fff7fff);
-        u32 peak = max(peaks & 0xffff, peaks >> 16);
-        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
-        const int lift = lift_of(__float_as_int(half_to_float(u16(peak))));
+        const u32 peak = __float_as_int(half_to_float(u16(largest_of_row(max(peaks & 0xffff, peaks >> 16)))));
+        const int lift = lift_of(peak);
+        if constexpr (BYTES_FIRST)
+            take_bytes(n, lane, exact_power(lift), [&](int e) { return number(raw, e, false); });
+        else
+            take_lifted(n, lift, raw);
+        return peak;
+    }
+
+    DEVICE void take_lifted(int n, int lift, const uint4 (&raw)[WORDS]) {
 #pragma unroll
         for (int u = 0; u < PAIRS; u++)
 #pragma unroll
@@ -170,15 +283,14 @@ private:
         // The lane's own: as the result of a shuffle it takes no more registers, where the largest caches have none to spare.
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) sum[n][c] = __shfl_sync(~0u, all[c], threadIdx.x % WARP);
-        return lift;
     }
 
-    DEVICE int lift_floats(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
+    DEVICE u32 take_floats(const Attention& p, int sequence, int head, int first, int n, bool writes, int lane,
                            const uint4 (&raw)[WORDS]) {
         const int row = first + row_of(n * 8 + lane / 4), start = lane % 4 * OWN, rows = rows_of(p);
         float x[OWN];
 #pragma unroll
-        for (int e = 0; e < OWN; e++) x[e] = number(raw, e, p.q_dtype);
+        for (int e = 0; e < OWN; e++) x[e] = number(raw, e, p.q_dtype == BFLOAT16);
         if (p.key_scales) {
             const float* const scales = p.key_scales + (s64(sequence) * p.kv_heads + head) * CUQUANT_DIM + start;
 #pragma unroll
@@ -195,10 +307,16 @@ private:
         u32 peak = 0;
 #pragma unroll
         for (int e = 0; e < OWN; e++) peak = max(peak, magnitude(x[e]));
-        peak = max(peak, __shfl_xor_sync(~0u, peak, 1));
-        peak = max(peak, __shfl_xor_sync(~0u, peak, 2));
-        const int lift = lift_of(peak);
-        const float power = exact_power(lift);
+        peak = largest_of_row(peak);
+        const float power = exact_power(lift_of(peak));
+        if constexpr (BYTES_FIRST)
+            take_bytes(n, lane, power, [&](int e) { return x[e]; });
+        else
+            take_rounded(n, lane, power, x);
+        return peak;
+    }
+
+    DEVICE void take_rounded(int n, int lane, float power, const float (&x)[OWN]) {
         float all = 0;
 #pragma unroll
         for (int u = 0; u < PAIRS; u++)
@@ -217,7 +335,6 @@ private:
         all += __shfl_xor_sync(~0u, all, 2);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) sum[n][c] = __shfl_sync(~0u, all, (lane % 4 * 2 + c) * 4);
-        return lift;
     }
 
     // Hadamard's transform of each 32 channels, those of two lanes where a lane has 16.
@@ -241,8 +358,8 @@ private:
     }
 
 public:
-    // The row at a place of those of this block; beyond all rows if there is none.
-    static DEVICE constexpr int row_of(int place) { return COLUMNS == 2 ? place : place % 2 ? 1 << 20 : place / 2; }
+    // The row at a place of those of this block.
+    static DEVICE constexpr int row_of(int place) { return place * COLUMNS / 2; }
 
     static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
 };

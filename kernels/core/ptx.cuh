@@ -190,6 +190,21 @@ DEVICE void mma_half(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const flo
 #endif
 }
 
+#if __CUDA_ARCH__ >= 800
+// d[16 x 8] += a[16 x 32] b[32 x 8] in integers: signed bytes b, and bytes a that are signed or not.
+template <bool SIGNED>
+DEVICE void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if constexpr (SIGNED)
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+#endif
+
 DEVICE u32 warp_min(u32 value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_min_sync(~0u, value);

@@ -7,6 +7,7 @@
 #endif
 
 constexpr int WARPS = CUQUANT_WARPS;  // that compute
+constexpr int THREADS = (WARPS + (CUQUANT_BOXES ? 4 : 0)) * WARP;  // with boxes a warpgroup more, which copies
 
 constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
@@ -14,11 +15,11 @@ constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's token
 #if CUQUANT_BOXES
 static_assert(BLOCK_HEADS == BOX_HEADS, "a ring's warps have different heads");
 
-struct Shared {
-    u64 barriers[STREAMS * Ring::DEPTH * 2];
-
-    DEVICE void init(const Attention& p, const Maps& maps) { Ring::init(p, maps, barriers); }
-};
+// By one thread, before any waits for copies.
+DEVICE void begin(const Attention& p, const Maps& maps) {
+    Copies::prefetch_maps(p, maps);
+    Place::init();
+}
 
 // What a warp does for one key head.
 struct Work {
@@ -27,16 +28,12 @@ struct Work {
     int head, first_row, lane;
     Ring ring;
 
-    DEVICE Work(const Attention& p, const Share& share, Shared& shared, int head, int first_row, int own, int lane,
-                const Maps& maps)
-        : p(p), share(share), head(head), first_row(first_row), lane(lane),
-          ring(p, maps, share, threadIdx.x / WARP % BOX_HEADS, shared.barriers) {}
+    DEVICE Work(const Attention& p, const Share& share, int head, int first_row, int own, int lane)
+        : p(p), share(share), head(head), first_row(first_row), lane(lane) {}
 
     DEVICE bool busy() const { return true; }
 
-    DEVICE void start() const {
-        if (ring.head == 0 && lane == 0) ring.fill();
-    }
+    DEVICE void start() const {}
 
     template <int TIER = 0>
     DEVICE void run(Queries& q) {
@@ -51,13 +48,12 @@ struct Work {
                 q.turn_sums<BITS>(false);
             }
         }
+        if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
         if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
     }
 };
 #else
-struct Shared {
-    DEVICE void init(const Attention&) {}
-};
+DEVICE void begin(const Attention&) {}
 
 // What a warp does for one key head.
 struct Work {
@@ -67,7 +63,7 @@ struct Work {
     u32 ring;
     int started;  // the tier that is in the ring already
 
-    DEVICE Work(const Attention& p, const Share& share, Shared&, int head, int first_row, int own, int lane)
+    DEVICE Work(const Attention& p, const Share& share, int head, int first_row, int own, int lane)
         : p(p), share(share), head(head), first_row(first_row), own(own), lane(lane),
           ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(-1) {}
 
@@ -116,6 +112,7 @@ struct Work {
                 tokens.finish();
             }
         }
+        if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
         if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
     }
 };
@@ -190,6 +187,22 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
     }
 }
 
+#if CUQUANT_BOXES
+// What the warpgroup beside those that compute does, a warp for each ring. It leaves registers to the others: 640 threads
+// start with 96 each.
+DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    wait_for_predecessor();
+    __syncthreads();
+    let_successor_start();
+    if (share.sequence < 0) return;
+    const int ring = threadIdx.x / WARP - WARPS;
+    if (ring < RINGS && threadIdx.x % WARP == 0) Copies(p, maps, share, ring).run();
+    __syncthreads();
+    __syncthreads();
+}
+#endif
+
 // `merge` is let start when the kernel before is done, since it does not wait for that, and when all lengths have been read:
 // it reads them, too.
 //
@@ -198,15 +211,18 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 template <class... M>
 DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Share share;
-    __shared__ Shared shared;
-    if (threadIdx.x == 0) shared.init(p, maps...);
+    if (threadIdx.x == 0) begin(p, maps...);
     // What is needed first. It may still change, but the L2 cache has what kernels store.
     if (threadIdx.x == 0)
 #pragma unroll
         for (int t = 0; t < TIERS; t++)
             if (has_tier(t)) prefetch(p.tiers[t].lengths);
-    wait_for_predecessor();
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#if CUQUANT_BOXES
+    if (warp >= WARPS) return copy_tokens(p, share, maps...);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#endif
+    wait_for_predecessor();
     // Of a single sequence queries are asked for between its lengths and its share.
     const bool single = p.batch == 1;
     const Lengths lengths(p, single ? 0 : p.batch);
@@ -225,7 +241,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     const int first_row = blockIdx.y * ROWS;
     if (warp < STREAMS * BLOCK_HEADS) {
         const int head = blockIdx.z * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS;
-        Work work(p, share, shared, head, first_row, own, lane, maps...);
+        Work work(p, share, head, first_row, own, lane);
         const bool writes = p.queries != nullptr && own == 0 && (single ? blockIdx.x : share.split) == 0;
         Queries q(p, single ? 0 : share.sequence, head, first_row, writes, lane, [&] {
             find_single();
@@ -251,9 +267,9 @@ DEVICE void attend(const Attention& p, const M&... maps) {
 
 // BESIDE: registers of `merge` stay free, where the compiler can be told so.
 #if CUQUANT_BESIDE && __CUDA_ARCH__ >= 900 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1204
-#define BOUNDS __maxnreg__((REGISTERS - MERGE_REGISTERS) / (WARPS * WARP) < 255 ? (REGISTERS - MERGE_REGISTERS) / (WARPS * WARP) : 255)
+#define BOUNDS __maxnreg__((REGISTERS - MERGE_REGISTERS) / THREADS < 255 ? (REGISTERS - MERGE_REGISTERS) / THREADS : 255)
 #else
-#define BOUNDS __launch_bounds__(WARPS * WARP, 1)
+#define BOUNDS __launch_bounds__(THREADS, 1)
 #endif
 
 #if CUQUANT_BOXES

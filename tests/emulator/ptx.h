@@ -274,6 +274,46 @@ __noinline__ static void mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(
     d2 = __int_as_float(int(own[1])), d3 = __int_as_float(int(own[1] >> 32));
 }
 
+// The same of bytes: a[16 x 32] b[32 x 8] + c.
+template <class A>
+inline void multiply_bytes(emulated::Words words) {
+    A a[16][32];
+    signed char b[8][32];
+    int sums[16][8];
+    for (u32 lane = 0; lane < emulated::WARP; lane++) {
+        const u32 row = lane / 4, at = lane % 4;
+        for (u32 half = 0; half < 2; half++) {
+            memcpy(&a[row][16 * half + 4 * at], &words[lane][half], 4);
+            memcpy(&a[row + 8][16 * half + 4 * at], reinterpret_cast<const u8*>(&words[lane][half]) + 4, 4);
+            memcpy(&b[row][16 * half + 4 * at], reinterpret_cast<const u8*>(&words[lane][2]) + 4 * half, 4);
+            memcpy(&sums[row + 8 * half][2 * at], &words[lane][3 + half], 8);
+        }
+    }
+    for (u32 row = 0; row < 16; row++)
+        for (u32 column = 0; column < 8; column++)
+            for (u32 k = 0; k < 32; k++) sums[row][column] += int(a[row][k]) * b[column][k];
+    for (u32 lane = 0; lane < emulated::WARP; lane++)
+        for (u32 half = 0; half < 2; half++) memcpy(&words[lane][half], &sums[lane / 4 + 8 * half][2 * (lane % 4)], 8);
+}
+
+template <class A>
+__noinline__ static void mma_of_bytes(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const auto pair = [](u32 low, u32 high) { return u64(high) << 32 | low; };
+    const u64* own = emulated::together(~0u, multiply_bytes<A>, pair(a0, a1), pair(a2, a3), pair(b0, b1), pair(d0, d1),
+                                        pair(d2, d3))[emulated::current % emulated::WARP];
+    d0 = u32(own[0]), d1 = u32(own[0] >> 32), d2 = u32(own[1]), d3 = u32(own[1] >> 32);
+}
+
+// Sums stay where they are: `c` is `d`.
+inline void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2,
+                                                            u32 a3, u32 b0, u32 b1, u32, u32, u32, u32) {
+    mma_of_bytes<u8>(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1);
+}
+inline void mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2,
+                                                            u32 a3, u32 b0, u32 b1, u32, u32, u32, u32) {
+    mma_of_bytes<signed char>(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1);
+}
+
 }  // namespace ptx
 
 #if __CUDA_ARCH__ >= 900
