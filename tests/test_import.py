@@ -234,6 +234,23 @@ def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
     assert_is(made["lm_head.weight"], c, symmetric=True)
 
 
+def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    a, b = weight(8, 64, 32), weight(8, 64, 32, seed=1)
+    tensors = named("layers.0.k", gptq(a)) | named("layers.0.v", awq(b)) | named("layers.1.k", gptq(b))
+    path = save(tmp_path / "m.safetensors", tensors | {"broken.qweight": np.ones((8, 8), np.int32)})
+    made = cq.read_safetensors(path, names="layers.0.*")
+    assert list(made) == ["layers.0.k.weight", "layers.0.v.weight"]
+    assert_is(made["layers.0.v.weight"], b)
+    assert list(cq.read_safetensors(path, names=["*.1.k.weight", "*.0.v.*"])) == [
+        "layers.0.v.weight",
+        "layers.1.k.weight",
+    ]
+    with pytest.raises(
+        ValueError, match=r"no weight of m\.safetensors is named like 'layers\.2\.\*' \(names\)"
+    ):
+        cq.read_safetensors(path, names=["layers.0.*", "layers.2.*"])
+
+
 def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
     w = weight(8, 64, 32)
     path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..ops.int4 import int4_from_parts
 from .exl3 import CODEBOOKS, from_exl3
 from .safetensors import KEY
 from .shards import Tensors, opened
+from .words import named_like
 
 _PER_WORD = 8
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
@@ -91,7 +93,9 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
     return _weight(pack_pairs(np.ascontiguousarray(codes.T)), scales, zeros, group)
 
 
-def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str, Any]:
+def read_safetensors(
+    path: str | os.PathLike[str], version: int = 1, names: str | Iterable[str] = "*"
+) -> dict[str, Any]:
     """The quantized weights of a GPTQ, AWQ or EXL3 checkpoint, or of one file of it.
 
     Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales", in whichever file they are;
@@ -105,19 +109,22 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
         A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json.
     version : 1 or 2
         Of GPTQ weights, see `from_gptq`: 2 where the checkpoint's configuration says "gptq_v2".
+    names : str, or several
+        Shell patterns of the weights to read: "*.layers.0.*" are those of one layer.
 
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        Of EXL3 float32 arrays, ten to sixteen times the file, which `quantize` takes (see `from_exl3`). Empty
-        for one file of several (…-00002-of-00003.safetensors) that has nothing of such weights.
+        Of EXL3 float32 arrays, ten to sixteen times the file, which `quantize` takes (see `from_exl3`): read
+        large ones layer by layer. Empty for one file of several (…-00002-of-00003.safetensors) that has
+        nothing of such weights.
 
     Raises
     ------
     TypeError, ValueError
-        The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a weight
-        lacks a tensor, which another file may have, or is of two kinds; or `from_gptq`, `from_awq` or
-        `from_exl3` refuse it (the message names the file and the tensor).
+        The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a pattern
+        matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; or
+        `from_gptq`, `from_awq` or `from_exl3` refuse it (the message names the file and the tensor).
     OSError
         A file cannot be read.
     """
@@ -133,8 +140,12 @@ def read_safetensors(path: str | os.PathLike[str], version: int = 1) -> dict[str
         if part:
             _check_alone(tensors)
         hint = _ELSEWHERE * part
-        parts = [(name, _beside(tensors, name, hint)) for name in found]  # all, before any is made
-        return {f"{name[:-7]}weight": _read(tensors, name, more, version) for name, more in parts}
+        weights = {f"{name[:-7]}weight": name for name in found}
+        chosen = named_like(weights, names, f"weight of {path.name}", "names") if weights else []
+        beside = {
+            name: _beside(tensors, weights[name], hint) for name in chosen
+        }  # of all, before any is made
+        return {name: _read(tensors, weights[name], more, version) for name, more in beside.items()}
 
 
 _BESIDE = {"qweight": (("qzeros",), ("scales",)), "trellis": (("suh", "su"), ("svh", "sv"))}

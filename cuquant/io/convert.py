@@ -17,7 +17,7 @@ from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model, opened, warn_of_fallback
 from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
-from .words import counted, escaped
+from .words import counted, escaped, named_like
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _STAYS_FLOAT = (
@@ -107,7 +107,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
     kept = copied(model, keep)
-    _check_patterns(model, rules, "format")
+    named_like(model, rules, f"tensor of {model.path.name}", "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
     if isinstance(wanted_format, Format):
         asked = {info.name: wanted_format for info in matrices}
@@ -142,21 +142,13 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
 
 def copied(model: Model, keep: str | Iterable[str]) -> set[str]:
     """Names of the tensors that match these patterns; ValueError where one matches none."""
-    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
-    _check_patterns(model, patterns, "keep")
-    return {name for name in model.tensors if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return set(named_like(model, keep, f"tensor of {model.path.name}", "keep"))
 
 
 def _listed(infos: Sequence[TensorInfo]) -> str:
     """The first of these tensors, with their types."""
     shown = ", ".join(f"{escaped(info.name)} ({info.type_name})" for info in infos[:3])
     return f"{shown}, ..." if len(infos) > 3 else shown
-
-
-def _check_patterns(model: Model, patterns: Iterable[str], argument: str) -> None:
-    idle = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in model.tensors)]
-    if idle:
-        raise ValueError(f"no tensor of {model.path.name} is named like {idle[0]!r} ({argument})")
 
 
 def quantize_file(

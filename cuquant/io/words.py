@@ -1,9 +1,10 @@
-"""What is said of files to people: counts, values cut to a line, names that are not there."""
+"""What is said of files to people: counts, values cut to a line, names that are looked for, or not there."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -41,3 +42,12 @@ def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:
     near = [escaped(name) for name in difflib.get_close_matches(str(name), names, n=3)]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return KeyError(f"{file} has no {kind} {name!r}{hint}")
+
+
+def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str, argument: str) -> list[str]:
+    """Those names that match a shell pattern or one of several; ValueError where one matches none."""
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no {kind} is named like {pattern!r} ({argument})")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
