@@ -76,6 +76,16 @@ def test_widths_go_by_age(steps: list[int], ages: list[int]) -> None:
         assert [held[s] for s in sorted(held, reverse=True)] == newest_first[: len(held)]
 
 
+def test_an_option_is_named_once() -> None:
+    assert KVBits("8:4, 2+rotate+scales+rotate").text == "8:4,2+scales+rotate"
+
+
+def test_keys_that_cannot_be_rotated_are_told_before_anything_is_scored(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", Spec())  # 16 channels of a head
+    with pytest.raises(ValueError, match="rotat"):
+        load(path, "4+rotate")
+
+
 def test_a_mixture_is_between_its_widths(tmp_path: Path) -> None:
     path, tokens = write(tmp_path / "model.gguf", Spec()), some_tokens(2, 45)
     exact = load(path).hidden(tokens, 30)

@@ -49,6 +49,7 @@ class KVBits:
         self._newest = dict(zip(self.widths.tolist(), counts, strict=False))
         self._ages = np.cumsum(counts)
         self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]
+        self.text = match["widths"] + "+scales" * self._scales + "+rotate" * self._rotate  # each once
 
     def cache(self, config: Config, batch: int, capacity: int, *, device: str) -> KVCache:
         """An empty cache for a layer, on "cpu" or "cuda"."""

@@ -54,6 +54,8 @@ class Llama:
         kv: KVBits | None = None,
     ) -> None:
         self.config, self.kv = config, kv
+        if kv is not None:
+            kv.cache(config, 1, STEP, device="cpu")  # what a cache refuses is told before any token is scored
         self.activations = activations
         self._tensors = tensors
         self._used: set[str] = set()
