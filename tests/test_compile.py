@@ -77,6 +77,8 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         wide = {("DIM", 256), ("HALVES", 2)} <= constants
         spilled = SPILLED.get(arch, 0) if wide else CROWDED if crowded else 0
         assert max(report.stack, report.spills) <= spilled, f"{kernel} on {arch}: {report}"
+        if ("BOXES", 1) in constants and kernel.entry == "attention":
+            assert report.registers == 96, "as many as its warpgroups share out (kernels/ops/attention.cu)"
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 

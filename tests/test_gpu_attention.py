@@ -325,6 +325,32 @@ def test_queries_that_become_integers(
     agree(q, filled(150, heads=heads, dim=128, bits=[16, bits]), largest_score)
 
 
+@pytest.mark.parametrize(("widths", "dim"), [((8, 4), 40), ((8, 4), 64), ((8, 4, 2), 96), ((4, 3), 256)])
+@pytest.mark.parametrize("options", [{}, {"rotate": True}, {"key_scales": "pairs"}], ids=str)
+def test_queries_that_become_integers_of_other_sizes(
+    widths: tuple[int, ...], dim: int, options: dict[str, Any]
+) -> None:
+    if dim % 32 and options.get("rotate"):
+        return
+    cache = filled(90, dim=dim, widths=widths, **options)
+    for dtype in DTYPES[:2]:
+        agree(normal(2, 1, 6, dim, seed=3, dtype=dtype), cache, largest_score=5)
+
+
+@pytest.mark.parametrize("peak", [32631, 32632, 32633, 32638, 32639, 32639.5, 32640, 32767])
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("widths", [(8, 4), (16, 4)])
+def test_the_largest_channel_where_its_high_byte_would_overflow(
+    widths: tuple[int, ...], heads: int, peak: float
+) -> None:
+    """Where a cache has 16 bits, queries times key scales are rounded to float16 numbers before."""
+    scales = np.full((heads, 128), F(peak / 16384))
+    cache = filled(90, heads=heads, dim=128, widths=widths, key_scales=scales)
+    for dtype in DTYPES[:2]:
+        q = np.clip(normal(2, 1, 3 * heads, 128, seed=3), -1, 1).astype(dtype)
+        agree(q, cache, largest_score=10)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("heads", [2, 8])
 def test_bad_queries_that_would_become_integers(heads: int, bad: float) -> None:

@@ -103,8 +103,8 @@ def box_slot(bits: int, head_dim: int) -> int:
 def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     """A block per multiprocessor, whose warps stream tokens each on its own.
 
-    On an H200 16 warps where 128 registers do for a thread: decoding with one query a sequence. Else 8, or as
-    many as shared memory has room for.
+    On an H200 16 warps where 128 registers do for a thread (with boxes 112, and warps that copy): decoding
+    with one query a sequence. Else 8, or as many as shared memory has room for.
     """
     rows = shape.heads // shape.kv_heads * shape.q_len
     wide = padded(shape.head_dim) > 128

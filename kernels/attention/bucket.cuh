@@ -133,7 +133,7 @@ private:
 #pragma unroll
                 for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-                    for (int k = 0; k < 4; k++) sums[n][k] <<= c > 0 ? BITS : 0;
+                    for (int k = 0; k < 4; k++) sums[n][k] *= c > 0 ? 1 << BITS : 1;
 #pragma unroll
                 for (int m = c; m < AT_ONCE * 2; m += CLASSES<BITS>) {
                     u32 k[4];
@@ -148,7 +148,7 @@ private:
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int h = 0; h < 4; h += 2) s[n][t][h] = float((sums[n][h] << 8) + sums[n][h + 1]), s[n][t][h + 1] = 0;
+            for (int h = 0; h < 4; h += 2) s[n][t][h] = float(sums[n][h] * 256 + sums[n][h + 1]);
     }
 
     // Adds pair `at` of units of tokens g (a) and g + 8 (b), which is pair u of a lane's.

@@ -4,10 +4,10 @@
 // and 2 i + 1 scores, references and sums, as products leave them.
 //
 // Codes of keys meet up to four queries as 16-bit integers, a high and a low byte, both signed: q = 256 high + low, with
-// 2^14 to 2^15 for the largest channel of a row. Each byte has a column of a product, the products are exact, and a register
-// has four codes where it has two float16 numbers (codes.cuh). Float16 numbers are what keys of 16 bits meet, and all keys
-// where there are more queries, whose bytes would take twice as many products; where an integer product would have too few
-// codes of a lane (of 2 and 3 bits of 64 channels); where queries are float32, and on sm_75.
+// about 2^14 to 2^15 for the largest channel of a row. Each byte has a column of a product, the products are exact, and a
+// register has four codes where it has two float16 numbers (codes.cuh). Float16 numbers are what keys of 16 bits meet, and all
+// keys where there are more queries, whose bytes would take twice as many products; where a bucket's codes are too few for an
+// integer product (2 or 3 bits of 64 channels); where queries are masked or float32, and on sm_75.
 #pragma once
 #include "../core/ieee.cuh"
 #include "split.cuh"
@@ -16,7 +16,7 @@
 constexpr int GROUPS = CUQUANT_GROUPS;  // of eight rows
 constexpr int ROWS = GROUPS * 8;
 // Rows of eight that a lane has after products. Up to four rows take two columns each, so that each lane has one: the
-// second is for low bytes, or no work is done for it.
+// second is for low bytes, or nobody looks at it.
 constexpr int COLUMNS = CUQUANT_SPREAD ? 1 : 2;
 constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's channel is the sum: of float32 two
 
@@ -197,7 +197,7 @@ private:
                         const uint4 (&raw)[WORDS]) {
         const bool as_given = HALVES == 1 && p.q_dtype == FLOAT16 && !p.key_scales && !p.rotate && !writes;
         const u32 peak = as_given ? take_halves(n, lane, raw) : take_floats(p, sequence, head, first, n, writes, lane, raw);
-        // Infinite channels make no integers.
+        // A row that is not finite has no integers: all its scores are NaN.
         const float factor = peak < 0x7f800000 ? __fmul_rn(p.scale, exact_power(-lift_of(peak))) : __int_as_float(0x7fffffff);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
@@ -207,10 +207,11 @@ private:
         }
     }
 
-    // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15, but where it would round to
-    // more than 127 * 256 + 127; `peak` is its bits.
+    // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15, or half as much where it, or
+    // the float16 number that it is rounded to, in steps of 16, would be more than 127 * 256 + 127: from 32632 on. `peak` is
+    // its bits.
     static DEVICE int lift_of(u32 peak) {
-        const int exponent = int(peak >> 23) - 127, over = (peak & 0x7fffff) >= 0x7eff00;
+        const int exponent = int(peak >> 23) - 127, over = (peak & 0x7fffff) >= 0x7ef000;
         return exponent == -127 || exponent == 128 ? 0 : min(14 - over - exponent, 126);
     }
 
@@ -298,7 +299,7 @@ private:
                 if (start + e < CUQUANT_DIM) x[e] *= scales[e];
         }
         if (p.rotate) rotate(x);
-        if (writes && row < rows) {
+        if (writes && row < rows && (COLUMNS == 2 || lane / 4 % 2 == 0)) {
             float* const to = p.queries + ((s64(sequence) * p.kv_heads + head) * rows + row) * CUQUANT_DIM + start;
 #pragma unroll
             for (int e = 0; e < OWN; e++)

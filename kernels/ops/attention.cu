@@ -13,6 +13,10 @@ constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
 
 #if CUQUANT_BOXES
+// Registers of a thread: as launched, then of those that compute, and of the others.
+constexpr int REGISTERS_AT_FIRST = 96, COMPUTING_REGISTERS = 112, COPYING_REGISTERS = 24;
+static_assert(WARPS * WARP * COMPUTING_REGISTERS + 4 * WARP * COPYING_REGISTERS <= THREADS * REGISTERS_AT_FIRST,
+              "else computing warps wait for ever");
 static_assert(BLOCK_HEADS == BOX_HEADS, "a ring's warps have different heads");
 
 // By one thread, before any waits for copies.
@@ -65,7 +69,9 @@ struct Work {
 
     DEVICE Work(const Attention& p, const Share& share, int head, int first_row, int own, int lane)
         : p(p), share(share), head(head), first_row(first_row), own(own), lane(lane),
-          ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(-1) {}
+          ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(-1) {
+        asm volatile("" : "+r"(ring));  // opaque, lest the compiler work it out anew at every step
+    }
 
     template <int TIER>
     DEVICE Stream<bits_of(TIER)> stream() const {
@@ -142,9 +148,9 @@ struct Partial {
     }
 };
 
-// They take the rings' place: a warp's that of its own ring, or those of eight warps that of the ring they share.
+// They take the rings' place: a warp's that of its own ring, or those of all warps that of the first ring of boxes.
 constexpr int PARTIAL = CUQUANT_BOXES ? sizeof(Partial) : CUQUANT_RING;
-static_assert(PARTIAL * BLOCK_HEADS <= (CUQUANT_BOXES ? 1 : BLOCK_HEADS) * CUQUANT_RING, "there is room");
+static_assert(!CUQUANT_BOXES || PARTIAL * WARPS <= CUQUANT_RING, "there is room");
 static_assert(sizeof(Partial) <= PARTIAL, "for each");
 
 DEVICE Partial& partial(int head, int stream) {
@@ -188,10 +194,9 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 }
 
 #if CUQUANT_BOXES
-// What the warpgroup beside those that compute does, a warp for each ring. It leaves registers to the others: 640 threads
-// start with 96 each.
+// What the warpgroup beside those that compute does, a warp for each ring. It leaves registers to the others.
 DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
     wait_for_predecessor();
     __syncthreads();
     let_successor_start();
@@ -220,7 +225,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #if CUQUANT_BOXES
     if (warp >= WARPS) return copy_tokens(p, share, maps...);
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
 #endif
     wait_for_predecessor();
     // Of a single sequence queries are asked for between its lengths and its share.
@@ -251,7 +256,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
         });
         if (share.sequence < 0) return;
         if (work.busy()) work.run(q);
-        if (CUQUANT_BOXES) __syncthreads();  // all of a ring's warps have read it
+        if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
         partial(warp % BLOCK_HEADS, own).store(q, lane);
     } else {
         find_single();
