@@ -77,15 +77,20 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (21, "test"),
     "test_tuning.py": (5, "(right and (q4_0 or kbit4) and (8 or 40)) or keeps"),
     "test_gpu_attention.py": (
-        75,
+        74,
         "(types and (64 or 40) and not (64 and bfloat16)) or (masks and True) or positions or bad or seen"
         " or (fewer and not 70000 and not 3000) or importance",
     ),
+    "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
     "test_gpu_attention.py": (5, "eight_heads_at_once and 1000"),
+    "test_gpu_attention_queries.py": (
+        12,
+        "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
+    ),
     "test_gpu_cores.py": (9, "edges and (q8_0 or q5_1)"),
     "test_gpu_moe_prefill.py": (
         10,

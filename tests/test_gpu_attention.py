@@ -7,20 +7,15 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from attending import DTYPES, WIDTHS, F, agree, filled, normal, on_gpu
 
 import cuquant as cq
 from cuquant import buffers, device, jit, testing
 from cuquant.kv import plan
 
 pytestmark = pytest.mark.gpu
-F = np.float32
-WIDTHS = (16, 8, 4, 3, 2)
-DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(F))
-Array = NDArray[Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,50 +27,6 @@ def compiled(compile_ahead: Callable[[Any], None]) -> None:
             launch = plan.attention(shape, jit.capability(), 132)
             kernels |= {launch.attention.kernel}
     compile_ahead(kernels)
-
-
-def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape, F).astype(dtype)
-
-
-def filled(
-    n: int = 50,
-    batch: int = 2,
-    widths: Any = WIDTHS,
-    heads: int = 2,
-    dim: int = 64,
-    bits: Any = None,
-    **options: Any,
-) -> cq.KVCache:
-    """n random tokens in each sequence, spread over some widths of a cache on the GPU."""
-    cache = cq.KVCache(heads, dim, max(n + 70, 1), batch, widths, **options)
-    chosen = np.random.default_rng(2).choice(cache.bits if bits is None else bits, (batch, n))
-    cache.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), chosen)
-    return cache.to_device("cuda")
-
-
-def on_gpu(**arguments: Any) -> dict[str, Any]:
-    return {
-        name: device.cupy().asarray(value) if isinstance(value, np.ndarray) else value
-        for name, value in arguments.items()
-    }
-
-
-def agree(q: Array, cache: cq.KVCache, largest_score: float = 0, **arguments: Any) -> Array:
-    """The result, after it is compared with the float64 reference.
-
-    Scores are sums in float32: what they lack, at most 2^-18 of the largest, is a relative error of weights.
-    """
-    guarded = testing.Guarded(q.shape, q.dtype, strided=True, xp=device.cupy())
-    given = device.cupy().asarray(q)
-    assert cq.attention(given, cache, out=guarded.array, **on_gpu(**arguments)) is guarded.array
-    assert guarded.intact()
-    y = testing.as_numpy(guarded.array)
-    reference = testing.attention(q, cache, **arguments)
-    nmse, element = testing.BOUNDS[q.dtype]
-    assert testing.nmse(y, reference) <= nmse
-    assert testing.worst_element(y, reference) <= element + largest_score * 2**-18
-    return y
 
 
 MIXTURES = [m for count in range(1, 6) for m in combinations(WIDTHS, count)]
@@ -271,99 +222,6 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     assert not y[1, 2].any()
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1e-8, 1.0, 1e3, 1e30])
-def test_magnitudes_of_queries(magnitude: float) -> None:
-    agree(
-        normal(2, 3, 8, 64, seed=3) * F(magnitude),
-        filled(),
-        largest_score=5 * magnitude if magnitude < 1e6 else 0,
-    )
-
-
-@pytest.mark.parametrize("magnitude", [6e-8, 1e-6, 1e-3, 0.3, 100.0, 1e4])
-def test_magnitudes_of_float16_queries(magnitude: float) -> None:
-    """They are lifted to the top of float16's range by powers of two, those of 2^16 and more in steps."""
-    q = (normal(2, 1, 8, 64, seed=3) * F(magnitude)).astype(np.float16)
-    q[0, 0, 1] = 0
-    q[1, 0, :4] *= np.float16(0.01)
-    agree(q, filled(), largest_score=5 * max(magnitude, 1))
-
-
-def larger_channel(q: Array) -> Array:
-    q[..., 7] *= q.dtype.type(30)
-    return q
-
-
-def largest_at_the_bytes_edge(q: Array) -> Array:
-    """With one power of two more, or less, the high byte of a query's largest channel would be 128, or 63."""
-    for row, (exponent, part) in enumerate(
-        ((0, 2 - 2**-10), (3, -2 + 2**-10), (-5, 2 - 2**-7), (1, -2.0), (2, 1.0))
-    ):
-        q[:, :, row::5] = np.clip(q[:, :, row::5], -1, 1) * q.dtype.type(2.0**exponent)
-        q[:, :, row::5, row] = part * 2.0**exponent
-    return q
-
-
-def subnormal(q: Array) -> Array:
-    return (q * q.dtype.type(2.0**-20)).astype(np.float16).astype(q.dtype)
-
-
-@pytest.mark.parametrize("bits", WIDTHS[1:])
-@pytest.mark.parametrize("change", [larger_channel, largest_at_the_bytes_edge, subnormal])
-@pytest.mark.parametrize(("heads", "dtype"), [(2, np.float16), (8, ml_dtypes.bfloat16), (8, np.float16)])
-def test_queries_that_become_integers(
-    bits: int, change: Callable[[Array], Array], heads: int, dtype: Any
-) -> None:
-    """Up to four for a key head of 128 channels: those whose bytes have no room to spare, or few digits.
-
-    Of a cache that has 16 bits they are float16 numbers first.
-    """
-    q = change(normal(2, 1, 3 * heads, 128, seed=3, dtype=dtype))
-    largest_score = 20 if change is larger_channel else 5
-    cache = filled(150, heads=heads, dim=128, widths=(8, 4, 3, 2), bits=[bits])
-    agree(q, cache, largest_score)
-    agree(q, filled(150, heads=heads, dim=128, bits=[16, bits]), largest_score)
-
-
-@pytest.mark.parametrize(("widths", "dim"), [((8, 4), 40), ((8, 4), 64), ((8, 4, 2), 96), ((4, 3), 256)])
-@pytest.mark.parametrize("options", [{}, {"rotate": True}, {"key_scales": "pairs"}], ids=str)
-def test_queries_that_become_integers_of_other_sizes(
-    widths: tuple[int, ...], dim: int, options: dict[str, Any]
-) -> None:
-    if dim % 32 and options.get("rotate"):
-        return
-    cache = filled(90, dim=dim, widths=widths, **options)
-    for dtype in DTYPES[:2]:
-        agree(normal(2, 1, 6, dim, seed=3, dtype=dtype), cache, largest_score=5)
-
-
-@pytest.mark.parametrize("peak", [32631, 32632, 32633, 32638, 32639, 32639.5, 32640, 32767])
-@pytest.mark.parametrize("heads", [2, 8])
-@pytest.mark.parametrize("widths", [(8, 4), (16, 4)])
-def test_the_largest_channel_where_its_high_byte_would_overflow(
-    widths: tuple[int, ...], heads: int, peak: float
-) -> None:
-    """Where a cache has 16 bits, queries times key scales are rounded to float16 numbers before."""
-    scales = np.full((heads, 128), F(peak / 16384))
-    cache = filled(90, heads=heads, dim=128, widths=widths, key_scales=scales)
-    for dtype in DTYPES[:2]:
-        q = np.clip(normal(2, 1, 3 * heads, 128, seed=3), -1, 1).astype(dtype)
-        agree(q, cache, largest_score=10)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("heads", [2, 8])
-def test_bad_queries_that_would_become_integers(heads: int, bad: float) -> None:
-    cache = filled(60, heads=heads, dim=128)
-    q = normal(2, 1, 4 * heads, 128, seed=3, dtype=np.float16)
-    expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
-    q[1, 0, 6, 100] = bad
-    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
-    assert np.isnan(y[1, 0, 6]).all()
-    y[1, 0, 6] = expected[1, 0, 6]
-    assert np.array_equal(y, expected)
-
-
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_magnitudes_of_values(bits: int, magnitude: float) -> None:
@@ -410,16 +268,6 @@ def test_what_lies_behind_the_tokens_is_never_seen(heads: int, dim: int) -> None
             for array in (tier.buffers.k_qx, tier.buffers.k_scale, tier.buffers.v_qx, tier.buffers.v_scale):
                 array.view(np.uint8)[b, int(tier.lengths[b]) :] = 0xFF
     assert np.array_equal(testing.as_numpy(cq.attention(q, cache)), expected)
-
-
-def test_a_bad_query_spoils_only_itself() -> None:
-    cache, q = filled(), normal(2, 3, 8, 64, seed=3)
-    expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
-    q[0, 1, 2, 5] = np.nan
-    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
-    assert np.isnan(y[0, 1, 2]).all()
-    y[0, 1, 2] = expected[0, 1, 2]
-    assert np.array_equal(y, expected)
 
 
 @pytest.mark.parametrize(("batch", "heads", "n"), [(1, 2, 700), (3, 8, 3000), (40, 8, 300)])
@@ -481,16 +329,6 @@ def test_it_is_deterministic() -> None:
     first = cq.attention(q, cache)
     for _ in range(20):
         assert bool((cq.attention(q, cache) == first).all())
-
-
-def test_any_strides_of_q() -> None:
-    cupy, cache = device.cupy(), filled()
-    q = cupy.asarray(normal(2, 3, 8, 64, seed=3))
-    expected = cq.attention(q, cache)
-    assert bool((cq.attention(cupy.asfortranarray(q), cache) == expected).all())
-    shifted = cupy.zeros((*q.shape[:-1], 80), F)[..., 3:67]
-    shifted[...] = q
-    assert bool((cq.attention(shifted, cache) == expected).all())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": np.arange(50) % 3 > 0}])

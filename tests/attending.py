@@ -1,0 +1,61 @@
+"""Caches on the GPU, and attention over them against float64 on the dequantized cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import device, testing
+
+F = np.float32
+WIDTHS = (16, 8, 4, 3, 2)
+DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(F))
+Array = NDArray[Any]
+
+
+def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape, F).astype(dtype)
+
+
+def filled(
+    n: int = 50,
+    batch: int = 2,
+    widths: Any = WIDTHS,
+    heads: int = 2,
+    dim: int = 64,
+    bits: Any = None,
+    **options: Any,
+) -> cq.KVCache:
+    """n random tokens in each sequence, spread over some widths of a cache on the GPU."""
+    cache = cq.KVCache(heads, dim, max(n + 70, 1), batch, widths, **options)
+    chosen = np.random.default_rng(2).choice(cache.bits if bits is None else bits, (batch, n))
+    cache.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), chosen)
+    return cache.to_device("cuda")
+
+
+def on_gpu(**arguments: Any) -> dict[str, Any]:
+    return {
+        name: device.cupy().asarray(value) if isinstance(value, np.ndarray) else value
+        for name, value in arguments.items()
+    }
+
+
+def agree(q: Array, cache: cq.KVCache, largest_score: float = 0, **arguments: Any) -> Array:
+    """The result, after it is compared with the float64 reference.
+
+    Scores are sums in float32: what they lack, at most 2^-18 of the largest, is a relative error of weights.
+    """
+    guarded = testing.Guarded(q.shape, q.dtype, strided=True, xp=device.cupy())
+    given = device.cupy().asarray(q)
+    assert cq.attention(given, cache, out=guarded.array, **on_gpu(**arguments)) is guarded.array
+    assert guarded.intact()
+    y = testing.as_numpy(guarded.array)
+    reference = testing.attention(q, cache, **arguments)
+    nmse, element = testing.BOUNDS[q.dtype]
+    assert testing.nmse(y, reference) <= nmse
+    assert testing.worst_element(y, reference) <= element + largest_score * 2**-18
+    return y
