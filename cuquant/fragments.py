@@ -141,8 +141,6 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
         return replace(made, half=not seen.unfit, lift=lift, offset=seen.offset, kept=kept)
     if fmt.scaling == "e4m3":  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
         return replace(made, lift=-7, kept=_first_bytes(blocks, stored) if seen.greatest else None)
-    if not fmt.lookup:
-        return replace(made, half=seen.greatest <= _LARGEST_HALF)
     half, lifted = _lifted(seen.greatest, seen.least)
     values = tables(fmt).lifted if lifted else tables(fmt).values
     return replace(made, half=half, lift=_codebook_lift(fmt) + (_LIFT if lifted else 0), values=values)
@@ -162,7 +160,7 @@ def fill(made: Fragments, blocks: Any, found: Any) -> None:
     _repack("to_fragments", made, blocks, np.int64(blocks.nbytes), peaks, found)
     tiles = plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])
     if made.half and plan.row_factors(own):
-        scales = (np.uint64(at.scale), np.uint64(at.row), peaks, np.int32(tiles[1]))
+        scales = (np.uint64(at.scale), np.uint64(at.group), np.uint64(at.row), peaks, np.int32(tiles[1]))
         jit.launch(plan.lift(own, tiles[0]), *scales, found)
     elif own.scaling == "e8m0":
         nbytes = prod(tiles) * plan.layout(own).scale

@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Before they are imported: their asserts then explain themselves as those of test files do.
-pytest.register_assert_rewrite("commands", "mixtures", "products", "scoring")
+pytest.register_assert_rewrite("commands", "mixtures", "pictures", "products", "scoring")
 
 from commands import Done, Run  # noqa: E402
 from commands import run as run_here  # noqa: E402

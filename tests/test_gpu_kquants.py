@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, K_QUANTS, random_blocks
 from numpy.typing import NDArray
+from pictures import assert_pictured
 from products import assert_read_back, gauss, plan_anew
 
 import cuquant as cq
@@ -42,47 +42,45 @@ def test_bytes_and_numbers_are_those_of_the_cpu(name: str) -> None:
 
 
 def codes_of(name: str, records: NDArray[Any]) -> NDArray[Any]:
-    """Codes [n, 256] of q3_k and q6_k."""
+    """Codes [n, 256]."""
+    if name == "q2_k":
+        return kquant.unpack_pairs_of_bits(records["qs"].reshape(-1, 32)).reshape(-1, 256)
     if name == "q3_k":
         low = kquant.unpack_pairs_of_bits(records["qs"].reshape(-1, 32)).reshape(-1, 256)
         return low | (kquant.unpack_bits(records["hmask"]) << 2)
-    low = ggml.unpack_nibbles(records["ql"].reshape(-1, 64))
-    high = kquant.unpack_pairs_of_bits(records["qh"].reshape(-1, 32))
-    return (low | (high << 4)).reshape(-1, 256)
+    if name == "q6_k":
+        low = ggml.unpack_nibbles(records["ql"].reshape(-1, 64))
+        high = kquant.unpack_pairs_of_bits(records["qh"].reshape(-1, 32))
+        return (low | (high << 4)).reshape(-1, 256)
+    low = ggml.unpack_nibbles(records["qs"].reshape(-1, 32)).reshape(-1, 256)
+    return low | (kquant.unpack_bits(records["qh"]) << 4) if name == "q5_k" else low
 
 
-@pytest.mark.parametrize("name", ["q3_k", "q6_k"])
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
 def test_the_fragment_layout_is_the_picture(name: str) -> None:
-    """Words of each lane, made anew from kernels/core/tile.cuh's description."""
-    raw = random_blocks(name, (16, 256))
-    w = cq.from_blocks(raw, name, (16, 256)).to_device("cuda")
-    f, records = w.fragments(), raw.view(w.format.storage)[:, 0]
-    codes = codes_of(name, records).astype(int)
-    low_bits = 2 if name == "q3_k" else 4
-    buffer, layout = as_numpy(f.buffer), plan.layout(w.format)
-    for tile, lane in product(range(4), (0, 5, 18, 31)):
-        g, i = divmod(lane, 4)
-        low, high = [0] * (layout.low // 128), [0] * (layout.high // 128)
-        for h, r, e in product(range(4), range(4), range(2)):
-            code = codes[g + 8 * (r & 1), 64 * tile + 16 * h + 2 * i + e + 8 * (r >> 1)]
-            if low_bits == 2:
-                low[h // 2] |= (code & 3) << (4 * (h & 1) + 2 * (r & 1) + 8 * (r >> 1) + 16 * e)
-                at, turn, word = 2 + 2 * (r & 1) + (r >> 1) + 16 * e, 4 * h, 0
-            else:
-                low[h] |= (code & 15) << (4 * (r & 1) + 8 * (r >> 1) + 16 * e)
-                at, turn, word = 4 + 4 * (r & 1) + 2 * (r >> 1) + 16 * e, 8 * (h & 1), h // 2
-            for bit in range(layout.high // 128):
-                high[word] |= (code >> low_bits + bit & 1) << (at + bit + turn) % 32
-        at = f.planes.low + tile * layout.low
-        stored = buffer[at : at + layout.low].view(np.uint32)
-        places = [32 * word + lane for word in (0, 1)] if low_bits == 2 else range(4 * lane, 4 * lane + 4)
-        assert [int(stored[place]) for place in places] == low
-        at = f.planes.high + tile * layout.high
-        stored = buffer[at : at + layout.high].view(np.uint32)
-        assert [int(word) for word in stored[lane::32]] == high
-    groups = buffer[f.planes.group :][:32].view(np.float16)
-    expected = np.stack([records["d"][:8], records["d"][8:]], axis=1).reshape(-1)
-    np.testing.assert_array_equal(groups.view(np.uint16), expected.view(np.uint16))
+    """Words of each lane, and scales d times 2^L, dmin too, of rows g + 8 by as much more as codes stand higher;
+    the factors of rows are 2^(C - L), C being 24 less that (kernels/core/tile.cuh)."""
+    w = weight(name, (16, 256), factor=2.0**-14)
+    fmt, f, records = w.format, w.fragments(), as_numpy(w.blocks).view(w.format.storage)[:, 0]
+    codes, layout, buffer = codes_of(name, records).astype(int), plan.layout(fmt), as_numpy(f.buffer)
+    for tile in range(4):
+        low = buffer[f.planes.low + tile * layout.low :][: layout.low]
+        high = buffer[f.planes.high + tile * layout.high :][: layout.high]
+        assert_pictured(fmt.bits, codes[:, 64 * tile : 64 * tile + 64], low, high)
+    higher = 2.0 ** np.where(np.arange(16) < 8, 0, {6: 4}.get(fmt.bits, fmt.bits))
+    most = {"q2_k": 16, "q3_k": 32, "q6_k": 128}.get(name, 64)  # the power of two that bounds integer scales
+    d = records["d"].astype(np.float64)
+    peaks, kept = np.abs(d) * most, [d]
+    if "dmin" in fmt.scales:
+        minimum = records["dmin"].astype(np.float64)
+        peaks = np.maximum(peaks, np.abs(minimum) * 2**fmt.bits)
+        kept.append(-minimum * higher)
+    lift = 2.0 ** (15 - np.floor(np.log2(peaks)))
+    stored = buffer[f.planes.group :][: layout.group].view(np.float16).reshape(8, len(kept), 2)
+    for word, expected in enumerate(kept):
+        np.testing.assert_array_equal(stored[:, word].T.reshape(-1), expected * lift)
+    factors = buffer[f.planes.row :][: layout.row].view(ml_dtypes.bfloat16).reshape(8, 2)
+    np.testing.assert_array_equal(factors.T.reshape(-1).astype(np.float64), 2.0**24 / higher / lift)
 
 
 @pytest.mark.parametrize("name", NAMES)

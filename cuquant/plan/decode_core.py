@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import WARP, Gpu, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 
 _GROUP_BYTES = 288 << 10
 """Of weights, for a block of a grouped product of two sides with up to four batch rows; of more rows twice as
@@ -177,11 +177,11 @@ def _planned(
         tile = (tall.row_warps, tall.rows) if tall else _row_tiles(work, blocks, table_bytes)
     row_warps, rows = tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot = warps * rows * work.step_bytes
+    slot = warps * layout(fmt).slot(rows)
     depth = max(2, min(8, blocks.ring // slot))
     k_warps = warps // row_warps
     own = ceil(ceil(work.steps / cluster) / k_warps) * k_warps
-    factors = rows * row_warps * layout(fmt).row if in_half else 0
+    factors = whole_lines(rows * row_warps * layout(fmt).row) if in_half else 0
     left = blocks.room - factors - depth * slot - work.batch * 16
     chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
     sums = warps * rows * TILE_ROWS * work.groups * 8 * 4

@@ -12,6 +12,11 @@ TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
 
 
+def whole_lines(nbytes: int) -> int:
+    """Bytes of the lines of 128 that so many bytes take."""
+    return ceil(nbytes / 128) * 128
+
+
 class Planes(NamedTuple):
     """Where planes start: bytes from a buffer's beginning, or addresses."""
 
@@ -38,6 +43,11 @@ class Layout:
     def step(self, tiles: int) -> int:
         """Bytes of that many tiles along K, as the rings of kernels have them."""
         return tiles * (self.low + self.high + self.scale) + ceil(tiles / self.group_tiles) * self.group
+
+    def slot(self, row_tiles: int) -> int:
+        """Bytes of a step of one tile along K in a ring of the decode core, where planes are whole lines."""
+        codes = row_tiles * (self.low + self.high)
+        return codes + whole_lines(row_tiles * self.scale) + whole_lines(row_tiles * self.group)
 
     def offsets(self, row_tiles: int, tiles_k: int) -> tuple[Planes, int]:
         """Where the planes start in one buffer, and its size; aligned to 256 bytes."""
@@ -71,9 +81,8 @@ def layout(fmt: Format) -> Layout:
 
 def row_factors(fmt: Format) -> bool:
     """Whether kernels have a factor for every row (ROW_FACTORS in kernels/core/types.cuh): of codes that are
-    integers with a float16 scale."""
-    own = fmt.scaling == "float" and not fmt.kernel_group_bytes and not fmt.has_zero_points
-    return own and not fmt.lookup and not fmt.for_activations
+    integers."""
+    return fmt.scaling == "float" and not fmt.lookup and not fmt.for_activations
 
 
 def has_minimum(fmt: Format) -> bool:

@@ -86,11 +86,11 @@ _EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
 _CONTENTION = 0.5
 """Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
 meanwhile."""
-_INSTRUCTIONS = {2: 1.1, 3: 1.1, 4: 1.0, 5: 1.24, 6: 1.1, 8: 1.3}
+_INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.3}
 _LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
-former 0.09 is added without factors of rows, 0.2 where scales are products; to the latter 0.15 for a sign; to
-both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
+former 0.09 is added without factors of rows, 0.12 where scales are products, 0.05 for zero points; to the
+latter 0.15 for a sign; to both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
 _FEW_WAIT = 1.09
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
 _SMALL_TABLE = 1.1
@@ -142,7 +142,8 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
         small = tile.resident > 1 or (looked_up(fmt) == 3 and tile.batch > ROOMY_BATCH)
         work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
     else:
-        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.2 * (fmt.kernel_group_bytes > 0)
+        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * (fmt.kernel_group_bytes > 0)
+        work += 0.05 * fmt.has_zero_points
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
     instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
@@ -154,7 +155,7 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
         tensor *= 1.04  # operands are read more often
     step = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width
     read = tile.resident * step / _STEP_BYTES_PER_US
-    waits = 0.5 / max(1, _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
+    waits = 0.5 / max(1, tile.resident * _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
     return max(instructions, tensor, read * (1 + waits))
 
 
@@ -278,7 +279,8 @@ def places_of(gpu: Gpu, cluster: int = 1) -> int:
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if row_factors(fmt) else _STREAM_STEPS
+    few = row_factors(fmt) and not (fmt.kernel_group_bytes or fmt.has_zero_points)
+    steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
         stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):

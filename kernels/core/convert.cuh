@@ -52,12 +52,10 @@ DEVICE u32 corrected(u32 pair) {
     return sub_half2(pair, 0x64006400 + OFFSET * 0x00010001);
 }
 
-// 1024 + TIMES q to q - OFFSET, TIMES being 16 or 4.
-template <int OFFSET, int TIMES>
-DEVICE u32 corrected_times(u32 pair) {
-    constexpr u32 part = TIMES == 4 ? 0x34003400 : 0x2c002c00;
-    constexpr u32 base = (TIMES == 4 ? 0xdc00 : 0xd400) + OFFSET * TIMES;  // -(1024 / TIMES + OFFSET)
-    return fma_half2(pair, part, base * 0x00010001);
+// 1024 + 16 q to q - OFFSET.
+template <int OFFSET>
+DEVICE u32 corrected_16(u32 pair) {
+    return fma_half2(pair, 0x2c002c00, (0xd400 + OFFSET * 16) * 0x00010001);  // -(64 + OFFSET)
 }
 
 template <int OFFSET>
@@ -67,7 +65,7 @@ DEVICE u32 u4_low_to_half2(u32 word) {
 
 template <int OFFSET>
 DEVICE u32 u4_high_to_half2(u32 word) {
-    return corrected_times<OFFSET, 16>(u4_high_to_half2_uncorrected(word));
+    return corrected_16<OFFSET>(u4_high_to_half2_uncorrected(word));
 }
 
 // INT8: a byte with its sign bit turned over is q + 128, and a byte permute puts it below the byte 0x64 of 1024.

@@ -56,11 +56,14 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
     } while (m < batch);
 }
 
-// Tiles of one 64-column step in a slot, plane by plane.
+// Tiles of one 64-column step in a slot, plane by plane: each starts at a multiple of 128 bytes, or copies to it would
+// take longer (a launch up to 5%).
 template <class F, int ROW_TILES>
 struct RingSlot {
     static constexpr int HIGH_AT = ROW_TILES * F::LOW_BYTES, SCALE_AT = HIGH_AT + ROW_TILES * F::HIGH_BYTES;
-    static constexpr int GROUP_AT = SCALE_AT + ROW_TILES * F::SCALE_BYTES, SIZE = GROUP_AT + ROW_TILES * F::GROUP_BYTES;
+    static constexpr int GROUP_AT = SCALE_AT + whole_lines(ROW_TILES * F::SCALE_BYTES);
+    static constexpr int SIZE = GROUP_AT + whole_lines(ROW_TILES * F::GROUP_BYTES);
+    static_assert(HIGH_AT % 128 == 0 && SCALE_AT % 128 == 0, "of codes every row tile has as many bytes");
 
     static DEVICE void load(Tile<F>& tile, const u8* slot, int r, int lane) {
         tile.load_shared(slot + r * F::LOW_BYTES, slot + HIGH_AT + r * F::HIGH_BYTES,
@@ -168,7 +171,8 @@ DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUP
         }
 #pragma unroll
         for (int row8 = 0; row8 < 2; row8++) {
-            const float d = tile.integer_unit(row8, 0), m = tile.integer_unit(row8, 1) * (row8 ? C::TIMES_8 : 1);
+            constexpr int TIMES_8 = ROW_FACTORS<F> ? 1 : C::TIMES_8;  // which minimums have else
+            const float d = tile.integer_unit(row8, 0), m = tile.integer_unit(row8, 1) * (row8 ? TIMES_8 : 1);
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
 #pragma unroll
@@ -191,7 +195,7 @@ DEVICE void decode(const P& p) {
     // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
     u8* const after = dynamic_shared() + Codecs<C, P::TABLES>::TABLE_BYTES;
     Factors* const factors = reinterpret_cast<Factors*>(after);
-    u8* const shared = after + (ROW_FACTORS<F> ? ROWS * 2 : 0);
+    u8* const shared = after + (ROW_FACTORS<F> ? whole_lines(ROWS * 2) : 0);
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
@@ -317,8 +321,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
-                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
-                if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
+                const float unscale = ROW_FACTORS<F> ? 1 : j ? C::UNSCALE_8 : C::UNSCALE;
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }
@@ -327,6 +330,10 @@ DEVICE void decode(const P& p) {
     asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
     const Matrix at = matrix_soon<F>(p, matrix);
     // Two batch rows at once: they lie together.
+    auto scaled = [&](float2 value, int n) {
+        const float factor = ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1;
+        return make_float2(value.x * factor, value.y * factor);
+    };
     auto total = [&](int n, int m) {
         float2 value = make_float2(0, 0);
 #pragma unroll
@@ -351,7 +358,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < SIDE_ROWS * pairs; i += WARPS * WARP) {
             const int n = i % SIDE_ROWS, m = i / SIDE_ROWS * 2;
-            store(n, m, total(n, m), P::GATED ? total(SIDE_ROWS + n, m) : float2());
+            store(n, m, scaled(total(n, m), n), P::GATED ? scaled(total(SIDE_ROWS + n, m), SIDE_ROWS + n) : float2());
         }
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -372,7 +379,8 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
             int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
-            store(n, m, of_cluster(n, m), P::GATED ? of_cluster(SIDE_ROWS + n, m) : float2());
+            store(n, m, scaled(of_cluster(n, m), n),
+                  P::GATED ? scaled(of_cluster(SIDE_ROWS + n, m), SIDE_ROWS + n) : float2());
         }
         cluster_sync();  // no block leaves while another reads from it
 #endif

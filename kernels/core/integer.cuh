@@ -1,10 +1,10 @@
 // Codes that are integers: W = d (q - ZERO), d q + m or d (q - zero).
 //
-// The picture is in tile.cuh. A mask selects the two codes of a register, and their place in a float16 number is
-// their value: under the exponent of a subnormal number exactly q times a power of two, under that of 1024 a number
-// from which little has to be subtracted.
+// The pictures are in tile.cuh and places.cuh. A mask selects the two codes of a register, and their place in a subnormal
+// float16 number is their value: exactly q times a power of two.
 #pragma once
 #include "convert.cuh"
+#include "places.cuh"
 #include "tile.cuh"
 
 template <class F>
@@ -15,9 +15,8 @@ struct IntegerCodes {
     DEVICE IntegerCodes(const u16*, int) {}
     DEVICE void fill(int, int) {}
 
-    // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 of 4 to 6 bits
-    // q * 2^-20, of 2 and 3 bits q * 2^-22: masking is all it takes. The powers of two leave with the accumulators, by
-    // UNSCALE or the factors of rows.
+    // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 q * 2^(HIGHER - 24): masking
+    // is all it takes. The powers of two leave with the accumulators, by UNSCALE or the factors of rows.
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) a[r] = code(tile, h, r);
@@ -47,32 +46,34 @@ struct IntegerCodes {
     static constexpr float UNSCALE_8 = UNSCALE / TIMES_8;  // of rows g + 8
 
     // What `codes` gives for the code that stands for 0, negative, or for 1 where there is a minimum: as operand A it
-    // makes sums of the activations in the units of the accumulators. Minimums beside factors of rows are in these units
-    // themselves.
+    // makes sums of the activations in the units of the accumulators. Beside factors of rows minimums are in these units
+    // themselves, and integer ones, of all rows, in those of rows g.
     static DEVICE void unit(u32 (&a)[4]) {
+        constexpr bool LIFTED = ROW_FACTORS<F> && F::SCALING != HALF_AND_ZERO;
 #pragma unroll
         for (int r = 0; r < 4; r++)
-            a[r] = !F::HAS_MIN ? zero(r) : ROW_FACTORS<F> ? 0x3c003c00 : (r % 2 ? TIMES_8 : 1) * 0x00010001;
+            a[r] = !F::HAS_MIN ? zero(r) : !LIFTED ? one(r) : F::SCALING >= BYTES ? one(0) : 0x3c003c00;
     }
 
-    // The weights of step h in float16, rounded once as long as they are normal numbers. A code q in the mantissa under
-    // the exponent of 1024 reads 1024 + q, four bits higher 1024 + 16 q, two bits higher 1024 + 4 q.
+    // The weights of step h in float16, rounded once as long as they are normal numbers.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
-        if constexpr (ROW_FACTORS<F>)
-            of_subnormals(tile, h, a);
-        else if constexpr (F::SCALING >= BYTES && F::HAS_MIN)
-            above_minimums(tile, h, a);
+        static_assert(ROW_FACTORS<F>, "codes are subnormal numbers");
+        if constexpr (F::SCALING >= BYTES)
+            of_products(tile, h, a);
         else
-            scaled(tile, h, a);
+            of_scales(tile, h, a);
     }
 
 private:
-    // One multiplication and addition makes weights of codes that are subnormal numbers.
-    static DEVICE void of_subnormals(const Tile<F>& tile, int h, u32 (&a)[4]) {
+    // One multiplication and addition makes weights of codes that are subnormal numbers, but for a zero point, which is
+    // subtracted first: that is exact.
+    static DEVICE void of_scales(const Tile<F>& tile, int h, u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const u32 d = tile.scale_pair(h, r % 2);
-            if constexpr (F::HAS_MIN)
+            if constexpr (F::SCALING == HALF_AND_ZERO)
+                a[r] = mul_half2(sub_half2(code(tile, h, r), mul_half2(tile.scale_pair(h, r % 2, 1), one(r))), d);
+            else if constexpr (F::HAS_MIN)
                 a[r] = fma_half2(code(tile, h, r), d, tile.scale_pair(h, r % 2, 1));
             else
                 a[r] = fma_half2(code(tile, h, r), d, tile.scaled_pair(h, r % 2, zero(r)));
@@ -84,56 +85,36 @@ private:
         if constexpr (F::BITS == 8)
             return __byte_perm(tile.low[h / 2 * 4 + h % 2 * 2 + r % 2], 0, r < 2 ? 0x4240 : 0x4341);
         else
-            return masked(tile, h, r, 0);
+            return Places<F::BITS>::masked([&](int w) { return tile.word(w); }, h, r);
     }
 
-    // The code that stands for 0 in register r, negative, twice.
-    static DEVICE constexpr u32 zero(int r) { return (0x8000 | F::ZERO * (r % 2 ? TIMES_8 : 1)) * 0x00010001; }
+    // The codes 1 and, negative, that which stands for 0 in register r, twice.
+    static DEVICE constexpr u32 one(int r) { return (r % 2 ? TIMES_8 : 1) * 0x00010001; }
+    static DEVICE constexpr u32 zero(int r) { return 0x80008000 | F::ZERO * one(r); }
 
-    static DEVICE void scaled(const Tile<F>& tile, int h, u32 (&a)[4]) {
-        static_assert(F::BITS < 8, "codes of 8 bits have factors of rows");
+    // The same with integer scales and minimums (tile.cuh), whose products d * s and dmin * m are rounded. All of a row's
+    // registers would have that error: the second of a step has what both lack, and of steps that share a scale the
+    // last one what all four still do. Of a scale's error that is what it is for the mean code. (Without minimums the mean
+    // code stands for about 0.)
+    static DEVICE void of_products(const Tile<F>& tile, int h, u32 (&a)[4]) {
+        const u32 s = tile.integer_halves(h, 0), d = mul_half2(s, tile.group[0]);
+        u32 first, second;
+        if constexpr (F::HAS_MIN) {
+            const u32 m = tile.integer_bits(h, 1);
+            first = mul_half2(m, tile.group[1]);
+            const u32 lost = fma_half2(multiply_subtract_half2(s, tile.group[0], d), (1 << (F::BITS - 1)) * both(1),
+                                       multiply_subtract_half2(m, tile.group[1], first));
+            second = fma_half2(lost, 0x40004000, first);  // 2
+            if (!Tile<F>::STEP_SCALES && h % 2)
+                second = fma_half2(lost, 0x44004400, multiply_subtract_half2(first, 0x40004000, second));  // 4, 2
+        } else {
+            first = second = mul_half2(d, 0x80008000 | both(F::ZERO));
+        }
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const u32 bits = masked(tile, h, r, 0x64006400);
-            const u32 q = r % 2 ? corrected_times<F::OFFSET, TIMES_8>(bits) : corrected<F::OFFSET>(bits);
-            const u32 d = tile.scale_pair(h, r % 2);
-            if constexpr (F::SCALING == HALF_AND_ZERO)
-                a[r] = mul_half2(sub_half2(q, tile.scale_pair(h, r % 2, 1)), d);
-            else
-                a[r] = mul_half2(q, d);
-        }
+        for (int r = 0; r < 4; r++)
+            a[r] = fma_half2(code(tile, h, r), twice(d, r % 2), twice(r < 2 ? first : second, r % 2));
     }
 
-    // d * (s * q) - dmin * m with integers s and m (tile.cuh): s * q is exact. A minimum's rounding would be the same
-    // error for all its columns: the last of a lane's registers for these has what the others lack.
-    static DEVICE void above_minimums(const Tile<F>& tile, int h, u32 (&a)[4]) {
-        constexpr u32 part = TIMES_8 == 4 ? 0x34003c00 : 0x2c003c00, minus = TIMES_8 == 4 ? 0xdc00e400 : 0xd400e400;
-        const u32 s = fma_half2(tile.integer_pair(h, 0), part, minus);  // of row g + 8 what takes codes back, too
-        const u32 base = mul_half2(s, 0xe400e400);                      // -1024 times
-        const u32 m = tile.integer_halves(h, 1), factor = tile.group[1];
-        const u32 first = mul_half2(m, factor);
-        const bool ends = Tile<F>::STEP_SCALES || h % 2;
-        const u32 registers = Tile<F>::STEP_SCALES ? 0x40004000 : 0x44004400;  // 2 or 4
-        const u32 last = fma_half2(multiply_subtract_half2(m, factor, first), registers, first);
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            const u32 product = fma_half2(masked(tile, h, r, 0x64006400), twice(s, r % 2), twice(base, r % 2));
-            a[r] = fma_half2(product, twice(tile.group[0], r % 2), twice(ends && r >= 2 ? last : first, r % 2));
-        }
-    }
-
-    // Both elements of register r at step h, over `bits`: at bit 0 of each half in rows g, at bit 4 or 2 in rows g + 8.
-    static DEVICE u32 masked(const Tile<F>& tile, int h, int r, u32 bits) {
-        constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4, HIGH = F::BITS - LOW;
-        const u32 mask = ((1 << LOW) - 1) * 0x00010001 << (r % 2 ? LOW : 0);
-        const u32 word = LOW == 2 ? tile.low[h / 2] >> 4 * (h % 2) : tile.low[h];
-        u32 q = and_or(r < 2 ? word : word >> 8, mask, bits);
-        if constexpr (F::HIGH_BYTES > 0) {
-            const u32 other = tile.high[HIGH == 2 ? h / 2 : 0];
-            const u32 turned = __funnelshift_r(other, other, turn_of<F::BITS>(h));
-            const u32 high_mask = ((1 << HIGH) - 1) * 0x00010001 << (r % 2 ? 2 * LOW : LOW);
-            q = and_or(r < 2 ? turned : turned >> HIGH, high_mask, q);
-        }
-        return q;
-    }
+    // What a code of row g, and the same of row g + 8, is.
+    static DEVICE constexpr u32 both(int code) { return code * (1 | TIMES_8 << 16); }
 };

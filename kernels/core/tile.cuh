@@ -9,13 +9,7 @@
 //     a2         g       2i+8, 2i+9       2, 6                  1, 3 of row g's
 //     a3         g + 8   2i+8, 2i+9       3, 7                  1, 3 of row g + 8's
 //
-// Codes of 8 bits are around 128. Two-bit words, one for two steps: codes of registers r at step h are at bits
-// 4 (h & 1) + 2 (r & 1) + 8 (r >> 1), their second elements 16 higher.
-//
-// High plane, of one bit: element e of register r at step h is bit 4 + 4 (r & 1) + (r >> 1) + 16 e of the lane's word,
-// turned left by 2 (h & 1) + 8 (h >> 1): one turn brings the bits of two registers next to their nibbles, one shift the
-// others'. Beside two-bit codes it is bit 2 + 2 (r & 1) + (r >> 1) + 16 e, turned left by 4 h. Of two bits it has a word
-// for two steps: bits from 4 + 4 (r & 1) + 2 (r >> 1) + 16 e on, turned left by 8 (h & 1).
+// Codes of 8 bits are around 128. Of 2 to 6 bits the words, and the low and the high plane, have them as places.cuh says.
 //
 // Group plane: what scales of many columns share, one record of GROUP_BYTES bytes per row tile and GROUP_TILES tiles
 // along K. In the rings of shared memory it is a part of every slot, which has its tiles' records. Of integer scales
@@ -25,7 +19,9 @@
 // has those of rows g and g + 8 of a row tile. Operand A takes a code q as the bits of a subnormal float16 number, which
 // is nothing to do: q * 2^-C, where C is 24, in rows g + 8 less by what codes stand HIGHER. So that weights are normal
 // numbers, the scales of a row are kept multiplied by 2^L, its minimums by 2^(L - C); the row's factor is 2^(C - L). L
-// brings the greatest scale to 2^15 or more, as far as 2^30 does, and minimums allow it.
+// brings the greatest scale to 2^15 or more, if minimums allow it. Zero points stay codes. Integer scales are multiplied by
+// d, so that d is kept multiplied by 2^L and L brings the greatest product there; dmin by 2^L too, of rows g + 8 by 2^L
+// times what codes stand HIGHER: then integer minimums times it are in the units of codes.
 #pragma once
 #include "ptx.cuh"
 
@@ -58,8 +54,11 @@ struct Tile {
     u32 scale[F::SCALE_BYTES ? F::SCALE_BYTES / 32 : 1];  // rows g and g + 8, two blocks each
     u32 group[F::GROUP_BYTES ? F::GROUP_BYTES / 32 : 1];  // rows g and g + 8
 
-    // Of the codes, the last one being the high plane's.
-    DEVICE u32 word(int w) const { return w < F::LOW_BYTES / 128 ? low[w] : high[0]; }
+    // Of the codes, the last ones being the high plane's.
+    DEVICE u32 word(int w) const {
+        constexpr int LOW = F::LOW_BYTES / 128;
+        return w < LOW ? low[w] : high[w - LOW];
+    }
 
     // From shared memory: where the tile's share of each plane starts.
     DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
@@ -79,12 +78,12 @@ struct Tile {
     // Of block b alone: the words of its two steps, and what belongs to both blocks.
     DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
                            int lane) {
-        if constexpr (F::LOW_BYTES == 256 && (F::BITS == 2 || F::CODING == INTEGERS)) {
-            low[b] = reinterpret_cast<const u32*>(low_at)[b * 32 + lane];
-        } else if constexpr (F::BITS == 3) {  // step 2, and parts of step 3, are in the high plane
+        const bool own = F::CODING == INTEGERS && b == 0;  // of 3 and 5 bits block 1 has some in block 0's words
+        if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
-            for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
-        } else if constexpr (F::BITS == 5 && F::CODING == CODEBOOK) {
+            for (int w = 0; w < 2; w++)
+                if (w == b || (F::BITS == 3 && !own)) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
+        } else if (F::BITS == 5 && F::CODING != SIGNED_CODEBOOK && !own) {
             set_low(0, reinterpret_cast<const uint4*>(low_at)[lane]);
         } else if constexpr (F::BITS == 8) {
             set_low(b, reinterpret_cast<const uint4*>(low_at)[b * 32 + lane]);
@@ -144,7 +143,12 @@ struct Tile {
         return sub_half2(integer_pair(h, minimum), 0x64006400 + F::SCALE_ZERO * 0x10001);
     }
 
-    // Two copies of the integer minimum of step h, as a subnormal float16 number.
+    // The same as subnormal numbers, in units of 2^-24; and two copies of a row's.
+    DEVICE u32 integer_bits(int h, int minimum) const {
+        const Integers s = integers(h, minimum);
+        return __byte_perm(s.word, 0, 0x4040 | s.at | s.at + 1 << 8);
+    }
+
     DEVICE u32 minimum_bits(int h, int row8) const {
         const Integers s = integers(h, 1);
         return __byte_perm(s.word, 0, 0x4040 | (s.at + row8) * 0x0101);

@@ -25,18 +25,20 @@ struct Ungrouped {
     static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;
 };
 
-// Whether scales are kept in the range that codes in subnormal numbers want, and the row plane has a factor for every
-// row, which takes that back (core/tile.cuh). Without, a weight that float16 does not hold has its scales as they are.
+// Of codes that are integers: whether scales are kept in the range that codes in subnormal numbers want, and the row plane
+// has a factor for every row, which takes that back (core/tile.cuh). Without, a weight that float16 does not hold has its
+// scales as they are.
 #ifndef CUQUANT_ROW_FACTORS
 #define CUQUANT_ROW_FACTORS 1
 #endif
 template <class F>
-constexpr bool ROW_FACTORS =
-    CUQUANT_ROW_FACTORS && F::CODING == INTEGERS && (F::SCALING == HALF || F::SCALING == HALF_AND_MIN);
+constexpr bool ROW_FACTORS = CUQUANT_ROW_FACTORS && F::CODING == INTEGERS;
 
-// By how many bits integers of rows g + 8 stand higher in a register than those of rows g (core/tile.cuh).
+// By how many bits integers of rows g + 8 stand higher in a register than those of rows g (core/places.cuh).
+template <int BITS>
+constexpr int HIGHER_OF = BITS == 8 ? 0 : BITS == 6 ? 4 : BITS;
 template <class F>
-constexpr int HIGHER = F::BITS == 8 ? 0 : F::LOW_BYTES == 256 ? 2 : 4;
+constexpr int HIGHER = HIGHER_OF<F::BITS>;
 
 // Whether the decode core multiplies codes by integer scales before their sums, which float16 holds exactly: codes of 2
 // bits, scales of 4.
@@ -49,14 +51,11 @@ DEVICE int groups_of(int tiles) {
     return (tiles + F::GROUP_TILES - 1) / F::GROUP_TILES;
 }
 
-// By how many bits those of step h are turned left in a word of the high plane (core/tile.cuh).
-template <int BITS>
-DEVICE int turn_of(int h) {
-    return BITS == 3 ? 4 * h : BITS == 5 ? 2 * (h & 1) + 8 * (h >> 1) : 8 * (h & 1);
-}
-
 // Element types of the arrays that a user hands over, numbered as problem.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
+
+// Bytes of so many lines of 128.
+constexpr int whole_lines(int bytes) { return (bytes + 127) / 128 * 128; }
 
 // Blocks start at any even address.
 DEVICE u32 load_u16(const u8* p) { return *reinterpret_cast<const u16*>(p); }

@@ -1,5 +1,6 @@
 // Codes as k-quants and IQ4 store them, and a lane's words of them.
 #pragma once
+#include "../core/places.cuh"
 #include "share.cuh"
 
 // Codes of a few bits: bits BITS i and up of byte j belong to code SPAN i + j, and so on in runs of 8 / BITS SPAN codes;
@@ -42,23 +43,20 @@ struct Field {
 
 struct NoField {};
 
-// Integer codes of F::BITS bits, the lower ones in F::Low, the others in F::High, and the words of a tile that they make
-// (core/tile.cuh): element e of register 2 t + j is of row g + 8 j, column 2i + e + 8 t; byte t + 2 e of a gathered word.
+// Integer codes of F::BITS bits, the lower ones in F::Low, the others in F::High, and a lane's words of them: byte
+// t + 2 e of gathered codes is element e of register 2 t + j, of row g + 8 j, column 2i + e + 8 t.
 template <class F>
 struct Words {
-    static constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4, HIGH = F::BITS - LOW;
+    static constexpr int LOW = F::LOW_BYTES == 256 ? 2 : 4;
+    static constexpr u32 PAIR = 0x00ff00ff;
 
     static DEVICE void gather(LaneShare<F>& share, const u8* block, int j, int part, int i) {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             const int column = part * 64 + h * 16;
-            share.low[low_word(h)] |= F::Low::gather(block, column, i) << low_shift(h, j);
-            if constexpr (HIGH > 0) {
-                const u32 codes = F::High::gather(block, column, i);
-                const u32 pairs = (codes & PAIRS) | (codes >> (8 - HIGH) & PAIRS << HIGH);
-                const u32 placed = pairs << LOW * (1 + j);
-                share.high[high_word(h)] |= __funnelshift_l(placed, placed, turn_of<F::BITS>(h));
-            }
+            u32 codes = F::Low::gather(block, column, i);
+            if constexpr (F::HIGH_BYTES > 0) codes |= F::High::gather(block, column, i) << LOW;
+            put_codes(share, h, j, codes);
         }
     }
 
@@ -66,20 +64,22 @@ struct Words {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             const int column = part * 64 + h * 16;
-            const u32 low = share.low[low_word(h)] >> low_shift(h, j);
-            F::Low::scatter(block, column, i, low & ((1 << LOW) - 1) * 0x01010101);
-            if constexpr (HIGH > 0) {
-                const u32 word = share.high[high_word(h)];
-                const u32 pairs = __funnelshift_r(word, word, turn_of<F::BITS>(h)) >> LOW * (1 + j);
-                F::High::scatter(block, column, i, (pairs & PAIRS) | (pairs & PAIRS << HIGH) << (8 - HIGH));
-            }
+            const u32 codes = get_codes(share, h, j);
+            F::Low::scatter(block, column, i, codes & ((1 << LOW) - 1) * 0x01010101);
+            if constexpr (F::HIGH_BYTES > 0)
+                F::High::scatter(block, column, i, codes >> LOW & ((1 << F::BITS - LOW) - 1) * 0x01010101);
         }
     }
 
-private:
-    static constexpr u32 PAIRS = ((1 << HIGH) - 1) * 0x00010001;
+    static DEVICE void put_codes(LaneShare<F>& share, int h, int j, u32 codes) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) Places<F::BITS>::put(share, h, 2 * t + j, codes >> 8 * t & PAIR);
+    }
 
-    static DEVICE int low_word(int h) { return LOW == 2 ? h / 2 : h; }
-    static DEVICE int low_shift(int h, int j) { return LOW == 2 ? 4 * (h % 2) + 2 * j : 4 * j; }
-    static DEVICE int high_word(int h) { return HIGH == 2 ? h / 2 : 0; }
+    static DEVICE u32 get_codes(const LaneShare<F>& share, int h, int j) {
+        u32 codes = 0;
+#pragma unroll
+        for (int t = 0; t < 2; t++) codes |= Places<F::BITS>::get(share, h, 2 * t + j) << 8 * t;
+        return codes;
+    }
 };

@@ -6,7 +6,7 @@
 // Codes of 4 bits: byte j holds code j in its low nibble and code j + 16 in its high one. Bit j of the fifth
 // bits belongs to code j. Codes of 8 bits are signed bytes in order.
 #pragma once
-#include "share.cuh"
+#include "fields.cuh"
 
 template <int BITS_, bool HAS_MIN_, bool HAS_SUM_ = false>
 struct GgmlBlock : Ungrouped {
@@ -82,16 +82,13 @@ struct GgmlBlock : Ungrouped {
                 share.low[b * 4 + j] = gather_bytes(codes) ^ 0x80808080;
                 share.low[b * 4 + 2 + j] = gather_bytes(codes + 16) ^ 0x80808080;
             } else {
-                u32 bytes = gather_bytes(codes);
-                share.low[2 * b] |= (bytes & 0x0f0f0f0f) << 4 * j;
-                share.low[2 * b + 1] |= (bytes >> 4 & 0x0f0f0f0f) << 4 * j;
-            }
-            if constexpr (HAS_FIFTH) {
-                u32 bits = __shfl_sync(~0u, own_fifth, g * 4 + part) >> 2 * i;  // bits 0, 1, 8, 9 of each half
+                const u32 bytes = gather_bytes(codes);
+                u32 fifths = 0;
+                if constexpr (HAS_FIFTH) fifths = __shfl_sync(~0u, own_fifth, g * 4 + part) >> 2 * i;
 #pragma unroll
-                for (int h = 2 * b; h < 2 * b + 2; h++, bits >>= 16) {
-                    const u32 pairs = (bits & 1) | (bits >> 7 & 2) | ((bits >> 1 & 1) | (bits >> 8 & 2)) << 16;
-                    share.high[0] |= turned_left(pairs << (4 + 4 * j), h);
+                for (int step = 0; step < 2; step++) {
+                    const u32 own = (bytes >> 4 * step & 0x0f0f0f0f) | (HAS_FIFTH ? spread(fifths >> 16 * step) : 0);
+                    Words<GgmlBlock>::put_codes(share, 2 * b + step, j, own);
                 }
             }
         }
@@ -110,17 +107,14 @@ struct GgmlBlock : Ungrouped {
                 scatter_bytes(codes, share.low[b * 4 + j] ^ 0x80808080);
                 scatter_bytes(codes + 16, share.low[b * 4 + 2 + j] ^ 0x80808080);
             } else {
-                u32 even = share.low[2 * b] >> 4 * j & 0x0f0f0f0f, odd = share.low[2 * b + 1] >> 4 * j & 0x0f0f0f0f;
-                scatter_bytes(codes, even | odd << 4);
-            }
-            if constexpr (HAS_FIFTH) {
-                u32 bits = 0;
+                u32 bytes = 0, bits = 0;
 #pragma unroll
-                for (int h = 2 * b; h < 2 * b + 2; h++) {
-                    const u32 pairs = turned_right(share.high[0], h) >> (4 + 4 * j);
-                    const u32 four = (pairs & 1) | (pairs & 2) << 7 | (pairs >> 15 & 2) | (pairs >> 8 & 0x200);
-                    bits |= four << 16 * (h % 2);
+                for (int step = 0; step < 2; step++) {
+                    const u32 own = Words<GgmlBlock>::get_codes(share, 2 * b + step, j);
+                    bytes |= (own & 0x0f0f0f0f) << 4 * step;
+                    if constexpr (HAS_FIFTH) bits |= joined(own) << 16 * step;
                 }
+                scatter_bytes(codes, bytes);
                 fifths[part] = bits << 2 * i;
             }
         }
@@ -130,9 +124,9 @@ struct GgmlBlock : Ungrouped {
     }
 
 private:
-    // Of step h's fifth bits in the lane's word (core/tile.cuh).
-    static DEVICE u32 turned_left(u32 bits, int h) { return __funnelshift_l(bits, bits, turn_of<5>(h)); }
-    static DEVICE u32 turned_right(u32 bits, int h) { return __funnelshift_r(bits, bits, turn_of<5>(h)); }
+    // Fifth bits of columns 2i, 2i+1, 2i+8 and 2i+9 of 16, at bits 0, 1, 8 and 9, to those of codes in bytes t + 2 e; back.
+    static DEVICE u32 spread(u32 bits) { return (bits & 0x0101) << 4 | (bits & 0x0202) << 19; }
+    static DEVICE u32 joined(u32 codes) { return (codes >> 4 & 0x0101) | (codes >> 19 & 0x0202); }
 
     // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.
     static DEVICE u32 gather_bytes(const u8* p) { return __byte_perm(load_u16(p), load_u16(p + 8), 0x5140); }

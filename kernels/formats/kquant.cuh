@@ -15,7 +15,7 @@ struct Affine {
 struct PairsOfSixBits {
     static constexpr Scaling SCALING = BYTES_AND_MIN;
     static constexpr bool HAS_MIN = true;
-    static constexpr int D_AT = 0, AT = 4, SCALE_ZERO = 0;
+    static constexpr int D_AT = 0, AT = 4, SCALE_ZERO = 0, SCALE_BITS = 6;
 
     // Of 32 weights: the scale (0) or the minimum.
     static DEVICE u32 get(const u8* block, int number, int minimum) {
@@ -46,7 +46,7 @@ struct PairsOfSixBits {
 struct PairsOfNibbles {
     static constexpr Scaling SCALING = STEP_NIBBLES_AND_MIN;
     static constexpr bool HAS_MIN = true;
-    static constexpr int D_AT = 80, SCALE_ZERO = 0;
+    static constexpr int D_AT = 80, SCALE_ZERO = 0, SCALE_BITS = 4;
 
     static DEVICE u32 lane_share(const u8* block, int part, int i) { return block[4 * part + i]; }
     static DEVICE void put_lane_share(u8* block, int part, int i, u32 value) { block[4 * part + i] = u8(value); }
@@ -59,7 +59,7 @@ struct PairsOfNibbles {
 struct SixBits {
     static constexpr Scaling SCALING = STEP_BYTES;
     static constexpr bool HAS_MIN = false;
-    static constexpr int D_AT = 108, SCALE_ZERO = 32;
+    static constexpr int D_AT = 108, SCALE_ZERO = 32, SCALE_BITS = 5;
     using Lower = Field<4, 96, 8>;
     using Upper = Field<2, 104, 4>;
 
@@ -81,7 +81,7 @@ struct SixBits {
 struct SignedBytes {
     static constexpr Scaling SCALING = STEP_BYTES;
     static constexpr bool HAS_MIN = false;
-    static constexpr int D_AT = 208, AT = 192, SCALE_ZERO = 128;
+    static constexpr int D_AT = 208, AT = 192, SCALE_ZERO = 128, SCALE_BITS = 7;
 
     static DEVICE u32 lane_share(const u8* block, int part, int i) { return block[AT + 4 * part + i] ^ 0x80; }
     static DEVICE void put_lane_share(u8* block, int part, int i, u32 value) {
@@ -97,7 +97,8 @@ struct KQuantBlock {
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = Scales::SCALING;
     static constexpr bool HAS_MIN = Scales::HAS_MIN;  // W = d * s * q - dmin * m, else W = d * s * (q - OFFSET)
-    static constexpr int OFFSET = HAS_MIN ? 0 : 1 << (BITS - 1), ZERO = OFFSET, SCALE_ZERO = Scales::SCALE_ZERO;
+    static constexpr int OFFSET = HAS_MIN ? 0 : 1 << (BITS - 1), ZERO = OFFSET;
+    static constexpr int SCALE_ZERO = Scales::SCALE_ZERO, SCALE_BITS = Scales::SCALE_BITS;  // magnitudes up to 2^SCALE_BITS
     static constexpr int LOW_BYTES = BITS < 4 ? 256 : 512, HIGH_BYTES = BITS * 128 - LOW_BYTES;
     static constexpr int SCALE_BYTES = 64, GROUP_BYTES = HAS_MIN ? 64 : 32, GROUP_TILES = 4;
     using Low = Low_;

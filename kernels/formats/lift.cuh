@@ -2,18 +2,30 @@
 #pragma once
 #include "../core/types.cuh"
 
-// What decides it, of a word of scales: the bits of the greatest finite one. A minimum counts as 2^-18 times as much, so
-// that 2^-20 times as much is finite.
+// Whether a scale has a minimum beside it, which is a number and no code.
+template <class F>
+constexpr bool MINIMUMS = F::HAS_MIN && F::SCALING != HALF_AND_ZERO;
+
+// The magnitude of a float16 number, 0 if it is not finite.
+DEVICE float finite(u32 bits) { return (bits & 0x7c00) < 0x7c00 ? half_to_float(u16(bits & 0x7fff)) : 0; }
+
+// What decides it, of a word of scales, as the bits of a float: the greatest finite one. A minimum counts as 2^-18 times as
+// much, so that 2^-19 times as much is finite.
 template <class F>
 DEVICE u32 peak_to_lift(u32 word) {
-    auto finite = [](u32 bits) { return (bits & 0x7fff) < 0x7c00 ? bits & 0x7fff : 0; };
-    const u32 low = finite(word), high = finite(word >> 16);
-    if constexpr (F::HAS_MIN) return max(low, high > 18 << 10 ? high - (18 << 10) : 0);
-    return max(low, high);
+    const float low = finite(word), high = F::SCALING == HALF_AND_ZERO ? 0 : finite(word >> 16);
+    return __float_as_int(fmaxf(low, MINIMUMS<F> ? high * power_of_two(-18) : high));
 }
 
-// The L of a row with this peak, from 0 to 30.
-DEVICE int lift_of(u32 peak) { return 30 - int(peak >> 10); }
+// The same of what multiplies integer scales, of which the product must be finite; or minimums, which rows g + 8 have
+// 2^HIGHER times greater.
+template <class F>
+DEVICE u32 group_peak_to_lift(u32 bits, bool minimum) {
+    return __float_as_int(finite(bits) * power_of_two(minimum ? HIGHER<F> : F::SCALE_BITS));
+}
+
+// The L of a row with this peak; 40 if it is 0.
+DEVICE int lift_of(u32 peak) { return min(15 + 127 - int(peak >> 23), 40); }
 
 // The C of row g, or g + 8.
 template <class F>
@@ -32,14 +44,23 @@ DEVICE int lift_by(u32 factor, int row8) {
     return 127 + code_exponent<F>(row8) - int(factor >> 7);
 }
 
-// A word of scales lifted; or brought back, where `direction` is -1. What is not finite stays as it is.
+// The bits of a number times 2^exponent. What is not finite stays as it is.
+DEVICE u32 lifted_half(u32 bits, int exponent) {
+    bits &= 0xffff;
+    if ((bits & 0x7c00) == 0x7c00) return bits;
+    return u32(float_to_half(half_to_float(u16(bits)) * power_of_two(exponent)));
+}
+
+// A word of scales lifted; or brought back, where `direction` is -1. A zero point stays as it is.
 template <class F>
 DEVICE u32 lifted(u32 word, int L, int row8, int direction) {
-    auto half = [](u32 bits, int exponent) {
-        bits &= 0xffff;
-        if ((bits & 0x7c00) == 0x7c00) return bits;
-        return u32(float_to_half(half_to_float(u16(bits)) * power_of_two(exponent)));
-    };
-    const int second = F::HAS_MIN ? L - code_exponent<F>(row8) : L;
-    return half(word, direction * L) | half(word >> 16, direction * second) << 16;
+    const int second = MINIMUMS<F> ? L - code_exponent<F>(row8) : L;
+    const u32 high = F::SCALING == HALF_AND_ZERO ? word >> 16 : lifted_half(word >> 16, direction * second);
+    return lifted_half(word, direction * L) | high << 16;
+}
+
+// The same of what multiplies integer scales, or minimums.
+template <class F>
+DEVICE u32 lifted_group(u32 bits, int L, int row8, bool minimum, int direction) {
+    return lifted_half(bits, direction * (minimum && row8 ? L + HIGHER<F> : L));
 }

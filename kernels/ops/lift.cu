@@ -1,5 +1,6 @@
-// Scales in the fragment layout as products take them, of formats with ROW_FACTORS (the picture is in core/tile.cuh): a
-// block of threads for each row tile; and the factors of rows, of which ops/repack.cu has found the peaks.
+// Scales in the fragment layout as products take them, of formats with ROW_FACTORS (the picture is in core/tile.cuh), or
+// what integer scales are multiplied by: a block of threads for each row tile; and the factors of rows, of which
+// ops/repack.cu has found the peaks.
 #include "../core/ptx.cuh"
 #include "../formats/lift.cuh"
 #include CUQUANT_FORMAT
@@ -8,51 +9,101 @@ static_assert(ROW_FACTORS<Format>, "the format has no row plane");
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256, ROWS = 16;
-// Words of scales that a tile has: two scales of a row, or a scale and a minimum. A thread takes four at a time, of the same
-// rows in all tiles.
-constexpr int WORDS = Format::SCALE_BYTES / 4, OWN = 4;
-static_assert(THREADS * OWN % WORDS == 0, "tiles end where threads do");
 
-// Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
-// those between its weights. By the peaks of formats: 8 of the latter (q4_0), 128 of them, or a minimum besides.
-DEVICE bool is_small(u32 scale, int exponent) {
-    LaneShare<Format> share = {};
-    share.scale = scale;
-    const float peak = Format::peak(share) * power_of_two(exponent);
-    return peak > 0 && peak < power_of_two(Format::HAS_MIN ? -12 : Format::BITS == 8 ? -13 : -14);
-}
-
-// `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
-extern "C" __global__ void __launch_bounds__(THREADS)
-lift(u8* scale, u32* factors, const u32* peaks, int tiles_k, u32* found) {
-    wait_for_predecessor();
-    uint4* const pieces = reinterpret_cast<uint4*>(scale + s64(blockIdx.x) * tiles_k * Format::SCALE_BYTES);
-    peaks += s64(blockIdx.x) * ROWS;
-    auto row8 = [](int w) { return w / (Format::HAS_MIN ? 2 : 1) % 2; };
-    int L[OWN];
-#pragma unroll
-    for (int w = 0; w < OWN; w++) L[w] = lift_of(peaks[(threadIdx.x * OWN + w) % WORDS / (WORDS / 8) + row8(w) * 8]);
-    bool lossy = false, lacking = false;
-    for (int piece = threadIdx.x; piece < tiles_k * WORDS / OWN; piece += THREADS) {
-        uint4 v = pieces[piece];
-        u32* const words = &v.x;
-#pragma unroll
-        for (int w = 0; w < OWN; w++) {
-            const int exponent = L[w] - code_exponent<Format>(row8(w));
-            const u32 own = words[w], made = lifted<Format>(own, L[w], row8(w), 1);
-            lossy |= lifted<Format>(made, L[w], row8(w), -1) != own;
-            if constexpr (Format::HAS_MIN)
-                lacking |= is_small(own, exponent);
-            else
-                lacking |= is_small(own & 0xffff, exponent) || is_small(own >> 16, exponent);
-            words[w] = made;
-        }
-        pieces[piece] = v;
-    }
-    if (lossy) found[2] = 1;
-    if (lacking) found[3] = 1;
+// The factors of a row tile's rows, of which the first one's peak is given.
+DEVICE void store_factors(u32* factors, const u32* peaks) {
     const int g = threadIdx.x;
     if (g < 8)
         factors[s64(blockIdx.x) * 8 + g] = factor_of<Format>(lift_of(peaks[g]), 0) |
                                            factor_of<Format>(lift_of(peaks[g + 8]), 1) << 16;
+}
+
+// `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
+template <class F, bool GROUPED = (F::GROUP_BYTES > 0)>
+struct Lift {
+    // Words of scales that a tile has: two scales of a row, or a scale and what is beside it. A thread takes four at a
+    // time, of the same rows in all tiles.
+    static constexpr int WORDS = F::SCALE_BYTES / 4, OWN = 4;
+    static_assert(THREADS * OWN % WORDS == 0, "tiles end where threads do");
+
+    // Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
+    // those between its weights. By the peaks of formats: 8 of the latter (q4_0), 128 of them, or a minimum besides.
+    static DEVICE bool is_small(u32 scale, int exponent) {
+        LaneShare<F> share = {};
+        share.scale = scale;
+        const float peak = F::peak(share) * power_of_two(exponent);
+        return peak > 0 && peak < power_of_two(F::HAS_MIN ? -12 : F::BITS == 8 ? -13 : -14);
+    }
+
+    static DEVICE void run(u8* scale, u8*, const u32* peaks, int tiles_k, u32* found) {
+        uint4* const pieces = reinterpret_cast<uint4*>(scale + s64(blockIdx.x) * tiles_k * F::SCALE_BYTES);
+        auto row8 = [](int w) { return w / (F::HAS_MIN ? 2 : 1) % 2; };
+        int L[OWN];
+#pragma unroll
+        for (int w = 0; w < OWN; w++) L[w] = lift_of(peaks[(threadIdx.x * OWN + w) % WORDS / (WORDS / 8) + row8(w) * 8]);
+        bool lossy = false, lacking = false;
+        for (int piece = threadIdx.x; piece < tiles_k * WORDS / OWN; piece += THREADS) {
+            uint4 v = pieces[piece];
+            u32* const words = &v.x;
+#pragma unroll
+            for (int w = 0; w < OWN; w++) {
+                const int exponent = L[w] - code_exponent<F>(row8(w));
+                const u32 own = words[w], made = lifted<F>(own, L[w], row8(w), 1);
+                lossy |= lifted<F>(made, L[w], row8(w), -1) != own;
+                if constexpr (F::HAS_MIN)
+                    lacking |= is_small(own, exponent);
+                else
+                    lacking |= is_small(own & 0xffff, exponent) || is_small(own >> 16, exponent);
+                words[w] = made;
+            }
+            pieces[piece] = v;
+        }
+        if (lossy) found[2] = 1;
+        if (lacking) found[3] = 1;
+    }
+};
+
+// Integer scales: what multiplies them, and minimums, in the group plane. Weights lack bits, too, where a row has to be
+// lowered; lifting loses none.
+template <class F>
+struct Lift<F, true> {
+    static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
+    static constexpr int RECORD = F::GROUP_BYTES / 4;
+
+    // The greatest scale of these bits, where it would leave less than 2^7 of float16's steps between two codes.
+    static DEVICE bool is_small(u32 d, u32 m) {
+        const float least = power_of_two(7 - F::SCALE_BITS), minimum = fabsf(half_to_float(u16(m)));
+        const float scale = fabsf(half_to_float(u16(d)));
+        return scale < least && minimum < least * (1 << HIGHER<F>) && scale + minimum > 0;
+    }
+
+    static DEVICE void run(u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+        const int records = groups_of<F>(tiles_k);
+        u32* const words = reinterpret_cast<u32*>(group + s64(blockIdx.x) * records * F::GROUP_BYTES);
+        const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
+        bool lacking = min(L[0], L[1]) < 0;
+        for (int at = threadIdx.x; at < records * 8; at += THREADS) {
+            u32 made[2] = {};
+#pragma unroll
+            for (int w = 0; w < OWN; w++) {
+                u32& word = words[at * OWN + w];
+#pragma unroll
+                for (int row8 = 0; row8 < 2; row8++)
+                    made[w] |= lifted_group<F>(word >> 16 * row8, L[row8], row8, w, 1) << 16 * row8;
+                word = made[w];
+            }
+#pragma unroll
+            for (int row8 = 0; row8 < 2; row8++)
+                lacking |= is_small(made[0] >> 16 * row8, made[1] >> 16 * row8);
+        }
+        if (lacking) found[3] = 1;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+lift(u8* scale, u8* group, u32* factors, const u32* peaks, int tiles_k, u32* found) {
+    wait_for_predecessor();
+    peaks += s64(blockIdx.x) * ROWS;
+    Lift<Format>::run(scale, group, peaks, tiles_k, found);
+    store_factors(factors, peaks);
 }

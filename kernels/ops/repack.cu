@@ -24,6 +24,7 @@ constexpr int THREADS = CUQUANT_THREADS, WARPS = THREADS / WARP, ROW_THREADS = T
 constexpr int OWN_SPANS = RUN / SPAN_TILES / WARPS;           // of a warp
 constexpr int PITCH = ((RUN_BLOCKS * Format::BLOCK_BYTES + 15) / 16 + 1 | 1) * 16;  // eight rows in different banks
 constexpr int IMAGE = ROWS * PITCH + 16;                      // of a run's rows; bytes beyond blocks are read
+constexpr bool GROUPED = Format::GROUP_BYTES > 0;
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 static_assert(OWN_SPANS * SPAN_TILES * WARPS == RUN, "every warp has as many tiles of a run");
 
@@ -108,6 +109,12 @@ DEVICE void copy_unit(u8* to, const u8* from) {
     else
         *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
 }
+
+// Formats with ROW_FACTORS: which of a tile's rows g and g + 8 the scale is of that a lane has, or what multiplies integer
+// scales, or minimums.
+DEVICE int row8_of(int lane) { return GROUPED ? lane % 2 : lane / 2 % 2; }
+
+DEVICE bool has_minimum(int lane) { return Format::HAS_MIN && lane / 2 % 2; }
 
 // Do `what` with every tile of a run that the warp has, given its number among them, where it (or the block of which it
 // is a part) starts in a row, and which part it is.
@@ -233,7 +240,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         const u8* const rows[2] = {own + g * PITCH + begin_of(storage, run, g),
                                    own + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
         u32 row_peak = 0, known_peak = 0;
-        volatile u32* const peak_of_row = peaks_of_rows + run.row_tile * ROWS + g + lane / 2 % 2 * 8;
+        volatile u32* const peak_of_row = peaks_of_rows + run.row_tile * ROWS + g + row8_of(lane) * 8;
         if constexpr (ROW_FACTORS<Format>) known_peak = *peak_of_row;
         copy_wait<0>();
         __syncthreads();  // this run is there, and all have read the one before
@@ -246,7 +253,10 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if (peak) peaks.add(peak);
             if constexpr (Format::SCALING == E8M0)
                 if (is_there(run, t, lane)) exponents.add(share.scale);
-            if constexpr (ROW_FACTORS<Format>) row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
+            if constexpr (ROW_FACTORS<Format> && GROUPED)
+                row_peak = max(row_peak, group_peak_to_lift<Format>(share.group, has_minimum(lane)));
+            else if constexpr (ROW_FACTORS<Format>)
+                row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
@@ -262,8 +272,9 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
         });
         if constexpr (ROW_FACTORS<Format>) {
-            row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, 1));
-            if (lane % 2 == 0 && row_peak > known_peak) atomicMax(const_cast<u32*>(peak_of_row), row_peak);
+            constexpr int OTHER = GROUPED ? 2 : 1;  // the lane that has the rest of the row's
+            row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, OTHER));
+            if (!(lane & OTHER) && row_peak > known_peak) atomicMax(const_cast<u32*>(peak_of_row), row_peak);
         }
     }
     peaks.store(found);
@@ -284,7 +295,7 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                              shared + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
         int L = 0;
         if constexpr (ROW_FACTORS<Format>)
-            L = lift_by<Format>(factors[run.row_tile * 8 + g] >> lane / 2 % 2 * 16 & 0xffff, lane / 2 % 2);
+            L = lift_by<Format>(factors[run.row_tile * 8 + g] >> row8_of(lane) * 16 & 0xffff, row8_of(lane));
         LaneShare<Format> shares[OWN_SPANS * SPAN_TILES] = {};  // all on their way at once
         for_tiles(run, [&](int number, int t, int, int) {
             const s64 tile = run.first_tile + t;
@@ -305,7 +316,10 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         });
         for_tiles(run, [&](int number, int, int at, int part) {
             LaneShare<Format>& share = shares[number];
-            if constexpr (ROW_FACTORS<Format>) share.scale = lifted<Format>(share.scale, L, lane / 2 % 2, -1);
+            if constexpr (ROW_FACTORS<Format> && GROUPED)
+                share.group = lifted_group<Format>(share.group, L, row8_of(lane), has_minimum(lane), -1);
+            else if constexpr (ROW_FACTORS<Format>)
+                share.scale = lifted<Format>(share.scale, L, row8_of(lane), -1);
             if constexpr (Format::SCALING == E8M0) share.scale -= offset;
             scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
         });
