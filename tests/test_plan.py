@@ -61,7 +61,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
 @pytest.mark.parametrize("name", [*NAMES, *(row.name for row in K_QUANTS)])
 def test_layout_holds_every_code_and_scale(name: str) -> None:
     """The planes have the storage's bytes, of 16 x 256 weights; but integer scales of 6 bits take bytes, and
-    rows whose scales are float16 numbers a factor."""
+    rows of integers a factor."""
     fmt = cq.formats.get(name)
     layout = plan.layout(fmt)
     wider = {"q3_k": 4, "q4_k": 4, "q5_k": 4, "iq4_xs": 2}.get(name, 0)
@@ -69,7 +69,7 @@ def test_layout_holds_every_code_and_scale(name: str) -> None:
     starts, size = layout.offsets(2, 3)
     groups = ceil(3 / layout.group_tiles)
     sizes = [6 * layout.low, 6 * layout.high, 6 * layout.scale, 2 * groups * layout.group, 2 * layout.row]
-    assert layout.row == (0 if fmt.lookup or fmt.kernel_group_bytes else 32)
+    assert layout.row == (0 if fmt.lookup else 32)
     assert starts[0] == 0
     for start, nbytes, end in zip(starts, sizes, [*starts[1:], size], strict=True):
         assert start % 256 == 0

@@ -221,8 +221,6 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             return split == 1 and tile.groups == 2 and tile.k_tiles < 4
         if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
             return False
-        if fmt.bits == 5 and row_factors(fmt) and has_minimum(fmt) and tile.batch == 32:
-            return False
         return tile.k_tiles < 4 or not (has_minimum(fmt) or (tile.batch == 16 and fmt.bits in (2, 5)))
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
         return not (fmt.bits in (5, 6) or has_minimum(fmt) or fmt.whole_matrices)

@@ -321,7 +321,8 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
-                const float unscale = ROW_FACTORS<F> ? 1 : j ? C::UNSCALE_8 : C::UNSCALE;
+                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
+                if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
             }
@@ -330,10 +331,6 @@ DEVICE void decode(const P& p) {
     asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
     const Matrix at = matrix_soon<F>(p, matrix);
     // Two batch rows at once: they lie together.
-    auto scaled = [&](float2 value, int n) {
-        const float factor = ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1;
-        return make_float2(value.x * factor, value.y * factor);
-    };
     auto total = [&](int n, int m) {
         float2 value = make_float2(0, 0);
 #pragma unroll
@@ -358,7 +355,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < SIDE_ROWS * pairs; i += WARPS * WARP) {
             const int n = i % SIDE_ROWS, m = i / SIDE_ROWS * 2;
-            store(n, m, scaled(total(n, m), n), P::GATED ? scaled(total(SIDE_ROWS + n, m), SIDE_ROWS + n) : float2());
+            store(n, m, total(n, m), P::GATED ? total(SIDE_ROWS + n, m) : float2());
         }
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -379,8 +376,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
             int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
-            store(n, m, scaled(of_cluster(n, m), n),
-                  P::GATED ? scaled(of_cluster(SIDE_ROWS + n, m), SIDE_ROWS + n) : float2());
+            store(n, m, of_cluster(n, m), P::GATED ? of_cluster(SIDE_ROWS + n, m) : float2());
         }
         cluster_sync();  // no block leaves while another reads from it
 #endif

@@ -55,7 +55,7 @@ DEVICE int groups_of(int tiles) {
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
 // Bytes of so many lines of 128.
-constexpr int whole_lines(int bytes) { return (bytes + 127) / 128 * 128; }
+DEVICE constexpr int whole_lines(int bytes) { return (bytes + 127) / 128 * 128; }
 
 // Blocks start at any even address.
 DEVICE u32 load_u16(const u8* p) { return *reinterpret_cast<const u16*>(p); }
