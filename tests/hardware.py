@@ -18,7 +18,8 @@ def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capabilit
     roomy = c["COPIES"] > table_of(*given)[0]
     table = table_of(*given, roomy, 1 + c.get("GATED", 0))[1]
     ring = c["WARPS"] * c["DEPTH"] * plan.layout(fmt.for_kernels).slot(c["ROW_TILES"])
-    assert table + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
+    rows = c["ROW_TILES"] * c["ROW_WARPS"] * plan.layout(fmt.for_kernels).row * c["ROW_FACTORS"]
+    assert table + rows + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
     if c["RESIDENT"] == 2 and capability >= 80:
         multiprocessor = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100}.get(capability, 228) << 10
         assert 2 * (gemm.plan.shared + (1 << 10) + 512) <= multiprocessor

@@ -14,10 +14,10 @@ PICTURES = {
     5: ["D1:0 b0 A0 a0", "D1:1 C0 B0 c0", "D1:2 b1 A1 a1", "D1:3 C1 B1 c1", "D1:4 d1 D0 d0"],
     6: ["A d:3-0 a", "B D:5-2 b", "C d:5-4 D:1-0 c"],
 }
-"""Of a half of every word, from the highest bit on: the codes, of which a word has one or some bits. Columns a, b
-are the first step's of a block, c, d the second one's, a and c two columns, b and d those eight further on;
-upper case is row g + 8. Behind the letter is the block; without, words are those of each block, one after the
-other (of 6 bits the first two, and after both blocks' the third)."""
+"""Of a half of every word, from the highest bit on: codes, of which a word may have some bits. a and b are
+the columns of a block's first step, c and d of its second one, b and d those eight further on; upper case is
+row g + 8. Behind the letter is the block; without, words are those of each block, one after the other (of 6
+bits the first two, and after both blocks' the third)."""
 
 
 def lane_words(bits: int, codes: NDArray[Any], lane: int) -> list[int]:

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import CODEBOOKS, FLOATS, NAMES, ON_GPU, random_blocks
-from numpy.typing import NDArray
 from pictures import assert_pictured
 from products import assert_quantized_as_on_the_cpu, cuda_weight, gauss
 
@@ -137,7 +136,7 @@ def test_the_fragment_layout_is_the_picture(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["q4_0", "q4_1", "q5_1", "q8_0"])
 def test_scales_and_factors_of_rows_are_those_of_the_picture(name: str) -> None:
-    """Scales times 2^L, minimums times 2^(L - C), factors 2^(C - L): C is 24, in rows g + 8 less by the bits."""
+    """Scales times 2^L, minimums times 2^(L - C), factors 2^(C - L): C is 24, in rows g + 8 less the bits."""
     rng = np.random.default_rng(3)
     rows = 2.0 ** rng.integers(-10, 10, (32, 1))
     w = cq.quantize((gauss((32, 128)) * rows).astype(F), name)

@@ -58,8 +58,8 @@ def codes_of(name: str, records: NDArray[Any]) -> NDArray[Any]:
 
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
 def test_the_fragment_layout_is_the_picture(name: str) -> None:
-    """Words of each lane, and scales d times 2^L, dmin too, of rows g + 8 by as much more as codes stand higher;
-    the factors of rows are 2^(C - L), C being 24 less that (kernels/core/tile.cuh)."""
+    """Words of each lane, and scales d times 2^L, dmin too, of rows g + 8 by as much more as codes stand
+    higher; the factors of rows are 2^(C - L), C being 24 less that (kernels/core/tile.cuh)."""
     w = weight(name, (16, 256), factor=2.0**-14)
     fmt, f, records = w.format, w.fragments(), as_numpy(w.blocks).view(w.format.storage)[:, 0]
     codes, layout, buffer = codes_of(name, records).astype(int), plan.layout(fmt), as_numpy(f.buffer)
@@ -73,7 +73,7 @@ def test_the_fragment_layout_is_the_picture(name: str) -> None:
     peaks, kept = np.abs(d) * most, [d]
     if "dmin" in fmt.scales:
         minimum = records["dmin"].astype(np.float64)
-        peaks = np.maximum(peaks, np.abs(minimum) * 2**fmt.bits)
+        peaks = np.maximum(peaks, np.abs(minimum) * higher)
         kept.append(-minimum * higher)
     lift = 2.0 ** (15 - np.floor(np.log2(peaks)))
     stored = buffer[f.planes.group :][: layout.group].view(np.float16).reshape(8, len(kept), 2)
@@ -135,6 +135,28 @@ def test_scales_at_both_ends(name: str) -> None:
                 y, exact = cq.matmul(x, w.T, dtype=F), testing.linear(x, w)
                 assert nmse(y, exact) < 1e-6, (factor, m)
                 assert worst_element(y, exact) < 0.01, (factor, m)
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
+def test_small_blocks_beside_large_ones(name: str) -> None:
+    """Activations that meet one block alone get its bits, however much greater the others of its row are:
+    where float16 does not hold both, scales multiply float32 sums. (The last have less steps still.)"""
+    cupy, halves = device.cupy(), []
+    for exponent in range(0, 13):
+        numbers = gauss((40, 768))
+        numbers[:, 256:512] *= F(2.0**-exponent)
+        # Of one sign and about one size: steps are small beside the minimum.
+        numbers[:, 512:] = np.random.default_rng(5).uniform(0.9, 1.1, (40, 256)) * 2.0**-exponent
+        w = cq.quantize(numbers, name).to_device("cuda")
+        halves.append(w.fragments().half)
+        for m, block in ((2, 1), (20, 1), (20, 2), (70, 1)):
+            x = np.zeros((m, 768), np.float16)
+            x[:, block * 256 : block * 256 + 256] = gauss((m, 256))
+            y, exact = cq.matmul(cupy.asarray(x), w.T, dtype=F), testing.linear(x, w)
+            for rows in (slice(0, 8), slice(8, 16)):
+                assert nmse(y[:, rows], exact[:, rows]) < 1.5e-6, (exponent, m, block, rows)
+    first = {"q2_k": 4, "q3_k": 6, "q6_k": 8}.get(name, 7)
+    assert halves == [exponent < first for exponent in range(13)]
 
 
 @pytest.mark.parametrize("name", NAMES)

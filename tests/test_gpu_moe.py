@@ -15,7 +15,7 @@ from cuquant import cuda_moe, device, moe_memory, plan, testing
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
-FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128")
+FORMATS = ("q4_0", "q5_1", "q8_0", "kbit3", "mxfp4", "int4-128-zeros")
 MIXED = ("kbit3", "q5_1", "q8_0")
 
 

@@ -64,7 +64,7 @@ class Layout:
 def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 
-    Of codes of 3, 5 and 6 bits what is beyond 2 or 4 has a plane of its own.
+    Of codes of 3, 5 and 6 bits as many words as bits beyond 2 or 4 make are a plane of their own.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
     has_kernels(fmt)

@@ -3,7 +3,6 @@
 // The pictures are in tile.cuh and places.cuh. A mask selects the two codes of a register, and their place in a subnormal
 // float16 number is their value: exactly q times a power of two.
 #pragma once
-#include "convert.cuh"
 #include "places.cuh"
 #include "tile.cuh"
 
@@ -27,7 +26,7 @@ struct IntegerCodes {
     DEVICE void products(const Tile<F>& tile, int b, u32 (&a)[2][4]) const {
 #pragma unroll
         for (int step = 0; step < 2; step++) {
-            const u32 s = tile.integer_halves(2 * b + step, 0);
+            const u32 s = tile.integer_scales(2 * b + step);
 #pragma unroll
             for (int r = 0; r < 4; r++)
                 a[r / 2][2 * step + r % 2] = mul_half2(code(tile, 2 * b + step, r), twice(s, r % 2));
@@ -55,7 +54,8 @@ struct IntegerCodes {
             a[r] = !F::HAS_MIN ? zero(r) : !LIFTED ? one(r) : F::SCALING >= BYTES ? one(0) : 0x3c003c00;
     }
 
-    // The weights of step h in float16, rounded once as long as they are normal numbers.
+    // The weights of step h in float16, as long as they are normal numbers rounded once, or a few times where scales are
+    // products.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {
         static_assert(ROW_FACTORS<F>, "codes are subnormal numbers");
         if constexpr (F::SCALING >= BYTES)
@@ -97,10 +97,10 @@ private:
     // last one what all four still do. Of a scale's error that is what it is for the mean code. (Without minimums the mean
     // code stands for about 0.)
     static DEVICE void of_products(const Tile<F>& tile, int h, u32 (&a)[4]) {
-        const u32 s = tile.integer_halves(h, 0), d = mul_half2(s, tile.group[0]);
+        const u32 s = tile.integer_scales(h), d = mul_half2(s, tile.group[0]);
         u32 first, second;
         if constexpr (F::HAS_MIN) {
-            const u32 m = tile.integer_bits(h, 1);
+            const u32 m = tile.integer_minimums(h);
             first = mul_half2(m, tile.group[1]);
             const u32 lost = fma_half2(multiply_subtract_half2(s, tile.group[0], d), (1 << (F::BITS - 1)) * both(1),
                                        multiply_subtract_half2(m, tile.group[1], first));

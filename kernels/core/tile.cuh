@@ -45,8 +45,8 @@ struct Factors {
     DEVICE float operator[](int row8) const { return __int_as_float(row8 ? word & 0xffff0000 : word << 16); }
 };
 
-// What a lane holds of a tile. Codes of 4 bits are a word for each step h, those of 8 bits two; of 5 bits the fifth
-// bits are another word. Codes that are looked up in a codebook are in an order of their own (codebook.cuh).
+// What a lane holds of a tile. Integers of 4 bits are a word for each step h, those of 8 bits two, others as places.cuh
+// says. Codes that are looked up in a codebook are in an order of their own (codebook.cuh).
 template <class F>
 struct Tile {
     u32 low[F::LOW_BYTES / 128];
@@ -132,21 +132,17 @@ struct Tile {
         return F::SCALING == HALF_AND_ZERO ? -m * d(2 * b, row8) : m;
     }
 
-    // Both rows' integer scale of step h, or minimum, as 1024 + s: the byte s in the mantissa under 1024's exponent.
-    DEVICE u32 integer_pair(int h, int minimum) const {
-        const Integers s = integers(h, minimum);
-        return __byte_perm(s.word, 0x64646464, 0x4040 | s.at | s.at + 1 << 8);
+    // Both rows' integer scale of step h in float16: under the exponent of 1024 the byte s in the mantissa reads 1024 + s.
+    DEVICE u32 integer_scales(int h) const {
+        const Integers s = integers(h, 0);
+        const u32 read = __byte_perm(s.word, 0x64646464, 0x4040 | s.at | s.at + 1 << 8);
+        return sub_half2(read, 0x64006400 + F::SCALE_ZERO * 0x10001);
     }
 
-    // Both rows' integer scale of step h, or minimum, in float16.
-    DEVICE u32 integer_halves(int h, int minimum) const {
-        return sub_half2(integer_pair(h, minimum), 0x64006400 + F::SCALE_ZERO * 0x10001);
-    }
-
-    // The same as subnormal numbers, in units of 2^-24; and two copies of a row's.
-    DEVICE u32 integer_bits(int h, int minimum) const {
-        const Integers s = integers(h, minimum);
-        return __byte_perm(s.word, 0, 0x4040 | s.at | s.at + 1 << 8);
+    // Both rows' integer minimum as subnormal numbers, in units of 2^-24; and a row's, twice.
+    DEVICE u32 integer_minimums(int h) const {
+        const Integers m = integers(h, 1);
+        return __byte_perm(m.word, 0, 0x4040 | m.at | m.at + 1 << 8);
     }
 
     DEVICE u32 minimum_bits(int h, int row8) const {
@@ -180,7 +176,7 @@ private:
 
     // Both rows' scale, integer times d, in float16, rounded once.
     DEVICE u32 product_halves(int h) const {
-        return mul_half2(integer_halves(h, 0), group[0]);
+        return mul_half2(integer_scales(h), group[0]);
     }
 
     // The same, or the minimum, in float32, exact: as the second byte of 32768's bits s reads 32768 + s.

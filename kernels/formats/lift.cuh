@@ -7,21 +7,26 @@ template <class F>
 constexpr bool MINIMUMS = F::HAS_MIN && F::SCALING != HALF_AND_ZERO;
 
 // The magnitude of a float16 number, 0 if it is not finite.
-DEVICE float finite(u32 bits) { return (bits & 0x7c00) < 0x7c00 ? half_to_float(u16(bits & 0x7fff)) : 0; }
+DEVICE float finite_half(u32 bits) { return (bits & 0x7c00) < 0x7c00 ? half_to_float(u16(bits & 0x7fff)) : 0; }
 
 // What decides it, of a word of scales, as the bits of a float: the greatest finite one. A minimum counts as 2^-18 times as
 // much, so that 2^-19 times as much is finite.
 template <class F>
 DEVICE u32 peak_to_lift(u32 word) {
-    const float low = finite(word), high = F::SCALING == HALF_AND_ZERO ? 0 : finite(word >> 16);
+    const float low = finite_half(word), high = F::SCALING == HALF_AND_ZERO ? 0 : finite_half(word >> 16);
     return __float_as_int(fmaxf(low, MINIMUMS<F> ? high * power_of_two(-18) : high));
 }
 
-// The same of what multiplies integer scales, of which the product must be finite; or minimums, which rows g + 8 have
-// 2^HIGHER times greater.
+// By how much more a number that multiplies integer minimums is lifted than what multiplies scales.
 template <class F>
-DEVICE u32 group_peak_to_lift(u32 bits, bool minimum) {
-    return __float_as_int(finite(bits) * power_of_two(minimum ? HIGHER<F> : F::SCALE_BITS));
+DEVICE int more_of_minimums(int row8) {
+    return row8 ? HIGHER<F> : 0;
+}
+
+// The same of what multiplies integer scales, of which the product must be finite, or minimums.
+template <class F>
+DEVICE u32 group_peak_to_lift(u32 bits, int row8, bool minimum) {
+    return __float_as_int(finite_half(bits) * power_of_two(minimum ? more_of_minimums<F>(row8) : F::SCALE_BITS));
 }
 
 // The L of a row with this peak; 40 if it is 0.
@@ -62,5 +67,5 @@ DEVICE u32 lifted(u32 word, int L, int row8, int direction) {
 // The same of what multiplies integer scales, or minimums.
 template <class F>
 DEVICE u32 lifted_group(u32 bits, int L, int row8, bool minimum, int direction) {
-    return lifted_half(bits, direction * (minimum && row8 ? L + HIGHER<F> : L));
+    return lifted_half(bits, direction * (minimum ? L + more_of_minimums<F>(row8) : L));
 }

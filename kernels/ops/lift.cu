@@ -32,7 +32,7 @@ struct Lift {
         LaneShare<F> share = {};
         share.scale = scale;
         const float peak = F::peak(share) * power_of_two(exponent);
-        return peak > 0 && peak < power_of_two(F::HAS_MIN ? -12 : F::BITS == 8 ? -13 : -14);
+        return peak > 0 && peak < power_of_two(MINIMUMS<F> ? -12 : F::BITS == 8 ? -13 : -14);
     }
 
     static DEVICE void run(u8* scale, u8*, const u32* peaks, int tiles_k, u32* found) {
@@ -68,13 +68,13 @@ struct Lift {
 template <class F>
 struct Lift<F, true> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
-    static constexpr int RECORD = F::GROUP_BYTES / 4;
 
-    // The greatest scale of these bits, where it would leave less than 2^7 of float16's steps between two codes.
-    static DEVICE bool is_small(u32 d, u32 m) {
-        const float least = power_of_two(7 - F::SCALE_BITS), minimum = fabsf(half_to_float(u16(m)));
-        const float scale = fabsf(half_to_float(u16(d)));
-        return scale < least && minimum < least * (1 << HIGHER<F>) && scale + minimum > 0;
+    // Whether there would be less than 2^7 of float16's steps of 2^-24 between two codes times the greatest scale, or,
+    // between codes of 2 and 3 bits, of which a weight is few, 2^9; and less than 2^10 to the greatest minimum.
+    static DEVICE bool is_small(u32 d, u32 m, int row8) {
+        const float scale = fabsf(half_to_float(u16(d))), minimum = fabsf(half_to_float(u16(m)));
+        const int least = (F::BITS < 4 ? 9 : 7) - F::SCALE_BITS - more_of_minimums<F>(row8);
+        return scale < power_of_two(least) && minimum < power_of_two(10 - F::SCALE_BITS) && scale + minimum > 0;
     }
 
     static DEVICE void run(u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
@@ -94,7 +94,7 @@ struct Lift<F, true> {
             }
 #pragma unroll
             for (int row8 = 0; row8 < 2; row8++)
-                lacking |= is_small(made[0] >> 16 * row8, made[1] >> 16 * row8);
+                lacking |= is_small(made[0] >> 16 * row8, made[1] >> 16 * row8, row8);
         }
         if (lacking) found[3] = 1;
     }

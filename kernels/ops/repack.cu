@@ -254,7 +254,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if constexpr (Format::SCALING == E8M0)
                 if (is_there(run, t, lane)) exponents.add(share.scale);
             if constexpr (ROW_FACTORS<Format> && GROUPED)
-                row_peak = max(row_peak, group_peak_to_lift<Format>(share.group, has_minimum(lane)));
+                row_peak = max(row_peak, group_peak_to_lift<Format>(share.group, row8_of(lane), has_minimum(lane)));
             else if constexpr (ROW_FACTORS<Format>)
                 row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
             store_low(low + tile * Format::LOW_BYTES, share.low, lane);
