@@ -12,6 +12,7 @@ from .debug import config
 from .eval import Comparison, Evaluation, Evaluations, compare, evaluate, evaluate_files
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
+from .formats.exl3 import Exl3
 from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
 from .formats.nvfp4 import NvFp4
@@ -44,6 +45,7 @@ __all__ = [
     "Comparison",
     "Evaluation",
     "Evaluations",
+    "Exl3",
     "Experts",
     "FallbackWarning",
     "Format",

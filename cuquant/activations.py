@@ -43,7 +43,7 @@ def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
     if count == 0 or not can_quantize(rows):
         return None
     step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
-    call = jit.call(step, "QiqqiQQQ", (*_layout(rows), k))
+    call = jit.call(step, "QiqqiQQQ", (*layout(rows), k))
     return Blocks(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
 
 
@@ -110,15 +110,15 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
     if entry == "blocks_to_half":
         return held, (of_blocks(count, k),)
     if entry == "quantize_rows":  # the blocks themselves are not wanted
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*_layout(held), k, 0))),)
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*layout(held), k, 0))),)
     factors, signs = x.source.factors, (buffers.pointer(x.signs), x.each or count)
     if entry == "round_halves":
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*_layout(held), k)), factors),)
+        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*layout(held), k)), factors),)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
         made = () if x.rows is not None else (of_blocks(count, k),)
         call = jit.call(_plan("prepare_halves", count, k), "QiqqiQQQi", (0, k, 1, k), signs)
         return held, (*made, Step(call, False))
-    call = jit.call(_plan(entry, count, k), "QiqqiQQQi", (*_layout(held), k), signs)
+    call = jit.call(_plan(entry, count, k), "QiqqiQQQi", (*layout(held), k), signs)
     return held, (Step(call, factors),)
 
 
@@ -131,6 +131,6 @@ def _plan(entry: str, count: int, k: int) -> plan.Plan:
     return plan.activations(entry, get("q8_1"), count, k)
 
 
-def _layout(rows: Any) -> tuple[int, ...]:
+def layout(rows: Any) -> tuple[int, ...]:
     """Number of the dtype and strides in elements of rows of floats."""
     return (problem.DTYPES[rows.dtype], *buffers.element_strides(rows))

@@ -113,8 +113,8 @@ class QuantizedArray(_Packed):
         """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
 
         The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
-        nothing to do, nor for a vector, which no product reads, nor for what float16 cannot hold. Returns the
-        array itself.
+        nothing to do, nor for a vector, which no product reads, nor for what products make floats of first.
+        Returns the array itself.
         """
         if self.device == "cuda" and self.ndim > 1 and self._format.in_float16:
             self.fragments()

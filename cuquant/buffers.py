@@ -30,6 +30,12 @@ def as_rows(x: Any) -> Any:
     return x.reshape(-1, x.shape[-1])
 
 
+def records(blocks: Any) -> Any:
+    """Storage bytes of whole matrices that start on 16 bytes and lie together."""
+    blocks = device.cupy().ascontiguousarray(blocks)
+    return blocks.copy() if blocks.data.ptr % 16 else blocks
+
+
 def float_rows(rows: Any) -> tuple[Any, ...]:
     """Rows of floats as kernels take them: array, number of the dtype, strides in elements."""
     return (rows, np.int32(problem.DTYPES[rows.dtype]), *map(np.int64, element_strides(rows)))

@@ -29,9 +29,9 @@ SLAB = 1 << 20
 np.empty(31 << 20, np.uint8)
 
 
-def slabs(rows: int, k: int, size: int = SLAB) -> Iterator[slice]:
-    """Slices of `rows` rows of k elements, `size` elements each."""
-    step = max(1, size // max(k, 1))
+def slabs(rows: int, k: int, size: int = SLAB, together: int = 1) -> Iterator[slice]:
+    """Slices of `rows` rows of k elements, `size` elements each, or of as many rows as are made together."""
+    step = max(1, size // max(k, 1) // together) * together
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -85,7 +85,7 @@ def dequantize(w: QuantizedArray, dtype: np.dtype[Any]) -> NDArray[Any]:
     if fmt.whole_matrices:
         out = np.empty(w.shape if w.ndim > 1 else (1, *w.shape), dtype)
         for index in np.ndindex(w.shape[:-2]):
-            for part in slabs(*out.shape[-2:]):
+            for part in slabs(out.shape[-2], out.shape[-1], together=fmt.rows_together):
                 out[index][part] = _rows(fmt, blocks[index], out.shape[-2:], part)
         return out.reshape(w.shape)
     row_bytes = blocks.shape[-1] if blocks.ndim > 1 else fmt.block_bytes  # as in quantize
@@ -103,7 +103,7 @@ def rows_not_finite(w: QuantizedArray) -> NDArray[np.int64]:
     blocks = w.blocks if w.format.whole_matrices or w.ndim > 1 else w.blocks[None]
     found = [np.empty(0, np.int64)]
     for i, index in enumerate(np.ndindex(w.shape[:-2])):
-        for part in slabs(n, k):
+        for part in slabs(n, k, together=w.format.rows_together):
             finite = np.isfinite(_rows(w.format, blocks[index], (n, k), part)).all(axis=1)
             found.append(i * n + part.start + np.flatnonzero(~finite))
     return np.concatenate(found)
@@ -123,7 +123,7 @@ def product(p: Product, out: NDArray[Any]) -> None:
         rows = np.ascontiguousarray(x[here]).reshape(prod(y.shape[:-1]), k)
         bias = p.bias if p.bias is None or p.bias.ndim == 1 else p.bias[index]
         residual = None if p.residual is None else p.residual[here]
-        for part in slabs(n, k):
+        for part in slabs(n, k, together=p.w.format.rows_together if check.is_quantized(p.w) else 1):
             with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
                 acc = (rows @ weight_rows(p.w, index, part).T).reshape(*y.shape[:-1], part.stop - part.start)
                 if bias is not None:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import activations, buffers, check, cpu, cuda_trellis, device, jit, plan, problem
+from . import activations, buffers, check, cpu, cuda_exl3, cuda_trellis, device, jit, plan, problem
 from .activations import Blocks, Operand, Rows, Step
 from .array import QuantizedArray
 from .formats import Format
+from .formats.exl3 import Exl3
 from .formats.trellis import Trellis
 from .fragments import Fragments, tables
 
@@ -93,6 +94,8 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int,
     """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
     if isinstance(fmt, Trellis):
         return cuda_trellis.dequantize(blocks, fmt, shape, dtype)
+    if isinstance(fmt, Exl3):
+        return cuda_exl3.dequantize(blocks, fmt, shape, dtype)
     blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_repacking, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
@@ -125,7 +128,11 @@ class Ready(NamedTuple):
     """Bytes of these, of which the first `factors` are without their factors."""
     factors: int
     signs: int
-    """Address of the signs that the product itself gives x, or 0."""
+    """Address of the signs that the product itself gives x, or of factors with which it turns it, or 0."""
+    results: jit.Call | None = None
+    """What makes results of the product's sums, if these are not results."""
+    sums: int = 0
+    """Bytes of these."""
 
 
 def product(p: Product, out: Any) -> Ready | None:
@@ -138,9 +145,11 @@ def product(p: Product, out: Any) -> Ready | None:
     if not check.is_quantized(p.w):
         _dense(p, out)
         return None
-    if not p.w.format.in_float16:
+    if not p.w.format.in_float16 or (p.w.format.walks and p.w.ndim > 2):
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
+    if p.w.format.walks:
+        return _turned(p, out)
     fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
     to = (_output(out), _epilogue(p), jit.gpu())
     launch = problem.resolve(fragments.weight, x.source, *to)
@@ -159,10 +168,55 @@ def product(p: Product, out: Any) -> Ready | None:
     return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
+_SUMS_BYTES = 1 << 27
+"""Of rows of sums that are in memory at a time."""
+
+
+def _turned(p: Product, out: Any) -> Ready | None:
+    """The product with an EXL3 matrix, between a kernel that turns x and one that turns its sums."""
+    fragments, n = p.w.fragments(), out.shape[-1]
+    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
+    rows, y = buffers.as_rows(x), buffers.as_rows(out)  # copies, where one stride does not lead to all
+    residual = None if p.residual is None else buffers.as_rows(p.residual)
+    pairs = zip((check.storage(p.x), p.residual, out), (rows, residual, y), strict=True)
+    copied = any(buffers.pointer(given) != buffers.pointer(read) for given, read in pairs)
+    check.may_allocate(device.cupy().cuda.get_current_stream(), copied, p.w.format)
+    at_once = max(1, _SUMS_BYTES // (2 * n))
+    end, ready = _epilogue(p), None
+    for part in cpu.slabs(len(rows), 1, at_once):
+        given, to, added = rows[part], y[part], None if residual is None else residual[part]
+        ready = _turned_ready(fragments, given, to, added, end)
+        ends = (to.data.ptr, buffers.pointer(p.bias), buffers.pointer(added))
+        _run(ready, fragments, (given.data.ptr, 0), ends)
+    if y.data.ptr != out.data.ptr:
+        out[...] = y.reshape(out.shape)
+    return None if copied or len(rows) > at_once else ready
+
+
+def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: problem.Epilogue) -> Ready:
+    """One row of float16 is turned by the product itself, if its plan says so."""
+    (m, k), n = x.shape, out.shape[1]
+    half, _, single = (problem.DTYPES[dtype] for dtype in check.FLOATS)
+    own = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0], x.data.ptr % 16 == 0)
+    to = (_NOTHING, jit.gpu())
+    if m == 1 and own.entry is None:
+        source = own._replace(quantizes=True)
+        launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), single), *to)
+        if launch.quantizes:
+            results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, True)
+            return Ready(launch, (), 0, 0, fragments.kept.suh.data.ptr, results, 4 * n)
+    source = problem.Source((m, k), (k,), None, False)
+    launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), half), *to)
+    factors, size = buffers.rows_bytes((m, k))
+    results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, False)
+    steps = (cuda_exl3.turned_rows(x, fragments),)
+    return Ready(launch, steps, size, factors, 0, results, buffers.rows_bytes((m, n))[0])
+
+
 def can_quantize(x: Any, w: Any) -> bool:
     """Whether products with a weight quantize such floats themselves, or have a kernel do so that stores no
     blocks."""
-    if not check.is_quantized(w) or not w.format.in_float16:
+    if not check.is_quantized(w) or not w.format.in_float16 or w.format.walks:
         return False
     return w.fragments().signs is None and activations.can_quantize(x)
 
@@ -190,19 +244,24 @@ def _run(ready: Ready, fragments: Fragments, x: tuple[int, int], ends: tuple[int
     Scratch memory may have grown or be another stream's: where it is, is asked each time.
     """
     launch, signs = ready.launch, ready.signs
-    if not ready.steps and not launch.partials:
+    if not ready.steps and not launch.partials and ready.results is None:
         _launch(launch, fragments, signs, x, ends, (0, 0))
         return
     with buffers.scratch() as scratch:
-        start = scratch.take(ready.rows + launch.partials)
+        start = scratch.take(ready.rows + ready.sums + launch.partials)
         rows, factors = x
         for step in ready.steps:
             if step.factors:
                 factors = start + ready.factors
             step.call(rows, start, factors if step.factors else 0)
             rows = start
-        sums = (start + ready.rows, scratch.flags()) if launch.partials else (0, 0)
-        _launch(launch, fragments, signs, (rows, factors), ends, sums)
+        after = start + ready.rows
+        sums = (after + ready.sums, scratch.flags()) if launch.partials else (0, 0)
+        if ready.results is None:
+            _launch(launch, fragments, signs, (rows, factors), ends, sums)
+        else:
+            _launch(launch, fragments, signs, (rows, 0), (after, 0, 0), sums)
+            ready.results(after, *ends, factors if ready.steps else 0)
 
 
 def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:

@@ -25,7 +25,7 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
     return (
         len(formats) == 3
-        and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
+        and all(fmt.on_gpu and fmt.in_float16 and not fmt.walks for fmt in formats)
         and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS

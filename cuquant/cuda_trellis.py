@@ -28,12 +28,6 @@ def _sizes(matrices: int, n: int, k: int) -> tuple[Any, ...]:
     return np.int64(matrices), np.int32(n), np.int32(k)
 
 
-def _records(blocks: Any) -> Any:
-    """Storage bytes that start on 16 bytes and lie together."""
-    blocks = device.cupy().ascontiguousarray(blocks)
-    return blocks.copy() if blocks.data.ptr % 16 else blocks
-
-
 # Numbers
 
 
@@ -106,7 +100,7 @@ def dequantize(blocks: Any, fmt: Trellis, shape: tuple[int, ...], dtype: np.dtyp
         grid[: 1 << fmt.bits] = fmt.codebook
         step = plan.trellis.dequantize(fmt.for_kernels, matrices, n, k)
         to = (out, np.int32(problem.DTYPES[dtype]), grid.tobytes())
-        jit.launch(step, _records(blocks), *_sizes(matrices, n, k), *to)
+        jit.launch(step, buffers.records(blocks), *_sizes(matrices, n, k), *to)
     return out
 
 
@@ -116,7 +110,7 @@ def select(
     """Storage bytes of an array of shape `result`, whose rows are those of these numbers: `chosen`."""
     cupy = device.cupy()
     _, n, k = _sides(shape)
-    sources = _records(blocks).reshape(-1, blocks.shape[-1])
+    sources = buffers.records(blocks).reshape(-1, blocks.shape[-1])
     out = cupy.zeros(fmt.stored(result), np.uint8)
     targets = out.reshape(-1, out.shape[-1])
     rows = chosen.reshape(len(targets), chosen.shape[-1] if chosen.ndim else 1)
@@ -198,7 +192,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     check.may_prepare(stream)
     assert fmt.half_levels is not None
     own, (matrices, n, k) = fmt.for_kernels, _sides(shape)
-    blocks, sizes = _records(blocks), _sizes(matrices, n, k)
+    blocks, sizes = buffers.records(blocks), _sizes(matrices, n, k)
     planes, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
     place = (fmt, shape, cupy.empty(size, np.uint8), planes)
     stored = fmt.parts(blocks, shape)

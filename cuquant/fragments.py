@@ -83,7 +83,8 @@ class Fragments:
     offset: int = 0
     """What has been added to scales that are exponents."""
     kept: Any = None
-    """`Kept`, where what kernels read has lost bits of scales; of trellis weights `Parts`, with signs."""
+    """`Kept`, where what kernels read has lost bits of scales; of whole matrices `Parts`, with what rows and
+    columns have."""
     held: Any = None
     """What else must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
@@ -110,10 +111,9 @@ class Fragments:
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
-    if isinstance(fmt, Trellis):
-        from . import cuda_trellis
-
-        return cuda_trellis.to_fragments(blocks, fmt, shape)
+    if fmt.whole_matrices:
+        made: Fragments = _of_matrices(fmt).to_fragments(blocks, fmt, shape)
+        return made
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
     check.may_prepare(stream)
@@ -144,6 +144,13 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     half, lifted = _lifted(seen.greatest, seen.least)
     values = tables(fmt).lifted if lifted else tables(fmt).values
     return replace(made, half=half, lift=_codebook_lift(fmt) + (_LIFT if lifted else 0), values=values)
+
+
+def _of_matrices(fmt: Format) -> Any:
+    """The module for formats that store whole matrices, of this kind."""
+    from . import cuda_exl3, cuda_trellis
+
+    return cuda_trellis if isinstance(fmt, Trellis) else cuda_exl3
 
 
 def nothing_found(made: Fragments) -> Any:
@@ -236,9 +243,7 @@ def _first_bytes(blocks: Any, fmt: Format) -> Kept:
 def from_fragments(fragments: Fragments) -> Any:
     """The storage blocks, exactly as they were."""
     if fragments.fmt.whole_matrices:
-        from . import cuda_trellis
-
-        return cuda_trellis.from_fragments(fragments)
+        return _of_matrices(fragments.fmt).from_fragments(fragments)
     fmt, blocks = fragments.fmt, _blocks(fragments)
     if fragments.kept is not None:
         numbers, scales = fragments.kept

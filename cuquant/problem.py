@@ -17,7 +17,7 @@ from .plan import Planes
 
 DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""
-_ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
+ACTIVATIONS = {None: 0} | {name: 1 + number for number, name in enumerate(check.ACTIVATIONS)}
 _BATCH_AXES = 3
 WHOLE = 8
 """Columns of a piece of 16 bytes: kernels read rows of whole ones, longer ones than K ending in zeros."""
@@ -61,7 +61,8 @@ class Source(NamedTuple):
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
     the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each,
-    `quantizes` that kernels are to read the numbers that q8_1 blocks of them stand for.
+    `quantizes` that kernels are to read the numbers that q8_1 blocks of them stand for, or, of walks, turned
+    ones.
     """
 
     shape: Shape
@@ -96,7 +97,7 @@ class Launch(NamedTuple):
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
     memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
-    signs of W's columns, `quantizes` whether it quantizes x.
+    signs of W's columns, `quantizes` whether it quantizes x, or turns it.
     """
 
     plan: plan.Plan
@@ -152,7 +153,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
     numbers = _NUMBERS.pack(
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
-        *(rows, n, k, gemm.chunk, out, 0, float32, _ACTIVATIONS[activation], 0, gemm.streamed, gemm.box),
+        *(rows, n, k, gemm.chunk, out, 0, float32, ACTIVATIONS[activation], 0, gemm.streamed, gemm.box),
         w.factor,
     )
     # What a box has of whole steps lies step after step, as a stage has it.
@@ -232,7 +233,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
-        *(_ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
+        *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.box),
         w.factor,
     )
     tensor = None

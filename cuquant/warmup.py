@@ -15,6 +15,8 @@ from .io.model import open as open_model
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows of x that are prepared for, unless others are asked for: decoding and a prompt."""
+_PREPARE = ("repack_trellis", "repack_exl3", "exl3")
+"""What prepares weights of whole matrices, and surrounds their products."""
 TOP_K = 2
 """Experts of a token, where nothing says how many."""
 
@@ -78,11 +80,13 @@ def kernels(
     and mixtures of so many experts for a token with a stack (E, N, K)."""
     kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
+    if kept.walks and (lead or not kept.in_float16):  # products make floats of them
+        return [plan.exl3.dequantize(kept, prod(lead), n, k).kernel]
     found = plan.scale_kernels(kept)
     if not kept.whole_matrices:
         found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
     if kept.whole_matrices:
-        found |= {kernel for kernel in plan.trellis.kernels(kept) if kernel.op == "repack_trellis"}
+        found |= {kernel for kernel in plan.matrix_kernels(kept) if kernel.op in _PREPARE}
     entries = ["prepare_rows", "prepare_halves", "round_halves"]
     entries += ["blocks_to_half", "quantize_rows", "quantize_half"]
     for m in batches:

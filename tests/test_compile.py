@@ -24,7 +24,8 @@ from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
-FORMATS = [cq.formats.get(name) for name in cq.formats.names()]
+WALKS = [cq.Exl3(2, "mcg"), cq.Exl3(4), cq.Exl3(6, "mcg"), cq.Exl3(8, "mul1")]
+FORMATS = [*(cq.formats.get(name) for name in cq.formats.names()), *WALKS]
 UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False)]
 """Formats without a name, which kernels for groups of any size encode."""
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
@@ -50,14 +51,17 @@ def kernels(arch: str, *multiprocessors: int) -> list[plan.Kernel]:
     return list(modules.values())
 
 
+CHOSEN = {None, "q4_0", "q5_1", "q8_0", "q8_1", "q4_k", "q6_k", "kbit4", "nvfp4", "trellis"}
+CHOSEN |= {"exl3_mcg", "exl3_mul1"}
+
+
 def one_of_each(arch: str) -> list[plan.Kernel]:
-    """One tile of each core and codec: integers of 4, 5, 8 bits, integer scales, a codebook, E2M1, none."""
+    """One tile of each core and codec: integers of 4, 5, 8 bits, scales, a codebook, E2M1, walks, none."""
     chosen = {}
     for kernel in kernels(arch):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
-        chosen_formats = (None, "q4_0", "q5_1", "q8_0", "q8_1", "q4_k", "q6_k", "kbit4", "nvfp4", "trellis")
-        if kernel.format in chosen_formats:
+        if kernel.format in CHOSEN:
             chosen[route] = kernel
     return list(chosen.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
+from walks import GENERATORS, random_exl3
 
 import cuquant as cq
-from cuquant.io.exl3 import _values
+from cuquant.formats.exl3 import states
 from cuquant.testing import nmse
 
 F, H = np.float32, np.float16
@@ -85,7 +87,7 @@ class Weight:
 
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_every_state(codebook: str) -> None:
-    values = _values(codebook)
+    values = states(codebook)
     for state in [*range(0, 1 << 16, 7), 0xFFFF]:
         exact = number(state, codebook)
         assert Fraction(float(exact)) == exact  # a float64 holds the sum, and the product and sum
@@ -96,8 +98,8 @@ def test_every_state(codebook: str) -> None:
 
 def test_states_by_hand() -> None:
     """mcg's product of 0 is 0: both halves are 0x3b60, 1888 / 2048. mul1's bytes of 0 add up to 0."""
-    assert _values("mcg")[0] == 2 * 1888 / 2048
-    assert _values("mul1")[0] == F(H(1024 * (1774 / 2**18) - 1329 / 128))
+    assert states("mcg")[0] == 2 * 1888 / 2048
+    assert states("mul1")[0] == F(H(1024 * (1774 / 2**18) - 1329 / 128))
 
 
 def test_the_state_1_by_hand() -> None:
@@ -106,17 +108,19 @@ def test_the_state_1_by_hand() -> None:
     0xcbac1fed, masked 0x8bac0fed, changed 0xb0cc348d: -1228 / 2^13 + 1165 / 2^12. The bytes of 0x83dcd12d add
     up to 605.
     """
-    assert _values("3inst")[1] == F(H(1605 / 2**13 - 1142 / 2**10))
-    assert _values("mcg")[1] == F(H(1165 / 2**12 - 1228 / 2**13))
-    assert _values("mul1")[1] == F(H((1024 + 605) * (1774 / 2**18) - 1329 / 128))
+    assert states("3inst")[1] == F(H(1605 / 2**13 - 1142 / 2**10))
+    assert states("mcg")[1] == F(H(1165 / 2**12 - 1228 / 2**13))
+    assert states("mul1")[1] == F(H((1024 + 605) * (1774 / 2**18) - 1329 / 128))
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("codebook", CODEBOOKS)
 def test_numbers(bits: int, codebook: str) -> None:
     w = Weight(256, 128, bits, codebook, bits)
-    made = cq.from_exl3(w.trellis, w.suh, w.svh, codebook)
-    assert made.shape == (256, 128)
+    packed = cq.from_exl3(w.trellis, w.suh, w.svh, codebook)
+    assert packed.shape == (256, 128)
+    assert packed.nbytes == 256 * 128 * bits // 8 + 2 * (256 + 128)
+    made = packed.dequantize()
     assert made.dtype == F
     assert nmse(made, w.numbers) < 1e-12
 
@@ -126,16 +130,16 @@ def test_packed_signs() -> None:
     w.suh, w.svh = np.sign(w.suh), np.sign(w.svh)
     bits = [np.packbits(side < 0, bitorder="little").view(np.int16) for side in (w.suh, w.svh)]
     assert bits[0].shape == (16,)
-    np.testing.assert_array_equal(
-        cq.from_exl3(w.trellis, bits[0], bits[1]), cq.from_exl3(w.trellis, w.suh, w.svh)
-    )
+    packed, given = cq.from_exl3(w.trellis, bits[0], bits[1]), cq.from_exl3(w.trellis, w.suh, w.svh)
+    np.testing.assert_array_equal(packed.blocks, given.blocks)
 
 
 def test_parts_of_a_weight_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     w = Weight(384, 256, 2, "mcg")
-    expected = cq.from_exl3(w.trellis, w.suh, w.svh, "mcg")
-    monkeypatch.setattr("cuquant.io.exl3._AT_ONCE", 1)
-    np.testing.assert_array_equal(cq.from_exl3(w.trellis, w.suh, w.svh, "mcg"), expected)
+    packed = cq.from_exl3(w.trellis, w.suh, w.svh, "mcg")
+    expected = packed.dequantize()
+    monkeypatch.setattr("cuquant.formats.exl3._AT_ONCE", 1)
+    np.testing.assert_array_equal(packed.dequantize(), expected)
 
 
 def stored(w: Weight, prefix: str, **more: Any) -> dict[str, Any]:
@@ -155,9 +159,9 @@ def test_checkpoint(tmp_path: Path) -> None:
     assert list(found) == ["a.weight", "b.weight", "c.weight"]
     for name, w in zip("abc", (a, b, c), strict=True):
         np.testing.assert_array_equal(
-            found[f"{name}.weight"], cq.from_exl3(w.trellis, w.suh, w.svh, w.codebook)
+            found[f"{name}.weight"].blocks, cq.from_exl3(w.trellis, w.suh, w.svh, w.codebook).blocks
         )
-    assert cq.quantize(found["b.weight"], "q8_0").shape == (128, 128)
+    assert cq.quantize(found["b.weight"].dequantize(), "q8_0").shape == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -197,3 +201,73 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], problem
     given: dict[str, Any] = {"trellis": np.zeros((8, 8, 32), np.int16), "suh": ones, "svh": ones} | change
     with pytest.raises(error, match=problem):
         cq.from_exl3(**given)
+
+
+def test_products_on_the_cpu() -> None:
+    w = random_exl3(3, (256, 384))
+    x = np.random.default_rng(1).standard_normal((2, 5, 384), F)
+    exact = x.astype(float) @ w.dequantize().astype(float).T
+    assert nmse(x @ w.T, exact) < 1e-10
+    assert nmse(cq.quantize(x, "q8_1") @ w.T, exact) < 1e-4
+
+
+def test_rows_are_selected_in_runs() -> None:
+    w = random_exl3(2, (2, 384, 256))
+    dense = w.dequantize()
+    for index in ((0,), (1, slice(128, 384)), (0, slice(0, 0)), (slice(None), slice(256, 384)), (Ellipsis,)):
+        np.testing.assert_array_equal(w[index].dequantize(), dense[index])
+    nothing: list[Any] = [slice(0, 0), [], (slice(None), slice(0, 0))]
+    for none in nothing:
+        assert w[none].dequantize().shape == dense[none].shape
+    assert not w[0, :0].blocks.any()  # a side that no row has is not what memory held before
+    runs = np.r_[256:384, 0:128]
+    np.testing.assert_array_equal(w[1, runs].dequantize(), dense[1, runs])
+    for rows in (5, slice(0, 100), slice(64, 192), np.arange(128)[::-1]):
+        with pytest.raises(IndexError, match="rows of exl3-2-mcg are made 128 at a time"):
+            w[0, rows]
+    both = np.repeat([0, 1], 128)
+    with pytest.raises(IndexError, match="whose suh differ"):
+        w[both, np.r_[0:128, 0:128]]
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_saved_and_read_back(tmp_path: Path, generator: str) -> None:
+    w = random_exl3(5, (128, 256), generator)
+    cq.save(tmp_path / "w.safetensors", {"w": w})
+    again = cq.load(tmp_path / "w.safetensors")["w"]
+    assert again.format == w.format == cq.formats.get(f"exl3-5-{generator}".removesuffix("-3inst"))
+    np.testing.assert_array_equal(again.blocks, w.blocks)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(w)).blocks, w.blocks)
+    assert again.validate() is again
+
+
+def test_numbers_that_are_not_finite() -> None:
+    w = random_exl3(2, (256, 128))
+    blocks = w.blocks.copy()
+    cq.Exl3(2, "mcg").parts(blocks, w.shape).svh[3] = np.inf
+    with pytest.raises(ValueError, match="1 rows hold weights that are NaN or infinite, the first is row 3"):
+        cq.from_blocks(blocks, w.format, w.shape).validate()
+
+
+def test_a_side_of_nan_is_like_itself() -> None:
+    w = random_exl3(2, (256, 128))
+    blocks = w.blocks.copy()
+    cq.Exl3(2, "mcg").parts(blocks, w.shape).suh[5] = np.nan
+    half = cq.from_blocks(blocks, w.format, w.shape)[128:]
+    assert np.isnan(half.dequantize()).any(axis=1).all()
+
+
+def test_nothing_here_quantizes_to_it(tmp_path: Path) -> None:
+    assert "exl3-4" not in cq.formats.names()
+    for fmt in ("exl3-4", cq.Exl3(4, "mcg")):
+        with pytest.raises(ValueError, match="is what exllamav3 quantizes to: from_exl3"):
+            cq.quantize(np.ones((128, 128), F), fmt)
+    model = Path(__file__).parent.parent / "examples/data/nano-llama-f16.gguf"
+    with pytest.raises(ValueError, match="exl3-4 is only read"):
+        cq.quantize_file(model, tmp_path / "w.safetensors", {"*attn*": "exl3-4"})
+    with pytest.raises(ValueError, match=r"multiples of 128, not \(128, 64\)"):
+        cq.from_blocks(np.zeros(128 * 64 // 2 + 384, np.uint8), "exl3-4", (128, 64))
+    with pytest.raises(ValueError, match="bits is 9; allowed are 1, 2, 3"):
+        cq.Exl3(9)
+    with pytest.raises(ValueError, match="generator is 'lcg'; allowed are '3inst', 'mcg', 'mul1'"):
+        cq.Exl3(4, "lcg")

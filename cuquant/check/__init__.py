@@ -188,6 +188,9 @@ from .formats import (
     group_size as group_size,
 )
 from .formats import (
+    hadamard_sides as hadamard_sides,
+)
+from .formats import (
     int4_parts as int4_parts,
 )
 from .formats import (
@@ -207,6 +210,12 @@ from .formats import (
 )
 from .formats import (
     raw_blocks as raw_blocks,
+)
+from .formats import (
+    runs_of_rows as runs_of_rows,
+)
+from .formats import (
+    same_sides as same_sides,
 )
 from .formats import (
     same_signs as same_signs,
@@ -273,6 +282,9 @@ from .products import (
 )
 from .products import (
     launch_size as launch_size,
+)
+from .products import (
+    may_allocate as may_allocate,
 )
 from .products import (
     may_prepare as may_prepare,

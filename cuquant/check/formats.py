@@ -168,6 +168,34 @@ def same_signs(su: Any) -> None:
         )
 
 
+def hadamard_sides(shape: tuple[int, ...], side: int) -> None:
+    """A weight (..., N, K) whose sides are multiples of that of a Hadamard matrix."""
+    if len(shape) < 2 or shape[-2] % side or shape[-1] % side:
+        raise ValueError(
+            f"EXL3 weights are turned {side} by {side}: (..., N, K) of multiples of {side}, not {shape}"
+        )
+
+
+def runs_of_rows(rows: Any, run: int, fmt: Format) -> Any:
+    """The first of every run of rows (..., n), which are made so many at a time."""
+    if rows.ndim and rows.shape[-1] % run == 0:
+        runs = rows.reshape(*rows.shape[:-1], rows.shape[-1] // run, run)
+        firsts = runs[..., 0]
+        if (firsts % run == 0).all() and (runs == firsts[..., None] + np.arange(run)).all():
+            return firsts
+    raise IndexError(
+        f"rows of {fmt} are made {run} at a time: select whole runs of {run}, or dequantize, then index"
+    )
+
+
+def same_sides(suh: Any, fmt: Format) -> None:
+    """Matrices whose factors of columns, suh [n, K], are one: rows of theirs can be put into one matrix."""
+    if (suh.view(np.int16) != suh[0].view(np.int16)).any():
+        raise IndexError(
+            f"rows of several {fmt} matrices whose suh differ cannot be one: dequantize, then index"
+        )
+
+
 def trellis_parts(
     packed: Any, scales: Any, su: Any, sv: Any, shape: tuple[int, ...], groups: tuple[int, ...], given: Any
 ) -> tuple[Any, Any, Any, Any, int, int]:

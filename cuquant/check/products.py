@@ -190,6 +190,15 @@ def may_prepare(stream: Any) -> None:
         raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
 
 
+def may_allocate(stream: Any, copied: bool, fmt: Format) -> None:
+    """No operand is copied first while a graph is captured, which would use memory that others have then."""
+    if copied and stream.is_capturing():
+        raise RuntimeError(
+            f"a product with {fmt} weights copies q8_1 activations, and rows that no single stride leads to: "
+            "pass floats whose leading axes merge, as in contiguous arrays, before a CUDA graph is captured"
+        )
+
+
 def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
     """Leading axes that a kernel can walk, those counted as one that strides join."""
     if count > most:

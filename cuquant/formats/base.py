@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BY_NAME: dict[str, Format] = {}
+_READ_ONLY: dict[str, Format] = {}
+"""Those that only others quantize to."""
 
 
 class Format(ABC):
@@ -57,21 +59,26 @@ class Format(ABC):
     """Whether every scale has a zero point."""
     whole_matrices: ClassVar[bool] = False
     """Whether a matrix is one record: `encode` then takes it whole, [N, K], and returns its bytes."""
+    rows_together: ClassVar[int] = 1
+    """Rows of a matrix of whose numbers none are made without the others'."""
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
+    walks: ClassVar[bool] = False
+    """Whether codes are steps, of which kernels compute numbers (kernels/core/procedure.cuh)."""
     lookup: ClassVar[bool] = False
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
     sign_bits: int = 0
     """Bits of a code that kernels do not look up: 1 where the codebook's lower half is its upper half with
     signs, backwards, and kernels make use of it."""
     in_float16: bool = True
-    """Whether float16 holds what codes stand for; other weights are multiplied as float32 numbers."""
+    """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
+    numbers first."""
     encodes_on_gpu: ClassVar[bool] = True
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
     """That kernel (kernels/ops), and the weights that each of its threads takes."""
-    scaling: ClassVar[Literal["float", "e8m0", "e4m3"]] = "float"
-    """What scales are to kernels: floats as they are, or bytes at the beginning of a block."""
+    scaling: ClassVar[Literal["float", "e8m0", "e4m3", "none"]] = "float"
+    """What scales are to kernels: floats as they are, or bytes at the beginning of a block, or nothing."""
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     codebook: NDArray[np.float32] | None = None
@@ -211,13 +218,13 @@ class Format(ABC):
         return hash(self.name)
 
 
-def register(fmt: Format) -> None:
-    """Make a format known by its name."""
-    _BY_NAME[fmt.name] = fmt
+def register(fmt: Format, listed: bool = True) -> None:
+    """Make a format known by its name; `listed` are those that weights or activations are quantized to."""
+    (_BY_NAME if listed else _READ_ONLY)[fmt.name] = fmt
 
 
 def names() -> tuple[str, ...]:
-    """Names of all formats, sorted."""
+    """Names of all formats that arrays are quantized to, sorted."""
     return tuple(sorted(_BY_NAME))
 
 
@@ -230,7 +237,7 @@ def get(name: str | Format) -> Format:
             f"a format is a name or a Format, not {type(name).__name__}; names: {', '.join(names())}"
         )
     try:
-        return _BY_NAME[name.lower()]
+        return _READ_ONLY.get(name.lower()) or _BY_NAME[name.lower()]
     except KeyError:
         hint = None
         if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:

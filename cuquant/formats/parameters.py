@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from .base import Format, get, names
+from .exl3 import Exl3
 from .int4 import Int4
 from .kbit import KBit
 from .nvfp4 import NvFp4
 from .trellis import Trellis
 
 _FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
+    "exl3": (Exl3, ("bits", "generator")),
     "int4": (Int4, ("group_size", "symmetric")),
     "kbit": (KBit, ("bits", "codebook", "scale", "absmax")),
     "nvfp4": (NvFp4, ("scale",)),

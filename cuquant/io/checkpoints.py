@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..array import QuantizedArray
+from ..formats.exl3 import GENERATORS
 from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
-from .exl3 import CODEBOOKS, from_exl3
+from .exl3 import from_exl3
 from .safetensors import KEY
 from .shards import Tensors, opened
 from .words import named_like
@@ -115,8 +116,7 @@ def read_safetensors(
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        Of EXL3 float32 arrays, ten to sixteen times the file, which `quantize` takes (see `from_exl3`): read
-        large ones layer by layer. Empty for one file of several (…-00002-of-00003.safetensors) that has
+        Empty for one file of several (…-00002-of-00003.safetensors) that has
         nothing of such weights.
 
     Raises
@@ -197,9 +197,9 @@ def _codebook(tensors: Tensors, prefix: str) -> str:
         name = f"{prefix}.{codebook}"
         if name in tensors:
             found = [int(factor) & 0xFFFFFFFF for factor in tensors[name].flat]
-            if found != [CODEBOOKS[codebook]]:
-                shown = ", ".join(map(hex, found)) or "empty"
-                raise ValueError(f"{tensors.named(name)} is {shown}; {CODEBOOKS[codebook]:#x} alone is known")
+            if found != [GENERATORS[codebook]]:
+                shown, known = ", ".join(map(hex, found)) or "empty", GENERATORS[codebook]
+                raise ValueError(f"{tensors.named(name)} is {shown}; {known:#x} alone is known")
             return codebook
     return "3inst"
 

@@ -58,7 +58,7 @@ def linear(
     x_format : "q8_1", optional
         Multiply ``quantize(x, "q8_1")`` in place of the floats x: the same result, to the bit. On a GPU no
         blocks are stored, and a short row of float16 is quantized by the product itself; but not for weights
-        that are plain or have signs of columns (trellis), or other rows of more than 65536 numbers.
+        that are plain, EXL3's or have signs of columns (trellis), or other rows of more than 65536 numbers.
 
     Returns
     -------

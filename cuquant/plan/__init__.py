@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import product
 
 from ..formats import Format
-from . import moe, trellis, tuning
+from . import exl3, moe, trellis, tuning
 from .blocks import (
     GROUPS_ENCODER,
     LONGEST_ROW,
@@ -55,10 +55,12 @@ __all__ = [
     "center",
     "core_of",
     "decode",
+    "exl3",
     "gemm",
     "group_lanes",
     "layout",
     "lift",
+    "matrix_kernels",
     "mma",
     "moe",
     "per_block",
@@ -90,10 +92,10 @@ def gemm(
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
-    Those that the product `quantizes` to q8_1 must be so beforehand where the plan says nothing of it. What
-    was measured to be fastest on this GPU (`tuning`) goes before what measurements on an H200 predict.
+    Those that the product `quantizes` to q8_1, or turns, must be so beforehand where the plan says nothing of
+    it. What was measured to be fastest on this GPU (`tuning`) goes before what an H200's figures predict.
     """
-    if gpu.tuned is not None and half and not (repeats or quantizes):
+    if gpu.tuned is not None and half and not (repeats or (quantizes and not fmt.walks)):
         found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
             return found
@@ -102,6 +104,11 @@ def gemm(
     if not half or repeats or m <= DECODE_BATCH:
         return decode(fmt, m, n, k, matrices, gpu, half, quantizes=quantizes)
     return mma(fmt, m, n, matrices, gpu)
+
+
+def matrix_kernels(fmt: Format) -> set[Kernel]:
+    """What converts matrices of a format that stores them whole, and surrounds its products."""
+    return exl3.kernels(fmt) if fmt.walks else trellis.kernels(fmt)
 
 
 def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
@@ -124,8 +131,8 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
     ]
     for given in (f for f in formats if f.on_gpu):
         fmt = given.for_kernels
-        found |= trellis.kernels(fmt) if fmt.whole_matrices else block_kernels(given)
-        if fmt.for_activations:
+        found |= matrix_kernels(fmt) if fmt.whole_matrices else block_kernels(given)
+        if fmt.for_activations or not fmt.in_float16:
             continue
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in product(gpus, batches, rows, columns, (True, False)):

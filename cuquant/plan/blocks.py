@@ -122,16 +122,26 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     """Quantize activations or prepare operand B (`entry`): a block of threads per row, or several.
 
     A thread takes 8 or 16 numbers of a row. Where a row's peak must be known, which needs the row in one
-    block, it takes up to four times as many if a large GPU could not hold so many threads; `prepare_rows`
-    has rows of any length.
+    block, it may take more (`row_threads`); `prepare_rows` has rows of any length.
     """
-    each, most, parts = (16, 1024, 1) if entry in _BY_16 else (8, _ROW_THREADS, 1)
+    each, most = (16, 1024) if entry in _BY_16 else (8, _ROW_THREADS)
     if entry in _WITHOUT_PEAK:
         parts = ceil(k / (each * 256))
+        threads = _threads(k, each * parts, most)
     else:
-        each *= next((n for n in (1, 2) if rows * k <= n * each * LARGE_GPU * 1024), 4)
-    threads = min(most, max(128, ceil(k / (each * parts * WARP)) * WARP))
+        parts, threads = 1, row_threads(rows, k, each, most)
     return Plan(per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
+
+
+def row_threads(rows: int, k: int, each: int = 8, most: int = _ROW_THREADS) -> int:
+    """Threads of a block that has a row of k numbers, of so many rows: each takes so many numbers, or up to
+    four times as many if a large GPU could not hold so many threads."""
+    each *= next((n for n in (1, 2) if rows * k <= n * each * LARGE_GPU * 1024), 4)
+    return _threads(k, each, most)
+
+
+def _threads(k: int, each: int, most: int) -> int:
+    return min(most, max(128, ceil(k / (each * WARP)) * WARP))
 
 
 def block_kernels(fmt: Format) -> set[Kernel]:

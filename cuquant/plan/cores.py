@@ -19,7 +19,8 @@ class Gemm:
     a time; 0 for other cores. Of the output tiles the wgmma core shares out the last `streamed` evenly (of a
     grouped product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
     `partials` bytes. `out_box` are the batch rows of a box of results, where the kernel can store them so.
-    `quantizes` tells whether the kernel itself makes of x what q8_1 blocks of it stand for.
+    `quantizes` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for
+    walks.
     """
 
     plan: Plan

@@ -46,6 +46,9 @@ takes less.
 What it costs an H200, in us of q4_0: 0.4 at 4096 x 4096 and 14336 x 4096 with one row, but 0.7 and 1.5 with
 two, and 1.4 at 4096 x 14336 with one; a kernel before 0.6 and 1.0 with four rows, and 0.5.
 """
+_TURNED = 4 << 10
+"""The same of numbers that blocks turn: 4096 x 4096 takes 8.9 us in place of 9.5, but 4096 x 14336 as long as
+with a kernel before, or longer."""
 
 
 def decode(
@@ -64,8 +67,9 @@ def decode(
 
     Weights that are not `in_half`, that float16 does not hold, have no factors of rows. Of two `sides` a
     block has the same rows of two weights. If `grouped`, only the GPU knows how many matrices count. If x is
-    to be quantized, every block does so for itself if it is one short row. Up to 8 batch rows a codebook's
-    table is a large one where all of x has room beside it (four rows take an H200 4 to 6% less).
+    to be quantized, every block does so for itself if it is one short row; likewise it is turned for walks.
+    Up to 8 batch rows a codebook's table is a large one where all of x has room beside it (four rows take an
+    H200 4 to 6% less).
     """
     work = _Work(fmt, m, n, k, matrices, gpu, sides, grouped)
     if work.groups == sides == 1 and shared_limit(gpu.capability) > _ROOMY:
@@ -196,7 +200,10 @@ def _planned(
     scarce = fmt.lookup and warps == 16 and cluster == 1
     constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     # x of weights with signs of columns is quantized before it takes them.
-    quantizes = quantizes and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
+    if fmt.walks:
+        quantizes = quantizes and m == cluster == 1 and work.k <= min(_TURNED, chunk * TILE_COLUMNS)
+    else:
+        quantizes = quantizes and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
     constants |= {"QUANTIZES": 1} if quantizes else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
@@ -346,7 +353,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
 
 def _few_instructions(fmt: Format) -> bool:
     """Whether codes soon are numbers: not looked up, and with plain scales for 32 or more of them."""
-    return not (fmt.lookup or fmt.scale_size < 32 or fmt.kernel_group_bytes)
+    return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or fmt.kernel_group_bytes)
 
 
 class _Tall(NamedTuple):
@@ -379,7 +386,7 @@ def _tall(work: _Work, cluster: int) -> _Tall | None:
     if fmt.lookup:
         roomy = not fmt.whole_matrices and fmt.bits <= 4 and (pairs or (fmt.bits > 2 and not short))
     else:
-        roomy = pairs and (fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32))
+        roomy = pairs and not fmt.walks and (fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32))
     row_warps = 1 if short else (2 if share <= 14 else 4) * (1 + pairs)
     rows = ceil(work.share(1 + pairs) / row_warps)
     usual_warps = 1 << (ceil(share / 4) - 1).bit_length()

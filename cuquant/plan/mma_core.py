@@ -135,7 +135,9 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     """From sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
-    small = MmaTile(groups, 2, 1, 4 if groups == 4 else 3, 3)
+    # From sm_100 on the same code takes more registers: those of walks leave room for two blocks.
+    three = 2 if fmt.walks and capability >= 100 else 3
+    small = MmaTile(groups, 2, 1, 4 if groups == 4 else three, 3)
     # Two small blocks have room: GPUs with fewer multiprocessors need it.
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
     square = _with_ring(fmt, MmaTile(8, 2, 2, 1, 0), _LEAST_RING, capability)

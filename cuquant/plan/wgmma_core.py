@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
+from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
 from .launch import LARGE_GPU, WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
@@ -91,6 +91,8 @@ _LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
 former 0.09 is added without factors of rows, 0.12 where scales are products, 0.05 for zero points; to the
 latter 0.15 for a sign; to both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
+_WALKS = 2.2
+"""The same of steps of a walk."""
 _FEW_WAIT = 1.09
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
 _SMALL_TABLE = 1.1
@@ -141,6 +143,8 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
         work *= _FEW_WAIT if warpgroups < 4 else 1
         small = tile.resident > 1 or (looked_up(fmt) == 3 and tile.batch > ROOMY_BATCH)
         work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
+    elif fmt.walks:
+        work = _WALKS
     else:
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * (fmt.kernel_group_bytes > 0)
         work += 0.05 * fmt.has_zero_points
@@ -215,6 +219,8 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     if tile.resident == 2:
         return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
+        if fmt.walks and fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()):
+            return False
         if tile.batch == 64:
             return not row_factors(fmt)  # there is no room for the factors of rows
         if fmt.bits == 6:
@@ -336,6 +342,8 @@ def least_batch(fmt: Format, numbers: int) -> int:
     q8_0 at 28672 x 8192 takes an H200 61.5 us in place of 67.2 with two rows, 61.9 in place of 70.6 with six;
     at 14336 x 4096 17.3 in place of 17.8 with six, but 17.1 in place of 16.3 with two.
     """
+    if fmt.walks:
+        return DECODE_BATCH + 1
     if fmt.bits < 8 or numbers < _LARGE:
         return WGMMA_BATCH
     return 5 if numbers < _VERY_LARGE else 1

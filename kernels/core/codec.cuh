@@ -4,6 +4,7 @@
 #include "codebook.cuh"
 #include "e2m1.cuh"
 #include "integer.cuh"
+#include "procedure.cuh"
 
 template <class F, int COPIES, Coding CODING = F::CODING>
 struct CodecOf {
@@ -23,6 +24,11 @@ struct CodecOf<F, COPIES, SIGNED_CODEBOOK> {
 template <class F, int COPIES>
 struct CodecOf<F, COPIES, E2M1> {
     using Type = E2m1Codes<F>;
+};
+
+template <class F, int COPIES>
+struct CodecOf<F, COPIES, PROCEDURE> {
+    using Type = Procedure<F>;
 };
 
 // COPIES: of a table in shared memory (codebook.cuh).

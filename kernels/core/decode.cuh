@@ -14,6 +14,7 @@
 #pragma once
 #include "epilogue.cuh"
 #include "rounded.cuh"
+#include "turned.cuh"
 
 // Rows of x from column `first` on, `pieces` of 8 columns each, to shared memory, SIGNED with the signs of W's columns.
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `wait` is called when a
@@ -184,7 +185,47 @@ DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUP
     }
 }
 
-// QUANTIZES: x is to be what q8_1 blocks of it stand for.
+// The same of numbers that have no scale: sums need no other place than `acc`. Where a number is the sum of two, tensor
+// cores add them up, too: twice as many products take less time than an addition and permutes for every pair of numbers.
+template <class F, class C, int GROUPS, int ROW_TILES>
+DEVICE void add_values(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
+                       float (&acc)[ROW_TILES][GROUPS][4]) {
+    u32 x[2][GROUPS][4];
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+        Tile<F> tile;
+        RingSlot<F, ROW_TILES>::load(tile, slot, r, lane);
+#pragma unroll
+        for (int h = 0; h < 4; h++) {
+            if constexpr (C::HALVES) {
+                u32 a[2][4];
+                codec.halves(tile, h, a);
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+                    for (int half = 0; half < 2; half++) {  // columns 2i, 2i+1, or 2i+8, 2i+9: every number twice
+                        const u32 pair = x[h / 2][group][h % 2 * 2 + half];
+                        mma_half(acc[r][group], a[half], twice(pair, 0), twice(pair, 1), acc[r][group]);
+                    }
+            } else {
+                u32 a[4];
+                codec.weights(tile, h, a);
+#pragma unroll
+                for (int group = 0; group < GROUPS; group++) {
+                    const u32* const b = x[h / 2][group] + h % 2 * 2;
+                    mma_half(acc[r][group], a, b[0], b[1], acc[r][group]);
+                }
+            }
+        }
+    }
+}
+
+// QUANTIZES: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers, its one row is to be turned, with
+// p.signs for factors, and out is float32.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
           int TOGETHER, bool QUANTIZES, class P>
 DEVICE void decode(const P& p) {
@@ -268,7 +309,7 @@ DEVICE void decode(const P& p) {
 
     u8* const x_rows = shared + WARPS * DEPTH * Slot::SIZE;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
-    float acc[ROW_TILES][GROUPS][4] = {};
+    float acc[ROW_TILES][GROUPS][4] = {}, turned = 1;
     int slot = 0;
     for (int chunk = begin; chunk < end; chunk += p.chunk) {
         const int stop = min(chunk + p.chunk, end);
@@ -284,7 +325,12 @@ DEVICE void decode(const P& p) {
         };
         stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
                                                               row_bytes, wait, fill);
-        if constexpr (QUANTIZES) round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
+        if constexpr (QUANTIZES && F::SCALING == UNSCALED) {
+            __syncthreads();
+            turned = turn_row<WARPS * WARP>(x_rows, p.signs + chunk * 64, pieces);
+        } else if constexpr (QUANTIZES) {
+            round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
+        }
         __syncthreads();
         // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
         const int piece = EXACT_PRODUCTS<F> ? lane / 8 % 2 * 2 + lane / 16 : lane / 8;
@@ -298,7 +344,9 @@ DEVICE void decode(const P& p) {
             u32 x[GROUPS];
 #pragma unroll
             for (int group = 0; group < GROUPS; group++) x[group] = row[group] + (next - chunk) * 128;
-            if constexpr (EXACT_PRODUCTS<F>)
+            if constexpr (F::SCALING == UNSCALED)
+                add_values<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
+            else if constexpr (EXACT_PRODUCTS<F>)
                 add_products<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
             else
                 add_codes<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
@@ -321,7 +369,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
-                float unscale = j ? C::UNSCALE_8 : C::UNSCALE;
+                float unscale = (j ? C::UNSCALE_8 : C::UNSCALE) * turned;
                 if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;

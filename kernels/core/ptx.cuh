@@ -43,6 +43,12 @@ DEVICE u32 masked_not(u32 a, u32 mask) {
 }
 
 // Pairs of float16, each result rounded once.
+DEVICE u32 add_half2(u32 a, u32 b) {
+    u32 r;
+    asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

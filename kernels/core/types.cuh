@@ -13,11 +13,12 @@ typedef long long s64;
 constexpr int WARP = 32;
 
 // What a format's codes are (core/codec.cuh), and how a block's scale is stored in the fragment layout (core/tile.cuh).
-enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1 };
+enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1, PROCEDURE };
 // The last four are integers that the group plane's float16 numbers multiply, a byte (but two NIBBLES) each: of blocks
 // of 32 columns, or of every STEP of 16.
 enum Scaling {
-    HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, SINGLE, BYTES, BYTES_AND_MIN, STEP_BYTES, STEP_NIBBLES_AND_MIN
+    UNSCALED, HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, SINGLE, BYTES, BYTES_AND_MIN, STEP_BYTES,
+    STEP_NIBBLES_AND_MIN
 };
 
 // A format whose scales share nothing over many columns: no group plane (core/tile.cuh).

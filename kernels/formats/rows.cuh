@@ -3,36 +3,7 @@
 // Rows that are not float16 are divided by a power of two that puts their peak between 2^13 and 2^14: exact, and
 // undone in the float32 epilogue. What is 2^-37 of the peak or less is lost.
 #pragma once
-#include "../core/ptx.cuh"
-
-// Threads of a block, and of one that keeps pieces of a row: as many as cuquant/plan/ wants.
-constexpr int MOST_THREADS = 1024, ROW_THREADS = 512;
-
-// The greatest value of a block's threads, which are whole warps.
-DEVICE u32 block_max(u32 value) {
-    __shared__ u32 warps[MOST_THREADS / WARP];
-    static_assert(MOST_THREADS / WARP <= WARP, "a lane each");
-    const int lane = threadIdx.x % WARP;
-    value = warp_max(value);
-    if (lane == 0) warps[threadIdx.x / WARP] = value;
-    __syncthreads();
-    return warp_max(lane < blockDim.x / WARP ? warps[lane] : 0);
-}
-
-// The exponent of the power of two that a row with this peak is multiplied by. Rows of zeros (or subnormal numbers)
-// and rows with NaN or infinity are left as they are.
-DEVICE int shift_of(u32 peak) {
-    int exponent = int(peak >> 23) - 127;
-    return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
-}
-
-// Eight numbers, times a factor, as float16.
-DEVICE uint4 to_halves(const float* x, float factor) {
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * factor, x[j * 2 + 1] * factor, FLOAT16);
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
+#include "../core/peak.cuh"
 
 // Eight numbers as they are in memory: of 16 bits, or of 32 with `more`.
 struct Piece {
@@ -78,6 +49,14 @@ struct FloatRow {
 #pragma unroll
         for (int j = 0; j < 8; j++)
             to[j] = dtype == FLOAT32 ? __int_as_float(words[j]) : bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
+    }
+
+    // Of any type.
+    DEVICE void floats(const Piece& v, float (&to)[8]) const {
+        if (dtype == FLOAT16)
+            to_floats(v.bits, to);
+        else
+            widen(v, to);
     }
 
     // A piece times a power of two; of float16 as it is.

@@ -266,6 +266,11 @@ inline int __dp4a(int a, int b, int c) {
     return c;
 }
 
+inline u32 __dp4a(u32 a, u32 b, u32 c) {
+    for (int i = 0; i < 4; i++) c += u8(a >> 8 * i) * u8(b >> 8 * i);
+    return c;
+}
+
 template <class T>
 inline T __ldcg(const T* p) { return *p; }
 inline void __threadfence() {}

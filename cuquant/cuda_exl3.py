@@ -1,0 +1,107 @@
+"""EXL3 weights on the GPU: to numbers, the layout that products read, and what surrounds these products.
+
+W.T = diag(suh) H V H diag(svh): a kernel makes float16 rows x diag(suh) H, the matrix kernels multiply them
+by V, and another kernel turns these sums and does what follows.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from . import buffers, check, device, jit, plan, problem
+from .activations import Step, layout
+from .formats.exl3 import Exl3, Exl3Parts
+from .fragments import Fragments
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Matrices, N and K."""
+    return prod(shape[:-2]), shape[-2], shape[-1]
+
+
+def dequantize(blocks: Any, fmt: Exl3, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Numbers (..., N, K) of storage bytes."""
+    out = device.cupy().empty(shape, dtype)
+    if out.size:
+        matrices, n, k = sizes = _sizes(shape)
+        blocks = buffers.records(blocks)
+        count = matrices * (n // 128) * (k // 128)
+        numbers = (np.int64(blocks.shape[-1]), np.int64(count), np.int32(n), np.int32(k))
+        step = plan.exl3.dequantize(fmt, *sizes)
+        jit.launch(step, blocks, *numbers, out, np.int32(problem.DTYPES[dtype]))
+    return out
+
+
+# The layout of the matrix kernels
+
+
+def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
+    """Storage bytes of an array (..., N, K) to the fragment layout."""
+    cupy = device.cupy()
+    stream = cupy.cuda.get_current_stream()
+    check.may_prepare(stream)
+    matrices, n, k = _sizes(shape)
+    blocks = buffers.records(blocks)
+    planes, size = plan.layout(fmt).offsets(*plan.tiles(matrices, n, k))
+    stored = fmt.parts(blocks, shape)
+    kept = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
+    # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products times 2^-lift are float16.
+    made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), kept=kept)
+    fill(made, blocks)
+    stream.synchronize()  # other streams may use it
+    return made
+
+
+def fill(made: Fragments, blocks: Any) -> None:
+    """Write the planes of storage bytes, from 16 bytes on."""
+    _repack("to_fragments", made, blocks)
+
+
+def from_fragments(fragments: Fragments) -> Any:
+    """The storage bytes, exactly as they were."""
+    fmt, shape = fragments.fmt, fragments.shape
+    assert isinstance(fmt, Exl3)
+    blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
+    stored = fmt.parts(blocks, shape)
+    stored.suh[...], stored.svh[...] = fragments.kept.suh, fragments.kept.svh
+    _repack("from_fragments", fragments, blocks)
+    return blocks
+
+
+def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
+    sizes = _sizes(fragments.shape)
+    if prod(sizes) == 0:
+        return
+    matrices, n, k = sizes
+    row_tiles, tiles = plan.tiles(matrices, n, k)
+    apart, rows = np.int64(blocks.shape[-1]), np.int64(row_tiles)
+    sides = (np.int32(row_tiles // matrices), np.int32(tiles))
+    planes = (np.uint64(fragments.addresses.low), np.uint64(fragments.addresses.high))
+    jit.launch(plan.exl3.repack(fragments.fmt, entry, *sizes), blocks, apart, rows, *sides, *planes)
+
+
+# What surrounds a product
+
+
+def turned_rows(rows: Any, fragments: Fragments) -> Step:
+    """What makes float16 rows of floats [R, K], and their factors."""
+    suh = fragments.kept.suh.data.ptr
+    step = plan.exl3.turn_rows(*rows.shape)
+    return Step(jit.call(step, "QiqqiQQQ", (*layout(rows), rows.shape[1]), (suh,)))
+
+
+def turned_results(
+    out: Any, residual: Any, bias_dtype: int, activation: str | None, fragments: Fragments, wide: bool
+) -> jit.Call:
+    """What makes results, rows `out` [R, N], of the product's sums, float16 or (`wide`) float32: from their
+    address to those of results, bias, residual and, or 0, factors of rows."""
+    like = out if residual is None else residual  # of no residual strides and type do not matter
+    strides = (*buffers.element_strides(out), *buffers.element_strides(like))
+    dtypes = (problem.DTYPES[out.dtype], bias_dtype, problem.DTYPES[like.dtype])
+    rest = (problem.ACTIVATIONS[activation], 2.0**fragments.lift)
+    numbers = (int(wide), out.shape[1], *strides, *dtypes, *rest)
+    step = plan.exl3.turn_results(*out.shape)
+    return jit.call(step, "QiiqqqqiiiifQQQQQ", numbers, (fragments.kept.svh.data.ptr,))

@@ -1,0 +1,58 @@
+"""Launches around products with EXL3 weights, which are planned as all others, and of what converts them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import ceil
+
+from ..formats import Format
+from .blocks import row_threads
+from .launch import Kernel, Plan
+from .planes import TILE_COLUMNS, TILE_ROWS
+
+_SIDE = 128
+_SQUARE_BYTES = 4 * _SIDE * _SIDE
+"""Of the weights that a block of threads makes floats of."""
+_WARPS, _BLOCKS = 8, 1 << 16
+"""Tiles that a block repacks at a time; blocks of a launch, which stride over what is left."""
+_RESULTS = 128
+"""Threads of a block, each of which has eight results of a row."""
+
+
+@lru_cache(maxsize=1024)
+def turn_rows(rows: int, k: int) -> Plan:
+    """Rows of x times suh, turned: a block of threads for each."""
+    return Plan(Kernel("exl3", "turn_rows"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def turn_results(rows: int, n: int) -> Plan:
+    """Rows of sums turned, times svh."""
+    grid = (rows, ceil(n / (8 * _RESULTS)), 1)
+    return Plan(Kernel("exl3", "turn_results"), grid, _RESULTS, overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
+    """To or from the fragment layout (`entry`)."""
+    tiles = matrices * (n // TILE_ROWS) * (k // TILE_COLUMNS)
+    return Plan(_kernel("repack_exl3", entry, fmt), (min(ceil(tiles / _WARPS), _BLOCKS), 1, 1), 32 * _WARPS)
+
+
+@lru_cache(maxsize=1024)
+def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
+    """128 rows and 128 columns a block."""
+    squares = matrices * (n // _SIDE) * (k // _SIDE)
+    kernel = _kernel("dequantize_exl3", "dequantize", fmt, _SQUARE_BYTES)
+    return Plan(kernel, (min(squares, _BLOCKS), 1, 1), 256, _SQUARE_BYTES)
+
+
+def _kernel(op: str, entry: str, fmt: Format, shared: int = 0) -> Kernel:
+    return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),), shared)
+
+
+def kernels(fmt: Format) -> set[Kernel]:
+    """All of them."""
+    both = {repack(fmt, entry, 1, _SIDE, _SIDE).kernel for entry in ("to_fragments", "from_fragments")}
+    around = {turn_rows(1, _SIDE).kernel, turn_results(1, _SIDE).kernel}
+    return both | around | {dequantize(fmt, 1, _SIDE, _SIDE).kernel}

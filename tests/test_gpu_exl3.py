@@ -1,0 +1,229 @@
+"""EXL3 weights on a GPU: numbers as on the CPU, the fragment layout and back, products of all cores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from formats_table import FLOATS
+from numpy.typing import NDArray
+from walks import GENERATORS, PRODUCT_BITS, random_exl3
+
+import cuquant as cq
+from cuquant import cuda, device, jit, plan, testing
+from cuquant.testing import as_numpy, nmse, worst_element
+
+pytestmark = pytest.mark.gpu
+BATCHES = (1, 3, 8, 9, 16, 17, 33, 64, 130, 300)
+SHAPES = [(128, 128), (384, 1024), (256, 640)]
+F = np.float32
+SOME = [(4, "3inst"), (4, "mul1"), *((bits, "mcg") for bits in PRODUCT_BITS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(compile_ahead: Callable[[Any], None]) -> None:
+    gpu = jit.gpu()
+    formats = [cq.Exl3(*given) for given in SOME]
+    todo = {
+        plan.gemm(fmt, m, n, k, 1, True, gpu).plan.kernel
+        for fmt in formats
+        for m in BATCHES
+        for n, k in SHAPES
+    }
+    every = [cq.Exl3(bits, generator) for bits in range(1, 9) for generator in GENERATORS]
+    compile_ahead(todo | {kernel for fmt in every for kernel in plan.matrix_kernels(fmt)})
+
+
+def gauss(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, F)
+
+
+def agrees(y: Any, exact: Any, most: float = 1e-6) -> None:
+    assert nmse(y, exact) < most
+    assert worst_element(y, exact) < 10 * most**0.5
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_numbers_and_bytes(bits: int, generator: str) -> None:
+    w = random_exl3(bits, (384, 256), generator)
+    there = w.to_device("cuda")
+    for dtype in FLOATS:
+        got = as_numpy(there.dequantize(dtype))
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, w.dequantize(dtype))
+    there.prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+    some = there[128:384]
+    np.testing.assert_array_equal(as_numpy(some.blocks), w[128:384].blocks)
+
+
+def test_stacks() -> None:
+    """Each matrix of a stack has its own sides; products make floats of it first."""
+    w = random_exl3(3, (2, 128, 256))
+    there = w.to_device("cuda").prepare()
+    np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+    np.testing.assert_array_equal(as_numpy(there[1].blocks), w[1].blocks)
+    x = gauss(2, 5, 256)
+    y = device.cupy().asarray(x) @ there.mT
+    agrees(y, x.astype(float) @ w.dequantize().astype(float).swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(("bits", "generator"), SOME)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_against_float64(bits: int, generator: str, shape: tuple[int, int]) -> None:
+    """All batch sizes, and so all cores; all types of x, and x in q8_1."""
+    cupy = device.cupy()
+    w = random_exl3(bits, shape, generator)
+    there, dense = w.to_device("cuda"), w.dequantize().astype(np.float64)
+    for m in BATCHES:
+        given = cupy.asarray(gauss(m, shape[1], seed=2))
+        for dtype in FLOATS if m in (3, 17, 130) else (np.float16,):
+            x = given.astype(dtype)
+            y = cq.matmul(x, there.T, dtype=F)
+            agrees(y, as_numpy(x).astype(np.float64) @ dense.T)
+    q = cq.quantize(given, "q8_1")
+    agrees(q @ there.T, as_numpy(q.dequantize()).astype(np.float64) @ dense.T)
+    np.testing.assert_array_equal(as_numpy(cq.matmul(given, there.T, x_format="q8_1")), as_numpy(q @ there.T))
+    np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
+
+
+@pytest.mark.parametrize("bits", PRODUCT_BITS)
+def test_every_step_of_k_counts(bits: int) -> None:
+    """Activations that are zero but in one column: H spreads it over 128."""
+    w = random_exl3(bits, (128, 256))
+    there, dense = w.to_device("cuda"), w.dequantize().astype(np.float64)
+    for m in (1, 16, 130):
+        for first in range(0, 256, 37):
+            x = np.zeros((m, 256), np.float16)
+            x[:, first] = gauss(m)
+            agrees(cq.matmul(device.cupy().asarray(x), there.T, dtype=F), x.astype(np.float64) @ dense.T)
+
+
+@pytest.mark.parametrize("bits", [1, 7])
+def test_bits_that_become_floats_first(bits: int) -> None:
+    w = random_exl3(bits, (256, 128))
+    x = gauss(5, 128)
+    agrees(device.cupy().asarray(x) @ w.to_device("cuda").T, x.astype(float) @ w.dequantize().astype(float).T)
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-5, 1e4, 1e30])
+def test_magnitudes_of_activations(magnitude: float) -> None:
+    """Rows are float16 numbers times a power of two of their own; one channel a thousand times others."""
+    w = random_exl3(4, (256, 512))
+    there, dense = w.to_device("cuda"), w.dequantize().astype(np.float64)
+    x = gauss(20, 512) * F(magnitude)
+    x[3] = 0
+    x[4:8, 5] *= 1000
+    x[8] *= F(1e-3)
+    for m in (2, 20):
+        y = as_numpy(device.cupy().asarray(x[:m]) @ there.T)
+        exact = x[:m].astype(np.float64) @ dense.T
+        for row, own in zip(y, exact, strict=True):
+            assert nmse(row, own) < 1e-6 or not own.any()
+        assert not y[3:4].any()
+
+
+def test_what_follows_the_sums() -> None:
+    """Bias, activation and residual, of any type; results in any place, in x's or another type."""
+    cupy = device.cupy()
+    w = random_exl3(4, (384, 256), "3inst")
+    there = w.to_device("cuda")
+    for m in (1, 8, 40):
+        for dtype, most in ((np.float16, 1e-6), (ml_dtypes.bfloat16, 1e-5), (F, 1e-6)):
+            x, residual = (gauss(2, m, side, seed=side).astype(dtype) for side in (256, 384))
+            bias = gauss(384, seed=3).astype(dtype)
+            exact = testing.linear(x, w, bias=bias, activation="silu", residual=residual)
+            added = {"bias": cupy.asarray(bias), "residual": cupy.asarray(residual), "activation": "silu"}
+            whole = cupy.asarray(x)
+            agrees(cq.linear(whole, there, **added), exact, most)
+            for place in (
+                cupy.zeros((2, m, 768), dtype)[..., ::2],
+                cupy.zeros((2, 384, m), dtype).swapaxes(1, 2),
+            ):
+                assert cq.linear(whole, there, out=place, **added) is place
+                agrees(place, exact, most)
+            own = added["residual"]
+            cq.linear(whole, there, out=own, **added)
+            agrees(own, exact, most)
+    x = gauss(256)
+    agrees(cupy.asarray(x) @ there.T, testing.linear(x, w))
+    agrees(there @ cupy.asarray(gauss(256, 3)), testing.linear(gauss(256, 3).T.copy(), w).T)
+
+
+def test_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of many rows are in memory a part at a time: the same numbers."""
+    w = random_exl3(4, (256, 128)).to_device("cuda")
+    x = device.cupy().asarray(gauss(21, 128))
+    residual = device.cupy().asarray(gauss(21, 256))
+    expected = as_numpy(cq.linear(x, w, residual=residual))
+    monkeypatch.setattr(cuda, "_SUMS_BYTES", 2 * 256 * 8)
+    w.fragments().repeats.clear()
+    assert nmse(cq.linear(x, w, residual=residual), expected) < 1e-6  # another core
+    assert not w.fragments().repeats
+
+
+def test_again_and_in_a_graph() -> None:
+    """Repeated calls take the short way; the same bits, also where x, and memory, are others."""
+    cupy = device.cupy()
+    w = random_exl3(4, (384, 512)).to_device("cuda").prepare()
+    for m in (1, 20):
+        x, y = cupy.asarray(gauss(m, 512)).astype(np.float16), cupy.empty((m, 384), np.float16)
+        w.fragments().repeats.clear()
+        expected = cq.matmul(x, w.T)
+        cq.matmul(x, w.T, out=y)
+        assert len(w.fragments().repeats) == 2
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            cq.matmul(x, w.T, out=y)
+            stream.begin_capture()
+            cq.matmul(x, w.T, out=y)
+            graph = stream.end_capture()
+            for _ in range(20):
+                y[...] = 0
+                graph.launch()
+                np.testing.assert_array_equal(as_numpy(y), as_numpy(expected))
+        other = cupy.asarray(gauss(m, 512, seed=5)).astype(np.float16)
+        agrees(
+            cq.matmul(other, w.T), as_numpy(other).astype(float) @ as_numpy(w.dequantize()).astype(float).T
+        )
+
+
+def test_operands_of_any_place() -> None:
+    """x between 16 bytes, or backwards; K that 16 rows stage in parts; what a graph has no memory for."""
+    cupy = device.cupy()
+    w = random_exl3(2, (128, 16384))
+    there, dense = w.to_device("cuda").prepare(), w.dequantize().astype(np.float64)
+    for m in (1, 16):
+        wide = cupy.asarray(gauss(m, 2 * 16384, seed=6)).astype(np.float16)
+        for x in (wide[:, 3:16387], wide[:, ::2], wide[::-1, :16384], wide[:, 16384:]):
+            agrees(cq.matmul(x, there.T), as_numpy(x).astype(np.float64) @ dense.T)
+    stream, q = cupy.cuda.Stream(non_blocking=True), cq.quantize(wide[:, :16384], "q8_1")
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(RuntimeError, match="copies q8_1 activations"):
+            q @ there.T
+        stream.end_capture()
+
+
+@pytest.mark.parametrize("bits", [1, 4, 7])
+def test_warmup(bits: int) -> None:
+    for shape in ((128, 256), (2, 128, 256)):
+        w = random_exl3(bits, shape)
+        cq.warmup([w], batches=[1, 20])
+        x = gauss(20, 256)
+        y = device.cupy().asarray(x) @ w.to_device("cuda").mT
+        agrees(y, x.astype(np.float64) @ w.dequantize().astype(np.float64).swapaxes(-1, -2))
+
+
+def test_experts() -> None:
+    """Stacks of experts are multiplied one after the other."""
+    stack = [random_exl3(4, (2, 128, 128), seed=seed) for seed in range(3)]
+    x, ids, probs = gauss(6, 128), np.array([[0], [1], [0], [1], [1], [0]]), np.ones((6, 1), F)
+    expected = cq.moe(x, cq.Experts(*stack), ids, probs)
+    there = cq.Experts(*(w.to_device("cuda") for w in stack))
+    cupy = device.cupy()
+    agrees(cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs)), expected)
