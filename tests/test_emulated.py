@@ -59,6 +59,11 @@ CHOSEN = {
         "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"
         " and not magnitudes and not fuse and not (products and shape1)",
     ),
+    "test_gpu_exl3.py": (
+        17,
+        "(numbers and mcg) or stacks or parts or floats_first or warmup"
+        " or (products and shape1 and (4-mcg or mul1))",
+    ),
     "test_gpu_moe.py": (
         19,
         "(types and (few-q4_0 or few-mxfp4 or many-q5_1 or many-kbit3)) or nan"
@@ -92,6 +97,7 @@ CHOSEN_OF_SM_90 = {
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
     ),
     "test_gpu_cores.py": (9, "edges and (q8_0 or q5_1)"),
+    "test_gpu_exl3.py": (8, "graph or follows or any_place or magnitudes or (products and shape0-4-mcg)"),
     "test_gpu_moe_prefill.py": (
         10,
         "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",
