@@ -33,7 +33,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
-    assert len(records) == 8
+    assert len(records) == 9
     for name, record in records.items():
         (line,) = (
             line
@@ -49,7 +49,7 @@ def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
     ("text", "batches", "names", "rows"),
     [
         (README, (1, 4, 16, 64, 256, 4096), ("matmul", "kbit"), 16),
-        (PERFORMANCE, (1, 4, 16, 64, 512, 4096), ("kquants", "fp4-int4", "trellis-moe"), 15),
+        (PERFORMANCE, (1, 4, 16, 64, 512, 4096), ("kquants", "fp4-int4", "trellis-moe", "exl3"), 20),
     ],
     ids=["README", "performance"],
 )
@@ -105,6 +105,7 @@ def test_times_of_attention(records: dict[str, Any]) -> None:
         ("k-quants", "kquants", ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")),
         ("IQ4", "kquants", ("iq4_nl", "iq4_xs")),
         ("trellis", "trellis-moe", ()),
+        ("EXL3", "exl3", ()),
     ],
 )
 def test_ranges_over_the_floor(
@@ -134,7 +135,7 @@ def test_how_many_cells_reach_their_aim(records: dict[str, Any]) -> None:
     """The README's multiples of the floor, and its comparison with cuBLAS at few rows."""
     cells = {
         name: [c for c in records[name]["cells"] if (c["op"], c["activation"]) == ("matmul", "f16")]
-        for name in ("matmul", "kbit", "fp4-int4", "kquants", "trellis-moe")
+        for name in ("matmul", "kbit", "fp4-int4", "kquants", "trellis-moe", "exl3")
     }
     aims = {16: 1.1, 32: 1.2, 64: 1.3, 128: 1.15, 512: 1.08, 4096: 1.05}  # up to so many rows
     counts = []
