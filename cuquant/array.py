@@ -239,6 +239,9 @@ class QuantizedArray(_Packed):
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self.selected(blocks, (i,)) for i in range(len(self)))
 
+    def __reversed__(self) -> Iterator[QuantizedArray]:
+        return reversed(list(self))
+
     def __setitem__(self, index: Any, value: Any) -> None:
         raise check.immutable(self)
 

@@ -48,7 +48,7 @@ def test_scales_that_are_not_finite_are_found(name: str, field: str, bad: float)
 def test_codes_that_mean_nan_are_found() -> None:
     w, blocks = writable(cq.quantize(gauss(4, 64), "mxfp4"))
     blocks.view(w.format.storage)["e"][3] = 255
-    with pytest.raises(ValueError, match=r"1 rows hold .* row 3"):
+    with pytest.raises(ValueError, match=r"1 row holds .* row 3"):
         w.validate()
 
 
@@ -62,7 +62,7 @@ def test_all_that_is_wrong_with_a_trellis_weight() -> None:
         w.validate()
     parts.su[7], parts.sv[2], parts.scales[0, 9] = 3, 0, np.nan
     with pytest.raises(
-        ValueError, match=r"su holds 3; sv holds 0; scales holds nan; 800 .*; 1 rows .* row 9$"
+        ValueError, match=r"su holds 3; sv holds 0; scales holds nan; 800 .*; 1 row .* row 9$"
     ):
         w.validate()
 

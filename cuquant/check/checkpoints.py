@@ -27,15 +27,16 @@ def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, A
 
 
 def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
-    """Tensors of EXL3 as NumPy arrays; signs that are packed become float32 numbers, as the others do."""
+    """Tensors of EXL3 as NumPy arrays; signs that are packed become float16 numbers."""
     trellis = typed(trellis, "trellis", np.int16)
     extents = trellis.shape
-    fits = len(extents) == 3 and extents[0] % 8 == extents[1] % 8 == 0 and trellis.size
-    if not fits or extents[2] not in range(16, 129, 16):
-        raise ValueError(
-            f"trellis {extents} is none of tiles: (K / 16, N / 16, 16 * bits), K and N multiples of 128, "
-            "bits 1 to 8"
-        )
+    if len(extents) != 3:
+        raise ValueError(f"trellis has shape {extents}; it has three axes: (K / 16, N / 16, 16 * bits)")
+    for side, tiles in zip("KN", extents, strict=False):
+        if tiles % 8 or tiles == 0:
+            raise ValueError(f"trellis has shape {extents}: {side} is {16 * tiles}, no multiple of 128")
+    if extents[2] not in range(16, 129, 16):
+        raise ValueError(f"trellis has shape {extents}; its last axis is 16 times bits, 1 to 8")
     signs = []
     for value, name, side in ((suh, "suh", 16 * extents[0]), (svh, "svh", 16 * extents[1])):
         given = on_cpu(array(value, name, "float16, or int16 with a bit for each"), name)
@@ -48,7 +49,7 @@ def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
             )
         if given.shape != (side,):
             raise ValueError(f"{name} stands for {given.shape} numbers; trellis {extents} has {side} there")
-        signs.append(given.astype(np.float32))
+        signs.append(given)
     return trellis, *signs
 
 

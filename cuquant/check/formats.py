@@ -378,6 +378,7 @@ def sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
     found = list(flaws)
     if len(bad_rows):
         first = row_name(int(bad_rows[0]), w.shape)
-        found.append(f"{len(bad_rows)} rows hold weights that are NaN or infinite, the first is row {first}")
+        rows = "1 row holds" if len(bad_rows) == 1 else f"{len(bad_rows)} rows hold"
+        found.append(f"{rows} weights that are NaN or infinite, the first is row {first}")
     if found:
         raise ValueError(f"{described(w)}: {'; '.join(found)}")

@@ -242,7 +242,8 @@ def get(name: str | Format) -> Format:
         hint = None
         if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
             hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-        raise ValueError(unknown(name, names(), hint)) from None
+        also = "; only read are exl3-1 to exl3-8, with -mcg or -mul1" if name[:3].lower() == "exl" else ""
+        raise ValueError(unknown(name, names(), hint) + also) from None
 
 
 def unknown(name: str, known: Sequence[str], hint: str | None = None) -> str:

@@ -110,7 +110,9 @@ class Exl3(Format):
         return 0
 
     def fitted(self, x: Any) -> Format:
-        raise ValueError(f"{self} is what exllamav3 quantizes to: from_exl3 and read_safetensors read it")
+        raise ValueError(
+            f"nothing here quantizes to {self}: exllamav3 does, and from_exl3 and read_safetensors read it"
+        )
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
         raise TypeError(f"{self} is only read: see fitted()")

@@ -168,6 +168,8 @@ def _beside(tensors: Tensors, name: str, hint: str) -> list[str]:
     if all(f"{prefix}.{codes}" in tensors for codes in _BESIDE):
         raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(_BESIDE)} of this weight")
     there = [[part for part in parts if f"{prefix}.{part}" in tensors] for parts in _BESIDE[kind]]
+    for twice in (found for found in there if len(found) > 1):
+        raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(twice)} of this weight")
     missing = [parts[0] for parts, found in zip(_BESIDE[kind], there, strict=True) if not found]
     if missing:
         raise ValueError(f"{tensors.named(name)} has no {' and no '.join(missing)} beside it{hint}")
@@ -193,14 +195,20 @@ def _read(tensors: Tensors, name: str, beside: list[str], version: int) -> Any:
 
 def _codebook(tensors: Tensors, prefix: str) -> str:
     """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
-    for codebook in ("mcg", "mul1"):
+    there = [codebook for codebook in ("mcg", "mul1") if f"{prefix}.{codebook}" in tensors]
+    if len(there) > 1:
+        raise ValueError(
+            f"{tensors.named(f'{prefix}.trellis')}: there is an {' and a '.join(there)} of this weight"
+        )
+    for codebook in there:
         name = f"{prefix}.{codebook}"
-        if name in tensors:
-            found = [int(factor) & 0xFFFFFFFF for factor in tensors[name].flat]
-            if found != [GENERATORS[codebook]]:
-                shown, known = ", ".join(map(hex, found)) or "empty", GENERATORS[codebook]
-                raise ValueError(f"{tensors.named(name)} is {shown}; {known:#x} alone is known")
-            return codebook
+        if tensors[name].dtype.kind not in "iu":
+            raise TypeError(f"{tensors.named(name)} has dtype {tensors[name].dtype}; an integer is needed")
+        found = [int(factor) & 0xFFFFFFFF for factor in tensors[name].flat]
+        if found != [GENERATORS[codebook]]:
+            shown, known = ", ".join(map(hex, found)) or "empty", GENERATORS[codebook]
+            raise ValueError(f"{tensors.named(name)} is {shown}; {known:#x} alone is known")
+        return codebook
     return "3inst"
 
 

@@ -107,7 +107,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
         if isinstance(fmt, Format) and fmt.walks:
-            raise ValueError(f"{fmt} is only read: nothing here quantizes to it")
+            raise ValueError(f"nothing here quantizes to {fmt}: it is only read")
     kept = copied(model, keep)
     named_like(model, rules, f"tensor of {model.path.name}", "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]

@@ -77,7 +77,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     ----------
     raw : uint8 array (NumPy or CuPy) of any shape, or bytes
         The blocks in row-major order, as the file format stores them. Every byte pattern is accepted: a
-        scale of NaN or infinity gives NaN or infinity in its own row.
+        scale of NaN or infinity gives NaN or infinity in its own row (a suh of EXL3 in all).
     format : str or Format
     shape : tuple of int
         Shape (..., N, K) of the numbers; K as in `quantize`.
