@@ -50,14 +50,9 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     kept = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
     # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products times 2^-lift are float16.
     made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), kept=kept)
-    fill(made, blocks)
+    _repack("to_fragments", made, blocks)
     stream.synchronize()  # other streams may use it
     return made
-
-
-def fill(made: Fragments, blocks: Any) -> None:
-    """Write the planes of storage bytes, from 16 bytes on."""
-    _repack("to_fragments", made, blocks)
 
 
 def from_fragments(fragments: Fragments) -> Any:

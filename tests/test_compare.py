@@ -126,7 +126,7 @@ def test_no_difference_is_hidden(
 @pytest.mark.parametrize("later", [NAN, 5])
 def test_slabs_hide_no_difference_of_one_another(monkeypatch: pytest.MonkeyPatch, later: float) -> None:
     monkeypatch.setattr("cuquant.cpu.SLAB", 1)
-    monkeypatch.setattr("cuquant.cpu.slabs.__defaults__", (1,))
+    monkeypatch.setattr("cuquant.cpu.slabs.__defaults__", (1, 1))
     _, _, largest = error_of(np.ones((3, 1)), np.array([[1], [NAN], [later]]))
     assert np.isnan(largest)
 

@@ -66,7 +66,7 @@ DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
     "no name": ({"shape": [2, 32], "format": {}}, "a format is a name"),
     "parameters of none": (
         {"shape": [2, 32], "format": {"name": "q4_0", "bits": 4}},
-        "'q4_0' is no format with parameters; known are int4, kbit",
+        "'q4_0' is no format with parameters; known are exl3, int4",
     ),
     "bits": ({"shape": [2, 32], "format": KBIT4 | {"bits": 9}}, "bits is 9"),
     "unknown parameter": ({"shape": [2, 32], "format": KBIT4 | {"colour": 1}}, "unexpected keyword .*colour"),

@@ -85,7 +85,9 @@ def test_rows_of_many_tiles_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, rows, made = w.dequantize(), w[chosen].blocks, cq.quantize(x, w.format).blocks
     monkeypatch.setattr(trellis, "_SLAB", 40 * 70)
     monkeypatch.setattr("cuquant.cpu.SLAB", 7 * 70)
-    monkeypatch.setattr("cuquant.cpu.slabs", lambda n, k: (slice(i, min(i + 7, n)) for i in range(0, n, 7)))
+    monkeypatch.setattr(
+        "cuquant.cpu.slabs", lambda n, k, **_: (slice(i, min(i + 7, n)) for i in range(0, n, 7))
+    )
     np.testing.assert_array_equal(w.dequantize(), whole)
     np.testing.assert_array_equal(w[chosen].blocks, rows)
     np.testing.assert_array_equal(cq.quantize(x, w.format).blocks, made)
