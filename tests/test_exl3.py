@@ -281,3 +281,12 @@ def test_nothing_here_quantizes_to_it(tmp_path: Path) -> None:
         cq.Exl3(9)
     with pytest.raises(ValueError, match="generator is 'lcg'; allowed are '3inst', 'mcg', 'mul1'"):
         cq.Exl3(4, "lcg")
+
+
+def test_operands_that_are_not_there_yet() -> None:
+    w = random_exl3(2, (128, 128))
+    with pytest.raises(TypeError, match=r"array of .* is needed: its \.dequantize\(\) is one"):
+        cq.quantize(w, "q4_0")
+    experts, ids = cq.Experts([w], [w], [w]), np.zeros((1, 1), int)
+    with pytest.raises(TypeError, match=r"experts\.gate is a list; an array is needed, of several weights"):
+        cq.moe(np.ones((1, 128), F), experts, ids, np.ones((1, 1), F))

@@ -168,3 +168,9 @@ def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
         cq.open(tmp_path / "w.safetensors", "cpu")
     with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):
         cq.load(Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf")
+
+
+@pytest.mark.parametrize("read", [cq.open, cq.load])
+def test_folders(tmp_path: Path, read: Any) -> None:
+    with pytest.raises(IsADirectoryError, match=r"is a folder, not a file; cuquant\.read_safetensors reads"):
+        read(tmp_path)

@@ -140,6 +140,9 @@ from .common import (
     is_transposed as is_transposed,
 )
 from .common import (
+    not_a_folder as not_a_folder,
+)
+from .common import (
     on_cpu as on_cpu,
 )
 from .common import (

@@ -50,7 +50,8 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
             return np.from_dlpack(value)
         except (TypeError, RuntimeError, BufferError) as error:
             raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
-    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed")
+    remedy = ": its .dequantize() is one" if is_quantized(value) else ""
+    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed{remedy}")
 
 
 def floats(value: Any, what: str) -> Any:
@@ -167,6 +168,14 @@ def safetensors_path(value: Any) -> Path:
             "(cuquant.quantize_file makes GGUF files, of models)"
         )
     return path
+
+
+def not_a_folder(path: Path) -> None:
+    """A path of one file."""
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"{path} is a folder, not a file; cuquant.read_safetensors reads checkpoints in folders"
+        )
 
 
 def device_name(name: Any) -> str:

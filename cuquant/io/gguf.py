@@ -25,6 +25,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
 from ..formats import by_ggml_type
 from .header import (
     LENGTH,
@@ -82,6 +83,7 @@ class File:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        check.not_a_folder(self.path)
         with self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise GGUFError(f"{self.path}: the file is empty")

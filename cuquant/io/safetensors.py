@@ -159,6 +159,7 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     target = devices.default() if device is None else check.device_name(device)
     to_device = devices.cupy().asarray if target == "cuda" else _itself
     path = Path(path)
+    check.not_a_folder(path)
     metadata, arrays = _read(path)
     weights = _weights(path, metadata)
     missing = weights.keys() - arrays.keys()
