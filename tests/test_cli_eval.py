@@ -192,7 +192,7 @@ def folder(tmp_path: Path) -> Path:
     ("arguments", "problem"),
     [
         ("none.gguf --text TEXT", "No such file or directory: '.*none.gguf'"),
-        (". --text TEXT", "Is a directory"),
+        (". --text TEXT", "is a folder, not a file"),
         ("short.txt --text TEXT", r"short\.txt: not a GGUF file: it starts with b'too '"),
         ("magic.gguf --text TEXT", "not a GGUF file: it starts with b'GGML'"),
         ("cut.gguf --text TEXT", "tensor 'output.weight' ends at byte"),
