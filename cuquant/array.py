@@ -235,12 +235,15 @@ class QuantizedArray(_Packed):
 
     def __iter__(self) -> Iterator[QuantizedArray]:
         """Along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
-        check.can_iterate(self.shape)
-        blocks = self.blocks  # once: on a GPU they may have to be made
-        return (self.selected(blocks, (i,)) for i in range(len(self)))
+        return self._along(range(len(self)))
 
     def __reversed__(self) -> Iterator[QuantizedArray]:
-        return reversed(list(self))
+        return self._along(range(len(self))[::-1])
+
+    def _along(self, numbers: range) -> Iterator[QuantizedArray]:
+        check.can_iterate(self.shape)
+        blocks = self.blocks  # once: on a GPU they may have to be made
+        return (self.selected(blocks, (i,)) for i in numbers)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise check.immutable(self)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
+from itertools import pairwise
 from math import ceil, prod
 from typing import Any
 
@@ -28,6 +29,12 @@ def element_strides(array: Any) -> tuple[int, ...]:
 def as_rows(x: Any) -> Any:
     """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
     return x.reshape(-1, x.shape[-1])
+
+
+def has_rows(x: Any) -> bool:
+    """Whether one stride leads from each row of x (..., K) to the next: `as_rows` copies others."""
+    axes = [(n, step) for n, step in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+    return x.size == 0 or all(step == n * inner for (_, step), (n, inner) in pairwise(axes))
 
 
 def records(blocks: Any) -> Any:

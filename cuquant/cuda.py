@@ -175,12 +175,12 @@ _SUMS_BYTES = 1 << 27
 def _turned(p: Product, out: Any) -> Ready | None:
     """The product with an EXL3 matrix, between a kernel that turns x and one that turns its sums."""
     fragments, n = p.w.fragments(), out.shape[-1]
-    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
-    rows, y = buffers.as_rows(x), buffers.as_rows(out)  # copies, where one stride does not lead to all
-    residual = None if p.residual is None else buffers.as_rows(p.residual)
-    pairs = zip((check.storage(p.x), p.residual, out), (rows, residual, y), strict=True)
-    copied = any(buffers.pointer(given) != buffers.pointer(read) for given, read in pairs)
+    floats = [a for a in (p.x, p.residual, out) if a is not None and not check.is_quantized(a)]
+    copied = check.is_quantized(p.x) or not all(map(buffers.has_rows, floats))
     check.may_allocate(device.cupy().cuda.get_current_stream(), copied, p.w.format)
+    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
+    rows, y = buffers.as_rows(x), buffers.as_rows(out)
+    residual = None if p.residual is None else buffers.as_rows(p.residual)
     at_once = max(1, _SUMS_BYTES // (2 * n))
     end, ready = _epilogue(p), None
     for part in cpu.slabs(len(rows), 1, at_once):

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import buffers, check, device, jit, plan, problem
 from .activations import Step, layout
-from .formats.exl3 import Exl3, Exl3Parts
+from .formats.exl3 import HADAMARD, Exl3, Exl3Parts
 from .fragments import Fragments
 
 
@@ -28,7 +28,7 @@ def dequantize(blocks: Any, fmt: Exl3, shape: tuple[int, ...], dtype: np.dtype[A
     if out.size:
         matrices, n, k = sizes = _sizes(shape)
         blocks = buffers.records(blocks)
-        count = matrices * (n // 128) * (k // 128)
+        count = matrices * (n // HADAMARD) * (k // HADAMARD)
         numbers = (np.int64(blocks.shape[-1]), np.int64(count), np.int32(n), np.int32(k))
         step = plan.exl3.dequantize(fmt, *sizes)
         jit.launch(step, blocks, *numbers, out, np.int32(problem.DTYPES[dtype]))

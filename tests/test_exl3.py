@@ -277,6 +277,8 @@ def test_nothing_here_quantizes_to_it(tmp_path: Path) -> None:
         cq.quantize_file(model, tmp_path / "w.safetensors", {"*attn*": "exl3-4"})
     with pytest.raises(ValueError, match=r"multiples of 128, not \(128, 64\)"):
         cq.from_blocks(np.zeros(128 * 64 // 2 + 384, np.uint8), "exl3-4", (128, 64))
+    with pytest.raises(ValueError, match="unknown format 'exl3': did you mean exl3-"):
+        cq.quantize(np.ones((128, 128), F), "exl3")
     with pytest.raises(ValueError, match="bits is 9; allowed are 1, 2, 3"):
         cq.Exl3(9)
     with pytest.raises(ValueError, match="generator is 'lcg'; allowed are '3inst', 'mcg', 'mul1'"):

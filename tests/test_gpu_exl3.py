@@ -202,10 +202,13 @@ def test_operands_of_any_place() -> None:
         for x in (wide[:, 3:16387], wide[:, ::2], wide[::-1, :16384], wide[:, 16384:]):
             agrees(cq.matmul(x, there.T), as_numpy(x).astype(np.float64) @ dense.T)
     stream, q = cupy.cuda.Stream(non_blocking=True), cq.quantize(wide[:, :16384], "q8_1")
+    apart = cupy.zeros((2, 9, 128), np.float16)[:, :8]  # no single stride leads through 2 x 8 rows
+    x = wide[:, :16384].reshape(2, 8, 16384)
     with stream:
         stream.begin_capture()
-        with pytest.raises(RuntimeError, match="copies q8_1 activations"):
-            q @ there.T
+        for given, more in ((q, {}), (x, {"out": apart}), (x, {"residual": apart})):
+            with pytest.raises(RuntimeError, match="copies q8_1 activations"):
+                cq.linear(given, there, **more)
         stream.end_capture()
 
 

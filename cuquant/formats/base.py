@@ -242,13 +242,13 @@ def get(name: str | Format) -> Format:
         hint = None
         if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
             hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-        also = "; only read are exl3-1 to exl3-8, with -mcg or -mul1" if name[:3].lower() == "exl" else ""
-        raise ValueError(unknown(name, names(), hint) + also) from None
+        raise ValueError(unknown(name, names(), hint, tuple(_READ_ONLY))) from None
 
 
-def unknown(name: str, known: Sequence[str], hint: str | None = None) -> str:
-    """What an error says of a name that is none of those known; without a hint, which are near."""
-    near = get_close_matches(name.lower(), known, 3) if hint is None else []
+def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()) -> str:
+    """What an error says of a name that is none of those known, nor of `more` that are not listed; without a
+    hint, which are near."""
+    near = get_close_matches(name.lower(), [*known, *more], 3) if hint is None else []
     if near:
         return f"unknown format {name!r}: did you mean {' or '.join(near)}? Known are {', '.join(known)}"
     return f"unknown format {name!r}{hint or ''}; known are {', '.join(known)}"

@@ -6,12 +6,12 @@ from functools import lru_cache
 from math import ceil
 
 from ..formats import Format
+from ..formats.exl3 import HADAMARD
 from .blocks import row_threads
 from .launch import Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
 
-_SIDE = 128
-_SQUARE_BYTES = 4 * _SIDE * _SIDE
+_SQUARE_BYTES = 4 * HADAMARD**2
 """Of the weights that a block of threads makes floats of."""
 _WARPS, _BLOCKS = 8, 1 << 16
 """Tiles that a block repacks at a time; blocks of a launch, which stride over what is left."""
@@ -42,7 +42,7 @@ def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
 @lru_cache(maxsize=1024)
 def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
     """128 rows and 128 columns a block."""
-    squares = matrices * (n // _SIDE) * (k // _SIDE)
+    squares = matrices * (n // HADAMARD) * (k // HADAMARD)
     kernel = _kernel("dequantize_exl3", "dequantize", fmt, _SQUARE_BYTES)
     return Plan(kernel, (min(squares, _BLOCKS), 1, 1), 256, _SQUARE_BYTES)
 
@@ -53,6 +53,6 @@ def _kernel(op: str, entry: str, fmt: Format, shared: int = 0) -> Kernel:
 
 def kernels(fmt: Format) -> set[Kernel]:
     """All of them."""
-    both = {repack(fmt, entry, 1, _SIDE, _SIDE).kernel for entry in ("to_fragments", "from_fragments")}
-    around = {turn_rows(1, _SIDE).kernel, turn_results(1, _SIDE).kernel}
-    return both | around | {dequantize(fmt, 1, _SIDE, _SIDE).kernel}
+    both = {repack(fmt, entry, 1, HADAMARD, HADAMARD).kernel for entry in ("to_fragments", "from_fragments")}
+    around = {turn_rows(1, HADAMARD).kernel, turn_results(1, HADAMARD).kernel}
+    return both | around | {dequantize(fmt, 1, HADAMARD, HADAMARD).kernel}

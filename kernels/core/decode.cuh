@@ -139,6 +139,15 @@ DEVICE void add_codes(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS],
     }
 }
 
+// Operand B of a slot's 64 columns: x[block][group], of two steps of 16 columns each.
+template <int GROUPS>
+DEVICE void load_columns(const u32 (&x_at)[GROUPS], u32 (&x)[2][GROUPS][4]) {
+#pragma unroll
+    for (int block = 0; block < 2; block++)
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
+}
+
 // The same where codes times integer scales are exact: they are operand A, and integer minimums another one. What a tile
 // adds up to is multiplied just once. Of a block's two steps a product takes columns 2i and 2i+1, or 2i+8 and 2i+9:
 // minimums are the same for both, so that one operand serves two products.
@@ -147,10 +156,7 @@ DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUP
                          float (&acc)[ROW_TILES][GROUPS][4]) {
     static_assert(F::GROUP_BYTES > 0 && F::HAS_MIN, "integer scales and minimums");
     u32 x[2][GROUPS][4];
-#pragma unroll
-    for (int block = 0; block < 2; block++)
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
+    load_columns(x_at, x);
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
         Tile<F> tile;
@@ -191,10 +197,7 @@ template <class F, class C, int GROUPS, int ROW_TILES>
 DEVICE void add_values(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
                        float (&acc)[ROW_TILES][GROUPS][4]) {
     u32 x[2][GROUPS][4];
-#pragma unroll
-    for (int block = 0; block < 2; block++)
-#pragma unroll
-        for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
+    load_columns(x_at, x);
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) {
         Tile<F> tile;

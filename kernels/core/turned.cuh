@@ -4,16 +4,22 @@
 
 constexpr int HADAMARD = 128;
 
-// Numbers of 16 lanes, eight in a row each, times Sylvester's matrix of 128.
-DEVICE void turn(float (&v)[8]) {
+// COUNT numbers times Sylvester's matrix: sums and differences of pairs, those of neighbours first.
+template <int COUNT>
+DEVICE void turn_own(float (&v)[COUNT]) {
 #pragma unroll
-    for (int step = 1; step < 8; step *= 2)
+    for (int step = 1; step < COUNT; step *= 2)
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < COUNT; j++)
             if (!(j & step)) {
                 const float a = v[j], b = v[j | step];
                 v[j] = a + b, v[j | step] = a - b;
             }
+}
+
+// The same of 128 numbers of 16 lanes, eight in a row each.
+DEVICE void turn(float (&v)[8]) {
+    turn_own(v);
 #pragma unroll
     for (int step = 1; step < HADAMARD / 8; step *= 2) {
         const float sign = threadIdx.x & step ? -1 : 1;

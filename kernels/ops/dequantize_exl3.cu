@@ -51,14 +51,7 @@ dequantize(const u8* storage, s64 matrix_bytes, s64 blocks, int N, int K, void* 
             float v[64];
 #pragma unroll
             for (int n = 0; n < 64; n++) v[n] = shared[place(half + n, k)];
-#pragma unroll
-            for (int step = 1; step < 64; step *= 2)
-#pragma unroll
-                for (int n = 0; n < 64; n++)
-                    if (!(n & step)) {
-                        const float a = v[n], b = v[n | step];
-                        v[n] = a + b, v[n | step] = a - b;
-                    }
+            turn_own(v);
             const float sign = half ? -1 : 1;
 #pragma unroll
             for (int n = 0; n < 64; n++)

@@ -70,9 +70,9 @@ turn_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, ui
 // Results y of rows of N sums x' V, in float16 or (`wide`) float32, to be multiplied by `factor` and, unless null, the
 // row's own. A thread has eight.
 extern "C" __global__ void __launch_bounds__(128)
-turn_results(const void* sums, int wide, int N, s64 out_row, s64 out_column, s64 residual_row, s64 residual_column, int out_dtype,
-             int bias_dtype, int residual_dtype, int activation, float factor, void* out, const void* bias,
-             const void* residual, const float* unscale, const u16* svh) {
+turn_results(const void* sums, int wide, int N, s64 out_row, s64 out_column, s64 residual_row, s64 residual_column,
+             int out_dtype, int bias_dtype, int residual_dtype, int activation, float factor, void* out,
+             const void* bias, const void* residual, const float* unscale, const u16* svh) {
     let_successor_start();
     const int row = blockIdx.x, n = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     const bool exists = n < N;

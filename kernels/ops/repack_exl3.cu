@@ -15,7 +15,7 @@ DEVICE int low_word(int w, int lane) {
     return Format::LOW_BYTES <= 256 ? w * 32 + lane : (w / 4 * 32 + lane) * 4 + w % 4;
 }
 
-// `Planes` of this warp's tile of `shared` rings: calls each(ring byte of tile h, lane's word, its shift).
+// Calls each(byte of a warp's four rings, a lane's word that has it, from which bit on).
 template <class Each>
 DEVICE void for_bytes(int lane, const Each& each) {
 #pragma unroll
