@@ -168,12 +168,12 @@ def product(p: Product, out: Any) -> Ready | None:
     return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
-_SUMS_BYTES = 1 << 27
-"""Of rows of sums that are in memory at a time."""
+_SUMS_BYTES, _TURNED_BYTES = 1 << 27, 1 << 30
+"""Of rows of sums that are in memory at a time; of rows of x, where there are none of sums."""
 
 
 def _turned(p: Product, out: Any) -> Ready | None:
-    """The product with an EXL3 matrix, between a kernel that turns x and one that turns its sums."""
+    """The product with an EXL3 matrix: x is turned before it, and its sums after it, by it or by others."""
     fragments, n = p.w.fragments(), out.shape[-1]
     floats = [a for a in (p.x, p.residual, out) if a is not None and not check.is_quantized(a)]
     copied = check.is_quantized(p.x) or not all(map(buffers.has_rows, floats))
@@ -181,11 +181,14 @@ def _turned(p: Product, out: Any) -> Ready | None:
     x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
     rows, y = buffers.as_rows(x), buffers.as_rows(out)
     residual = None if p.residual is None else buffers.as_rows(p.residual)
-    at_once = max(1, _SUMS_BYTES // (2 * n))
-    end, ready = _epilogue(p), None
+    end = _epilogue(p._replace(residual=residual))
+    if _turning(fragments, rows, y, end):
+        at_once = max(1, _TURNED_BYTES // (512 * rows.shape[1])) * 256  # of whole tiles
+    else:
+        at_once = max(1, _SUMS_BYTES // (2 * n))
     for part in cpu.slabs(len(rows), 1, at_once):
         given, to, added = rows[part], y[part], None if residual is None else residual[part]
-        ready = _turned_ready(fragments, given, to, added, end)
+        ready = _turning(fragments, given, to, end) or _turned_ready(fragments, given, to, added, end)
         ends = (to.data.ptr, buffers.pointer(p.bias), buffers.pointer(added))
         _run(ready, fragments, (given.data.ptr, 0), ends)
     if y.data.ptr != out.data.ptr:
@@ -193,8 +196,18 @@ def _turned(p: Product, out: Any) -> Ready | None:
     return None if copied or len(rows) > at_once else ready
 
 
+def _turning(fragments: Fragments, x: Any, out: Any, end: problem.Epilogue) -> Ready | None:
+    """A product that turns its sums, of rows that are turned before; None where it is planned otherwise."""
+    turned = problem.Source(x.shape, (x.shape[1],), None, True)
+    launch = problem.resolve(fragments.weight, turned, _output(out), end, jit.gpu())
+    if not launch.turns:
+        return None
+    factors, size = buffers.rows_bytes(x.shape)
+    return Ready(launch, (cuda_exl3.turned_rows(x, fragments),), size, factors, 0)
+
+
 def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: problem.Epilogue) -> Ready:
-    """One row of float16 is turned by the product itself, if its plan says so."""
+    """One whose sums a kernel turns. It turns a row of float16 itself, if its plan says so."""
     (m, k), n = x.shape, out.shape[1]
     half, _, single = (problem.DTYPES[dtype] for dtype in check.FLOATS)
     own = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0], x.data.ptr % 16 == 0)

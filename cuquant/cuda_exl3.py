@@ -1,7 +1,7 @@
 """EXL3 weights on the GPU: to numbers, the layout that products read, and what surrounds these products.
 
-W.T = diag(suh) H V H diag(svh): a kernel makes float16 rows x diag(suh) H, the matrix kernels multiply them
-by V, and another kernel turns these sums and does what follows.
+W.T = diag(suh) H V H diag(svh): a kernel makes float16 rows x diag(suh) H, and the matrix kernels multiply
+them by V. The wgmma core turns these sums and does what follows; of others another kernel does.
 """
 
 from __future__ import annotations

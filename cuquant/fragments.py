@@ -104,9 +104,10 @@ class Fragments:
 
     @cached_property
     def addresses(self) -> plan.Planes:
-        """Device addresses of the planes."""
+        """Device addresses of the planes; what rows have is the row plane of walks."""
         start = self.buffer.data.ptr
-        return plan.Planes(*(start + plane for plane in self.planes))
+        planes = plan.Planes(*(start + plane for plane in self.planes))
+        return planes._replace(row=self.kept.svh.data.ptr) if self.fmt.walks else planes
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:

@@ -97,7 +97,7 @@ class Launch(NamedTuple):
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
     memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
-    signs of W's columns, `quantizes` whether it quantizes x, or turns it.
+    signs of W's columns, `quantizes` whether it quantizes x, or turns it, `turns` whether it turns sums.
     """
 
     plan: plan.Plan
@@ -108,6 +108,7 @@ class Launch(NamedTuple):
     partials: int
     takes_signs: bool
     quantizes: bool
+    turns: bool
 
     def packed(
         self,
@@ -254,7 +255,8 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
             box = (plan.TILE_COLUMNS, gemm.out_box, 1, 1, 1)
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
     return Launch(
-        gemm.plan, tensor, out_map, straight, numbers, gemm.partials, gemm.chunk > 0, gemm.quantizes
+        *(gemm.plan, tensor, out_map, straight, numbers, gemm.partials),
+        *(gemm.chunk > 0, gemm.quantizes, gemm.turns),
     )
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from formats_table import FLOATS
 from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, plan, problem, testing
+from cuquant.plan import wgmma_core
 from cuquant.testing import as_numpy, nmse, worst_element
 
 
@@ -28,6 +30,34 @@ def plan_anew(*prepared: cq.QuantizedArray) -> None:
     problem.resolve.cache_clear()
     for w in prepared:
         w.fragments().repeats.clear()
+
+
+def check_choice(
+    monkeypatch: pytest.MonkeyPatch,
+    choice: wgmma_core.Choice,
+    w: cq.QuantizedArray,
+    x: Any,
+    bias: Any,
+    residual: Any,
+    reference: Any,
+) -> None:
+    """Products by this way to run the wgmma core, with every kind of result."""
+    cupy, (m, n) = device.cupy(), reference.shape
+    monkeypatch.setattr(wgmma_core, "choices", lambda *a: [choice])
+    plan_anew(w)
+    for _ in range(2):  # flags are as they were
+        assert nmse(x @ w.T, reference) < 1e-6, choice
+    y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=np.float32)
+    assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
+    assert nmse(cq.matmul(x, w.T, dtype=np.float32), reference) < 1e-6, choice
+    y = cq.linear(x, w, bias=bias)
+    assert nmse(y, reference + bias) < 1e-6, choice
+    frame = cupy.full((m + 2, n + 24), np.nan, np.float16)  # aligned rows, a row that is not, the rest
+    for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
+        frame.fill(np.nan)
+        assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
+        view.fill(np.nan)
+        assert cupy.isnan(frame).all(), choice
 
 
 def assert_read_back(raw: NDArray[np.uint8], fmt: cq.Format, shape: tuple[int, ...]) -> None:

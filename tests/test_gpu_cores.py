@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import ON_GPU
-from products import cuda_weight, gauss, plan_anew
+from products import check_choice, cuda_weight, gauss, plan_anew
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
@@ -60,34 +60,6 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
-def check(
-    monkeypatch: pytest.MonkeyPatch,
-    choice: wgmma_core.Choice,
-    w: cq.QuantizedArray,
-    x: Any,
-    bias: Any,
-    residual: Any,
-    reference: Any,
-) -> None:
-    """Products by this choice, with every kind of result."""
-    cupy, (m, n) = device.cupy(), reference.shape
-    monkeypatch.setattr(wgmma_core, "choices", lambda *a: [choice])
-    plan_anew(w)
-    for _ in range(2):  # flags are as they were
-        assert nmse(x @ w.T, reference) < 1e-6, choice
-    y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
-    assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
-    assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
-    y = cq.linear(x, w, bias=bias)
-    assert nmse(y, reference + bias) < 1e-6, choice
-    frame = cupy.full((m + 2, n + 24), np.nan, np.float16)  # aligned rows, a row that is not, the rest
-    for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
-        frame.fill(np.nan)
-        assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
-        view.fill(np.nan)
-        assert cupy.isnan(frame).all(), choice
-
-
 TILES = list(wgmma_core.STEP_US)
 
 
@@ -113,7 +85,7 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     reference = cupy.asarray(testing.linear(x, w))
     found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1, jit.gpu()) if c.tile == tile]
     for choice in found:
-        check(monkeypatch, choice, w, x, bias, residual, reference)
+        check_choice(monkeypatch, choice, w, x, bias, residual, reference)
     for choice in found:
         if choice.streamed:
             continue
@@ -157,7 +129,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
         for choice in choices:
             ways.add((choice.split, choice.streamed > 0))
-            check(monkeypatch, choice, w, x, bias, residual, reference)
+            check_choice(monkeypatch, choice, w, x, bias, residual, reference)
         monkeypatch.undo()
     plan_anew()
     if not ways:  # no room for three stages, or registers

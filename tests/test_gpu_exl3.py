@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from formats_table import FLOATS
 from numpy.typing import NDArray
+from products import check_choice, plan_anew
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
 from cuquant import cuda, device, jit, plan, testing
+from cuquant.formats.exl3 import HADAMARD
+from cuquant.plan import wgmma_core
+from cuquant.plan.wgmma_core import Tile
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -103,6 +107,85 @@ def test_every_step_of_k_counts(bits: int) -> None:
             agrees(cq.matmul(device.cupy().asarray(x), there.T, dtype=F), x.astype(np.float64) @ dense.T)
 
 
+def by_turns() -> Iterator[tuple[wgmma_core.Tile, cq.Exl3]]:
+    """The tiles that the wgmma core has for walks, with steps of so many bits."""
+    for i, tile in enumerate(wgmma_core.STEP_US):
+        for bits in (*PRODUCT_BITS[i % len(PRODUCT_BITS) :], *PRODUCT_BITS):
+            fmt = cq.Exl3(bits, "mcg")
+            if max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) >= 3:
+                yield tile, fmt
+                break
+
+
+@pytest.mark.parametrize(("tile", "fmt"), list(by_turns()), ids=str)
+def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any, fmt: cq.Exl3) -> None:
+    """Those that turn their sums and those that do not; parts of tiles, several of a block, shared ones."""
+    cupy, gpu = device.cupy(), jit.gpu()
+    if gpu.capability != 90:
+        pytest.skip("wgmma is sm_90a's")
+    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
+    m, k = tile.batch + 9, 1024 if tile.width > 2 else 512
+    n = (tile.rows * tile.pair // HADAMARD + 1) * HADAMARD
+    w = random_exl3(fmt.bits, (n, k))
+    there, x = w.to_device("cuda"), cupy.asarray(gauss(m, k)).astype(np.float16)
+    bias, residual = cupy.asarray(gauss(n, seed=1)), cupy.asarray(gauss(m, n, seed=2))
+    reference = cupy.asarray(testing.linear(x, w))
+    choices = [c for c in wgmma_core.choices(fmt, m, n, k, 1, gpu) if c.tile == tile and c.split < 4]
+    for choice in choices:
+        check_choice(monkeypatch, choice, there, x, bias, residual, reference)
+    whole = wgmma_core._stages(fmt, tile, 1) >= 3  # else only halves of K
+    expected = {False, wgmma_core._shares_tiles(fmt, tile)} if whole else set[bool]()
+    assert choices
+    assert {c.streamed > 0 for c in choices if c.split == 1} == expected
+    monkeypatch.undo()
+    plan_anew()
+
+
+@pytest.mark.parametrize("tile", [Tile(128, 2), Tile(128, 2, 2), Tile(256, 2), Tile(64, 2)], ids=str)
+def test_tiles_of_few_columns(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
+    """Warpgroups begin the next tile while others store: what they turn and store lies in the same memory."""
+    cupy, gpu, m = device.cupy(), jit.gpu(), 2 * tile.batch
+    if gpu.capability != 90:
+        pytest.skip("wgmma is sm_90a's")
+    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 2)
+    w = random_exl3(4, (1024, 128))
+    there, x = w.to_device("cuda"), cupy.asarray(gauss(m, 128)).astype(np.float16)
+    residual = cupy.asarray(gauss(m, 1024, seed=2))
+    exact = testing.linear(x, w)
+    for choice in wgmma_core.choices(cq.Exl3(4, "mcg"), m, 1024, 128, 1, gpu):
+        if choice.tile != tile or choice.split > 1:
+            continue
+        monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
+        plan_anew(there)
+        for added, expected in ((None, exact), (residual, exact + as_numpy(residual))):
+            first = cq.linear(x, there, residual=added)
+            agrees(first, expected)
+            for _ in range(20):
+                np.testing.assert_array_equal(as_numpy(cq.linear(x, there, residual=added)), as_numpy(first))
+        monkeypatch.undo()
+        monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 2)
+    monkeypatch.undo()
+    plan_anew()
+
+
+@pytest.mark.parametrize("m", [1, 8, 40])
+def test_infinity_and_more_than_float32_holds(m: int) -> None:
+    """A row is turned as a whole, so that all of its results are spoilt, but no other's."""
+    fmt = cq.Exl3(4, "mcg")
+    w = random_exl3(fmt.bits, (384, 256))
+    there, dense = w.to_device("cuda"), w.dequantize().astype(np.float64)
+    for bad in (np.inf, np.nan, 3e38):
+        x = gauss(m, 256)
+        x[m // 2, 5] = bad
+        if bad == 3e38:
+            x[m // 2, :128] = bad * np.sign(fmt.parts(w.blocks, w.shape).suh[:128])
+        y = as_numpy(device.cupy().asarray(x) @ there.T)
+        assert not np.isfinite(y[m // 2]).any()
+        rest = np.arange(m) != m // 2
+        if rest.any():
+            agrees(y[rest], x[rest].astype(np.float64) @ dense.T)
+
+
 @pytest.mark.parametrize("bits", [1, 7])
 def test_bits_that_become_floats_first(bits: int) -> None:
     w = random_exl3(bits, (256, 128))
@@ -155,15 +238,21 @@ def test_what_follows_the_sums() -> None:
 
 
 def test_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of many rows are in memory a part at a time: the same numbers."""
+    """Sums of many rows, where the product turns none, are in memory a part at a time: the same numbers."""
     w = random_exl3(4, (256, 128)).to_device("cuda")
     x = device.cupy().asarray(gauss(21, 128))
     residual = device.cupy().asarray(gauss(21, 256))
     expected = as_numpy(cq.linear(x, w, residual=residual))
     monkeypatch.setattr(cuda, "_SUMS_BYTES", 2 * 256 * 8)
     w.fragments().repeats.clear()
-    assert nmse(cq.linear(x, w, residual=residual), expected) < 1e-6  # another core
+    with jit.planned_for(plan.Gpu(80, 108)):
+        assert nmse(cq.linear(x, w, residual=residual), expected) < 1e-6  # other cores
     assert not w.fragments().repeats
+    if jit.capability() == 90:  # those of x, where the product turns sums
+        monkeypatch.setattr(cuda, "_TURNED_BYTES", 0)
+        x = device.cupy().asarray(gauss(600, 128))
+        agrees(x @ w.T, testing.linear(x, w))
+        assert not w.fragments().repeats
 
 
 def test_again_and_in_a_graph() -> None:

@@ -20,7 +20,7 @@ class Gemm:
     grouped product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
     `partials` bytes. `out_box` are the batch rows of a box of results, where the kernel can store them so.
     `quantizes` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for
-    walks.
+    walks; `turns` whether it turns their sums, so that it stores results.
     """
 
     plan: Plan
@@ -31,6 +31,7 @@ class Gemm:
     partials: int = 0
     out_box: int = 0
     quantizes: bool = False
+    turns: bool = False
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9

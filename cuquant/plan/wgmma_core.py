@@ -9,7 +9,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
+from ..formats.exl3 import HADAMARD
+from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
 from .launch import LARGE_GPU, WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
 
@@ -112,6 +113,8 @@ many times as long steps take where no multiprocessor is idle any more: memory a
 which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes two warpgroups or more to store an output, and to add it up first."""
+_RESULTS_US, _RESULT_US = 1.0, 1.1e-6
+"""Of a kernel that turns sums, where this one does not: its launch, and each result."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 ROOMY_BATCH = 64
@@ -192,6 +195,8 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     if split > 1:
         return 0, more + tile.batch * (tile.rows + 4) * 4
     sums = max(more, tile.groups * 32 * (tile.blocks * 64 + 4) * 4)
+    if turns(fmt, tile, split):
+        sums = max(sums, tile.rows * tile.batch * 2)
     if tile.batch < BOXED_BATCH:
         return 0, sums
     left = _shared_room(tile) - _table(fmt, tile)[1] - 4 * _stage_bytes(fmt, tile)
@@ -213,13 +218,20 @@ def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
+def turns(fmt: Format, tile: Tile, split: int) -> bool:
+    """Whether the kernel turns a walk's sums: those of one block, and of as many rows as are turned."""
+    return fmt.walks and split == 1 and tile.rows % HADAMARD == 0
+
+
 def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether a kernel spills none: 640 threads have few, and so have two blocks, where codes of 8 bits take
     too many; and two row blocks have many sums and codes."""
     if tile.resident == 2:
         return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
-        if fmt.walks and fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()):
+        if fmt.walks and (
+            fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()) or (split, tile.batch) == (1, 64)
+        ):
             return False
         if tile.batch == 64:
             return not row_factors(fmt)  # there is no room for the factors of rows
@@ -295,6 +307,8 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         places = places_of(gpu, split * tile.pair) * tile.resident
         step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
+        if fmt.walks and not turns(fmt, tile, split):
+            start += _RESULTS_US + m * n * _RESULT_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
         if split > 1:
@@ -342,9 +356,7 @@ def least_batch(fmt: Format, numbers: int) -> int:
     q8_0 at 28672 x 8192 takes an H200 61.5 us in place of 67.2 with two rows, 61.9 in place of 70.6 with six;
     at 14336 x 4096 17.3 in place of 17.8 with six, but 17.1 in place of 16.3 with two.
     """
-    if fmt.walks:
-        return DECODE_BATCH + 1
-    if fmt.bits < 8 or numbers < _LARGE:
+    if fmt.bits < 8 or fmt.walks or numbers < _LARGE:
         return WGMMA_BATCH
     return 5 if numbers < _VERY_LARGE else 1
 
@@ -386,4 +398,4 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
-    return Gemm(plan, out_box=room if room == batch else room // 2)
+    return Gemm(plan, out_box=room if room == batch else room // 2, turns=turns(fmt, tile, split))

@@ -37,7 +37,7 @@ struct Problem {
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)
-    const u32* rows;       // W's row plane, if its format has one
+    const u32* rows;       // W's row plane, if its format has one; of EXL3 svh, float16
 };
 
 // Some rows of x and out that have one matrix of the stack to themselves; `count` is how many works there are.

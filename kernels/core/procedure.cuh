@@ -34,8 +34,7 @@ struct Numbers {
     // What two windows stand for, in float16, rounded once.
     static DEVICE u32 pair(u32 first, u32 second) {
         if constexpr (HALVES) {
-            const u32 a = halves(first), b = halves(second);
-            return add_half2(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
+            return pack_sums(halves(first), halves(second));
         } else {
             // Under the exponent of 1024 an integer in the mantissa reads 1024 more.
             const u32 a = __dp4a(first * 0x83dcd12d, 0x01010101u, 0x6400u);

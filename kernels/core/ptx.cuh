@@ -49,6 +49,14 @@ DEVICE u32 add_half2(u32 a, u32 b) {
     return r;
 }
 
+// The sums of a's halves and of b's. Either is one addition, which the pipe of permutes has nothing to do with.
+DEVICE u32 pack_sums(u32 a, u32 b) {
+    u32 r;
+    asm("{.reg .f16 p, q, s, t;\nmov.b32 {p, q}, %1;\nmov.b32 {s, t}, %2;\n"
+        "add.f16 p, p, q;\nadd.f16 s, s, t;\nmov.b32 %0, {p, s};}" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

@@ -2,6 +2,7 @@
 #pragma once
 #include "levels.cuh"
 #include "schedule.cuh"
+#include "turned.cuh"
 
 #if __CUDA_ARCH__ == 900
 // A warpgroup's sums, thread by thread four at a time, in memory of either kind.
@@ -64,11 +65,111 @@ DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     }
 }
 
+// Where a lane's part of boxes of 64 columns begins: batch row after batch row of 128 bytes, swizzled, so that no bank is
+// met twice. The copy engine takes results so, and wgmma operand B.
+DEVICE u32 place_in_boxes(u32 boxes, int warp, int lane) {
+    return boxes + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+}
+
+// COUNT batch rows of a warpgroup's sums there, from `first` on, as 16-bit numbers.
+template <int COUNT, int ROW_BLOCKS, int SUMS>
+DEVICE void stage_boxes(const float (&acc)[ROW_BLOCKS][SUMS], int first, u32 own, int dtype) {
+#pragma unroll
+    for (int j = 0; j < COUNT / 8; j += 2)
+#pragma unroll
+        for (int b = 0; b < ROW_BLOCKS; b++) {
+            u32 r[4];
+#pragma unroll
+            for (int q = 0; q < 4; q++) {
+                const float* v = &acc[b][(first / 8 + j + q / 2) * 4 + q % 2 * 2];
+                r[q] = pack(v[0], v[1], dtype);
+            }
+            store_matrices_transposed(own + b * (COUNT * 128) + j * 1024, r);
+        }
+}
+
+// Sums x' V turned along the rows of W, 128 of one warpgroup or of two, and times svh, which is W's row plane. The tensor
+// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (p.lift brings it there)
+// in boxes at `shared`. Row 16 u + r of the matrix has in column 16 s + c the sign of the bits that u and s, and r and c,
+// have in common.
+template <int GROUPS, bool BOXES, int ROW_BLOCKS, int SUMS>
+DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int first_n, u8* shared, int group) {
+    constexpr int BATCH = SUMS * 2, BOX = BATCH * 128;
+    constexpr bool PAIR = ROW_BLOCKS == 1;
+    static_assert(GROUPS * ROW_BLOCKS * 64 % HADAMARD == 0, "whole turns");
+    const int warp = threadIdx.x % WARPGROUP / WARP, lane = threadIdx.x % WARP, r = lane / 4, c = lane % 4 * 2;
+    const u32 boxes = shared_address(shared) + group * ROW_BLOCKS * BOX;
+    const float lift = p.lift, up = TURNED / (lift * lift);  // of which what follows takes one back
+    float factors[ROW_BLOCKS][2];
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            const int n = min(first_n + b * 64 + warp * 16 + r + e * 8, p.N - 1);
+            factors[b][e] = half_to_float(reinterpret_cast<const u16*>(p.rows)[n]);
+        }
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) acc[b][j] *= lift;
+    // What was here has been read: boxes of results by the copy engine, whose thread has waited. Other results are staged in
+    // other places, which all must have read, now and in the end.
+    const bool alike = BOXES && p.straight;
+    if (alike)
+        warpgroups_sync<WARPGROUP>(1 + group);
+    else
+        warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);
+    stage_boxes<BATCH>(acc, 0, place_in_boxes(boxes, warp, lane), FLOAT16);
+    store_box_fence();
+    warpgroups_sync<WARPGROUP>(1 + group);
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) acc[b][j] = 0;
+    constexpr u32 ONES = 0x3c003c00, SIGNS = 0x80008000;
+    auto odd = [](int bits) { return u32(__popc(bits) & 1); };
+    const u32 corner = ONES ^ odd(r & c) << 15 ^ odd(r & (c + 1)) << 31;
+    const int own = PAIR ? group % 2 : 0;  // half of the 128
+#pragma unroll 1
+    for (int s = 0; s < HADAMARD / 16; s += 2) {  // not unrolled, as all operands would take too many registers
+        if (PAIR && s == HADAMARD / 32) warpgroups_sync<2 * WARPGROUP>(EVERYONE + 2 + group / 2);
+        const int half = own ^ s / 4;  // its own first, for which it need not wait
+        u32 a[2][ROW_BLOCKS][4];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++) {
+                const int u = (own + b) * 4 + warp;
+                a[e][b][0] = a[e][b][1] = a[e][b][2] = odd(u & (half * 4 + s % 4 + e)) ? corner ^ SIGNS : corner;
+                a[e][b][3] = a[e][b][0] ^ SIGNS;
+            }
+            pin(a[e]);
+        }
+        const u32 start = boxes + (half - own) * BOX;
+        const u64 x = u64(start >> 4) + s % 4 * 2 | u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
+        wgmma_fence();
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+#pragma unroll
+            for (int b = 0; b < ROW_BLOCKS; b++) Wgmma<BATCH>::add(acc[b], a[e][b], x + 2 * e);
+        wgmma_commit();
+        wgmma_wait<0>();
+    }
+    pin(acc);
+    if (!alike)
+        warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);
+    else if constexpr (PAIR)
+        warpgroups_sync<2 * WARPGROUP>(EVERYONE + 2 + group / 2);
+#pragma unroll
+    for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+        for (int j = 0; j < SUMS; j++) acc[b][j] *= factors[b][j / 2 % 2] * up;
+}
+
 // A warpgroup's results, from its registers to memory, with nothing to be done that would take long code for every
 // register: scale, bias, one rounding. Those of float32 go at once, eight lanes a sector of 32 bytes. Others turn over
-// in its part of the shared memory at `shared`, from where the copy engine takes them while the next tile is computed:
-// boxes of 64 columns, batch row after batch row of 128 bytes, swizzled, so that no bank is met twice. There is room
-// for all batch rows, or for half of them, which then go in quarters.
+// in its part of the shared memory at `shared`, from where the copy engine takes them, in boxes, while the next tile is
+// computed. There is room for all batch rows, or for half of them, which then go in quarters.
 template <int GROUPS, int ROOM, int ROW_BLOCKS, int SUMS>
 DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int matrix, int first_m,
                        int first_n, u8* shared, int group) {
@@ -109,21 +210,10 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     for (int first = 0; first < BATCH; first += CHUNK) {
         const u32 staged =
             shared_address(shared) + (first / CHUNK % BUFFERS * GROUPS + group) * (ROW_BLOCKS * BOX);
-        const u32 own = staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+        const u32 own = place_in_boxes(staged, warp, lane);
         if (first >= ROOM && thread == 0) store_box_wait<BUFFERS - 1>();
         warpgroups_sync<WARPGROUP>(1 + group);  // the copy engine has read what was here: its thread has waited
-#pragma unroll
-        for (int j = 0; j < CHUNK / 8; j += 2)
-#pragma unroll
-            for (int b = 0; b < ROW_BLOCKS; b++) {
-                u32 r[4];
-#pragma unroll
-                for (int q = 0; q < 4; q++) {
-                    const float* v = &acc[b][(first / 8 + j + q / 2) * 4 + q % 2 * 2];
-                    r[q] = pack(v[0], v[1], p.out_dtype);
-                }
-                store_matrices_transposed(own + b * BOX + j * 1024, r);
-            }
+        stage_boxes<CHUNK>(acc, first, own, p.out_dtype);
         store_box_fence();
         warpgroups_sync<WARPGROUP>(1 + group);
         if (thread == 0) {

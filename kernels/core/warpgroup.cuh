@@ -84,7 +84,8 @@ DEVICE void pin(T (&registers)[A][B]) {
         }
 }
 
-// Only the threads of one or more warpgroups meet: a row group's at barrier 1 + group, all computing ones at EVERYONE.
+// Only the threads of one or more warpgroups meet: a row group's at barrier 1 + group, all computing ones at EVERYONE; those
+// of all row groups at the next, and of two at the ones after it.
 constexpr int EVERYONE = 8;
 
 template <int THREADS>

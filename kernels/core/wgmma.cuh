@@ -14,6 +14,7 @@
 // The sums of the K_GROUPS meet in shared memory. With few batch rows there are registers and room enough for two blocks
 // on a multiprocessor (RESIDENT): one's start and end are in the other's shadow.
 // A warpgroup stores its own rows of the result, so that the others may go on meanwhile; of a split all store together.
+// Sums of EXL3's numbers are turned before, where a block has all of K and rows for whole turns.
 //
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
 // order. Or they share x (PAIR): one has the rows of W below the other's, and each copies half of x to both. Without
@@ -45,6 +46,9 @@ DEVICE void wgmma(const P& p) {
     static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
     constexpr bool ROOMY = GROUPS * K_GROUPS == 2;  // threads have registers for what spares a short product time
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
+    // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns has it).
+    constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && ROWS % HADAMARD == 0;
+    static_assert(!TURNS || ROOM == 0 || ROOM == BATCH, "all of a tile is turned at once");
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
@@ -356,13 +360,24 @@ DEVICE void wgmma(const P& p) {
                 cluster_sync();
                 Sums::template finish<CONSUMERS>(p, at, own.first_m, own.first_row * 16, places);
             } else {
+                if constexpr (TURNS) turn_sums<GROUPS, BOXES>(p, acc, first_n, staged, group);
+                auto matrix_again = [&] {  // after a turn, which leaves no registers for it
+                    if constexpr (TURNS) {
+                        u32 matrix = own.matrix;
+                        asm volatile("" : "+r"(matrix));
+                        return matrix_of<F>(p, matrix);
+                    } else {
+                        return at;
+                    }
+                };
+                const Matrix last = matrix_again();
                 bool stored = false;
                 if constexpr (BOXES) {
                     stored = p.straight;
                     if (stored)
-                        store_rows<GROUPS, ROOM>(p, at, acc, own.matrix, own.first_m, first_n, staged, group);
+                        store_rows<GROUPS, ROOM>(p, last, acc, own.matrix, own.first_m, first_n, staged, group);
                 }
-                if (!stored) finish_sums<GROUPS, ROOMY>(p, at, acc, own.first_m, first_n, staged, group);
+                if (!stored) finish_sums<GROUPS, ROOMY>(p, last, acc, own.first_m, first_n, staged, group);
             }
         }
     }

@@ -3,8 +3,8 @@
 // Storage of a matrix is one record: rings of BITS * 8 words each, the highest bit first, [K / 16][N / 16] | suh, float16
 // [K] | svh, float16 [N]. K and N are multiples of 128, the side of H.
 //
-// The fragment layout has V alone: activations are multiplied by suh and turned before a product, results turned and
-// multiplied by svh after it (ops/exl3.cu).
+// The fragment layout has V alone: activations are multiplied by suh and turned before a product (ops/exl3.cu), results
+// turned and multiplied by svh after it (there, too) or in its end (core/results.cuh).
 #pragma once
 #include "../core/procedure.cuh"
 #include "../core/turned.cuh"
