@@ -21,6 +21,7 @@ def facts() -> dict[str, str]:
         "NumPy": f"{np.__version__}, BLAS {_blas()}",
         "gguf": _version("gguf"),
         "formats": ", ".join(formats.names()),
+        "only read": "exl3-1 to exl3-8, exl3-*-mcg, exl3-*-mul1",
         "kernels": str(sources.folder()),
     }
     problem = device.gpu_problem()

@@ -87,6 +87,8 @@ def test_versions_and_formats(machine: Machine) -> None:
     assert facts["NumPy"].startswith(f"{np.__version__}, BLAS ")
     assert facts["gguf"] == version("gguf")
     assert facts["formats"] == ", ".join(cq.formats.names())
+    only_read = facts["only read"].replace("exl3-*", "exl3-4").replace(" to ", ", ").split(", ")
+    assert [cq.formats.get(name).name for name in only_read] == only_read
     assert facts["kernels"] == str(ROOT / "kernels")
 
 
@@ -152,7 +154,7 @@ def test_a_gpu_without_a_compiler_is_explained(machine: Machine) -> None:
 def test_each_fact_has_a_line(machine: Machine) -> None:
     machine(None)
     lines = info.as_text().splitlines()
-    assert [line.startswith(name) for name, line in zip(info.facts(), lines, strict=True)] == [True] * 8
+    assert [line.startswith(name) for name, line in zip(info.facts(), lines, strict=True)] == [True] * 9
 
 
 def test_the_sources_of_this_checkout() -> None:

@@ -33,7 +33,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
-    assert len(records) == 9
+    assert len(records) == 10
     for name, record in records.items():
         (line,) = (
             line
@@ -69,6 +69,16 @@ def test_times_of_products(
         like = name if kind == "us" else {"matmul": "q4_0", "kquants": "q2_k"}[names[0]]
         measured = [cells[like, activation, m][kind] for m in batches]
         assert times == pytest.approx(measured, abs=0.051)
+
+
+def test_how_many_times_as_fast_as_tinygemm(records: dict[str, Any]) -> None:
+    cells = {(c["format"], f"{c['N']} x {c['K']}", c["M"]): c for c in records["peers"]["cells"]}
+    batches = (1, 2, 4, 8, 16, 32, 64)
+    rows = table(PERFORMANCE, f"| W | M = {' | '.join(map(str, batches))} |")
+    assert len(rows) == 4
+    for shape, times in rows.items():
+        own = [cells["q4_0", shape, m] for m in batches]
+        assert times == pytest.approx([c["tinygemm_us"] / c["us"] for c in own], abs=0.051)
 
 
 def test_times_of_mixtures(records: dict[str, Any]) -> None:

@@ -49,5 +49,6 @@ def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str,
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"no {kind} is named like {pattern!r} ({argument})")
+            there = f": one that is there is {next(iter(names))!r}" if names else ""
+            raise ValueError(f"no {kind} is named like {pattern!r} ({argument}){there}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
