@@ -221,6 +221,17 @@ class QuantizedArray(_Packed):
         chosen, shape = self._format.select(blocks, self._shape, index)
         return QuantizedArray(self._format, chosen, shape=shape)
 
+    def of_stack(self, number: int) -> QuantizedArray | None:
+        """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
+        it so."""
+        if self.device != "cuda" or self.ndim != 3 or not (self._format.walks and self._format.in_float16):
+            return None
+        from .cuda_exl3 import matrix
+
+        made = QuantizedArray(self._format, None, shape=self._shape[1:])
+        made._fragments = matrix(self.fragments(), number)
+        return made
+
     def __copy__(self) -> QuantizedArray:
         made = QuantizedArray(self._format, self._blocks, self.rows, self._shape)
         made._fragments = self._fragments

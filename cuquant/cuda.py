@@ -145,11 +145,14 @@ def product(p: Product, out: Any) -> Ready | None:
     if not check.is_quantized(p.w):
         _dense(p, out)
         return None
-    if not p.w.format.in_float16 or (p.w.format.walks and p.w.ndim > 2):
+    if not p.w.format.in_float16:
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     if p.w.format.walks:
-        return _turned(p, out)
+        if p.w.ndim == 2:
+            return _turned(p, p.w.fragments(), out)
+        _turned_stack(p, out)
+        return None
     fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
     to = (_output(out), _epilogue(p), jit.gpu())
     launch = problem.resolve(fragments.weight, x.source, *to)
@@ -172,9 +175,27 @@ _SUMS_BYTES, _TURNED_BYTES = 1 << 27, 1 << 30
 """Of rows of sums that are in memory at a time; of rows of x, where there are none of sums."""
 
 
-def _turned(p: Product, out: Any) -> Ready | None:
+def _turned_stack(p: Product, out: Any) -> None:
+    """The products with a stack of EXL3 matrices, one after the other."""
+    cupy, stack = device.cupy(), p.w.fragments()
+    *axes, m, _ = out.shape
+    *lead, _, k = p.w.shape
+    own = len(axes) - len(lead)  # axes that W lacks
+    check.may_allocate(cupy.cuda.get_current_stream(), check.is_quantized(p.x), p.w.format)
+    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
+    x = cupy.broadcast_to(x, (*axes, m, k))
+    for number, index in enumerate(np.ndindex(*lead)):
+        one = (i if extent > 1 else slice(None) for i, extent in zip(index, lead, strict=True))
+        where = (*[slice(None)] * own, *one)
+        bias = p.bias[index] if p.bias is not None and p.bias.ndim > 1 else p.bias
+        residual = None if p.residual is None else p.residual[where]
+        part = p._replace(x=x[where], bias=bias, residual=residual)
+        _turned(part, cuda_exl3.matrix(stack, number), out[where])
+
+
+def _turned(p: Product, fragments: Fragments, out: Any) -> Ready | None:
     """The product with an EXL3 matrix: x is turned before it, and its sums after it, by it or by others."""
-    fragments, n = p.w.fragments(), out.shape[-1]
+    n = out.shape[-1]
     floats = [a for a in (p.x, p.residual, out) if a is not None and not check.is_quantized(a)]
     copied = check.is_quantized(p.x) or not all(map(buffers.has_rows, floats))
     check.may_allocate(device.cupy().cuda.get_current_stream(), copied, p.w.format)

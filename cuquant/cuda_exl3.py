@@ -55,6 +55,20 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     return made
 
 
+def matrix(stack: Fragments, number: int) -> Fragments:
+    """One of a stack's matrices, where it lies."""
+    found = stack.matrices.get(number)
+    if found is None:
+        fmt, (matrices, n, k) = stack.fmt, _sizes(stack.shape)
+        before, tile = number * prod(plan.tiles(1, n, k)), plan.layout(fmt)
+        low, high = stack.planes.low + before * tile.low, stack.planes.high + before * tile.high
+        planes = stack.planes._replace(low=low, high=high)
+        sides = (part.reshape(matrices, -1)[number] for part in (stack.kept.suh, stack.kept.svh))
+        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, kept=Exl3Parts(None, *sides))
+        found = stack.matrices.setdefault(number, made)
+    return found
+
+
 def from_fragments(fragments: Fragments) -> Any:
     """The storage bytes, exactly as they were."""
     fmt, shape = fragments.fmt, fragments.shape

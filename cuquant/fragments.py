@@ -91,6 +91,8 @@ class Fragments:
     """Signs of columns, where some are -1."""
     repeats: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
     """Products that were checked, by what their operands look like (`repeats.Repeat`)."""
+    matrices: dict[int, Fragments] = field(default_factory=dict, compare=False, repr=False)
+    """Of a stack whose matrices are multiplied one by one: those that were asked for, in the same memory."""
 
     @cached_property
     def weight(self) -> problem.Weight:

@@ -80,8 +80,10 @@ def kernels(
     and mixtures of so many experts for a token with a stack (E, N, K)."""
     kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
-    if kept.walks and (lead or not kept.in_float16):  # products make floats of them
+    if kept.walks and not kept.in_float16:  # products make floats of them
         return [plan.exl3.dequantize(kept, prod(lead), n, k).kernel]
+    if kept.walks:
+        lead = []  # those with a stack are of one matrix after the other
     found = plan.scale_kernels(kept)
     if not kept.whole_matrices:
         found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)

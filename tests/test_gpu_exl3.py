@@ -14,7 +14,7 @@ from products import check_choice, plan_anew
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
-from cuquant import cuda, device, jit, plan, testing
+from cuquant import cuda, cuda_exl3, device, jit, plan, testing
 from cuquant.formats.exl3 import HADAMARD
 from cuquant.plan import wgmma_core
 from cuquant.plan.wgmma_core import Tile
@@ -66,14 +66,48 @@ def test_numbers_and_bytes(bits: int, generator: str) -> None:
 
 
 def test_stacks() -> None:
-    """Each matrix of a stack has its own sides; products make floats of it first."""
+    """Each matrix of a stack has its own sides; products with one after the other, where they lie."""
+    cupy = device.cupy()
     w = random_exl3(3, (2, 128, 256))
-    there = w.to_device("cuda").prepare()
+    there, dense = w.to_device("cuda").prepare(), w.dequantize().astype(float).swapaxes(1, 2)
     np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
     np.testing.assert_array_equal(as_numpy(there[1].blocks), w[1].blocks)
-    x = gauss(2, 5, 256)
-    y = device.cupy().asarray(x) @ there.mT
-    agrees(y, x.astype(float) @ w.dequantize().astype(float).swapaxes(1, 2))
+    for number in (0, 1):
+        one = there.of_stack(number)
+        assert one is not None
+        assert (one.shape, one.storage) == ((128, 256), there.storage)
+        np.testing.assert_array_equal(as_numpy(one.blocks), w[number].blocks)
+    for shape in ((2, 5, 256), (5, 256), (3, 1, 20, 256), (3, 2, 4, 256)):
+        x = gauss(*shape)
+        agrees(cupy.asarray(x) @ there.mT, x.astype(float) @ dense)
+    q = cq.quantize(cupy.asarray(x), "q8_1")
+    agrees(q @ there.mT, as_numpy(q.dequantize()).astype(float) @ dense)
+    x, bias, residual = gauss(2, 20, 256), gauss(2, 128, seed=1), gauss(2, 20, 128, seed=2)
+    given = {"bias": cupy.asarray(bias), "residual": cupy.asarray(residual)}
+    out = cupy.zeros((2, 20, 256), F)[..., ::2]
+    for more in ({}, {"out": out}):
+        y = cq.linear(cupy.asarray(x), there, activation="relu", **given, **more)
+        agrees(y, np.maximum(x.astype(float) @ dense + bias[:, None], 0) + residual)
+    of_four = random_exl3(4, (3, 1, 128, 128))
+    x = gauss(2, 5, 128)
+    expected = x.astype(float) @ of_four.dequantize().astype(float).swapaxes(-1, -2)
+    agrees(cupy.asarray(x) @ of_four.to_device("cuda").mT, expected)
+
+
+def test_stacks_in_a_graph() -> None:
+    cupy = device.cupy()
+    w = random_exl3(4, (3, 128, 256)).to_device("cuda").prepare()
+    x, y = cupy.asarray(gauss(3, 2, 256)).astype(np.float16), cupy.empty((3, 2, 128), np.float16)
+    expected = as_numpy(cq.matmul(x, w.mT, out=y))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cq.matmul(x, w.mT, out=y)
+        stream.begin_capture()
+        cq.matmul(x, w.mT, out=y)
+        graph = stream.end_capture()
+        y[...] = 0
+        graph.launch()
+        np.testing.assert_array_equal(as_numpy(y), expected)
 
 
 @pytest.mark.parametrize(("bits", "generator"), SOME)
@@ -311,11 +345,15 @@ def test_warmup(bits: int) -> None:
         agrees(y, x.astype(np.float64) @ w.dequantize().astype(np.float64).swapaxes(-1, -2))
 
 
-def test_experts() -> None:
-    """Stacks of experts are multiplied one after the other."""
+def test_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are multiplied one after the other, where they lie in their stacks: nothing is made of them."""
     stack = [random_exl3(4, (2, 128, 128), seed=seed) for seed in range(3)]
     x, ids, probs = gauss(6, 128), np.array([[0], [1], [0], [1], [1], [0]]), np.ones((6, 1), F)
     expected = cq.moe(x, cq.Experts(*stack), ids, probs)
-    there = cq.Experts(*(w.to_device("cuda") for w in stack))
+    there = cq.Experts(*(w.to_device("cuda").prepare() for w in stack))
     cupy = device.cupy()
-    agrees(cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs)), expected)
+    monkeypatch.setattr(cuda_exl3, "_repack", None)
+    monkeypatch.setattr(cuda_exl3, "dequantize", None)
+    for _ in range(2):
+        agrees(cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs)), expected)
+    assert all(w.fragments().matrices[1].repeats for w in there)

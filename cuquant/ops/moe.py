@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,8 +99,8 @@ def moe(
 
     On a GPU, for quantized experts, all experts of a projection are one launch; nothing synchronises, and
     after a warm-up call it can be captured in a CUDA graph. Experts are products of their own, for which the
-    host reads ids and probabilities, if some are floats or of a grid that float16 does not hold, if there are
-    more than 1024 or a token has more than 256, or if K or F (of trellis) is no multiple of 32.
+    host reads ids and probabilities, if some are floats, of EXL3, or of a grid that float16 does not hold, if
+    there are more than 1024 or a token has more than 256, or if K or F (of trellis) is no multiple of 32.
 
     Parameters
     ----------
@@ -185,15 +185,9 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
     order = np.argsort(flat, kind="stable")
     starts = np.searchsorted(flat[order], np.arange(count + 1))
     y = xp.zeros((tokens, experts.down.shape[1]), np.float32)
-    # Once for all: a prepared stack's bytes have to be made.
-    stored = [stack.blocks if check.is_quantized(stack) else None for stack in experts]
+    one_of = [_matrices(stack) for stack in experts]
     for expert in map(int, np.flatnonzero(np.diff(starts))):
-        one = Experts(
-            *(
-                stack[expert] if blocks is None else stack.selected(blocks, (expert,))
-                for stack, blocks in zip(experts, stored, strict=True)
-            )
-        )
+        one = Experts(*(matrix(expert) for matrix in one_of))
         mine = order[starts[expert] : starts[expert + 1]]
         for part in cpu.slabs(len(mine), width, _HIDDEN):
             token, slot = np.divmod(mine[part], top_k)
@@ -205,6 +199,17 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
                     y[xp.asarray(token[here])] += result[xp.asarray(here)]
     y[xp.asarray(np.flatnonzero(lost))] = np.nan
     return y
+
+
+def _matrices(stack: Any) -> Callable[[int], Any]:
+    """What gives a stack's matrices: where they lie, if kernels read them there, else of its bytes, which of
+    a prepared one have to be made, once for all."""
+    if not check.is_quantized(stack):
+        return lambda number: stack[number]
+    if stack.of_stack(0) is not None:
+        return lambda number: stack.of_stack(number)
+    blocks = stack.blocks
+    return lambda number: stack.selected(blocks, (number,))
 
 
 def _feed_forward(x: Any, one: Experts, activation: str | None) -> Any:
