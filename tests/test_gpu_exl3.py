@@ -357,3 +357,12 @@ def test_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         agrees(cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs)), expected)
     assert all(w.fragments().matrices[1].repeats for w in there)
+
+
+def test_no_experts() -> None:
+    """Ids of none of them give NaN."""
+    cupy = device.cupy()
+    there = cq.Experts(*(random_exl3(4, (0, 128, 128)).to_device("cuda") for _ in range(3)))
+    y = cq.moe(cupy.asarray(gauss(2, 128)), there, cupy.zeros((2, 1), np.int32), cupy.ones((2, 1), F))
+    assert y.shape == (2, 128)
+    assert np.isnan(as_numpy(y)).all()

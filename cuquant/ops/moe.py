@@ -206,7 +206,7 @@ def _matrices(stack: Any) -> Callable[[int], Any]:
     a prepared one have to be made, once for all."""
     if not check.is_quantized(stack):
         return lambda number: stack[number]
-    if stack.of_stack(0) is not None:
+    if len(stack) and stack.of_stack(0) is not None:
         return lambda number: stack.of_stack(number)
     blocks = stack.blocks
     return lambda number: stack.selected(blocks, (number,))

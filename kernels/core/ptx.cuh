@@ -42,13 +42,6 @@ DEVICE u32 masked_not(u32 a, u32 mask) {
     return r;
 }
 
-// Pairs of float16, each result rounded once.
-DEVICE u32 add_half2(u32 a, u32 b) {
-    u32 r;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-
 // The sums of a's halves and of b's. Either is one addition, which the pipe of permutes has nothing to do with.
 DEVICE u32 pack_sums(u32 a, u32 b) {
     u32 r;
@@ -57,6 +50,7 @@ DEVICE u32 pack_sums(u32 a, u32 b) {
     return r;
 }
 
+// Pairs of float16, each result rounded once.
 DEVICE u32 sub_half2(u32 a, u32 b) {
     u32 r;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));

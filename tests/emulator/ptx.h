@@ -53,9 +53,6 @@ inline void cvt_rz_f16x2_f32(u32& r, float high, float low) {
 inline void cvt_rn_bf16x2_f32(u32& r, float high, float low) {
     r = narrowed_bfloat(low) | u32(narrowed_bfloat(high)) << 16;
 }
-inline void add_f16x2(u32& r, u32 a, u32 b) {
-    r = of_halves([](double a, double b, double) { return a + b; }, a, b);
-}
 inline void add_f16(u16& r, u16 a, u16 b) { r = narrowed(to_odd(double(widened(a)) + widened(b))); }
 inline void sub_f16x2(u32& r, u32 a, u32 b) {
     r = of_halves([](double a, double b, double) { return a - b; }, a, b);
