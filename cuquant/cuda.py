@@ -136,7 +136,8 @@ class Ready(NamedTuple):
 
 
 def product(p: Product, out: Any) -> Ready | None:
-    """Write act(x @ W.T + bias) + residual to `out` (..., M, N): one launch, two if x is converted.
+    """Write act(x @ W.T + bias) + residual to `out` (..., M, N): one launch, two if x is converted; of
+    EXL3 up to three, for each matrix of a stack.
 
     Returns how others like it are computed, if it was computed by the product's kernels from x's own memory.
     """
@@ -145,7 +146,11 @@ def product(p: Product, out: Any) -> Ready | None:
     if not check.is_quantized(p.w):
         _dense(p, out)
         return None
-    if not p.w.format.in_float16:
+    if p.bias is not None and not p.bias.flags.c_contiguous:  # kernels know no strides of it
+        check.may_copy_bias(device.cupy().cuda.get_current_stream())
+        product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
+        return None
+    if not p.w.format.in_float16 or (p.w.format.walks and p.w.size == 0):
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     if p.w.format.walks:
@@ -189,8 +194,11 @@ def _turned_stack(p: Product, out: Any) -> None:
         where = (*[slice(None)] * own, *one)
         bias = p.bias[index] if p.bias is not None and p.bias.ndim > 1 else p.bias
         residual = None if p.residual is None else p.residual[where]
-        part = p._replace(x=x[where], bias=bias, residual=residual)
-        _turned(part, cuda_exl3.matrix(stack, number), out[where])
+        part, to, matrix = x[where], out[where], cuda_exl3.matrix(stack, number)
+        merge = all(buffers.has_rows(a) for a in (part, residual, to) if a is not None)
+        for at in [()] if merge else np.ndindex(*axes[:own]):
+            added = None if residual is None else residual[at]
+            _turned(p._replace(x=part[at], bias=bias, residual=added), matrix, to[at])
 
 
 def _turned(p: Product, fragments: Fragments, out: Any) -> Ready | None:

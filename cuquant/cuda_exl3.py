@@ -15,6 +15,7 @@ from . import buffers, check, device, jit, plan, problem
 from .activations import Step, layout
 from .formats.exl3 import HADAMARD, Exl3, Exl3Parts
 from .fragments import Fragments
+from .repeats import Some
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -64,7 +65,8 @@ def matrix(stack: Fragments, number: int) -> Fragments:
         low, high = stack.planes.low + before * tile.low, stack.planes.high + before * tile.high
         planes = stack.planes._replace(low=low, high=high)
         sides = (part.reshape(matrices, -1)[number] for part in (stack.kept.suh, stack.kept.svh))
-        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, kept=Exl3Parts(None, *sides))
+        kept = Exl3Parts(None, *sides)
+        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, kept=kept, repeats=Some())
         found = stack.matrices.setdefault(number, made)
     return found
 

@@ -20,8 +20,8 @@ from .array import QuantizedArray
 if TYPE_CHECKING:
     from .fragments import Fragments
 
-MOST = 64
-"""Calls of a table; then it starts anew."""
+MOST, FEW = 64, 4
+"""Calls of a table; then it starts anew. Of one of many matrices."""
 
 
 class Repeat(NamedTuple):
@@ -67,6 +67,12 @@ class Repeat(NamedTuple):
 
 
 Known = dict[tuple[Any, ...], Repeat]
+
+
+class Some(Known):
+    """Calls of one of many matrices, whose tables would be large together."""
+
+
 quantized: Known = {}
 """Of activations that were quantized."""
 routed: Known = {}
@@ -132,7 +138,7 @@ def remember(
         tuple(_span(array) for array in (given, *reads, residual)),
         residual is not None and (residual.strides, residual.dtype) == (result.strides, result.dtype),
     )
-    if len(known) >= MOST:
+    if len(known) >= (FEW if isinstance(known, Some) else MOST):
         known.clear()
     with suppress(TypeError):
         known[_key(words, kind, given, reads, residual, out)] = repeat

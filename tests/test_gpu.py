@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import ceil
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from formats_table import CODEBOOKS, FLOATS, NAMES, ON_GPU, random_blocks
 from pictures import assert_pictured
 from products import assert_quantized_as_on_the_cpu, cuda_weight, gauss
+from walks import random_exl3
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
@@ -356,3 +358,30 @@ def test_rows_and_blocks_of_any_magnitude(name: str) -> None:
             if exact[:, n].any():
                 assert nmse(y[:, n], exact[:, n]) < (1e-6 if m >= 7 else 1e-5), (m, n)
     assert np.array_equal(as_numpy(w.blocks), stored)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "kbit4", "exl3-4-mcg"])
+def test_a_bias_with_gaps(name: str) -> None:
+    """Of any strides, for matrices and stacks, with few rows and many; not remembered, nor captured."""
+    cupy = device.cupy()
+    wide = np.arange(512, dtype=np.float32) / 100
+    for lead in ((), (2,)):
+        shape = (*lead, 128, 128)
+        w = random_exl3(4, shape) if name.startswith("exl3") else cq.quantize(gauss(shape), name)
+        there = w.to_device("cuda").prepare()
+        given = cupy.asarray(wide)
+        biases = [given[:256:2], given[127::-1], cupy.broadcast_to(given[5:6], (128,))]
+        if lead:
+            biases += [given[:256].reshape(128, 2).T, given.reshape(4, 128)[::2]]
+        for m, bias in itertools.product((1, 40), biases):
+            x = gauss((*lead, m, 128), 2)
+            for _ in range(2):
+                y = cq.linear(cupy.asarray(x), there, bias=bias)
+                assert nmse(y, testing.linear(x, w, bias=as_numpy(bias))) < 1e-6
+        assert not there.fragments().repeats
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            with pytest.raises(RuntimeError, match="bias is not contiguous"):
+                cq.linear(cupy.asarray(x), there, bias=bias)
+            stream.end_capture()

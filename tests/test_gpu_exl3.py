@@ -89,6 +89,15 @@ def test_stacks() -> None:
         y = cq.linear(cupy.asarray(x), there, activation="relu", **given, **more)
         agrees(y, np.maximum(x.astype(float) @ dense + bias[:, None], 0) + residual)
     of_four = random_exl3(4, (3, 1, 128, 128))
+    for bias in (gauss(3, 1, 128, seed=3), gauss(3, 1, 256, seed=3)[..., ::2], gauss(256)[::-2]):
+        x = gauss(3, 1, 5, 128)
+        y = cq.linear(
+            cupy.asarray(x), of_four.to_device("cuda"), bias=cupy.asarray(np.ascontiguousarray(bias))
+        )
+        agrees(y, testing.linear(x, of_four, bias=bias))
+    own = cupy.asarray(residual)
+    cq.linear(cupy.asarray(gauss(2, 20, 256)), there, residual=own, out=own)
+    agrees(own, gauss(2, 20, 256).astype(float) @ dense + residual)
     x = gauss(2, 5, 128)
     expected = x.astype(float) @ of_four.dequantize().astype(float).swapaxes(-1, -2)
     agrees(cupy.asarray(x) @ of_four.to_device("cuda").mT, expected)
@@ -97,7 +106,8 @@ def test_stacks() -> None:
 def test_stacks_in_a_graph() -> None:
     cupy = device.cupy()
     w = random_exl3(4, (3, 128, 256)).to_device("cuda").prepare()
-    x, y = cupy.asarray(gauss(3, 2, 256)).astype(np.float16), cupy.empty((3, 2, 128), np.float16)
+    # Rows of a matrix's part of x do not merge here: none are copied.
+    x, y = cupy.asarray(gauss(2, 3, 2, 256)).astype(np.float16), cupy.empty((2, 3, 2, 128), np.float16)
     expected = as_numpy(cq.matmul(x, w.mT, out=y))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:

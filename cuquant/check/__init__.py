@@ -290,6 +290,9 @@ from .products import (
     may_allocate as may_allocate,
 )
 from .products import (
+    may_copy_bias as may_copy_bias,
+)
+from .products import (
     may_prepare as may_prepare,
 )
 from .products import (

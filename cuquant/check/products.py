@@ -201,6 +201,12 @@ def may_allocate(stream: Any, copied: bool, fmt: Format) -> None:
         )
 
 
+def may_copy_bias(stream: Any) -> None:
+    """A bias with gaps is copied first, for which a captured graph has no memory."""
+    if stream.is_capturing():
+        raise RuntimeError("bias is not contiguous, and copied: make it so before a CUDA graph is captured")
+
+
 def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
     """Leading axes that a kernel can walk, those counted as one that strides join."""
     if count > most:
