@@ -32,7 +32,7 @@
 // rows of V: its threads have what is multiplied in the same places. Of one row block two warps have 32 rows of W, and
 // two the same of V.
 #pragma once
-#include "results.cuh"
+#include "grouped.cuh"
 
 #if __CUDA_ARCH__ == 900
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR,
