@@ -101,7 +101,9 @@ class QuantizedArray(_Packed):
             return blocks
         from .fragments import from_fragments
 
-        return from_fragments(self.fragments())
+        fragments = self.fragments()
+        check.same_device(W=fragments.buffer)
+        return from_fragments(fragments)
 
     @property
     def storage(self) -> Any:
@@ -125,6 +127,7 @@ class QuantizedArray(_Packed):
         if self._fragments is None:
             from .fragments import to_fragments
 
+            check.same_device(W=self.storage)
             with _preparing:
                 if self._fragments is None:
                     self._fragments = to_fragments(self._blocks, self._format, self._shape)

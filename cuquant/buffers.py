@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import device, jit, plan, problem
+from . import check, device, jit, plan, problem
 
 
 def pointer(array: Any) -> int:
@@ -26,8 +26,10 @@ def element_strides(array: Any) -> tuple[int, ...]:
     return tuple([stride // size for stride in array.strides])
 
 
-def as_rows(x: Any) -> Any:
+def as_rows(x: Any, what: str = "x") -> Any:
     """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
+    if x.ndim > 2 and not has_rows(x):
+        check.may_take_memory(f"{what} has leading axes that do not merge, and is copied")
     return x.reshape(-1, x.shape[-1])
 
 

@@ -147,10 +147,11 @@ def product(p: Product, out: Any) -> Ready | None:
         _dense(p, out)
         return None
     if p.bias is not None and not p.bias.flags.c_contiguous:  # kernels know no strides of it
-        check.may_copy_bias(device.cupy().cuda.get_current_stream())
+        check.may_take_memory("bias is not contiguous, and is copied")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
     if not p.w.format.in_float16 or (p.w.format.walks and p.w.size == 0):
+        check.may_take_memory(f"products with {p.w.format} weights make floats of them")
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     if p.w.format.walks:
@@ -186,9 +187,7 @@ def _turned_stack(p: Product, out: Any) -> None:
     *axes, m, _ = out.shape
     *lead, _, k = p.w.shape
     own = len(axes) - len(lead)  # axes that W lacks
-    check.may_allocate(cupy.cuda.get_current_stream(), check.is_quantized(p.x), p.w.format)
-    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
-    x = cupy.broadcast_to(x, (*axes, m, k))
+    x = cupy.broadcast_to(_as_floats(p.x), (*axes, m, k))
     for number, index in enumerate(np.ndindex(*lead)):
         one = (i if extent > 1 else slice(None) for i, extent in zip(index, lead, strict=True))
         where = (*[slice(None)] * own, *one)
@@ -206,10 +205,8 @@ def _turned(p: Product, fragments: Fragments, out: Any) -> Ready | None:
     n = out.shape[-1]
     floats = [a for a in (p.x, p.residual, out) if a is not None and not check.is_quantized(a)]
     copied = check.is_quantized(p.x) or not all(map(buffers.has_rows, floats))
-    check.may_allocate(device.cupy().cuda.get_current_stream(), copied, p.w.format)
-    x = dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x
-    rows, y = buffers.as_rows(x), buffers.as_rows(out)
-    residual = None if p.residual is None else buffers.as_rows(p.residual)
+    rows, y = buffers.as_rows(_as_floats(p.x)), buffers.as_rows(out, "out")
+    residual = None if p.residual is None else buffers.as_rows(p.residual, "residual")
     end = _epilogue(p._replace(residual=residual))
     if _turning(fragments, rows, y, end):
         at_once = max(1, _TURNED_BYTES // (512 * rows.shape[1])) * 256  # of whole tiles
@@ -311,12 +308,19 @@ def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     half = not check.is_quantized(x) and x.dtype == check.FLOATS[0]
     if not signs.differ:
         return Operand(x, problem.prepared(x.shape, half), getattr(x, "rows", None), signs.bits)
-    if check.is_quantized(x):
-        x = dequantize(x.blocks, x.format, check.FLOATS[2])
+    x = _as_floats(x)
     *own, m, k = x.shape
     if tuple(own) != lead:
         x = device.cupy().broadcast_to(x, (*lead, m, k))
     return Operand(x, problem.prepared(x.shape, half), None, signs.over(lead), m)
+
+
+def _as_floats(x: Any) -> Any:
+    """Activations, if they are quantized, in float32."""
+    if not check.is_quantized(x):
+        return x
+    check.may_take_memory("x is quantized, and floats are made of it")
+    return dequantize(x.blocks, x.format, check.FLOATS[2])
 
 
 def _launch(
@@ -359,10 +363,9 @@ def _epilogue(p: Product) -> problem.Epilogue:
 
 def _dense(p: Product, out: Any) -> None:
     """The product with a plain float weight, by cuBLAS in float32, a slab of its rows at a time."""
+    check.may_take_memory("a product with a plain weight is one of floats in float32")
     cupy = device.cupy()
-    x = (dequantize(p.x.blocks, p.x.format, check.FLOATS[2]) if check.is_quantized(p.x) else p.x).astype(
-        np.float32
-    )
+    x = _as_floats(p.x).astype(np.float32)
     n, k = p.w.shape[-2:]
     for part in cpu.slabs(n, k, DENSE_SLAB):
         acc = cupy.matmul(x, p.w[..., part, :].astype(np.float32).swapaxes(-1, -2))

@@ -57,7 +57,7 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any, Routing |
     ids, probs = empty(shape, np.int32), empty(shape, _FLOAT)
     if not ids.size:
         return ids, probs, None
-    rows = buffers.as_rows(logits)
+    rows = buffers.as_rows(logits, "logits")
     count, experts = rows.shape
     numbers = (
         problem.DTYPES[rows.dtype],
@@ -106,17 +106,14 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
 
     Returns how others like it are computed, if it was computed from the operands' own memory, into out's.
     """
-    cupy = device.cupy()
-    tokens, top_k, n = prod(ids.shape[:-1]), ids.shape[-1], out.shape[-1]
+    tokens, top_k = prod(ids.shape[:-1]), ids.shape[-1]
     if tokens == 0:
         return None
     gate, up, down = (w.fragments() for w in experts)
-    routed = cupy.asarray(ids)
-    if routed.dtype not in (np.int32, np.int64):
-        routed = routed.astype(np.int64)
-    routed = cupy.ascontiguousarray(routed)
-    weights = cupy.ascontiguousarray(cupy.asarray(probs))
-    rows = out.reshape(tokens, n)  # a copy if no two strides lead through it
+    taken = ids.dtype if ids.dtype in (np.int32, np.int64) else np.dtype(np.int64)
+    routed = _on_gpu(ids, "expert_ids", taken)
+    weights = _on_gpu(probs, "expert_probs", probs.dtype)
+    rows = buffers.as_rows(out, "out")
     held, start, source = _source(x)  # held: it may be a copy
     to = (rows.dtype, *buffers.element_strides(rows))
     given = Given(tokens, top_k, source, routed.dtype.itemsize == 8, weights.dtype, to)
@@ -129,6 +126,14 @@ def mixture(x: Any, experts: Any, ids: Any, probs: Any, activation: str | None, 
         return None
     own = all(device.is_cuda(a) and a.data.ptr == b.data.ptr for a, b in ((ids, routed), (probs, weights)))
     return ready if own and start == _addresses(x) else None
+
+
+def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
+    """A contiguous CuPy array: the one that is given, if it is one of this dtype, or a copy."""
+    if device.is_cuda(array) and array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    check.may_take_memory(f"{what} is no contiguous CuPy array of {dtype}, and is copied")
+    return device.cupy().ascontiguousarray(device.cupy().asarray(array), dtype)
 
 
 def _addresses(x: Any) -> tuple[int, int]:

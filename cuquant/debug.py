@@ -92,7 +92,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
     """What there is to say of a value, and of its parts."""
     if check.is_quantized(value):
         yield f"{name}: {value!r}"
-        if not _capturing(value.storage):
+        if not (device.is_cuda(value.storage) and device.is_capturing()):
             parts = value.format.numbers(device.as_numpy(value.blocks), value.shape)
             for part, numbers in parts.items():
                 yield from _lines(f"  {name}.{part}", numbers)
@@ -107,7 +107,7 @@ def _lines(name: str, value: Any) -> Iterator[str]:
 
 def _numbers(value: Any) -> str:
     """Range of an array's numbers, what is not finite, and the first bytes or the few different values."""
-    if value.size == 0 or _capturing(value):
+    if value.size == 0 or (device.is_cuda(value) and device.is_capturing()):
         return ""
     array = device.as_numpy(value)
     if array.dtype == np.uint8:
@@ -121,7 +121,3 @@ def _numbers(value: Any) -> str:
     listed = " ".join(f"{number:.6g}" for number in numbers.reshape(-1)[:_FEW])
     few = f", values {listed}" if numbers.size <= _FEW else ""
     return f", min={low:.6g} max={high:.6g} nan={nans} inf={numbers.size - finite.size - nans}{few}"
-
-
-def _capturing(array: Any) -> bool:
-    return device.is_cuda(array) and bool(device.cupy().cuda.get_current_stream().is_capturing())

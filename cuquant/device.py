@@ -122,6 +122,11 @@ def is_cuda(array: Any) -> bool:
 _is_cuda: dict[type, bool] = {}
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is capturing a CUDA graph."""
+    return bool(cupy().cuda.get_current_stream().is_capturing())
+
+
 def as_numpy(array: Any) -> Any:
     """A NumPy array of a NumPy or CuPy array."""
     return array.get() if is_cuda(array) else array

@@ -15,7 +15,8 @@ _OVERLAP_WORK = 1000
 
 def same_view(a: Any, b: Any) -> bool:
     """Whether two arrays of one shape are the same elements."""
-    return bool(_address(a) == _address(b) and a.strides == b.strides and a.dtype == b.dtype)
+    steps_a, steps_b = ([s for s, n in zip(x.strides, a.shape, strict=True) if n > 1] for x in (a, b))
+    return bool(_address(a) == _address(b) and steps_a == steps_b and a.dtype == b.dtype)
 
 
 def overlaps_itself(a: Any) -> bool:
@@ -39,15 +40,14 @@ class _Place:
 def may_overlap(a: Any, b: Any, on_gpu: bool) -> bool:
     """Whether two arrays of one device have a byte in common; also True where that is too hard to tell.
 
-    Most arrays are apart by their first and last bytes, which is all that is compared at first.
+    Most arrays are apart by their first and last bytes, which are compared first.
     """
     if not on_gpu:
         return np.may_share_memory(a, b) and _share_bytes(a, b)
     start_a, start_b = a.data.ptr, b.data.ptr
     if a.flags.c_contiguous and b.flags.c_contiguous:  # the hot path, spared CuPy's general one
         return bool(start_a < start_b + b.nbytes and start_b < start_a + a.nbytes)
-    if not device.cupy().may_share_memory(a, b):
-        return False
+    # Not by CuPy, which takes arrays in others' memory, of torch and the like, to be apart.
     return _share_bytes(np.asarray(_Place(a)), np.asarray(_Place(b)))
 
 

@@ -1,6 +1,6 @@
 """Calls that are repeated: what was checked of one is not checked again of others like it.
 
-Types, shapes, strides and dtypes of all operands, the words beside them, and whether x starts on 16 bytes
+Types, shapes, strides and dtypes of all operands, the words beside them, and where x starts within 16 bytes
 decide whether a call is right and how its kernels are launched. They are a key, in a table of each weight (of
 gate, for mixtures of experts), or of this module where there is none. What is asked again is where the arrays
 lie: on the current GPU, and the result apart from what is read. Where first and last bytes leave that open,
@@ -157,7 +157,7 @@ def _key(
     return (
         words,
         kind,
-        (data.device_id, data.ptr % 16 == 0),
+        (data.device_id, data.ptr % 16),
         *[None if a is None else (type(a), a.shape, a.strides, a.dtype) for a in arrays],
     )
 

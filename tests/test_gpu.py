@@ -379,9 +379,10 @@ def test_a_bias_with_gaps(name: str) -> None:
                 y = cq.linear(cupy.asarray(x), there, bias=bias)
                 assert nmse(y, testing.linear(x, w, bias=as_numpy(bias))) < 1e-6
         assert not there.fragments().repeats
+        xs = cupy.asarray(x)
         stream = cupy.cuda.Stream(non_blocking=True)
         with stream:
             stream.begin_capture()
             with pytest.raises(RuntimeError, match="bias is not contiguous"):
-                cq.linear(cupy.asarray(x), there, bias=bias)
+                cq.linear(xs, there, bias=bias)
             stream.end_capture()

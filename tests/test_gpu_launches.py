@@ -26,8 +26,11 @@ def test_captured_in_a_graph(kind: str, m: int) -> None:
     out = cupy.empty((m, 200), F)
     stream = cupy.cuda.Stream(non_blocking=True)
 
+    held = []  # as long as the graph
+
     def step() -> None:
-        cq.matmul(cq.quantize(x, "q8_1") if kind == "q8_1" else x, w.T, out=out)
+        held.append(cq.quantize(x, "q8_1") if kind == "q8_1" else x)
+        cq.matmul(held[-1], w.T, out=out)
 
     with stream:
         step()

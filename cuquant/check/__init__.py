@@ -38,6 +38,9 @@ from .caches import (
     in_cache as in_cache,
 )
 from .caches import (
+    int32_on_gpu as int32_on_gpu,
+)
+from .caches import (
     key_scales as key_scales,
 )
 from .caches import (
@@ -45,6 +48,9 @@ from .caches import (
 )
 from .caches import (
     lengths as lengths,
+)
+from .caches import (
+    lengths_on_gpu as lengths_on_gpu,
 )
 from .caches import (
     moved as moved,
@@ -69,6 +75,9 @@ from .caches import (
 )
 from .caches import (
     rooms as rooms,
+)
+from .caches import (
+    saved_ids as saved_ids,
 )
 from .caches import (
     score_scale as score_scale,
@@ -138,6 +147,9 @@ from .common import (
 )
 from .common import (
     is_transposed as is_transposed,
+)
+from .common import (
+    may_take_memory as may_take_memory,
 )
 from .common import (
     not_a_folder as not_a_folder,
@@ -285,12 +297,6 @@ from .products import (
 )
 from .products import (
     launch_size as launch_size,
-)
-from .products import (
-    may_allocate as may_allocate,
-)
-from .products import (
-    may_copy_bias as may_copy_bias,
 )
 from .products import (
     may_prepare as may_prepare,

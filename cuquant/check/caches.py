@@ -10,9 +10,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import device
-from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array, choice, count, floats, on_cpu
+from .common import (
+    FLOAT_NAMES,
+    FLOATS,
+    LARGEST_INDEX,
+    array,
+    choice,
+    count,
+    floats,
+    may_take_memory,
+    on_cpu,
+    same_device,
+)
 
 MOST_QUERIES = 64
+LARGEST_SCALE = 2e38
+"""Of scores: kernels take it times log2(e), in float32."""
 
 
 def head_dim(value: Any, multiple: int) -> int:
@@ -78,11 +91,31 @@ _MOVES = {
 }
 
 
-def on_gpu_integers(value: Any, what: str) -> Any:
-    """Integers of a CuPy array; they are not looked at."""
+def on_gpu_integers(value: Any, what: str, shape: tuple[int, ...], axes: str = "(batch, tokens)") -> Any:
+    """Integers of a CuPy array on the current GPU, broadcast to a shape; they are not looked at."""
     if value.dtype.kind not in "iu":
         raise TypeError(f"{what} has dtype {value.dtype}; integers are needed")
-    return value
+    same_device(**{what: value})
+    return _broadcast(value, shape, what, axes)
+
+
+def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
+    """Integers on the GPU as kernels read them, int32 without gaps: others are copied.
+
+    Of those on a GPU what is below -1 counts as -1, and what is above `most` as that, which by default turns
+    negative: nothing beyond int32 looks like a number that it holds. RuntimeError where a copy would be made
+    while a graph is captured.
+    """
+    cupy = device.cupy()
+    if not device.is_cuda(value):
+        may_take_memory(f"{what} is not on the GPU, and is copied there")
+        return cupy.asarray(np.ascontiguousarray(value, np.int32))
+    if value.dtype == np.int32 and value.flags.c_contiguous:
+        return value
+    may_take_memory(f"{what} is not int32, contiguous and of shape {value.shape}, and is copied")
+    if not np.can_cast(value.dtype, np.int32):
+        value = cupy.minimum(value, most) if value.dtype.kind == "u" else cupy.clip(value, -1, most)
+    return cupy.ascontiguousarray(value, np.int32)
 
 
 def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
@@ -103,11 +136,21 @@ def lengths(value: Any, batch: int, n: int) -> Any:
     if value is None:
         return np.full(batch, n)
     result = _integers(value, "lengths")
-    if result.shape != (batch,):
-        raise ValueError(f"lengths has shape {result.shape}; one for each of {batch} sequences is needed")
+    _of_sequences(result.shape, batch)
     if ((result < 0) | (result > n)).any():
         raise ValueError(f"lengths are {result.tolist()}; allowed are 0 to {n}, the tokens given")
     return result
+
+
+def lengths_on_gpu(value: Any, batch: int) -> Any:
+    """int32 [batch] of a CuPy array: the kernel refuses what is not 0 to n, so also numbers beyond int32."""
+    _of_sequences(value.shape, batch)
+    return int32_on_gpu(on_gpu_integers(value, "lengths", (batch,)), "lengths")
+
+
+def _of_sequences(shape: tuple[int, ...], batch: int) -> None:
+    if shape != (batch,):
+        raise ValueError(f"lengths has shape {shape}; one for each of {batch} sequences is needed")
 
 
 def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...], used: Any = True) -> Any:
@@ -157,11 +200,12 @@ def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, i
 
 
 def appended(sequence: int, capacity: int) -> None:
-    """Tokens that came without a check, in a graph or with widths on the GPU, have found room."""
+    """Tokens that came without a check, in a graph or with widths or lengths on the GPU, have found room."""
     raise ValueError(
         "an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused and changed "
         f"nothing: sequence {sequence} or one of its buckets had no room (the cache takes {capacity} tokens) "
-        "or no such width; evict some, or make the cache larger"
+        "or no such width, or its length was below 0 or above the tokens given; evict some, or make the "
+        "cache larger"
     )
 
 
@@ -279,8 +323,8 @@ def score_scale(value: Any, dim: int) -> float:
     if value is None:
         return float(dim**-0.5)
     number = _number(value, "scale")
-    if not abs(number) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"scale is {number}; a finite number of float32 is needed")
+    if not abs(number) <= LARGEST_SCALE:
+        raise ValueError(f"scale is {number}; a finite number, up to {LARGEST_SCALE:g}, is needed")
     return number
 
 
@@ -307,13 +351,23 @@ def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
     """Positions of queries (batch, q_len), int64, on the GPU int32; None stays None."""
     if value is None:
         return None
+    axes = "(batch, q_len)"
     if device.is_cuda(value):
-        on_gpu_integers(in_cache(value, "positions", place), "positions")
-        return device.cupy().ascontiguousarray(device.cupy().broadcast_to(value, q[:2]), np.int32)
-    result = _broadcast(_integers(value, "positions"), q[:2], "positions", "(batch, q_len)")
+        given = on_gpu_integers(in_cache(value, "positions", place), "positions", q[:2], axes)
+        return int32_on_gpu(given, "positions", LARGEST_INDEX)
+    result = _broadcast(_integers(value, "positions"), q[:2], "positions", axes)
     if place == "cpu":
         return result
-    return device.cupy().asarray(np.clip(result, -1, LARGEST_INDEX).astype(np.int32))
+    return int32_on_gpu(np.clip(result, -1, LARGEST_INDEX), "positions")
+
+
+def saved_ids(ids: Any, sequence: int) -> None:
+    """Ids of a sequence's tokens that are, or will be, in a file."""
+    if (ids < 0).any():
+        raise ValueError(
+            f"sequence {sequence} has a negative token id, which no file may have (append does not look at "
+            "token_ids that are on the GPU; those beyond int32 become negative): evict its token"
+        )
 
 
 def restored(cache: Any) -> None:
@@ -325,8 +379,8 @@ def restored(cache: Any) -> None:
         slots = np.concatenate([b.global_slots for b in buckets])
         if len(np.unique(slots)) < len(slots) or ((slots < 0) | (slots >= cache.next_slots[sequence])).any():
             raise ValueError(f"global slots of sequence {sequence} are out of range, or taken twice")
-        if any((b.token_ids < 0).any() for b in buckets):
-            raise ValueError(f"sequence {sequence} has a negative token id")
+        for bucket in buckets:
+            saved_ids(bucket.token_ids, sequence)
 
 
 def _number(value: Any, what: str) -> float:
@@ -349,8 +403,9 @@ def _integers(value: Any, what: str) -> Any:
 
 
 def _broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:
+    xp = device.cupy() if device.is_cuda(value) else np
     try:
-        return np.broadcast_to(value, shape)
+        return xp.broadcast_to(value, shape)
     except ValueError:
         raise ValueError(
             f"{what} has shape {value.shape}, which does not broadcast to {shape}, {axes}"

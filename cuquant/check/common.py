@@ -44,7 +44,7 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
         # NumPy's DLPack and the CUDA array interface lack the type: the same bytes go as integers.
         return array(value.view(torch.int16), what).view(ml_dtypes.bfloat16)
     if hasattr(value, "__cuda_array_interface__"):
-        return device.cupy().asarray(value)
+        return _in_place(device.cupy().asarray(value), value, what)
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
         try:
             return np.from_dlpack(value)
@@ -54,13 +54,33 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
     raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed{remedy}")
 
 
+def _in_place(made: Any, value: Any, what: str) -> Any:
+    """CuPy's array of what is another library's: of another GPU's memory CuPy makes a copy, whose results
+    nobody would see."""
+    if made.size and made.data.ptr != value.__cuda_array_interface__["data"][0]:
+        here = device.cupy().cuda.runtime.getDevice()
+        raise ValueError(
+            f"{what} is not in the memory of GPU {here}, the current device: move the arrays to one GPU, and "
+            "make it the current one (with cupy.cuda.Device(n):)"
+        )
+    return made
+
+
 def floats(value: Any, what: str) -> Any:
-    """`array`, of dtype float16, bfloat16 or float32."""
+    """`array`, of dtype float16, bfloat16 or float32; a GPU reads whole numbers only."""
     result = array(value, what)
     if result.dtype not in FLOATS:
         given = result.dtype == np.float64 and what != "out"
         remedy = f": pass {what}.astype(numpy.float32)" if given else ""
         raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}{remedy}")
+    if device.is_cuda(result):
+        size = result.itemsize
+        steps = [step for step, extent in zip(result.strides, result.shape, strict=True) if extent > 1]
+        if any(place % size for place in (result.data.ptr, *steps)):
+            raise ValueError(
+                f"{what} has numbers of {size} bytes that start between multiples of {size} bytes, which a "
+                f"GPU cannot read: pass a copy (strides {result.strides})"
+            )
     return result
 
 
@@ -128,6 +148,13 @@ def _current_gpu(operands: dict[str, Any]) -> None:
             f"{where}; the current device is GPU {current}: move the arrays to one GPU, and make it the "
             "current one (with cupy.cuda.Device(n):)"
         )
+
+
+def may_take_memory(why: str) -> None:
+    """No operand is copied or converted into memory of its own while a CUDA graph is captured: the graph
+    would write there each time, and others have that memory by then."""
+    if device.is_capturing():
+        raise RuntimeError(f"{why}: do that before a CUDA graph is captured, which has no memory for it")
 
 
 def row_name(flat: int, shape: tuple[int, ...]) -> str:

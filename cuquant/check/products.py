@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import memory
+from .. import device, memory
 from .common import (
     FLOAT_NAMES,
     FLOATS,
@@ -45,7 +45,17 @@ def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
             f"the last axis of shape {shape} is stored in blocks and cannot be indexed: "
             "index the axes before it, or dequantize first"
         )
+    _within(parts, shape)
     return parts
+
+
+def _within(parts: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    """IndexError for integers beyond an axis, in NumPy's words: CuPy takes those of arrays modulo its extent.
+    CuPy's own are read for it, but not while a graph is captured."""
+    if any(map(device.is_cuda, parts)) and device.is_capturing():
+        return
+    nothing = np.broadcast_to(np.empty((), bool), (*shape[:-1], 1))  # an axis' elements are all one byte
+    nothing[tuple(device.as_numpy(p) if device.is_cuda(p) else p for p in parts)]
 
 
 def can_iterate(shape: tuple[int, ...]) -> None:
@@ -190,21 +200,6 @@ def may_prepare(stream: Any) -> None:
     """A weight is not brought into its layout while a graph is captured: the graph would repeat it."""
     if stream.is_capturing():
         raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
-
-
-def may_allocate(stream: Any, copied: bool, fmt: Format) -> None:
-    """No operand is copied first while a graph is captured, which would use memory that others have then."""
-    if copied and stream.is_capturing():
-        raise RuntimeError(
-            f"a product with {fmt} weights copies q8_1 activations, and rows that no single stride leads to: "
-            "pass floats whose leading axes merge, as in contiguous arrays, before a CUDA graph is captured"
-        )
-
-
-def may_copy_bias(stream: Any) -> None:
-    """A bias with gaps is copied first, for which a captured graph has no memory."""
-    if stream.is_capturing():
-        raise RuntimeError("bias is not contiguous, and copied: make it so before a CUDA graph is captured")
 
 
 def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:

@@ -80,7 +80,9 @@ class Appender:
         """ValueError if an append that could not raise was refused since."""
         refused = int(self._refused[0])
         if refused:
-            self._refused[0] = 0
+            if not device.is_capturing():  # else lengths cannot be read, and the next call raises again
+                self.read(cache)  # tokens were counted before they were refused
+                self._refused[0] = 0
             check.appended(refused - 1, cache.capacity)
 
     @contextmanager
@@ -90,7 +92,7 @@ class Appender:
         RuntimeError while a graph is captured, ValueError as in `check`.
         """
         with device.cupy().cuda.Device(cache.next_slots.data.device_id):
-            check.copied(_capturing())
+            check.copied(device.is_capturing())
             yield
             self.check(cache)
 
@@ -101,7 +103,7 @@ class Appender:
         RuntimeError while a graph is captured.
         """
         with device.cupy().cuda.Device(cache.next_slots.data.device_id):
-            check.moved(_capturing())
+            check.moved(device.is_capturing())
             yield
 
     def known_slots(self, cache: KVCache) -> int:
@@ -110,11 +112,12 @@ class Appender:
 
     def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
         """See KVCache.append; device arrays are taken as they are."""
+        slots, here = cache.next_slots, device.cupy().cuda.runtime.getDevice()
+        if not k.data.device_id == v.data.device_id == slots.data.device_id == here:
+            check.same_device(k=k, v=v, cache=slots)  # what it takes to say so, each append would wait for
         self.check(cache)
         batch, n = k.shape[:2]
-        if batch * n == 0:
-            return
-        if token_ids is None and lengths is None and type(bits) is int:
+        if n and token_ids is None and lengths is None and type(bits) is int:
             if self._spare is None:
                 self._spare = self._room(cache)
             if n <= self._spare.get(bits, 0):
@@ -124,13 +127,16 @@ class Appender:
         fresh: Any = True if new_known is None else np.arange(n) < new_known[:, None]
         widths, bits_known = _bits(bits, (batch, n), cache.bits, fresh)
         ids = _ids(token_ids, (batch, n), fresh)
-        capturing = _capturing()
+        capturing = device.is_capturing()
         counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
         if new_known is not None and bits_known is not None:
             counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
             check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
             check.slot_range(int((self._slots + new_known).max()) - 1)
+        if n == 0:
+            return
         if cache.auto_scales and not self._slots.all():
+            check.may_take_memory("key scales are found from the first tokens of a sequence")
             _find_scales(cache, k, new, cache.auto_scales)
         tier_of, rank, adds = (None, None, None) if widths is None else _ranks(cache, widths, new)
         tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
@@ -143,7 +149,7 @@ class Appender:
 
     def _append_alike(self, cache: KVCache, k: Any, v: Any, bits: int) -> None:
         """Tokens of one width, as many for each sequence, for which there is room."""
-        capturing = _capturing()
+        capturing = device.is_capturing()
         self._start(cache, k, v, BITS.index(bits))
         if not capturing:
             n = k.shape[1]
@@ -165,7 +171,7 @@ class Appender:
     def _start(self, cache: KVCache, k: Any, v: Any, tier: int, *others: Any) -> None:
         """The launch: tokens of a width, or `others`: each token's tier and rank, how many go to each tier,
         ids, and how many tokens each sequence gets."""
-        k, v = (a if a.strides[-1] == a.itemsize else device.cupy().ascontiguousarray(a) for a in (k, v))
+        k, v = _readable(k, "k"), _readable(v, "v")
         scales = buffers.pointer(cache.key_scales)
         argument = self.buckets.packed(cache.tiers) + _PLACES.pack(
             *(k.data.ptr, v.data.ptr, cache.next_slots.data.ptr, scales),
@@ -195,38 +201,42 @@ def _numbers(
     )
 
 
-def _capturing() -> bool:
-    return bool(device.cupy().cuda.get_current_stream().is_capturing())
+def _readable(x: Any, what: str) -> Any:
+    """Keys or values whose last axis is contiguous."""
+    if x.strides[-1] == x.itemsize:
+        return x
+    check.may_take_memory(f"{what} has gaps along its last axis, and is copied")
+    return device.cupy().ascontiguousarray(x)
 
 
 def _lengths(lengths: Any, batch: int, n: int) -> tuple[Any, Any]:
     """Tokens of each sequence on the GPU (None: all of n), and where the host knows them."""
     if device.is_cuda(lengths):
-        return device.cupy().ascontiguousarray(check.on_gpu_integers(lengths, "lengths"), np.int32), None
+        return check.lengths_on_gpu(lengths, batch), None
     known = check.lengths(lengths, batch, n)
-    return None if lengths is None else device.cupy().asarray(known.astype(np.int32)), known
+    return None if lengths is None else check.int32_on_gpu(known, "lengths"), known
 
 
 def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...], new: Any) -> tuple[Any, Any]:
     """Widths (batch, n) on the GPU (None: all the same), and where the host knows them; those of tokens that
     are not `new` may be anything."""
-    cupy = device.cupy()
+    if device.is_cuda(bits) or np.ndim(bits):
+        check.may_take_memory("bits is an array, and its tokens' places are found first")
     if device.is_cuda(bits):
-        return cupy.broadcast_to(check.on_gpu_integers(bits, "bits"), shape), None
+        return check.on_gpu_integers(bits, "bits", shape), None
     known = check.token_bits(bits, shape, allowed, new)
-    return None if np.ndim(bits) == 0 else cupy.asarray(known), known
+    return None if np.ndim(bits) == 0 else check.int32_on_gpu(known, "bits"), known
 
 
 def _ids(token_ids: Any, shape: tuple[int, int], new: Any) -> Any:
     """Ids (batch, n) on the GPU, int32; those of tokens that are not `new` may be anything. None stays."""
-    cupy = device.cupy()
     if token_ids is None:
         return None
     if device.is_cuda(token_ids):
-        ids = cupy.broadcast_to(check.on_gpu_integers(token_ids, "token_ids"), shape)
+        ids = check.on_gpu_integers(token_ids, "token_ids", shape)
     else:
-        ids = cupy.asarray(check.token_ids(token_ids, shape, new))
-    return cupy.ascontiguousarray(ids, np.int32)
+        ids = check.token_ids(token_ids, shape, new)
+    return check.int32_on_gpu(ids, "token_ids")
 
 
 def _ranks(cache: KVCache, widths: Any, new: Any) -> tuple[Any, Any, Any]:

@@ -72,8 +72,11 @@ def attention(
     Raises
     ------
     TypeError, ValueError
-        Before any work: dtypes, shapes or devices do not fit (the message says how). ValueError too where a
-        graph's append to the cache found no room.
+        Before any work: dtypes, shapes or devices do not fit (the message says how). ValueError too where an
+        append to the cache was refused since the last call.
+    RuntimeError
+        A CUDA graph is being captured, and memory would be taken: for a q whose last axis has gaps, or
+        positions (batch, q_len) that are not contiguous int32 on the GPU.
     """
     check.kv_cache(cache)
     q = check.in_cache(check.floats(q, "q"), "q", cache.device)

@@ -171,8 +171,13 @@ class KVCache:
         ------
         TypeError, ValueError
             An argument does not fit, or a sequence or bucket is full (named): nothing has changed then. On a
-            GPU a call that a graph replays cannot raise: it changes nothing, and the next call of `append`,
-            `attention` or `copy` that is not replayed raises.
+            GPU a call that a graph replays, or that has bits or lengths there, may be refused later: it adds
+            no token, and the next call of `append`, `attention`, `copy`, `save` or `to_device` that is not
+            replayed raises.
+        RuntimeError
+            A CUDA graph is being captured, and memory would be taken: for an array of bits, for ids
+            (batch, n) or lengths that are not contiguous int32 on the GPU, for keys or values whose last axis
+            has gaps, or to find key scales.
         """
         k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
         check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
@@ -343,7 +348,7 @@ class KVCache:
         self._appender.read(self)
 
     def check_appended(self) -> None:
-        """ValueError if an append that a graph replayed found no room since the last call."""
+        """ValueError if an append was refused since the last call (see `append`)."""
         self._appender.check(self)
 
     def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -353,7 +358,18 @@ class KVCache:
         return codes.rotate(q) if self.rotate else q
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the tokens and all settings to a safetensors file, atomically: it is whole or absent."""
+        """Write the tokens and all settings to a safetensors file, atomically: it is whole or absent.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written.
+        RuntimeError
+            A CUDA graph is being captured.
+        ValueError
+            An append was refused since the last call, or a token has a negative id: `append` does not look at
+            those that are on a GPU.
+        """
         file.save(self, path)
 
     @classmethod
@@ -374,7 +390,7 @@ class KVCache:
         RuntimeError
             A CUDA graph is being captured.
         ValueError
-            An append that a graph replayed found no room since the last call: the copy would lack its tokens.
+            An append was refused since the last call: the copy would lack its tokens.
         """
         made = object.__new__(type(self))
         vars(made).update(vars(self))
@@ -392,16 +408,18 @@ class KVCache:
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        with self._appender.copying(self):
-            state = file.state(self)
-        return file.restored, (type(self), state, self.device)
+        return file.restored, (type(self), file.state(self), self.device)
 
     def to_device(self, device: str) -> KVCache:
-        """A copy on "cpu" or "cuda" (the current CuPy device); the cache itself where it is there already."""
+        """A copy on "cpu" or "cuda" (the current CuPy device); the cache itself where it is there already.
+
+        Raises as `copy` does.
+        """
         if check.device_name(device) == self.device and gpu.is_current(self.next_slots):
             return self
-        if self.device == "cuda":
-            gpu.wait_for(self.next_slots)
+        with self._appender.copying(self):
+            if self.device == "cuda":
+                gpu.wait_for(self.next_slots)
         copy = KVCache(
             self.n_kv_heads,
             self.head_dim,

@@ -108,20 +108,27 @@ def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]
 def attend(p: Attention, out: Any) -> None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
     cache, q, mask = p.cache, p.q, p.mask
+    cupy, buckets, slots = device.cupy(), cache._appender.buckets, cache.next_slots
+    here = cupy.cuda.runtime.getDevice()
+    if not (
+        q.data.device_id == out.data.device_id == slots.data.device_id == here
+        and (mask is None or mask.data.device_id == here)
+    ):
+        check.same_device(q=q, mask=mask, out=out, cache=slots)
     cache.check_appended()
-    cupy, buckets = device.cupy(), cache._appender.buckets
     if q.strides[-1] != q.itemsize:
+        check.may_take_memory("q has gaps along its last axis, and is copied")
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)
-    flags = (cache.rotate, cache.track_attention, cupy.cuda.runtime.getDevice())
+    flags = (cache.rotate, cache.track_attention, here)
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
     with buffers.scratch() as scratch:
         start = scratch.take(how.size)
         left, shares, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.packed(cache.tiers) + _PLACES.pack(
             *(q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions)),
-            *(cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
+            *(slots.data.ptr, buffers.pointer(cache.key_scales)),
             *(left, scratch.flags(how.counters), shares, *(tracked or (0, 0))),
         )
         argument += how.numbers

@@ -27,13 +27,23 @@ State = tuple[dict[str, Any], dict[str, Any]]
 
 
 def state(cache: KVCache) -> State:
-    """What `restored` makes the cache of again."""
+    """What `restored` makes the cache of again.
+
+    ValueError where an append was refused, or an id is none that a cache is restored with.
+    """
+    with cache._appender.copying(cache):
+        return _state(cache)
+
+
+def _state(cache: KVCache) -> State:
     arrays: dict[str, Any] = {"next_slots": device.as_numpy(cache.next_slots)}
     if cache.key_scales is not None:
         arrays["key_scales"] = device.as_numpy(cache.key_scales)
     for bits, tier in cache.tiers.items():
         arrays[f"{bits}.lengths"] = tier.held
         buckets = [tier.bucket(sequence).on_cpu() for sequence in range(cache.batch)]
+        for sequence, bucket in enumerate(buckets):
+            check.saved_ids(bucket.token_ids, sequence)
         for name, parts in zip(Bucket._fields, zip(*buckets, strict=True), strict=True):
             arrays[f"{bits}.{name}"] = np.concatenate(parts)
     settings = {name: getattr(cache, name) for name in _SETTINGS}

@@ -87,6 +87,8 @@ def linear(
     if y is not None:
         check.output(y, shape, arrays, residual, on_gpu)
     if x_format is not None and not (on_gpu and backend.can_quantize(x, w)):
+        if on_gpu:
+            check.may_take_memory(f"x is quantized before the product with a {check.described(w)}")
         added = {"bias": bias, "activation": activation, "residual": residual}
         return linear(quantize(x, x_format), w, out=out, dtype=dtype, **added)
     if y is None:

@@ -54,7 +54,7 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     Raises
     ------
     TypeError, ValueError
-        Dtype, shape or top_k do not fit.
+        Dtype, shape, device or top_k do not fit.
     """
     words = top_k, type(top_k), normalize, type(normalize)  # 1 equals True, but is not taken for it
     known = repeats.find(repeats.routed, words, logits)
@@ -64,7 +64,7 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     logits = check.floats(logits, "logits")
     check.top_k(top_k, logits.shape)
     check.flag(normalize, "normalize")
-    if device.is_cuda(logits):
+    if check.same_device(logits=logits):
         from ..cuda_moe import route as on_gpu
 
         ids, probs, work = on_gpu(logits, top_k, normalize)
@@ -143,7 +143,9 @@ def moe(
     arrays = {name: check.storage(array) for name, array in arrays.items()}
     on_gpu = check.same_device(**arrays, out=y)
     routed = {"expert_ids": ids, "expert_probs": probs}
-    if not on_gpu:
+    if on_gpu:
+        check.same_device(x=arrays["x"], **{n: array for n, array in routed.items() if device.is_cuda(array)})
+    else:
         routed = {name: check.on_cpu(array, name) for name, array in routed.items()}
     if y is None:
         y = device.backend(on_gpu).empty(shape, check.result_dtype(x, None, None))

@@ -34,7 +34,7 @@ struct Queries {
     u32 b[HALVES][GROUPS][PAIRS][8];  // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
     u32 bytes[GROUPS][PAIRS * 4];     // of four channels of the lane each: `order` says which
     float scale[GROUPS][2];           // of a product's sums, to scores
-    float sum[GROUPS][2];             // of all channels, in the products' units: what an offset of 1 adds
+    float sum[GROUPS][2];             // of all channels as products take them, in their units: what an offset of 1 adds
     int whole[GROUPS][2];             // the same of bytes, high and low ones
     int last[GROUPS][2];              // slot that it sees
     float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
@@ -324,12 +324,13 @@ private:
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 float low = x[u * 16 + j] * power, high = x[u * 16 + 8 + j] * power;
-                all += low + high;  // float16 numbers, or near enough
 #pragma unroll
                 for (int s = 0; s < HALVES; s++) {
                     const u32 pair = pack(low, high, FLOAT16);
                     b[s][n][u][j] = pair;
-                    if (s + 1 < HALVES) low -= low_to_float(pair), high -= high_to_float(pair);
+                    const float rounded[2] = {low_to_float(pair), high_to_float(pair)};
+                    all += rounded[0] + rounded[1];
+                    low -= rounded[0], high -= rounded[1];
                 }
             }
         all += __shfl_xor_sync(~0u, all, 1);

@@ -16,7 +16,7 @@ struct Append {
     const int* ids;           // [batch, n], or null: slots
     const int* lengths;       // [batch]: how many of the n tokens are new, or null: all
     u32* ticket;              // 0 between launches
-    int* refused;             // on the host: 1 + a sequence that had no room
+    int* refused;             // on the host: 1 + a sequence of `without_room`
     s64 k_strides[3], v_strides[3];
     int batch, n, kv_heads, dim, k_dtype, v_dtype, tier, capacity, rotate;
 };
@@ -27,12 +27,13 @@ DEVICE int adds_of(const Append& p, int sequence, int tier) {
     return p.adds ? p.adds[sequence * (TIERS + 1) + tier] : tier == p.tier ? new_of(p, sequence) : 0;
 }
 
-// 1 + the last sequence of this thread's that has no room, or a token of no width; 0 if there is none.
+// 1 + the last sequence of this thread's that has no room, or a token of no width, or gets fewer than 0 or more than n;
+// 0 if there is none.
 DEVICE int without_room(const Append& p) {
     int found = 0;
     for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
         s64 held = 0, added = 0;
-        bool fits = !p.adds || p.adds[b * (TIERS + 1) + TIERS] == 0;
+        bool fits = u32(new_of(p, b)) <= u32(p.n) && (!p.adds || p.adds[b * (TIERS + 1) + TIERS] == 0);
         for (int t = 0; t < TIERS; t++) {
             if (!p.tiers[t].lengths) continue;
             const s64 own = p.tiers[t].lengths[b], adds = adds_of(p, b, t);

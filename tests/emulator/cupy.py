@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,10 @@ class ndarray(np.ndarray[Any, Any]):
 def asarray(array: Any, dtype: Any = None) -> ndarray:
     if isinstance(array, ndarray) and dtype in (None, array.dtype):
         return array
+    if hasattr(array, "__cuda_array_interface__"):
+        return np.asarray(SimpleNamespace(__array_interface__=array.__cuda_array_interface__)).view(ndarray)
+    if driver.captured is not None and not isinstance(array, ndarray):
+        raise RuntimeError("the current stream is capturing, so H2D transfers are disallowed")
     given = np.asarray(array, dtype)
     made = empty(given.shape, given.dtype)
     made.set(given)
@@ -159,6 +164,9 @@ class Stream(_Context):
     def end_capture(self) -> Graph:
         launches, driver.captured = driver.captured, None
         assert launches is not None
+        # CuPy would give that memory to others, to which the graph would write.
+        kept = [sys.getrefcount(memory) > 3 for memory in _captured_memory]
+        assert all(kept) or not launches, "memory was taken and given back while a graph was captured"
         return Graph(launches, _captured_memory.copy())
 
 

@@ -1,0 +1,166 @@
+"""Operands as they may come, on a GPU: strides, memory of other libraries, indices, captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from products import cuda_weight, gauss
+
+import cuquant as cq
+from cuquant import device, testing
+from cuquant.testing import as_numpy, nmse
+
+pytestmark = pytest.mark.gpu
+F, H = np.float32, np.float16
+
+
+class Foreign:
+    """An array as another library gives it: memory that CuPy knows nothing of."""
+
+    def __init__(self, array: Any) -> None:
+        place = {"data": (array.data.ptr, False), "shape": array.shape, "strides": array.strides}
+        self.__cuda_array_interface__ = {"version": 3, "typestr": array.dtype.str, **place}
+
+
+def stack_of_signs(lead: int) -> cq.QuantizedArray:
+    """Trellis matrices whose columns have signs of their own."""
+    shape = (lead, 64, 64)
+    packed, scales, grid, su, sv = cq.trellis_parts(cq.quantize(gauss(shape, 1), "trellis3"))
+    su = np.where(np.arange(64) % (2 + np.arange(lead)[:, None]), su, -su)
+    return cq.trellis_from_parts(packed, scales, grid, su, sv, shape).to_device("cuda").prepare()
+
+
+def test_out_in_the_memory_of_others_is_apart_from_what_is_read() -> None:
+    """Neither array is contiguous, and each one's memory, as CuPy sees it, starts where it starts."""
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (192, 64))
+    buffer = cupy.asarray(gauss((40, 256)).astype(H))
+    x, out = Foreign(buffer[:39, :64]), Foreign(buffer[1:, :192])
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out may share memory with x"):
+            cq.linear(x, w, out=out)
+    apart = cupy.empty((39, 192), H)
+    cq.linear(x, w, out=Foreign(apart))
+    assert nmse(apart, testing.linear(buffer[:39, :64], w)) < 1e-6
+
+
+def test_a_residual_in_place_whose_single_row_has_another_stride() -> None:
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (32, 64))
+    x, base = cupy.asarray(gauss((1, 64)).astype(H)), cupy.asarray(gauss((2, 64)))
+    out, again = base[:1, :32], base.reshape(-1)[:32].reshape(1, 32)
+    assert again.strides != out.strides
+    expected = testing.linear(x, w) + as_numpy(out)
+    assert nmse(cq.linear(x, w, residual=again, out=out), expected) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["x", "residual", "out"])
+def test_numbers_between_multiples_of_their_size_are_refused(what: str) -> None:
+    cupy = device.cupy()
+    w = cuda_weight("q4_0", (64, 64))
+    given = {"x": cupy.zeros((5, 64), F), "residual": cupy.zeros((5, 64), F), "out": cupy.empty((5, 64), F)}
+    raw = cupy.zeros((5, 64 * 4 + 2), np.uint8)
+    apart = raw[:, :256].view(F)
+    with pytest.raises(ValueError, match=f"{what} has numbers of 4 bytes that start between"):
+        cq.linear(**{"w": w, **given, what: apart})
+
+
+def test_indices_beyond_an_axis_are_refused() -> None:
+    """CuPy takes integers of arrays modulo the axis' extent."""
+    cupy = device.cupy()
+    for name, lead in (("q8_0", ()), ("kbit4", (3,)), ("trellis3", (3,))):
+        w = cuda_weight(name, (*lead, 8, 64))
+        for prepared in (False, True):
+            if prepared:
+                w.prepare()
+            first = (0,) * len(lead)
+            for beyond in ([0, 9], np.array([-9]), cupy.asarray([[8]])):
+                where = (*first, beyond)
+                with pytest.raises(IndexError, match="out of bounds"):
+                    w[where]
+            for inside in ([0, 7, -8], cupy.asarray([3, 3])):
+                where = (*first, inside)
+                matrix = as_numpy(w.dequantize(F))[first]
+                np.testing.assert_array_equal(as_numpy(w[where].dequantize(F)), matrix[as_numpy(inside)])
+
+
+def unmerged(dtype: Any) -> Any:
+    """Rows that no single stride leads to."""
+    return device.cupy().asarray(gauss((3, 2, 64))).astype(dtype).swapaxes(0, 1)
+
+
+def converted(cupy: Any) -> Callable[[], Any]:
+    w, x, out = cuda_weight("q4_0", (32, 64)).prepare(), unmerged(F), cupy.empty((2, 3, 32), F)
+    return lambda: cq.linear(x, w, out=out)
+
+
+def quantized(cupy: Any) -> Callable[[], Any]:
+    x = unmerged(H)
+    return lambda: cq.quantize(x, "q8_1")
+
+
+def routed(cupy: Any) -> Callable[[], Any]:
+    x = unmerged(F)
+    return lambda: cq.route(x, 2)
+
+
+def signs_of_each(cupy: Any) -> Callable[[], Any]:
+    w, x, out = stack_of_signs(2), cupy.zeros((40, 64), H), cupy.empty((2, 40, 64), H)
+    return lambda: cq.linear(x, w, out=out)
+
+
+def blocks_of_x(cupy: Any) -> Callable[[], Any]:
+    w, x, out = stack_of_signs(2), cupy.zeros((2, 3, 64), H), cupy.empty((2, 3, 64), H)
+    return lambda: cq.linear(x, w, out=out, x_format="q8_1")
+
+
+def plain(cupy: Any) -> Callable[[], Any]:
+    w, x, out = cupy.zeros((32, 64), H), cupy.zeros((3, 64), H), cupy.empty((3, 32), H)
+    return lambda: cq.linear(x, w, out=out)
+
+
+def mixture(cupy: Any, ids: Any, probs: Any) -> Callable[[], Any]:
+    """Of two experts, for four tokens."""
+    experts = cq.Experts(*(cuda_weight("q4_0", (2, 64, 64)).prepare() for _ in range(3)))
+    x, out = cupy.zeros((4, 64), H), cupy.empty((4, 64), H)
+    return lambda: cq.moe(x, experts, ids, probs, out=out)
+
+
+def ids_of_bytes(cupy: Any) -> Callable[[], Any]:
+    return mixture(cupy, cupy.zeros((4, 2), np.uint8), cupy.ones((4, 2), F))
+
+
+def probabilities_with_gaps(cupy: Any) -> Callable[[], Any]:
+    return mixture(cupy, cupy.zeros((4, 2), np.int32), cupy.ones((4, 4), F)[:, ::2])
+
+
+CAPTURED: dict[Callable[[Any], Callable[[], Any]], str] = {
+    converted: "x has leading axes that do not merge",
+    quantized: "x has leading axes that do not merge",
+    routed: "logits has leading axes that do not merge",
+    signs_of_each: "x has leading axes that do not merge",
+    blocks_of_x: "x is quantized before the product",
+    plain: "a product with a plain weight",
+    ids_of_bytes: "expert_ids is no contiguous CuPy array of int64",
+    probabilities_with_gaps: "expert_probs is no contiguous CuPy array of float32",
+}
+
+
+@pytest.mark.parametrize("made", CAPTURED)
+def test_what_needs_memory_of_its_own_is_not_captured(made: Callable[[Any], Callable[[], Any]]) -> None:
+    """A graph would write to it each time, and others have it by then."""
+    cupy = device.cupy()
+    call = made(cupy)
+    call()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match=CAPTURED[made]):
+                call()
+        finally:
+            stream.end_capture()
