@@ -162,7 +162,7 @@ def product(p: Product, out: Any) -> Ready | None:
     fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
     to = (_output(out), _epilogue(p), jit.gpu())
     launch = problem.resolve(fragments.weight, x.source, *to)
-    if x.source.quantizes and not launch.quantizes:
+    if x.source.converted and not launch.converts_x:
         x = activations.quantized_first(x)
         launch = problem.resolve(fragments.weight, x.source, *to)
     signs = fragments.signs
@@ -226,7 +226,7 @@ def _turning(fragments: Fragments, x: Any, out: Any, end: problem.Epilogue) -> R
     """A product that turns its sums, of rows that are turned before; None where it is planned otherwise."""
     turned = problem.Source(x.shape, (x.shape[1],), None, True)
     launch = problem.resolve(fragments.weight, turned, _output(out), end, jit.gpu())
-    if not launch.turns:
+    if not launch.turns_sums:
         return None
     factors, size = buffers.rows_bytes(x.shape)
     return Ready(launch, (cuda_exl3.turned_rows(x, fragments),), size, factors, 0)
@@ -239,9 +239,9 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
     own = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0], x.data.ptr % 16 == 0)
     to = (_NOTHING, jit.gpu())
     if m == 1 and own.entry is None:
-        source = own._replace(quantizes=True)
+        source = own._replace(converted=True)
         launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), single), *to)
-        if launch.quantizes:
+        if launch.converts_x:
             results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, True)
             return Ready(launch, (), 0, 0, fragments.kept.suh.data.ptr, results, 4 * n)
     source = problem.Source((m, k), (k,), None, False)

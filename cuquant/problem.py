@@ -61,7 +61,7 @@ class Source(NamedTuple):
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
     the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each,
-    `quantizes` that kernels are to read the numbers that q8_1 blocks of them stand for, or, of walks, turned
+    `converted` that products are to take the numbers that q8_1 blocks of them stand for, or, of walks, turned
     ones.
     """
 
@@ -69,7 +69,7 @@ class Source(NamedTuple):
     strides: Shape
     entry: str | None
     factors: bool
-    quantizes: bool = False
+    converted: bool = False
 
 
 class Output(NamedTuple):
@@ -97,7 +97,8 @@ class Launch(NamedTuple):
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
     memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
-    signs of W's columns, `quantizes` whether it quantizes x, or turns it, `turns` whether it turns sums.
+    signs of W's columns, `converts_x` whether it quantizes x, or turns it, `turns_sums` whether it turns
+    sums.
     """
 
     plan: plan.Plan
@@ -107,8 +108,8 @@ class Launch(NamedTuple):
     numbers: bytes
     partials: int
     takes_signs: bool
-    quantizes: bool
-    turns: bool
+    converts_x: bool
+    turns_sums: bool
 
     def packed(
         self,
@@ -225,7 +226,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0). A vector has one, of any stride.
-    how = {"repeats": m > 1 and rows[1] == 0, "quantizes": x.quantizes}
+    how = {"repeats": m > 1 and rows[1] == 0, "converted": x.converted}
     gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
@@ -256,7 +257,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
     return Launch(
         *(gemm.plan, tensor, out_map, straight, numbers, gemm.partials),
-        *(gemm.chunk > 0, gemm.quantizes, gemm.turns),
+        *(gemm.chunk > 0, gemm.converts_x, gemm.turns_sums),
     )
 
 

@@ -92,8 +92,8 @@ def kernels(
     entries = ["prepare_rows", "prepare_halves", "round_halves"]
     entries += ["blocks_to_half", "quantize_rows", "quantize_half"]
     for m in batches:
-        for quantizes in (False, True):
-            gemm = plan.gemm(kept, m, n, k, prod(lead), True, gpu, quantizes=quantizes)
+        for converted in (False, True):
+            gemm = plan.gemm(kept, m, n, k, prod(lead), True, gpu, converted=converted)
             found.add(gemm.plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:

@@ -126,7 +126,7 @@ def test_one_row_is_one_launch_and_a_repeated_call_is_not_checked(
         problem.Epilogue(0, False, None, 0, None),
         jit.gpu(),
     )
-    assert launch.quantizes
+    assert launch.converts_x
     counts = counting(monkeypatch, "product", "repeat", "quantize_activations")
     for seed in range(3):
         cq.matmul(there((1, K), H, seed), w.T, x_format="q8_1")

@@ -150,9 +150,9 @@ def test_activations_are_quantized_by_the_product_or_before_it() -> None:
     first = problem.quantized_first((2, 96), True)
     assert first == ((2, 96), (96,), "round_halves", False, False)
     assert problem.quantized_first((2, 96), False) == ((2, 96), (96,), "quantize_rows", True, False)
-    for m, k, quantizes in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 8192, False)):
-        x = problem.source((m, k), (2 * k, 2), True)._replace(quantizes=True)
-        assert resolved(m, x).quantizes == quantizes, (m, k)
+    for m, k, converts in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 8192, False)):
+        x = problem.source((m, k), (2 * k, 2), True)._replace(converted=True)
+        assert resolved(m, x).converts_x == converts, (m, k)
 
 
 def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 90) -> problem.Launch:

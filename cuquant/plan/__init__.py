@@ -86,23 +86,23 @@ def gemm(
     half: bool,
     gpu: Gpu,
     repeats: bool = False,
-    quantizes: bool = False,
+    converted: bool = False,
 ) -> Gemm:
     """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
-    Those that the product `quantizes` to q8_1, or turns, must be so beforehand where the plan says nothing of
-    it. What was measured to be fastest on this GPU (`tuning`) goes before what an H200's figures predict.
+    Where they are to be `converted`, to q8_1 or by turning them, and the plan says nothing of it, they must
+    be so beforehand. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
     """
-    if gpu.tuned is not None and half and not (repeats or (quantizes and not fmt.walks)):
+    if gpu.tuned is not None and half and not (repeats or (converted and not fmt.walks)):
         found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
             return found
     if half and not repeats and gpu.capability == 90 and m >= least_batch(fmt, matrices * n * k):
         return wgmma(fmt, m, n, k, matrices, gpu)
     if not half or repeats or m <= DECODE_BATCH:
-        return decode(fmt, m, n, k, matrices, gpu, half, quantizes=quantizes)
+        return decode(fmt, m, n, k, matrices, gpu, half, converted=converted)
     return mma(fmt, m, n, matrices, gpu)
 
 
@@ -136,6 +136,6 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
             continue
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in product(gpus, batches, rows, columns, (True, False)):
-                for quantizes in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    found.add(gemm(fmt, m, n, k, 1, half, gpu, quantizes=quantizes).plan.kernel)
+                for converted in {False, half and n == 1 << 12}:  # the same lines in all tiles
+                    found.add(gemm(fmt, m, n, k, 1, half, gpu, converted=converted).plan.kernel)
     return sorted(found, key=repr)

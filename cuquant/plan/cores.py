@@ -19,8 +19,8 @@ class Gemm:
     a time; 0 for other cores. Of the output tiles the wgmma core shares out the last `streamed` evenly (of a
     grouped product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
     `partials` bytes. `out_box` are the batch rows of a box of results, where the kernel can store them so.
-    `quantizes` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for
-    walks; `turns` whether it turns their sums, so that it stores results.
+    `converts_x` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for
+    walks; `turns_sums` whether it turns their sums, so that it stores results.
     """
 
     plan: Plan
@@ -30,8 +30,8 @@ class Gemm:
     streamed: int = 0
     partials: int = 0
     out_box: int = 0
-    quantizes: bool = False
-    turns: bool = False
+    converts_x: bool = False
+    turns_sums: bool = False
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9

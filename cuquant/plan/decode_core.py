@@ -61,7 +61,7 @@ def decode(
     in_half: bool = True,
     sides: int = 1,
     grouped: bool = False,
-    quantizes: bool = False,
+    converted: bool = False,
 ) -> Gemm:
     """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
 
@@ -73,10 +73,10 @@ def decode(
     """
     work = _Work(fmt, m, n, k, matrices, gpu, sides, grouped)
     if work.groups == sides == 1 and shared_limit(gpu.capability) > _ROOMY:
-        made = _planned(work, table_of(fmt, gpu.capability, True), in_half, quantizes)
+        made = _planned(work, table_of(fmt, gpu.capability, True), in_half, converted)
         if not fmt.lookup or made.chunk >= ceil(work.steps / made.plan.cluster):
             return made
-    return _planned(work, table_of(fmt, gpu.capability, sides=sides), in_half, quantizes)
+    return _planned(work, table_of(fmt, gpu.capability, sides=sides), in_half, converted)
 
 
 class _Work(NamedTuple):
@@ -168,7 +168,7 @@ def _planned(
     work: _Work,
     table: tuple[int, int],
     in_half: bool,
-    quantizes: bool,
+    converts: bool,
     blocks: _Blocks | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Gemm:
@@ -201,14 +201,14 @@ def _planned(
     constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     # x of weights with signs of columns is quantized before it takes them.
     if fmt.walks:
-        quantizes = quantizes and m == cluster == 1 and work.k <= min(_TURNED, chunk * TILE_COLUMNS)
+        converts = converts and m == cluster == 1 and work.k <= min(_TURNED, chunk * TILE_COLUMNS)
     else:
-        quantizes = quantizes and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
-    constants |= {"QUANTIZES": 1} if quantizes else {}
+        converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
+    constants |= {"CONVERTS": 1} if converts else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
     return Gemm(
-        Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk, quantizes=quantizes
+        Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk, converts_x=converts
     )
 
 

@@ -195,7 +195,7 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     if split > 1:
         return 0, more + tile.batch * (tile.rows + 4) * 4
     sums = max(more, tile.groups * 32 * (tile.blocks * 64 + 4) * 4)
-    if turns(fmt, tile, split):
+    if turns_sums(fmt, tile, split):
         sums = max(sums, tile.rows * tile.batch * 2)
     if tile.batch < BOXED_BATCH:
         return 0, sums
@@ -218,7 +218,7 @@ def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
-def turns(fmt: Format, tile: Tile, split: int) -> bool:
+def turns_sums(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether the kernel turns a walk's sums: those of one block, and of as many rows as are turned."""
     return fmt.walks and split == 1 and tile.rows % HADAMARD == 0
 
@@ -307,7 +307,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         places = places_of(gpu, split * tile.pair) * tile.resident
         step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
-        if fmt.walks and not turns(fmt, tile, split):
+        if fmt.walks and not turns_sums(fmt, tile, split):
             start += _RESULTS_US + m * n * _RESULT_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
@@ -398,4 +398,5 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
-    return Gemm(plan, out_box=room if room == batch else room // 2, turns=turns(fmt, tile, split))
+    out_box = room if room == batch else room // 2
+    return Gemm(plan, out_box=out_box, turns_sums=turns_sums(fmt, tile, split))

@@ -227,10 +227,10 @@ DEVICE void add_values(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS]
     }
 }
 
-// QUANTIZES: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers, its one row is to be turned, with
+// CONVERTS: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers, its one row is to be turned, with
 // p.signs for factors, and out is float32.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
-          int TOGETHER, bool QUANTIZES, class P>
+          int TOGETHER, bool CONVERTS, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
@@ -328,10 +328,10 @@ DEVICE void decode(const P& p) {
         };
         stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
                                                               row_bytes, wait, fill);
-        if constexpr (QUANTIZES && F::SCALING == UNSCALED) {
+        if constexpr (CONVERTS && F::SCALING == UNSCALED) {
             __syncthreads();
             turned = turn_row<WARPS * WARP>(x_rows, p.signs + chunk * 64, pieces);
-        } else if constexpr (QUANTIZES) {
+        } else if constexpr (CONVERTS) {
             round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
         }
         __syncthreads();
