@@ -136,6 +136,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"token_ids has shape \(4,\), which does not broadcast to \(2, 3\)",
     ),
+    "ids beyond int64": (
+        lambda: filled().append(K, V, token_ids=np.array([1, 2**64 - 1, 2], np.uint64)),
+        ValueError,
+        "token_ids has 9223372036854775807; they are int32",
+    ),
+    "bits of no tokens": (
+        lambda: filled().append(K[:, :0], V[:, :0], 5),
+        ValueError,
+        "bits is 5; this cache has 16, 8, 4, 3, 2",
+    ),
+    "bits that no id gets": (lambda: filled().assign([], 5), ValueError, "bits is 5; this cache"),
+    "scale": (
+        lambda: cq.attention(K.repeat(2, axis=2), filled(), scale=2.1e38),
+        ValueError,
+        r"scale is 2.1e\+38; a finite number, up to 2e\+38, is needed",
+    ),
     "float bits": (lambda: filled().assign([1], 4.0), TypeError, "bits has dtype float64"),
     "ids of three sequences": (
         lambda: filled().evict([[1]] * 3),
@@ -151,6 +167,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "text importance": (lambda: filled().trim(4, ["a"] * 20), TypeError, "importance has dtype <U1"),
     "recent": (lambda: filled().trim(4, recent=-1), ValueError, "recent is -1; allowed are 0"),
 }
+
+
+def test_bits_of_tokens_that_do_not_come_may_be_anything() -> None:
+    cache = filled()
+    cache.append(K, V, [[4, 5, 6], [4, 4, -1]], lengths=[1, 2])
+    assert cache.lengths.tolist() == [21, 22]
+
+
+def test_a_position_beyond_int64_sees_every_token() -> None:
+    cache, q = filled(), tokens(2, 1, 4, 16, seed=1)[0]
+    y = cq.attention(q, cache, positions=np.full((2, 1), 2**64 - 1, np.uint64))
+    assert np.array_equal(y, cq.attention(q, cache, causal=False))
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -95,7 +95,8 @@ def on_gpu_integers(value: Any, what: str, shape: tuple[int, ...], axes: str = "
     """Integers of a CuPy array on the current GPU, broadcast to a shape; they are not looked at."""
     if value.dtype.kind not in "iu":
         raise TypeError(f"{what} has dtype {value.dtype}; integers are needed")
-    same_device(**{what: value})
+    if not device.is_current(value):
+        same_device(**{what: value})
     return _broadcast(value, shape, what, axes)
 
 
@@ -113,9 +114,14 @@ def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
     if value.dtype == np.int32 and value.flags.c_contiguous:
         return value
     may_take_memory(f"{what} is not int32, contiguous and of shape {value.shape}, and is copied")
-    if not np.can_cast(value.dtype, np.int32):
-        value = cupy.minimum(value, most) if value.dtype.kind == "u" else cupy.clip(value, -1, most)
-    return cupy.ascontiguousarray(value, np.int32)
+    if np.can_cast(value.dtype, np.int32):
+        return cupy.ascontiguousarray(value, np.int32)
+    result = cupy.empty(value.shape, np.int32)
+    if value.dtype.kind == "u":
+        cupy.minimum(value, most, out=result)
+    else:
+        cupy.clip(value, -1, most, out=result)
+    return result
 
 
 def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
@@ -157,9 +163,10 @@ def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...], use
     """Widths that a cache has, int64 of `shape`; of several those that are used (bool, of that shape)."""
     given = _integers(value, "bits")
     result = _broadcast(given, shape, "bits")
-    bad = ~np.isin(result, allowed) & (used if given.ndim else True)
-    if bad.any():
-        raise ValueError(f"bits is {result[bad][0]}; this cache has {', '.join(map(str, allowed))}")
+    named = result[np.broadcast_to(used, shape)] if given.ndim else given[None]
+    bad = named[~np.isin(named, allowed)]
+    if bad.size:
+        raise ValueError(f"bits is {bad[0]}; this cache has {', '.join(map(str, allowed))}")
     return result
 
 
@@ -362,11 +369,13 @@ def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
 
 
 def saved_ids(ids: Any, sequence: int) -> None:
-    """Ids of a sequence's tokens that are, or will be, in a file."""
-    if (ids < 0).any():
+    """Ids of a sequence's tokens that are to be in a file."""
+    least = int(ids.min(initial=0))
+    if least < 0:
         raise ValueError(
-            f"sequence {sequence} has a negative token id, which no file may have (append does not look at "
-            "token_ids that are on the GPU; those beyond int32 become negative): evict its token"
+            f"sequence {sequence} has the token id {least}, and no file may have a negative one (append does "
+            "not look at token_ids that are on the GPU; those beyond int32 become negative): "
+            f"evict([{least}]) removes its tokens"
         )
 
 
@@ -379,8 +388,8 @@ def restored(cache: Any) -> None:
         slots = np.concatenate([b.global_slots for b in buckets])
         if len(np.unique(slots)) < len(slots) or ((slots < 0) | (slots >= cache.next_slots[sequence])).any():
             raise ValueError(f"global slots of sequence {sequence} are out of range, or taken twice")
-        for bucket in buckets:
-            saved_ids(bucket.token_ids, sequence)
+        if any((b.token_ids < 0).any() for b in buckets):
+            raise ValueError(f"sequence {sequence} has a negative token id")
 
 
 def _number(value: Any, what: str) -> float:
@@ -399,10 +408,14 @@ def _integers(value: Any, what: str) -> Any:
     result = np.asarray(value)
     if result.dtype.kind not in "iu" and result.size:
         raise TypeError(f"{what} has dtype {result.dtype}; integers are needed")
+    if result.dtype == np.uint64:
+        result = np.minimum(result, np.uint64(np.iinfo(np.int64).max))  # else they would turn negative
     return result.astype(np.int64)
 
 
 def _broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:
+    if value.shape == shape:
+        return value
     xp = device.cupy() if device.is_cuda(value) else np
     try:
         return xp.broadcast_to(value, shape)

@@ -73,8 +73,8 @@ def floats(value: Any, what: str) -> Any:
         given = result.dtype == np.float64 and what != "out"
         remedy = f": pass {what}.astype(numpy.float32)" if given else ""
         raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}{remedy}")
-    if device.is_cuda(result):
-        size = result.itemsize
+    size = result.itemsize
+    if device.is_cuda(result) and not (result.flags.c_contiguous and result.data.ptr % size == 0):
         steps = [step for step, extent in zip(result.strides, result.shape, strict=True) if extent > 1]
         if any(place % size for place in (result.data.ptr, *steps)):
             raise ValueError(

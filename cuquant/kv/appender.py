@@ -135,12 +135,19 @@ class Appender:
             check.slot_range(int((self._slots + new_known).max()) - 1)
         if n == 0:
             return
+        former = None
         if cache.auto_scales and not self._slots.all():
-            check.may_take_memory("key scales are found from the first tokens of a sequence")
+            check.may_take_memory(
+                "key scales are found from the first tokens of a sequence, and it is not known here that all "
+                "sequences have some (refresh() asks the GPU)"
+            )
+            former = cache.key_scales.copy()
             _find_scales(cache, k, new, cache.auto_scales)
         tier_of, rank, adds = (None, None, None) if widths is None else _ranks(cache, widths, new)
         tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
         self._start(cache, k, v, tier, tier_of, rank, adds, ids, new)
+        if former is not None:  # of tokens that were refused nothing stays
+            device.cupy().copyto(cache.key_scales, former, where=(cache.next_slots == 0)[:, None, None])
         if not capturing and new_known is not None:
             self._spare = None
             self._slots += new_known

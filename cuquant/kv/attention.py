@@ -83,6 +83,7 @@ def attention(
     check.queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
     scale = check.score_scale(scale, cache.head_dim)
     if mask is not None:
+        cache.check_appended()  # slots of tokens that were refused need no columns
         mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
     positions = check.positions(positions, q.shape, cache.device)
     causal = check.flag(causal, "causal")

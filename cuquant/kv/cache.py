@@ -72,6 +72,8 @@ class KVCache:
     ------
     TypeError, ValueError
         An argument is none of these.
+    RuntimeError
+        There is no GPU, or a CUDA graph is being captured there.
     """
 
     is_kv_cache = True
@@ -97,6 +99,8 @@ class KVCache:
         self.batch = check.count(batch, "batch")
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
+        if self.device == "cuda":
+            check.may_take_memory("a cache is made on the GPU")
         sizes = self.n_kv_heads, self.head_dim, self.device
         self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
         self.next_slots = self._xp.zeros(self.batch, np.int32)

@@ -106,7 +106,8 @@ def named(cache: KVCache, token_ids: Any) -> tuple[Tokens, Numbers, Numbers]:
     for sequence, (row, own) in enumerate(zip(ids, tokens.of_sequences(), strict=True)):
         order = np.argsort(row, kind="stable")
         column = np.append(order, -1)[np.searchsorted(row, names[own], side="right", sorter=order) - 1]
-        last[own] = np.where(np.append(row, -1)[column] == names[own], column, -1)
+        same = (np.append(row, -1)[column] == names[own]) & ((names[own] >= 0) | (not rows))
+        last[own] = np.where(same, column, -1)
         seen[sequence] = np.isin(row, names[own])
     check.found(ids, seen, rows)
     return tokens, ids, last
