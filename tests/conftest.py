@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,13 +54,31 @@ def untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of xdist's processes one compiles a kernel; others that need it wait, and find it in CuPy's cache."""
+    if device.gpu_problem() is not None or "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    folder, compiled = tmp_path_factory.getbasetemp().parent, jit._compiled
+
+    def once(device_id: int, kernel: Kernel) -> Any:
+        name = sha256(repr((kernel.op, kernel.format, kernel.constants)).encode()).hexdigest()
+        with FileLock(folder / f"{name}.lock"):
+            return compiled(device_id, kernel)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jit, "_compiled", once)
+        yield
+
+
 @pytest.fixture(scope="module")
 def compile_ahead(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Iterable[Kernel]], None]:
     """Compiles what most tests of a file need, on all cores at once.
 
-    Of xdist's processes the first compiles, and the others then find the kernels in CuPy's cache.
+    Of xdist's processes the first compiles, and the others wait.
     """
     lock = FileLock(tmp_path_factory.getbasetemp().parent / f"{request.module.__name__}.lock")
 
