@@ -105,9 +105,9 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 
 
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
-    quantizes = key["activation"] == "q8_1"
+    converted = key["activation"] == "q8_1"
     problem = (key["M"], key["N"], key["K"], 1, True, jit.gpu())
-    return plan.gemm(fmt.for_kernels, *problem, quantizes=quantizes)
+    return plan.gemm(fmt.for_kernels, *problem, converted=converted)
 
 
 def _batches(keys: list[dict[str, Any]]) -> list[int]:
