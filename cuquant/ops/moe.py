@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,26 +181,29 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
     """The mixture of checked operands in float32 [tokens, N], where x is."""
     xp: Any = device.cupy() if device.is_cuda(check.storage(x)) else np
     rows, tokens, top_k = _rows(x), math.prod(x.shape[:-1]), ids.shape[-1]
-    ids, probs = ids.reshape(tokens, top_k), probs.astype(np.float32).reshape(tokens, top_k, 1)
+    ids, probs = ids.reshape(tokens, top_k), probs.astype(np.float32).reshape(-1)
     count, width = experts.gate.shape[:2]
     lost = ((ids < 0) | (ids >= count)).any(axis=1)
-    flat = np.where(lost[:, None], count, ids).reshape(-1)
-    order = np.argsort(flat, kind="stable")
-    starts = np.searchsorted(flat[order], np.arange(count + 1))
+    # A token's slots by their experts: those of one number are of different tokens, and are added at once.
+    number = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1).reshape(-1)
+    expert = np.where(lost[:, None], count, ids).reshape(-1)
+    pairs = np.argsort(expert, kind="stable")[: (tokens - lost.sum()) * top_k]
+    matrices = [_matrices(stack) for stack in experts]
     y = xp.zeros((tokens, experts.down.shape[1]), np.float32)
-    one_of = [_matrices(stack) for stack in experts]
-    for expert in map(int, np.flatnonzero(np.diff(starts))):
-        one = Experts(*(matrix(expert) for matrix in one_of))
-        mine = order[starts[expert] : starts[expert + 1]]
-        for part in cpu.slabs(len(mine), width, _HIDDEN):
-            token, slot = np.divmod(mine[part], top_k)
-            with np.errstate(over="ignore", invalid="ignore"):
-                result = _feed_forward(rows[xp.asarray(token)], one, activation)
-                result *= xp.asarray(probs[token, slot])
-                for j in range(top_k):  # a token may have the expert in several slots: += takes it once
-                    here = np.flatnonzero(slot == j)
-                    y[xp.asarray(token[here])] += result[xp.asarray(here)]
-    y[xp.asarray(np.flatnonzero(lost))] = np.nan
+    for part in cpu.slabs(len(pairs), width, _HIDDEN):
+        mine = pairs[part]
+        order = np.argsort(number[mine], kind="stable")
+        there = xp.asarray(np.stack([mine // top_k, order, mine[order] // top_k]))
+        with np.errstate(over="ignore", invalid="ignore"):
+            result = _feed_forward(rows[there[0]], experts, matrices, expert[mine], activation)
+            result *= xp.asarray(probs[mine, None])
+            result = result[there[1]]
+            ends = np.searchsorted(number[mine][order], np.arange(top_k + 1))
+            for start, end in pairwise(ends.tolist()):
+                if start < end:
+                    y[there[2, start:end]] += result[start:end]
+    if lost.any():
+        y[xp.asarray(np.flatnonzero(lost))] = np.nan
     return y
 
 
@@ -214,13 +218,26 @@ def _matrices(stack: Any) -> Callable[[int], Any]:
     return lambda number: stack.selected(blocks, (number,))
 
 
-def _feed_forward(x: Any, one: Experts, activation: str | None) -> Any:
-    """down(act(gate x) * up x) of one expert, float32 [n, N]."""
-    hidden = linear(x, one.gate, activation=activation, dtype=np.float32)
-    hidden *= linear(x, one.up, dtype=np.float32)
-    if check.is_quantized(x) and check.is_quantized(one.down):
+def _feed_forward(
+    x: Any, experts: Experts, matrices: Sequence[Callable[[int], Any]], numbers: Any, activation: str | None
+) -> Any:
+    """down(act(gate x) * up x), float32 [n, N], of rows and the ascending numbers of their experts, whose
+    weights `matrices` give."""
+    backend: Any = device.backend(device.is_cuda(check.storage(x)))
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+    runs = [(int(numbers[start]), slice(start, end)) for start, end in pairwise(starts)]
+
+    def products(x: Any, which: int, activation: str | None = None) -> Any:
+        y = backend.empty((len(x), experts[which].shape[1]), np.float32)
+        for number, rows in runs:
+            linear(x[rows], matrices[which](number), activation=activation, out=y[rows])
+        return y
+
+    hidden = products(x, 0, activation)
+    hidden *= products(x, 1)
+    if check.is_quantized(x) and check.is_quantized(experts.down):
         hidden = quantize(hidden, x.format)
-    return linear(hidden, one.down, dtype=np.float32)
+    return products(hidden, 2)
 
 
 def _rows(x: Any) -> Any:
