@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import activations, buffers, check, cpu, cuda_exl3, cuda_trellis, device, jit, plan, problem
+from . import activations, buffers, check, cpu, cuda_exl3, cuda_trellis, device, jit, plan, problem, repeats
 from .activations import Blocks, Operand, Rows, Step
 from .array import QuantizedArray
 from .formats import Format
@@ -197,7 +197,20 @@ def _turned_stack(p: Product, out: Any) -> None:
         merge = all(buffers.has_rows(a) for a in (part, residual, to) if a is not None)
         for at in [()] if merge else np.ndindex(*axes[:own]):
             added = None if residual is None else residual[at]
-            _turned(p._replace(x=part[at], bias=bias, residual=added), matrix, to[at])
+            _of_stack(p._replace(x=part[at], bias=bias, residual=added), matrix, to[at])
+
+
+def _of_stack(p: Product, matrix: Fragments, out: Any) -> None:
+    """The product with one of them, as it was done before if there was one like it."""
+    alike = p.x, (p.bias,), p.residual, out
+    known = repeats.find(matrix.repeats, (p.activation,), *alike)
+    if known is not None:
+        ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
+        _run(known.work, matrix, (p.x.data.ptr, 0), ends)
+        return
+    work = _turned(p, matrix, out)
+    if work is not None:
+        repeats.remember(matrix.repeats, (p.activation,), work, *alike, result=out, weights=(matrix.buffer,))
 
 
 def _turned(p: Product, fragments: Fragments, out: Any) -> Ready | None:

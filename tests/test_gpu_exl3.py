@@ -103,6 +103,21 @@ def test_stacks() -> None:
     agrees(cupy.asarray(x) @ of_four.to_device("cuda").mT, expected)
 
 
+def test_stacks_like_one_before_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = device.cupy()
+    w = random_exl3(3, (2, 128, 256))
+    there, dense = w.to_device("cuda").prepare(), w.dequantize().astype(float).swapaxes(1, 2)
+    for seed in range(3):
+        sizes = ((2, 20, 256), (2, 128), (2, 20, 128))
+        x, bias, residual = (gauss(*size, seed=3 * seed + i) for i, size in enumerate(sizes))
+        ends = {"bias": cupy.asarray(bias), "residual": cupy.asarray(residual)}
+        y = cq.linear(cupy.asarray(x), there, activation="relu", **ends)
+        agrees(y, np.maximum(x.astype(float) @ dense + bias[:, None], 0) + residual)
+        monkeypatch.setattr(cuda, "_turned", None)
+    monkeypatch.undo()
+    agrees(cupy.asarray(x) @ there.mT, x.astype(float) @ dense)
+
+
 def test_stacks_in_a_graph() -> None:
     cupy = device.cupy()
     w = random_exl3(4, (3, 128, 256)).to_device("cuda").prepare()
