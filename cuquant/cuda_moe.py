@@ -12,6 +12,7 @@ from weakref import ref
 import numpy as np
 
 from . import buffers, check, device, jit, plan, problem, templates
+from .formats import Format
 from .fragments import Fragments
 from .moe_launches import planned
 from .moe_memory import FACTORS, Given, Mixture, Rows, X, half_rows
@@ -25,13 +26,19 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
     return (
         len(formats) == 3
-        and all(fmt.on_gpu and fmt.in_float16 and not fmt.walks for fmt in formats)
+        and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
+        and (not any(fmt.walks for fmt in formats) or _turns(x, formats))
         and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS
         and min(gate.shape + down.shape) > 0
         and (width <= plan.LONGEST_ROW or not check.is_quantized(x))
     )
+
+
+def _turns(x: Any, formats: list[Format]) -> bool:
+    """Whether rows are turned for all three weights, between which there is no q8_1 then."""
+    return all(fmt.walks for fmt in formats) and not check.is_quantized(x)
 
 
 class Routing(NamedTuple):

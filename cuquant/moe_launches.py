@@ -8,6 +8,8 @@ multiplies by gate and up in one launch, and x is not of q8_1, it makes float16 
 (trellis), a block that finds its rows gives them these, one that makes numbers in levels those of `down`, and
 `change_signs` gives them to other rows in the order of their experts.
 
+Rows and sums are turned between the launches where EXL3 weights want it (kernels/ops/exl3.cu).
+
 Every launch overlaps the one before it.
 """
 
@@ -92,8 +94,11 @@ class Round(NamedTuple):
     at: dict[str, Place]
 
     def sums(self, x: Rows) -> Iterator[Template]:
-        """All launches up to the products with `down`, float32 rows in the order of `places`."""
+        """All launches up to the results of `down`, float32 rows in the order of `places`."""
         mixture, load, at = self.mixture, self.load, self.at
+        if mixture.turns:
+            yield from self._turned_sums(x)
+            return
         _, width, k = mixture.gate.shape
         both, gate, up, down = self.products
         placed = not self.finds_rows
@@ -131,9 +136,41 @@ class Round(NamedTuple):
         rows = (halves, at["factors"])
         yield self._product(mixture.down, down, rows, sums, then, 2, early=True)
 
+    def _turned_sums(self, x: Rows) -> Iterator[Template]:
+        """The same around products with EXL3 weights."""
+        (gate, up, down, activation, _), at = self.mixture, self.at
+        (_, width, k), n = gate.shape, down.shape[1]
+        entries = (*self.routing, at["places"])
+        codes = (*_ROUTING, "Q")
+        rows = (at["turned"], at["turned factors"])
+        yield from self._gather(x, k)
+        sums = (at["sums"], at["sums of up"])
+        _, *firsts, last_product = self.products
+        for which, (w, product) in enumerate(zip((gate, up), firsts, strict=True)):
+            given = (at["halves"], at["factors"], k, *entries, *rows, w.kept.suh.data.ptr)
+            yield template(plan.exl3.turn_entries(self.load.rows, k), ("Q", "Q", "i", *codes, *"QQQ"), *given)
+            group = _Group((at["of gate"], at["of up"], 0), k, 1)
+            yield self._product(w, product, rows, sums[which], group, which, early=which > 0)
+        sides = (gate.kept.svh.data.ptr, up.kept.svh.data.ptr, down.kept.suh.data.ptr)
+        last = (2.0**gate.lift, 2.0**up.lift, problem.ACTIVATIONS[activation])
+        yield template(
+            plan.exl3.turn_hidden(self.load.rows, width),
+            ("Q", "Q", "i", *codes, *"QQQQQ", *"ffi"),
+            *(*sums, width, *entries, *rows, *sides, *last),
+        )
+        group = _Group((0, 0, at["of down"]), width, 1)
+        yield self._product(down, last_product, rows, sums[0], group, 2, early=True)
+        yield template(
+            plan.exl3.turn_sums(self.load.rows, n),
+            ("Q", "i", *codes, "Q", "f"),
+            *(sums[0], n, *entries, down.kept.svh.data.ptr, 2.0**down.lift),
+        )
+
     @property
     def finds_rows(self) -> bool:
         """Whether blocks of all products find their rows themselves."""
+        if self.mixture.turns:
+            return False
         both, gate, up, down = self.products
         first = (both,) if both is not None else (gate, up)
         return self.load.rows <= plan.WARP and all(product.finds_rows for product in (*first, down))

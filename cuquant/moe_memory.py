@@ -91,8 +91,15 @@ class Mixture(NamedTuple):
     blocks: bool
     """Whether what `down` multiplies is quantized to q8_1, as x is."""
 
+    @property
+    def turns(self) -> bool:
+        """Whether rows and sums are turned around products, as EXL3 weights want it; of all three or none."""
+        return self.gate.fmt.walks
+
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""
+        if self.turns:  # by sides of its own
+            return False
         a, b = self.gate, self.up
         same = a.weight.unscaled == b.weight.unscaled and a.signs == b.signs
         return same and (a.values == b.values or plan.cores.tables(a.weight.format, 2) == 2)
@@ -130,6 +137,14 @@ def tokens_at_once(mixture: Mixture, top_k: int) -> int:
 def _row_bytes(mixture: Mixture, levels: bool) -> dict[str, int]:
     """Bytes of a row in each array between the launches: what is over makes room for what comes."""
     (_, width, k), n = mixture.gate.shape, mixture.down.shape[1]
+    if mixture.turns:  # x; x or hidden numbers, turned; sums of gate, then of down; those of up
+        own = {
+            "halves": 2 * k,
+            "turned": 2 * max(k, width),
+            "sums": 4 * max(width, n),
+            "sums of up": 4 * width,
+        }
+        return {**own, "factors": 4, "turned factors": 4, "places": 4}
     if levels:  # x, then results; hidden numbers, which `down` multiplies where they are
         sizes = {"halves": max(2 * k, 4 * n), "sums": 2 * width, "levels": width // plan.moe.LEVEL_COLUMNS}
     else:  # x, then hidden numbers in float16; in float32, then results

@@ -82,8 +82,6 @@ def kernels(
     *lead, n, k = shape
     if kept.walks and not kept.in_float16:  # products make floats of them
         return [plan.exl3.dequantize(kept, prod(lead), n, k).kernel]
-    if kept.walks:
-        lead = []  # those with a stack are of one matrix after the other
     found = plan.scale_kernels(kept)
     if not kept.whole_matrices:
         found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
@@ -93,13 +91,15 @@ def kernels(
     entries += ["blocks_to_half", "quantize_rows", "quantize_half"]
     for m in batches:
         for converted in (False, True):
-            gemm = plan.gemm(kept, m, n, k, prod(lead), True, gpu, converted=converted)
+            # Those with a stack of walks are of one matrix after the other.
+            matrices = 1 if kept.walks else prod(lead)
+            gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, converted=converted)
             found.add(gemm.plan.kernel)
         found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
-            for gated in (True, False):
+            for gated in (False,) if kept.walks else (False, True):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)

@@ -14,7 +14,7 @@ from products import check_choice, plan_anew
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
-from cuquant import cuda, cuda_exl3, device, jit, plan, testing
+from cuquant import cuda, device, jit, plan, testing
 from cuquant.formats.exl3 import HADAMARD
 from cuquant.plan import wgmma_core
 from cuquant.plan.wgmma_core import Tile
@@ -368,20 +368,6 @@ def test_warmup(bits: int) -> None:
         x = gauss(20, 256)
         y = device.cupy().asarray(x) @ w.to_device("cuda").mT
         agrees(y, x.astype(np.float64) @ w.dequantize().astype(np.float64).swapaxes(-1, -2))
-
-
-def test_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are multiplied one after the other, where they lie in their stacks: nothing is made of them."""
-    stack = [random_exl3(4, (2, 128, 128), seed=seed) for seed in range(3)]
-    x, ids, probs = gauss(6, 128), np.array([[0], [1], [0], [1], [1], [0]]), np.ones((6, 1), F)
-    expected = cq.moe(x, cq.Experts(*stack), ids, probs)
-    there = cq.Experts(*(w.to_device("cuda").prepare() for w in stack))
-    cupy = device.cupy()
-    monkeypatch.setattr(cuda_exl3, "_repack", None)
-    monkeypatch.setattr(cuda_exl3, "dequantize", None)
-    for _ in range(2):
-        agrees(cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs)), expected)
-    assert all(w.fragments().matrices[1].repeats for w in there)
 
 
 def test_no_experts() -> None:

@@ -31,7 +31,7 @@ NAMES = (
     "int4-128-zeros",
     "trellis3",
 )
-EVERY = tuple(str(f) for f in FORMATS if f.on_gpu and not (f.for_activations or f.walks))
+EVERY = tuple(str(f) for f in FORMATS if f.on_gpu and not f.for_activations)
 LOADS = [Load(t, k, e) for t in (1, 2, 5, 16, 33, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 64), (8, 256))]
 
 

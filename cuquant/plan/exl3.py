@@ -33,6 +33,24 @@ def turn_results(rows: int, n: int) -> Plan:
 
 
 @lru_cache(maxsize=1024)
+def turn_entries(rows: int, k: int) -> Plan:
+    """Rows of a mixture times their experts' suh, turned: a block of threads for each."""
+    return Plan(Kernel("exl3", "turn_entries"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def turn_hidden(rows: int, k: int) -> Plan:
+    """Sums of gate and up turned, and what follows, up to rows that `down` multiplies: a block for each."""
+    return Plan(Kernel("exl3", "turn_hidden"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
+
+
+@lru_cache(maxsize=1024)
+def turn_sums(rows: int, n: int) -> Plan:
+    """Sums of a mixture's rows turned, times their experts' svh."""
+    return Plan(Kernel("exl3", "turn_sums"), (rows, ceil(n / (8 * _RESULTS)), 1), _RESULTS, overlaps=True)
+
+
+@lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
     """To or from the fragment layout (`entry`)."""
     tiles = matrices * (n // TILE_ROWS) * (k // TILE_COLUMNS)

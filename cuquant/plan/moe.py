@@ -215,14 +215,15 @@ def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        for load, n, half, gated in product_of(loads, (1024, 14336), (True, False), (True, False)):
+        sides = (False,) if fmt.walks else (False, True)
+        for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, sides):
             made = product(fmt, load, n, 4096, half, gated, gpu)
             if made is not None:
                 found.add(made.gemm.plan.kernel)
         if gpu.capability == 90:
             found |= {
                 made.gemm.plan.kernel
-                for each in (1, 2)
+                for each in range(1, 1 + len(sides))
                 for made in _wgmma(fmt, loads[0], 1024, 4096, each, gpu)
             }
     return sorted(found, key=repr)
