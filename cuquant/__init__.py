@@ -7,6 +7,7 @@ W = model["blk.0.ffn_up.weight"]       # QuantizedArray (N, K)
 y = x @ W.T                            # x (..., K) -> (..., N)
 """
 
+from . import testing as testing
 from .array import QuantizedArray
 from .debug import config
 from .eval import Comparison, Evaluation, Evaluations, compare, evaluate, evaluate_files

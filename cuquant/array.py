@@ -27,9 +27,30 @@ def _refused(operator: str) -> Any:
     return method
 
 
-class _Packed:
+def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
+    """What NumPy's functions make of it: `numpy.matmul`, of which `x @ W.T` is a call, the product."""
+    if (ufunc.__name__, method, options) == ("matmul", "__call__", {}):
+        from .ops.matmul import matmul
+
+        return matmul(*operands)
+    if ufunc.__name__ in ("equal", "not_equal"):
+        return ufunc.__name__ == "not_equal"
+    raise check.no_ufunc(self, ufunc.__name__)
+
+
+class _Kind(type):
+    """NumPy looks `__array_ufunc__` up in a class, and CuPy in an array, whose None leaves `x @ W.T` to
+    __rmatmul__ there."""
+
+    @property
+    def __array_ufunc__(cls) -> Any:
+        return _ufunc
+
+
+class _Packed(metaclass=_Kind):
     """Operators that numbers have and packed blocks have not: without them NumPy's errors lead astray."""
 
+    __array_ufunc__ = None
     __slots__ = ()
     __add__ = __radd__ = _refused("+")
     __sub__ = __rsub__ = __neg__ = _refused("-")
@@ -41,6 +62,11 @@ class _Packed:
     __abs__ = _refused("abs")
     __lt__ = __gt__ = _refused("<")
     __le__ = __ge__ = _refused("<=")
+
+    if not TYPE_CHECKING:  # which would take any attribute for one
+
+        def __getattr__(self, name: str) -> Any:
+            raise check.no_attribute(self, name)
 
 
 class QuantizedArray(_Packed):
@@ -64,7 +90,6 @@ class QuantizedArray(_Packed):
         Shape of the array, where the last block of a row is not full or the format stores whole matrices.
     """
 
-    __array_ufunc__ = None  # NumPy and CuPy then leave `x @ W` to __rmatmul__.
     __slots__ = ("_blocks", "_format", "_fragments", "_shape", "rows")
     is_quantized_array = True
 
@@ -102,8 +127,13 @@ class QuantizedArray(_Packed):
         from .fragments import from_fragments
 
         fragments = self.fragments()
-        check.same_device(W=fragments.buffer)
-        return from_fragments(fragments)
+        with device.cupy().cuda.Device(fragments.buffer.data.device_id):
+            return from_fragments(fragments)
+
+    def may_make_blocks(self) -> None:
+        """RuntimeError where they would be made for a moment only, and a graph is captured."""
+        if self._blocks is None:
+            check.may_take_memory("the storage bytes of a prepared weight are made", "do that before")
 
     @property
     def storage(self) -> Any:
@@ -214,9 +244,12 @@ class QuantizedArray(_Packed):
         """Rows, selected as NumPy selects along every axis but the last: a copy in storage order.
 
         Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
-        and cannot be indexed.
+        and cannot be indexed. CuPy's arrays are read by the host, for an error if some are out of range. The
+        blocks of a weight on the GPU that was prepared are made for it, which no graph can capture.
         """
-        return self.selected(self.blocks, check.row_index(index, self.shape))
+        parts = check.row_index(index, self.shape, self.device == "cuda")
+        self.may_make_blocks()
+        return self.selected(self.blocks, parts)
 
     def selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
         """What an index of all axes but the last selects of this array, given its `blocks`, which may have to
@@ -256,6 +289,7 @@ class QuantizedArray(_Packed):
 
     def _along(self, numbers: range) -> Iterator[QuantizedArray]:
         check.can_iterate(self.shape)
+        self.may_make_blocks()
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self.selected(blocks, (i,)) for i in numbers)
 
@@ -299,7 +333,6 @@ class QuantizedArray(_Packed):
 class Transposed(_Packed):
     """The transpose of a QuantizedArray, shape (..., K, N): the right operand of ``x @ W.T``."""
 
-    __array_ufunc__ = None
     __slots__ = ("_base",)
     is_transposed_array = True
 

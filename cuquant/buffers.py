@@ -29,7 +29,9 @@ def element_strides(array: Any) -> tuple[int, ...]:
 def as_rows(x: Any, what: str = "x") -> Any:
     """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
     if x.ndim > 2 and not has_rows(x):
-        check.may_take_memory(f"{what} has leading axes that do not merge, and is copied")
+        check.may_take_memory(
+            f"{what} has leading axes that do not merge, and is copied", "pass a contiguous array"
+        )
     return x.reshape(-1, x.shape[-1])
 
 
@@ -41,8 +43,12 @@ def has_rows(x: Any) -> bool:
 
 def records(blocks: Any) -> Any:
     """Storage bytes of whole matrices that start on 16 bytes and lie together."""
-    blocks = device.cupy().ascontiguousarray(blocks)
-    return blocks.copy() if blocks.data.ptr % 16 else blocks
+    if blocks.flags.c_contiguous and blocks.data.ptr % 16 == 0:
+        return blocks
+    check.may_take_memory(
+        "storage bytes with gaps, or that start at odd places, are copied", "do that before"
+    )
+    return blocks.copy("C")
 
 
 def float_rows(rows: Any) -> tuple[Any, ...]:

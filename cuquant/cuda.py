@@ -147,11 +147,11 @@ def product(p: Product, out: Any) -> Ready | None:
         _dense(p, out)
         return None
     if p.bias is not None and not p.bias.flags.c_contiguous:  # kernels know no strides of it
-        check.may_take_memory("bias is not contiguous, and is copied")
+        check.may_take_memory("bias is not contiguous, and is copied", "pass one that is")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
     if not p.w.format.in_float16 or (p.w.format.walks and p.w.size == 0):
-        check.may_take_memory(f"products with {p.w.format} weights make floats of them")
+        check.may_take_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     if p.w.format.walks:
@@ -324,6 +324,8 @@ def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     x = _as_floats(x)
     *own, m, k = x.shape
     if tuple(own) != lead:
+        why = "x is one for several matrices, whose columns have signs of their own, and is repeated"
+        check.may_take_memory(why, f"pass x of shape {(*lead, m, k)}")
         x = device.cupy().broadcast_to(x, (*lead, m, k))
     return Operand(x, problem.prepared(x.shape, half), None, signs.over(lead), m)
 
@@ -332,7 +334,7 @@ def _as_floats(x: Any) -> Any:
     """Activations, if they are quantized, in float32."""
     if not check.is_quantized(x):
         return x
-    check.may_take_memory("x is quantized, and floats are made of it")
+    check.may_take_memory("x is quantized, and floats are made of it", "pass floats")
     return dequantize(x.blocks, x.format, check.FLOATS[2])
 
 
@@ -374,9 +376,12 @@ def _epilogue(p: Product) -> problem.Epilogue:
     return problem.Epilogue(bias_dtype, stacked, p.activation, problem.DTYPES[p.residual.dtype], strides)
 
 
+_DENSE = "take cupy.matmul, and a weight of floats"
+
+
 def _dense(p: Product, out: Any) -> None:
     """The product with a plain float weight, by cuBLAS in float32, a slab of its rows at a time."""
-    check.may_take_memory("a product with a plain weight is one of floats in float32")
+    check.may_take_memory("a product with a plain weight is one of floats in float32", _DENSE)
     cupy = device.cupy()
     x = _as_floats(p.x).astype(np.float32)
     n, k = p.w.shape[-2:]

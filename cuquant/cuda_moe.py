@@ -60,11 +60,11 @@ _FLOAT = check.FLOATS[2]
 def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any, Routing | None]:
     """Ids and probabilities of floats (..., E), and how those of others like them are found; None where a
     copy of them was read."""
+    rows = buffers.as_rows(logits, "logits")
     empty, shape = device.cupy().empty, (*logits.shape[:-1], top_k)
     ids, probs = empty(shape, np.int32), empty(shape, _FLOAT)
     if not ids.size:
         return ids, probs, None
-    rows = buffers.as_rows(logits, "logits")
     count, experts = rows.shape
     numbers = (
         problem.DTYPES[rows.dtype],
@@ -139,7 +139,8 @@ def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
     """A contiguous CuPy array: the one that is given, if it is one of this dtype, or a copy."""
     if device.is_cuda(array) and array.dtype == dtype and array.flags.c_contiguous:
         return array
-    check.may_take_memory(f"{what} is no contiguous CuPy array of {dtype}, and is copied")
+    kind = f"contiguous CuPy array of {dtype}"
+    check.may_take_memory(f"{what} is no {kind}, and is copied", "pass one")
     return device.cupy().ascontiguousarray(device.cupy().asarray(array), dtype)
 
 

@@ -15,8 +15,12 @@ _OVERLAP_WORK = 1000
 
 def same_view(a: Any, b: Any) -> bool:
     """Whether two arrays of one shape are the same elements."""
-    steps_a, steps_b = ([s for s, n in zip(x.strides, a.shape, strict=True) if n > 1] for x in (a, b))
-    return bool(_address(a) == _address(b) and steps_a == steps_b and a.dtype == b.dtype)
+    return bool(_address(a) == _address(b) and a.dtype == b.dtype and _steps(a) == _steps(b))
+
+
+def _steps(a: Any) -> list[int]:
+    """Strides of axes of more than one element."""
+    return [step for step, extent in zip(a.strides, a.shape, strict=True) if extent > 1]
 
 
 def overlaps_itself(a: Any) -> bool:

@@ -1,6 +1,6 @@
 """Calls that are repeated: what was checked of one is not checked again of others like it.
 
-Types, shapes, strides and dtypes of all operands, the words beside them, and where x starts within 16 bytes
+Types, shapes, strides and dtypes of all operands, the words beside them, and whether x starts on 16 bytes
 decide whether a call is right and how its kernels are launched. They are a key, in a table of each weight (of
 gate, for mixtures of experts), or of this module where there is none. What is asked again is where the arrays
 lie: on the current GPU, and the result apart from what is read. Where first and last bytes leave that open,
@@ -34,34 +34,36 @@ class Repeat(NamedTuple):
     dtype: np.dtype[Any]
     weights: tuple[tuple[int, int], ...]
     """Addresses between which each weight lies."""
-    out: tuple[int, int]
-    """Of `out`: bytes from its first element's address to its lowest byte, and to behind its highest."""
-    reads: tuple[tuple[int, int], ...]
+    out: tuple[int, int, int]
+    """Of `out`: bytes from its first element's address to its lowest byte, and to behind its highest; and the
+    bits that the address of a number does not have."""
+    reads: tuple[tuple[int, int, int], ...]
     """The same of x, of what else is read, and of the residual."""
     in_place: bool
     """Whether the residual, if it starts where `out` does, is `out`."""
 
     def takes(self, x: Any, reads: tuple[Any, ...], residual: Any, out: Any) -> bool:
-        """Whether arrays that are like the first ones lie as they may, too: on this GPU, and no byte of `out`
-        is one of the others'."""
+        """Whether arrays that are like the first ones lie as they may, too: on this GPU, at multiples of
+        their numbers' size, and no byte of `out` is one of the others'."""
         here = device.cupy().cuda.runtime.getDevice()
         first = end = 0
         if out is not None:
             data = out.data
             start = data.ptr
-            first, end = start + self.out[0], start + self.out[1]
-            if data.device_id != here:
+            low, high, odd = self.out
+            first, end = start + low, start + high
+            if data.device_id != here or start & odd:
                 return False
             for low, high in self.weights:
                 if first < high and low < end:
                     return False
             if self.in_place and residual.data.ptr == start:
                 residual = None
-        for read, (low, high) in zip((x, *reads, residual), self.reads, strict=True):
+        for read, (low, high, odd) in zip((x, *reads, residual), self.reads, strict=True):
             if read is not None:
                 data = read.data
                 start = data.ptr
-                if data.device_id != here or (first < start + high and start + low < end):
+                if data.device_id != here or start & odd or (first < start + high and start + low < end):
                     return False
         return True
 
@@ -157,14 +159,16 @@ def _key(
     return (
         words,
         kind,
-        (data.device_id, data.ptr % 16),
+        (data.device_id, data.ptr % 16 == 0),
         *[None if a is None else (type(a), a.shape, a.strides, a.dtype) for a in arrays],
     )
 
 
-def _span(array: Any) -> tuple[int, int]:
-    """Bytes that the elements of an array take, from the first one's address."""
+def _span(array: Any) -> tuple[int, int, int]:
+    """Bytes that the elements of an array take, from the first one's address, and the bits that this does not
+    have."""
     if array is None or array.size == 0:
-        return 0, 0
+        return 0, 0, 0
     ends = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
-    return sum(end for end in ends if end < 0), sum(end for end in ends if end > 0) + array.itemsize
+    size = array.itemsize
+    return sum(end for end in ends if end < 0), sum(end for end in ends if end > 0) + size, size - 1

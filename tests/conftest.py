@@ -31,7 +31,7 @@ from cuquant.plan import Kernel  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     """Under xdist tests are handed out one by one: none waits for its process while another is idle.
 
-    Not where there is a GPU: every process would compile the kernels of every file.
+    Not where there is a GPU: every process would read the kernels of every file.
     """
     if device.gpu_problem() is not None:
         config.option.maxschedchunk = 1

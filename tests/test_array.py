@@ -130,6 +130,11 @@ def test_is_no_buffer_of_numbers() -> None:
         lambda x, w: x + w,
         lambda x, w: w + x,
         lambda x, w: x - w,
+        lambda x, w: np.multiply(x, w),
+        lambda x, w: np.sqrt(w),
+        lambda x, w: np.sum(w),
+        lambda x, w: x.__imul__(w),
+        lambda x, w: np.float32(2) * w,
         lambda x, w: 2 * w,
         lambda x, w: w / 2,
         lambda x, w: -w,
@@ -141,9 +146,30 @@ def test_is_no_buffer_of_numbers() -> None:
 def test_blocks_have_no_arithmetic(operate: Any) -> None:
     w = cq.quantize(np.ones((4, 64), np.float32), "q4_0")
     for packed in (w, w.T):
-        message = r"\(q4_0\) holds packed blocks, which have no ([-+*/<]|\*\*|abs): call \.dequantize\(\)"
+        message = r"\(q4_0\) holds packed blocks, which have no ([-+*/<]|\*\*|\w+): call \.dequantize\(\)"
         with pytest.raises(TypeError, match=message):
             operate(np.ones(packed.shape, np.float32), packed)
+
+
+def test_numpy_s_own_product() -> None:
+    """Is the library's; where NumPy was to write it somewhere, the error says what does."""
+    rows = np.ones((4, 64), np.float32)
+    x: Any = rows
+    w: Any = cq.quantize(np.ones((64, 64), np.float32), "q4_0")
+    np.testing.assert_array_equal(np.matmul(x, w.T), cq.matmul(x, w.T))
+    np.testing.assert_array_equal(np.matmul(w, x.T), cq.matmul(w, x.T))
+    advice = r"write x @ W\.T, or cuquant\.matmul\(x, W\.T, out=out\)"
+    with pytest.raises(TypeError, match=advice):
+        x @= w.T
+    with pytest.raises(TypeError, match=advice):
+        np.matmul(x, w.T, out=np.empty_like(x))
+    assert x is rows
+
+
+def test_equal_to_itself_alone() -> None:
+    w = make()
+    x = w.dequantize()
+    assert (x == w, x != w, w == x, w == make(), w == w) == (False, True, False, False, True)
 
 
 ROWS: list[Any] = [

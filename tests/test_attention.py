@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "integer mask": (
         lambda: cq.attention(Q, CACHE, mask=np.ones(50, int)),
         TypeError,
-        "mask has dtype int64",
+        "mask has dtype int64; allowed are bool, .*: pass mask != 0$",
     ),
     "narrow mask": (
         lambda: cq.attention(Q, CACHE, mask=np.ones((3, 49), bool)),

@@ -12,6 +12,9 @@ from commands import Run, assert_one_line_error
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Value
 from gguf_files import NANO, array, entry, gguf_file, string, tensor, write
+from safetensors.numpy import save_file
+
+import cuquant as cq
 
 
 def test_dump_shows_every_key_and_tensor(run: Run) -> None:
@@ -32,6 +35,27 @@ def test_dump_of_a_foreign_file_does_not_warn(run: Run, tmp_path: Path) -> None:
     done = run("dump", path)
     assert (done.status, done.err) == (0, "")
     assert "TQ2_0" in done.out
+
+
+def test_dump_of_a_safetensors_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    x = np.ones((8, 64), np.float32)
+    cq.save(path, {"b\x1b": x[0], "w": cq.quantize(x, cq.KBit(3))})
+    done = run("dump", path)
+    assert (done.status, done.err) == (0, "")
+    lines = [" ".join(line.split()) for line in done.out.splitlines() if line]
+    assert lines[2:] == ["b\\x1b float32 64 256", "w kbit3 8 x 64 208", "2 tensors, 464 bytes"]
+    tensors = json.loads(run("dump", path, "--json").out)["tensors"]
+    assert tensors[1] == {"name": "w", "type": "kbit3", "shape": [8, 64], "nbytes": 208}
+
+
+def test_dump_of_a_safetensors_file_of_others(run: Run, tmp_path: Path) -> None:
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "w.safetensors")
+    cq.KVCache(2, 64, 8).save(tmp_path / "c.safetensors")
+    for name, reader in (("w", "cuquant.read_safetensors reads"), ("c", "cuquant.KVCache.load reads it")):
+        done = run("dump", tmp_path / f"{name}.safetensors")
+        assert_one_line_error(done)
+        assert reader in done.err
 
 
 def test_dump_json_has_arrays_in_full(run: Run) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import pytest
 from commands import Run, assert_one_line_error, finish, start
 from gguf import GGMLQuantizationType as Type
 from gguf_files import NANO, write
@@ -22,6 +23,36 @@ def test_quantize(run: Run, tmp_path: Path) -> None:
     kinds = {t.name: t.tensor_type for t in gguf.GGUFReader(target).tensors}
     assert kinds["output.weight"] == kinds["blk.3.attn_q.weight"] == Type.F16
     assert kinds["token_embd.weight"] == kinds["blk.2.attn_q.weight"] == Type.Q4_0
+
+
+def test_quantize_by_a_recipe(run: Run, tmp_path: Path) -> None:
+    target = tmp_path / "q.gguf"
+    done = run("quantize", NANO, target, "--format", "*ffn_down*=Q6_K, *=q4_k")
+    assert (done.status, done.out) == (0, "")
+    assert done.err.startswith(f"{target}: 30 tensors to q4_k+q6_k, 9 copied, ")
+    kinds = {t.name: t.tensor_type for t in gguf.GGUFReader(target).tensors}
+    assert (kinds["blk.0.ffn_down.weight"], kinds["output.weight"]) == (Type.Q6_K, Type.Q4_K)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "problem"),
+    [
+        ("*ffn_down*=q6_k,q4_k", "'q4_k' in '*ffn_down*=q6_k,q4_k' is no PATTERN=FORMAT"),
+        ("*=q4_k,*=q6_k", "'*=q6_k' in '*=q4_k,*=q6_k' names '*' again"),
+        ("*=q4_k,", "has an empty name"),
+        ("*=q4_7", "unknown format 'q4_7': did you mean"),
+    ],
+)
+def test_quantize_by_what_is_no_recipe(run: Run, tmp_path: Path, recipe: str, problem: str) -> None:
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", recipe)
+    assert (done.status, done.out) == (2, "")
+    assert problem in done.err
+
+
+def test_a_recipe_is_pure_already(run: Run, tmp_path: Path) -> None:
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", "*=q4_k", "--pure")
+    assert_one_line_error(done)
+    assert "--pure makes one format of a mixture's name" in done.err
 
 
 def test_quantize_to_a_format_that_gguf_lacks(run: Run, tmp_path: Path) -> None:

@@ -247,6 +247,25 @@ def test_a_pattern_that_keeps_nothing_is_a_mistake(tmp_path: Path, pattern: str)
         select(cq.open(small(tmp_path / "s.gguf")), "q4_0", [pattern, "output.weight"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("ffn_up", r"; patterns match whole names: write '\*ffn_up\*'$"),
+        ("blk.?.ffn", r"; patterns match whole names: write '\*blk\.\?\.ffn\*'$"),
+        ("blk.0.ffn_u.weight", r"; did you mean blk\.0\.ffn_up\.weight or blk\.0\.ffn_norm\.weight\?$"),
+        ("*.bias", r": one that is there is 'blk\.0\.ffn_up\.weight'$"),
+    ],
+)
+def test_a_pattern_that_matches_nothing(tmp_path: Path, pattern: str, hint: str) -> None:
+    model, said = cq.open(small(tmp_path / "s.gguf")), "no tensor of s.gguf is named like .* \\(%s\\)"
+    for argument, given in (
+        ("keep", {"format": "q4_0", "keep": pattern}),
+        ("format", {"format": {pattern: "q4_0"}}),
+    ):
+        with pytest.raises(ValueError, match=said % argument + hint):
+            select(model, **given)
+
+
 def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_path: Path) -> None:
     recipe: dict[str, Any] = {"*.ffn_down.*": "Q6_K", "blk.[01].*": cq.formats.get("q8_0"), "blk.*": "q4_0"}
     done = quantize_file(NANO, tmp_path / "q.gguf", recipe, keep=["blk.3.attn_*"])
@@ -261,6 +280,7 @@ def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_p
     assert {name: kind for name, kind in types.items() if kind not in ("F16", "F32")} == expected
     assert done.quantized == expected.keys()
     assert str(done.format) == "q6_k+q8_0+q4_0"
+    assert done.label == "q8_0+q4_0+q6_k"
 
 
 @pytest.mark.parametrize(
@@ -273,12 +293,36 @@ def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_p
             "unknown format 'q4_k_m'.*; q4_k_m is llama.cpp's name of a mixture, for whole files",
         ),
         ({}, "format is an empty mapping; patterns of tensor names and formats are needed"),
-        ({"*_norm.weight": "q4_0"}, r"s\.gguf has no weight matrix to quantize to q4_0"),
+        (
+            {"*norm*": "q4_0", "*": "q8_0"},
+            r"pattern '\*norm\*' \(format\) matches only tensors that are never quantized, as "
+            r"'blk\.0\.ffn_norm\.weight'$",
+        ),
+        (
+            {"*": "q4_0", "*ffn*": "q8_0"},
+            r"pattern '\*ffn\*' \(format\) decides nothing in s\.gguf: .*match '\*'; put '\*ffn\*' first$",
+        ),
+        (
+            {"output*": "q4_0", "blk*": "q8_0", "*t.weight": "q5_0", "*.weight": "q5_1", "*": "q8_0"},
+            r"pattern '\*t\.weight' .* tensors match 'output\*'; put '\*t\.weight' first$",
+        ),
+        ({"o*": "q4_0", "b*": "q8_0", "*t": "q8_0"}, r"match 'b\*' or 'o\*'; put '\*t' first$"),
     ],
 )
 def test_a_wrong_recipe(tmp_path: Path, recipe: dict[str, str], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         select(cq.open(small(tmp_path / "s.gguf")), recipe)
+
+
+def test_a_default_may_have_nothing_left_to_take(tmp_path: Path) -> None:
+    recipe = {"output*": "q4_0", "blk*": "q8_0", "*": "kbit4"}
+    chosen = quantize_file(small(tmp_path / "s.gguf"), tmp_path / "t.gguf", recipe)
+    assert (chosen.label, str(chosen.format)) == ("q8_0+q4_0", "q4_0+q8_0+kbit4")
+    assert repr(chosen) == "Selection(q8_0+q4_0: 2 tensors quantized, 1 as they are)"
+
+
+def test_a_recipe_is_called_after_formats_of_ragged_rows_too(tmp_path: Path) -> None:
+    assert select(cq.open(small(tmp_path / "s.gguf")), {"blk*": "q4_k", "*": "q8_0"}).label == "q5_0+q8_0"
 
 
 def test_kept_tensors_are_copied(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ CHOSEN = {
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_fp4_int4.py": (35, "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e"),
     "test_gpu_rechecks.py": (9, "test"),
+    "test_gpu_operands.py": (24, "test"),
     "test_gpu_repeats.py": (30, "test"),
     "test_gpu_trellis.py": (
         19,
@@ -76,7 +77,12 @@ CHOSEN = {
         15,
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
+    "test_gpu_moe_exl3.py": (
+        20,
+        "types or three_formats or nan or stay or strides or 60 and graph or fallback",
+    ),
     "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
+    "test_gpu_kv_operands.py": (60, "not another_gpu"),
     "test_gpu_kv_moves.py": (135, "not many_elements"),
     "test_gpu_evaluate.py": (3, "small_model"),
     "test_gpu_kv_repeats.py": (21, "test"),
@@ -102,6 +108,7 @@ CHOSEN_OF_SM_90 = {
         10,
         "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",
     ),
+    "test_gpu_moe_exl3.py": (5, "tokens and (60 or 300) and (2 or 4) or graph"),
     "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
     "test_tuning.py": (2, "right and (q4_0 or kbit4) and 8"),
     "test_matmul.py": (37, "strided or leading or nan or infin"),

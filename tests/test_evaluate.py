@@ -180,8 +180,23 @@ def test_a_recipe_is_evaluated_as_the_file_made_by_it(model: Path, tmp_path: Pat
     cq.quantize_file(model, tmp_path / "q.gguf", recipe)
     direct = evaluate(model, formats=recipe, tokens=ids, ctx=32).rows[1]
     made = evaluate(tmp_path / "q.gguf", base=model, tokens=ids, ctx=32).rows[1]
-    assert direct.format == "q8_0+q4_0"
+    assert direct.format == made.format == "q8_0+q4_0"
     assert (direct.ppl, direct.mean_kld, direct.tensors) == (made.ppl, made.mean_kld, made.tensors)
+
+
+def test_rows_of_one_name_are_numbered(model: Path) -> None:
+    recipes = [{"*.attn_*": "q8_0", "*": "q4_0"}, {"*.attn_q*": "q8_0", "*": "q4_0"}]
+    rows = evaluate(model, formats=[*recipes, "q8_0"], tokens=some_tokens(64), ctx=32, kv_bits=8).rows
+    names = ["f16", "q4_0+q8_0", "q4_0+q8_0 (2)", "q8_0"]
+    assert [row.format for row in rows] == [name for name in names for _ in "12"]
+
+
+def test_a_file_is_called_after_all_its_formats(model: Path, tmp_path: Path) -> None:
+    """Not where its type says more, nor after floats, where something is quantized."""
+    for label, recipe in (("q4_0", {"*ffn_down*": "q4_0"}), ("q8_0+q4_0", {"output*": "q4_0", "*": "q8_0"})):
+        cq.quantize_file(model, tmp_path / "q.gguf", recipe, force=True)
+        (row,) = evaluate(tmp_path / "q.gguf", tokens=some_tokens(64), ctx=32).rows
+        assert row.format == label
 
 
 def test_base_is_the_other_way_to_compare(model: Path, q4_0: Path) -> None:

@@ -332,26 +332,29 @@ CAPTURED: dict[str, tuple[Callable[[], Call], str]] = {
     ),
     "ids of 64 bits": (
         appended(token_ids=(IDS, True)),
-        r"token_ids is not int32, contiguous and of shape \(2, 2\)",
+        r"token_ids is not contiguous int32 of shape \(2, 2\)",
     ),
     "ids of all sequences": (
         appended(token_ids=(IDS[0].astype(np.int32), True)),
-        "token_ids is not int32",
+        "token_ids is not contiguous int32",
     ),
     "a list of lengths": (appended(lengths=([1, 2], False)), "lengths is not on the GPU"),
     "short lengths": (appended(lengths=(np.array([1, 2], np.int16), True)), r"lengths is not .* \(2,\), and"),
-    "key scales": (first, r"key scales are found from the first tokens of a sequence, .* \(refresh\(\) asks"),
+    "key scales": (first, r"key scales are found from the first tokens .* refresh"),
     "queries with gaps": (attended(2), "q has gaps along its last axis"),
     "positions": (attended(positions=[[1], [1]]), "positions is not on the GPU"),
     "long positions": (
         attended(positions=lambda: put(np.ones((2, 1), np.int64))),
-        r"positions is not int32, contiguous and of shape \(2, 1\)",
+        r"positions is not contiguous int32 of shape \(2, 1\)",
     ),
     "positions with gaps": (
         attended(positions=lambda: device.cupy().ones((4, 1), np.int32)[::2]),
-        "positions is not int32, contiguous",
+        "positions is not contiguous int32",
     ),
-    "a cache": (lambda: cache_of, "a cache is made on the GPU: do that before a CUDA graph is captured"),
+    "a cache": (
+        lambda: cache_of,
+        "a cache is made on the GPU, for which a CUDA graph has no memory: make it",
+    ),
     "a copy": (
         lambda: (lambda here: lambda: here.to_device("cuda"))(cache_of().to_device("cpu")),
         "a cache is made on the GPU",

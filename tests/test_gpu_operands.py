@@ -57,15 +57,50 @@ def test_a_residual_in_place_whose_single_row_has_another_stride() -> None:
     assert nmse(cq.linear(x, w, residual=again, out=out), expected) < 1e-6
 
 
-@pytest.mark.parametrize("what", ["x", "residual", "out"])
+def apart(like: Any, gap: int = 0) -> Any:
+    """An array of zeros whose numbers start two bytes behind a multiple of their size."""
+    size = like.dtype.itemsize
+    raw = device.cupy().zeros(like.size * size + size + gap, np.uint8)
+    return raw[2 : 2 + like.size * size].view(like.dtype).reshape(like.shape)
+
+
+@pytest.mark.parametrize("what", ["x", "bias", "residual", "out"])
 def test_numbers_between_multiples_of_their_size_are_refused(what: str) -> None:
+    """Also where a call like it was right, and those after it are not checked in full."""
     cupy = device.cupy()
     w = cuda_weight("q4_0", (64, 64))
-    given = {"x": cupy.zeros((5, 64), F), "residual": cupy.zeros((5, 64), F), "out": cupy.empty((5, 64), F)}
-    raw = cupy.zeros((5, 64 * 4 + 2), np.uint8)
-    apart = raw[:, :256].view(F)
-    with pytest.raises(ValueError, match=f"{what} has numbers of 4 bytes that start between"):
-        cq.linear(**{"w": w, **given, what: apart})
+    shapes = {"x": (5, 64), "bias": (64,), "residual": (5, 64), "out": (5, 64)}
+    given = {name: cupy.zeros(shape, F) for name, shape in shapes.items()}
+    stepping = cupy.zeros((5, 64 * 4 + 2), np.uint8)[:, :256].view(F)
+    for odd in (apart(given[what]), *([] if what == "bias" else [stepping])):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"{what} has numbers of 4 bytes that start between"):
+                cq.linear(**{"w": w, **given, what: odd})
+            cq.linear(w=w, **given)
+
+
+@pytest.mark.parametrize("what", ["x", "expert_ids", "expert_probs", "out"])
+def test_the_same_of_mixtures(what: str) -> None:
+    cupy = device.cupy()
+    experts = cq.Experts(*(cuda_weight("q4_0", (2, 64, 64)) for _ in range(3)))
+    given = {"x": cupy.zeros((4, 64), F), "expert_ids": cupy.zeros((4, 2), np.int32)}
+    given |= {"expert_probs": cupy.ones((4, 2), F), "out": cupy.empty((4, 64), F)}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{what} has numbers of 4 bytes that start between"):
+            cq.moe(**{"experts": experts, **given, what: apart(given[what])})
+        cq.moe(experts=experts, **given)
+
+
+def test_memory_that_cupy_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it copies another GPU's: results would be in the copy."""
+    cupy = device.cupy()
+    w, x, out = cuda_weight("q4_0", (32, 64)), cupy.zeros((3, 64), H), cupy.zeros((3, 32), H)
+    monkeypatch.setattr(cupy, "asarray", lambda array: cupy.zeros((3, 32), H))
+    match = "out is not in the memory of GPU 0, the current device"
+    with pytest.raises(ValueError, match=match):
+        cq.linear(x, w, out=Foreign(out))
+    with pytest.raises(ValueError, match=match):
+        cq.matmul(w, x.T, out=Foreign(out.T))
 
 
 def test_indices_beyond_an_axis_are_refused() -> None:
@@ -85,6 +120,20 @@ def test_indices_beyond_an_axis_are_refused() -> None:
                 where = (*first, inside)
                 matrix = as_numpy(w.dequantize(F))[first]
                 np.testing.assert_array_equal(as_numpy(w[where].dequantize(F)), matrix[as_numpy(inside)])
+            if prepared:
+                assert w._blocks is None
+    rows = cuda_weight("q8_0", (8, 64))[Foreign(cupy.asarray([6, 1]))]
+    np.testing.assert_array_equal(
+        as_numpy(rows.blocks), as_numpy(cuda_weight("q8_0", (8, 64)).blocks)[[6, 1]]
+    )
+
+
+def test_an_index_is_checked_before_blocks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = cuda_weight("q8_0", (8, 64)).prepare()
+    monkeypatch.setattr("cuquant.fragments.from_fragments", None)
+    for index in (8, [9], (0, 3)):
+        with pytest.raises(IndexError):
+            w[index]
 
 
 def unmerged(dtype: Any) -> Any:
@@ -129,6 +178,22 @@ def mixture(cupy: Any, ids: Any, probs: Any) -> Callable[[], Any]:
     return lambda: cq.moe(x, experts, ids, probs, out=out)
 
 
+def numbers_of_prepared(cupy: Any) -> Callable[[], Any]:
+    w = cuda_weight("q4_0", (32, 64)).prepare()
+    return w.dequantize
+
+
+def rows_of_prepared(cupy: Any) -> Callable[[], Any]:
+    w = cuda_weight("kbit3", (32, 64)).prepare()
+    return lambda: w[3:9]
+
+
+def chosen_by_the_host(cupy: Any) -> Callable[[], Any]:
+    experts = cq.Experts(*(cupy.zeros((2, 64, 64), H) for _ in range(3)))
+    x, ids, probs = cupy.zeros((4, 64), H), cupy.zeros((4, 2), np.int32), cupy.ones((4, 2), F)
+    return lambda: cq.moe(x, experts, ids, probs)
+
+
 def ids_of_bytes(cupy: Any) -> Callable[[], Any]:
     return mixture(cupy, cupy.zeros((4, 2), np.uint8), cupy.ones((4, 2), F))
 
@@ -141,9 +206,12 @@ CAPTURED: dict[Callable[[Any], Callable[[], Any]], str] = {
     converted: "x has leading axes that do not merge",
     quantized: "x has leading axes that do not merge",
     routed: "logits has leading axes that do not merge",
-    signs_of_each: "x has leading axes that do not merge",
+    signs_of_each: "x is one for several matrices",
     blocks_of_x: "x is quantized before the product",
     plain: "a product with a plain weight",
+    numbers_of_prepared: "the storage bytes of a prepared weight are made",
+    rows_of_prepared: "the storage bytes of a prepared weight are made",
+    chosen_by_the_host: "experts that are products of their own",
     ids_of_bytes: "expert_ids is no contiguous CuPy array of int64",
     probabilities_with_gaps: "expert_probs is no contiguous CuPy array of float32",
 }

@@ -54,10 +54,10 @@ def words(codes: NDArray[np.uint8], axis: int, order: tuple[int, ...]) -> NDArra
 
 
 def gptq(w: Weight, version: int = 1) -> dict[str, Any]:
-    stored = w.zeros - np.uint8(version == 1)
+    """As GPTQModel writes them: version 1 takes 1 off every zero point of a word at once."""
     return {
         "qweight": words(w.q.T, 0, IN_ORDER),
-        "qzeros": words(stored.T, 1, IN_ORDER),
+        "qzeros": words(w.zeros.T, 1, IN_ORDER) - np.int32(0x11111111 * (version == 1)),
         "scales": np.ascontiguousarray(w.scales.T),
     }
 
@@ -87,7 +87,7 @@ SHAPES = [(8, 32, 32), (16, 128, 32), (24, 256, 128), (8, 192, 64), (8, 160, 160
 
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_gptq(n: int, k: int, group: int) -> None:
-    one, two = weight(n, k, group, (1, 17)), weight(n, k, group, (0, 16))
+    one, two = weight(n, k, group), weight(n, k, group, seed=1)
     assert_is(cq.from_gptq(**gptq(one)), one)
     assert_is(cq.from_gptq(**gptq(two, 2), version=2), two)
     assert_is(cq.from_gptq(**gptq(one), g_idx=np.arange(k, dtype=np.int32) // group), one)
@@ -142,9 +142,11 @@ def test_zero_points_of_8_make_a_symmetric_weight() -> None:
     assert_is(cq.from_awq(**awq(w)), w)
 
 
-def test_version_1_has_zero_points_up_to_16() -> None:
-    w = weight(8, 64, 32, (16, 17))
-    assert_is(cq.from_gptq(**gptq(w)), w)
+def test_version_1_stores_a_zero_point_of_0_as_15_and_borrows_from_the_next() -> None:
+    scales, qweight = np.ones((1, 8), np.float16), np.zeros((4, 8), np.int32)
+    qzeros = np.array([[0x7777776F]], np.int32)
+    w = cq.from_gptq(qweight, qzeros, scales)
+    np.testing.assert_array_equal(cq.int4_parts(w)[2], np.array([[0, 8, 8, 8, 8, 8, 8, 8]]).T)
 
 
 def test_products() -> None:
@@ -223,7 +225,7 @@ def named(name: str, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]
 
 
 def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
-    a, b, c = weight(16, 128, 32, (1, 17)), weight(8, 64, 64, seed=1), weight(8, 256, 128, (8, 9), seed=2)
+    a, b, c = weight(16, 128, 32, (1, 16)), weight(8, 64, 64, seed=1), weight(8, 256, 128, (8, 9), seed=2)
     tensors = named("model.layers.1.q_proj", gptq(a)) | named("model.layers.0.k_proj", awq(b))
     tensors |= named("lm_head", gptq(c)) | {"lm_head.g_idx": np.arange(256, dtype=np.int32) // 128}
     tensors |= {"model.norm.weight": np.ones(4, F), "model.layers.1.q_proj.bias": np.ones(16, np.float16)}
@@ -272,7 +274,7 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
 
 def sharded(folder: Path) -> tuple[Weight, Weight]:
     """Two files between which layers "a" and "b" are split, and an index of them."""
-    a, b = weight(16, 64, 32, (1, 17)), weight(8, 64, 32, seed=1)
+    a, b = weight(16, 64, 32, (1, 16)), weight(8, 64, 32, seed=1)
     tensors = named("a", gptq(a)) | named("b", awq(b)) | {"norm.weight": np.ones(3, F)}
     homes = {name: name in ("a.qzeros", "b.qweight", "norm.weight") for name in tensors}
     files = ["m-00001-of-00002.safetensors", "m-00002-of-00002.safetensors"]

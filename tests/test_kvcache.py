@@ -29,7 +29,9 @@ def tokens(*shape: int, seed: int = 0) -> tuple[Tokens, Tokens]:
 
 def filled(n: int = 20, batch: int = 2, bits: Any = None, **settings: Any) -> cq.KVCache:
     """A cache of n tokens in each sequence, spread over all widths."""
-    cache = cq.KVCache(2, 16, settings.pop("capacity", 64), batch, settings.pop("widths", WIDTHS), **settings)
+    room = settings.pop("capacity", 64)
+    widths = settings.pop("widths", None if isinstance(room, dict) else WIDTHS)
+    cache = cq.KVCache(2, 16, room, batch, widths, **settings)
     spread = np.random.default_rng(1).choice(cache.bits, (batch, n)) if bits is None else bits
     cache.append(*tokens(batch, n, 2, 16), spread)
     return cache

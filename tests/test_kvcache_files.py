@@ -51,6 +51,16 @@ def test_a_failed_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("cache", b"before")]
 
 
+def test_the_name_of_a_gguf_file(tmp_path: Path) -> None:
+    """Is none of a cache, and cuquant.open says what reads one."""
+    with pytest.raises(ValueError, match=r"c\.gguf would be a safetensors file by the name of a GGUF file"):
+        filled().save(tmp_path / "c.gguf")
+    assert not list(tmp_path.iterdir())
+    filled().save(tmp_path / "c")
+    with pytest.raises(cq.GGUFError, match=r"cuquant wrote it, and cuquant\.KVCache\.load reads it"):
+        cq.open(tmp_path / "c")
+
+
 def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path) -> None:
     """A saved cache after a change of its arrays and settings."""
     filled(6, 1, 8).save(path)

@@ -84,6 +84,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"bits are \[8, 5\]; one or more of 16, 8",
     ),
     "bits twice": (lambda: cq.KVCache(2, 64, 8, bits=(8, 8)), ValueError, r"\[8, 8\].* each once"),
+    "bits beside a mapping": (
+        lambda: cq.KVCache(4, 64, {4: 10}, bits=(8,)),
+        ValueError,
+        r"bits are \[8\], but capacity has the bits \[4\]: leave bits out beside a mapping",
+    ),
     "no bits": (lambda: cq.KVCache(2, 64, 8, bits=()), ValueError, r"bits are \[\]"),
     "one number of bits": (
         lambda: cq.KVCache(2, 64, 8, bits=4),  # type: ignore[arg-type]

@@ -25,6 +25,11 @@ from cuquant.io.header import TensorInfo
 # Mixtures
 
 
+def test_the_type_of_a_file_of_several_formats() -> None:
+    types = {("q4_k", 15): "q4_k_m", ("q4_0", 2): "q4_0", ("q6_k", 15): None, ("q4_0", None): None}
+    assert {given: mixture.of_file(*given) for given in types} == types
+
+
 def formats_of(
     name: str,
     layers: int = 32,

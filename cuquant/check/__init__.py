@@ -161,6 +161,9 @@ from .common import (
     one_of as one_of,
 )
 from .common import (
+    readable as readable,
+)
+from .common import (
     row_name as row_name,
 )
 from .common import (
@@ -303,6 +306,12 @@ from .products import (
 )
 from .products import (
     no_arithmetic as no_arithmetic,
+)
+from .products import (
+    no_attribute as no_attribute,
+)
+from .products import (
+    no_ufunc as no_ufunc,
 )
 from .products import (
     not_a_product as not_a_product,

@@ -20,6 +20,7 @@ from .common import (
     floats,
     may_take_memory,
     on_cpu,
+    readable,
     same_device,
 )
 
@@ -43,6 +44,8 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     """Tokens that each width has room for, widest first."""
     given = isinstance(capacity, Mapping)
     widths, what = (list(capacity), "capacity has the bits") if given else (_widths(bits), "bits are")
+    if given and bits is not None and {*_widths(bits)} != {*widths}:
+        raise ValueError(f"bits are {_widths(bits)}, but {what} {widths}: leave bits out beside a mapping")
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
@@ -50,7 +53,10 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
 
 
 def _widths(bits: Any) -> list[Any]:
-    """What a sequence of widths holds; a text's letters and a mapping's keys are not taken for that."""
+    """What a sequence of widths holds; a text's letters and a mapping's keys are not taken for that. None
+    stands for all but 16."""
+    if bits is None:
+        return [8, 4, 3, 2]
     if not isinstance(bits, (str, Mapping)):
         with contextlib.suppress(TypeError):
             return list(bits)
@@ -109,11 +115,12 @@ def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
     """
     cupy = device.cupy()
     if not device.is_cuda(value):
-        may_take_memory(f"{what} is not on the GPU, and is copied there")
+        may_take_memory(f"{what} is not on the GPU, and is copied there", "pass a CuPy array of int32")
         return cupy.asarray(np.ascontiguousarray(value, np.int32))
     if value.dtype == np.int32 and value.flags.c_contiguous:
-        return value
-    may_take_memory(f"{what} is not int32, contiguous and of shape {value.shape}, and is copied")
+        return readable(value, what)
+    kind = f"contiguous int32 of shape {value.shape}"
+    may_take_memory(f"{what} is not {kind}, and is copied", "pass an array that is")
     if np.can_cast(value.dtype, np.int32):
         return cupy.ascontiguousarray(value, np.int32)
     result = cupy.empty(value.shape, np.int32)
@@ -180,8 +187,8 @@ def token_ids(value: Any, shape: tuple[int, int], used: Any = True) -> Any:
 
 
 def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
-    """Ids int64 (batch, n), and whether each sequence has its own."""
-    ids = _integers(value, "token_ids")
+    """Ids int64 (batch, n), and whether each sequence has its own; one is taken for a list of it."""
+    ids = np.atleast_1d(_integers(value, "token_ids"))
     own = ids.ndim == 2
     if ids.ndim not in (1, 2) or (own and len(ids) != batch):
         raise ValueError(f"token_ids has shape {ids.shape}; (n,) or ({batch}, n) is needed")
@@ -341,7 +348,8 @@ def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> An
         return None
     mask = in_cache(array(value, "mask", f"bool, {FLOAT_NAMES}"), "mask", place)
     if mask.dtype != bool and mask.dtype not in FLOATS:
-        raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}")
+        remedy = ": pass mask != 0" if mask.dtype.kind in "iu" else ""
+        raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}{remedy}")
     lead = (q[0], q[2], q[1])
     if mask.ndim == 0 or mask.shape[-1] < slots:
         raise ValueError(

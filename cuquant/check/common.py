@@ -30,8 +30,11 @@ def float_dtype(dtype: Any) -> np.dtype[Any]:
     return given
 
 
-def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
-    """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor)."""
+def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = False) -> Any:
+    """A NumPy or CuPy array that shares memory with `value`, theirs or DLPack's (a torch tensor).
+
+    Memory of another GPU, of which CuPy makes a copy here, is an error if it must be `in_place`.
+    """
     if type(value) is np.ndarray or device.is_cuda(value):
         return value
     if isinstance(value, np.ma.MaskedArray):
@@ -42,21 +45,23 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
         # NumPy's DLPack and the CUDA array interface lack the type: the same bytes go as integers.
-        return array(value.view(torch.int16), what).view(ml_dtypes.bfloat16)
+        return array(value.view(torch.int16), what, in_place=in_place).view(ml_dtypes.bfloat16)
     if hasattr(value, "__cuda_array_interface__"):
-        return _in_place(device.cupy().asarray(value), value, what)
+        made = device.cupy().asarray(value)
+        return _in_place(made, value, what) if in_place else made
     if hasattr(value, "__dlpack__") and not isinstance(value, np.generic):
         try:
             return np.from_dlpack(value)
         except (TypeError, RuntimeError, BufferError) as error:
             raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
     remedy = ": its .dequantize() is one" if is_quantized(value) else ""
+    if of == FLOAT_NAMES and what != "out" and isinstance(value, (list, tuple, float, int)):
+        remedy = f": pass numpy.asarray({what}, numpy.float32)"
     raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed{remedy}")
 
 
 def _in_place(made: Any, value: Any, what: str) -> Any:
-    """CuPy's array of what is another library's: of another GPU's memory CuPy makes a copy, whose results
-    nobody would see."""
+    """CuPy's array of what is another library's, if it is no copy, whose results nobody would see."""
     if made.size and made.data.ptr != value.__cuda_array_interface__["data"][0]:
         here = device.cupy().cuda.runtime.getDevice()
         raise ValueError(
@@ -67,21 +72,27 @@ def _in_place(made: Any, value: Any, what: str) -> Any:
 
 
 def floats(value: Any, what: str) -> Any:
-    """`array`, of dtype float16, bfloat16 or float32; a GPU reads whole numbers only."""
-    result = array(value, what)
+    """`array` in place, of dtype float16, bfloat16 or float32, where kernels can read it."""
+    result = array(value, what, in_place=True)
     if result.dtype not in FLOATS:
-        given = result.dtype == np.float64 and what != "out"
-        remedy = f": pass {what}.astype(numpy.float32)" if given else ""
+        remedy = "make it with dtype=numpy.float32" if what == "out" else f"pass {what}.astype(numpy.float32)"
+        remedy = f": {remedy}" if result.dtype.kind in "biuf" else ""
         raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}{remedy}")
-    size = result.itemsize
-    if device.is_cuda(result) and not (result.flags.c_contiguous and result.data.ptr % size == 0):
-        steps = [step for step, extent in zip(result.strides, result.shape, strict=True) if extent > 1]
-        if any(place % size for place in (result.data.ptr, *steps)):
+    return readable(result, what)
+
+
+def readable(array: Any, what: str) -> Any:
+    """The array, whose numbers, if they are a GPU's, start at multiples of their size."""
+    size = array.itemsize
+    if device.is_cuda(array) and not (array.flags.c_contiguous and array.data.ptr % size == 0):
+        steps = [step for step, extent in zip(array.strides, array.shape, strict=True) if extent > 1]
+        if any(place % size for place in (array.data.ptr, *steps)):
             raise ValueError(
-                f"{what} has numbers of {size} bytes that start between multiples of {size} bytes, which a "
-                f"GPU cannot read: pass a copy (strides {result.strides})"
+                f"{what} has numbers of {size} bytes that start between multiples of {size} bytes, where no "
+                f"GPU can read or write them (address {array.data.ptr:#x}, strides {array.strides}): pass an "
+                "array with memory of its own"
             )
-    return result
+    return array
 
 
 def typed(value: Any, what: str, dtype: Any) -> Any:
@@ -150,11 +161,11 @@ def _current_gpu(operands: dict[str, Any]) -> None:
         )
 
 
-def may_take_memory(why: str) -> None:
-    """No operand is copied or converted into memory of its own while a CUDA graph is captured: the graph
-    would write there each time, and others have that memory by then."""
+def may_take_memory(why: str, instead: str) -> None:
+    """Nothing is copied or converted into memory of its own while a CUDA graph is captured: the graph would
+    write there each time, and others have that memory by then. `instead` says what can be done."""
     if device.is_capturing():
-        raise RuntimeError(f"{why}: do that before a CUDA graph is captured, which has no memory for it")
+        raise RuntimeError(f"{why}, for which a CUDA graph has no memory: {instead}")
 
 
 def row_name(flat: int, shape: tuple[int, ...]) -> str:
@@ -235,12 +246,12 @@ def described(value: Any) -> str:
 LARGEST_INDEX = np.iinfo(np.int32).max
 
 
-def count(value: Any, what: str, least: int = 1) -> int:
-    """An integer from `least` up to what int32 holds."""
+def count(value: Any, what: str, least: int = 1, most: int = LARGEST_INDEX) -> int:
+    """An integer from `least` to `most`, which int32 holds."""
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{what} is a {type(value).__name__}; an integer is needed") from None
-    if not least <= number <= LARGEST_INDEX:
-        raise ValueError(f"{what} is {number}; allowed are {least} to {LARGEST_INDEX}")
+    if not least <= number <= most:
+        raise ValueError(f"{what} is {number}; allowed are {least} to {most}")
     return number

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def codes(value: Any) -> Any:
     """`array`, of dtype uint8."""
-    result = array(value, "codes")
+    result = array(value, "codes", "uint8")
     if result.dtype != np.uint8:
         raise TypeError(f"codes has dtype {result.dtype}; E4M4 codes are uint8")
     return result
@@ -151,7 +151,10 @@ def grid(value: Any, most: int) -> Any:
 def trellis_scales(scales: Any, fmt: Format) -> None:
     """No scale of quantized weights is beyond float32, as with tiny grids."""
     if not np.isfinite(scales).all():
-        raise ValueError(f"{fmt}: a scale overflows float32: the weights are too large for this grid")
+        raise ValueError(
+            f"{fmt}: a scale overflows float32: the weights are too large for this grid; "
+            "pass one of larger numbers"
+        )
 
 
 def not_signs(**arrays: Any) -> list[tuple[str, Any]]:
@@ -317,7 +320,8 @@ def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) ->
             row = row_name(first_row + int(bad.argmax()), shape)
             raise ValueError(
                 f"{fmt}: the scale {field!r} of a block in row {row} overflows float16 "
-                "(largest 65504): the weights are too large for this format"
+                "(largest 65504): the weights are too large for this format; scales of mxfp4 and trellis4 "
+                "reach further, or divide the weights by a power of 2, and multiply results by it"
             )
 
 

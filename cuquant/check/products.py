@@ -18,6 +18,7 @@ from .common import (
     floats,
     is_quantized,
     is_transposed,
+    readable,
 )
 from .formats import whole_blocks
 
@@ -27,12 +28,9 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
 
 
-def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ...]:
     """An index of every axis but the last, which must stay whole."""
-    parts = tuple(
-        np.asarray(p, None if p else np.intp) if isinstance(p, list) else p
-        for p in (index if isinstance(index, tuple) else (index,))
-    )
+    parts = tuple(map(_index_part, index if isinstance(index, tuple) else (index,)))
     if any(p is None for p in parts):
         raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")
     dots = [i for i, p in enumerate(parts) if p is Ellipsis]
@@ -45,8 +43,18 @@ def row_index(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
             f"the last axis of shape {shape} is stored in blocks and cannot be indexed: "
             "index the axes before it, or dequantize first"
         )
-    _within(parts, shape)
+    if on_gpu and not all(p is Ellipsis or isinstance(p, slice) for p in parts):
+        _within(parts, shape)
     return parts
+
+
+def _index_part(part: Any) -> Any:
+    """One axis' index: lists and CUDA arrays of other libraries are arrays here."""
+    if isinstance(part, list):
+        return np.asarray(part, None if part else np.intp)
+    if hasattr(part, "__cuda_array_interface__") and not device.is_cuda(part):
+        return device.cupy().asarray(part)
+    return part
 
 
 def _within(parts: tuple[Any, ...], shape: tuple[int, ...]) -> None:
@@ -258,6 +266,31 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     )
 
 
+def no_ufunc(w: Any, name: str) -> TypeError:
+    """The error for a function of NumPy's elements; for `x @= W.T` and numpy.matmul with options, too."""
+    if name == "matmul":
+        return TypeError(
+            f"numpy.matmul with options, and @=, cannot write a product with a {type(w).__name__} "
+            f"({w.format}): write x @ W.T, or cuquant.matmul(x, W.T, out=out)"
+        )
+    return no_arithmetic(w, name)
+
+
+_INSTEAD = {
+    "dtype": ".format says how numbers are stored; .dequantize(dtype) makes them float32, float16 or bfloat16",
+    "astype": "call .dequantize(dtype), or quantize the numbers to another format",
+    "reshape": "reshape numbers before they are quantized, or .dequantize()",
+    "transpose": ".T swaps the last two axes, of a stack too",
+}
+"""Of attributes that arrays have."""
+
+
+def no_attribute(w: Any, name: str) -> AttributeError:
+    """The error for an attribute that a quantized array, or its transpose, has not."""
+    hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
+    return AttributeError(f"a {type(w).__name__} has no attribute {name!r}{hint}", name=name, obj=w)
+
+
 def immutable(w: Any) -> TypeError:
     """The error for an assignment to a part of a quantized array."""
     return TypeError(
@@ -312,7 +345,7 @@ def experts(value: Any) -> tuple[Any, Any, Any]:
 
 def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
     """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take."""
-    ids = array(ids, "expert_ids", "integers")
+    ids = readable(array(ids, "expert_ids", "integers", in_place=True), "expert_ids")
     probs = floats(probs, "expert_probs")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
@@ -330,5 +363,4 @@ def top_k(value: Any, logits: tuple[int, ...]) -> None:
     """An integer from 1 to the number of experts."""
     if not logits:
         raise ValueError("logits is a scalar; (..., E) is needed")
-    if not 1 <= count(value, "top_k") <= logits[-1]:
-        raise ValueError(f"top_k is {value}; logits {logits} are of {logits[-1]} experts")
+    count(value, "top_k", most=logits[-1])

@@ -78,6 +78,26 @@ def file_format(name: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def recipe_or_format(text: str) -> str | dict[str, str]:
+    """PATTERN=FORMAT, several separated by commas, or the name of a format or mixture."""
+    from ..io import mixture
+
+    if "=" not in text:
+        return file_format(text)
+    rules: dict[str, str] = {}
+    for rule in _names(text):
+        pattern, equals, name = rule.rpartition("=")
+        if not equals or pattern in rules:
+            problem = f"names {pattern!r} again" if equals else "is no PATTERN=FORMAT"
+            raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {problem}")
+        rules[pattern] = name
+    try:
+        mixture.get(rules)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return rules
+
+
 def int_list(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]

@@ -6,10 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from ..io.words import counted, escaped
-from .arguments import file_format, left_at, subcommand
+from .arguments import left_at, recipe_or_format, subcommand
 
 
 def add(commands: Any) -> None:
@@ -35,9 +36,10 @@ def _add_quantize(commands: Any) -> None:
         "--format",
         required=True,
         metavar="FORMAT",
-        type=file_format,
+        type=recipe_or_format,
         help=f"one of {', '.join(mixture.names())}: of all weight matrices (q4_k), or a mixture of "
-        "llama.cpp's (q4_k_m); GGUF has no int4, kbit and trellis",
+        "llama.cpp's (q4_k_m); or formats by shell patterns of tensor names, of which the first that matches "
+        "counts: '*ffn_down*=q6_k,*=q4_k'; GGUF has no int4, kbit and trellis",
     )
     command.add_argument(
         "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"
@@ -64,9 +66,16 @@ def _quantize(arguments: argparse.Namespace) -> None:
     from ..io.convert import quantize_file
     from ..io.mixture import pure
 
-    done = _written(quantize_file, arguments, pure(arguments.format) if arguments.pure else arguments.format)
+    kind = arguments.format
+    if arguments.pure:
+        if not isinstance(kind, str):
+            raise ValueError(
+                "--pure makes one format of a mixture's name; PATTERN=FORMAT has formats already"
+            )
+        kind = pure(kind)
+    done = _written(quantize_file, arguments, kind)
     print(
-        f"{arguments.target}: {counted(len(done.quantized), 'tensor')} to {done.format}, "
+        f"{arguments.target}: {counted(len(done.quantized), 'tensor')} to {done.label}, "
         f"{len(done.kept)} copied, "
         f"file of {done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
@@ -129,8 +138,10 @@ def _dequantize(arguments: argparse.Namespace) -> None:
 
 
 def _add_dump(commands: Any) -> None:
-    command = subcommand(commands, "dump", _dump, "Show the metadata and tensors of a GGUF file.")
-    command.add_argument("model", metavar="MODEL.gguf")
+    command = subcommand(
+        commands, "dump", _dump, "Show what is in a GGUF file, or a safetensors file of cuquant's."
+    )
+    command.add_argument("model", metavar="MODEL.gguf", help="or what quantize and cuquant.save wrote")
     command.add_argument("--json", action="store_true", help="one JSON object, arrays in full")
 
 
@@ -138,7 +149,12 @@ def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
     from ..io.model import opened
 
-    model = opened(arguments.model, "cpu")  # no tensor is read
+    path = Path(arguments.model)
+    saved = dump.of_safetensors(path, arguments.json) if path.is_file() else None
+    if saved is not None:
+        print(saved)
+        return
+    model = opened(path, "cpu")  # no tensor is read
     print(dump.as_json(model) if arguments.json else dump.as_text(model))
 
 

@@ -18,6 +18,7 @@ from ..array import QuantizedArray
 from ..formats import Format
 from ..formats import get as get_format
 from ..io import convert, mixture
+from ..io.gguf import PLAIN_TYPES
 from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
@@ -67,7 +68,8 @@ def evaluate(
         The model to compare with (same vocabulary), usually the float original.
     formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
         Requantize every weight matrix of a float model to each in turn, once, and compare with the original.
-        A mapping gives formats by patterns of names (see `quantize_file`).
+        A mapping gives formats by patterns of names (see `quantize_file`); its row is called after those that
+        were used, and a second row of a name is "q4_k+q6_k (2)".
     ctx, chunks : int
         Tokens of a chunk, at least 4; how many chunks to use (by default all whole ones).
     activations : "f16" or "q8_1"
@@ -212,13 +214,20 @@ def _contenders(
     if activations == "q8_1":
         for chosen in selections:
             _check_blocks(source, chosen)
-    for chosen in selections:
+    labels = _numbered([chosen.label for chosen in selections])
+    for chosen, label in zip(selections, labels, strict=True):
         if chosen.ragged:
             ragged = ", ".join(map(escaped, sorted(chosen.ragged)))
-            warnings.warn(f"{chosen.format}: kept in float, as K is ragged: {ragged}", stacklevel=3)
+            warnings.warn(f"{label}: kept in float, as K is ragged: {ragged}", stacklevel=3)
         made = {n: quantize(t, chosen.formats[n]) if n in chosen.formats else t for n, t in tensors.items()}
-        result.append(_Contender(source, str(chosen.format), made))
+        result.append(_Contender(source, label, made))
     return result
+
+
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Labels that differ: "q4_k+q6_k", "q4_k+q6_k (2)"."""
+    counts = [labels[: i + 1].count(label) for i, label in enumerate(labels)]
+    return [f"{label} ({n})" if n > 1 else label for label, n in zip(labels, counts, strict=True)]
 
 
 def _check_blocks(source: Model, chosen: convert.Selection) -> None:
@@ -233,15 +242,20 @@ def _check_blocks(source: Model, chosen: convert.Selection) -> None:
 
 
 def _own_type(model: Model) -> str:
-    """The mixture that a file says it is, or else the type of most of its weights, in lower case."""
+    """The mixture that a file says it is, or else the types of its quantized weights, or of most floats, in
+    lower case."""
     if not model.tensors:
         raise ValueError(f"{model.path} has no tensors")
-    weights: Counter[str] = Counter()
+    plain: Counter[str] = Counter()
+    blocks: Counter[str] = Counter()
     for info in model.tensors.values():
+        weights = plain if info.ggml_type in PLAIN_TYPES else blocks
         weights[info.type_name.lower()] += int(np.prod(info.shape, dtype=object))
-    kinds = [kind for kind, _ in weights.most_common() if kind.upper() not in convert.FLOAT_TYPES]
-    named = mixture.of_file(kinds[0], model.metadata.get("general.file_type")) if len(kinds) > 1 else None
-    return named or weights.most_common(1)[0][0]
+    if not blocks:
+        return plain.most_common(1)[0][0]
+    ((most, _),) = blocks.most_common(1)
+    named = mixture.of_file(most, model.metadata.get("general.file_type")) if len(blocks) > 1 else None
+    return named or mixture.listed(blocks)
 
 
 def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..formats import Format, names
 from ..formats import get as get_format
 from ..io.atomic import replacing
-from ..io.model import opened
+from ..io.model import Model, opened
 from ..render import to_json
 from .evaluate import distinct, evaluate, text_or_tokens
 from .kv import distinct_widths
@@ -26,12 +26,12 @@ _KIND = "cuquant evaluations"
 
 
 def evaluate_files(
-    models: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    models: str | os.PathLike[str] | Model | Iterable[str | os.PathLike[str] | Model],
     *,
     results: str | os.PathLike[str] | None = None,
     text: str | os.PathLike[str] | None = None,
     tokens: Any = None,
-    base: str | os.PathLike[str] | None = None,
+    base: str | os.PathLike[str] | Model | None = None,
     formats: Any = (),
     kv_bits: Any = (),
     progress: bool = False,
@@ -41,13 +41,13 @@ def evaluate_files(
 
     Parameters
     ----------
-    models : path, or several
+    models : path or Model, or several
     results : path, optional
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
         holds, by path, size and time of change of all their files, are not evaluated again: run the same call
         once more after an interruption, or with more models.
     text, tokens, base, formats, kv_bits, progress, and ctx, chunks, activations, device
-        As in `evaluate`; base is a path here.
+        As in `evaluate`.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def evaluate_files(
     UnsupportedModel, GGUFError, TypeError, ValueError
         As `evaluate`. Results so far stay on disk.
     """
-    if isinstance(models, (str, os.PathLike)):
+    if isinstance(models, (str, os.PathLike, Model)):
         models = [models]
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
@@ -94,7 +94,7 @@ def evaluate_files(
     return Evaluations(done)
 
 
-def _stamp(path: str | os.PathLike[str]) -> list[Any]:
+def _stamp(path: str | os.PathLike[str] | Model) -> list[Any]:
     """A model's path, size and time of change; a list of them for each file of a split one."""
     with opened(path, "cpu") as model:
         files = [(part, part.stat()) for part in model.paths]

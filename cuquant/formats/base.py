@@ -239,10 +239,15 @@ def get(name: str | Format) -> Format:
     try:
         return _READ_ONLY.get(name.lower()) or _BY_NAME[name.lower()]
     except KeyError:
-        hint = None
-        if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
-            hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-        raise ValueError(unknown(name, names(), hint, tuple(_READ_ONLY))) from None
+        raise ValueError(unknown_format(name, names())) from None
+
+
+def unknown_format(name: str, known: Sequence[str]) -> str:
+    """As `unknown`, of a name that should be that of a format, not of a mixture."""
+    hint = None
+    if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
+        hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
+    return unknown(name, known, hint, tuple(_READ_ONLY))
 
 
 def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()) -> str:

@@ -35,6 +35,8 @@ from .words import named_like
 _PER_WORD = 8
 _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _SYMMETRIC_ZERO = 8
+_MINUS_1 = np.int32(0x11111111)
+"""What version 1 takes off a word of eight zero points."""
 _PART = re.compile(r".*-\d+-of-\d+\.safetensors")
 """A file of a checkpoint of several, by its name: it may have only what is not quantized."""
 
@@ -53,6 +55,8 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
         Group of each weight along K; only k // (K / G) is taken, which is what it is without act-order.
     version : 1 or 2
         The checkpoint format: "gptq" (1) stores zero points minus 1, "gptq_v2" (2) stores them as they are.
+        Of version 1 all eight are added 1 to as one int32, with carries: a stored 15 is the zero point 0, of
+        which GPTQModel took 1 in the same way. No quantizer makes 16, which others may read there.
 
     Returns
     -------
@@ -63,10 +67,10 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
     TypeError, ValueError
         Dtypes, devices or shapes are not those; weights are permuted (g_idx); K / G is no multiple of 32.
     """
-    minus = 2 - check.gptq_version(version)
+    minus = np.int32(2 - check.gptq_version(version))
     qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=_PER_WORD)
     check.group_index(g_idx, _PER_WORD * len(qweight), group)
-    return _weight(_words_as_bytes(qweight.T), scales, _codes(qzeros) + np.uint8(minus), group)
+    return _weight(_words_as_bytes(qweight.T), scales, _codes(qzeros + minus * _MINUS_1), group)
 
 
 def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,6 +56,8 @@ class Selection:
 
     format: Format | Mixture | Recipe
     """What was asked for."""
+    label: str
+    """What to call the result: a recipe's formats that were used, those of most weights first."""
     formats: Mapping[str, Format]
     """Of the tensors that are quantized."""
     kept: frozenset[str]
@@ -70,7 +73,7 @@ class Selection:
 
     def __repr__(self) -> str:
         made = f"{counted(len(self.formats), 'tensor')} quantized"
-        return f"Selection({self.format}: {made}, {len(self.kept)} as they are)"
+        return f"Selection({self.label}: {made}, {len(self.kept)} as they are)"
 
     @property
     def quantized(self) -> frozenset[str]:
@@ -98,8 +101,10 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     Raises
     ------
     ValueError
-        The format is one of activations; a pattern matches no tensor; a matrix is quantized already, and
-        quantizing twice adds both errors, or holds float64 or integers; or nothing is left to quantize.
+        The format is one of activations; a pattern matches no tensor, or decides nothing: it matches only
+        tensors that are never quantized, or those that patterns before it take ("*" at the end may); a matrix
+        is quantized already, and quantizing twice adds both errors, or holds float64 or integers; or nothing
+        is left to quantize.
     """
     wanted_format = mixture.get(format)
     rules = dict(wanted_format.rules) if isinstance(wanted_format, Recipe) else {}
@@ -111,6 +116,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     kept = copied(model, keep)
     named_like(model, rules, f"tensor of {model.path.name}", "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
+    _check_rules(model, rules, [info.name for info in matrices])
     if isinstance(wanted_format, Format):
         asked = {info.name: wanted_format for info in matrices}
     else:
@@ -134,12 +140,42 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         raise ValueError(f"{model.path.name} has no weight matrix to quantize to {wanted_format}")
     return Selection(
         wanted_format,
+        _label(model, made) if rules else str(wanted_format),
         made,
         kept=frozenset(model.tensors) - made.keys(),
         ragged=frozenset(given) - made.keys(),
         replaced=frozenset(name for name, fmt in made.items() if fmt != asked[name]),
         source_bytes=sum(path.stat().st_size for path in model.paths),
     )
+
+
+def _check_rules(model: Model, rules: Iterable[str], matrices: Collection[str]) -> None:
+    """ValueError for a pattern that decides no matrix's format, but for "*": a default at the end, which may
+    have nothing left to take."""
+    takers: dict[str, str] = {}
+    for pattern in rules:
+        matched = [name for name in matrices if fnmatchcase(name, pattern)]
+        if not matched and pattern != "*":
+            like = next(name for name in model if fnmatchcase(name, pattern))
+            raise ValueError(
+                f"the pattern {pattern!r} (format) matches only tensors that are never quantized, as {like!r}"
+            )
+        earlier = dict.fromkeys(takers[name] for name in matched if name in takers)
+        if takers.keys() >= set(matched) and pattern != "*":
+            raise ValueError(
+                f"the pattern {pattern!r} (format) decides nothing in {model.path.name}: the first that "
+                f"matches counts, and all its tensors match {' or '.join(map(repr, earlier))}; "
+                f"put {pattern!r} first"
+            )
+        takers = dict.fromkeys(matched, pattern) | takers
+
+
+def _label(model: Model, made: Mapping[str, Format]) -> str:
+    """The formats of these tensors."""
+    weights: Counter[str] = Counter()
+    for name, fmt in made.items():
+        weights[str(fmt)] += math.prod(model.tensors[name].shape)
+    return mixture.listed(weights)
 
 
 def copied(model: Model, keep: str | Iterable[str]) -> set[str]:
@@ -154,7 +190,7 @@ def _listed(infos: Sequence[TensorInfo]) -> str:
 
 
 def quantize_file(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Model,
     target: str | os.PathLike[str],
     format: FormatLike,
     *,
@@ -172,7 +208,8 @@ def quantize_file(
 
     Parameters
     ----------
-    source, target : path
+    source : path or Model
+    target : path
         A target whose name ends in .safetensors becomes such a file, any other a GGUF file.
     format : str, Format, or mapping of str to either
         A weight format, one with a GGUF type for a GGUF file; one of llama.cpp's mixtures ("q2_k", "q3_k_s",
@@ -198,8 +235,9 @@ def quantize_file(
     FileExistsError
         `target` exists and `force` is false; so too where it has appeared meanwhile.
     GGUFError, ValueError
-        See `cuquant.open`; a matrix is quantized already, or a pattern matches no tensor; the format has no
-        GGUF type; a tensor cannot be quantized (its name and row are in the message).
+        See `cuquant.open`; a matrix is quantized already; a pattern matches no tensor, or decides nothing, as
+        all that it matches is taken before it, or never quantized; the format has no GGUF type; a tensor
+        cannot be quantized (its name and row are in the message).
 
     Warns
     -----
@@ -214,11 +252,12 @@ def quantize_file(
             warn_of_fallback(model)
             left_out = frozenset(scales_of(model, model))
             todo = replace(todo, kept=todo.kept - left_out, left_out=left_out)
-        if to_gguf and any(fmt.ggml_type is None for fmt in todo.formats.values()):
-            raise ValueError(
-                f"{todo.format} has no GGUF type: such weights cannot be stored in a GGUF file "
-                "(in one named *.safetensors they can)"
-            )
+        for fmt in todo.formats.values() if to_gguf else ():
+            if fmt.ggml_type is None:
+                raise ValueError(
+                    f"{fmt} has no GGUF type: such weights cannot be stored in a GGUF file "
+                    "(in one named *.safetensors they can)"
+                )
         with new_file(model, target, force) as temporary:
             if to_gguf:
                 changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}

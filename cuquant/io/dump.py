@@ -1,28 +1,21 @@
-"""A GGUF model's header, for people and for programs."""
+"""What is in a model's file, for people and for programs: the header of a GGUF file, and the tensors of a
+safetensors file that this library wrote."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+from .. import check
 from ..render import to_json
+from . import safetensors
 from .model import Model
 from .words import counted, escaped
 
 
 def as_text(model: Model) -> str:
     """Metadata and tensors as two tables; long values and arrays are cut."""
-    from tabulate import tabulate
-
-    tensors = [
-        (escaped(i.name), i.type_name, " x ".join(map(str, i.shape)), i.nbytes)
-        for i in model.tensors.values()
-    ]
-    align = ("left", "left", "right", "right")
-    return "\n\n".join(
-        (
-            model.metadata.render(),
-            tabulate(tensors, ("tensor", "type", "shape", "bytes"), colalign=align if tensors else None),
-            f"{counted(len(model), 'tensor')}, {model.nbytes:,} bytes",
-        )
-    )
+    return f"{model.metadata.render()}\n\n{_table(_tensors(model))}"
 
 
 def as_json(model: Model) -> str:
@@ -31,9 +24,44 @@ def as_json(model: Model) -> str:
         "files": [str(path) for path in model.paths],
         "alignment": model.alignment,
         "metadata": dict(model.metadata),
-        "tensors": [
-            {"name": i.name, "type": i.type_name, "shape": i.shape, "offset": i.offset, "nbytes": i.nbytes}
-            for i in model.tensors.values()
-        ],
+        "tensors": _tensors(model),
     }
     return to_json(content)
+
+
+def of_safetensors(path: Path, json: bool) -> str | None:
+    """The same of a safetensors file: its tensors as a table, or in an object; None of any other file.
+
+    ValueError where `cuquant.load` does not read it, which says what does.
+    """
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[8:] != b"{" or head.startswith(b"GGUF"):
+        return None
+    tensors = [
+        {
+            "name": name,
+            "type": str(tensor.format) if check.is_quantized(tensor) else tensor.dtype.name,
+            "shape": tensor.shape,
+            "nbytes": tensor.nbytes,
+        }
+        for name, tensor in safetensors.load(path, "cpu").items()
+    ]
+    return to_json({"files": [str(path)], "tensors": tensors}) if json else _table(tensors)
+
+
+def _tensors(model: Model) -> list[dict[str, Any]]:
+    return [
+        {"name": i.name, "type": i.type_name, "shape": i.shape, "offset": i.offset, "nbytes": i.nbytes}
+        for i in model.tensors.values()
+    ]
+
+
+def _table(tensors: list[dict[str, Any]]) -> str:
+    """A row for each tensor, and their sum."""
+    from tabulate import tabulate
+
+    rows = [(escaped(t["name"]), t["type"], " x ".join(map(str, t["shape"])), t["nbytes"]) for t in tensors]
+    align = ("left", "left", "right", "right")
+    table = tabulate(rows, ("tensor", "type", "shape", "bytes"), colalign=align if rows else None)
+    return f"{table}\n\n{counted(len(rows), 'tensor')}, {sum(row[-1] for row in rows):,} bytes"

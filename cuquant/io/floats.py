@@ -43,7 +43,7 @@ class Dequantized:
 
 
 def dequantize_file(
-    source: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Model,
     target: str | os.PathLike[str],
     dtype: Any = np.float16,
     *,

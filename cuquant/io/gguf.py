@@ -180,8 +180,10 @@ class _Scanner:
         if magic != b"GGUF":
             other = bytes(self.buffer[8 : 8 + _LOOKED_AT])
             if other.startswith(b"{"):
-                own = f'"{KEY}"'.encode() in other
-                readers = "cuquant wrote it, and cuquant.load reads it" if own else OTHER_READERS
+                readers = OTHER_READERS
+                for key, reader in ((KEY, "load"), (f"{KEY}.kv_cache", "KVCache.load")):
+                    if f'"{key}"'.encode() in other:
+                        readers = f"cuquant wrote it, and cuquant.{reader} reads it"
                 self.fail(f"not a GGUF file, but a safetensors file: {readers}")
             self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
         self.pos = self.entry = 4

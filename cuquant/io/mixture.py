@@ -8,6 +8,7 @@ cost more.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ import numpy as np
 
 from .. import formats
 from ..formats import Format
-from ..formats.base import unknown
+from ..formats.base import unknown, unknown_format
 from .gguf import TensorInfo
 
 FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
@@ -213,8 +214,11 @@ _MIXTURES = {
 
 def names() -> tuple[str, ...]:
     """Names of all kinds of files: mixtures, and formats of weights."""
-    plain = (name for name in formats.names() if not formats.get(name).for_activations)
-    return tuple(sorted({*_MIXTURES, *plain}))
+    return tuple(sorted({*_MIXTURES, *_of_weights()}))
+
+
+def _of_weights() -> list[str]:
+    return [name for name in formats.names() if not formats.get(name).for_activations]
 
 
 FormatLike = str | Format | Mapping[str, str | Format]
@@ -227,18 +231,31 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     `formats.get`'s errors, but of a name that is neither: ValueError lists the mixtures too, and of a float
     type says how it is had.
     """
+    if isinstance(name, (list, tuple)):
+        raise TypeError(
+            f"format is a {type(name).__name__}; one format is needed, or of several a mapping of patterns of "
+            'tensor names to them: {"*ffn_down*": "q6_k", "*": "q4_k"}'
+        )
     for each in name.values() if isinstance(name, Mapping) else [name]:
         _refuse_floats(each)
     if isinstance(name, Mapping):
         if not name:
             raise ValueError("format is an empty mapping; patterns of tensor names and formats are needed")
-        return Recipe(tuple((str(pattern), formats.get(fmt)) for pattern, fmt in name.items()))
+        return Recipe(tuple((str(pattern), _of_rule(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
     try:
         return formats.get(name)
     except ValueError:
         raise ValueError(unknown(str(name), names())) from None
+
+
+def _of_rule(name: str | Format) -> Format:
+    """A weight format of a recipe."""
+    try:
+        return formats.get(name)
+    except ValueError:
+        raise ValueError(unknown_format(str(name), _of_weights())) from None
 
 
 def _refuse_floats(name: Any) -> None:
@@ -250,9 +267,17 @@ def _refuse_floats(name: Any) -> None:
         )
 
 
+def listed(weights: Counter[str]) -> str:
+    """Formats, those of most weights first: "q4_k+q6_k"."""
+    return "+".join(name for name, _ in weights.most_common())
+
+
 def of_file(base: str, file_type: Any) -> str | None:
-    """The name of the mixture that has most weights in this format and this `general.file_type`, if any."""
-    known = {(m.base.name, m.file_type): m.name for m in _MIXTURES.values()}
+    """The name of the mixture, or else of the format, whose files have most weights in this format and this
+    `general.file_type`, if any."""
+    plain = (fmt for fmt in map(formats.get, formats.names()) if fmt.file_type is not None)
+    known = {(fmt.name, fmt.file_type): fmt.name for fmt in plain}
+    known |= {(m.base.name, m.file_type): m.name for m in _MIXTURES.values()}
     return known.get((base, file_type))
 
 

@@ -39,9 +39,13 @@ def short(value: Any) -> str:
 
 def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:
     """The error for a name that a file has not, with those near to it."""
-    near = [escaped(name) for name in difflib.get_close_matches(str(name), names, n=3)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    return KeyError(f"{file} has no {kind} {name!r}{hint}")
+    return KeyError(f"{file} has no {kind} {name!r}{_near(str(name), names)}")
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    """A question for names like this one, or nothing."""
+    near = [escaped(name) for name in difflib.get_close_matches(name, names, n=3)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str, argument: str) -> list[str]:
@@ -49,6 +53,10 @@ def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str,
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            there = f": one that is there is {next(iter(names))!r}" if names else ""
-            raise ValueError(f"no {kind} is named like {pattern!r} ({argument}){there}")
+            hint = _near(pattern, names)
+            if any(fnmatchcase(name, f"*{pattern}*") for name in names):
+                hint = f"; patterns match whole names: write {'*' + pattern.strip('*') + '*'!r}"
+            if names and not hint:
+                hint = f": one that is there is {next(iter(names))!r}"
+            raise ValueError(f"no {kind} is named like {pattern!r} ({argument}){hint}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -138,8 +138,8 @@ class Appender:
         former = None
         if cache.auto_scales and not self._slots.all():
             check.may_take_memory(
-                "key scales are found from the first tokens of a sequence, and it is not known here that all "
-                "sequences have some (refresh() asks the GPU)"
+                "key scales are found from the first tokens of a sequence",
+                "append those before (and, where lengths were on the GPU, call refresh())",
             )
             former = cache.key_scales.copy()
             _find_scales(cache, k, new, cache.auto_scales)
@@ -212,7 +212,7 @@ def _readable(x: Any, what: str) -> Any:
     """Keys or values whose last axis is contiguous."""
     if x.strides[-1] == x.itemsize:
         return x
-    check.may_take_memory(f"{what} has gaps along its last axis, and is copied")
+    check.may_take_memory(f"{what} has gaps along its last axis, and is copied", "pass a contiguous array")
     return device.cupy().ascontiguousarray(x)
 
 
@@ -228,7 +228,7 @@ def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...], new: Any)
     """Widths (batch, n) on the GPU (None: all the same), and where the host knows them; those of tokens that
     are not `new` may be anything."""
     if device.is_cuda(bits) or np.ndim(bits):
-        check.may_take_memory("bits is an array, and its tokens' places are found first")
+        check.may_take_memory("bits is an array, and its tokens' places are found first", "pass a number")
     if device.is_cuda(bits):
         return check.on_gpu_integers(bits, "bits", shape), None
     known = check.token_bits(bits, shape, allowed, new)

@@ -37,11 +37,12 @@ class KVCache:
         A multiple of 8 up to 256; of 32 with `rotate`.
     capacity : int, or mapping of bits to int
         How many tokens a sequence has room for. For an int every width has room for all of them, which takes
-        more memory than float16 would; a mapping gives each width its own room, and `bits` are its keys.
+        more memory than float16 would; a mapping gives each width its own room, and has the widths.
     batch : int
         Sequences, each with lengths of its own.
     bits : ints
-        Widths of the buckets, of 16 (float16), 8, 4, 3 and 2.
+        Widths of the buckets, of 16 (float16), 8, 4, 3 and 2: by default the keys of capacity, or the last
+        four.
     key_scales : None, "pairs", "halves", or float array ([batch, ]n_kv_heads, head_dim)
         Keys are divided by these channel by channel before they are quantized, and queries multiplied.
         "pairs" and "halves" take them for each sequence from the first tokens appended to it: the square root
@@ -84,7 +85,7 @@ class KVCache:
         head_dim: int,
         capacity: int | Mapping[int, int],
         batch: int = 1,
-        bits: Sequence[int] = (8, 4, 3, 2),
+        bits: Sequence[int] | None = None,
         *,
         key_scales: Any = None,
         rotate: bool = False,
@@ -100,7 +101,7 @@ class KVCache:
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
         if self.device == "cuda":
-            check.may_take_memory("a cache is made on the GPU")
+            check.may_take_memory("a cache is made on the GPU", "make it before")
         sizes = self.n_kv_heads, self.head_dim, self.device
         self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
         self.next_slots = self._xp.zeros(self.batch, np.int32)
@@ -192,7 +193,7 @@ class KVCache:
 
         Parameters
         ----------
-        token_ids : int array (n,), or (batch, n)
+        token_ids : int, or int array (n,) or (batch, n)
             A vector names tokens of all sequences, each of which may lack some; rows name tokens of each
             sequence, -1 none.
         bits : int, or int array of token_ids' shape
@@ -372,7 +373,7 @@ class KVCache:
             A CUDA graph is being captured.
         ValueError
             An append was refused since the last call, or a token has a negative id: `append` does not look at
-            those that are on a GPU.
+            those that are on a GPU. Or the path is named like a GGUF file.
         """
         file.save(self, path)
 

@@ -117,7 +117,7 @@ def attend(p: Attention, out: Any) -> None:
         check.same_device(q=q, mask=mask, out=out, cache=slots)
     cache.check_appended()
     if q.strides[-1] != q.itemsize:
-        check.may_take_memory("q has gaps along its last axis, and is copied")
+        check.may_take_memory("q has gaps along its last axis, and is copied", "pass a contiguous array")
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)

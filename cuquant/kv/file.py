@@ -60,11 +60,12 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> None:
     """See KVCache.save."""
     from safetensors.numpy import save as to_bytes
 
+    target = check.safetensors_path(path)
     settings, arrays = state(cache)
     raw = to_bytes(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()}, {KEY: json.dumps(settings)}
     )
-    with replacing(Path(path)) as temporary:
+    with replacing(target) as temporary:
         temporary.write_bytes(raw)
 
 

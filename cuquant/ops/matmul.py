@@ -88,7 +88,8 @@ def linear(
         check.output(y, shape, arrays, residual, on_gpu)
     if x_format is not None and not (on_gpu and backend.can_quantize(x, w)):
         if on_gpu:
-            check.may_take_memory(f"x is quantized before the product with a {check.described(w)}")
+            before = f"x is quantized before the product with a {check.described(w)}"
+            check.may_take_memory(before, "leave out x_format")
         added = {"bias": bias, "activation": activation, "residual": residual}
         return linear(quantize(x, x_format), w, out=out, dtype=dtype, **added)
     if y is None:
@@ -145,7 +146,7 @@ def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any, x_format: str | Forma
         return linear(x, w, out=out, dtype=dtype, x_format=x_format)
     if out is None:
         return linear(x, w, dtype=dtype, x_format=x_format).swapaxes(-1, -2)
-    linear(x, w, out=check.array(out, "out").swapaxes(-1, -2), dtype=dtype, x_format=x_format)
+    linear(x, w, out=check.array(out, "out", in_place=True).swapaxes(-1, -2), dtype=dtype, x_format=x_format)
     return out
 
 

@@ -165,6 +165,8 @@ def moe(
                 alike = own[0].repeats, _words(activation, own), work, x, (ids, probs), None, given
                 repeats.remember(*alike, result=y, weights=tuple(w.buffer for w in own))
             return y if out is None else out
+        why = "experts that are products of their own are chosen by the host"
+        check.may_take_memory(why, "take quantized ones, as moe's docstring says")
     ids, probs = device.as_numpy(ids), device.as_numpy(probs)
     mixed = _mixed(x, Experts(gate, up, down), ids, probs, activation)
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
@@ -196,7 +198,7 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
         order = np.argsort(number[mine], kind="stable")
         there = xp.asarray(np.stack([mine // top_k, order, mine[order] // top_k]))
         with np.errstate(over="ignore", invalid="ignore"):
-            result = _feed_forward(rows[there[0]], experts, matrices, expert[mine], activation)
+            result = _feed_forward(_taken(rows, there[0]), experts, matrices, expert[mine], activation)
             result *= xp.asarray(probs[mine, None])
             result = result[there[1]]
             ends = np.searchsorted(number[mine][order], np.arange(top_k + 1))
@@ -239,6 +241,11 @@ def _feed_forward(
     if check.is_quantized(x) and check.is_quantized(experts.down):
         hidden = quantize(hidden, x.format)
     return products(hidden, 2)
+
+
+def _taken(rows: Any, numbers: Any) -> Any:
+    """Rows of activations by their numbers, which are good."""
+    return rows.selected(rows.blocks, (numbers,)) if check.is_quantized(rows) else rows[numbers]
 
 
 def _rows(x: Any) -> Any:

@@ -101,6 +101,7 @@ def dequantize(w: QuantizedArray, dtype: Any) -> Any:
         return cpu.dequantize(w, wanted)
     from .. import cuda
 
+    w.may_make_blocks()
     return cuda.dequantize(w.blocks, w.format, wanted, w.shape)[..., : w.shape[-1]]
 
 

@@ -36,7 +36,10 @@ class ndarray(np.ndarray[Any, Any]):
         self.view(np.ndarray)[...] = values
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
-        """NumPy's, never a scalar; arrays of the CPU are refused as CuPy refuses them."""
+        """NumPy's, never a scalar; arrays of the CPU are refused as CuPy refuses them, and what would have
+        none is left to its own operators."""
+        if any(getattr(a, "__array_ufunc__", ufunc) is None for a in inputs):
+            return NotImplemented
         if any(type(a) is np.ndarray for a in (*inputs, *out)):
             raise TypeError("Unsupported type <class 'numpy.ndarray'>")
         if out:
@@ -47,7 +50,16 @@ class ndarray(np.ndarray[Any, Any]):
         return out[0] if out else _wrapped(result)
 
     def __getitem__(self, index: Any) -> Any:
+        """As CuPy has it, which takes integers of arrays modulo an axis' extent."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not any(part is None or part is Ellipsis for part in parts):
+            index = tuple(map(_modulo, parts, self.shape))
         return np.asarray(super().__getitem__(index)).view(ndarray)
+
+
+def _modulo(part: Any, extent: int) -> Any:
+    integers = isinstance(part, np.ndarray) and part.dtype.kind in "iu"
+    return np.asarray(part) % extent if integers and extent else part
 
 
 def asarray(array: Any, dtype: Any = None) -> ndarray:
