@@ -30,7 +30,7 @@ from .plan.tuning import Tuned
 _functions: dict[tuple[int, Kernel], Any] = {}
 _modules: dict[tuple[Any, ...], Any] = {}
 _lock = threading.Lock()
-_IN_TURN = {"activations", "exl3", "gemm", "moe", "attention"}
+_IN_TURN = {"activations", "exl3", "gemm", "moe", "moe_exl3", "attention"}
 """Files whose kernels run one after the other: none of them divides L1 caches anew."""
 _INVALID_CONTEXT = 201
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6

@@ -8,7 +8,7 @@ multiplies by gate and up in one launch, and x is not of q8_1, it makes float16 
 (trellis), a block that finds its rows gives them these, one that makes numbers in levels those of `down`, and
 `change_signs` gives them to other rows in the order of their experts.
 
-Rows and sums are turned between the launches where EXL3 weights want it (kernels/ops/exl3.cu).
+Rows and sums are turned between the launches where EXL3 weights want it (kernels/ops/moe_exl3.cu).
 
 Every launch overlaps the one before it.
 """

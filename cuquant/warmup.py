@@ -99,6 +99,8 @@ def kernels(
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
+            if kept.walks:
+                found.add(plan.exl3.turn_entries(load.rows, k).kernel)
             for gated in (False,) if kept.walks else (False, True):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)
                 found |= {made.gemm.plan.kernel} if made is not None else set()

@@ -35,19 +35,19 @@ def turn_results(rows: int, n: int) -> Plan:
 @lru_cache(maxsize=1024)
 def turn_entries(rows: int, k: int) -> Plan:
     """Rows of a mixture times their experts' suh, turned: a block of threads for each."""
-    return Plan(Kernel("exl3", "turn_entries"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
+    return Plan(Kernel("moe_exl3", "turn_entries"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_hidden(rows: int, k: int) -> Plan:
     """Sums of gate and up turned, and what follows, up to rows that `down` multiplies: a block for each."""
-    return Plan(Kernel("exl3", "turn_hidden"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
+    return Plan(Kernel("moe_exl3", "turn_hidden"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_sums(rows: int, n: int) -> Plan:
     """Sums of a mixture's rows turned, times their experts' svh."""
-    return Plan(Kernel("exl3", "turn_sums"), (rows, ceil(n / (8 * _RESULTS)), 1), _RESULTS, overlaps=True)
+    return Plan(Kernel("moe_exl3", "turn_sums"), (rows, ceil(n / (8 * _RESULTS)), 1), _RESULTS, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
@@ -72,5 +72,5 @@ def _kernel(op: str, entry: str, fmt: Format, shared: int = 0) -> Kernel:
 def kernels(fmt: Format) -> set[Kernel]:
     """All of them."""
     both = {repack(fmt, entry, 1, HADAMARD, HADAMARD).kernel for entry in ("to_fragments", "from_fragments")}
-    around = {turn_rows(1, HADAMARD).kernel, turn_results(1, HADAMARD).kernel}
+    around = {turn_rows(1, HADAMARD).kernel, turn_results(1, HADAMARD).kernel, turn_sums(1, HADAMARD).kernel}
     return both | around | {dequantize(fmt, 1, HADAMARD, HADAMARD).kernel}

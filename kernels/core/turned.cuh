@@ -39,46 +39,6 @@ DEVICE void load_floats(const float* from, float (&to)[8]) {
     to[4] = high.x, to[5] = high.y, to[6] = high.z, to[7] = high.w;
 }
 
-// The first of the last pieces of a row that a block has at once, KEPT for each thread.
-template <int KEPT>
-DEVICE int last_pieces(int pieces) {
-    const int span = KEPT * blockDim.x;
-    return (pieces - 1) / span * span;
-}
-
-// A row of turned numbers to float16 ones, over a power of two, which is returned. A thread has up to KEPT pieces of
-// eight numbers at once; longer rows are gone through twice, from their end to find their peak. `load` makes the block's
-// pieces from `first` on, and `fetch` what it takes for that; for the last ones this has been done.
-template <int KEPT, class Fetch, class Load>
-DEVICE float turned_to_halves(int pieces, uint4* out, float (&kept)[KEPT][8], Fetch fetch, Load load) {
-    const int span = KEPT * blockDim.x;
-    u32 peak = 0;
-#pragma unroll 1
-    for (int first = last_pieces<KEPT>(pieces);;) {
-        load(first);
-#pragma unroll
-        for (int p = 0; p < KEPT; p++)
-            if (first + p * blockDim.x + threadIdx.x < pieces)
-#pragma unroll
-                for (int j = 0; j < 8; j++) peak = max(peak, magnitude(kept[p][j]));
-        if ((first -= span) < 0) break;
-        fetch(first);
-    }
-    const int shift = shift_of(block_max(peak));
-#pragma unroll 1
-    for (int first = 0;;) {
-#pragma unroll
-        for (int p = 0; p < KEPT; p++) {
-            const int i = first + p * blockDim.x + threadIdx.x;
-            if (i < pieces) out[i] = to_halves(kept[p], power_of_two(shift));
-        }
-        if ((first += span) >= pieces) break;
-        fetch(first);
-        load(first);
-    }
-    return power_of_two(-shift);
-}
-
 // A row of float16 numbers in shared memory, whole turns of it: times the float16 numbers at `suh`, turned, over a power
 // of two, which is returned. A thread has every THREADS-th piece of eight numbers, and turns all but the first twice: from
 // the last one on to find the peak, and again.
