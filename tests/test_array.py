@@ -151,6 +151,23 @@ def test_blocks_have_no_arithmetic(operate: Any) -> None:
             operate(np.ones(packed.shape, np.float32), packed)
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("dtype", r"\.dequantize\(dtype\) makes float32"),
+        ("astype", r"call \.dequantize\(dtype\)"),
+        ("reshape", "reshape numbers before they are quantized"),
+        ("transpose", r"\.T swaps the last two axes"),
+        ("block", "$"),
+    ],
+)
+def test_attributes_that_arrays_have(name: str, instead: str) -> None:
+    for packed in (make(), make().T):
+        assert not hasattr(packed, name)
+        with pytest.raises(AttributeError, match=rf"a \w+ has no attribute '{name}'.*{instead}"):
+            getattr(packed, name)
+
+
 def test_numpy_s_own_product() -> None:
     """Is the library's; where NumPy was to write it somewhere, the error says what does."""
     rows = np.ones((4, 64), np.float32)

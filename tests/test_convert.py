@@ -314,6 +314,26 @@ def test_a_wrong_recipe(tmp_path: Path, recipe: dict[str, str], problem: str) ->
         select(cq.open(small(tmp_path / "s.gguf")), recipe)
 
 
+def test_a_list_of_pairs_is_no_recipe() -> None:
+    with pytest.raises(TypeError, match="format is a list; one format is needed, or a mapping of patterns"):
+        quantize_file(NANO, "none.gguf", [("*", "q4_0")])  # type: ignore[arg-type]
+
+
+def test_names_for_a_recipe_are_those_of_weights(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown format 'q8': did you mean .*\? Known are") as error:
+        select(cq.open(small(tmp_path / "s.gguf")), {"*": "q8"})
+    assert "q8_1" not in str(error.value)
+
+
+def test_a_model_is_a_source_too(tmp_path: Path) -> None:
+    with cq.open(small(tmp_path / "s.gguf"), "cpu") as model:
+        quantize_file(model, tmp_path / "t.gguf", "q4_0")
+        quantize_file(model.path, tmp_path / "u.gguf", "q4_0")
+        assert model["output.weight"].shape == (4, 32)
+        cq.dequantize_file(model, tmp_path / "v.gguf")
+    assert (tmp_path / "t.gguf").read_bytes() == (tmp_path / "u.gguf").read_bytes()
+
+
 def test_a_default_may_have_nothing_left_to_take(tmp_path: Path) -> None:
     recipe = {"output*": "q4_0", "blk*": "q8_0", "*": "kbit4"}
     chosen = quantize_file(small(tmp_path / "s.gguf"), tmp_path / "t.gguf", recipe)

@@ -50,7 +50,7 @@ def test_rows_are_those_of_each_model(models: list[Path]) -> None:
     assert {"model", "name", "nmse"} <= set(tensors)
 
 
-@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("kind", [str, Path, cq.open])
 def test_one_path_is_one_model(models: list[Path], kind: Any) -> None:
     assert cq.evaluate_files(kind(models[0]), **OPTIONS) == cq.evaluate_files(models[:1], **OPTIONS)
 
@@ -223,6 +223,14 @@ def test_command(run: Run, models: list[Path], tmp_path: Path, calls: list[Path]
     failed = run("eval", models[0], tmp_path / "none.gguf", *options)
     assert_one_line_error(failed)
     assert "none.gguf" in failed.err
+
+
+def test_a_base_may_be_open_already(models: list[Path]) -> None:
+    options = OPTIONS | {"formats": ()}
+    opened, named = (
+        cq.evaluate_files(models[1], **options, base=base) for base in (cq.open(models[0]), models[0])
+    )
+    assert opened == named
 
 
 def test_the_base_stands_once(models: list[Path]) -> None:

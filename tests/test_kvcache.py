@@ -248,7 +248,8 @@ def test_tokens_of_one_id_go_together() -> None:
     cache.append(*tokens(1, 6, 2, 16), token_ids=[5, 5, 9, 9, 9, 7])
     assert cache.assign([9], 2) == 3
     assert cache.tiers[2].bucket(0).global_slots.tolist() == [2, 3, 4]
-    assert cache.evict([5]) == 2
+    assert cache.evict(5) == 2
+    assert cache.assign(7, 2) == 1
     assert cache.dequantize()[1].tolist() == [2, 3, 4, 5]
 
 

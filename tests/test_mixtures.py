@@ -25,11 +25,6 @@ from cuquant.io.header import TensorInfo
 # Mixtures
 
 
-def test_the_type_of_a_file_of_several_formats() -> None:
-    types = {("q4_k", 15): "q4_k_m", ("q4_0", 2): "q4_0", ("q6_k", 15): None, ("q4_0", None): None}
-    assert {given: mixture.of_file(*given) for given in types} == types
-
-
 def formats_of(
     name: str,
     layers: int = 32,
@@ -67,6 +62,11 @@ def layers_of(made: dict[str, str], part: str, name: str) -> list[int]:
 MORE = [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31]
 """Of 32 layers the first and the last four, and each third between."""
 ALL = list(range(32))
+
+
+def test_the_type_of_a_file_of_several_formats() -> None:
+    types = {("q4_k", 15): "q4_k_m", ("q4_0", 2): "q4_0", ("q6_k", 15): None, ("q4_0", None): None}
+    assert {given: mixture.of_file(*given) for given in types} == types
 
 
 @pytest.mark.parametrize(

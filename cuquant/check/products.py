@@ -277,7 +277,7 @@ def no_ufunc(w: Any, name: str) -> TypeError:
 
 
 _INSTEAD = {
-    "dtype": ".format says how numbers are stored; .dequantize(dtype) makes them float32, float16 or bfloat16",
+    "dtype": ".format says how it is stored; .dequantize(dtype) makes float32, float16 or bfloat16",
     "astype": "call .dequantize(dtype), or quantize the numbers to another format",
     "reshape": "reshape numbers before they are quantized, or .dequantize()",
     "transpose": ".T swaps the last two axes, of a stack too",

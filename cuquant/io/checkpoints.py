@@ -55,8 +55,8 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
         Group of each weight along K; only k // (K / G) is taken, which is what it is without act-order.
     version : 1 or 2
         The checkpoint format: "gptq" (1) stores zero points minus 1, "gptq_v2" (2) stores them as they are.
-        Of version 1 all eight are added 1 to as one int32, with carries: a stored 15 is the zero point 0, of
-        which GPTQModel took 1 in the same way. No quantizer makes 16, which others may read there.
+        To those of version 1 it adds 1 as GPTQModel takes it off, of the eight in a word at once: a stored 15
+        is 0, and carries 1 into the next. Some read 16 there, a zero point that no quantizer makes.
 
     Returns
     -------

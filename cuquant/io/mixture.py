@@ -233,8 +233,8 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     """
     if isinstance(name, (list, tuple)):
         raise TypeError(
-            f"format is a {type(name).__name__}; one format is needed, or of several a mapping of patterns of "
-            'tensor names to them: {"*ffn_down*": "q6_k", "*": "q4_k"}'
+            f"format is a {type(name).__name__}; one format is needed, or a mapping of patterns of tensor "
+            'names to formats: {"*ffn_down*": "q6_k", "*": "q4_k"}'
         )
     for each in name.values() if isinstance(name, Mapping) else [name]:
         _refuse_floats(each)
