@@ -115,6 +115,8 @@ def test_cells_of_mixtures() -> None:
     assert all(c.us > 0 and (c.cublas_us or 1) > 0 and 0 <= c.nmse <= 1e-3 for c in cells)
     assert [c.hit for c in cells[:2]] == [2, 4]
     assert list(moe(*arguments)) == []
+    cells = list(moe(record, ["exl3-4-mcg"], ["f16"], [(256, 128)], [1, 40], 4, 2))
+    assert [c.M for c in cells if 0 < c.nmse <= 1e-5] == [1, 40]
 
 
 @pytest.mark.gpu

@@ -155,7 +155,7 @@ def sample_error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str
     """NMSE over random columns and all rows, in float64; RuntimeError where it is no correct product."""
     out.view(np.uint8).fill(CANARY)
     call(w)
-    columns = _some_columns(w)
+    columns = some_columns(w.format, w.shape[0])
     operand = quantize(x, "q8_1").dequantize(np.float32) if activation == "q8_1" else x
     weight = w[columns].to_device("cpu").dequantize().astype(np.float64)  # what NumPy makes of its blocks
     reference = operand.astype(np.float64) @ device.cupy().asarray(weight).T
@@ -165,10 +165,10 @@ def sample_error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str
     return float(f"{error:.3g}")
 
 
-def _some_columns(w: QuantizedArray) -> Any:
-    """Numbers of random rows of W, or of a run of them where single ones cannot be had."""
-    rng, n = np.random.default_rng(0), w.shape[0]
-    if w.format.walks:
+def some_columns(fmt: formats.Format, n: int) -> Any:
+    """Numbers of random rows of W, of which there are n, or of a run where single ones cannot be had."""
+    rng = np.random.default_rng(0)
+    if fmt.walks:
         return rng.integers(n // HADAMARD) * HADAMARD + np.arange(HADAMARD)
     return np.sort(rng.choice(n, min(CHECKED_COLUMNS, n), replace=False))
 
@@ -178,7 +178,7 @@ def random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
     cupy = device.cupy()
     fmt = formats.get(name)
     if isinstance(fmt, Exl3):
-        return [_random_walks(fmt, n, k) for _ in range(rotation(math.prod(fmt.stored((n, k)))))]
+        return [random_walks(fmt, (n, k)) for _ in range(rotation(math.prod(fmt.stored((n, k)))))]
     # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
     w = quantize(dense * np.float32(0.02), fmt)
@@ -188,14 +188,14 @@ def random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
     return made
 
 
-def _random_walks(fmt: Exl3, n: int, k: int) -> QuantizedArray:
-    """A weight of random steps, which are all numbers, prepared."""
+def random_walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
+    """A weight (..., N, K) of random steps, which are all numbers, prepared."""
     random = device.cupy().random
-    blocks = random.randint(0, 256, fmt.stored((n, k)), dtype=np.uint8)
-    _, suh, svh = fmt.parts(blocks, (n, k))
+    blocks = random.randint(0, 256, fmt.stored(shape), dtype=np.uint8)
+    _, suh, svh = fmt.parts(blocks, shape)
     for side, size in ((suh, 1), (svh, 0.02)):
         side[...] = random.choice(np.array([-size, size]), side.shape) * random.uniform(0.5, 2, side.shape)
-    return QuantizedArray(fmt, blocks, shape=(n, k)).prepare()
+    return QuantizedArray(fmt, blocks, shape=shape).prepare()
 
 
 def _cublas_us(m: int, n: int, k: int) -> float | None:

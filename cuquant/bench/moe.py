@@ -11,11 +11,12 @@ import numpy as np
 
 from .. import device, formats, jit, plan, testing
 from ..array import QuantizedArray
+from ..formats.exl3 import Exl3
 from ..ops.moe import Experts, route
 from ..ops.moe import moe as mixture_of
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
-from .matmul import CHECKED_COLUMNS, X_DTYPES, floor_us
+from .matmul import X_DTYPES, floor_us, random_walks, some_columns
 from .record import Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
@@ -112,6 +113,8 @@ def _random_experts(name: str, count: int, n: int, k: int) -> Experts:
 def _stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
     cupy = device.cupy()
     fmt = formats.get(name)
+    if isinstance(fmt, Exl3):
+        return random_walks(fmt, (count, n, k))
     # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
     w = quantize(dense * np.float32(k**-0.5), fmt)
@@ -152,10 +155,8 @@ def _error(call: Any, x: Any, experts: Any, routing: Routing, out: Any, activati
     out.view(np.uint8).fill(CANARY)
     call(routing)
     generator = np.random.default_rng(0)
-    tokens, columns = (
-        np.sort(generator.choice(size, min(most, size), replace=False))
-        for size, most in zip(out.shape, (CHECKED_TOKENS, CHECKED_COLUMNS), strict=True)
-    )
+    tokens = np.sort(generator.choice(len(out), min(CHECKED_TOKENS, len(out)), replace=False))
+    columns = some_columns(experts.down.format, out.shape[1])
     ids, probs = (a[tokens] for a in routing)
     operand = quantize(x, "q8_1") if activation == "q8_1" else x
     rows = cupy.asarray(as_numpy(operand)[tokens].astype(np.float64))
