@@ -80,9 +80,10 @@ def kernels(
     and mixtures of so many experts for a token with a stack (E, N, K)."""
     kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
-    if kept.walks and not kept.in_float16:  # products make floats of them
-        return [plan.exl3.dequantize(kept, prod(lead), n, k).kernel]
-    found = plan.scale_kernels(kept)
+    floats = {plan.per_block("dequantize", q8_1, 1).kernel} if kept.walks else set()  # of x in q8_1
+    if kept.walks and not kept.in_float16:  # products make floats of them, too
+        return sorted({plan.exl3.dequantize(kept, prod(lead), n, k).kernel} | floats, key=repr)
+    found = plan.scale_kernels(kept) | floats
     if not kept.whole_matrices:
         found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
     if kept.whole_matrices:

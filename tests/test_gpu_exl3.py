@@ -19,6 +19,7 @@ from cuquant.formats.exl3 import HADAMARD
 from cuquant.plan import wgmma_core
 from cuquant.plan.wgmma_core import Tile
 from cuquant.testing import as_numpy, nmse, worst_element
+from cuquant.warmup import kernels
 
 pytestmark = pytest.mark.gpu
 BATCHES = (1, 3, 8, 9, 16, 17, 33, 64, 130, 300)
@@ -361,13 +362,26 @@ def test_operands_of_any_place() -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 4, 7])
-def test_warmup(bits: int) -> None:
+def test_warmup(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows all that is compiled for products, of x in q8_1 too, after a weight was prepared."""
     for shape in ((128, 256), (2, 128, 256)):
-        w = random_exl3(bits, shape)
-        cq.warmup([w], batches=[1, 20])
-        x = gauss(20, 256)
-        y = device.cupy().asarray(x) @ w.to_device("cuda").mT
-        agrees(y, x.astype(np.float64) @ w.dequantize().astype(np.float64).swapaxes(-1, -2))
+        w, x = random_exl3(bits, shape), gauss(20, 256)
+        cq.warmup([w], batches=[20])
+        known = {jit._key(0, kernel) for kernel in kernels(w.format, shape, [20], jit.gpu())}
+        there, given = w.to_device("cuda").prepare(), device.cupy().asarray(x)
+        q = cq.quantize(given, "q8_1")
+        modules: dict[Any, Any] = {}
+        with monkeypatch.context() as patch:
+            patch.setattr(jit, "_modules", modules)
+            patch.setattr(jit, "_functions", {})
+            jit._prepared.launch.cache_clear()
+            found = [operand @ there.mT for operand in (given, q)]
+            device.cupy().cuda.Device().synchronize()
+            jit._prepared.launch.cache_clear()  # what they start goes with its module
+        assert modules.keys() <= known
+        dense = w.dequantize().astype(np.float64).swapaxes(-1, -2)
+        for y, numbers in zip(found, (x, as_numpy(q.dequantize())), strict=True):
+            agrees(y, numbers.astype(np.float64) @ dense)
 
 
 def test_no_experts() -> None:

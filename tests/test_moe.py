@@ -138,6 +138,12 @@ def test_an_id_out_of_range_makes_its_token_nan(bad: int) -> None:
     close(y[rest], reference(x, experts, ids, probs)[rest])
 
 
+def test_ids_of_a_type_that_does_not_hold_the_number_of_experts() -> None:
+    x, experts, (ids, probs) = gauss(6, 32), stacks(None, 128, 32, 32), routed(6, 128, 2)
+    ids[1, 0] = -1
+    np.testing.assert_array_equal(*(cq.moe(x, experts, ids.astype(t), probs) for t in (np.int8, np.int64)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_and_infinity_stay_in_their_rows(bad: float) -> None:
     x, experts, (ids, probs) = gauss(6, 128), stacks("q4_0"), routed(6, 5, 2)

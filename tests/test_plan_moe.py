@@ -42,8 +42,8 @@ def kernels(arch: str, names: tuple[str, ...]) -> list[plan.Kernel]:
     return list({(k.op, k.format, k.constants): k for k in found}.values())
 
 
-def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3")) -> list[plan.Kernel]:
-    """One tile of each core, gated and not, of an integer format and a codebook."""
+def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3", "exl3-4-mcg")) -> list[plan.Kernel]:
+    """One tile of each core, gated and not, of an integer format, a codebook and walks."""
     chosen = {}
     for kernel in kernels(arch, names):
         constants = dict(kernel.constants)

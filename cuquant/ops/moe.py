@@ -189,7 +189,7 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
     lost = ((ids < 0) | (ids >= count)).any(axis=1)
     # A token's slots by their experts: those of one number are of different tokens, and are added at once.
     number = np.argsort(np.argsort(ids, axis=1, kind="stable"), axis=1).reshape(-1)
-    expert = np.where(lost[:, None], count, ids).reshape(-1)
+    expert = np.where(lost[:, None], count, ids.astype(np.int64)).reshape(-1)  # count may be beyond ids' type
     pairs = np.argsort(expert, kind="stable")[: (tokens - lost.sum()) * top_k]
     matrices = [_matrices(stack) for stack in experts]
     y = xp.zeros((tokens, experts.down.shape[1]), np.float32)
