@@ -63,12 +63,12 @@ STEP_US = {
     Tile(64, 2, k_groups=2): 0.162,
     Tile(64, 2, 2): 0.295,
     Tile(64, 2, 2, k_tiles=2): 0.286,
-    Tile(128, 1): 0.120,
+    Tile(128, 1): 0.140,
     Tile(128, 1, k_groups=2): 0.110,
     Tile(128, 2): 0.179,
     Tile(128, 2, k_tiles=2): 0.170,
     Tile(128, 2, 2): 0.310,
-    Tile(256, 1): 0.140,
+    Tile(256, 1): 0.160,
     Tile(256, 2): 0.220,
     Tile(256, 2, pair=2): 0.220,
 }
@@ -87,7 +87,7 @@ _EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
 _CONTENTION = 0.5
 """Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
 meanwhile."""
-_INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.3}
+_INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.2}
 _LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
 former 0.09 is added without factors of rows, 0.12 where scales are products, 0.05 for zero points; to the
@@ -97,22 +97,27 @@ _WALKS = 2.2
 _FEW_WAIT = 1.09
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
 _SMALL_TABLE = 1.1
-"""How many times as long those of 4 bits take where two blocks share a multiprocessor, and those of 3 bits
-there and in tiles of many batch rows: there is no room for rows of 256 bytes."""
+"""How many times as long those of 3 and 4 bits take where two blocks share a multiprocessor, and in tiles of
+many batch rows: there is no room for rows of 256 bytes."""
 _STEP_BYTES_PER_US = 34.3e3
 """What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
 _MEET_WAIT = 0.03
 """How much longer that takes warpgroups that share a stage."""
 _TENSOR_US = 0.645 / (128 * 256)
 """What the tensor cores take for a step of one output."""
-_START_US, _PAIR_US, _SPLIT_US = 2.5, 1.0, 1.0
+_PAIR_STEPS = 0.985
+"""How many times as long steps take where two blocks share x. Of grouped products it was seen only where the
+tensor cores set the pace."""
+_START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
-_STREAM_US, _STREAM_BYTE_US, _STREAM_STEPS, _INTEGER_STEPS = 2.2, 5e-5, 1.04, 1.07
-"""Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes; and how
-many times as long steps take where no multiprocessor is idle any more: memory and power are shared by more,
-which shows most where instructions are few."""
+_STREAM_US, _STREAM_BYTE_US = 2.2, 5e-5
+"""Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes."""
+_STREAM_STEPS, _INTEGER_STEPS = (1.02, 1.04), (1.04, 1.07)
+"""How many times as long steps take where no multiprocessor is idle any more, and in a single batch tile, of
+which all read weights from memory: that and power are shared by more, which shows most where instructions are
+few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
-"""What it takes two warpgroups or more to store an output, and to add it up first."""
+"""What it takes to store an output, and to add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
 _STREAM_BYTES = 32 << 20
@@ -138,13 +143,14 @@ class Choice(NamedTuple):
     stages: int
 
 
-def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
-    """What a step of 64 columns takes, of so many batch rows if not of all of the tile's."""
+def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float:
+    """What a step of 64 columns takes, of so many batch rows if not of all of the tile's. Where blocks share
+    x in pairs, instructions take so many times as long."""
     warpgroups = tile.groups * tile.k_groups * tile.resident
     if fmt.lookup:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
-        small = tile.resident > 1 or (looked_up(fmt) == 3 and tile.batch > ROOMY_BATCH)
+        small = tile.resident > 1 or (tile.batch > ROOMY_BATCH and not fmt.sign_bits)
         work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
     elif fmt.walks:
         work = _WALKS
@@ -155,9 +161,9 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0) -> float:
     tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
     instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
-        tensor *= 0.985
+        tensor, instructions = tensor * _PAIR_STEPS, instructions * pairs
     elif warpgroups == 1:
-        tensor *= 1.07  # nobody else multiplies while a warpgroup waits
+        tensor *= 1.16  # nobody else multiplies while a warpgroup waits
     elif tile.blocks == 1 and tile.batch < 256:
         tensor *= 1.04  # operands are read more often
     step = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width
@@ -252,7 +258,7 @@ WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile
 def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:
     """What an output tile takes, of so many steps of 64 columns, and what one of a narrow batch does."""
     few = narrow(tile)
-    stored = _outputs_of_two(tile) * _TILE_US
+    stored = tile.rows * tile.batch * _TILE_US
     return steps * _step_us(fmt, tile) + stored, steps * _step_us(fmt, tile, few) + stored * few / tile.batch
 
 
@@ -261,11 +267,6 @@ def narrow(tile: Tile) -> int:
     if tile.batch < 96:
         return tile.batch
     return 64 if tile.batch == 256 else 32
-
-
-def _outputs_of_two(tile: Tile) -> int:
-    """As many outputs would take two warpgroups as long to store."""
-    return tile.rows * tile.batch * (2 if tile.groups * tile.k_groups == 1 else 1)
 
 
 def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gemm | None:
@@ -296,7 +297,7 @@ def places_of(gpu: Gpu, cluster: int = 1) -> int:
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     few = row_factors(fmt) and not (fmt.kernel_group_bytes or fmt.has_zero_points)
-    steps, more = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
+    steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
         stages = _stages(fmt, tile, split)
         if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
@@ -305,7 +306,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = places_of(gpu, split * tile.pair) * tile.resident
-        step, store = _step_us(fmt, tile), _outputs_of_two(tile) * _TILE_US
+        step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
         if fmt.walks and not turns_sums(fmt, tile, split):
             start += _RESULTS_US + m * n * _RESULT_US
@@ -313,7 +314,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         rounds = waves + (rest > 0)
         if split > 1:
             if rounds == 1 and steps >= 4 * split:
-                us = start + steps / split * step + _SPLIT_US + _outputs_of_two(tile) * _SPLIT_TILE_US
+                us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
                 yield Choice(us, tile, split, outputs, 0, stages)
             continue
         yield Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
@@ -321,6 +322,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
             continue
         if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
             passed = passed_us(tile, outputs, places)
+            more = slower[m <= tile.batch]
             us = start + outputs / places * steps * step * more + rounds * store + passed
             yield Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
