@@ -112,10 +112,9 @@ _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
 _STREAM_US, _STREAM_BYTE_US = 2.2, 5e-5
 """Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes."""
-_STREAM_STEPS, _INTEGER_STEPS = (1.02, 1.04), (1.04, 1.07)
-"""How many times as long steps take where no multiprocessor is idle any more, and in a single batch tile, of
-which all read weights from memory: that and power are shared by more, which shows most where instructions are
-few."""
+_STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.02, 1.04), (1.04, 1.07), 256
+"""How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
+weights are read once: memory and power are shared by more, which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
 """What it takes to store an output, and to add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
@@ -322,7 +321,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
             continue
         if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
             passed = passed_us(tile, outputs, places)
-            more = slower[m <= tile.batch]
+            more = slower[m <= _ONE_TILE]
             us = start + outputs / places * steps * step * more + rounds * store + passed
             yield Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
 
