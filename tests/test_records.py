@@ -33,7 +33,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
-    assert len(records) == 10
+    assert len(records) == 11
     for name, record in records.items():
         (line,) = (
             line
@@ -90,6 +90,20 @@ def test_times_of_mixtures(records: dict[str, Any]) -> None:
         kind = {"cuBLAS, dense": "cublas_us", "floor, q4_0": "floor_us"}.get(name, "us")
         measured = [cells[name if kind == "us" else "q4_0", m][kind] for m in batches]
         assert times == pytest.approx(measured, abs=0.51)
+
+
+def test_times_of_mixtures_of_exl3(records: dict[str, Any]) -> None:
+    cells = {(c["format"], c["M"]): c for c in records["exl3-moe"]["cells"]}
+    batches = (1, 2, 4, 8, 16, 64, 512, 4096)
+    rows = table(PERFORMANCE, f"| EXL3 | 1 token | {' | '.join(map(str, batches[1:]))} |")
+    assert len(rows) == 2
+    for name, times in rows.items():
+        assert times == pytest.approx([cells[name, m]["us"] for m in batches], abs=0.51)
+    few = [c for c in cells.values() if c["M"] <= 16]
+    over, faster = ([c[a] / c[b] for c in few] for a, b in (("us", "floor_us"), ("cublas_us", "us")))
+    said = f"experts take {min(over):.1f} to {max(over):.1f} times theirs at 1 to 16 tokens, where they are "
+    said += f"{min(faster):.1f} to {max(faster):.1f} times as fast as dense cuBLAS"
+    assert said in " ".join(PERFORMANCE.split())
 
 
 def test_times_of_attention(records: dict[str, Any]) -> None:
