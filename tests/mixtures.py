@@ -79,3 +79,31 @@ def leveled(tokens: int, top_k: int, count: int, width: int = 160, k: int = 128)
     fmt = cq.formats.get("q4_0").for_kernels
     both = plan.moe.gate_and_up(fmt, Load(tokens, top_k, count), width, k, True, jit.gpu())
     return (both is not None and both.levels) or jit.capability() != 90
+
+
+def check_in_a_graph(experts: cq.Experts, tokens: int, seeds: int) -> None:
+    """Routing and mixture follow a graph's inputs, whichever experts they lead to."""
+    cupy, (count, _, k), n = device.cupy(), experts.gate.shape, experts.down.shape[1]
+    x, logits = cupy.zeros((tokens, k), np.float16), cupy.zeros((tokens, count), F)
+    out = cupy.empty((tokens, n), np.float16)
+    stream, kept = cupy.cuda.Stream(non_blocking=True), []
+
+    def step() -> None:
+        ids, probs = cq.route(logits, 2)
+        kept.append((ids, probs))  # the graph writes to them
+        cq.moe(x, experts, ids, probs, out=out)
+
+    with stream:
+        for _ in range(2):
+            step()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for seed in range(seeds):
+            given, scores = gauss(tokens, k, seed=seed).astype(np.float16), gauss(tokens, count, seed=seed)
+            x.set(given)
+            logits.set(scores)
+            graph.launch(stream)
+            stream.synchronize()
+            close(out, reference(given, experts, *cq.route(scores, 2)), np.float16)

@@ -8,7 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixtures import BF16, F, close, gauss, kernels_of, leveled, on_gpu, reference, routed, stacks
+from mixtures import (
+    BF16,
+    F,
+    check_in_a_graph,
+    close,
+    gauss,
+    kernels_of,
+    leveled,
+    on_gpu,
+    reference,
+    routed,
+    stacks,
+)
 
 import cuquant as cq
 from cuquant import cuda_moe, device, moe_memory, plan, testing
@@ -164,33 +176,7 @@ def test_the_same_call_gives_the_same_bits(tokens: int) -> None:
 @pytest.mark.parametrize("format", ["q4_0", "trellis3"])
 @pytest.mark.parametrize("tokens", [1, 16, 200])
 def test_a_step_in_a_graph(tokens: int, format: str) -> None:
-    """Routing and mixture follow the graph's inputs, whichever experts they lead to."""
-    cupy = device.cupy()
-    experts = stacks(format, 8, k=256, hidden=512, n=256)
-    x, logits = cupy.zeros((tokens, 256), np.float16), cupy.zeros((tokens, 8), F)
-    out = cupy.empty((tokens, 256), np.float16)
-    stream = cupy.cuda.Stream(non_blocking=True)
-    kept = []  # the graph writes to them
-
-    def step() -> None:
-        ids, probs = cq.route(logits, 2)
-        kept.append((ids, probs))
-        cq.moe(x, experts, ids, probs, out=out)
-
-    with stream:
-        for _ in range(2):
-            step()
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-        for seed in range(4):
-            given, scores = gauss(tokens, 256, seed=seed).astype(np.float16), gauss(tokens, 8, seed=seed)
-            x.set(given)
-            logits.set(scores)
-            graph.launch(stream)
-            stream.synchronize()
-            close(out, reference(given, experts, *cq.route(scores, 2)), np.float16)
+    check_in_a_graph(stacks(format, 8, k=256, hidden=512, n=256), tokens, 4)
 
 
 def test_more_tokens_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -> None:

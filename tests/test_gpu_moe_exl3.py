@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixtures import BF16, F, close, gauss, on_gpu, reference, routed
+from mixtures import BF16, F, check_in_a_graph, close, gauss, on_gpu, reference, routed
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
@@ -112,30 +112,7 @@ def test_more_tokens_than_the_workspace_holds(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("tokens", [1, 60])
 def test_a_step_in_a_graph(tokens: int) -> None:
-    """Routing and mixture follow the graph's inputs, whichever experts they lead to."""
-    cupy, experts = device.cupy(), stacks()
-    x, logits, out = (cupy.zeros((tokens, n), t) for n, t in ((K, H), (COUNT, F), (N, H)))
-    stream, kept = cupy.cuda.Stream(non_blocking=True), []
-
-    def step() -> None:
-        ids, probs = cq.route(logits, 2)
-        kept.append((ids, probs))  # the graph writes to them
-        cq.moe(x, experts, ids, probs, out=out)
-
-    with stream:
-        for _ in range(2):
-            step()
-        stream.synchronize()
-        stream.begin_capture()
-        step()
-        graph = stream.end_capture()
-        for seed in range(3):
-            given, scores = gauss(tokens, K, seed=seed).astype(H), gauss(tokens, COUNT, seed=seed)
-            x.set(given)
-            logits.set(scores)
-            graph.launch(stream)
-            stream.synchronize()
-            close(out, reference(given, experts, *cq.route(scores, 2)), H)
+    check_in_a_graph(stacks(), tokens, 3)
 
 
 def test_fallback_beside_other_formats_and_for_blocks_of_x(monkeypatch: pytest.MonkeyPatch) -> None:
