@@ -28,29 +28,30 @@ def _refused(operator: str) -> Any:
 
 
 def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
-    """What NumPy's functions make of it: `numpy.matmul`, of which `x @ W.T` is a call, the product."""
-    if (ufunc.__name__, method, options) == ("matmul", "__call__", {}):
+    """What NumPy's functions make of it: of `numpy.matmul`, and so of `x @ W.T`, the product; of
+    `x == W` whether both are one."""
+    plain = method == "__call__" and not options
+    if plain and ufunc.__name__ == "matmul":
         from .ops.matmul import matmul
 
         return matmul(*operands)
-    if ufunc.__name__ in ("equal", "not_equal"):
-        return ufunc.__name__ == "not_equal"
+    if plain and ufunc.__name__ in ("equal", "not_equal"):
+        return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
     raise check.no_ufunc(self, ufunc.__name__)
 
 
-class _Kind(type):
-    """NumPy looks `__array_ufunc__` up in a class, and CuPy in an array, whose None leaves `x @ W.T` to
-    __rmatmul__ there."""
+class _OfTheClass:
+    """NumPy looks `__array_ufunc__` up in a class, and gets the function; CuPy in an array, where it is None:
+    that leaves `x @ W.T` to __rmatmul__."""
 
-    @property
-    def __array_ufunc__(cls) -> Any:
-        return _ufunc
+    def __get__(self, array: Any, kind: type) -> Any:
+        return _ufunc if array is None else None
 
 
-class _Packed(metaclass=_Kind):
+class _Packed:
     """Operators that numbers have and packed blocks have not: without them NumPy's errors lead astray."""
 
-    __array_ufunc__ = None
+    __array_ufunc__ = _OfTheClass()
     __slots__ = ()
     __add__ = __radd__ = _refused("+")
     __sub__ = __rsub__ = __neg__ = _refused("-")
@@ -66,7 +67,8 @@ class _Packed(metaclass=_Kind):
     if not TYPE_CHECKING:  # which would take any attribute for one
 
         def __getattr__(self, name: str) -> Any:
-            raise check.no_attribute(self, name)
+            check.is_no_attribute(self, name)
+            return object.__getattribute__(self, name)  # what a property has raised, or Python's own error
 
 
 class QuantizedArray(_Packed):

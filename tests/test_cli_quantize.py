@@ -38,8 +38,10 @@ def test_quantize_by_a_recipe(run: Run, tmp_path: Path) -> None:
     ("recipe", "problem"),
     [
         ("*ffn_down*=q6_k,q4_k", "'q4_k' in '*ffn_down*=q6_k,q4_k' is no PATTERN=FORMAT"),
-        ("*=q4_k,*=q6_k", "'*=q6_k' in '*=q4_k,*=q6_k' names '*' again"),
-        ("*=q4_k,", "has an empty name"),
+        ("*=q4_k,*=q6_k", "'*=q6_k' in '*=q4_k,*=q6_k' names a pattern again"),
+        ("*=q4_k,", "'' in '*=q4_k,' is no PATTERN=FORMAT"),
+        ("=q4_k", "'=q4_k' in '=q4_k' is no PATTERN=FORMAT"),
+        ("blk.[0,1].*=q4_k", "is no PATTERN=FORMAT (patterns have no commas here)"),
         ("*=q4_7", "unknown format 'q4_7': did you mean"),
     ],
 )

@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bits beside a mapping": (
         lambda: cq.KVCache(4, 64, {4: 10}, bits=(8,)),
         ValueError,
-        r"bits are \[8\], but capacity has the bits \[4\]: leave bits out beside a mapping",
+        r"bits is \(8,\), but capacity has the bits \[4\]: leave bits out beside a mapping",
     ),
     "no bits": (lambda: cq.KVCache(2, 64, 8, bits=()), ValueError, r"bits are \[\]"),
     "one number of bits": (

@@ -296,6 +296,9 @@ from .products import (
     immutable as immutable,
 )
 from .products import (
+    is_no_attribute as is_no_attribute,
+)
+from .products import (
     is_weight as is_weight,
 )
 from .products import (
@@ -306,9 +309,6 @@ from .products import (
 )
 from .products import (
     no_arithmetic as no_arithmetic,
-)
-from .products import (
-    no_attribute as no_attribute,
 )
 from .products import (
     no_ufunc as no_ufunc,

@@ -44,12 +44,20 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     """Tokens that each width has room for, widest first."""
     given = isinstance(capacity, Mapping)
     widths, what = (list(capacity), "capacity has the bits") if given else (_widths(bits), "bits are")
-    if given and bits is not None and {*_widths(bits)} != {*widths}:
-        raise ValueError(f"bits are {_widths(bits)}, but {what} {widths}: leave bits out beside a mapping")
+    if given and bits is not None and [b for b in allowed if b in widths] != _widest_first(bits):
+        raise ValueError(f"bits is {bits!r}, but {what} {widths}: leave bits out beside a mapping")
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
     return {b: count(sizes[b], "capacity") for b in allowed if b in sizes}
+
+
+def _widest_first(bits: Any) -> Any:
+    """A sequence of widths in order; anything else as it is."""
+    try:
+        return sorted(bits, reverse=True)
+    except TypeError:
+        return bits
 
 
 def _widths(bits: Any) -> list[Any]:

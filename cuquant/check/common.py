@@ -55,7 +55,7 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = Fals
         except (TypeError, RuntimeError, BufferError) as error:
             raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
     remedy = ": its .dequantize() is one" if is_quantized(value) else ""
-    if of == FLOAT_NAMES and what != "out" and isinstance(value, (list, tuple, float, int)):
+    if of == FLOAT_NAMES and what != "out" and isinstance(value, (list, tuple)):
         remedy = f": pass numpy.asarray({what}, numpy.float32)"
     raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed{remedy}")
 

@@ -273,9 +273,14 @@ def no_ufunc(w: Any, name: str) -> TypeError:
             f"numpy.matmul with options, and @=, cannot write a product with a {type(w).__name__} "
             f"({w.format}): write x @ W.T, or cuquant.matmul(x, W.T, out=out)"
         )
-    return no_arithmetic(w, name)
+    if name in ("vecdot", "matvec", "vecmat"):
+        return TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): write x @ W.T, or W @ x")
+    return no_arithmetic(w, _SIGNS.get(name, f"numpy.{name}"))
 
 
+_SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%"}
+_SIGNS |= {"power": "**", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
+"""Operators of NumPy's functions."""
 _INSTEAD = {
     "dtype": ".format says how it is stored; .dequantize(dtype) makes float32, float16 or bfloat16",
     "astype": "call .dequantize(dtype), or quantize the numbers to another format",
@@ -285,10 +290,10 @@ _INSTEAD = {
 """Of attributes that arrays have."""
 
 
-def no_attribute(w: Any, name: str) -> AttributeError:
-    """The error for an attribute that a quantized array, or its transpose, has not."""
-    hint = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
-    return AttributeError(f"a {type(w).__name__} has no attribute {name!r}{hint}", name=name, obj=w)
+def is_no_attribute(w: Any, name: str) -> None:
+    """AttributeError for what arrays of numbers have, and a quantized one, or its transpose, has not."""
+    if name in _INSTEAD:
+        raise AttributeError(f"a {type(w).__name__} has no {name}: {_INSTEAD[name]}", name=name, obj=w)
 
 
 def immutable(w: Any) -> TypeError:

@@ -85,11 +85,11 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
     if "=" not in text:
         return file_format(text)
     rules: dict[str, str] = {}
-    for rule in _names(text):
-        pattern, equals, name = rule.rpartition("=")
-        if not equals or pattern in rules:
-            problem = f"names {pattern!r} again" if equals else "is no PATTERN=FORMAT"
-            raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {problem}")
+    for rule in text.split(","):
+        pattern, _, name = (part.strip() for part in rule.rpartition("="))
+        if not pattern or pattern in rules:
+            again, none = "names a pattern again", "is no PATTERN=FORMAT (patterns have no commas here)"
+            raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {again if pattern else none}")
         rules[pattern] = name
     try:
         mixture.get(rules)

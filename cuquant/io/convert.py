@@ -150,8 +150,8 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
 
 
 def _check_rules(model: Model, rules: Iterable[str], matrices: Collection[str]) -> None:
-    """ValueError for a pattern that decides no matrix's format, but for "*": a default at the end, which may
-    have nothing left to take."""
+    """ValueError for a pattern that decides no matrix's format, but for one of all matrices: a default, which
+    may have nothing left to take."""
     takers: dict[str, str] = {}
     for pattern in rules:
         matched = [name for name in matrices if fnmatchcase(name, pattern)]
@@ -160,12 +160,14 @@ def _check_rules(model: Model, rules: Iterable[str], matrices: Collection[str]) 
             raise ValueError(
                 f"the pattern {pattern!r} (format) matches only tensors that are never quantized, as {like!r}"
             )
-        earlier = dict.fromkeys(takers[name] for name in matched if name in takers)
-        if takers.keys() >= set(matched) and pattern != "*":
+        if takers.keys() >= set(matched) and len(matched) < len(matrices):
+            earlier = list(dict.fromkeys(takers[name] for name in matched))
+            # First, it would leave each of those something.
+            apart = all(any(takers[n] == one and n not in matched for n in takers) for one in earlier)
             raise ValueError(
                 f"the pattern {pattern!r} (format) decides nothing in {model.path.name}: the first that "
                 f"matches counts, and all its tensors match {' or '.join(map(repr, earlier))}; "
-                f"put {pattern!r} first"
+                + (f"put {pattern!r} first" if apart else "leave out one of them")
             )
         takers = dict.fromkeys(matched, pattern) | takers
 

@@ -54,7 +54,7 @@ def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str,
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = _near(pattern, names)
-            if any(fnmatchcase(name, f"*{pattern}*") for name in names):
+            if pattern and any(fnmatchcase(name, f"*{pattern}*") for name in names):
                 hint = f"; patterns match whole names: write {'*' + pattern.strip('*') + '*'!r}"
             if names and not hint:
                 hint = f": one that is there is {next(iter(names))!r}"

@@ -41,8 +41,8 @@ class KVCache:
     batch : int
         Sequences, each with lengths of its own.
     bits : ints
-        Widths of the buckets, of 16 (float16), 8, 4, 3 and 2: by default the keys of capacity, or the last
-        four.
+        Widths of the buckets, of 16 (float16), 8, 4, 3 and 2: by default the last four, or the keys of a
+        mapping, beside which others are an error.
     key_scales : None, "pairs", "halves", or float array ([batch, ]n_kv_heads, head_dim)
         Keys are divided by these channel by channel before they are quantized, and queries multiplied.
         "pairs" and "halves" take them for each sequence from the first tokens appended to it: the square root
