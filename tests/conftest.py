@@ -113,6 +113,16 @@ def grouped(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(moe, "_mixed", mixed)
 
 
+@pytest.fixture
+def own_stream() -> Iterator[None]:
+    """A stream that can be captured is the current one."""
+    made = device.cupy().cuda.Stream(non_blocking=True)
+    device.cupy().cuda.Device().synchronize()
+    with made:
+        yield
+        made.synchronize()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")

@@ -1,4 +1,4 @@
-"""Operands of caches on a GPU: lengths, ids, positions, what is captured, and what is refused later."""
+"""Operands of caches on a GPU: lengths, ids, positions, scales of scores, other GPUs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attending import normal
+from caches_there import Call, cache_of, some
 from test_gpu_kvcache import assert_same, both, put, tokens
 from test_kvcache import state
 
@@ -17,46 +18,8 @@ import cuquant as cq
 from cuquant import check, device, testing
 from cuquant.testing import as_numpy, nmse
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_stream")]
 F, H = np.float32, np.float16
-REFUSED = "an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused"
-Call = Callable[[], Any]
-
-
-def synchronize() -> None:
-    device.cupy().cuda.Device().synchronize()
-
-
-def some(n: int = 2, batch: int = 2) -> tuple[Any, Any]:
-    k, v = tokens(batch, n, 2, 64)
-    return put(k), put(v)
-
-
-def cache_of(n: int = 2, capacity: Any = 8, batch: int = 2, **options: Any) -> cq.KVCache:
-    cache = cq.KVCache(2, 64, capacity, batch, (8, 4), **options, device="cuda")
-    cache.append(*some(n, batch))
-    return cache
-
-
-def graph_of(call: Call) -> Any:
-    """What a call gives to a stream of its own, which is the current one for as long as a test runs."""
-    stream = device.cupy().cuda.get_current_stream()
-    stream.begin_capture()
-    try:
-        call()
-    finally:
-        graph = stream.end_capture()
-    return graph
-
-
-@pytest.fixture(autouse=True)
-def stream() -> Any:
-    """One that can be captured."""
-    made = device.cupy().cuda.Stream(non_blocking=True)
-    synchronize()
-    with made:
-        yield made
-        made.synchronize()
 
 
 @pytest.mark.parametrize("options", [{"rotate": True}, {"key_scales": True}], ids=str)
@@ -85,58 +48,6 @@ def test_lengths_are_of_each_sequence(shape: tuple[int, ...]) -> None:
         with pytest.raises(ValueError, match=r"lengths has shape .*; one for each of 2 sequences is needed"):
             cache.append(*some(n), lengths=put(np.ones(shape, np.int32)))
     assert state(cache) == before
-
-
-LENGTHS = [
-    np.array([1, 3], np.int32),
-    np.array([-1, 2], np.int32),
-    np.array([0, -128], np.int8),
-    np.array([1, 2**32 + 1]),
-    np.array([-(2**32) + 1, 1]),
-    np.array([2**32 - 1, 0], np.uint32),
-    np.array([2**63, 0], np.uint64),
-]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("bits", [4, [8, 4]])
-def test_lengths_that_are_not_of_the_tokens_given(bits: Any, lengths: Any) -> None:
-    cache = cache_of()
-    before = state(cache)
-    cache.append(*some(), bits, lengths=put(lengths))
-    synchronize()
-    assert state(cache) == before
-    with pytest.raises(ValueError, match=REFUSED + ".*or its length was below 0 or above the tokens given"):
-        cache.append(*some())
-    assert state(cache) == before
-    cache.append(*some(), bits, lengths=put(np.array([2, 0])))
-    assert cache.lengths.tolist() == [4, 2]
-    cache.check_appended()
-
-
-def test_what_was_counted_of_a_refused_append() -> None:
-    cache = cache_of(capacity=6)
-    given = some(1)
-    graph = graph_of(lambda: cache.append(*given))
-    for _ in range(2):
-        graph.launch(device.cupy().cuda.get_current_stream())
-    cache.append(*some(3))  # of what it holds the host has seen 2
-    synchronize()
-    with pytest.raises(ValueError, match=REFUSED):
-        cache.append(*given)
-    assert cache.known_slots == cache.slots == 4
-    cache.append(*some(2))
-    assert cache.lengths.tolist() == [6, 6]
-
-
-def test_a_mask_has_no_columns_of_refused_tokens() -> None:
-    cache = cache_of()
-    cache.append(*some(), put(np.array([8, 5])))
-    q = put(tokens(2, 1, 8, 64)[0])
-    mask = device.cupy().ones(cache.slots, bool)
-    with pytest.raises(ValueError, match=REFUSED + ".*or no such width"):
-        cq.attention(q, cache, mask=mask)
-    cq.attention(q, cache, mask=mask)
 
 
 POSITIONS = [
@@ -200,209 +111,6 @@ def test_a_row_s_minus_one_names_no_token() -> None:
     assert cache.assign([[-1, 3], [-1, -1]], 4) == 1
     assert cache.evict([[3, -1], [-1, 4]]) == 2
     assert cache.evict([-1]) == 2
-
-
-SEES: dict[str, Callable[[cq.KVCache, Path], Any]] = {
-    "save": lambda cache, path: cache.save(path),
-    "pickle": lambda cache, path: pickle.dumps(cache),
-    "to_device": lambda cache, path: cache.to_device("cpu"),
-    "copy": lambda cache, path: cache.copy(),
-    "attention": lambda cache, path: cq.attention(put(tokens(2, 1, 8, 64)[0]), cache),
-    "no tokens": lambda cache, path: cache.append(*some(0)),
-}
-
-
-@pytest.mark.parametrize("how", SEES)
-def test_who_tells_of_a_refused_append(how: str, tmp_path: Path) -> None:
-    cache = cache_of()
-    before, path = state(cache), tmp_path / "cache.safetensors"
-    cache.append(*some(), put(np.array([8, 2])))
-    synchronize()
-    with pytest.raises(ValueError, match=REFUSED):
-        SEES[how](cache, path)
-    assert not path.exists()
-    assert (state(cache), cache.known_slots) == (before, 2)
-    SEES[how](cache, path)
-
-
-def test_a_refusal_during_a_capture_is_told_until_counts_can_be_read() -> None:
-    cache = cache_of()
-    cache.append(*some(), put(np.array([8, 2])))
-    synchronize()
-    given = some()
-
-    def append() -> None:
-        for _ in range(2):
-            with pytest.raises(ValueError, match=REFUSED):
-                cache.append(*given)
-
-    graph_of(append)
-    with pytest.raises(ValueError, match=REFUSED):
-        cache.append(*given)
-    assert cache.known_slots == 2
-    cache.append(*given)
-    assert cache.lengths.tolist() == [4, 4]
-
-
-REFUSALS: dict[str, dict[str, Any]] = {
-    "length": {"lengths": np.array([3, 5])},
-    "room": {"n": 9, "lengths": np.array([9, 2])},
-    "bucket": {"n": 8, "bits": np.full(8, 4)},
-    "width": {"bits": np.array([4, 8, 2])},
-}
-
-
-@pytest.mark.parametrize("how", [*REFUSALS, "at once"])
-def test_key_scales_are_not_of_refused_tokens(how: str) -> None:
-    """Of sequences that have none yet; then tokens that are taken find theirs."""
-    a, b = both(2, 64, {8: 8, 4: 6}, 2, key_scales="pairs")
-    k, v = tokens(2, 3, 2, 64)
-    for cache, place in ((a, np.asarray), (b, put)):
-        cache.append(place(k * 50), place(v), lengths=[0, 1])
-    before = state(b)
-    given = REFUSALS.get(how, {}).copy()
-    big = [put(x * 1000) for x in tokens(2, given.pop("n", 15 if how == "at once" else 3), 2, 64)]
-    words = {name: put(value) for name, value in given.items()}
-    if how == "at once":
-        with pytest.raises(ValueError, match="more do not fit"):
-            b.append(*big)
-    else:
-        b.append(*big, **words)
-        synchronize()
-        assert state(b) == before
-        with pytest.raises(ValueError, match=REFUSED):
-            b.check_appended()
-    assert state(b) == before
-    for cache, place in ((a, np.asarray), (b, put)):
-        cache.append(place(k), place(v))
-    np.testing.assert_array_equal(a.key_scales, as_numpy(b.key_scales))
-    assert_same(a, b)
-
-
-def appended(**words: Any) -> Callable[[], Call]:
-    def made() -> Call:
-        cache, given = cache_of(1, 64), some()
-        there = {name: put(value) if on_gpu else value for name, (value, on_gpu) in words.items()}
-        return lambda: cache.append(*given, **there)
-
-    return made
-
-
-def gaps(which: int) -> Callable[[], Call]:
-    """Keys or values of which every second channel is none."""
-
-    def made() -> Call:
-        cache, given = cache_of(1, 64), list(some())
-        given[which] = device.cupy().zeros((2, 2, 2, 128), F)[..., ::2]
-        return lambda: cache.append(*given)
-
-    return made
-
-
-def attended(spread: int = 1, positions: Any = None) -> Callable[[], Call]:
-    def made() -> Call:
-        cache, out = cache_of(), device.cupy().empty((2, 1, 8, 64), F)
-        q = device.cupy().zeros((2, 1, 8, 64 * spread), F)[..., ::spread]
-        there = positions() if callable(positions) else positions
-        return lambda: cq.attention(q, cache, out=out, positions=there)
-
-    return made
-
-
-def first() -> Call:
-    """Tokens of a sequence that is emptied each time."""
-    cache, given = cache_of(1, key_scales="pairs"), some()
-
-    def call() -> None:
-        cache.append(*given)
-        cache.clear(1)
-
-    return call
-
-
-IDS = np.arange(4).reshape(2, 2)
-CAPTURED: dict[str, tuple[Callable[[], Call], str]] = {
-    "keys with gaps": (gaps(0), "k has gaps along its last axis, and is copied"),
-    "values with gaps": (gaps(1), "v has gaps along its last axis, and is copied"),
-    "widths": (appended(bits=([8, 4], False)), "bits is an array, and its tokens' places"),
-    "widths there": (appended(bits=(np.array([8, 4]), True)), "bits is an array"),
-    "a list of ids": (
-        appended(token_ids=([1, 2], False)),
-        "token_ids is not on the GPU, and is",
-    ),
-    "ids of 64 bits": (
-        appended(token_ids=(IDS, True)),
-        r"token_ids is not contiguous int32 of shape \(2, 2\)",
-    ),
-    "ids of all sequences": (
-        appended(token_ids=(IDS[0].astype(np.int32), True)),
-        "token_ids is not contiguous int32",
-    ),
-    "a list of lengths": (appended(lengths=([1, 2], False)), "lengths is not on the GPU"),
-    "short lengths": (appended(lengths=(np.array([1, 2], np.int16), True)), r"lengths is not .* \(2,\), and"),
-    "key scales": (first, r"key scales are found from the first tokens .* refresh"),
-    "queries with gaps": (attended(2), "q has gaps along its last axis"),
-    "positions": (attended(positions=[[1], [1]]), "positions is not on the GPU"),
-    "long positions": (
-        attended(positions=lambda: put(np.ones((2, 1), np.int64))),
-        r"positions is not contiguous int32 of shape \(2, 1\)",
-    ),
-    "positions with gaps": (
-        attended(positions=lambda: device.cupy().ones((4, 1), np.int32)[::2]),
-        "positions is not contiguous int32",
-    ),
-    "a cache": (
-        lambda: cache_of,
-        "a cache is made on the GPU, for which a CUDA graph has no memory: make it",
-    ),
-    "a copy": (
-        lambda: (lambda here: lambda: here.to_device("cuda"))(cache_of().to_device("cpu")),
-        "a cache is made on the GPU",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", CAPTURED)
-def test_what_needs_memory_of_its_own_is_not_captured(what: str) -> None:
-    made, message = CAPTURED[what]
-    call = made()
-    call()
-
-    def refused() -> None:
-        with pytest.raises(RuntimeError, match=message):
-            call()
-
-    graph_of(refused)
-    call()
-
-
-def test_what_a_graph_reads_each_time() -> None:
-    """Lengths, ids and positions as kernels take them."""
-    cupy = device.cupy()
-    a, b = both(2, 64, 30, 2, (8, 4))
-    k, v = tokens(2, 3, 2, 64)
-    q = tokens(2, 2, 8, 64, seed=7)[0]
-    there, asked, out = (put(k), put(v)), put(q), cupy.empty(q.shape, F)
-    lengths, ids, positions = (cupy.zeros(s, np.int32) for s in ((2,), (2, 3), (2, 2)))
-    for cache, place in ((a, np.asarray), (b, put)):
-        cache.append(place(k), place(v))
-
-    def step() -> None:
-        b.append(*there, 4, token_ids=ids, lengths=lengths)
-        cq.attention(asked, b, positions=positions, out=out)
-
-    step()
-    graph = graph_of(step)
-    for turn in range(3):
-        counts, names = np.array([turn, 3 - turn]), np.arange(6).reshape(2, 3) + 10 * turn
-        ends = np.array([[2, 5], [turn, 9]])
-        for array, values in ((lengths, counts), (ids, names), (positions, ends)):
-            array.set(values.astype(np.int32))
-        graph.launch(cupy.cuda.get_current_stream())
-        a.append(k, v, 4, token_ids=names, lengths=counts)
-        synchronize()
-        assert nmse(out, testing.attention(q, a, positions=ends)) < 1e-6
-    assert_same(a, b)
 
 
 def test_no_tokens_are_checked_as_others_are() -> None:
