@@ -154,6 +154,19 @@ def test_scales_of_experts_are_not_rounded(tmp_path: Path) -> None:
     assert (found.a, found.nmse, found.max_abs_error) == ("NVFP4", 0, 0)
 
 
+@pytest.mark.parametrize("other", [f32([3]), None], ids=["another", "none"])
+def test_blocks_with_another_scale_are_not_the_same(
+    tmp_path: Path, other: NDArray[np.float32] | None
+) -> None:
+    blocks = np.random.default_rng(0).integers(0, 127, (2, 36), np.uint8), Type.NVFP4
+    a = write(tmp_path / "a.gguf", {"w.weight": blocks, "w.scale": f32([2])})
+    b = write(tmp_path / "b.gguf", {"w.weight": blocks} | ({} if other is None else {"w.scale": other}))
+    weight, _ = cq.compare(a, b).tensors
+    assert not weight.identical
+    assert weight.nmse == pytest.approx(0.25)
+    assert cq.compare(a, a).identical
+
+
 @pytest.mark.parametrize("style", ["table", "md", "csv", "json"])
 def test_what_a_terminal_would_obey(tmp_path: Path, capsys: pytest.CaptureFixture[str], style: str) -> None:
     names = [f"blk.0.\x1b[31mattn\x1b]0;title\x07{end}.weight" for end in ("", "\n")]

@@ -52,7 +52,7 @@ class Difference:
     a_bits: float | None
     b_bits: float | None
     identical: bool
-    """The same type and bytes."""
+    """The same type and bytes, of a scale beside them, too."""
     nmse: float | None = None
     sqnr_db: float | None = None
     max_abs_error: float | None = None
@@ -183,10 +183,17 @@ def _difference(name: str, a: Model, b: Model) -> Difference:
     )
     if first is None or second is None or len(shapes) > 1:
         return told
-    if told.a == told.b and np.array_equal(a.raw(name), b.raw(name)):
+    same = told.a == told.b and _scale(a, name) == _scale(b, name)
+    if same and np.array_equal(a.raw(name), b.raw(name)):
         return replace(told, identical=True, nmse=0.0, max_abs_error=0.0)
     nmse, sqnr, largest = error_of(_numbers(a, name), _numbers(b, name))
     return replace(told, nmse=nmse, sqnr_db=sqnr, max_abs_error=largest)
+
+
+def _scale(model: Model, name: str) -> bytes | None:
+    """What multiplies a tensor's blocks, as the file has it."""
+    scale = model.scale_of(name)
+    return None if scale is None else model.raw(scale).tobytes()
 
 
 def _shape(info: TensorInfo) -> str:
