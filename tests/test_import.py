@@ -299,6 +299,34 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     assert_is(cq.read_safetensors(tmp_path)["b.weight"], b)
 
 
+def test_a_checkpoint_that_lacks_files(tmp_path: Path) -> None:
+    """Names tell where there is no index, however files are counted."""
+    sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for first, second in (("1", "2"), ("0", "1")):
+        for old, new in zip(sorted(tmp_path.glob("m-*")), (first, second), strict=True):
+            old.rename(tmp_path / f"m-0000{new}-of-00002.safetensors")
+        assert len(cq.read_safetensors(tmp_path)) == 2
+    for old in sorted(tmp_path.glob("m-*")):
+        old.rename(tmp_path / old.name.replace("-of-00002", "-of-00003"))
+    lacks = r"has 2 of the 3 files m-\*-of-00003\.safetensors: files of this checkpoint are missing"
+    with pytest.raises(ValueError, match=lacks):
+        cq.read_safetensors(tmp_path)
+
+
+def test_a_file_that_lacks_what_the_index_says(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    said["weight_map"]["c.qweight"] = "m-00002-of-00002.safetensors"
+    index.write_text(json.dumps(said))
+    for path in (tmp_path, index):
+        with pytest.raises(
+            ValueError, match=r"m-00002-of-00002\.safetensors has no tensor 'c\.qweight', which"
+        ):
+            cq.read_safetensors(path)
+
+
 def test_one_of_several_files_lacks_what_another_has(tmp_path: Path) -> None:
     sharded(tmp_path)
     elsewhere = r"another file of the checkpoint may: pass its folder, or its \*\.safetensors\.index\.json"

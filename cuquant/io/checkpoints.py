@@ -14,7 +14,6 @@ kernels (both along N). A weight is read as (q - zero) * scale.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from ..formats.int4 import pack_pairs, unpack_pairs
 from ..ops.int4 import int4_from_parts
 from .exl3 import from_exl3
 from .safetensors import KEY
-from .shards import Tensors, opened
+from .shards import PART, Tensors, opened
 from .words import named_like
 
 _PER_WORD = 8
@@ -37,8 +36,6 @@ _AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
 _SYMMETRIC_ZERO = 8
 _MINUS_1 = np.int32(0x11111111)
 """What version 1 takes off a word of eight zero points."""
-_PART = re.compile(r".*-\d+-of-\d+\.safetensors")
-"""A file of a checkpoint of several, by its name: it may have only what is not quantized."""
 
 
 def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version: int = 1) -> QuantizedArray:
@@ -135,7 +132,7 @@ def read_safetensors(
     path = Path(path)
     with opened(path) as tensors:
         found = sorted(name for name in tensors if name.endswith((".qweight", ".trellis")))
-        part = _PART.fullmatch(path.name) is not None
+        part = PART.fullmatch(path.name) is not None  # it may have only what is not quantized
         own = any(KEY in (file.metadata() or {}) for file in tensors.files.values())
         if not found and (own or not part):
             wrote = "; cuquant wrote it, and cuquant.load reads it" if own else ""

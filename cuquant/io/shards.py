@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from .words import escaped
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
+PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
+"""A file of a checkpoint of several, by its name."""
 
 
 class Tensors(Mapping[str, Any]):
@@ -54,15 +58,19 @@ class Tensors(Mapping[str, Any]):
 def opened(path: Path) -> Iterator[Tensors]:
     """Those of a file, or of all files of a checkpoint by its folder or its index.
 
-    ValueError where there is none, where one cannot be read, or where two have tensors of one name.
+    ValueError where there is none, where one is missing, cannot be read or lacks what the index says it has,
+    or where two have tensors of one name.
     """
     from safetensors import safe_open
 
     with ExitStack() as stack:
         files = {}
-        for each in _files(path):
+        for each, listed in _files(path).items():
             with _readable(each):
                 files[each] = stack.enter_context(safe_open(each, framework="numpy"))
+            lacking = listed - {*files[each].keys()}
+            if lacking:
+                raise ValueError(f"{each} has no tensor {min(lacking)!r}, which the index says it has")
         yield Tensors(files)
 
 
@@ -78,24 +86,39 @@ def _readable(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> dict[Path, set[str]]:
+    """The files, and the tensors that each must have."""
     if path.name.endswith(_INDEX):
         return _listed(path)
     if not path.is_dir():
-        return [path]
+        return {path: set()}
     indices = sorted(path.glob(f"*{_INDEX}"))
     if len(indices) > 1:
         raise ValueError(f"{path} has {len(indices)} files *{_INDEX}: pass the one of the checkpoint")
-    files = _listed(indices[0]) if indices else sorted(path.glob("*.safetensors"))
-    if not files:
+    files = sorted(path.glob("*.safetensors"))
+    if not indices:
+        _check_whole(path, files)
+    listed = _listed(indices[0]) if indices else {file: set() for file in files}
+    if not listed:
         raise ValueError(f"{path} is a folder without safetensors files")
-    return files
+    return listed
 
 
-def _listed(index: Path) -> list[Path]:
-    """The files beside an index that it names."""
+def _check_whole(folder: Path, files: list[Path]) -> None:
+    """ValueError where names say that there are more files: nothing else does where there is no index."""
+    parts = [match for file in files if (match := PART.fullmatch(file.name))]
+    for (stem, count), found in Counter(match.group("stem", "count") for match in parts).items():
+        if found < int(count):
+            which = f"{found} of the {int(count)} files {stem}-*-of-{count}.safetensors"
+            raise ValueError(f"{folder} has {escaped(which)}: files of this checkpoint are missing")
+
+
+def _listed(index: Path) -> dict[Path, set[str]]:
+    """The files beside an index that it names, and their tensors."""
+    names: dict[str, set[str]] = {}
     try:
-        names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
+            names.setdefault(str(name), set()).add(tensor)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{index} is no index of a checkpoint: it has no weight_map of files") from None
     outside = [name for name in names if Path(name).name != name]
@@ -106,4 +129,4 @@ def _listed(index: Path) -> list[Path]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         listed = ", ".join(map(escaped, missing[:3]))
         raise ValueError(f"{index}: files of this checkpoint are missing beside it: {listed}{more}")
-    return [index.with_name(name) for name in sorted(names)]
+    return {index.with_name(name): names[name] for name in sorted(names)}
