@@ -49,6 +49,13 @@ def test_dump_of_a_safetensors_file(run: Run, tmp_path: Path) -> None:
     assert tensors[1] == {"name": "w", "type": "kbit3", "shape": [8, 64], "nbytes": 208}
 
 
+def test_dump_shows_names_that_look_like_numbers(run: Run, tmp_path: Path) -> None:
+    names = ["001", "1e2", "1_0", "nan"]
+    path = write(tmp_path / "m.gguf", {name: np.ones(3, np.float32) for name in names})
+    lines = run("dump", path).out.splitlines()
+    assert [line.split()[0] for line in lines[-6:-2]] == names
+
+
 def test_dump_of_a_safetensors_file_of_others(run: Run, tmp_path: Path) -> None:
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "w.safetensors")
     cq.KVCache(2, 64, 8).save(tmp_path / "c.safetensors")

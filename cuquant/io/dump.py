@@ -63,5 +63,6 @@ def _table(tensors: list[dict[str, Any]]) -> str:
 
     rows = [(escaped(t["name"]), t["type"], " x ".join(map(str, t["shape"])), t["nbytes"]) for t in tensors]
     align = ("left", "left", "right", "right")
-    table = tabulate(rows, ("tensor", "type", "shape", "bytes"), colalign=align if rows else None)
+    head = ("tensor", "type", "shape", "bytes")
+    table = tabulate(rows, head, colalign=align if rows else None, disable_numparse=True)
     return f"{table}\n\n{counted(len(rows), 'tensor')}, {sum(row[-1] for row in rows):,} bytes"
