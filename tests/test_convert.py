@@ -217,6 +217,15 @@ def test_small_matrices_that_llama_quantize_keeps_in_float(name: str) -> None:
     assert not is_weight_matrix(TensorInfo(name, (64, 64), 1, "F16", 0, 0))
 
 
+@pytest.mark.parametrize(
+    ("shape", "quantized"),
+    [((1, 64), False), ((1, 1, 64), False), ((1, 4, 64), True), ((4, 1, 64), True)],
+)
+def test_one_row_is_a_vector(shape: tuple[int, ...], quantized: bool) -> None:
+    """llama-quantize asks ggml_n_dims, which drops trailing axes of 1."""
+    assert is_weight_matrix(TensorInfo("a.weight", shape, 1, "F16", 0, 0)) is quantized
+
+
 def test_ragged_rows_stay_float_and_are_told(tmp_path: Path) -> None:
     model = cq.open(small(tmp_path / "s.gguf", odd__weight=weights(4, 48), tiny__weight=weights(4, 4)))
     chosen = select(model, "q4_0")

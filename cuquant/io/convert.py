@@ -42,10 +42,14 @@ src/llama-quant.cpp): norms, routers, position tables, and the small matrices of
 
 
 def is_weight_matrix(info: TensorInfo) -> bool:
-    """Whether quantizing a model quantizes this tensor: a weight matrix, or a stack of experts'."""
+    """Whether quantizing a model quantizes this tensor: a weight matrix, or a stack of experts'.
+
+    One row is a vector to llama.cpp, which drops trailing axes of 1 (ggml_n_dims), and stays float.
+    """
     return (
         info.name.endswith(".weight")
         and len(info.shape) in (2, 3)
+        and math.prod(info.shape[:-1]) > 1
         and not any(fnmatchcase(info.name, pattern) for pattern in _STAYS_FLOAT)
     )
 
