@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -78,9 +79,61 @@ def test_the_least_sum_of_errors() -> None:
 def test_rooms_come_before_the_average() -> None:
     importance = np.arange(10.0) + 1
     few = allocated(importance, 8.0, rooms={16: 1, 8: 2, 4: 3, 2: 10})
-    assert few.tolist() == [2, 2, 2, 2, 2, 4, 4, 4, 8, 8]
+    assert few.tolist() == [2, 2, 2, 2, 4, 4, 4, 8, 8, 16]
     many = allocated(importance, 2.0, rooms={16: 10, 4: 3, 2: 4})
     assert many.tolist() == [2, 2, 2, 2, 4, 4, 4, 16, 16, 16]
+
+
+def fitting(rng: np.random.Generator, n: int) -> tuple[dict[int, int], NDArray[np.int64]]:
+    """Rooms of some widths that n tokens fit in, and widths that they have there."""
+    some = sorted(rng.choice(WIDTHS, rng.integers(2, 6), replace=False).tolist(), reverse=True)
+    room = rng.integers(1, n + 1, len(some))
+    room[rng.integers(len(some))] += n - min(n, room.sum())
+    return dict(zip(some, room.tolist(), strict=True)), rng.permutation(np.repeat(some, room))[:n]
+
+
+@given(st.integers(1, 8), st.floats(0, 1), st.integers(0, 9999))
+def test_the_least_sum_of_errors_for_which_there_is_room(n: int, share: float, seed: int) -> None:
+    """Against all ways to fill the widths, most important tokens first."""
+    rng = np.random.default_rng(seed)
+    rooms, held = fitting(rng, n)
+    average = min(rooms) + share * (max(rooms) - min(rooms))
+    importance = -np.sort(-rng.lognormal(0, 2, n))
+    bits = allocated(importance, average, held, rooms, hysteresis=0)
+    assert all((bits == b).sum() <= room for b, room in rooms.items())
+    counts = product(*(range(min(room, n) + 1) for room in rooms.values()))
+    ways = np.array([np.repeat([*rooms], count) for count in counts if sum(count) == n])
+    total, budget = ways.sum(axis=1), max(ways.sum(axis=1).min(), average * n + 1e-6)
+    assert bits.sum() <= budget
+    step = np.diff(sorted(rooms)).max()
+    assert bits.sum() > min(total.max() + 1, budget) - step - 1
+    affordable = total <= max(total.min(), budget - (max(rooms) - min(rooms)))
+    assert (importance * 4.0**-bits).sum() <= (importance * 4.0 ** -ways[affordable]).sum(axis=1).min() * (
+        1 + 1e-9
+    )
+
+
+@pytest.mark.parametrize("average", [2.4, 3.0, 4.0])
+def test_the_budget_is_spent_where_there_is_room(average: float) -> None:
+    """A few tokens are worth all steps, for which the widest bucket has no room; or a middle one is full."""
+    importance = np.where(np.arange(100) < 10, 1e6, 1.0)
+    for rooms in ({16: 2, 4: 100, 2: 100}, {16: 30, 4: 10, 2: 100}):
+        bits = allocated(importance, average, 2, rooms)
+        assert average - 12 / 100 < min(bits.mean(), average) <= average
+        assert np.array_equal(allocated(importance, average, bits, rooms), bits)
+
+
+def test_hysteresis_holds_where_a_bucket_is_full() -> None:
+    cache = cq.KVCache(1, 8, {8: 2, 4: 10})
+    cache.append(*tokens(1, 10, 1, 8), 4)
+    rest = [0.5] * 7
+    assert cache.allocate(8, [1.00, 1.01, 0.99, *rest]) == 2
+    assert cache.allocate(8, [0.99, 1.01, 1.00, *rest]) == 0
+    assert cache.allocate(8, [0.99, 1.01, 1.50, *rest]) == 2
+    assert cache.allocate(4, [1, 1, 1, *rest], hysteresis=0) == 2  # to what has room for all
+    full = {16: 10, 4: 3, 2: 7}
+    held = allocated([2, 1, 1, *rest], 2, 2, full)
+    assert np.array_equal(allocated([1, 1.2, 1.2, *rest], 2, held, full), held)
 
 
 def test_allocate_holds_each_sequence() -> None:

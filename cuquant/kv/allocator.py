@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -34,10 +33,10 @@ def allocate(
     slots : int [T]
         Their positions.
     rooms : {bits: int}
-        How many tokens each width takes. It comes before the average: a width's least important tokens too
-        many go below, the lowest one's most important above.
+        How many tokens each width takes. It comes before the average: tokens that the lowest width has no
+        room for, the most important ones, are wider in any case.
     average_bits : float
-        The result's mean is at most this, and within a step of it.
+        The result's mean is at most this, and within a step of it, as far as there is room.
     hysteresis : float
         Steps that a token has already taken are worth 1 + hysteresis times as much: it moves only when
         importances have changed by more than that.
@@ -45,23 +44,48 @@ def allocate(
     widths = np.array(sorted(rooms))
     cost = np.diff(widths)
     gain = (4.0 ** -widths[:-1] - 4.0 ** -widths[1:]) / cost
-    taken_before = held[:, None] >= widths[1:]
-    value = importance[:, None].astype(np.float64) * gain * np.where(taken_before, 1 + hysteresis, 1.0)
-    step = np.broadcast_to(np.arange(len(cost)), value.shape)
-    newest = np.broadcast_to(-slots.astype(np.int64)[:, None], value.shape)
-    order = np.lexsort((newest.ravel(), step.ravel(), -value.ravel()))
+    weight = importance.astype(np.float64) * np.where(held >= widths[1:, None], 1 + hysteresis, 1.0)
+    value = -np.sort(-weight * gain[:, None], axis=1)
     budget = np.floor((average_bits - widths[0]) * len(held) + 1e-6)  # 0.4 * 30 is a little below 12
-    taken = order[np.cumsum(cost[step.ravel()[order]]) <= budget]
-    level = np.bincount(taken // max(len(cost), 1), minlength=len(held))
-    return _fitted(widths[level], np.lexsort((slots, importance)), rooms)
-
-
-def _fitted(bits: NDArray[np.int64], ascending: NDArray[np.intp], rooms: dict[int, int]) -> NDArray[np.int64]:
-    """Widths whose counts are within the rooms; `ascending` are the tokens from the least important one."""
-    down = sorted(rooms, reverse=True)
-    moves: list[tuple[Sequence[int], NDArray[np.intp]]] = [(down, ascending), (down[::-1], ascending[::-1])]
-    for widths, order in moves:
-        for width, following in pairwise(widths):
-            here = order[bits[order] == width]
-            bits[here[: max(0, len(here) - rooms[width])]] = following
+    counts = _counts(value, cost, [min(rooms[b], len(held)) for b in widths.tolist()], budget)
+    bits, chosen = np.full(len(held), widths[0]), np.arange(len(held))
+    for width, count, own in zip(widths[1:], counts, weight, strict=True):
+        chosen = chosen[np.lexsort((-slots[chosen].astype(np.int64), -own[chosen]))[:count]]
+        bits[chosen] = width
     return bits
+
+
+def _counts(
+    value: NDArray[np.float64], cost: NDArray[np.int64], rooms: list[int], budget: float
+) -> NDArray[np.int64]:
+    """How many tokens take each step. `value` [steps, T] is what it is worth for them, falling.
+
+    Where a width has room for r, the j-th token to reach it waits until the (j - r)-th has taken the next
+    step, and that one for another: a chain, of one from each width. What is worth more than what it waits for
+    is taken together with that, at their mean.
+    """
+    steps, n = value.shape
+    first = np.array([*accumulate(rooms[1:-1], initial=0)][:steps], np.int64)[:, None]
+    place = np.arange(n + first.max(initial=0)) - first  # in `value`, of each chain
+    worth = np.take_along_axis(value, place.clip(0, n - 1), axis=1)
+    worth[place >= n], worth[place < 0] = 0, np.inf  # no such token: none is missed, and none waited for
+    worth[:1, : n - rooms[0]] = np.inf  # must
+    worth[-1:][place[-1:] >= rooms[-1]] = -np.inf  # must not
+    worth = _pooled(worth, cost)
+    step, chain = np.nonzero((place >= 0) & (place < n) & (worth > -np.inf))
+    order = np.lexsort((-step, chain, -worth[step, chain]))
+    step, chain = step[order], chain[order]
+    taken = (np.cumsum(cost[step]) <= budget) | (worth[step, chain] == np.inf)
+    return np.bincount(step[taken], minlength=steps)
+
+
+def _pooled(worth: NDArray[np.float64], cost: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Isotonic regression of columns, weighted by cost: entries that fall become the mean of both."""
+    rows, pooled = range(len(cost)), np.empty_like(worth)
+    mean = {
+        (i, j): np.average(worth[i : j + 1], axis=0, weights=cost[i : j + 1]) for i in rows for j in rows[i:]
+    }
+    for k in rows:
+        least = [np.min([mean[i, j] for j in rows[k:]], axis=0) for i in rows[: k + 1]]
+        pooled[k] = np.max(least, axis=0)
+    return pooled
