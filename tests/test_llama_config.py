@@ -66,6 +66,7 @@ def test_missing_key_is_refused(key: str) -> None:
         ("attention.sliding_window", -1),
         ("attention.layer_norm_rms_epsilon", "1e-5"),
         ("attention.layer_norm_rms_epsilon", True),
+        ("attention.layer_norm_rms_epsilon", -1e-5),
         ("expert_count", 4.0),
         ("expert_used_count", 5),  # of 4
         ("rope.freq_base", "10000"),
@@ -85,6 +86,29 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
 def test_impossible_ramp_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="yarn_beta_fast"):
         read(YARN | {"rope.scaling.yarn_beta_fast": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "key", "value"),
+    [
+        (YARN, "yarn_ext_factor", 0.0),
+        (YARN, "yarn_ext_factor", 0.5),
+        (LINEAR, "yarn_ext_factor", 1.0),
+        (YARN, "yarn_attn_factor", 0.75),
+        (YARN, "yarn_log_multiplier", 0.1),
+        (YARN, "yarn_log_multiplier", "0.1"),
+    ],
+)
+def test_yarn_that_is_not_computed_is_refused(scaling: Mapping[str, Any], key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"rope.scaling.{key} is "):
+        read(scaling | {f"rope.scaling.{key}": value})
+
+
+@pytest.mark.parametrize("ext_factor", [1.0, -1.0, None])
+def test_yarn_by_its_neutral_keys(ext_factor: float | None) -> None:
+    neutral = {"ext_factor": ext_factor, "attn_factor": 1.0, "log_multiplier": 0.0}
+    given = read(YARN | {f"rope.scaling.yarn_{name}": value for name, value in neutral.items()})
+    assert given.rope_scale == read(YARN).rope_scale
 
 
 def test_heads_that_do_not_fit_are_refused() -> None:

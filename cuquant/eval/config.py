@@ -94,7 +94,7 @@ def read(metadata: Mapping[str, Any]) -> Config:
         head_dim=head_dim,
         n_ctx=keys.integer("context_length"),
         window=keys.integer("attention.sliding_window", 0) or None,
-        rms_eps=keys.number("attention.layer_norm_rms_epsilon"),
+        rms_eps=keys.not_negative("attention.layer_norm_rms_epsilon"),
         n_experts=n_experts,
         n_experts_used=n_experts_used,
         rope_interleaved=ARCHITECTURES[arch],
@@ -135,6 +135,12 @@ class _Keys:
             raise UnsupportedModel(f"{self._arch}.{key} is {value}; a finite number{least} is needed")
         return value
 
+    def not_negative(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if value < 0:
+            raise UnsupportedModel(f"{self._arch}.{key} is {value}; it cannot be negative")
+        return value
+
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default, str, "a string"))
 
@@ -154,9 +160,8 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedModel(f"rope.scaling.type {kind!r} is not supported; known are none, linear, yarn")
-    factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
-    if factor < 0:
-        raise UnsupportedModel(f"rope.scaling.factor is {factor}; it cannot be negative")
+    _check_yarn(keys, kind)
+    factor = keys.not_negative("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
     if kind == "none" or factor == 1:
         return frequencies, attn_factor
@@ -174,3 +179,13 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     slow = np.clip((np.arange(dim // 2) - low) / max(0.001, high - low), 0, 1)
     blended = frequencies / factor * slow + frequencies * (1 - slow)
     return blended, attn_factor * (1 + 0.1 * float(np.log(max(factor, 1.0))))
+
+
+def _check_yarn(keys: _Keys, kind: str) -> None:
+    """UnsupportedModel for a key by which llama.cpp would compute something else. It takes a negative
+    ext_factor for none."""
+    neutral = {"ext_factor": float(kind == "yarn"), "attn_factor": 1.0, "log_multiplier": 0.0}
+    for name, value in neutral.items():
+        given = keys.number(f"rope.scaling.yarn_{name}", value)
+        if given != value and not (name == "ext_factor" and given < 0):
+            raise UnsupportedModel(f"rope.scaling.yarn_{name} is {given:g}; only {value:g} is implemented")
