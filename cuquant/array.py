@@ -147,10 +147,12 @@ class QuantizedArray(_Packed):
         """Bring a weight on the GPU into the layout that the kernels read, and free its storage blocks.
 
         The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
-        nothing to do, nor for a vector, which no product reads, nor for what products make floats of first.
+        nothing to do, nor for a vector, which no product reads, for activations, and for what products make
+        floats of first.
         Returns the array itself.
         """
-        if self.device == "cuda" and self.ndim > 1 and self._format.in_float16:
+        multiplied = self.ndim > 1 and self._format.in_float16 and not self._format.for_activations
+        if self.device == "cuda" and multiplied:
             self.fragments()
         return self
 
@@ -163,6 +165,7 @@ class QuantizedArray(_Packed):
             with _preparing:
                 if self._fragments is None:
                     self._fragments = to_fragments(self._blocks, self._format, self._shape)
+                    device.synchronize()  # streams may still read the blocks
                     self._blocks = None
         return self._fragments
 
@@ -341,6 +344,9 @@ class Transposed(_Packed):
     def __init__(self, base: QuantizedArray) -> None:
         check.can_transpose(base.shape)
         self._base = base
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transposed, (self._base,)
 
     @property
     def T(self) -> QuantizedArray:

@@ -101,6 +101,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.captured = self.retired = False
+        """Whether a graph has its addresses; whether it goes when who has it now is done."""
         self._buffers: list[Any] = []
         self._flags: list[Any] = []
 
@@ -138,17 +140,52 @@ class Scratch:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.retired:
+            device.cupy().cuda.get_current_stream().synchronize()
         self.lock.release()
 
 
-_scratches: dict[tuple[int, int, int], Scratch] = {}
+_scratches: dict[tuple[int, int], Scratch] = {}
+"""By device and stream."""
+_STREAMS = 64
+"""Streams of a device whose memory is kept: programs that make one for each request have no end of them."""
+_LEGACY = (0, 1)
+"""Handles of the default stream, which no graph captures."""
 _PER_THREAD = 2
 """cudaStreamPerThread: another stream in each thread."""
+_last_ids: dict[tuple[int, int, int], int] = {}
+"""What streams with a handle had for an id when they were last asked, which a capture would not survive."""
+_making = threading.Lock()
 
 
 def scratch() -> Scratch:
-    """The scratch memory of the current device and stream."""
+    """The scratch memory of the current device and stream, which all graphs share that were captured on it.
+
+    Not by the stream's handle, nor by the thread: another stream is given that of one which is gone, though
+    work may be left to do.
+    """
     cuda = device.cupy().cuda
-    stream = cuda.get_current_stream().ptr
-    key = (cuda.runtime.getDevice(), stream, threading.get_ident() if stream == _PER_THREAD else 0)
-    return _scratches.get(key) or _scratches.setdefault(key, Scratch())
+    number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
+    if stream.ptr in _LEGACY:
+        return _scratches.get((number, 0)) or _made((number, 0))
+    handle = (number, stream.ptr, threading.get_ident() if stream.ptr == _PER_THREAD else 0)
+    if not stream.is_capturing():
+        key = (number, jit.stream_id(stream.ptr))
+        _last_ids[handle] = key[1]
+        return _scratches.get(key) or _made(key)
+    known = _last_ids.setdefault(handle, -1 - len(_last_ids))  # of one that did nothing before: a new one
+    found = _scratches.get((number, known)) or _made((number, known), False)
+    found.captured = True
+    return found
+
+
+def _made(key: tuple[int, int], may_wait: bool = True) -> Scratch:
+    """New memory of a stream. Where there are too many, the oldest is given back, but for that of graphs."""
+    with _making:
+        others = [k for k, own in _scratches.items() if k[0] == key[0] and not own.captured]
+        if may_wait and len(others) >= _STREAMS:
+            given_back = [_scratches.pop(k) for k in others[: _STREAMS // 2]]
+            for own in given_back:
+                own.retired = True
+            device.synchronize()
+        return _scratches.setdefault(key, Scratch())

@@ -110,12 +110,13 @@ def cupy() -> ModuleType:
 
 
 def is_cuda(array: Any) -> bool:
-    """Whether an array is CuPy's. Imports nothing: an array of CuPy's means that CuPy is loaded."""
+    """Whether an array is CuPy's. Imports nothing: an array of CuPy's means that CuPy is loaded, or that
+    another thread has begun to, and has come to its arrays."""
     kind = type(array)
     known = _is_cuda.get(kind)  # asked of every operand of every call
     if known is None:
-        module = sys.modules.get("cupy")
-        known = _is_cuda[kind] = module is not None and issubclass(kind, module.ndarray)
+        arrays = getattr(sys.modules.get("cupy"), "ndarray", None)
+        known = _is_cuda[kind] = arrays is not None and issubclass(kind, arrays)
     return known
 
 
@@ -155,6 +156,11 @@ def wait_for(array: Any) -> None:
     cuda = cupy().cuda
     with cuda.Device(array.data.device_id):
         cuda.get_current_stream().synchronize()
+
+
+def synchronize() -> None:
+    """Wait for what all streams of the current GPU have been given."""
+    cupy().cuda.Device().synchronize()
 
 
 def backend(on_gpu: bool) -> ModuleType:

@@ -147,6 +147,18 @@ def _driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
+def stream_id(stream: int) -> int:
+    """What tells a stream from all others of the process, also from those that had its handle before.
+
+    Of the calling thread's cudaStreamPerThread too. It must not be capturing a graph, which would end.
+    """
+    number = ctypes.c_ulonglong()
+    status = _driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    if status:
+        raise device.cupy().cuda.driver.CUDADriverError(status)
+    return number.value
+
+
 def encode_map(
     address: int,
     dims: tuple[int, ...],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -338,3 +339,12 @@ def test_copies() -> None:
         assert (other.format, other.shape) == (w.format, w.shape)
         np.testing.assert_array_equal(other.blocks, w.blocks)
     assert not np.shares_memory(deep.blocks, w.blocks)
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(w.T, protocol)).T.blocks, w.blocks)
+
+
+def test_arrays_while_another_thread_imports_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is there before what is in it."""
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setattr(cq.device, "_is_cuda", {})
+    assert make().dequantize().shape == make().shape

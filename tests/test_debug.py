@@ -107,6 +107,13 @@ def test_operands_and_results_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert not printed(capsys)
 
 
+def test_operands_that_are_refused_are_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    w = cq.quantize(gauss(4, 64), "q4_0")
+    with cq.config(debug=True), pytest.raises(TypeError, match="x has dtype <U1"):
+        cq.linear(np.full((2, 64), "a"), w)
+    assert "x: <U1 (2, 64), cpu\n" in printed(capsys)
+
+
 def test_every_operation_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """Of every format, also of empty operands, and where an operation refuses."""
     with cq.config(debug=True):

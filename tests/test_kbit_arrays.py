@@ -161,13 +161,14 @@ def test_tiles_of_no_rows() -> None:
 def test_tiles_that_do_not_fit_are_refused() -> None:
     w = cq.quantize(rng().standard_normal((40, 64), F), "kbit3")
     packed, scales = cq.kbit_tiles(w)
-    three, shape, name = cq.KBit(3), (40, 64), cast(Any, "kbit3")
+    three, shape, name, extent = cq.KBit(3), (40, 64), cast(Any, "kbit3"), cast(Any, 64)
     for make, error, message in (
         (lambda: cq.kbit_tiles(cq.quantize(np.ones((4, 32), F), "q4_0")), TypeError, "format cuquant.KBit"),
         (lambda: cq.kbit_tiles(w, 128, 48), ValueError, "tile_k is 48; a positive multiple of 32 is needed"),
         (lambda: cq.kbit_tiles(w, 0), ValueError, "tile_n is 0"),
         (lambda: cq.kbit_from_tiles(packed, scales, name, shape), TypeError, "a cuquant.KBit is needed"),
         (lambda: cq.kbit_from_tiles(packed, scales, cq.KBit(4), shape), ValueError, "for packed 4 more"),
+        (lambda: cq.kbit_from_tiles(packed, scales, three, extent), ValueError, "do not hold a weight"),
         (lambda: cq.kbit_from_tiles(packed, scales, three, (140, 64)), ValueError, "do not hold a weight"),
         (lambda: cq.kbit_from_tiles(packed.view(np.int32), scales, three, shape), TypeError, "int32"),
     ):

@@ -219,6 +219,7 @@ def test_formats_that_take_no_importance(name: str) -> None:
         (np.full(256, -1), ValueError, "finite, not negative, and above 0"),
         (np.full(256, np.nan), ValueError, "finite"),
         (np.full(256, np.inf), ValueError, "finite"),
+        (np.full(256, np.longdouble("1e4000")), ValueError, "finite"),
         (np.zeros(256), ValueError, "above 0 somewhere"),
         (np.ones(256, complex), TypeError, "dtype complex128; numbers are needed"),
         ([1.0] * 256, TypeError, "importance is a list; a NumPy or CuPy array of numbers is needed"),

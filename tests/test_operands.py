@@ -177,6 +177,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "dtype": (lambda: cq.linear(X, W, dtype="float64"), TypeError, "dtype float64 is not one of"),
     "out shape": (lambda: cq.linear(X, W, out=np.zeros((6, 3), F)), ValueError, r"out has shape \(6, 3\)"),
+    "out of a product from the left": (
+        lambda: cq.matmul(W, X.T, out=np.zeros((3, 6), F)),
+        ValueError,
+        r"out has shape \(3, 6\); the result has \(6, 3\)",
+    ),
+    "out of one axis": (
+        lambda: cq.matmul(W, X.T, out=np.zeros(6, F)),
+        ValueError,
+        r"out has shape \(6,\); the result has \(6, 3\)",
+    ),
+    "activations": (
+        lambda: cq.linear(X, W, activation=np.array(["relu", "silu"])),  # type: ignore[arg-type]
+        ValueError,
+        "unknown activation array",
+    ),
     "out dtype": (
         lambda: cq.linear(X, W, out=np.zeros((3, 6))),
         TypeError,

@@ -445,3 +445,13 @@ def test_larger_products_fill_the_gpu_that_there_is() -> None:
     assert made.gemm.plan.grid[0] <= 78
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(86, 82)).grid == (2 * 82, 1, 1)
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(80, 108)).grid == (4 * 108, 1, 1)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 2, 4, 5])
+def test_a_few_multiprocessors_have_plans(multiprocessors: int) -> None:
+    """A part of a GPU may have no room for clusters of two blocks, or of four."""
+    fmt, gpu = cq.formats.get("q4_0").for_kernels, plan.Gpu(90, multiprocessors)
+    for m in (1, 16, 64, 4096):
+        assert plan.gemm(fmt, m, 4096, 4096, 1, True, gpu).plan.grid[0] >= 1
+    for tokens in (1, 64, 4096):
+        assert plan.moe.product(fmt, plan.moe.Load(tokens, 2, 8), 4096, 4096, False, True, gpu) is not None

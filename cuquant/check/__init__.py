@@ -320,6 +320,9 @@ from .products import (
     output as output,
 )
 from .products import (
+    output_shape as output_shape,
+)
+from .products import (
     product_shape as product_shape,
 )
 from .products import (

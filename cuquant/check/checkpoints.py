@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .common import array, on_cpu, typed
+from .common import array, on_cpu, one_of, typed
 from .formats import group_of
 
 
@@ -54,10 +54,8 @@ def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
 
 
 def gptq_version(value: Any) -> int:
-    """1 or 2."""
-    if value not in (1, 2):
-        raise ValueError(f"version is {value!r}; GPTQ checkpoints have 1 or 2")
-    return int(value)
+    """Of a GPTQ checkpoint: 1 or 2."""
+    return one_of(value, "version", (1, 2))
 
 
 def group_index(value: Any, k: int, group: int) -> None:

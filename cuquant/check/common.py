@@ -43,7 +43,8 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = Fals
         # A matrix has two axes whatever is done to it.
         return value if type(value) is np.ndarray else value.view(np.ndarray)
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+    tensors = getattr(torch, "Tensor", ())  # not yet there while another thread imports it
+    if torch is not None and isinstance(value, tensors) and value.dtype == torch.bfloat16:
         # NumPy's DLPack and the CUDA array interface lack the type: the same bytes go as integers.
         return array(value.view(torch.int16), what, in_place=in_place).view(ml_dtypes.bfloat16)
     if hasattr(value, "__cuda_array_interface__"):

@@ -306,7 +306,8 @@ def column_importance(value: Any, fmt: Format, k: int) -> Any:
         raise TypeError(f"importance has dtype {given.dtype}; numbers are needed")
     if given.shape != (k,):
         raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")
-    result = given.astype(np.float64)
+    with np.errstate(over="ignore"):
+        result = given.astype(np.float64)
     if not ((result >= 0) & (result < np.inf)).all() or not result.any():
         raise ValueError("importance must be finite, not negative, and above 0 somewhere")
     return np.maximum(np.ldexp(result, 1 - np.frexp(result.max())[1]), 2.0**-40).astype(np.float32)

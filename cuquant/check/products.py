@@ -130,7 +130,7 @@ def product_shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
 
 def activation(name: Any) -> None:
     """None or one of ACTIVATIONS."""
-    if name is not None and name not in ACTIVATIONS:
+    if name is not None and (not isinstance(name, str) or name not in ACTIVATIONS):
         raise ValueError(
             f"unknown activation {name!r}; allowed are None, {', '.join(map(repr, ACTIVATIONS))}"
         )
@@ -179,13 +179,18 @@ def result_dtype(x: Any, out: Any, dtype: Any, quantizes: bool = False) -> np.dt
     return FLOATS[2] if quantizes or is_quantized(x) else x.dtype
 
 
+def output_shape(out: Any, shape: tuple[int, ...]) -> None:
+    """`out` has the result's shape."""
+    if out.shape != shape:
+        raise ValueError(f"out has shape {out.shape}; the result has {shape}")
+
+
 def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool) -> None:
     """`out` can take the result: its shape, writable, and apart from what is read while it is written.
 
     The residual may be `out` itself (an update in place), as every element is read before it is written.
     """
-    if out.shape != shape:
-        raise ValueError(f"out has shape {out.shape}; the result has {shape}")
+    output_shape(out, shape)
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only")
     if not out.flags.c_contiguous and memory.overlaps_itself(out):

@@ -70,7 +70,7 @@ def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, in
         Shapes and dtypes are not those of such a weight.
     """
     fmt = check.of_kind(format, KBit)
-    n, k = check.kbit_tiled(packed, absmax, fmt, shape)
+    n, k = check.kbit_tiled(packed, absmax, fmt, check.shape(shape))
 
     def rows(part: Any) -> Any:
         """Tiles of numbers, five axes -> [n tiles * tile_n, k tiles * blocks, bytes]."""

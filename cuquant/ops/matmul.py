@@ -146,7 +146,10 @@ def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any, x_format: str | Forma
         return linear(x, w, out=out, dtype=dtype, x_format=x_format)
     if out is None:
         return linear(x, w, dtype=dtype, x_format=x_format).swapaxes(-1, -2)
-    linear(x, w, out=check.array(out, "out", in_place=True).swapaxes(-1, -2), dtype=dtype, x_format=x_format)
+    to = check.array(out, "out", in_place=True)
+    *lead, m, n = check.product_shape(x.shape, w.shape)
+    check.output_shape(to, (*lead, n, m))
+    linear(x, w, out=to.swapaxes(-1, -2), dtype=dtype, x_format=x_format)
     return out
 
 

@@ -124,10 +124,10 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm = wgmma_grouped(fmt, tile, load.rows, k, sides)
-        if gemm is None:
+        gemm, places = wgmma_grouped(fmt, tile, load.rows, k, sides), places_of(gpu, tile.pair)
+        if gemm is None or not places:
             continue
-        places, (each, few) = places_of(gpu, tile.pair), tile_us(fmt, tile, steps)
+        each, few = tile_us(fmt, tile, steps)
         blocks_n, works = ceil(n * sides / (tile.rows * tile.pair)), load.most_works(tile.batch)
         tiles, narrow_ones = load.works(tile.batch, narrow(tile))
         outputs, streamed = blocks_n * round(tiles), 0

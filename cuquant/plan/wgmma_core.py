@@ -298,13 +298,13 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
     few = row_factors(fmt) and not (fmt.kernel_group_bytes or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
-        stages = _stages(fmt, tile, split)
-        if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1):
+        stages, clusters = _stages(fmt, tile, split), places_of(gpu, split * tile.pair)
+        if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
-        places = places_of(gpu, split * tile.pair) * tile.resident
+        places = clusters * tile.resident
         step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
         if fmt.walks and not turns_sums(fmt, tile, split):

@@ -189,6 +189,9 @@ class Device(_Context):
     def __init__(self, number: int = 0) -> None:
         self.id = number
 
+    def synchronize(self) -> None:
+        pass
+
     @classmethod
     def version(cls) -> dict[str, int]:
         return dict(zip(("major", "minor"), map(int, cls.compute_capability), strict=True))
