@@ -176,6 +176,13 @@ def test_only_user_defined_tokens_are_parsed() -> None:
     assert tokens_of(metadata, "<control>") == [*"<control>"]
 
 
+@pytest.mark.parametrize("text", ["<|im_end|>", "</s>", "<eos>", "[e~["])
+def test_what_ends_a_generation_is_no_user_defined_token(text: str) -> None:
+    """Whatever its type, by the list in llama.cpp's src/llama-vocab.cpp."""
+    metadata = byte_level(extra=[text, "<user>"], types={text: USER_DEFINED, "<user>": USER_DEFINED})
+    assert tokens_of(metadata, f"{text}<user>") == [*text, "<user>"]
+
+
 def test_longest_user_defined_token_is_searched_first() -> None:
     types = {"ab": USER_DEFINED, "bcd": USER_DEFINED}
     assert tokens_of(byte_level(extra=[*types], types=types), "abcdab") == ["a", "bcd", "ab"]
@@ -243,17 +250,12 @@ def test_space_prefix(prefix: bool, text: str, expected: list[str]) -> None:
     assert tokens_of(metadata, text) == expected
 
 
-@pytest.mark.parametrize(
-    ("token_type", "expected"),
-    [
-        (1, ["ab"]),
-        (USER_DEFINED, ["ab"]),
-        *((other, ["a", "b"]) for other in (UNKNOWN, CONTROL, UNUSED, BYTE)),
-    ],
-)
-def test_only_text_tokens_are_joined(token_type: int, expected: list[str]) -> None:
+@pytest.mark.parametrize("token_type", [1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE])
+def test_tokens_of_every_type_are_joined(token_type: int) -> None:
+    """As try_add_bigram and resegment look them up, llama.cpp's src/llama-vocab.cpp."""
     metadata = sentencepiece({"a": -2.0, "b": -3.0, "ab": 0.0}, {"ab": token_type}, add_space_prefix=False)
-    assert tokens_of(metadata, "ab") == expected
+    assert tokens_of(metadata, "ab") == ["ab"]
+    assert tokens_of(metadata, "<s>") == [f"<0x{byte:02X}>" for byte in b"<s>"]  # nothing joins to "<s"
 
 
 def test_characters_without_byte_tokens_are_unknown() -> None:
@@ -299,7 +301,30 @@ def test_beginning_of_text(metadata: Metadata, add_bos: bool, bos_id: int | None
             for merge in ("ab", "a b c", "ab c", "a b")
         ),
         (byte_level(bos_token_id=256), "bos_token_id is 256; the vocabulary has tokens 0 to 255"),
-        (byte_level(bos_token_id="\x1b[2J"), r"bos_token_id is '\\x1b\[2J'; the vocabulary has"),
+        (byte_level(bos_token_id="\x1b[2J"), r"bos_token_id is \\x1b\[2J; the vocabulary has"),
+        *(
+            (byte_level() | {f"tokenizer.ggml.{key}": value}, f"{key} is {shown}.* needed")
+            for key, value, shown in (
+                ("tokens", np.arange(3), "0, 1, 2; an array of strings"),
+                ("merges", np.arange(3), "0, 1, 2; an array of strings"),
+                ("token_type", 5, "5; an array of numbers"),
+                ("token_type", ["1", "1"], "an array of <U1; one of numbers"),
+                ("pre", np.arange(3), "0, 1, 2; a string"),
+                ("pre", 5, "5; a string"),
+                ("add_bos_token", np.ones(2), r"1\.0, 1\.0; a bool"),
+            )
+        ),
+        *(
+            (sentencepiece(SPACED) | {f"tokenizer.ggml.{key}": value}, f"{key} is {shown}")
+            for key, value, shown in (
+                ("model", np.arange(3), r"array.*known are 'gpt2'"),
+                ("scores", "x", "x; an array of numbers"),
+                ("bos_token_id", np.arange(3), "0, 1, 2; the vocabulary has"),
+                ("bos_token_id", 1.0, "1.0; the vocabulary has"),
+                ("unknown_token_id", [1, 2], "1, 2; the vocabulary has"),
+                ("add_space_prefix", "no", "no; a bool"),
+            )
+        ),
         (sentencepiece(SPACED, unknown_token_id=-1), "unknown_token_id is -1"),
         (byte_level(pre="llama-bpe"), "bos_token_id is missing"),
     ],

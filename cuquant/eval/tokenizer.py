@@ -14,8 +14,38 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
-"""Values of `tokenizer.ggml.token_type`; 1 is a normal token."""
+from ..io.words import short
+
+_USER_DEFINED = 4
+"""Of `tokenizer.ggml.token_type`."""
+_ENDS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<turn|>",
+    "</s>",
+    "<eos>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
+    "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}
+"""Texts of tokens that llama.cpp makes control tokens, whatever their type: they end a generation.
+
+It makes one of each kind for fill-in-the-middle such a token, too, of several the one that its hash table has
+first: those keep their type here."""
 
 _HINT = "token ids from a .npy file (--tokens) work instead"
 
@@ -39,28 +69,31 @@ class Tokenizer:
         Raises ValueError for a vocabulary that is malformed or of a kind not known here.
         """
         model = metadata.get("tokenizer.ggml.model")
-        if model not in ("gpt2", "llama"):
+        if not isinstance(model, str) or model not in ("gpt2", "llama"):
             raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
         ids, types = _vocabulary(metadata)
         if model == "gpt2":
             pre = _pre_tokenizer(metadata)
             encode_plain, add_bos, default_bos = _byte_level_bpe(ids, metadata, pre), pre.add_bos, None
         else:
-            encode_plain, add_bos, default_bos = _SentencePiece(ids, types, metadata).encode, True, 1
-        add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+            encode_plain, add_bos, default_bos = _SentencePiece(ids, metadata).encode, True, 1
+        add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos)
         bos_id = metadata.get("tokenizer.ggml.bos_token_id", default_bos)
         if bos_id is not None:
             bos_id = _token_id("tokenizer.ggml.bos_token_id", bos_id, len(ids))
         elif add_bos:
             raise ValueError(f"tokenizer.ggml.bos_token_id is missing, but a text begins with it; {_HINT}")
-        user_defined = [(text, i) for text, i in ids.items() if types[i] == _USER_DEFINED]
+        user_defined = [
+            (text, i) for text, i in ids.items() if types[i] == _USER_DEFINED and text not in _ENDS
+        ]
         user_defined.sort(key=lambda token: -len(token[0].encode()))
         return cls(len(ids), add_bos, bos_id, user_defined, encode_plain)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids int32 [n] of a text; `bos_id` is not added.
 
-        User-defined tokens written in the text are taken whole; control tokens are read as plain text.
+        User-defined tokens written in the text are taken whole; control tokens, and what llama.cpp makes
+        such, are read as plain text.
         """
         ids: list[int] = []
         for part in self._partition(text):
@@ -84,33 +117,51 @@ def _cut_out(part: str | int, token: str, token_id: int) -> list[str | int]:
     return [first, *(piece for plain in others for piece in (token_id, plain))]
 
 
-def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[int]]:
+def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[float]]:
     """Ids by token text, and token types by id."""
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
     ids: dict[str, int] = {}
-    for i, token in enumerate(tokens):
+    for i, token in enumerate(_texts(metadata, "tokenizer.ggml.tokens")):
         text = token or f"[EMPTY_{i}]"
         if ids.setdefault(text, i) != i:
             raise ValueError(f"tokenizer.ggml.tokens has {text!r} twice: tokens {ids[text]} and {i}")
-    types = np.asarray(metadata.get("tokenizer.ggml.token_type", np.ones(len(ids), np.int32))).tolist()
-    if len(types) != len(ids):
-        raise ValueError(f"tokenizer.ggml.token_type has {len(types)} values for {len(ids)} tokens")
-    return ids, types
+    return ids, _numbers(metadata, "tokenizer.ggml.token_type", len(ids), default=np.ones(len(ids)))
 
 
-def _required(metadata: Mapping[str, Any], key: str) -> Any:
-    """The value of a key that this kind of vocabulary cannot do without."""
-    try:
-        return metadata[key]
-    except KeyError:
-        raise ValueError(f"{key} is missing: text cannot become token ids; {_HINT}") from None
+def _typed(metadata: Mapping[str, Any], key: str, kind: Any, what: str, default: Any = None) -> Any:
+    """The value of a key; ValueError where it is of another type, or missing where there is no default."""
+    value = metadata.get(key, default)
+    if value is None:
+        raise ValueError(f"{key} is missing: text cannot become token ids; {_HINT}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{key} is {short(value)}; {what} is needed; {_HINT}")
+    return value
 
 
-def _token_id(key: str, value: int, vocab_size: int) -> int:
+def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:
+    texts: list[str] = _typed(metadata, key, list, "an array of strings")
+    return texts
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: Any = None) -> list[float]:
+    """A number for each token."""
+    values = np.asarray(_typed(metadata, key, (np.ndarray, list), "an array of numbers", default))
+    if values.dtype.kind not in "iuf":
+        raise ValueError(f"{key} is an array of {values.dtype}; one of numbers is needed; {_HINT}")
+    if len(values) != count:
+        raise ValueError(f"{key} has {len(values)} values for {count} tokens")
+    numbers: list[float] = values.tolist()
+    return numbers
+
+
+def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
+    return bool(_typed(metadata, key, int, "a bool", default))
+
+
+def _token_id(key: str, value: Any, vocab_size: int) -> int:
     """The value of a key that names a token, if there is such a token."""
-    if value not in range(vocab_size):
-        raise ValueError(f"{key} is {value!r}; the vocabulary has tokens 0 to {vocab_size - 1}")
-    return int(value)
+    if type(value) is not int or value not in range(vocab_size):
+        raise ValueError(f"{key} is {short(value)}; the vocabulary has tokens 0 to {vocab_size - 1}")
+    return value
 
 
 # Byte-level BPE ("gpt2"): regular expressions cut the text in words, ranked merges join the bytes of a word.
@@ -179,7 +230,7 @@ _PRE_TOKENIZERS = {name: pre for names, pre in _FAMILIES.items() for name in nam
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer:
     """The rules that `tokenizer.ggml.pre` names; a file without the key means "default"."""
-    name = metadata.get("tokenizer.ggml.pre") or "default"
+    name = _typed(metadata, "tokenizer.ggml.pre", str, "a string", "default") or "default"
     try:
         return _PRE_TOKENIZERS[name]
     except KeyError:
@@ -195,7 +246,7 @@ def _byte_level_bpe(
     from tokenizers import models, pre_tokenizers
 
     ranked: dict[tuple[str, str], None] = {}  # a merge listed twice has the rank of its first line
-    for merge in _required(metadata, "tokenizer.ggml.merges"):
+    for merge in _texts(metadata, "tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         if not (left in ids and right in ids and left + right in ids):
             raise ValueError(f"tokenizer.ggml.merges has {merge!r}: not two tokens that join to a third")
@@ -215,20 +266,18 @@ class _SentencePiece:
 
     Two neighbours may join if together they are a piece: the highest score first, of equal scores the
     leftmost. Ranked merges only come close: they rank the ways to split one piece, which scores do not.
-    Control, unknown, unused and byte tokens are not pieces of text.
+    Tokens of every type are pieces: llama.cpp (llm_tokenizer_spm_session) looks texts up without their type,
+    so that the characters of a control token may join to it.
     """
 
-    def __init__(self, ids: dict[str, int], types: list[int], metadata: Mapping[str, Any]) -> None:
-        scores = np.asarray(_required(metadata, "tokenizer.ggml.scores")).tolist()
-        if len(scores) != len(ids):
-            raise ValueError(f"tokenizer.ggml.scores has {len(scores)} values for {len(ids)} tokens")
-        no_text = (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
+    def __init__(self, ids: dict[str, int], metadata: Mapping[str, Any]) -> None:
+        scores = _numbers(metadata, "tokenizer.ggml.scores", len(ids))
         self._ids = ids
-        self._costs = {text: -scores[i] for text, i in ids.items() if types[i] not in no_text}
+        self._costs = {text: -scores[i] for text, i in ids.items()}
         self._inner_pairs = {text[i : i + 2] for text in self._costs for i in range(len(text) - 1)}
         unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
         self._unknown_id = _token_id("tokenizer.ggml.unknown_token_id", unknown_id, len(ids))
-        self._prefix = " " if metadata.get("tokenizer.ggml.add_space_prefix", True) else ""
+        self._prefix = " " if _flag(metadata, "tokenizer.ggml.add_space_prefix", True) else ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in which no user-defined token is left.
@@ -269,7 +318,7 @@ class _SentencePiece:
 
     def _piece_ids(self, piece: str) -> list[int]:
         """The id of a piece; else, for a lone character, the ids of its UTF-8 bytes or the unknown token."""
-        if piece in self._costs:
+        if piece in self._ids:
             return [self._ids[piece]]
         names = [f"<0x{byte:02X}>" for byte in piece.encode()]
         return [self._ids[name] for name in names] if self._ids.keys() >= {*names} else [self._unknown_id]
