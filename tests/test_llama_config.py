@@ -101,7 +101,7 @@ def test_impossible_ramp_is_refused() -> None:
 )
 def test_yarn_that_is_not_computed_is_refused(scaling: Mapping[str, Any], key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=f"rope.scaling.{key} is "):
-        read(scaling | {f"rope.scaling.{key}": value})
+        read({**scaling, f"rope.scaling.{key}": value})
 
 
 @pytest.mark.parametrize("ext_factor", [1.0, -1.0, None])
