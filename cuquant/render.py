@@ -74,8 +74,10 @@ def html_facts(facts: dict[str, str]) -> str:
 
 
 def to_json(value: Any) -> str:
-    """Dictionaries, lists, arrays and numbers as JSON; NaN and infinity, which JSON has not, become null."""
-    return json.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
+    """Dictionaries, lists, arrays and numbers as JSON; NaN and infinity, which JSON has not, become null.
+
+    In ASCII, since a pipe of another encoding has escapes that JSON has not for what it lacks."""
+    return json.dumps(_plain(value), indent=1, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import FEW, Run, finish, start
-from gguf_files import NANO
+from gguf_files import NANO, write
 
 import cuquant as cq
 
@@ -121,6 +122,14 @@ def test_a_full_disk() -> None:
         done = finish(start("dump", NANO, stdout=full))
     assert done.status == 1
     assert done.err == "cuquant: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_json_in_a_pipe_of_any_encoding(tmp_path: Path, encoding: str) -> None:
+    said = "\xe9 \u4e16 \U0001f600"
+    path = write(tmp_path / "m.gguf", {}, name=said)
+    done = finish(start("dump", path, "--json", env=os.environ | {"PYTHONIOENCODING": encoding}))
+    assert json.loads(done.out)["metadata"]["general.name"] == said
 
 
 @pytest.mark.parametrize("command", [("dump", NANO), ("eval", NANO, *FEW)])

@@ -156,5 +156,4 @@ def _write(path: Path, settings: dict[str, Any], known: dict[str, Evaluation]) -
     evaluations = [{"file": json.loads(stamp), "evaluation": e.to_dict()} for stamp, e in known.items()]
     stored = {"kind": _KIND, "cuquant": __version__, "settings": settings, "evaluations": evaluations}
     with replacing(path) as part:
-        # A file's name may be no UTF-8: its surrogates become escapes, which JSON has too.
-        part.write_text(to_json(stored) + "\n", encoding="utf-8", errors="backslashreplace")
+        part.write_text(to_json(stored) + "\n", encoding="utf-8")
