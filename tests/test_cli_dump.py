@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import gguf
@@ -122,6 +123,15 @@ def test_dump_sends_no_control_characters_to_the_terminal(run: Run, tmp_path: Pa
     done = run("dump", path)
     assert done.status == 0
     assert "\x1b" not in done.out
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_dump_of_a_pipe(run: Run, tmp_path: Path) -> None:
+    """Which nobody waits for."""
+    os.mkfifo(tmp_path / "pipe")
+    done = run("dump", tmp_path / "pipe")
+    assert_one_line_error(done)
+    assert "pipe is no ordinary file" in done.err
 
 
 def test_dump_fails_in_one_line(run: Run, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gguf_files import array, entry, gguf_file, string, tensor, u32, write
 
 import cuquant as cq
 from cuquant import GGUFError
+from cuquant.io.gguf import File
 
 PARTS = [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
@@ -42,6 +43,29 @@ def test_a_missing_part(parts: list[Path]) -> None:
     parts[1].unlink()
     with pytest.raises(GGUFError, match=r"parts .* missing beside it: m-00002-of-00003\.gguf$"):
         cq.open(parts[2])
+
+
+@pytest.mark.parametrize("damage", ["other tensors", "cut short", "one of 4"])
+def test_a_failed_open_leaves_no_file_mapped(
+    parts: list[Path], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    made: list[File] = []
+
+    def kept(path: Path) -> File:
+        made.append(File(path))
+        return made[-1]
+
+    monkeypatch.setattr("cuquant.io.model.File", kept)
+    if damage == "other tensors":
+        parts[2].write_bytes(parts[1].read_bytes())
+    elif damage == "cut short":
+        parts[2].write_bytes(parts[2].read_bytes()[:-40])
+    else:
+        parts[0] = parts[0].rename(parts[0].with_name("m-00001-of-00004.gguf"))
+    with pytest.raises(GGUFError):
+        cq.open(parts[0], "cpu")
+    assert made
+    assert all(file.buffer.closed for file in made)
 
 
 def test_a_part_under_another_name(parts: list[Path]) -> None:

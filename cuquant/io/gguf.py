@@ -84,6 +84,8 @@ class File:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         check.not_a_folder(self.path)
+        if self.path.exists() and not self.path.is_file():
+            raise GGUFError(f"{self.path} is no ordinary file: nothing else can be mapped into memory")
         with self.path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
                 raise GGUFError(f"{self.path}: the file is empty")

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -296,12 +297,21 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     target = default_device() if device is None else check.device_name(device)
     if target == "cuda":
         cupy()  # says why there is none
-    return Model(_open_parts(Path(path)), target)
+    with ExitStack() as mapped:
+        parts = _open_parts(Path(path), mapped)
+        mapped.pop_all()  # the model's now
+    return Model(parts, target)
 
 
-def _open_parts(path: Path) -> list[File]:
-    """The file, or all files of the split model that it belongs to, in order."""
-    first = File(path)
+def _open_parts(path: Path, mapped: ExitStack) -> list[File]:
+    """The file, or all files of the split model that it belongs to, in order; `mapped` can close them."""
+
+    def file(path: Path) -> File:
+        made = File(path)
+        mapped.callback(made.close)
+        return made
+
+    first = file(path)
     count = first.header.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= 99999:
         raise GGUFError(f"{path}: split.count is {_cut(repr(count))}, not a number of parts")
@@ -319,7 +329,7 @@ def _open_parts(path: Path) -> list[File]:
             f"{path}: parts of this split model are missing beside it: {_cut(', '.join(missing))}"
         )
     first.close()
-    parts = [File(name) for name in names]
+    parts = [file(name) for name in names]
     _check_parts(parts)
     return parts
 
