@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,36 +123,50 @@ from cuquant.io import convert
 
 def terminated(*args):
     assert len(os.listdir(sys.argv[1])) == 1  # the file that is being written
-    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(getattr(signal, sys.argv[2]))
 
 convert.quantize = terminated
-sys.exit(cli.main(sys.argv[2:]))
+sys.exit(cli.main(sys.argv[3:]))
 """
 
 
-def test_sigterm(tmp_path: Path) -> None:
-    """What `timeout`, systemd and schedulers of clusters send."""
+ENDING = [
+    pytest.param("SIGTERM", 143),
+    pytest.param("SIGHUP", 129, marks=pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP")),
+]
+
+
+@pytest.mark.parametrize(("name", "status"), ENDING)
+def test_signals(tmp_path: Path, name: str, status: int) -> None:
+    """What `timeout`, systemd and schedulers of clusters send, and a terminal that closes."""
     target = tmp_path / "q.gguf"
-    command = ("quantize", NANO, target, "--format", "q4_0", "--device", "cpu")
-    done = finish(python("-c", SCRIPT, tmp_path, *command))
+    command = ("-c", SCRIPT, tmp_path, name, "quantize", NANO, target, "--format", "q4_0", "--device", "cpu")
+    # A test run under nohup inherits an ignored SIGHUP.
+    heed = partial(signal.signal, getattr(signal, name), signal.SIG_DFL)
+    done = finish(python(*command, preexec_fn=heed))
     left = f"{target} was not written, and no part of it is left"
-    assert done == (143, "", f"cuquant: interrupted: {left}\n")
+    assert done == (status, "", f"cuquant: interrupted: {left}\n")
+    gone, stderr = os.pipe()
+    os.close(gone)
+    assert finish(python(*command, preexec_fn=heed, stderr=stderr)).status == status
+    os.close(stderr)
     assert not list(tmp_path.iterdir())
 
 
-def test_sigterm_that_others_handle(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "status"), ENDING)
+def test_signals_that_others_handle(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str, status: int
+) -> None:
     """A command in a program's process leaves the handlers as they are."""
-    seen = []
-    monkeypatch.setattr(
-        "cuquant.io.dump.as_text", lambda model: seen.append(signal.getsignal(signal.SIGTERM))
-    )
-    before = signal.getsignal(signal.SIGTERM)
+    seen, number = [], getattr(signal, name)
+    monkeypatch.setattr("cuquant.io.dump.as_text", lambda model: seen.append(signal.getsignal(number)))
+    before = signal.getsignal(number)
     try:
         for handler in (signal.SIG_IGN, signal.SIG_DFL):
-            signal.signal(signal.SIGTERM, handler)
+            signal.signal(number, handler)
             assert run("dump", NANO).status == 0
-            assert signal.getsignal(signal.SIGTERM) == handler
+            assert signal.getsignal(number) == handler
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
     assert seen[0] == signal.SIG_IGN
     assert seen[1] != signal.SIG_DFL

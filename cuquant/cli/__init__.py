@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -19,8 +19,8 @@ from .arguments import replaced, stamp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 0, 1 for a failure, 130 and 143 for an interruption, by
-    Ctrl-C or SIGTERM.
+    """Run the command line; returns the exit status: 0, 1 for a failure, 130, 143 and 129 for an interruption
+    by Ctrl-C, SIGTERM or SIGHUP.
 
     Wrong usage exits with 2.
     """
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
             stream.reconfigure(errors="backslashreplace")
     try:
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             arguments.run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -40,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt as interruption:
-        print(f"cuquant: interrupted: {arguments.left(arguments)}", file=sys.stderr)
-        return 143 if isinstance(interruption, _Terminated) else 130
+        with suppress(OSError):  # SIGHUP says that the terminal is gone
+            print(f"cuquant: interrupted: {arguments.left(arguments)}", file=sys.stderr)
+        return interruption.status if isinstance(interruption, _Ended) else 130
     except MemoryError as error:
         print(f"cuquant: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 1
@@ -51,28 +52,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+_ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+"""Signals that end a process; Windows lacks the one of a terminal that closes."""
+
+
+class _Ended(KeyboardInterrupt):
+    """One of them came."""
+
+    def __init__(self, number: int) -> None:
+        self.status = 128 + number
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does, so that no part of a file is left; not where another
-    handles or ignores it."""
-    ours = threading.current_thread() is threading.main_thread()
-    ours = ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        signal.signal(signal.SIGTERM, _terminated)
+def _signals_interrupt() -> Iterator[None]:
+    """They end what runs inside as Ctrl-C does, so that no part of a file is left; not where another handles
+    or ignores them."""
+    here = threading.current_thread() is threading.main_thread()
+    ours = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, _ended)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
-def _terminated(*args: Any) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends two: the second may not end the clean-up
-    raise _Terminated
+def _ended(number: int, frame: Any) -> NoReturn:
+    for each in _ENDING:
+        if signal.getsignal(each) is _ended:
+            signal.signal(each, signal.SIG_IGN)  # `timeout` sends two: the second may not end the clean-up
+    raise _Ended(number)
 
 
 def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
