@@ -73,6 +73,9 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=r"r\.json is not a record of cuquant bench$"):
         Record.read(path)
+    path.write_text('{"cells": ' + "[" * 100_000)
+    with pytest.raises(ValueError, match="is not a record"):
+        Record.read(path)
     path.write_text(json.dumps({"device": "x", "versions": {}, "commit": None, "cells": [{"op": "matmul"}]}))
     with pytest.raises(ValueError, match="is not a record"):
         Record.read(path)
@@ -87,6 +90,10 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
         {"versions": ["cupy"]},
         {"commit": 5},
         {"verdict": 5},
+        *(
+            {"cells": [asdict(cell()) | wrong]}
+            for wrong in ({"us": 0}, {"us": None}, {"us": "x"}, {"floor_us": "x"})
+        ),
         {"cells": {}},
         {"cells": ""},
     ],

@@ -100,9 +100,9 @@ class Record:
             cells, said = header.pop("cells"), header.pop("verdict", None)
             typed = isinstance(cells, list) and isinstance(said, (str, type(None)))
             typed = typed and all(isinstance(header[name], types) for name, types in _HEADER.items())
-            if not (typed and all(cell.keys() >= _KEYS[cell["op"]] for cell in cells)):
+            if not (typed and all(map(_is_whole, cells))):
                 raise KeyError
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
         return cls(path, header, cells, said)
 
@@ -259,6 +259,16 @@ _RATIOS = {
     "usual_us": "speed / usual",
 } | {peer.key: f"speed / {name}" for name, peer in PEERS.items()}
 """Times that a cell's own is compared with, and the ratio's title."""
+
+
+def _is_whole(cell: dict[str, Any]) -> bool:
+    """Whether a cell has what it must, and times that ratios can be made of; TypeError of no number."""
+    others = (cell.get(name) for name in _RATIOS)
+    return (
+        cell.keys() >= _KEYS[cell["op"]]
+        and cell["us"] > 0
+        and all(other is None or other >= 0 for other in others)
+    )
 
 
 def _ratios(cell: dict[str, Any], shown: list[str]) -> list[str]:
