@@ -21,6 +21,21 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_stream")]
 F, H = np.float32, np.float16
 
 
+def test_more_than_a_launch_has_blocks_for() -> None:
+    with pytest.raises(ValueError, match="batch is 65536; allowed are 1 to 65535"):
+        cache_of(0, batch=2**16)
+    with pytest.raises(ValueError, match="batch is 65536; allowed are 1 to 65535"):
+        cq.KVCache(1, 8, 1, 2**16, (2,)).to_device("cuda")
+    cache = cache_of(1)
+    q = device.cupy().zeros((2, 64, 2**10, 64), H)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"the result \(2, 64, 1024, 64\) takes 65536 blocks along an axis"
+        ):
+            cq.attention(q, cache)
+    assert cq.attention(q[:, :, :2], cache).shape == (2, 64, 2, 64)
+
+
 LENGTHS = [
     np.array([1, 3], np.int32),
     np.array([-1, 2], np.int32),

@@ -87,6 +87,15 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "slots": (lambda a, s: a["8.global_slots"].fill(2), "global slots of sequence 0 are out of range, or"),
     "next slot": (lambda a, s: a["next_slots"].fill(5), "global slots of sequence 0 are out of range"),
     "ids": (lambda a, s: a["8.token_ids"].fill(-1), "sequence 0 has a negative token id"),
+    "importance": (
+        lambda a, s: a["8.importance"].fill(np.nan),
+        "sequence 0 has an importance that is negative",
+    ),
+    "negative importance": (lambda a, s: a["8.importance"].fill(-1), "sequence 0 has an importance that is"),
+    "batch": (lambda a, s: s.update(batch=2**31 - 1), "batch is 2147483647, but that of arrays is another"),
+    "heads": (lambda a, s: s.update(n_kv_heads=2**31 - 1), "n_kv_heads is 2147483647, but that of arrays"),
+    "heads of some": (lambda a, s: a.update({"8.v_qx": a["8.v_qx"][:, :1]}), "n_kv_heads is 2, but that of"),
+    "found scales": (lambda a, s: s.update(auto_scales="pairs"), "it has no 'key_scales'"),
     "bits": (lambda a, s: s.update(rooms=[[7, 64]]), "bits are"),
     "text": (lambda a, s: s.update(batch="many"), "batch is a str"),
     "scales": (

@@ -77,6 +77,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads": (lambda: cq.KVCache(0, 64, 8), ValueError, "n_kv_heads is 0; allowed are 1 to"),
     "float": (lambda: cq.KVCache(2.0, 64, 8), TypeError, "n_kv_heads is a float"),  # type: ignore[arg-type]
     "capacity": (lambda: cq.KVCache(2, 64, 2**31), ValueError, "capacity is 2147483648; allowed are"),
+    "capacity of all widths": (
+        lambda: cq.KVCache(1, 8, {3: 2**30, 2: 2**30}),
+        ValueError,
+        "the capacity of all widths is 2147483648; allowed are 1 to 2147483647",
+    ),
     "batch": (lambda: cq.KVCache(2, 64, 8, 0), ValueError, "batch is 0"),
     "bits": (
         lambda: cq.KVCache(2, 64, 8, bits=(8, 5)),
@@ -162,6 +167,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: filled().evict([[1]] * 3),
         ValueError,
         r"\(n,\) or \(2, n\) is needed",
+    ),
+    "a row's negative id": (
+        lambda: filled().assign([[1, -1], [-2, 1]], 4),
+        ValueError,
+        "token_ids has -2; in a sequence's own row -1 names none, and no id is negative",
     ),
     "average": (lambda: filled().allocate(1.9), ValueError, "average_bits is 1.9; .* allow 2 to 16"),
     "a giant average": (lambda: filled().allocate(10**400), ValueError, "average_bits is inf"),

@@ -49,7 +49,10 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
-    return {b: count(sizes[b], "capacity") for b in allowed if b in sizes}
+    result = {b: count(sizes[b], "capacity") for b in allowed if b in sizes}
+    if given:
+        count(sum(result.values()), "the capacity of all widths")
+    return result
 
 
 def _widest_first(bits: Any) -> Any:
@@ -200,6 +203,10 @@ def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
     own = ids.ndim == 2
     if ids.ndim not in (1, 2) or (own and len(ids) != batch):
         raise ValueError(f"token_ids has shape {ids.shape}; (n,) or ({batch}, n) is needed")
+    if own and (ids < -1).any():
+        raise ValueError(
+            f"token_ids has {ids.min()}; in a sequence's own row -1 names none, and no id is negative"
+        )
     return np.broadcast_to(ids, (batch, ids.shape[-1])), own
 
 
@@ -396,7 +403,8 @@ def saved_ids(ids: Any, sequence: int) -> None:
 
 
 def restored(cache: Any) -> None:
-    """A cache read from a file: its capacity holds, slots are given out and used once, no id is negative."""
+    """A cache read from a file: its capacity holds, slots are given out and used once, no id is negative, and
+    importances are what can be compared."""
     if (cache.lengths > cache.capacity).any():
         raise ValueError(f"a sequence has {cache.lengths.max()} tokens, beyond the capacity {cache.capacity}")
     for sequence in range(cache.batch):
@@ -406,6 +414,8 @@ def restored(cache: Any) -> None:
             raise ValueError(f"global slots of sequence {sequence} are out of range, or taken twice")
         if any((b.token_ids < 0).any() for b in buckets):
             raise ValueError(f"sequence {sequence} has a negative token id")
+        if not all(((b.importance >= 0) & (b.importance < np.inf)).all() for b in buckets):
+            raise ValueError(f"sequence {sequence} has an importance that is negative or not finite")
 
 
 def _number(value: Any, what: str) -> float:

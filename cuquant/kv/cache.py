@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from .. import device as gpu
+from ..plan import MOST_BLOCKS
 from . import allocator, codes, contents, cpu, file, moves
 from .contents import CachedTokens
 from .tiers import Tier, capacity_argument, rooms_of
@@ -39,7 +40,7 @@ class KVCache:
         How many tokens a sequence has room for. For an int every width has room for all of them, which takes
         more memory than float16 would; a mapping gives each width its own room, and has the widths.
     batch : int
-        Sequences, each with lengths of its own.
+        Sequences, each with lengths of its own; on a GPU 65535 at most.
     bits : ints
         Widths of the buckets, of 16 (float16), 8, 4, 3 and 2: by default the last four, or the keys of a
         mapping, beside which others are an error.
@@ -97,7 +98,8 @@ class KVCache:
         self.rotate = check.flag(rotate, "rotate")
         self.track_attention = check.flag(track_attention, "track_attention")
         self.head_dim = check.head_dim(head_dim, codes.HADAMARD if self.rotate else 8)
-        self.batch = check.count(batch, "batch")
+        most = MOST_BLOCKS if self.device == "cuda" else check.LARGEST_INDEX
+        self.batch = check.count(batch, "batch", most=most)
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
         if self.device == "cuda":
@@ -163,7 +165,9 @@ class KVCache:
         ----------
         k, v : arrays (batch, n, n_kv_heads, head_dim)
             float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes beyond the width's
-            scale (see `codes.encode`) make a token's head NaN (at 16 bits the element alone infinite).
+            scale (see `codes.encode`) make a token's head NaN (at 16 bits the element alone infinite: of a
+            key it makes scores infinite or NaN, on a GPU NaN for float32 queries, which are two float16
+            numbers there).
         bits : int, or int array (n,) or (batch, n), optional
             Width of the tokens; by default the widest.
         token_ids : int array (n,) or (batch, n), optional

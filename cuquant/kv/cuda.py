@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import buffers, check, device, jit
-from ..plan import Plan
+from ..plan import MOST_BLOCKS, Plan
 from ..problem import DTYPES
 from . import plan
 from .appender import Appender
@@ -74,6 +74,7 @@ def _planned(given: _Given) -> _Planned:
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = jit.gpu().multiprocessors
     launch = plan.attention(shape, jit.capability(), multiprocessors)
+    check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
     rows, blocks = heads * q_len, launch.attention.grid[0]
     parts = launch.merge.grid[2]
     sizes: tuple[int, ...] = (blocks * rows * (dim + 8) * 4, batch * 8)

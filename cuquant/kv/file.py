@@ -98,18 +98,20 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     if settings["version"] != VERSION:
         raise ValueError(f"the cache's version is {settings['version']!r}; this is version {VERSION}")
     rooms = {bits: room for bits, room in settings["rooms"]}
+    _sized(settings, arrays)
+    auto_scales = settings["auto_scales"]
     cache = kind(
         settings["n_kv_heads"],
         settings["head_dim"],
         capacity_argument(rooms, settings["capacity"]),
         settings["batch"],
         tuple(rooms),
-        key_scales=arrays.get("key_scales"),
+        key_scales=arrays.get("key_scales") if auto_scales is None else arrays["key_scales"],
         rotate=settings["rotate"],
         track_attention=settings["track_attention"],
     )
-    if settings["auto_scales"] is not None and cache.key_scales is not None:
-        cache.auto_scales = check.choice(settings["auto_scales"], "auto_scales", ("pairs", "halves"))
+    if auto_scales is not None:
+        cache.auto_scales = check.choice(auto_scales, "auto_scales", ("pairs", "halves"))
     cache.next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
     for bits, tier in cache.tiers.items():
         lengths = _like(tier.lengths, arrays, f"{bits}.lengths")
@@ -124,6 +126,15 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
             tier.add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
     check.restored(cache)
     return cache.to_device(where)
+
+
+def _sized(settings: dict[str, Any], arrays: dict[str, Any]) -> None:
+    """Sizes are those of arrays, before memory is taken for them."""
+    heads = {array.shape[1:2] for name, array in arrays.items() if name.endswith("_qx")}
+    for name, shapes in (("batch", {arrays["next_slots"].shape}), ("n_kv_heads", heads)):
+        size = check.count(settings[name], name)
+        if shapes != {(size,)}:
+            raise ValueError(f"{name} is {size}, but that of arrays is another")
 
 
 def _like(array: Any, arrays: dict[str, Any], name: str) -> Any:
