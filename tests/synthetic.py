@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
+from gguf_files import Stored
 from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -56,15 +57,17 @@ def some_tokens(*shape: int) -> NDArray[np.int64]:
     return np.random.default_rng(1).integers(0, len(VOCABULARY), shape)
 
 
-def write(path: Path, spec: Spec, *, split: int = 0, **changes: NDArray[np.float32] | None) -> Path:
-    """A model file, or parts of `split` tensors; `changes` are float32 tensors to add or replace, None leaves
-    a tensor out."""
+def write(path: Path, spec: Spec, *, split: int = 0, **changes: Stored | None) -> Path:
+    """A model file, or parts of `split` tensors; `changes` are float32 tensors to add or replace, or rows of
+    bytes and their type; None leaves a tensor out."""
     writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=split)
     for key, value in metadata(spec).items():
         if key != "general.architecture":  # the writer's own
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     for name, tensor in (tensors(spec) | changes).items():
-        if tensor is not None:
+        if isinstance(tensor, tuple):
+            writer.add_tensor(name, tensor[0], raw_dtype=tensor[1])
+        elif tensor is not None:
             is_float32 = tensor.ndim == 1 or name.endswith("ffn_gate_inp.weight") or name in changes
             kind = Type.F32 if is_float32 else spec.matrices
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,42 @@ def test_the_same_settings_in_other_words(models: list[Path], tmp_path: Path, ca
         cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits, "ctx": np.int64(16)})
         cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits})
     assert len(calls) == 1
+
+
+def test_defaults_and_names_in_other_words(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    options: dict[str, Any] = {"tokens": some_tokens(1024), "results": tmp_path / "results.json"}
+    defaults: dict[str, Any] = {"ctx": 512, "chunks": None, "activations": "f16", "device": None}
+    for formats in ("Q8_0", ["q8_0"], cq.formats.get("q8_0")):
+        cq.evaluate_files(models[:1], **options, formats=formats)
+        cq.evaluate_files(models[:1], **options | defaults, formats=formats)
+    assert len(calls) == 1
+    options["results"] = tmp_path / "recipes.json"
+    for recipe in ({"*": "Q8_0"}, {"*": cq.formats.get("q8_0")}):
+        cq.evaluate_files(models[:1], **options, formats=recipe)
+    assert len(calls) == 2
+
+
+def test_a_mixture_is_no_format_of_its_name(models: list[Path], tmp_path: Path) -> None:
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    cq.evaluate_files(models[:1], **options | {"formats": "q6_k"})
+    with pytest.raises(ValueError, match="formats"):
+        cq.evaluate_files(models[:1], **options | {"formats": cq.formats.get("q6_k")})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_text_in_a_pipe(run: Run, models: list[Path], tmp_path: Path) -> None:
+    """It can be read once, for all models and their results' file."""
+    text, pipe = "The quick brown fox jumps over the lazy dog. " * 20, tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    threading.Thread(target=pipe.write_text, args=(text,), daemon=True).start()
+    options = ("--ctx", "32", "-o", "csv", "--text")
+    done = run("eval", *models, *options, pipe, "--results", tmp_path / "results.json")
+    assert done.out == run("eval", *models, *options, tmp_path / "text.txt").out
+    assert done.status == 0
+    assert json.loads((tmp_path / "results.json").read_text())["evaluations"][0]["evaluation"]["text"] == str(
+        pipe
+    )
 
 
 @pytest.mark.parametrize("where", ["none/results.json", ".", "pipe"])

@@ -107,17 +107,46 @@ def test_names_that_a_terminal_would_obey(folder: Path) -> None:
     hostile: Any = {"odd\x1b[2J.weight": np.zeros((2, 40), np.float32)}
     path = write(folder / "hostile.gguf", Spec(), **hostile)
     shown = r"odd\\x1b\[2J\.weight"
-    with (
-        pytest.warns(UserWarning, match=f"kept in float, as K is ragged: {shown}"),
-        pytest.raises(config.UnsupportedModel, match=f"no place in a llama forward pass: {shown}"),
-    ):
+    with pytest.raises(config.UnsupportedModel, match=f"no place in a llama forward pass: {shown}"):
         evaluate(path, tokens=some_tokens(64), ctx=32, formats="q4_0")
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "message"),
+    [
+        (Spec(keys={"attention.clamp_kqv": 8.0}), {}, "attention.clamp_kqv, which is not implemented"),
+        (Spec(n_layers=3, keys={"block_count": 2}), {}, "tensors have no place in a llama forward pass"),
+        (Spec(keys={"attention.sliding_window": 16}), {}, "slides over 16 tokens"),
+        (Spec(), {"tokens": [len(VOCABULARY)] * 64}, "token ids run from"),
+        (Spec(head_dim=20), {"kv_bits": 4}, "head_dim"),
+    ],
+)
+def test_what_can_be_told_before_quantizing(
+    folder: Path, spec: Spec, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(folder / "refused.gguf", spec)
+    monkeypatch.setattr(importlib.import_module("cuquant.eval.evaluate"), "quantize", None)
+    with pytest.raises(ValueError, match=message):
+        evaluate(path, **{"tokens": some_tokens(64), "ctx": 32, "formats": "q4_0", **arguments})
 
 
 def test_vocabularies_of_different_size(model: Path, folder: Path) -> None:
     larger = write(folder / "larger.gguf", Spec(vocabulary=(*VOCABULARY, "<pad>")))
     with pytest.raises(ValueError, match=r"vocabularies differ in size: \[300, 299\]"):
         evaluate(model, base=larger, tokens=some_tokens(64), ctx=32)
+
+
+def test_a_base_of_another_vocabulary(model: Path, folder: Path) -> None:
+    """Of the same size. Token ids mean what the caller says; a model that says nothing may have the same."""
+    first, second, *others = VOCABULARY
+    other = write(folder / "other.gguf", Spec(vocabulary=(second, first, *others)))
+    mute = write(folder / "mute.gguf", Spec(keys={"tokenizer.ggml.tokens": None}))
+    with pytest.raises(
+        ValueError, match=r"other\.gguf has another vocabulary \(tokenizer.ggml.tokens\) than"
+    ):
+        evaluate(model, base=other, text=TEXT, ctx=32)
+    evaluate(model, base=other, tokens=some_tokens(64), ctx=32)
+    evaluate(model, base=mute, text=TEXT, ctx=32)
 
 
 def test_text_needs_a_vocabulary(folder: Path) -> None:

@@ -34,6 +34,33 @@ def test_tensor_errors_and_bits_per_weight(tmp_path: Path, spec: Spec) -> None:
         assert row.bits_per_weight == pytest.approx(bits_per_weight(file), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("spec", "scales"),
+    [
+        (Spec(n_ff=128, matrices=Type.F32), {"blk.0.ffn_up": [0.5], "blk.1.attn_q": [3.0]}),
+        (replace(EXPERTS, n_ff=128, matrices=Type.F32), {"blk.0.ffn_up_exps": [0.5, 1.0, 2.0, 4.0]}),
+    ],
+    ids=["dense", "experts"],
+)
+@pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
+def test_scales_beside_tensors(tmp_path: Path, spec: Spec, scales: dict[str, list[float]]) -> None:
+    """They are no tensors of the forward pass, but of the file's size."""
+    whole = cq.open(write(tmp_path / "f32.gguf", spec), "cpu")
+    stored: dict[str, Any] = {name: whole[name] for name in whole}
+    for name, values in scales.items():
+        blocks = cq.quantize(whole[f"{name}.weight"], "nvfp4").blocks
+        stored[f"{name}.weight"] = blocks, Type.NVFP4
+        stored[f"{name}.scale"] = np.array(values, np.float32)
+    path = write(tmp_path / "nvfp4.gguf", spec, **stored)
+    made = cq.open(path, "cpu")
+    numbers: Any = {f"{name}.weight": made.floats(f"{name}.weight") for name in scales}
+    same = write(tmp_path / "same.gguf", spec, **numbers)
+    arguments: dict[str, Any] = {"tokens": some_tokens(64), "ctx": 32, "device": "cpu"}
+    row, expected = (evaluate(each, **arguments).rows[0] for each in (path, same))
+    assert row.ppl == pytest.approx(expected.ppl, rel=1e-4)
+    assert row.bits_per_weight == pytest.approx(8 * made.nbytes / sum(w.size for w in whole.values()))
+
+
 @pytest.mark.parametrize("original", [np.zeros((3, 64)), np.tile(np.arange(-8, 8), (2, 4)) / 4])
 def test_exact_tensor(original: NDArray[Any]) -> None:
     w = original.astype(np.float32)

@@ -19,10 +19,12 @@ from ..formats import Format
 from ..formats import get as get_format
 from ..io import convert, mixture
 from ..io.gguf import PLAIN_TYPES
+from ..io.header import same_value
 from ..io.mixture import FormatLike
 from ..io.model import Model
 from ..io.model import open as open_model
-from ..io.words import counted, escaped
+from ..io.rewrite import scales_of
+from ..io.words import counted
 from ..ops.quantize import quantize
 from . import config
 from .kv import KVBits, distinct_widths
@@ -108,15 +110,19 @@ def evaluate(
     source = _opened(model, device)
     ids, bos, label = _token_ids(source, given)
     pieces = _cut(ids, bos, ctx, chunks)
-    contenders = _contenders(source, None if base is None else _opened(base, device), formats, activations)
-    for plain in contenders[::-1][: len(contenders) - (base is not None)]:
-        at = contenders.index(plain) + 1
-        contenders[at:at] = [_Contender(plain.model, plain.label, plain.tensors, kv) for kv in caches]
-    trained = min(config.read(c.model.metadata).n_ctx for c in contenders)
+    files = [source] if base is None else [_opened(base, device), source]
+    trained = min(config.read(file.metadata).n_ctx for file in files)
     if ctx > trained:
         warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
+    contenders = [_Contender(file, _own_type(file), _weights(file)) for file in files]
+    contenders += contenders[-1].cached(caches)
     models = [_runnable(c, ctx, activations) for c in contenders]
     _check_ids(pieces, models, contenders)
+    if isinstance(given, Text):
+        _check_tokens(files)
+    for made in _requantized(contenders[0], formats, activations):
+        contenders += [made, *made.cached(caches)]
+    models += [_runnable(c, ctx, activations) for c in contenders[len(models) :]]
     scores = _score(models, pieces, compare=len(models) > 1, progress=progress)
     original = contenders[0]
     rows = [
@@ -142,8 +148,19 @@ def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:
     return [each for i, each in enumerate(given) if kinds[i] not in kinds[:i]]
 
 
-def text_or_tokens(text: Any, tokens: Any) -> str | Path | NDArray[np.integer[Any]]:
-    """What is evaluated: a text, the path of its file, or token ids [n].
+class Text(str):
+    """A text, and what to call it."""
+
+    label: str
+
+    def __new__(cls, text: str, label: str) -> Text:
+        made = super().__new__(cls, text)
+        made.label = label
+        return made
+
+
+def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
+    """What is evaluated: a text, read once (its file may be a pipe), or token ids [n].
 
     TypeError or ValueError where there are both or none, or what is given is none of these.
     """
@@ -154,8 +171,10 @@ def text_or_tokens(text: Any, tokens: Any) -> str | Path | NDArray[np.integer[An
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
         return ids
+    if isinstance(text, Text):
+        return text
     if isinstance(text, os.PathLike):
-        return Path(text)
+        return Text(_read_text(Path(text)), str(Path(text)))
     if not isinstance(text, str):
         raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
     named = len(text) < 256 and "\n" not in text
@@ -165,7 +184,7 @@ def text_or_tokens(text: Any, tokens: Any) -> str | Path | NDArray[np.integer[An
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"text is no text in Unicode: {error}") from None
-    return text
+    return Text(text, f"text of {len(text)} characters")
 
 
 class _Contender:
@@ -174,13 +193,19 @@ class _Contender:
     def __init__(self, model: Model, label: str, tensors: dict[str, Any], kv: KVBits | None = None) -> None:
         self.model, self.label, self.tensors, self.kv = model, label, tensors, kv
 
+    def cached(self, caches: Iterable[KVBits]) -> list[_Contender]:
+        """The same with each of these."""
+        return [_Contender(self.model, self.label, self.tensors, kv) for kv in caches]
+
     @property
     def bits_per_weight(self) -> float:
-        """Bits of all tensors as stored, over all weights."""
-        stored = (
-            t.nbytes if isinstance(t, QuantizedArray) else self.model.tensors[name].nbytes
+        """Bits of all tensors as stored, scales included, over all weights."""
+        infos = self.model.tensors
+        stored = [
+            t.nbytes if isinstance(t, QuantizedArray) else infos[name].nbytes
             for name, t in self.tensors.items()
-        )
+        ]
+        stored += [infos[scale].nbytes for scale in scales_of(self.model, self.tensors)]
         return 8 * sum(stored) / sum(t.size for t in self.tensors.values())
 
     def errors(self, original: _Contender) -> list[TensorError]:
@@ -202,14 +227,15 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return model if isinstance(model, Model) else open_model(model, device)
 
 
-def _contenders(
-    source: Model, base: Model | None, formats: Sequence[FormatLike], activations: str
-) -> list[_Contender]:
-    """The models to score, the original first."""
-    tensors = dict(source)
-    if base is not None:
-        return [_Contender(base, _own_type(base), dict(base)), _Contender(source, _own_type(source), tensors)]
-    result = [_Contender(source, _own_type(source), tensors)]
+def _weights(model: Model) -> dict[str, Any]:
+    """Its tensors but scales, which others have in their formats or numbers."""
+    scales = scales_of(model, model)
+    return {name: model[name] for name in model if name not in scales}
+
+
+def _requantized(original: _Contender, formats: Sequence[FormatLike], activations: str) -> list[_Contender]:
+    """The model in each of these formats."""
+    source, result = original.model, []
     selections = [convert.select(source, name) for name in formats]
     if activations == "q8_1":
         for chosen in selections:
@@ -217,9 +243,12 @@ def _contenders(
     labels = _numbered([chosen.label for chosen in selections])
     for chosen, label in zip(selections, labels, strict=True):
         if chosen.ragged:
-            ragged = ", ".join(map(escaped, sorted(chosen.ragged)))
+            ragged = ", ".join(sorted(chosen.ragged))
             warnings.warn(f"{label}: kept in float, as K is ragged: {ragged}", stacklevel=3)
-        made = {n: quantize(t, chosen.formats[n]) if n in chosen.formats else t for n, t in tensors.items()}
+        made = {
+            name: quantize(tensor, chosen.formats[name]) if name in chosen.formats else tensor
+            for name, tensor in original.tensors.items()
+        }
         result.append(_Contender(source, label, made))
     return result
 
@@ -269,15 +298,13 @@ def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
 
 
 def _token_ids(
-    source: Model, given: str | Path | NDArray[np.integer[Any]]
+    source: Model, given: Text | NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.integer[Any]], int | None, str]:
     """Token ids [n], the BOS id that starts every chunk or None, and what to call the text."""
     if isinstance(given, np.ndarray):
         return given, None, "token ids"
     words = Tokenizer.from_metadata(source.metadata)
-    ids = words.encode(given if isinstance(given, str) else _read_text(given))
-    label = f"text of {len(given)} characters" if isinstance(given, str) else str(given)
-    return ids, words.bos_id if words.add_bos else None, label
+    return words.encode(given), words.bos_id if words.add_bos else None, given.label
 
 
 def _read_text(path: Path) -> str:
@@ -312,6 +339,18 @@ def _check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders
             )
     if len({m.vocab_size for m in models}) > 1:
         raise ValueError(f"the models' vocabularies differ in size: {[m.vocab_size for m in models]}")
+
+
+def _check_tokens(files: Sequence[Model]) -> None:
+    """Ids of a text mean the same to all models that say what their tokens are."""
+    key = "tokenizer.ggml.tokens"
+    own = files[-1].metadata[key]
+    for file in files[:-1]:
+        if not same_value(file.metadata.get(key, own), own):
+            raise ValueError(
+                f"{file.path.name} has another vocabulary ({key}) than {files[-1].path.name}: "
+                "a text is not the same ids to both"
+            )
 
 
 def _scored(ctx: int) -> slice:

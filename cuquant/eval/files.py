@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats import Format, names
-from ..formats import get as get_format
+from ..io import mixture
 from ..io.atomic import replacing
 from ..io.model import Model, opened
 from ..render import to_json
-from .evaluate import distinct, evaluate, text_or_tokens
+from .evaluate import Text, distinct, evaluate, text_or_tokens
 from .kv import distinct_widths
 from .report import Evaluation, Evaluations
 
@@ -33,9 +32,12 @@ def evaluate_files(
     tokens: Any = None,
     base: str | os.PathLike[str] | Model | None = None,
     formats: Any = (),
+    ctx: int = 512,
+    chunks: int | None = None,
+    activations: str = "f16",
     kv_bits: Any = (),
+    device: str | None = None,
     progress: bool = False,
-    **options: Any,
 ) -> Evaluations:
     """Evaluate GGUF models one after the other on the same text, each as `evaluate` does.
 
@@ -46,7 +48,7 @@ def evaluate_files(
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
         holds, by path, size and time of change of all their files, are not evaluated again: run the same call
         once more after an interruption, or with more models.
-    text, tokens, base, formats, kv_bits, progress, and ctx, chunks, activations, device
+    text, tokens, base, formats, ctx, chunks, activations, kv_bits, device, progress
         As in `evaluate`.
 
     Returns
@@ -67,6 +69,7 @@ def evaluate_files(
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:
         _check_place(target)
+    options: dict[str, Any] = {"ctx": ctx, "chunks": chunks, "activations": activations, "device": device}
     settings = {
         "text": _fingerprint(given),
         "base": None if base is None else _stamp(base),
@@ -80,8 +83,7 @@ def evaluate_files(
         if stamp not in known:
             known[stamp] = evaluate(
                 model,
-                text=text,
-                tokens=tokens,
+                **({"text": given} if isinstance(given, Text) else {"tokens": given}),
                 base=base,
                 formats=formats,
                 kv_bits=widths,
@@ -102,16 +104,20 @@ def _stamp(path: str | os.PathLike[str] | Model) -> list[Any]:
     return stamps if len(stamps) > 1 else stamps[0]
 
 
-def _fingerprint(given: str | Path | NDArray[np.integer[Any]]) -> str:
+def _fingerprint(given: Text | NDArray[np.integer[Any]]) -> str:
     """SHA-256 of what is evaluated."""
     if isinstance(given, np.ndarray):
         return hashlib.sha256(np.ascontiguousarray(given, np.int64).tobytes()).hexdigest()
-    return hashlib.sha256(given.encode() if isinstance(given, str) else given.read_bytes()).hexdigest()
+    return hashlib.sha256(given.encode()).hexdigest()
 
 
 def _spelled(fmt: Any) -> str:
-    """A format as it was given; an object with its parameters, unless a name stands for them."""
-    return str(fmt) if not isinstance(fmt, Format) or fmt in map(get_format, names()) else repr(fmt)
+    """What a format, mixture or recipe is called in settings: by its name, or by parameters that none has."""
+    kind = mixture.get(fmt)
+    if isinstance(kind, mixture.Recipe):
+        return str({pattern: _spelled(each) for pattern, each in kind.rules})
+    named = str(kind) in mixture.names() and mixture.get(str(kind)) == kind
+    return str(kind) if named else repr(kind)
 
 
 def _plain(value: Any) -> Any:
@@ -139,7 +145,7 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
             raise KeyError
         others = stored["settings"]
         found = {json.dumps(e["file"]): Evaluation.from_dict(e["evaluation"]) for e in stored["evaluations"]}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path} is not a file of cuquant's evaluations: name another") from None
     differing = [key for key in {**others, **settings} if others.get(key) != settings.get(key)]
     if differing:
