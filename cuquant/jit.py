@@ -265,7 +265,8 @@ def _function(device_id: int, kernel: Kernel) -> Any:
         function = _functions.get((device_id, kernel))
         if function is None:
             function = _module(device_id, kernel).get_function(kernel.entry)
-            if kernel.max_shared > 48 << 10:  # beyond this a function must ask
+            # Beyond this a function must ask, counted what the kernel itself declares.
+            if kernel.max_shared + function.shared_size_bytes > 48 << 10:
                 function.max_dynamic_shared_size_bytes = kernel.max_shared
             if kernel.op in _IN_TURN:
                 function.preferred_shared_memory_carveout = 100

@@ -11,6 +11,7 @@ from products import cuda_weight, gauss
 
 import cuquant as cq
 from cuquant import cuda, device, jit, plan, sources, testing
+from cuquant.kv import plan as kv_plan
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -126,6 +127,19 @@ def test_two_threads_and_two_streams() -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+def test_shared_memory_that_just_needs_no_asking() -> None:
+    """48 KB for the rings of 16 warps, and a little that the kernel declares."""
+    cache = cq.KVCache(2, 64, {3: 100})
+    cache.append(*gauss((2, 1, 90, 2, 64)))
+    q = gauss((1, 1, 8, 64), 1).astype(np.float16)
+    expected = testing.attention(q, cache)
+    there = cache.to_device("cuda")
+    assert nmse(cq.attention(device.cupy().asarray(q), there), expected) < 1e-5
+    if jit.capability() == 90:
+        shape = kv_plan.Shape(1, 1, 8, 2, 64, (3,), False, 1)
+        assert kv_plan.attention(shape, 90, 132).attention.shared == 48 << 10
 
 
 def test_threads_compile_once() -> None:
