@@ -83,16 +83,16 @@ CHOSEN = {
     ),
     "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
     "test_gpu_kv_operands.py": (21, "not another_gpu"),
-    "test_gpu_kv_refused.py": (28, "test"),
+    "test_gpu_kv_refused.py": (29, "test"),
     "test_gpu_kv_captured.py": (17, "test"),
     "test_gpu_kv_moves.py": (135, "not many_elements"),
     "test_gpu_evaluate.py": (3, "small_model"),
     "test_gpu_kv_repeats.py": (21, "test"),
     "test_tuning.py": (5, "(right and (q4_0 or kbit4) and (8 or 40)) or keeps"),
     "test_gpu_attention.py": (
-        74,
+        93,
         "(types and (64 or 40) and not (64 and bfloat16)) or (masks and True) or positions or bad or seen"
-        " or (fewer and not 70000 and not 3000) or importance",
+        " or (fewer and not 70000 and not 3000) or importance or hides",
     ),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }

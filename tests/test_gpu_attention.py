@@ -222,6 +222,32 @@ def test_a_query_that_sees_nothing_gives_zeros() -> None:
     assert not y[1, 2].any()
 
 
+@pytest.mark.parametrize("least", [np.finfo(F).min, -1.2e38, -1.0e38])
+def test_only_infinity_hides(least: float) -> None:
+    """Tokens that all have the lowest number of a mask count alike; beside others they count nothing."""
+    mask = np.full((2, 8, 3, 50), least, F)
+    mask[:, :4, :, 10:40] = -np.inf
+    mask[:, :, 2, ::7] = 0
+    mask[1, 5, 0, 20] = np.nan
+    agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask[:1])
+    q = device.cupy().asarray(normal(2, 3, 8, 64, seed=3))
+    y = testing.as_numpy(cq.attention(q, filled(), mask=device.cupy().asarray(mask)))
+    spoiled = np.zeros(y.shape, bool)
+    spoiled[1, 0, 5] = True
+    assert np.array_equal(np.isnan(y), spoiled)
+
+
+def test_a_finite_mask_shows_no_key_that_hides_itself() -> None:
+    k = normal(1, 2, 1, 64)
+    k[0, 1, 0, 5] = np.inf
+    cache = cq.KVCache(1, 64, 2, bits=(16,))
+    cache.append(k, normal(1, 2, 1, 64, seed=1))
+    q, mask = np.zeros((1, 1, 1, 64), np.float16), np.full(2, np.finfo(F).min, F)
+    q[..., 5] = -1
+    y = cq.attention(device.cupy().asarray(q), cache.to_device("cuda"), mask=device.cupy().asarray(mask))
+    assert testing.nmse(testing.as_numpy(y), cq.attention(q, cache, mask=mask)) < 1e-6
+
+
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_magnitudes_of_values(bits: int, magnitude: float) -> None:
@@ -344,6 +370,24 @@ def test_importance_is_the_probability_received(options: dict[str, Any]) -> None
         for b in range(2):
             given = testing.as_numpy(ours.bucket(b).importance)
             assert np.allclose(given, theirs.bucket(b).importance, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_do_not_matter_to_importance(bad: float, bits: int) -> None:
+    """Nor those that spoil results; also where no other token is in the step of a warp."""
+    for heads, dim, n, q_len in ((2, 64, 17, 1), (2, 64, 33, 3), (8, 128, 33, 1)):
+        v = normal(1, n, heads, dim, seed=1)
+        v[0, -1, 1, 5] = bad
+        on_cpu = cq.KVCache(heads, dim, 40, bits=(bits,), track_attention=True)
+        on_cpu.append(normal(1, n, heads, dim), v)
+        cache = on_cpu.to_device("cuda")
+        q = normal(1, q_len, 4 * heads, dim, seed=3, dtype=np.float16)
+        y = cq.attention(q, on_cpu)
+        assert np.array_equal(
+            np.isnan(testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))), np.isnan(y)
+        )
+        assert np.allclose(cache.tokens().importance, on_cpu.tokens().importance, rtol=2e-3, atol=1e-6)
 
 
 def test_devices_do_not_mix() -> None:

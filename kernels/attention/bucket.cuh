@@ -68,6 +68,18 @@ struct Bucket {
             values(stream.wait());
             stream.template release<true>(step);
         }
+        if constexpr (BITS == 16)
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    const float first = __shfl_sync(~0u, q.o[n][0][c], i);
+#pragma unroll
+                    for (int m = 0; m < PAIRS * 4; m++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++)
+                            if (first != first) q.o[n][m][h * 2 + c] = first;
+                }
         if constexpr (BALANCED<BITS>)
 #pragma unroll
             for (int n = 0; n < GROUPS; n++)
@@ -190,7 +202,8 @@ private:
                 const float loaded = BITS < 16 ? load_shared_half(stream.key_scale(slot, t * 2 + h)) : 1;
                 const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded) : 1;
                 const float stored = BITS < 16 ? load_shared_half(stream.value_scale(slot, t * 2 + h)) : 1;
-                v_scale[t][h] = BITS < 16 ? stored + NOTHING : 1;
+                // NaN becomes infinite: its weight is above MOST_WEIGHT, which NaN is not.
+                v_scale[t][h] = BITS < 16 ? fminf(stored + NOTHING, INFINITE) : 1;
 #pragma unroll
                 for (int n = 0; n < GROUPS; n++)
 #pragma unroll
@@ -276,7 +289,8 @@ private:
         return most;
     }
 
-    DEVICE void move_references(const float (&v_scale)[TILES][2]) {
+    // Tokens whose values are not finite count as others of their score, and then spoil what is summed up of values.
+    DEVICE void move_references(float (&v_scale)[TILES][2]) {
 #pragma unroll
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
@@ -285,8 +299,10 @@ private:
 #pragma unroll
                 for (int t = 0; t < TILES; t++)
 #pragma unroll
-                    for (int h = 0; h < 2; h++)
-                        most = fmaxf(most, s[n][t][h * 2 + c] + (BITS < 16 ? log2_of(fabsf(v_scale[t][h])) : 0));
+                    for (int h = 0; h < 2; h++) {
+                        const float size = fabsf(v_scale[t][h]);
+                        most = fmaxf(most, s[n][t][h * 2 + c] + (BITS < 16 && size < INFINITE ? log2_of(size) : 0));
+                    }
 #pragma unroll
                 for (int step = 4; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
                 float& reference = q.reference[n][c];
@@ -298,6 +314,10 @@ private:
                 for (int m = 0; m < PAIRS * 4; m++) q.o[n][m][c] *= factor, q.o[n][m][c + 2] *= factor;
                 excess[n][c] *= factor;
             }
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) v_scale[t][h] = fmaf(v_scale[t][h], 0.f, v_scale[t][h]);
     }
 
     DEVICE void values(u32 slot) {
@@ -330,7 +350,7 @@ private:
     }
 
     // Float16 values that are infinite or NaN count as 0, lest a weight of 0 makes them NaN, and spoil the queries that
-    // see them.
+    // see them: their first channel, which stands for all (`run`), and not the sum of weights.
     DEVICE void spoil(Units<BITS, VALUES> (&v)[4], int t, int unit) {
         u32 bad = 0;
 #pragma unroll
@@ -348,12 +368,12 @@ private:
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) bad |= __shfl_xor_sync(~0u, bad, step);
 #pragma unroll
-        for (int h = 0; h < 2; h++)
+        for (int n = 0; n < GROUPS; n++)
 #pragma unroll
-            for (int n = 0; n < GROUPS; n++)
-#pragma unroll
-                for (int c = 0; c < COLUMNS; c++)
-                    if (bad >> (h * 8 + g) & 1 && seen & bit(n, t, h, c)) q.total[n][c] = __int_as_float(0x7fffffff);
+            for (int c = 0; c < COLUMNS; c++) {
+                const bool sees = (bad >> g & 1 && seen & bit(n, t, 0, c)) || (bad >> (8 + g) & 1 && seen & bit(n, t, 1, c));
+                if (__ballot_sync(~0u, sees) & 0x11111111u << i) q.o[n][0][c] = __int_as_float(0x7fffffff);
+            }
     }
 
     // In place of a scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and

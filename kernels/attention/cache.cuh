@@ -58,6 +58,9 @@ DEVICE int last_seen(const Attention& p, int sequence, int position) {
     return p.next_slots[sequence] - p.q_len + position;
 }
 
+// The least score that a finite mask leaves: tokens that are far below all others still share what there is.
+constexpr float LEAST_SCORE = -1.6e38f;
+
 // Whether the mask lets a row of a key head's queries see a slot; a float mask is added to the score, in bits.
 DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {
     if (p.mask_dtype == NO_MASK) return true;
@@ -67,6 +70,7 @@ DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int sl
                    slot * p.mask_strides[3];
     if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[at];
     const float value = load_float(p.mask, at, p.mask_dtype);
-    score += value * 1.44269504f;
+    const float sum = score + value * 1.44269504f;
+    score = sum < LEAST_SCORE && score > -INFINITE ? LEAST_SCORE : sum;
     return value != -INFINITE;
 }

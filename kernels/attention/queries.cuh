@@ -364,4 +364,5 @@ public:
     static DEVICE constexpr int row_of(int place) { return place * COLUMNS / 2; }
 
     static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
+    static_assert(LEAST < LEAST_SCORE, "it moves with the first");
 };
