@@ -298,10 +298,18 @@ def test_a_scale_of_a_tensor_makes_small_weights_precise() -> None:
     w = rng().standard_normal((64, 1024), F) * F(0.002)
     plain, scaled = cq.quantize(w, "nvfp4"), cq.quantize(w, cq.NvFp4())
     assert testing.nmse(scaled, w) < 0.012 < 0.2 < testing.nmse(plain, w)
-    assert scaled.format.scale == np.abs(w).max() / F(2688)  # type: ignore[attr-defined]
+    assert scaled.format.scale == np.abs(w).max() / F(1440)  # type: ignore[attr-defined]
     assert repr(scaled).startswith(f"QuantizedArray(shape=(64, 1024), format=nvfp4*{scaled.format.scale:.9g}")  # type: ignore[attr-defined]
     assert "* d *" in scaled._repr_html_()
     scaled.validate()
+
+
+def test_a_fitted_scale_leaves_those_of_blocks_to_nearest() -> None:
+    """From 248 on they would all be 448."""
+    w = rng().standard_normal((512, 256), F)
+    plain, fitted = (testing.nmse(cq.quantize(w, fmt), w) for fmt in ("nvfp4", cq.NvFp4()))
+    assert fitted == pytest.approx(plain, rel=0.01)
+    assert testing.nmse(cq.quantize(w, cq.NvFp4(np.abs(w).max() / 2688)), w) > 1.1 * plain
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 1 / 3, 1.0, 2, 2.0**100])
@@ -329,7 +337,7 @@ def test_a_scale_is_fitted_to_the_greatest_magnitude(dtype: np.dtype[Any]) -> No
         w = cq.quantize(x[:, ::1], cq.NvFp4())
         peak = np.abs(x.astype(F)).max()
         assert np.abs(w.dequantize()).max() == pytest.approx(peak, rel=1e-6)
-        assert w.format.scale == pytest.approx(peak / 2688, rel=3e-7)  # type: ignore[attr-defined]
+        assert w.format.scale == pytest.approx(peak / 1440, rel=3e-7)  # type: ignore[attr-defined]
     assert cq.quantize(np.zeros((1, 64), dtype), cq.NvFp4()).format == "nvfp4"
     with pytest.raises(ValueError, match="cannot quantize nan in row 0"):
         cq.quantize(np.full((1, 64), np.nan, dtype), cq.NvFp4())

@@ -15,6 +15,8 @@ _GROUP = 16
 """Weights of one scale."""
 _LARGEST = np.float32(e2m1.LARGEST * 448)
 """Of a weight, in units of the tensor's scale."""
+_FITTED = np.float32(e2m1.LARGEST * 240)
+"""The same where scales are still to nearest: all that are greater become 448."""
 SCALES = (2.0**-100, 2.0**100)
 """Of tensors: that products multiply their sums by, also times a power of two."""
 _LARGEST_CODE = 0x7E
@@ -55,7 +57,7 @@ class NvFp4(Format):
     ----------
     scale : float, optional
         From 2^-100 to 2^100, rounded to float32. Without one, quantizing gives arrays of a format whose scale
-        is the least that holds their greatest magnitude: that over 6 * 448.
+        is the least that keeps those of blocks to nearest: their greatest magnitude over 6 * 240.
 
     Raises
     ------
@@ -108,8 +110,8 @@ class NvFp4(Format):
             return NvFp4(1)
         if not np.isfinite(peak):  # which quantizing refuses
             return NvFp4(SCALES[1])
-        scale = max(peak / _LARGEST, np.float32(SCALES[0]))
-        above = scale if peak / scale <= _LARGEST else np.nextafter(scale, np.float32(np.inf))
+        scale = max(peak / _FITTED, np.float32(SCALES[0]))
+        above = scale if peak / scale <= _FITTED else np.nextafter(scale, np.float32(np.inf))
         return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
