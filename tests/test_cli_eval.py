@@ -153,8 +153,24 @@ def test_activations_change_only_quantized_products(
     run: Run, model: Path, some: tuple[object, ...], evaluation: cq.Evaluation
 ) -> None:
     done = run("eval", model, *some, "--formats", "q8_0,q4_0", "-o", "csv", "--activations", "q8_1")
-    plain, quantized = evaluation.render("csv").splitlines(), done.out.splitlines()
+    plain, quantized = (list(csv.reader(io.StringIO(text))) for text in (evaluation.render("csv"), done.out))
+    assert [row.pop(1) for row in quantized] == ["activations", "q8_1", "q8_1", "q8_1"]
     assert [a == b for a, b in zip(plain, quantized, strict=True)] == [True, True, False, False]
+    done = run("eval", model, *some, "-o", "json", "--activations", "q8_1")
+    assert json.loads(done.out)["activations"] == "q8_1"
+
+
+def test_help_says_what_options_concern(run: Run) -> None:
+    text = " ".join(run("eval", "--help").out.split())
+    assert "--activations {f16,q8_1} of products with quantized weights, which alone they concern" in text
+    assert "all options but MODEL.gguf must be the same then, formats too" in text
+
+
+def test_a_recipe_is_for_quantize(run: Run, model: Path, some: tuple[object, ...]) -> None:
+    done = run("eval", model, *some, "--formats", "*ffn_down*=q6_k,*=q4_k")
+    assert done.status == 2
+    assert "'*ffn_down*=q6_k,*=q4_k' is a recipe: make a file by cuquant quantize --format" in done.err
+    assert 'cuquant.evaluate(formats={"*": "q4_k"})' in done.err
 
 
 @pytest.fixture

@@ -276,6 +276,18 @@ def test_the_base_stands_once(models: list[Path]) -> None:
     assert list(table["model"]) == ["a.gguf", "b.gguf", "b.gguf"]
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_base_among_the_models_stands_once(models: list[Path], order: tuple[int, int]) -> None:
+    given = [models[i] for i in order]
+    several = cq.evaluate_files(given, **OPTIONS | {"formats": (), "base": models[0], "kv_bits": 8})
+    rows = [line.split(",") for line in several.render("csv").splitlines()]
+    assert rows[0][2] == "kv_bits"
+    own = {"a.gguf": [["a.gguf", "8"]], "b.gguf": [["b.gguf", ""], ["b.gguf", "8"]]}
+    expected = [["a.gguf", ""], *(row for path in given for row in own[path.name])]
+    assert [[row[0], row[2]] for row in rows[1:]] == expected
+    assert "Evaluations(2 models: 4 rows" in repr(several)
+
+
 def test_a_mixture_has_its_name(tmp_path: Path) -> None:
     source = write(tmp_path / "f16.gguf", Spec(d_model=256, head_dim=64, n_ff=256))
     for kind in ("q4_k_m", "q4_0"):

@@ -17,7 +17,7 @@ from synthetic import some_tokens
 
 from cuquant.eval import Evaluation, Evaluations, evaluate
 
-KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows", "base"]
+KEYS = ["model", "text", "ctx", "chunks", "scored_tokens", "backend", "rows", "base", "activations"]
 COLUMNS = ["format", "bits_per_weight", "ppl", "ppl_stderr", "mean_kld", "max_kld", "same_top_percent"]
 COLUMNS += ["rms_dp_percent"]
 TENSOR_COLUMNS = ["name", "format", "bits_per_weight", "nmse", "sqnr_db", "max_abs_error"]
@@ -134,6 +134,20 @@ def test_columns_with_a_value_in_some_rows_are_shown(result: Evaluation) -> None
     header, *_ = cells(replace(result, rows=rows), "table")
     assert "mean KLD" in header
     assert "max KLD" not in header
+
+
+def test_quantized_activations_are_a_column(result: Evaluation) -> None:
+    """As quantized caches are: where there are some; JSON says it always."""
+    assert json.loads(result.render("json"))["activations"] == "f16"
+    rounded = replace(result, activations="q8_1")
+    assert Evaluation.from_dict(json.loads(rounded.render("json"))) == rounded
+    header, *rows = cells(rounded, "md")
+    assert header[:3] == ["format", "activations", "bits/weight"]
+    assert {row[1] for row in rows} == {"q8_1"}
+    several = Evaluations([result, rounded]).render("csv")
+    read = list(csv.DictReader(io.StringIO(several)))
+    assert [row["activations"] for row in read] == [""] * 3 + ["q8_1"] * 3
+    assert cells(rounded, "md", tensors=True) == cells(result, "md", tensors=True)
 
 
 def test_repr_is_short(result: Evaluation, alone: Evaluation) -> None:

@@ -58,7 +58,12 @@ def format_list(text: str) -> list[str]:
 
 
 def file_format_list(text: str) -> list[str]:
-    """Formats or mixtures, each once."""
+    """Formats or mixtures, each once; a recipe has commas of its own."""
+    if "=" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a recipe: make a file by cuquant quantize --format, and evaluate that, or call "
+            'cuquant.evaluate(formats={"*": "q4_k"})'
+        )
     return list(dict.fromkeys(file_format(name) for name in _names(text)))
 
 

@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         "--results",
         metavar="FILE.json",
         type=Path,
-        help="write each model's result there at once; models that it holds are not evaluated again",
+        help="write each model's result there at once; models that it holds are not evaluated again: all "
+        "options but MODEL.gguf must be the same then, formats too",
     )
     command.add_argument(
         "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
@@ -45,7 +46,10 @@ def add(commands: Any) -> None:
     command.add_argument("--ctx", type=int, default=512, metavar="N", help="tokens of a chunk (512)")
     command.add_argument("--chunks", type=int, metavar="N", help="how many chunks to use (all)")
     command.add_argument(
-        "--activations", choices=("f16", "q8_1"), default="f16", help="quantize activations, or not (f16)"
+        "--activations",
+        choices=("f16", "q8_1"),
+        default="f16",
+        help="of products with quantized weights, which alone they concern: quantized, or not (f16)",
     )
     command.add_argument(
         "--kv-bits",

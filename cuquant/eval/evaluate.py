@@ -138,7 +138,8 @@ def evaluate(
     scored = len(pieces) * len(range(*_scored(ctx).indices(ctx - 1)))
     backend = device_info.name(source.device)
     origin = None if base is None else str(contenders[0].model.path)
-    return Evaluation(str(source.path), label, ctx, len(pieces), scored, backend, rows, origin)
+    facts = str(source.path), label, ctx, len(pieces), scored, backend
+    return Evaluation(*facts, rows, origin, activations)
 
 
 def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:

@@ -13,6 +13,7 @@ from .scores import COMPARED, TensorError
 
 _COLUMNS = {
     "format": ("format", ""),
+    "activations": ("activations", ""),
     "kv_bits": ("KV bits", ""),
     "bits_per_weight": ("bits/weight", ".3f"),
     "ppl": ("PPL", ".4f"),
@@ -67,6 +68,8 @@ class Evaluation:
         With formats or a base model the first row is the original.
     base : str or None
         The file of a base model, whose row the first is.
+    activations : str
+        "f16", or "q8_1", a column then: inputs of products with quantized weights were quantized too.
     """
 
     model: str
@@ -77,6 +80,7 @@ class Evaluation:
     backend: str
     rows: list[Row]
     base: str | None = None
+    activations: str = "f16"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dictionaries and lists: what ``render("json")`` prints."""
@@ -123,9 +127,13 @@ class Evaluation:
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns = _TENSOR_COLUMNS if tensors else _COLUMNS
         items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
-        if not tensors and all(row.kv_bits is None for row in self.rows):
-            columns = {key: column for key, column in columns.items() if key != "kv_bits"}
-        return [{key: getattr(item, key) for key in columns} for item in items], columns
+        usual = {"activations"} if self.activations == "f16" else set()
+        usual |= {"kv_bits"} if all(row.kv_bits is None for row in self.rows) else set()
+        columns = {key: column for key, column in columns.items() if key not in usual}
+        of_all = {"activations": self.activations}
+        return [
+            {key: of_all[key] if key in of_all else getattr(item, key) for key in columns} for item in items
+        ], columns
 
     def __str__(self) -> str:
         return self.render()
@@ -170,6 +178,8 @@ class Evaluations:
             names = [Path(evaluation.model).name] * len(own)
             if evaluation.base is not None and not tensors:
                 names[0] = Path(evaluation.base).name
+                if Path(evaluation.model) == Path(evaluation.base):
+                    del own[1], names[1]  # it has its row as the base
                 if evaluation.base in bases:
                     own, names = own[1:], names[1:]
                 bases.add(evaluation.base)
