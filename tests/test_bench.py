@@ -190,6 +190,12 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         (f, m) for f in ("q4_0", "q8_0") for m in ("1", "64")
     ]
     assert done.err.startswith(f"{RECORD}: 4 of 650 cells, NVIDIA H200, commit ")
+    assert done.err.count("\n") == 1
+    done = run("bench", "--from", RECORD, *some[2:-1], "1,3,5", "--formats", "q4_0,kbit2", "-o", "csv")
+    assert len(done.out.splitlines()) == 2
+    assert done.err.startswith(
+        f"{RECORD}: among these cells is no format kbit2; no M 3, 5\n{RECORD}: 1 of 650"
+    )
     done = run("bench", "--from", RECORD, "--batches", "3")
     assert_one_line_error(done)
     assert "the record has no such cells; it has M 1, 2, 4, 8, " in done.err

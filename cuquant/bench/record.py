@@ -142,16 +142,25 @@ class Record:
             raise ValueError(f"the record has no such cells; it has {'; '.join(held)}")
         return Record(None, self.header, kept, self.verdict if len(kept) == len(self.cells) else None)
 
-    def _values(self, name: str) -> str:
+    def lacking(self, **wanted: Collection[Any] | None) -> str:
+        """Of the values wanted, as in `only`, those that no cell has: "no format q6_k; no M 3, 5"."""
+        lost = {
+            name: [value for value in allowed if value not in held]
+            for name, allowed in wanted.items()
+            if allowed is not None
+            for held in [self._held(name)]
+        }
+        return "; ".join(f"no {name} {_listed(name, values)}" for name, values in lost.items() if values)
+
+    def _held(self, name: str) -> list[Any]:
         """What cells have under a name."""
         values = dict.fromkeys((cell | _aliases(cell)).get(name) for cell in self.cells)
-        between = "/" if name == "head_layout" else "x"
-        shown = [
-            between.join(map(str, value)) if isinstance(value, tuple) else str(value)
-            for value in values
-            if value not in (None, (None, None))
-        ]
-        return f"{name} {', '.join(shown)}" if shown else f"no {name}"
+        return [value for value in values if value not in (None, (None, None))]
+
+    def _values(self, name: str) -> str:
+        """The same, in words."""
+        values = self._held(name)
+        return f"{name} {_listed(name, values)}" if values else f"no {name}"
 
     def __contains__(self, key: dict[str, Any]) -> bool:
         return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
@@ -217,6 +226,12 @@ def rounded(value: float | None) -> Any:
 def _paragraphs(text: str, style: str) -> str:
     pattern = {"md": "- {}", "html": "<p>{}</p>"}.get(style, "{}")
     return "\n".join(pattern.format(line) for line in text.splitlines())
+
+
+def _listed(name: str, values: Iterable[Any]) -> str:
+    """Values that cells have under a name, as people write them."""
+    between = "/" if name == "head_layout" else "x"
+    return ", ".join(between.join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
 
 
 def _aliases(cell: dict[str, Any]) -> dict[str, Any]:

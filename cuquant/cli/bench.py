@@ -209,6 +209,8 @@ def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
     if kinds == ["attention"]:
         wanted["batch"] = wanted.pop("M")  # an error names what there is as its table does
     record = whole.only(op=arguments.what and [arguments.what], **wanted)
+    if lacking := record.lacking(**wanted):
+        print(f"{arguments.source}: among these cells is {lacking}", file=sys.stderr)
     return record, f"{arguments.source}: {len(record.cells)} of {len(whole.cells)} cells"
 
 
