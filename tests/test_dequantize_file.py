@@ -75,9 +75,12 @@ def test_float_matrices_get_the_type_and_small_ones_stay(tmp_path: Path) -> None
     np.testing.assert_array_equal(cq.open(target, "cpu")["output.weight"], weights(4, 32, seed=1).astype(B))
     with (
         untouched(tmp_path),
-        pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16$"),
+        pytest.raises(ValueError, match=r"t\.gguf has no matrix to turn into bfloat16: its own are already$"),
     ):
         dequantize_file(target, tmp_path / "u.gguf", "bfloat16")
+    alone = write(tmp_path / "v.gguf", {"norm.weight": weights(64)})
+    with pytest.raises(ValueError, match=r"v\.gguf has no matrix to turn into float16$"):
+        dequantize_file(alone, tmp_path / "u.gguf")
 
 
 def test_kept_tensors_are_copied(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,29 @@ def test_dequantize_to_other_types_is_refused() -> None:
 def test_near_names_are_offered() -> None:
     with pytest.raises(ValueError, match=r"unknown format 'q4-0': did you mean q4_0\? Known are int4"):
         cq.formats.get("q4-0")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (str(cq.Int4(256)), r"; cuquant\.Int4\(group_size, symmetric\) makes"),
+        (
+            str(cq.KBit(3, scale="decoded", absmax="float16")),
+            r"; cuquant\.KBit\(bits, codebook, scale, absmax\)",
+        ),
+        (str(cq.NvFp4(0.01)).upper(), r"; cuquant\.NvFp4\(scale\) makes"),
+        ("trellis2-48", r"; cuquant\.Trellis\(bits, group_size, grid\) makes"),
+        ("exl3-9", r": did you mean exl3-"),
+        ("kbit9", r": did you mean kbit"),
+        ("int8", r": did you mean q8_0\? Known are int4"),
+        ("F16", r"; numbers\.astype\('float16'\) makes floats, which are not quantized; known are int4"),
+        ("f32", r"; numbers\.astype\('float32'\) makes"),
+        ("bf16", r"; numbers\.astype\('bfloat16'\) makes"),
+    ],
+)
+def test_what_unknown_names_stand_for(name: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown format {re.escape(repr(name))}{advice}"):
+        cq.quantize(np.zeros(32, F), name)
 
 
 def test_names_of_mixtures_are_told_from_others() -> None:

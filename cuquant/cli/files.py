@@ -109,7 +109,7 @@ def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any
 
 
 def _add_dequantize(commands: Any) -> None:
-    from ..io.mixture import FLOATS
+    from ..formats.base import FLOATS
 
     command = subcommand(
         commands,

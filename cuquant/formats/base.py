@@ -7,6 +7,7 @@ parameters sets the attributes in its constructor and registers the instances th
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -18,6 +19,11 @@ from numpy.typing import NDArray
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
 """Those that only others quantize to."""
+FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
+FLOATS |= {name: name for name in FLOATS.values()}
+"""Names under which people ask for what is not quantized, and NumPy's."""
+_ELSEWHERE = {"int8": "q8_0"}
+"""What formats are called by others, where no name is near."""
 
 
 class Format(ABC):
@@ -251,12 +257,28 @@ def unknown_format(name: str, known: Sequence[str]) -> str:
 
 
 def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()) -> str:
-    """What an error says of a name that is none of those known, nor of `more` that are not listed; without a
-    hint, which are near."""
-    near = get_close_matches(name.lower(), [*known, *more], 3) if hint is None else []
+    """What an error says of a name that is none of those known, nor of `more` that are not listed: a hint,
+    what makes it, or which are near."""
+    hint, near = hint or _made_by(name.lower(), known), []
+    if hint is None:
+        meant = _ELSEWHERE.get(name.lower())
+        near = [meant] if meant else get_close_matches(name.lower(), [*known, *more], 3)
     if near:
         return f"unknown format {name!r}: did you mean {' or '.join(near)}? Known are {', '.join(known)}"
     return f"unknown format {name!r}{hint or ''}; known are {', '.join(known)}"
+
+
+def _made_by(name: str, known: Sequence[str]) -> str | None:
+    """What makes floats of that name, or formats with parameters in their names, as "int4-256"."""
+    from .parameters import FAMILIES
+
+    if name in FLOATS:
+        return f"; numbers.astype({FLOATS[name]!r}) makes floats, which are not quantized"
+    for family, (kind, given) in FAMILIES.items():
+        listed = any(each.startswith(family) for each in known)
+        if listed and re.match(rf"{re.escape(family)}\d*[-*]", name):
+            return f"; cuquant.{kind.__name__}({', '.join(given)}) makes formats of other parameters"
+    return None
 
 
 def by_ggml_type(number: int) -> Format | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from .kbit import KBit
 from .nvfp4 import NvFp4
 from .trellis import Trellis
 
-_FAMILIES: dict[str, tuple[Callable[..., Format], tuple[str, ...]]] = {
+FAMILIES: dict[str, tuple[type[Format], tuple[str, ...]]] = {
     "exl3": (Exl3, ("bits", "generator")),
     "int4": (Int4, ("group_size", "symmetric")),
     "kbit": (KBit, ("bits", "codebook", "scale", "absmax")),
@@ -34,7 +34,7 @@ def describe(fmt: Format) -> dict[str, Any]:
     ValueError
         The format has no known name and is of no class that has parameters: it could not be read back.
     """
-    for family, (kind, given) in _FAMILIES.items():
+    for family, (kind, given) in FAMILIES.items():
         if type(fmt) is kind:
             return {"name": family} | {name: _as_json(getattr(fmt, name)) for name in given}
     return {"name": get(fmt.name).name}
@@ -52,10 +52,10 @@ def described(description: Mapping[str, Any]) -> Format:
         raise TypeError(f"a format is described by a mapping, not by {description!r:.80}")
     parameters = {key: value for key, value in description.items() if key != "name"}
     name = description.get("name")
-    if isinstance(name, str) and name in _FAMILIES and (parameters or name not in names()):
-        return _FAMILIES[name][0](**parameters)
+    if isinstance(name, str) and name in FAMILIES and (parameters or name not in names()):
+        return FAMILIES[name][0](**parameters)
     if parameters:
-        raise ValueError(f"{name!r} is no format with parameters; known are {', '.join(_FAMILIES)}")
+        raise ValueError(f"{name!r} is no format with parameters; known are {', '.join(FAMILIES)}")
     return get(name)  # type: ignore[arg-type]
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from .. import check
+from ..formats.base import FLOATS
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, TensorInfo
-from .mixture import FLOATS
 from .model import Model, opened
 from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
 from .words import counted
@@ -96,7 +96,10 @@ def dequantize_file(
         kept = copied(model, keep)
         made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
         if not made:
-            left = " that is not to be kept" if kept else ""
+            left = " that is not to be kept"
+            if not kept:  # all are plain
+                own = {PLAIN_TYPES[i.ggml_type][1] for i in model.tensors.values() if is_weight_matrix(i)}
+                left = ": its own are already" if own == {wanted} else ""
             raise ValueError(f"{model.path.name} has no matrix to turn into {wanted}{left}")
         number, kind = next((number, name) for number, (name, own) in PLAIN_TYPES.items() if own == wanted)
         changed = {info.name: _changed(model, info, number, wanted) for info in made}

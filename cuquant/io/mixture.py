@@ -18,12 +18,9 @@ import numpy as np
 
 from .. import formats
 from ..formats import Format
-from ..formats.base import unknown, unknown_format
+from ..formats.base import FLOATS, unknown, unknown_format
 from .gguf import TensorInfo
 
-FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
-FLOATS |= {name: name for name in FLOATS.values()}
-"""Names under which people ask for what is not quantized, and NumPy's."""
 _FALLBACK = {
     "q2_k": "q4_0",
     "q3_k": "q4_0",
