@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import check, device
 from .formats import Format
@@ -37,7 +37,7 @@ def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -
         return matmul(*operands)
     if plain and ufunc.__name__ in ("equal", "not_equal"):
         return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
-    raise check.no_ufunc(self, ufunc.__name__)
+    raise check.no_ufunc(self, ufunc.__name__, options)
 
 
 class _OfTheClass:
@@ -61,8 +61,7 @@ class _Packed:
     __mod__ = __rmod__ = _refused("%")
     __pow__ = __rpow__ = _refused("**")
     __abs__ = _refused("abs")
-    __lt__ = __gt__ = _refused("<")
-    __le__ = __ge__ = _refused("<=")
+    __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
 
     if not TYPE_CHECKING:  # which would take any attribute for one
 
@@ -383,6 +382,9 @@ class Transposed(_Packed):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise check.no_rows(self)
 
     def dequantize(self, dtype: DTypeLike = "float32") -> Any:
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -142,14 +143,26 @@ def test_is_no_buffer_of_numbers() -> None:
         lambda x, w: w**2,
         lambda x, w: abs(w),
         lambda x, w: w < x,
+        lambda x, w: x >= w,
     ],
 )
 def test_blocks_have_no_arithmetic(operate: Any) -> None:
     w = cq.quantize(np.ones((4, 64), np.float32), "q4_0")
     for packed in (w, w.T):
-        message = r"\(q4_0\) holds packed blocks, which have no ([-+*/<]|\*\*|[\w.]+): call \.dequantize\(\)"
+        message = r"\(q4_0\) holds packed blocks, which have no ([-+*/<]|\*\*|>=|[\w.]+): call \.dequantize"
         with pytest.raises(TypeError, match=message):
             operate(np.ones(packed.shape, np.float32), packed)
+
+
+def test_comparisons() -> None:
+    """Python turns them round: which was written only NumPy's functions know."""
+    w: Any = make()
+    compared: list[Callable[[], Any]] = [lambda: w > 0, lambda: 0 >= w, lambda: w.T < 0]  # noqa: SIM300
+    for compare in compared:
+        with pytest.raises(TypeError, match="packed blocks, which have no comparison: call"):
+            compare()
+    with pytest.raises(TypeError, match="packed blocks, which have no >=: call"):
+        _ = np.zeros(w.shape, np.float32) >= w
 
 
 @pytest.mark.parametrize(
@@ -159,6 +172,10 @@ def test_blocks_have_no_arithmetic(operate: Any) -> None:
         ("astype", r"call \.dequantize\(dtype\)"),
         ("reshape", "reshape numbers before they are quantized"),
         ("transpose", r"\.T swaps the last two axes"),
+        ("swapaxes", r"\.T swaps the last two axes"),
+        ("copy", "it never changes"),
+        ("sum", r"call \.dequantize\(\) for the numbers"),
+        *((n, r"call \.dequantize\(\)") for n in ("mean", "max", "min", "flatten", "tolist", "strides")),
     ],
 )
 def test_attributes_that_arrays_have(name: str, instead: str) -> None:
@@ -166,6 +183,22 @@ def test_attributes_that_arrays_have(name: str, instead: str) -> None:
         assert not hasattr(packed, name)
         with pytest.raises(AttributeError, match=rf"a \w+ has no {name}: .*{instead}"):
             getattr(packed, name)
+
+
+@pytest.mark.parametrize("name", ["blocks", "size", "validate", "to_device", "prepare"])
+def test_what_the_array_has_and_its_transpose_has_not(name: str) -> None:
+    w: Any = make()
+    assert hasattr(w, name)
+    with pytest.raises(AttributeError, match=rf"a Transposed has no {name}: W has, .* \.T\.{name}$"):
+        getattr(w.T, name)
+    with pytest.raises(AttributeError, match="'Transposed' object has no attribute '_format'"):
+        _ = w.T._format
+
+
+@pytest.mark.parametrize("use", [lambda w: w[0], lambda w: list(w), lambda w: w[:, 1]])
+def test_a_transpose_cannot_be_indexed(use: Any) -> None:
+    with pytest.raises(TypeError, match=r"a Transposed \(q4_0\) has no rows of blocks: index W, .* \.T, or"):
+        use(make().T)
 
 
 def test_numpy_s_own_product() -> None:
@@ -180,6 +213,10 @@ def test_numpy_s_own_product() -> None:
         x @= w.T
     with pytest.raises(TypeError, match=advice):
         np.matmul(x, w.T, out=np.empty_like(x))
+    with pytest.raises(TypeError, match=r"write x @ W\.T, or cuquant\.matmul\(x, W\.T, dtype=dtype\)"):
+        np.matmul(x, w.T, dtype=np.float32)
+    with pytest.raises(TypeError, match=r"cuquant\.matmul\(x, W\.T, out=out, dtype=dtype\)"):
+        np.matmul(x, w.T, dtype=np.float32, out=np.empty_like(x))
     assert x is rows
 
 

@@ -97,6 +97,14 @@ def test_arrays_are_the_file_s_own_memory(tmp_path: Path) -> None:
     assert np.shares_memory(blocks, model.raw("blocks"))
 
 
+def test_an_empty_path(tmp_path: Path) -> None:
+    """Is no name of the working folder's."""
+    save: Any = lambda path: cq.save(path, {})  # noqa: E731
+    for use in (cq.open, cq.load, cq.read_safetensors, save):
+        with pytest.raises(FileNotFoundError, match="the path is empty"):
+            use("")
+
+
 def test_opening_touches_no_tensor(tmp_path: Path) -> None:
     """A sparse file: 2^20 rows of 8192 weights in q4_0, 4.5 GiB that the disk does not hold."""
     path = tmp_path / "sparse.gguf"

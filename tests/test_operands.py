@@ -65,7 +65,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "q8_1 stores blocks of 32 along the last axis, which has 40 elements",
     ),
-    "plain @ plain": (lambda: cq.matmul(X, X.T), TypeError, "no quantized weight on either side"),
+    "plain @ plain": (
+        lambda: cq.matmul(X, X.T),
+        TypeError,
+        r"no quantized weight on either side: of plain arrays write a @ b, or cuquant\.linear\(x, w\)",
+    ),
     "float64": (
         lambda: X.astype(float) @ W.T,
         TypeError,

@@ -218,7 +218,11 @@ def test_an_interruption_leaves_nothing_behind(
     [
         ([gauss(2)], TypeError, "tensors is a list; a mapping of names to arrays is needed"),
         ({"w": [1.0]}, TypeError, "'w' is a list; a NumPy or CuPy array of floats, integers or bools is"),
-        ({"w": cq.quantize(np.zeros((2, 32), F), "q4_0").T}, TypeError, "tensor 'w' is a Transposed"),
+        (
+            {"w": cq.quantize(np.zeros((2, 32), F), "q4_0").T},
+            TypeError,
+            "'w' is a Transposed: save .*, its .T",
+        ),
         ({"w": np.zeros(2, complex)}, TypeError, "tensor 'w' has dtype complex128; allowed are F64, F32"),
         ({"w": np.zeros(2, ">f4")}, TypeError, "tensor 'w' has dtype >f4"),
         ({"w": np.array(["a"])}, TypeError, "tensor 'w' has dtype <U1"),

@@ -161,6 +161,9 @@ from .common import (
     one_of as one_of,
 )
 from .common import (
+    path as path,
+)
+from .common import (
     readable as readable,
 )
 from .common import (
@@ -309,6 +312,9 @@ from .products import (
 )
 from .products import (
     no_arithmetic as no_arithmetic,
+)
+from .products import (
+    no_rows as no_rows,
 )
 from .products import (
     no_ufunc as no_ufunc,

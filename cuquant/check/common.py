@@ -198,15 +198,22 @@ def tensors(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def path(value: Any) -> Path:
+    """A path that is not empty: Path makes the working folder of such a one."""
+    if isinstance(value, str) and not value:
+        raise FileNotFoundError("the path is empty")
+    return Path(value)
+
+
 def safetensors_path(value: Any) -> Path:
     """Where a safetensors file is to be: not under a name by which programs know GGUF files."""
-    path = Path(value)
-    if path.suffix.lower() == ".gguf":
+    target = path(value)
+    if target.suffix.lower() == ".gguf":
         raise ValueError(
-            f"{path} would be a safetensors file by the name of a GGUF file: name it *.safetensors "
+            f"{target} would be a safetensors file by the name of a GGUF file: name it *.safetensors "
             "(cuquant.quantize_file makes GGUF files, of models)"
         )
-    return path
+    return target
 
 
 def not_a_folder(path: Path) -> None:

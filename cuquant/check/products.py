@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -271,12 +272,14 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     )
 
 
-def no_ufunc(w: Any, name: str) -> TypeError:
+def no_ufunc(w: Any, name: str, options: Iterable[str]) -> TypeError:
     """The error for a function of NumPy's elements; for `x @= W.T` and numpy.matmul with options, too."""
     if name == "matmul":
+        taken = [option for option in ("out", "dtype") if option in options] or ["out"]
         return TypeError(
             f"numpy.matmul with options, and @=, cannot write a product with a {type(w).__name__} "
-            f"({w.format}): write x @ W.T, or cuquant.matmul(x, W.T, out=out)"
+            f"({w.format}): write x @ W.T, or "
+            f"cuquant.matmul(x, W.T, {', '.join(f'{option}={option}' for option in taken)})"
         )
     if name in ("vecdot", "matvec", "vecmat"):
         return TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): write x @ W.T, or W @ x")
@@ -291,14 +294,30 @@ _INSTEAD = {
     "astype": "call .dequantize(dtype), or quantize the numbers to another format",
     "reshape": "reshape numbers before they are quantized, or .dequantize()",
     "transpose": ".T swaps the last two axes, of a stack too",
+    "swapaxes": ".T swaps the last two axes, of a stack too",
+    "copy": "it never changes, and needs none; .dequantize() makes numbers that may",
 }
-"""Of attributes that arrays have."""
+"""Of attributes that arrays have; of others, .dequantize()."""
 
 
 def is_no_attribute(w: Any, name: str) -> None:
     """AttributeError for what arrays of numbers have, and a quantized one, or its transpose, has not."""
-    if name in _INSTEAD:
-        raise AttributeError(f"a {type(w).__name__} has no {name}: {_INSTEAD[name]}", name=name, obj=w)
+    if name.startswith("_") or hasattr(type(w), name):
+        return
+    instead = _INSTEAD.get(name)
+    if instead is None and is_transposed(w) and hasattr(type(w.T), name):
+        instead = f"W has, of which it is the transpose: .T.{name}"
+    elif instead is None and hasattr(np.ndarray, name):
+        instead = "call .dequantize() for the numbers"
+    if instead is not None:
+        raise AttributeError(f"a {type(w).__name__} has no {name}: {instead}", name=name, obj=w)
+
+
+def no_rows(w: Any) -> TypeError:
+    """The error for an index of a transpose: blocks run along what are its columns."""
+    return TypeError(
+        f"a {type(w).__name__} ({w.format}) has no rows of blocks: index W, its .T, or .dequantize()"
+    )
 
 
 def immutable(w: Any) -> TypeError:
@@ -317,7 +336,10 @@ def not_a_product(a: Any, b: Any) -> TypeError:
         return TypeError(
             f"{given} contracts the weight along N, but its blocks run along K: {_along_k(a, b)}"
         )
-    return TypeError(f"{given} has no quantized weight on either side: x @ W.T or W @ x is needed")
+    instead = "x @ W.T or W @ x is needed"
+    if not any(is_quantized(operand) or is_transposed(operand) for operand in (a, b)):
+        instead = "of plain arrays write a @ b, or cuquant.linear(x, w), which is x @ w.T"
+    return TypeError(f"{given} has no quantized weight on either side: {instead}")
 
 
 def _along_k(a: Any, b: Any) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ def read_safetensors(
     OSError
         A file cannot be read.
     """
-    path = Path(path)
+    path = check.path(path)
     with opened(path) as tensors:
         found = sorted(name for name in tensors if name.endswith((".qweight", ".trellis")))
         part = PART.fullmatch(path.name) is not None  # it may have only what is not quantized

@@ -298,7 +298,7 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     if target == "cuda":
         cupy()  # says why there is none
     with ExitStack() as mapped:
-        parts = _open_parts(Path(path), mapped)
+        parts = _open_parts(check.path(path), mapped)
         mapped.pop_all()  # the model's now
     return Model(parts, target)
 

@@ -98,6 +98,8 @@ def entry(name: str, tensor: Any) -> Tensor:
     """An array that is there already; TypeError where it is none, or of another type."""
     if check.is_quantized(tensor):
         return quantized(tensor.format, tensor.shape, lambda: tensor.blocks)
+    if check.is_transposed(tensor):
+        raise TypeError(f"tensor {name!r} is a Transposed: save the array that it is of, its .T")
     array = check.array(tensor, f"tensor {name!r}", "floats, integers or bools")
     for kind, dtype in TYPES.items():
         if array.dtype == dtype:
@@ -158,7 +160,7 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     """
     target = devices.default() if device is None else check.device_name(device)
     to_device = devices.cupy().asarray if target == "cuda" else _itself
-    path = Path(path)
+    path = check.path(path)
     check.not_a_folder(path)
     metadata, arrays = _read(path)
     weights = _weights(path, metadata)
