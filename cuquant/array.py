@@ -156,16 +156,16 @@ class QuantizedArray(_Packed):
         return self
 
     def fragments(self) -> Fragments:
-        """The weight in the GPU kernels' layout, made (and waited for, once) on first use."""
+        """The weight in the GPU kernels' layout, made on first use, when all streams are waited for."""
         if self._fragments is None:
             from .fragments import to_fragments
 
             check.same_device(W=self.storage)
             with _preparing:
                 if self._fragments is None:
-                    self._fragments = to_fragments(self._blocks, self._format, self._shape)
-                    device.synchronize()  # streams may still read the blocks
-                    self._blocks = None
+                    made = to_fragments(self._blocks, self._format, self._shape)
+                    device.synchronize()  # other streams may still read the blocks, which are freed
+                    self._fragments, self._blocks = made, None
         return self._fragments
 
     @property

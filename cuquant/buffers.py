@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import count, pairwise
 from math import ceil, prod
 from typing import Any
 
@@ -140,9 +140,11 @@ class Scratch:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self.retired:
-            device.cupy().cuda.get_current_stream().synchronize()
-        self.lock.release()
+        try:
+            if self.retired:
+                device.cupy().cuda.get_current_stream().synchronize()
+        finally:
+            self.lock.release()
 
 
 _scratches: dict[tuple[int, int], Scratch] = {}
@@ -154,7 +156,9 @@ _LEGACY = (0, 1)
 _PER_THREAD = 2
 """cudaStreamPerThread: another stream in each thread."""
 _last_ids: dict[tuple[int, int, int], int] = {}
-"""What streams with a handle had for an id when they were last asked, which a capture would not survive."""
+"""Of streams by their handles, when they were last asked for: asking one that captures would end that."""
+_unasked = count(1)
+"""Ids, but for their sign, of streams that capture first of all."""
 _making = threading.Lock()
 
 
@@ -162,30 +166,47 @@ def scratch() -> Scratch:
     """The scratch memory of the current device and stream, which all graphs share that were captured on it.
 
     Not by the stream's handle, nor by the thread: another stream is given that of one which is gone, though
-    work may be left to do.
+    work may be left to do. A stream that captures before it has done anything is taken for the last one with
+    its handle.
     """
     cuda = device.cupy().cuda
     number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
     if stream.ptr in _LEGACY:
         return _scratches.get((number, 0)) or _made((number, 0))
     handle = (number, stream.ptr, threading.get_ident() if stream.ptr == _PER_THREAD else 0)
-    if not stream.is_capturing():
-        key = (number, jit.stream_id(stream.ptr))
-        _last_ids[handle] = key[1]
-        return _scratches.get(key) or _made(key)
-    known = _last_ids.setdefault(handle, -1 - len(_last_ids))  # of one that did nothing before: a new one
-    found = _scratches.get((number, known)) or _made((number, known), False)
-    found.captured = True
-    return found
+    if stream.is_capturing():
+        return _made((number, _last_ids.setdefault(handle, -next(_unasked))), captured=True)
+    key = (number, jit.stream_id(stream.ptr))
+    _last_ids[handle] = key[1]
+    return _scratches.get(key) or _made(key)
 
 
-def _made(key: tuple[int, int], may_wait: bool = True) -> Scratch:
-    """New memory of a stream. Where there are too many, the oldest is given back, but for that of graphs."""
+def _made(key: tuple[int, int], captured: bool = False) -> Scratch:
+    """A stream's memory, new where there is none. Where there are too many, the oldest go, but for those of
+    graphs and of the default stream."""
     with _making:
-        others = [k for k, own in _scratches.items() if k[0] == key[0] and not own.captured]
-        if may_wait and len(others) >= _STREAMS:
-            given_back = [_scratches.pop(k) for k in others[: _STREAMS // 2]]
-            for own in given_back:
-                own.retired = True
-            device.synchronize()
-        return _scratches.setdefault(key, Scratch())
+        own = _scratches.get(key)
+        if own is None:
+            if not captured:
+                _make_room(key[0])
+            own = _scratches[key] = Scratch()
+        own.captured |= captured
+        return own
+
+
+def _make_room(number: int) -> None:
+    """All streams are waited for, lest what is given back is still in use."""
+    others = {key: own for key, own in _scratches.items() if key[0] == number and key[1] and not own.captured}
+    if len(others) < _STREAMS:
+        return
+    gone = dict(list(others.items())[: _STREAMS // 2])
+    for key, own in gone.items():
+        own.retired = True
+        del _scratches[key]
+    try:
+        device.synchronize()
+    except BaseException:
+        for own in gone.values():
+            own.retired = False
+        _scratches.update(gone)
+        raise

@@ -147,16 +147,33 @@ def _driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
+class _Number(threading.local):
+    """Where the driver writes a number for this thread."""
+
+    def __init__(self) -> None:
+        self.held = ctypes.c_ulonglong()
+        self.place = ctypes.byref(self.held)
+
+
+_number = _Number()
+
+
+@cache
+def _stream_id() -> Any:
+    function = _driver().cuStreamGetId
+    function.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)
+    return function
+
+
 def stream_id(stream: int) -> int:
     """What tells a stream from all others of the process, also from those that had its handle before.
 
     Of the calling thread's cudaStreamPerThread too. It must not be capturing a graph, which would end.
     """
-    number = ctypes.c_ulonglong()
-    status = _driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
+    status = _stream_id()(stream, _number.place)
     if status:
         raise device.cupy().cuda.driver.CUDADriverError(status)
-    return number.value
+    return int(_number.held.value)
 
 
 def encode_map(

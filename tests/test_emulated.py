@@ -52,6 +52,7 @@ CHOSEN = {
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_fp4_int4.py": (35, "(mxfp4 or nvfp4 or int4-32 or together) and not products and not 1e"),
+    "test_gpu_random.py": (9, "(caches and 2) or (mixtures and 3) or (products and 5)"),
     "test_gpu_rechecks.py": (9, "test"),
     "test_gpu_operands.py": (24, "test"),
     "test_gpu_repeats.py": (30, "test"),
@@ -106,6 +107,8 @@ CHOSEN_OF_SM_90 = {
     ),
     "test_gpu_cores.py": (9, "edges and (q8_0 or q5_1)"),
     "test_gpu_exl3.py": (8, "graph or follows or any_place or magnitudes or (products and shape0-4-mcg)"),
+    "test_gpu_launches.py": (1, "just_needs"),
+    "test_gpu_random.py": (6, "caches and 2"),
     "test_gpu_moe_prefill.py": (
         10,
         "(few_tiles and int4) or (last_rows and 144) or (magnitudes and q4_0) or (told and 64)",

@@ -44,8 +44,8 @@ _ENDS = {
 }
 """Texts of tokens that llama.cpp makes control tokens, whatever their type: they end a generation.
 
-It makes one of each kind for fill-in-the-middle such a token, too, of several the one that its hash table has
-first: those keep their type here."""
+Not here: it makes one of each kind for fill-in-the-middle such a token, too, of several the one that its hash
+table has first, and takes those of gpt-oss's channels, and "<|end|>" among these, for user-defined ones."""
 
 _HINT = "token ids from a .npy file (--tokens) work instead"
 

@@ -1,0 +1,134 @@
+"""Memory of streams, which are not there: whose it is, and when it is given back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuquant import buffers, device, jit
+
+
+class Streams:
+    """CUDA's: handles are given again, ids are not."""
+
+    def __init__(self) -> None:
+        self.current = SimpleNamespace(ptr=0, id=0, capturing=False)
+        self.ids, self.waits = 0, 0
+
+    def enter(self, handle: int, capturing: bool = False) -> Any:
+        self.ids += 1
+        self.current = SimpleNamespace(ptr=handle, id=self.ids, capturing=capturing)
+        return self.current
+
+    @property
+    def cuda(self) -> Any:
+        own = self.current
+        stream = SimpleNamespace(
+            ptr=own.ptr, is_capturing=lambda: own.capturing, synchronize=lambda: self.wait(own)
+        )
+        return SimpleNamespace(
+            get_current_stream=lambda: stream, runtime=SimpleNamespace(getDevice=lambda: 0)
+        )
+
+    def id_of(self, handle: int) -> int:
+        assert not self.current.capturing
+        return int(self.current.id)
+
+    def wait(self, own: Any = None) -> None:
+        self.waits += 1
+        if own is not None and own.capturing:
+            raise RuntimeError("a stream that captures cannot be waited for")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    made = Streams()
+    monkeypatch.setattr(device, "cupy", lambda: made)
+    monkeypatch.setattr(device, "synchronize", made.wait)
+    monkeypatch.setattr(jit, "stream_id", made.id_of)
+    monkeypatch.setattr(buffers, "_scratches", {})
+    monkeypatch.setattr(buffers, "_last_ids", {})
+    return made
+
+
+def test_a_handle_that_is_given_again_is_another_stream(streams: Streams) -> None:
+    streams.enter(100)
+    first = buffers.scratch()
+    assert buffers.scratch() is first
+    streams.enter(100)
+    assert buffers.scratch() is not first
+
+
+def test_graphs_have_the_memory_of_their_stream(streams: Streams) -> None:
+    own = streams.enter(100)
+    first = buffers.scratch()
+    own.capturing = True
+    assert buffers.scratch() is first
+    assert first.captured
+    streams.enter(200, capturing=True)
+    cold = buffers.scratch()
+    assert cold is buffers.scratch() is not first
+    streams.enter(300, capturing=True)
+    assert buffers.scratch() is not cold
+
+
+def test_the_oldest_memory_is_given_back_when_all_have_been_waited_for(streams: Streams) -> None:
+    default = buffers.scratch()
+    own = streams.enter(50)
+    buffers.scratch()
+    own.capturing = True
+    graph, made = buffers.scratch(), []
+    for i in range(buffers._STREAMS + 1):
+        assert streams.waits == 0
+        streams.enter(100 + i)
+        made.append(buffers.scratch())
+    kept = list(buffers._scratches.values())
+    assert streams.waits == 1
+    half = buffers._STREAMS // 2
+    assert kept == [default, graph, *made[half:]]
+    assert [one.retired for one in made] == [True] * half + [False] * (half + 1)
+
+
+def test_who_has_memory_that_goes_waits_for_its_work(streams: Streams) -> None:
+    streams.enter(100)
+    with buffers.scratch() as own:
+        for i in range(buffers._STREAMS):
+            streams.enter(200 + i)
+            buffers.scratch()
+        assert own.retired
+        waits = streams.waits
+    assert streams.waits == waits + 1
+    streams.current.capturing = True  # as an error of the device would
+    with pytest.raises(RuntimeError), own:
+        pass
+    assert not own.lock.locked()
+
+
+def test_nothing_goes_where_streams_cannot_be_waited_for(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(buffers._STREAMS):
+        streams.enter(100 + i)
+        buffers.scratch()
+    before = list(buffers._scratches)
+
+    def refuse() -> None:
+        raise RuntimeError("another thread captures")
+
+    monkeypatch.setattr(device, "synchronize", refuse)
+    streams.enter(1000)
+    with pytest.raises(RuntimeError, match="captures"):
+        buffers.scratch()
+    assert sorted(buffers._scratches) == sorted(before)
+    assert not any(own.retired for own in buffers._scratches.values())
+
+
+def test_flags_that_a_failed_launch_left_are_not_given_again() -> None:
+    own = buffers.Scratch()
+    own._flags.append(np.zeros(4, np.uint32))
+    with pytest.raises(RuntimeError), own.restored():
+        raise RuntimeError
+    assert own._flags[-1].size == 0
