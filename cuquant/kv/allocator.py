@@ -66,16 +66,22 @@ def _counts(
     """
     steps, n = value.shape
     first = np.array([*accumulate(rooms[1:-1], initial=0)][:steps], np.int64)[:, None]
-    place = np.arange(n + first.max(initial=0)) - first  # in `value`, of each chain
+    waits = min(rooms[1:-1], default=n) < n
+    chains = (
+        np.arange(n + first.max(initial=0)) if waits else np.arange(n) + first
+    )  # else all are of one token
+    place = chains - first  # in `value`
     worth = np.take_along_axis(value, place.clip(0, n - 1), axis=1)
     worth[place >= n], worth[place < 0] = 0, np.inf  # no such token: none is missed, and none waited for
     worth[:1, : n - rooms[0]] = np.inf  # must
     worth[-1:][place[-1:] >= rooms[-1]] = -np.inf  # must not
-    worth = _pooled(worth, cost)
-    step, chain = np.nonzero((place >= 0) & (place < n) & (worth > -np.inf))
-    order = np.lexsort((-step, chain, -worth[step, chain]))
-    step, chain = step[order], chain[order]
-    taken = (np.cumsum(cost[step]) <= budget) | (worth[step, chain] == np.inf)
+    if waits:
+        worth = _pooled(worth, cost)
+    known = (place >= 0) & (place < n) & (worth > -np.inf)
+    step, chain, worth = np.nonzero(known)[0], np.broadcast_to(chains, place.shape)[known], worth[known]
+    order = np.lexsort((-step, chain, -worth))
+    step = step[order]
+    taken = (np.cumsum(cost[step]) <= budget) | (worth[order] == np.inf)
     return np.bincount(step[taken], minlength=steps)
 
 
