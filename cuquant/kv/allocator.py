@@ -66,10 +66,8 @@ def _counts(
     """
     steps, n = value.shape
     first = np.array([*accumulate(rooms[1:-1], initial=0)][:steps], np.int64)[:, None]
-    waits = min(rooms[1:-1], default=n) < n
-    chains = (
-        np.arange(n + first.max(initial=0)) if waits else np.arange(n) + first
-    )  # else all are of one token
+    waits = min(rooms[1:-1], default=n) < n  # else chains are of one token each
+    chains = np.arange(n + first.max(initial=0)) if waits else np.arange(n) + first
     place = chains - first  # in `value`
     worth = np.take_along_axis(value, place.clip(0, n - 1), axis=1)
     worth[place >= n], worth[place < 0] = 0, np.inf  # no such token: none is missed, and none waited for
