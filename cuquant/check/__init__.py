@@ -4,17 +4,29 @@ Each function says what was given and what is allowed, before any work starts. T
 thing is, ValueError about the values and shapes it has, as in NumPy.
 """
 
-from .caches import (
+from .attention import (
     MOST_QUERIES as MOST_QUERIES,
+)
+from .attention import (
+    attention_mask as attention_mask,
+)
+from .attention import (
+    kv_cache as kv_cache,
+)
+from .attention import (
+    positions as positions,
+)
+from .attention import (
+    queries as queries,
+)
+from .attention import (
+    score_scale as score_scale,
 )
 from .caches import (
     ages as ages,
 )
 from .caches import (
     appended as appended,
-)
-from .caches import (
-    attention_mask as attention_mask,
 )
 from .caches import (
     average_bits as average_bits,
@@ -44,9 +56,6 @@ from .caches import (
     key_scales as key_scales,
 )
 from .caches import (
-    kv_cache as kv_cache,
-)
-from .caches import (
     lengths as lengths,
 )
 from .caches import (
@@ -65,12 +74,6 @@ from .caches import (
     on_gpu_integers as on_gpu_integers,
 )
 from .caches import (
-    positions as positions,
-)
-from .caches import (
-    queries as queries,
-)
-from .caches import (
     restored as restored,
 )
 from .caches import (
@@ -78,9 +81,6 @@ from .caches import (
 )
 from .caches import (
     saved_ids as saved_ids,
-)
-from .caches import (
-    score_scale as score_scale,
 )
 from .caches import (
     sequence as sequence,

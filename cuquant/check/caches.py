@@ -1,4 +1,4 @@
-"""Caches of keys and values, and attention over them."""
+"""Caches of keys and values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 
 from .. import device
 from .common import (
-    FLOAT_NAMES,
     FLOATS,
     LARGEST_INDEX,
-    array,
     choice,
     count,
     floats,
@@ -23,10 +21,6 @@ from .common import (
     readable,
     same_device,
 )
-
-MOST_QUERIES = 64
-LARGEST_SCALE = 2e38
-"""Of scores: kernels take it times log2(e), in float32."""
 
 
 def head_dim(value: Any, multiple: int) -> int:
@@ -114,7 +108,7 @@ def on_gpu_integers(value: Any, what: str, shape: tuple[int, ...], axes: str = "
         raise TypeError(f"{what} has dtype {value.dtype}; integers are needed")
     if not device.is_current(value):
         same_device(**{what: value})
-    return _broadcast(value, shape, what, axes)
+    return broadcast(value, shape, what, axes)
 
 
 def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
@@ -159,7 +153,7 @@ def lengths(value: Any, batch: int, n: int) -> Any:
     """int64 [batch], 0 to n each; n for None."""
     if value is None:
         return np.full(batch, n)
-    result = _integers(value, "lengths")
+    result = integers(value, "lengths")
     _of_sequences(result.shape, batch)
     if ((result < 0) | (result > n)).any():
         raise ValueError(f"lengths are {result.tolist()}; allowed are 0 to {n}, the tokens given")
@@ -179,8 +173,8 @@ def _of_sequences(shape: tuple[int, ...], batch: int) -> None:
 
 def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...], used: Any = True) -> Any:
     """Widths that a cache has, int64 of `shape`; of several those that are used (bool, of that shape)."""
-    given = _integers(value, "bits")
-    result = _broadcast(given, shape, "bits")
+    given = integers(value, "bits")
+    result = broadcast(given, shape, "bits")
     named = result[np.broadcast_to(used, shape)] if given.ndim else given[None]
     bad = named[~np.isin(named, allowed)]
     if bad.size:
@@ -190,7 +184,7 @@ def token_bits(value: Any, shape: tuple[int, int], allowed: tuple[int, ...], use
 
 def token_ids(value: Any, shape: tuple[int, int], used: Any = True) -> Any:
     """Names of new tokens, int64 of `shape`; checked are those that are used (bool, of that shape)."""
-    result = _broadcast(_integers(value, "token_ids"), shape, "token_ids")
+    result = broadcast(integers(value, "token_ids"), shape, "token_ids")
     bad = ((result < 0) | (result > LARGEST_INDEX)) & used
     if bad.any():
         raise ValueError(f"token_ids has {result[bad][0]}; they are int32, not negative")
@@ -199,7 +193,7 @@ def token_ids(value: Any, shape: tuple[int, int], used: Any = True) -> Any:
 
 def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
     """Ids int64 (batch, n), and whether each sequence has its own; one is taken for a list of it."""
-    ids = np.atleast_1d(_integers(value, "token_ids"))
+    ids = np.atleast_1d(integers(value, "token_ids"))
     own = ids.ndim == 2
     if ids.ndim not in (1, 2) or (own and len(ids) != batch):
         raise ValueError(f"token_ids has shape {ids.shape}; (n,) or ({batch}, n) is needed")
@@ -313,7 +307,7 @@ def importance(value: Any, shape: tuple[int, int]) -> Any:
 
 def average_bits(value: Any, bits: tuple[int, ...]) -> float:
     """A mean that a cache's widths can have."""
-    number = _number(value, "average_bits")
+    number = number_of(value, "average_bits")
     if not bits[-1] <= number <= bits[0]:
         raise ValueError(f"average_bits is {number:g}; this cache's widths allow {bits[-1]} to {bits[0]}")
     return number
@@ -321,74 +315,10 @@ def average_bits(value: Any, bits: tuple[int, ...]) -> float:
 
 def not_negative(value: Any, what: str) -> float:
     """A finite number, 0 or above."""
-    number = _number(value, what)
+    number = number_of(value, what)
     if not 0 <= number < float("inf"):
         raise ValueError(f"{what} is {number}; a finite number, 0 or above, is needed")
     return number
-
-
-def kv_cache(value: Any) -> None:
-    """A KVCache (known by a class attribute: that module imports this one)."""
-    if not getattr(type(value), "is_kv_cache", False):
-        raise TypeError(f"cache is a {type(value).__name__}; a cuquant.KVCache is needed")
-
-
-def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
-    """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
-    batch, heads, dim = cache
-    if len(q) != 4 or (q[0], q[3]) != (batch, dim):
-        raise ValueError(
-            f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim}): "
-            "(batch, queries of a sequence, heads, head_dim)"
-        )
-    if not 1 <= q[1] <= MOST_QUERIES:
-        raise ValueError(f"q has {q[1]} queries in a sequence; allowed are 1 to {MOST_QUERIES}")
-    if q[2] == 0 or q[2] % heads:
-        raise ValueError(f"q has {q[2]} heads, which cannot share {heads} key heads evenly")
-
-
-def score_scale(value: Any, dim: int) -> float:
-    """What scores are multiplied by: 1 / sqrt(head_dim) for None."""
-    if value is None:
-        return float(dim**-0.5)
-    number = _number(value, "scale")
-    if not abs(number) <= LARGEST_SCALE:
-        raise ValueError(f"scale is {number}; a finite number, up to {LARGEST_SCALE:g}, is needed")
-    return number
-
-
-def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> Any:
-    """bool or floats (batch, heads, q_len, slots or more), broadcast; None stays None."""
-    if value is None:
-        return None
-    mask = in_cache(array(value, "mask", f"bool, {FLOAT_NAMES}"), "mask", place)
-    if mask.dtype != bool and mask.dtype not in FLOATS:
-        remedy = ": pass mask != 0" if mask.dtype.kind in "iu" else ""
-        raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}{remedy}")
-    lead = (q[0], q[2], q[1])
-    if mask.ndim == 0 or mask.shape[-1] < slots:
-        raise ValueError(
-            f"mask has shape {mask.shape}; its last axis needs {slots} columns, one for each slot"
-        )
-    try:
-        xp = np if place == "cpu" else device.cupy()
-        return xp.broadcast_to(mask, (*lead, mask.shape[-1]))
-    except ValueError:
-        raise ValueError(f"mask has shape {mask.shape}; it does not broadcast to {(*lead, slots)}") from None
-
-
-def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
-    """Positions of queries (batch, q_len), int64, on the GPU int32; None stays None."""
-    if value is None:
-        return None
-    axes = "(batch, q_len)"
-    if device.is_cuda(value):
-        given = on_gpu_integers(in_cache(value, "positions", place), "positions", q[:2], axes)
-        return int32_on_gpu(given, "positions", LARGEST_INDEX)
-    result = _broadcast(_integers(value, "positions"), q[:2], "positions", axes)
-    if place == "cpu":
-        return result
-    return int32_on_gpu(np.clip(result, -1, LARGEST_INDEX), "positions")
 
 
 def saved_ids(ids: Any, sequence: int) -> None:
@@ -418,7 +348,8 @@ def restored(cache: Any) -> None:
             raise ValueError(f"sequence {sequence} has an importance that is negative or not finite")
 
 
-def _number(value: Any, what: str) -> float:
+def number_of(value: Any, what: str) -> float:
+    """A float, also of one beyond floats: an infinite one."""
     try:
         if isinstance(value, (str, bytes)):
             raise TypeError
@@ -429,7 +360,7 @@ def _number(value: Any, what: str) -> float:
         raise TypeError(f"{what} is a {type(value).__name__}; a number is needed") from None
 
 
-def _integers(value: Any, what: str) -> Any:
+def integers(value: Any, what: str) -> Any:
     """int64 numbers; an empty list is such an array too."""
     result = np.asarray(value)
     if result.dtype.kind not in "iu" and result.size:
@@ -439,7 +370,8 @@ def _integers(value: Any, what: str) -> Any:
     return result.astype(np.int64)
 
 
-def _broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:
+def broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:
+    """An array in that shape, of which the axes are these."""
     if value.shape == shape:
         return value
     xp = device.cupy() if device.is_cuda(value) else np

@@ -1,0 +1,79 @@
+"""Attention over caches of keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import device
+from .caches import broadcast, in_cache, int32_on_gpu, integers, number_of, on_gpu_integers
+from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array
+
+MOST_QUERIES = 64
+LARGEST_SCALE = 2e38
+"""Of scores: kernels take it times log2(e), in float32."""
+
+
+def kv_cache(value: Any) -> None:
+    """A KVCache (known by a class attribute: that module imports this one)."""
+    if not getattr(type(value), "is_kv_cache", False):
+        raise TypeError(f"cache is a {type(value).__name__}; a cuquant.KVCache is needed")
+
+
+def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
+    """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
+    batch, heads, dim = cache
+    if len(q) != 4 or (q[0], q[3]) != (batch, dim):
+        raise ValueError(
+            f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim}): "
+            "(batch, queries of a sequence, heads, head_dim)"
+        )
+    if not 1 <= q[1] <= MOST_QUERIES:
+        raise ValueError(f"q has {q[1]} queries in a sequence; allowed are 1 to {MOST_QUERIES}")
+    if q[2] == 0 or q[2] % heads:
+        raise ValueError(f"q has {q[2]} heads, which cannot share {heads} key heads evenly")
+
+
+def score_scale(value: Any, dim: int) -> float:
+    """What scores are multiplied by: 1 / sqrt(head_dim) for None."""
+    if value is None:
+        return float(dim**-0.5)
+    number = number_of(value, "scale")
+    if not abs(number) <= LARGEST_SCALE:
+        raise ValueError(f"scale is {number}; a finite number, up to {LARGEST_SCALE:g}, is needed")
+    return number
+
+
+def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> Any:
+    """bool or floats (batch, heads, q_len, slots or more), broadcast; None stays None."""
+    if value is None:
+        return None
+    mask = in_cache(array(value, "mask", f"bool, {FLOAT_NAMES}"), "mask", place)
+    if mask.dtype != bool and mask.dtype not in FLOATS:
+        remedy = ": pass mask != 0" if mask.dtype.kind in "iu" else ""
+        raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}{remedy}")
+    lead = (q[0], q[2], q[1])
+    if mask.ndim == 0 or mask.shape[-1] < slots:
+        raise ValueError(
+            f"mask has shape {mask.shape}; its last axis needs {slots} columns, one for each slot"
+        )
+    try:
+        xp = np if place == "cpu" else device.cupy()
+        return xp.broadcast_to(mask, (*lead, mask.shape[-1]))
+    except ValueError:
+        raise ValueError(f"mask has shape {mask.shape}; it does not broadcast to {(*lead, slots)}") from None
+
+
+def positions(value: Any, q: tuple[int, ...], place: str) -> Any:
+    """Positions of queries (batch, q_len), int64, on the GPU int32; None stays None."""
+    if value is None:
+        return None
+    axes = "(batch, q_len)"
+    if device.is_cuda(value):
+        given = on_gpu_integers(in_cache(value, "positions", place), "positions", q[:2], axes)
+        return int32_on_gpu(given, "positions", LARGEST_INDEX)
+    result = broadcast(integers(value, "positions"), q[:2], "positions", axes)
+    if place == "cpu":
+        return result
+    return int32_on_gpu(np.clip(result, -1, LARGEST_INDEX), "positions")
