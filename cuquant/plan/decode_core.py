@@ -12,9 +12,6 @@ from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 
-_GROUP_BYTES = 288 << 10
-"""Of weights, for a block of a grouped product of two sides with up to four batch rows; of more rows twice as
-many. Measured."""
 _LONG_X = 96 << 10
 """Bytes of x from which on pairs of blocks share it, of up to _FEW_TILES a multiprocessor. Measured."""
 _LONG_K = 192
@@ -59,27 +56,40 @@ def decode(
     matrices: int,
     gpu: Gpu,
     in_half: bool = True,
-    sides: int = 1,
-    grouped: bool = False,
     converted: bool = False,
 ) -> Gemm:
     """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
 
-    Weights that are not `in_half`, that float16 does not hold, have no factors of rows. Of two `sides` a
-    block has the same rows of two weights. If `grouped`, only the GPU knows how many matrices count. If x is
+    Weights that are not `in_half`, that float16 does not hold, have no factors of rows. If x is
     to be quantized, every block does so for itself if it is one short row; likewise it is turned for walks.
     Up to 8 batch rows a codebook's table is a large one where all of x has room beside it (four rows take an
     H200 4 to 6% less).
     """
-    work = _Work(fmt, m, n, k, matrices, gpu, sides, grouped)
-    if work.groups == sides == 1 and shared_limit(gpu.capability) > _ROOMY:
-        made = _planned(work, table_of(fmt, gpu.capability, True), in_half, converted)
-        if not fmt.lookup or made.chunk >= ceil(work.steps / made.plan.cluster):
-            return made
-    return _planned(work, table_of(fmt, gpu.capability, sides=sides), in_half, converted)
+    work = Work(fmt, m, n, k, matrices, gpu)
+
+    def made(roomy: bool) -> Gemm:
+        table = table_of(fmt, gpu.capability, roomy)
+        blocks = _blocks(work, table[1])
+        return planned(work, table, in_half, blocks, _row_tiles(work, blocks, table[1]), converted)
+
+    if has_roomy_tables(work):
+        gemm = made(True)
+        if stages_all_x(work, gemm):
+            return gemm
+    return made(False)
 
 
-class _Work(NamedTuple):
+def has_roomy_tables(work: Work) -> bool:
+    """Whether a block may have a table of 64 KB, if all of x has room beside it."""
+    return work.groups == work.sides == 1 and shared_limit(work.gpu.capability) > _ROOMY
+
+
+def stages_all_x(work: Work, gemm: Gemm) -> bool:
+    """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
+    return not work.fmt.lookup or gemm.chunk >= ceil(work.steps / gemm.plan.cluster)
+
+
+class Work(NamedTuple):
     """A product, as this core has it to do."""
 
     fmt: Format
@@ -88,8 +98,8 @@ class _Work(NamedTuple):
     k: int
     matrices: int
     gpu: Gpu
-    sides: int
-    grouped: bool
+    sides: int = 1
+    """Weights of which a block has the same rows."""
 
     @property
     def row_tiles(self) -> int:
@@ -145,40 +155,35 @@ class _Work(NamedTuple):
         return ceil(self.row_tiles * self.matrices * cluster / self.gpu.multiprocessors)
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """How blocks share multiprocessors, columns and shared memory."""
 
     cluster: int
     """Blocks that split K."""
     two: bool
     """Whether a multiprocessor has two."""
-    small: bool
-    """Whether any number of matrices is to fill the GPU."""
     warps: int
     room: int
     """Bytes of a block's shared memory beside a codebook's table."""
     ring: int
     """Bytes of its warps' rings together."""
-    share: int
+    tall: Tall | None = None
+    share: int = 0
     """Row tiles, if all blocks have as many."""
-    tall: _Tall | None
 
 
-def _planned(
-    work: _Work,
+def planned(
+    work: Work,
     table: tuple[int, int],
     in_half: bool,
-    converts: bool,
-    blocks: _Blocks | None = None,
-    tile: tuple[int, int] | None = None,
+    blocks: Blocks,
+    tile: tuple[int, int],
+    converts: bool = False,
 ) -> Gemm:
     """The launch, with so many copies and bytes of a codebook's table; of these blocks, with these warps
-    along N and row tiles of each, if given."""
+    along N and row tiles of each."""
     (copies, table_bytes), (fmt, m) = table, work[:2]
-    blocks = blocks or _blocks(work, table_bytes)
     cluster, warps, tall = blocks.cluster, blocks.warps, blocks.tall
-    if tile is None:
-        tile = (tall.row_warps, tall.rows) if tall else _row_tiles(work, blocks, table_bytes)
     row_warps, rows = tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot = warps * layout(fmt).slot(rows)
@@ -212,108 +217,114 @@ def _planned(
     )
 
 
-def _blocks(work: _Work, table: int) -> _Blocks:
+def _blocks(work: Work, table: int) -> Blocks:
     """Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
     short and shared memory has room, hide each other's start and end; with more rows one large block, which
     reads x once.
 
     On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the ring
     or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that leaves
-    fewer multiprocessors idle. Grouped blocks of two sides are small, so that any number of matrices fills
-    the GPU.
+    fewer multiprocessors idle.
     """
     fmt, m, capability = work.fmt, work.m, work.gpu.capability
-    half, ring = shared_limit(capability, 2) - table, _ring(capability)
-    cluster, tall = _split(work, ring)
+    half, ring = shared_limit(capability, 2) - table, ring_bytes(capability)
+    cluster, tall = _split(work)
     x_bytes, share = work.x_bytes(cluster), work.share(cluster)
     # Of little work two blocks must not read much of x twice.
     soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
     short = share > _FEW_TILES or work.batch * work.k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
     two = tall is None and cluster == 1 and m <= 2 and share > 2 * m and short and ring + x_bytes < half
-    # Of more rows where two blocks can stage a quarter of x at a time.
-    small = work.grouped and work.sides > 1 and work.groups == 1
-    small = small and (m <= 4 or half - (36 << 10) > x_bytes // 4)
-    return _sized(work, table, cluster, two or (small and ring > 24 << 10), small, tall)
+    share = ceil(share / 2) if two else share
+    return sized(work, table, cluster, two, two and work.share(1) > 8, tall)._replace(share=share)
 
 
-def _ring(capability: int) -> int:
+def ring_bytes(capability: int) -> int:
     """Bytes of a multiprocessor's rings, unless there is a reason for more or less."""
     return (72 if shared_limit(capability) > 160 << 10 else 24) << 10
 
 
-def _sized(work: _Work, table: int, cluster: int, two: bool, small: bool, tall: _Tall | None) -> _Blocks:
-    """What blocks that share things so have of shared memory and of W's rows."""
-    m, capability = work.m, work.gpu.capability
-    x_bytes, share, ring = work.x_bytes(cluster), work.share(cluster), _ring(capability)
-    room = shared_limit(capability, 1 + two) - table
-    if two and ring > 48 << 10 and (m > 4 if small else share > 8):
-        ring = 48 << 10  # in the long run more bytes in flight only wait for each other, or x would not fit
+def sized(
+    work: Work, table: int, cluster: int, two: bool, long: bool = False, tall: Tall | None = None
+) -> Blocks:
+    """What blocks that share things so have of shared memory; of two that run `long`, more bytes in flight
+    only wait for each other, or x would not fit."""
+    capability, x_bytes = work.gpu.capability, work.x_bytes(cluster)
+    room, ring = shared_limit(capability, 1 + two) - table, ring_bytes(capability)
+    if long and ring > 48 << 10:
+        ring = 48 << 10
     elif work.large_codes:
         ring = 96 << 10 if two else max(ring, min(104 << 10, room - x_bytes))
     if two:
-        ring, share = min(ring, max(room - x_bytes, room // 2)), ceil(share / 2)
-    if small:
-        most_bytes = _GROUP_BYTES if m <= 4 else 2 * _GROUP_BYTES
-        share = max(1, min(share, round(most_bytes * cluster / (work.steps * work.step_bytes))))
+        ring = min(ring, max(room - x_bytes, room // 2))
     warps = 16 if work.groups == 1 and not two and capability >= 80 else 8
-    return _Blocks(cluster, two, small, tall.warps if tall else warps, room, ring, share, tall)
+    return Blocks(cluster, two, tall.warps if tall else warps, room, ring, tall)
 
 
-def _split(work: _Work, ring: int) -> tuple[int, _Tall | None]:
-    """Blocks that split K, beside rings of so many bytes, and tall tiles if there are any."""
+def blocks_along_k(work: Work) -> int:
+    """Blocks that have to split K, for want of room beside a ring or of registers."""
     if work.gpu.capability != 90:
-        return 1, None
-    x_bytes = work.batch * work.k * 2
+        return 1
     table = table_of(work.fmt, 90, sides=work.sides)[1]
-    least = x_bytes + (40 << 10 if work.fmt.lookup else 0)
-    cluster = 2 if work.groups == 2 or least > shared_limit(90) - table - ring else 1
-    if work.groups == 2 or work.sides > 1 or work.grouped:
+    least = work.batch * work.k * 2 + (40 << 10 if work.fmt.lookup else 0)
+    return 2 if work.groups == 2 or least > shared_limit(90) - table - ring_bytes(90) else 1
+
+
+def _split(work: Work) -> tuple[int, Tall | None]:
+    """Blocks that split K, and tall tiles if there are any."""
+    cluster = blocks_along_k(work)
+    if work.gpu.capability != 90 or work.groups == 2:
         return cluster, None
-    tall = _tall(work, cluster)
+    tall, x_bytes = _tall(work, cluster), work.batch * work.k * 2
     long = x_bytes >= _LONG_X or (work.large_codes and work.steps >= _LONG_K)
     if tall is None and long and work.share(1) <= _FEW_TILES:
         return 2, None
     return tall.cluster if tall else cluster, tall
 
 
-def _limits(work: _Work, blocks: _Blocks, table: int) -> tuple[int, int, int]:
+def most_rows(work: Work) -> int:
+    """Row tiles of a warp for which there are registers everywhere."""
+    fmt = work.fmt
+    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and work.gpu.capability >= 100:
+        return 3  # two words of scales a block, or signs of x, and more registers taken by the same code
+    return 4 if work.groups == 1 or has_minimum(fmt) else 7
+
+
+def _limits(work: Work, blocks: Blocks, table: int) -> tuple[int, int, int]:
     """Of a block's warps along N the fewest and the most, and the most row tiles of each."""
-    fmt, capability, warps = work.fmt, work.gpu.capability, blocks.warps
+    fmt, warps = work.fmt, blocks.warps
     # As registers allow, and two slots of a ring of half the shared memory.
-    most = 4 if work.groups == 1 or has_minimum(fmt) else 7
-    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and capability >= 100:
-        most = 3  # two words of scales a block, or signs of x, and more registers taken by the same code
+    most = most_rows(work)
     if work.large_codes and blocks.two and blocks.ring > 72 << 10:
         most = 2
-    room = shared_limit(capability, 2 if blocks.small else 1) - table
+    room = shared_limit(work.gpu.capability) - table
     most = min(most, max(1, room // (4 * warps * work.step_bytes)))
     if blocks.two:
         ring = blocks.room - min(work.x_bytes(blocks.cluster), blocks.room // 2)
         most = min(most, max(1, ring // (2 * warps * work.step_bytes)))
     # Warps along N read the same columns of x: more of them where it has many rows.
-    least = max(work.sides, 2 if warps == 16 and blocks.share > 2 and not fmt.lookup else 1)
+    least = 2 if warps == 16 and blocks.share > 2 and not fmt.lookup else 1
     return least, warps if work.m > 2 else warps // 2, most
 
 
-def _row_tiles(work: _Work, blocks: _Blocks, table: int) -> tuple[int, int]:
+def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
     """Warps of a block along N, and row tiles of each."""
+    if blocks.tall:
+        return blocks.tall.row_warps, blocks.tall.rows
     least, most_warps, most = _limits(work, blocks, table)
     row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most) - 1).bit_length()))
     usual = row_warps, min(most, ceil(blocks.share / row_warps))
-    if work.grouped:
-        return usual
-    tiles = list(_tiles(least, most_warps, most))
+    tiles = list(row_tiles(least, most_warps, most))
     best = min(tiles, key=lambda tile: _busiest(work, blocks, tile))
     less = _busiest(work, blocks, best) < work.pace.less * _busiest(work, blocks, usual)
     return best if less else usual
 
 
-def _tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
+def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
     """Warps along N and row tiles of each, within limits."""
     return product((w for w in (1, 2, 4, 8, 16) if least <= w <= most_warps), range(1, most + 1))
 
 
-def _busiest(work: _Work, blocks: _Blocks, tile: tuple[int, int]) -> float:
+def _busiest(work: Work, blocks: Blocks, tile: tuple[int, int]) -> float:
     """What the busiest multiprocessor has to do, in row tiles.
 
     Powers of two suit an H200's 132 multiprocessors. 108 have 9 row tiles each of 14336 rows; blocks of 12,
@@ -328,7 +339,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
     """Other ways to do an ordinary product, those first that should keep the busiest multiprocessor the least
     busy: small blocks or one large one, with more or fewer warps, split along K or not, in tiles of all
     heights that registers are sure to allow."""
-    work = _Work(fmt, m, n, k, matrices, gpu, 1, False)
+    work = Work(fmt, m, n, k, matrices, gpu)
     found = []
     roomy = work.groups == 1 and shared_limit(gpu.capability) > _ROOMY
     for table in {table_of(fmt, gpu.capability), table_of(fmt, gpu.capability, roomy)}:
@@ -337,18 +348,21 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
                 continue
             if (
                 two
-                and _ring(gpu.capability) // 2 + work.x_bytes(1) > shared_limit(gpu.capability, 2) - table[1]
+                and ring_bytes(gpu.capability) // 2 + work.x_bytes(1)
+                > shared_limit(gpu.capability, 2) - table[1]
             ):
                 continue
-            blocks = _sized(work, table[1], cluster, two, False, None)
+            share = work.share(cluster)
+            blocks = sized(work, table[1], cluster, two, two and share > 8)
+            blocks = blocks._replace(share=ceil(share / 2) if two else share)
             if eight:
                 blocks = blocks._replace(warps=8)
             least, _, most = _limits(work, blocks, table[1])
-            for tile in _tiles(least, blocks.warps, most):
+            for tile in row_tiles(least, blocks.warps, most):
                 found.append((_busiest(work, blocks, tile), table, blocks, tile))
     found.sort(key=lambda each: each[0])
     for _, table, blocks, tile in found:
-        yield _planned(work, table, True, False, blocks, tile)
+        yield planned(work, table, True, blocks, tile)
 
 
 def _few_instructions(fmt: Format) -> bool:
@@ -356,7 +370,7 @@ def _few_instructions(fmt: Format) -> bool:
     return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or fmt.kernel_group_bytes)
 
 
-class _Tall(NamedTuple):
+class Tall(NamedTuple):
     """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
 
     warps: int
@@ -365,7 +379,7 @@ class _Tall(NamedTuple):
     cluster: int
 
 
-def _tall(work: _Work, cluster: int) -> _Tall | None:
+def _tall(work: Work, cluster: int) -> Tall | None:
     """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
@@ -392,4 +406,4 @@ def _tall(work: _Work, cluster: int) -> _Tall | None:
     usual_warps = 1 << (ceil(share / 4) - 1).bit_length()
     usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
     fewer = row_warps * rows < usual and row_warps * rows <= work.row_tiles
-    return _Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
+    return Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
-from .decode_core import decode
+from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
@@ -105,11 +105,10 @@ def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gp
         return min(_wgmma(fmt, load, n, k, sides, gpu), key=lambda choice: choice.us, default=None)
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
-        matrices = max(1, ceil(load.hit - 0.2))
-        gemm = decode(fmt, batch, n, k, matrices, gpu, half, sides, load.tokens > 1)
-        # Small blocks with tables have no room for much of x: two launches take a tenth to a third less then.
-        if gated and fmt.lookup and gemm.chunk * gemm.plan.cluster * TILE_COLUMNS < k:
+        found = decode_grouped(fmt, batch, n, k, load.hit, gpu, half, sides)
+        if found is None:
             return None
+        gemm = found
     elif gated:
         return None
     else:
