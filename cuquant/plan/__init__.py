@@ -26,7 +26,7 @@ from .blocks import (
     scale_kernels,
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
-from .decode_core import decode
+from .decode_plain import decode
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles

@@ -1,10 +1,11 @@
-"""The decode core: tiles, rings and shared memory for small batches."""
+"""The decode core: what a launch for small batches is made of. Which one is taken, decode_plain.py and
+decode_grouped.py say."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
@@ -12,30 +13,12 @@ from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 
-_LONG_X = 96 << 10
-"""Bytes of x from which on pairs of blocks share it, of up to _FEW_TILES a multiprocessor. Measured."""
-_LONG_K = 192
-"""Tiles along K from which on they do so of 8-bit codes, however short x is. Measured."""
-_FEW_TILES = 4
-_PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
-"""Bytes of x up to which a multiprocessor with up to _FEW_TILES has two blocks; the latter on sm_90 of codes
-that take few instructions, or are looked up. Measured."""
+MOST_ROWS = 7
+"""Row tiles of a warp, at most."""
+_ROUNDS = 0.7
+"""How much whole rounds of blocks count, in place of what the busiest multiprocessor has to do. Measured."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
-
-
-class _Pace(NamedTuple):
-    """How tiles are weighed against each other."""
-
-    start_steps: int
-    """Steps of a row tile that count as much as a block's start and end."""
-    less: float
-    """Part of the usual tile's time that another's must be below."""
-
-
-_FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
-"""Of sm_90, sm_100 and sm_103, whose multiprocessors get 18 to 55 GB/s from memory each (an H200's 34), so
-that nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
 _QUANTIZED = 6 << 10
 """Numbers of one row, for each block of a cluster, that blocks quantize themselves: of more a kernel before
 takes less.
@@ -46,47 +29,6 @@ two, and 1.4 at 4096 x 14336 with one; a kernel before 0.6 and 1.0 with four row
 _TURNED = 4 << 10
 """The same of numbers that blocks turn: 4096 x 4096 takes 8.9 us in place of 9.5, but 4096 x 14336 as long as
 with a kernel before, or longer."""
-
-
-def decode(
-    fmt: Format,
-    m: int,
-    n: int,
-    k: int,
-    matrices: int,
-    gpu: Gpu,
-    in_half: bool = True,
-    converted: bool = False,
-) -> Gemm:
-    """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
-
-    Weights that are not `in_half`, that float16 does not hold, have no factors of rows. If x is
-    to be quantized, every block does so for itself if it is one short row; likewise it is turned for walks.
-    Up to 8 batch rows a codebook's table is a large one where all of x has room beside it (four rows take an
-    H200 4 to 6% less).
-    """
-    work = Work(fmt, m, n, k, matrices, gpu)
-
-    def made(roomy: bool) -> Gemm:
-        table = table_of(fmt, gpu.capability, roomy)
-        blocks = _blocks(work, table[1])
-        return planned(work, table, in_half, blocks, _row_tiles(work, blocks, table[1]), converted)
-
-    if has_roomy_tables(work):
-        gemm = made(True)
-        if stages_all_x(work, gemm):
-            return gemm
-    return made(False)
-
-
-def has_roomy_tables(work: Work) -> bool:
-    """Whether a block may have a table of 64 KB, if all of x has room beside it."""
-    return work.groups == work.sides == 1 and shared_limit(work.gpu.capability) > _ROOMY
-
-
-def stages_all_x(work: Work, gemm: Gemm) -> bool:
-    """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
-    return not work.fmt.lookup or gemm.chunk >= ceil(work.steps / gemm.plan.cluster)
 
 
 class Work(NamedTuple):
@@ -131,10 +73,6 @@ class Work(NamedTuple):
         return layout(self.fmt).step(1)
 
     @property
-    def pace(self) -> _Pace:
-        return _FAST if self.gpu.capability in (90, 100, 103) else _SLOW
-
-    @property
     def large_codes(self) -> bool:
         """Whether two slots of a ring are too few."""
         return self.fmt.bits == 8 and self.groups == 1 and self.gpu.capability == 90
@@ -153,6 +91,15 @@ class Work(NamedTuple):
         if places:
             return ceil(self.row_tiles / places)
         return ceil(self.row_tiles * self.matrices * cluster / self.gpu.multiprocessors)
+
+
+class Tall(NamedTuple):
+    """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
+
+    warps: int
+    row_warps: int
+    rows: int
+    cluster: int
 
 
 class Blocks(NamedTuple):
@@ -217,25 +164,14 @@ def planned(
     )
 
 
-def _blocks(work: Work, table: int) -> Blocks:
-    """Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
-    short and shared memory has room, hide each other's start and end; with more rows one large block, which
-    reads x once.
+def has_roomy_tables(work: Work) -> bool:
+    """Whether a block may have a table of 64 KB, if all of x has room beside it."""
+    return work.groups == work.sides == 1 and shared_limit(work.gpu.capability) > _ROOMY
 
-    On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the ring
-    or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that leaves
-    fewer multiprocessors idle.
-    """
-    fmt, m, capability = work.fmt, work.m, work.gpu.capability
-    half, ring = shared_limit(capability, 2) - table, ring_bytes(capability)
-    cluster, tall = _split(work)
-    x_bytes, share = work.x_bytes(cluster), work.share(cluster)
-    # Of little work two blocks must not read much of x twice.
-    soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
-    short = share > _FEW_TILES or work.batch * work.k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
-    two = tall is None and cluster == 1 and m <= 2 and share > 2 * m and short and ring + x_bytes < half
-    share = ceil(share / 2) if two else share
-    return sized(work, table, cluster, two, two and work.share(1) > 8, tall)._replace(share=share)
+
+def stages_all_x(work: Work, gemm: Gemm) -> bool:
+    """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
+    return not work.fmt.lookup or gemm.chunk >= ceil(work.steps / gemm.plan.cluster)
 
 
 def ring_bytes(capability: int) -> int:
@@ -269,18 +205,6 @@ def blocks_along_k(work: Work) -> int:
     return 2 if work.groups == 2 or least > shared_limit(90) - table - ring_bytes(90) else 1
 
 
-def _split(work: Work) -> tuple[int, Tall | None]:
-    """Blocks that split K, and tall tiles if there are any."""
-    cluster = blocks_along_k(work)
-    if work.gpu.capability != 90 or work.groups == 2:
-        return cluster, None
-    tall, x_bytes = _tall(work, cluster), work.batch * work.k * 2
-    long = x_bytes >= _LONG_X or (work.large_codes and work.steps >= _LONG_K)
-    if tall is None and long and work.share(1) <= _FEW_TILES:
-        return 2, None
-    return tall.cluster if tall else cluster, tall
-
-
 def most_rows(work: Work) -> int:
     """Row tiles of a warp for which there are registers everywhere."""
     fmt = work.fmt
@@ -289,34 +213,19 @@ def most_rows(work: Work) -> int:
     return 4 if work.groups == 1 or has_minimum(fmt) else 7
 
 
-def _limits(work: Work, blocks: Blocks, table: int) -> tuple[int, int, int]:
-    """Of a block's warps along N the fewest and the most, and the most row tiles of each."""
-    fmt, warps = work.fmt, blocks.warps
-    # As registers allow, and two slots of a ring of half the shared memory.
-    most = most_rows(work)
-    if work.large_codes and blocks.two and blocks.ring > 72 << 10:
-        most = 2
-    room = shared_limit(work.gpu.capability) - table
-    most = min(most, max(1, room // (4 * warps * work.step_bytes)))
-    if blocks.two:
-        ring = blocks.room - min(work.x_bytes(blocks.cluster), blocks.room // 2)
-        most = min(most, max(1, ring // (2 * warps * work.step_bytes)))
-    # Warps along N read the same columns of x: more of them where it has many rows.
-    least = 2 if warps == 16 and blocks.share > 2 and not fmt.lookup else 1
-    return least, warps if work.m > 2 else warps // 2, most
-
-
-def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
-    """Warps of a block along N, and row tiles of each."""
-    if blocks.tall:
-        return blocks.tall.row_warps, blocks.tall.rows
-    least, most_warps, most = _limits(work, blocks, table)
-    row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most) - 1).bit_length()))
-    usual = row_warps, min(most, ceil(blocks.share / row_warps))
-    tiles = list(row_tiles(least, most_warps, most))
-    best = min(tiles, key=lambda tile: _busiest(work, blocks, tile))
-    less = _busiest(work, blocks, best) < work.pace.less * _busiest(work, blocks, usual)
-    return best if less else usual
+def paired_rows(work: Work) -> int:
+    """The same if two blocks of 8 warps share a multiprocessor of sm_90."""
+    fmt = work.fmt
+    if fmt.bits == 2 and fmt.whole_matrices:
+        return 5
+    many = fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 3 and fmt.kernel_group_bytes > 0)
+    if work.sides == 1:
+        return MOST_ROWS - many
+    if fmt.bits == 6:
+        return 5
+    many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
+    many |= fmt.has_zero_points or (has_minimum(fmt) and not fmt.kernel_group_bytes)
+    return MOST_ROWS - many
 
 
 def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
@@ -324,86 +233,8 @@ def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int
     return product((w for w in (1, 2, 4, 8, 16) if least <= w <= most_warps), range(1, most + 1))
 
 
-def _busiest(work: Work, blocks: Blocks, tile: tuple[int, int]) -> float:
-    """What the busiest multiprocessor has to do, in row tiles.
-
-    Powers of two suit an H200's 132 multiprocessors. 108 have 9 row tiles each of 14336 rows; blocks of 12,
-    the next that there are, keep 75 of them busy.
-    """
-    count, start = work.gpu.multiprocessors, work.pace.start_steps / work.steps
-    made = ceil(work.row_tiles / prod(tile)) * work.matrices * blocks.cluster * work.batch_tiles
-    return ceil(made / count) * prod(tile) / blocks.cluster + ceil(made / (count * (1 + blocks.two))) * start
-
-
-def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
-    """Other ways to do an ordinary product, those first that should keep the busiest multiprocessor the least
-    busy: small blocks or one large one, with more or fewer warps, split along K or not, in tiles of all
-    heights that registers are sure to allow."""
-    work = Work(fmt, m, n, k, matrices, gpu)
-    found = []
-    roomy = work.groups == 1 and shared_limit(gpu.capability) > _ROOMY
-    for table in {table_of(fmt, gpu.capability), table_of(fmt, gpu.capability, roomy)}:
-        for cluster, two, eight in product((1, 2), (False, True), (False, True)):
-            if (cluster == 2 and gpu.capability != 90) or (two and (cluster == 2 or work.groups == 2)):
-                continue
-            if (
-                two
-                and ring_bytes(gpu.capability) // 2 + work.x_bytes(1)
-                > shared_limit(gpu.capability, 2) - table[1]
-            ):
-                continue
-            share = work.share(cluster)
-            blocks = sized(work, table[1], cluster, two, two and share > 8)
-            blocks = blocks._replace(share=ceil(share / 2) if two else share)
-            if eight:
-                blocks = blocks._replace(warps=8)
-            least, _, most = _limits(work, blocks, table[1])
-            for tile in row_tiles(least, blocks.warps, most):
-                found.append((_busiest(work, blocks, tile), table, blocks, tile))
-    found.sort(key=lambda each: each[0])
-    for _, table, blocks, tile in found:
-        yield planned(work, table, True, blocks, tile)
-
-
-def _few_instructions(fmt: Format) -> bool:
-    """Whether codes soon are numbers: not looked up, and with plain scales for 32 or more of them."""
-    return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or fmt.kernel_group_bytes)
-
-
-class Tall(NamedTuple):
-    """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
-
-    warps: int
-    row_warps: int
-    rows: int
-    cluster: int
-
-
-def _tall(work: Work, cluster: int) -> Tall | None:
-    """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
-
-    14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
-    H200 takes up to 14% less, most of codebooks and k-quants. Where instructions are few, fewer warps, or
-    only one block for a multiprocessor, cost as much: of up to 7 row tiles a multiprocessor these formats
-    have tall tiles at 3 and 4 batch rows only, and those with minimums none at 1 and 2. There are none where
-    x is so long that a `cluster` must share it, nor of 8 bits, of which two slots of seven do not fit.
-    """
-    fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
-    short, pairs = share <= 7, share > 8 and m > 2
-    if fmt.bits == 8 or not 4 < share <= 28 or (cluster > 1 and not pairs):
-        return None
-    if few and ((m <= 2 and (short or has_minimum(fmt))) or (short and m > 4)):
-        return None
-    if few and short and fmt.bits == 5 and has_minimum(fmt):
-        return None
-    # Whether 16 warps have registers enough, and win.
-    if fmt.lookup:
-        roomy = not fmt.whole_matrices and fmt.bits <= 4 and (pairs or (fmt.bits > 2 and not short))
-    else:
-        roomy = pairs and not fmt.walks and (fmt.bits == 4 or not (has_minimum(fmt) or fmt.scale_size < 32))
-    row_warps = 1 if short else (2 if share <= 14 else 4) * (1 + pairs)
-    rows = ceil(work.share(1 + pairs) / row_warps)
-    usual_warps = 1 << (ceil(share / 4) - 1).bit_length()
-    usual = usual_warps * ceil(share / usual_warps) * (1 + pairs)
-    fewer = row_warps * rows < usual and row_warps * rows <= work.row_tiles
-    return Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
+def rounds_of(gpu: Gpu, blocks: int, resident: int) -> tuple[int, float]:
+    """Rounds of so many blocks, of which a multiprocessor has `resident` at a time, and how many blocks the
+    busiest one has, by what they take: one alone takes more than half as long as two beside each other."""
+    rounds, most = ceil(blocks / (gpu.multiprocessors * resident)), ceil(blocks / gpu.multiprocessors)
+    return rounds, _ROUNDS * rounds * resident + (1 - _ROUNDS) * most

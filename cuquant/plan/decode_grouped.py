@@ -14,29 +14,28 @@ from math import ceil, floor, prod
 from ..formats import Format
 from .cores import Gemm, table_of
 from .decode_core import (
+    MOST_ROWS,
     Blocks,
     Tall,
     Work,
     blocks_along_k,
     has_roomy_tables,
     most_rows,
+    paired_rows,
     planned,
     ring_bytes,
+    rounds_of,
     row_tiles,
     sized,
     stages_all_x,
 )
 from .launch import Gpu, shared_limit
-from .planes import has_minimum, layout
+from .planes import layout
 
-_MOST_ROWS = 7
-"""Row tiles of a warp, at most."""
 _SHORT = {1: 1.3, 2: 1.12, 3: 1.05}
 """What a row tile takes of a warp that has so few, as all read x."""
 _FEWER_WARPS = 1.05
 """The same of 8 warps on a multiprocessor, in place of 16."""
-_ALONE = 0.7
-"""Of the time that two blocks on a multiprocessor take beside each other, what one takes alone."""
 _START = 1.0
 """Row tiles that take as long as a block's start and end."""
 _DEARER = 1.2
@@ -82,21 +81,11 @@ def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blo
         warps = 8 if tall else blocks.warps
         most = most_rows(work)
         if work.groups == 1 and work.gpu.capability == 90 and (two or tall):
-            most = _tall_rows(work.fmt) if two else _MOST_ROWS
+            most = paired_rows(work) if two else MOST_ROWS
         for tile in row_tiles(work.sides, warps if work.m > 2 else warps // 2, most):
             own = blocks._replace(warps=warps, tall=Tall(warps, *tile, cluster)) if tall else blocks
             if _fits(work, own, tile):
                 yield _cost(work, own, tile, hit), own, tile
-
-
-def _tall_rows(fmt: Format) -> int:
-    """Row tiles of a warp for which sm_90 has registers if two blocks of 8 warps share a multiprocessor."""
-    if fmt.bits == 6 or (fmt.bits == 2 and fmt.whole_matrices):
-        return 5
-    many = fmt.bits == 5 and fmt.lookup
-    many |= fmt.bits in (3, 5) and fmt.kernel_group_bytes > 0
-    many |= fmt.has_zero_points or (has_minimum(fmt) and not fmt.kernel_group_bytes)
-    return _MOST_ROWS - many
 
 
 def _small(work: Work) -> bool:
@@ -121,13 +110,12 @@ def _fits(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
 def _cost(work: Work, blocks: Blocks, tile: tuple[int, int], hit: float) -> float:
     """What the busiest multiprocessor takes, in row tiles, on average of the numbers of matrices next to what
     is expected."""
-    count, size, resident = work.gpu.multiprocessors, prod(tile), 1 + blocks.two
-    least = floor(max(1.0, hit))
+    size, least = prod(tile), floor(max(1.0, hit))
 
     def of(matrices: int) -> float:
         made = ceil(work.row_tiles / size) * matrices * blocks.cluster * work.batch_tiles
-        rounds, shares = ceil(made / (count * resident)), ceil(made / count) / resident
-        return (_ALONE * rounds + (1 - _ALONE) * shares) * size / blocks.cluster + _START * rounds
+        rounds, most = rounds_of(work.gpu, made, 1 + blocks.two)
+        return most / (1 + blocks.two) * size / blocks.cluster + _START * rounds
 
     slower = _SHORT.get(tile[1], 1.0) * (_FEWER_WARPS if blocks.warps == 8 and not blocks.two else 1.0)
     return slower * (of(least) + (hit - least) * (of(least + 1) - of(least)))

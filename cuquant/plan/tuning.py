@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..formats import Format
-from . import decode_core, mma_core, wgmma_core
+from . import decode_plain, mma_core, wgmma_core
 from .cores import DECODE_BATCH, Core, Gemm
 from .launch import Gpu
 
@@ -144,6 +144,6 @@ def _variants(
     if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_BATCH:
         yield from wgmma_core.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.DECODE) and m <= DECODE_BATCH:
-        yield from decode_core.variants(fmt, m, n, k, matrices, gpu)
+        yield from decode_plain.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_BATCH:
         yield from mma_core.variants(fmt, m, n, matrices, gpu)
