@@ -15,7 +15,7 @@ from products import check_choice, cuda_weight, gauss, plan_anew
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core, wgmma_core
-from cuquant.testing import nmse
+from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F = np.float32
@@ -32,6 +32,33 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: in
             for m in (1, 8, 9, 16, 40, 200):
                 x = cupy.asarray(gauss((m, shape[1])).astype(np.float16))
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (name, shape, m)
+
+
+MANY_ROWS = (
+    (3072, 192),
+    (5120, 192),
+    (11_008, 192),
+    (17_408, 192),
+    (18_944, 64),
+    (28_672, 192),
+    (2560, 9728),
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["q4_0", "q4_1", "q5_1", "q8_0", "q3_k", "q4_k", "q6_k", "kbit2", "kbit3", "kbit5", "nvfp4"]
+)
+def test_the_decode_core_with_as_many_rows_as_models_have(name: str) -> None:
+    """Tall tiles of one block or of two small ones, and pairs of blocks that split K, with rows left over."""
+    cupy = device.cupy()
+    for n, k in MANY_ROWS:
+        k = -(-k // 256) * 256
+        few = cq.quantize(gauss((48, k)), name)
+        rows = np.random.default_rng(0).integers(0, len(few), n)
+        w, expected = few[rows].to_device("cuda"), as_numpy(few).astype(np.float64)[rows]
+        for m in (1, 2, 4, 8):
+            x = cupy.asarray(gauss((m, k), m).astype(np.float16))
+            assert nmse(x @ w.T, as_numpy(x).astype(np.float64) @ expected.T) < 1e-6, (n, k, m)
 
 
 MMA_TILES = [(4, 1, 1, 2, 8), (8, 1, 1, 2, 7), (8, 2, 1, 2, 5), (4, 2, 1, 4, 3), (8, 2, 1, 3, 3)]

@@ -74,6 +74,18 @@ def test_sizes(tokens: int, count: int, top_k: int) -> None:
     close(y, reference(x, experts, ids, probs))
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q4_1", "q8_0", "kbit3", "kbit4", "mxfp4"])
+@pytest.mark.parametrize("shape", [(14_336, 64), (64, 14_336)], ids=["gate", "down"])
+def test_as_many_rows_as_models_have(name: str, shape: tuple[int, int]) -> None:
+    """Tiles that are chosen by how many experts are likely hit: tall ones, and blocks that are left over."""
+    hidden, n = shape
+    experts = stacks(name, 8, k=64, hidden=hidden, n=n)
+    for tokens in (1, 2, 4, 6, 16):
+        x, ids, probs = gauss(tokens, 64), *routed(tokens, 8, 2)
+        there = on_gpu(x, ids, probs)
+        close(cq.moe(there[0], experts, *there[1:]), reference(x, experts, ids, probs))
+
+
 def test_many_tokens() -> None:
     experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
     x, ids, probs = on_gpu(gauss(4096, 256).astype(np.float16), *routed(4096, 8, 2))

@@ -147,8 +147,10 @@ def planned(
     constants |= {"DEPTH": depth, "CLUSTER": cluster}
     constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not tall else 1}
     # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each; but 16
-    # warps that look codes up have few registers, and of one or two batch rows few pieces.
+    # warps that look codes up have few registers, as have tall tiles of two blocks, and of one or two rows
+    # there are few pieces.
     many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not fmt.lookup)
+    many = many and not (blocks.two and rows > 4)
     scarce = fmt.lookup and warps == 16 and cluster == 1
     constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
     # x of weights with signs of columns is quantized before it takes them.
@@ -218,9 +220,10 @@ def paired_rows(work: Work) -> int:
     fmt = work.fmt
     if fmt.bits == 2 and fmt.whole_matrices:
         return 5
-    many = fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 3 and fmt.kernel_group_bytes > 0)
+    scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
+    many = fmt.bits == 6 or fmt.whole_matrices or scarce
     if work.sides == 1:
-        return MOST_ROWS - many
+        return MOST_ROWS - many - scarce
     if fmt.bits == 6:
         return 5
     many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
