@@ -221,10 +221,11 @@ def _tall(work: Work, cluster: int) -> Tall | None:
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
     H200 takes up to 14% less, most of codebooks and k-quants. Where instructions are few, fewer warps, or
-    only one block for a multiprocessor, cost as much: of up to 7 row tiles a multiprocessor these formats
-    have tall tiles at 3 and 4 batch rows only, and of up to 12 none at 1 and 2, where two small blocks of one
-    warp along N win (17408 x 5120, q4_0: 14.5 us, with tall ones 21.9). There are none where
-    x is so long that a `cluster` must share it, nor of 8 bits, of which two slots of seven do not fit.
+    only one block for a multiprocessor, cost as much: these formats have tall tiles of one block at 3 and 4
+    batch rows, if K is not short, and beyond 7 row tiles a multiprocessor at more. At 1 and 2 those without
+    minimums have some beyond 12 row tiles; else two small blocks of one warp along N win (17408 x 5120, q4_0:
+    14.5 us, with one block 21.9). There are none where x is so long that a `cluster` must share it, nor of 8
+    bits, of which two slots of seven do not fit.
     """
     fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
     short, pairs = share <= 7, share > 8 and m > 2
