@@ -16,7 +16,8 @@ from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 MOST_ROWS = 7
 """Row tiles of a warp, at most."""
 _ROUNDS = 0.7
-"""How much whole rounds of blocks count, in place of what the busiest multiprocessor has to do. Measured."""
+"""How much whole rounds of blocks count on sm_90, in place of what the busiest multiprocessor has to do.
+Measured on an H200."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
 _QUANTIZED = 6 << 10
@@ -240,4 +241,5 @@ def rounds_of(gpu: Gpu, blocks: int, resident: int) -> tuple[int, float]:
     """Rounds of so many blocks, of which a multiprocessor has `resident` at a time, and how many blocks the
     busiest one has, by what they take: one alone takes more than half as long as two beside each other."""
     rounds, most = ceil(blocks / (gpu.multiprocessors * resident)), ceil(blocks / gpu.multiprocessors)
-    return rounds, _ROUNDS * rounds * resident + (1 - _ROUNDS) * most
+    weight = _ROUNDS if gpu.capability == 90 else 0
+    return rounds, weight * rounds * resident + (1 - weight) * most

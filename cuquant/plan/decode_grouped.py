@@ -38,8 +38,9 @@ _FEWER_WARPS = 1.05
 """The same of 8 warps on a multiprocessor, in place of 16."""
 _START = 1.0
 """Row tiles that take as long as a block's start and end."""
-_DEARER = 1.2
-"""Times what the best tile takes that one may take which leaves room for all of x."""
+_TWO_LAUNCHES, _LAUNCH_STEPS = 1.2, 120
+"""How many times as long gate and up take as launches of their own, of which up reads what gate has stored;
+and steps of a row tile that take as long as a launch."""
 
 
 def decode_grouped(
@@ -49,39 +50,41 @@ def decode_grouped(
     same rows of two weights. Weights that are not `in_half`, that float16 does not hold, have no factors of
     rows.
 
-    None where codes are looked up, and the small blocks of two sides have no room for all of x beside a
-    table: two launches of large blocks take a tenth to a third less then.
+    None where codes are looked up, and blocks of two sides have no room for all of x beside a table, or only
+    with tiles that take longer than two launches of large blocks do.
     """
     work = Work(fmt, m, n, k, 1, gpu, sides)
 
-    def made(roomy: bool) -> Iterator[tuple[float, Gemm]]:
-        """What they take, and those that should be fastest first."""
-        table = table_of(fmt, gpu.capability, roomy, sides)
-        found = sorted(_candidates(work, table[1], hit), key=lambda each: each[0])
-        return ((takes, planned(work, table, in_half, blocks, tile)) for takes, blocks, tile in found)
+    def made(work: Work, roomy: bool = False) -> list[tuple[float, Blocks, tuple[int, int]]]:
+        """What should be fastest first, and what it takes."""
+        table = table_of(fmt, gpu.capability, roomy, work.sides)[1]
+        return sorted(_candidates(work, table, hit), key=lambda each: each[0])
+
+    def launch(of: tuple[float, Blocks, tuple[int, int]], roomy: bool = False) -> Gemm:
+        return planned(work, table_of(fmt, gpu.capability, roomy, sides), in_half, *of[1:])
 
     if has_roomy_tables(work):
-        _, gemm = next(made(True))
+        gemm = launch(made(work, True)[0], True)
         if stages_all_x(work, gemm):
             return gemm
-    least, fastest = next(made(False))
-    if sides == 1:
-        return fastest
-    near = (gemm for takes, gemm in made(False) if takes <= least * _DEARER)
-    return next((gemm for gemm in near if stages_all_x(work, gemm)), None)
+    found = made(work)
+    if sides == 1 or not fmt.lookup:
+        return launch(found[0])
+    most = 2 * _TWO_LAUNCHES * made(work._replace(sides=1))[0][0] + _LAUNCH_STEPS / work.steps
+    gemms = (launch(each) for each in found if each[0] <= most)
+    return next((gemm for gemm in gemms if stages_all_x(work, gemm)), None)
 
 
 def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blocks, tuple[int, int]]]:
     """Ways to lay out blocks, with what they take."""
-    cluster = blocks_along_k(work)
-    for two, tall in ((False, False), (False, True), (True, False)):
-        if two != _small(work) or (tall and work.gpu.capability != 90):
-            continue
+    cluster, small = blocks_along_k(work), _small(work)
+    lone = work.groups == 1 and work.gpu.capability == 90 and not small  # one block of 8 warps, too
+    for two, tall in ((True, False),) if small else ((False, False), (False, True))[: 1 + lone]:
         blocks = sized(work, table, cluster, two, long=two and work.m > 4)
         warps = 8 if tall else blocks.warps
-        most = most_rows(work)
-        if work.groups == 1 and work.gpu.capability == 90 and (two or tall):
-            most = paired_rows(work) if two else MOST_ROWS
+        most = MOST_ROWS if tall else most_rows(work)
+        if two and work.gpu.capability == 90:
+            most = paired_rows(work)
         for tile in row_tiles(work.sides, warps if work.m > 2 else warps // 2, most):
             own = blocks._replace(warps=warps, tall=Tall(warps, *tile, cluster)) if tall else blocks
             if _fits(work, own, tile):
@@ -95,16 +98,17 @@ def _small(work: Work) -> bool:
         return False
     table = table_of(work.fmt, work.gpu.capability, sides=work.sides)[1]
     left = shared_limit(work.gpu.capability, 2) - table - (36 << 10)
-    return work.m <= 4 or left > work.x_bytes(1) // 4
+    return work.m <= 4 or left > work.x_bytes(blocks_along_k(work)) // 4
 
 
 def _fits(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
-    """Whether a ring has room for as many slots as it takes; of two blocks beside x or a third of all."""
+    """Whether there is room for a ring of two slots and as much again; or, of two blocks, for two slots or
+    three of large codes, beside x or a third of all."""
     slot = blocks.warps * layout(work.fmt).slot(tile[1])
     if not blocks.two:
         return 4 * slot <= blocks.room
     left = blocks.room - min(work.x_bytes(blocks.cluster), blocks.room // 3)
-    return (3 if work.large_codes else 2) * slot <= left
+    return (2 + work.large_codes) * slot <= left
 
 
 def _cost(work: Work, blocks: Blocks, tile: tuple[int, int], hit: float) -> float:
@@ -115,7 +119,7 @@ def _cost(work: Work, blocks: Blocks, tile: tuple[int, int], hit: float) -> floa
     def of(matrices: int) -> float:
         made = ceil(work.row_tiles / size) * matrices * blocks.cluster * work.batch_tiles
         rounds, most = rounds_of(work.gpu, made, 1 + blocks.two)
-        return most / (1 + blocks.two) * size / blocks.cluster + _START * rounds
+        return most * size / blocks.cluster + _START * rounds * (1 + blocks.two)
 
     slower = _SHORT.get(tile[1], 1.0) * (_FEWER_WARPS if blocks.warps == 8 and not blocks.two else 1.0)
     return slower * (of(least) + (hit - least) * (of(least + 1) - of(least)))

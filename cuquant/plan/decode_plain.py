@@ -36,8 +36,8 @@ _PAIRED_X, _PAIRED_X_FEW = 24 << 10, 8 << 10
 """Bytes of x up to which a multiprocessor with up to _FEW_TILES has two blocks; the latter on sm_90 of codes
 that take few instructions, or are looked up. Measured."""
 _ONE_WARP = 3
-"""Row tiles of a multiprocessor up to which all are one warp's, or those of warps that split K: 5120 x 5120
-takes an H200 5.8 us in place of 6.9 with two warps of two row tiles (q4_0, one row)."""
+"""What `_one_warp` is on sm_90: 5120 x 5120 takes an H200 5.8 us in place of 6.9 with two warps along N, of
+two row tiles each (q4_0, one row)."""
 _SAVED_STEPS = 72
 """Steps of a row tile that a multiprocessor must have less for pairs of blocks to split K, which takes 1 us.
 Measured."""
@@ -100,8 +100,8 @@ def _blocks(work: Work, table: int) -> Blocks:
     reads x once.
 
     On sm_90 pairs of blocks split K, which halves what each reads of x, where x leaves no room for the ring
-    or is long and W's rows are few, and of more than 8 rows; and tiles are tall (`_tall`) where that leaves
-    fewer multiprocessors idle.
+    or is long and W's rows are few, where the busiest multiprocessor has much less to do then, and of more
+    than 8 rows; and tiles are tall (`_tall`) where that leaves fewer multiprocessors idle.
     """
     fmt, m, capability = work.fmt, work.m, work.gpu.capability
     half, ring = shared_limit(capability, 2) - table, ring_bytes(capability)
@@ -111,9 +111,20 @@ def _blocks(work: Work, table: int) -> Blocks:
     soon = capability == 90 and (fmt.lookup or _few_instructions(fmt))
     short = share > _FEW_TILES or work.batch * work.k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
     two = tall is None and cluster == 1 and m <= 2 and short and ring + x_bytes < half
-    two = two and share > max(2 * m, _ONE_WARP)
-    share = ceil(share / 2) if two else share
-    return sized(work, table, cluster, two, two and work.share(1) > 8, tall)._replace(share=share)
+    two = two and share > max(2 * m, _one_warp(work.gpu))
+    return _laid_out(work, table, cluster, two, tall)
+
+
+def _laid_out(work: Work, table: int, cluster: int, two: bool, tall: Tall | None = None) -> Blocks:
+    """Blocks that share things so, with their share of W's rows."""
+    share = work.share(cluster)
+    blocks = sized(work, table, cluster, two, two and share > 8, tall)
+    return blocks._replace(share=ceil(share / 2) if two else share)
+
+
+def _one_warp(gpu: Gpu) -> int:
+    """Row tiles of a multiprocessor up to which all are those of warps that split K."""
+    return _ONE_WARP if gpu.capability == 90 else 2
 
 
 def _split(work: Work) -> tuple[int, Tall | None]:
@@ -125,7 +136,8 @@ def _split(work: Work) -> tuple[int, Tall | None]:
     long = x_bytes >= _LONG_X or (work.large_codes and work.steps >= _LONG_K)
     if tall is None and work.share(1) <= _FEW_TILES:
         own, halves = work.share(1), _usual_rows(work.share(2)) / 2
-        if long or (own - halves) * work.steps >= _SAVED_STEPS:
+        saves = work.matrices == 1 and (own - halves) * work.steps >= _SAVED_STEPS
+        if long or saves:
             return 2, None
     return tall.cluster if tall else cluster, tall
 
@@ -151,7 +163,7 @@ def _limits(work: Work, blocks: Blocks, table: int) -> tuple[int, int, int]:
         room = shared_limit(work.gpu.capability) - table
         most = min(most, max(1, room // (4 * warps * work.step_bytes)))
     # Warps along N read the same columns of x: more of them where it has many rows.
-    least = 2 if warps == 16 and blocks.share > _ONE_WARP and not fmt.lookup else 1
+    least = 2 if warps == 16 and blocks.share > _one_warp(work.gpu) and not fmt.lookup else 1
     return least, warps if work.m > 2 else warps // 2, most
 
 
@@ -160,7 +172,7 @@ def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
     if blocks.tall:
         return blocks.tall.row_warps, blocks.tall.rows
     least, most_warps, most = _limits(work, blocks, table)
-    if blocks.two and least <= 1 and blocks.share <= most:
+    if blocks.two and work.gpu.capability == 90 and work.matrices == 1 and blocks.share <= most:
         return 1, blocks.share
     most_usual = min(most, most_rows(work))
     row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most_usual) - 1).bit_length()))
@@ -190,7 +202,9 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
     found = []
     for table in {table_of(fmt, gpu.capability), table_of(fmt, gpu.capability, has_roomy_tables(work))}:
         for cluster, two, eight in product((1, 2), (False, True), (False, True)):
-            if (cluster == 2 and gpu.capability != 90) or (two and (cluster == 2 or work.groups == 2)):
+            if (cluster == 2 and gpu.capability != 90) or (
+                two and (eight or cluster == 2 or work.groups == 2)
+            ):
                 continue
             if (
                 two
@@ -198,9 +212,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
                 > shared_limit(gpu.capability, 2) - table[1]
             ):
                 continue
-            share = work.share(cluster)
-            blocks = sized(work, table[1], cluster, two, two and share > 8)
-            blocks = blocks._replace(share=ceil(share / 2) if two else share)
+            blocks = _laid_out(work, table[1], cluster, two)
             if eight:
                 blocks = blocks._replace(warps=8)
             least, _, most = _limits(work, blocks, table[1])
@@ -220,18 +232,20 @@ def _tall(work: Work, cluster: int) -> Tall | None:
     """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
-    H200 takes up to 14% less, most of codebooks and k-quants. Where instructions are few, fewer warps, or
-    only one block for a multiprocessor, cost as much: these formats have tall tiles of one block at 3 and 4
-    batch rows, if K is not short, and beyond 7 row tiles a multiprocessor at more. At 1 and 2 those without
-    minimums have some beyond 12 row tiles; else two small blocks of one warp along N win (17408 x 5120, q4_0:
-    14.5 us, with one block 21.9). There are none where x is so long that a `cluster` must share it, nor of 8
-    bits, of which two slots of seven do not fit.
+    H200 takes up to 14% less, most of codebooks and k-quants; codes that are looked up have one warp along N
+    even if that leaves no fewer idle (11008 rows: 6 to 9% less). Where instructions are few, fewer warps, or
+    only one block for a multiprocessor, cost as much: of up to 7 row tiles a multiprocessor these formats
+    have tall tiles at 3 and 4 batch rows only, and if K is not short; at 1 and 2 those with minimums have
+    none, and others some beyond 12 row tiles, or where x is long: else two small blocks of one warp along N
+    win (17408 x 5120, q4_0: 14.5 us, with one block 21.9). There are none where x is so long that a `cluster`
+    must share it, nor of 8 bits, of which two slots of seven do not fit.
     """
     fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
     short, pairs = share <= 7, share > 8 and m > 2
     if fmt.bits == 8 or not 4 < share <= 28 or (cluster > 1 and not pairs):
         return None
-    if few and ((m <= 2 and (share <= 12 or has_minimum(fmt))) or (short and m > 4)):
+    small = short or (share <= 12 and ring_bytes(90) + work.x_bytes(1) < shared_limit(90, 2))
+    if few and ((m <= 2 and (small or has_minimum(fmt))) or (short and m > 4)):
         return None
     if few and short and ((fmt.bits == 5 and has_minimum(fmt)) or work.steps < _SHORT_K):
         return None
