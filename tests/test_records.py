@@ -33,7 +33,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
-    assert len(records) == 11
+    assert len(records) == 12
     for name, record in records.items():
         (line,) = (
             line
@@ -69,6 +69,23 @@ def test_times_of_products(
         like = name if kind == "us" else {"matmul": "q4_0", "kquants": "q2_k"}[names[0]]
         measured = [cells[like, activation, m][kind] for m in batches]
         assert times == pytest.approx(measured, abs=0.051)
+
+
+def test_times_of_weights_of_models(records: dict[str, Any]) -> None:
+    cells = {(c["format"], f"{c['N']} x {c['K']}", c["M"]): c for c in records["models"]["cells"]}
+    names = ("q4_0", "q8_0", "q4_k")
+    header = " | ".join(f"{name}, {m}" for name in names for m in (1, 4))
+    rows = table(PERFORMANCE, f"| W, by one and four rows | {header} | cuBLAS, 1 |")
+    assert len(rows) == 9
+    for shape, times in rows.items():
+        own = [cells[name, shape, m]["us"] for name in names for m in (1, 4)]
+        assert times == pytest.approx([*own, cells["q4_0", shape, 1]["cublas_us"]], abs=0.051)
+    over = [[c["us"] / c["floor_us"] for c in cells.values() if c["format"] == name] for name in names]
+    said = [f"{min(times):.2f} to {max(times):.2f}" for times in over]
+    faster = [c["cublas_us"] / c["us"] for c in cells.values()]
+    text = f"These are {said[0]} times the floor of q4_0, {said[1]} of q8_0 and {said[2]} of q4_k, and "
+    text += f"{min(faster):.1f} to {max(faster):.1f} times as fast as dense cuBLAS."
+    assert text in " ".join(PERFORMANCE.split())
 
 
 def test_how_many_times_as_fast_as_tinygemm(records: dict[str, Any]) -> None:
