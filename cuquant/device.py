@@ -6,8 +6,10 @@ imported when something first asks for it.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import sys
 import tempfile
 import warnings
@@ -74,17 +76,18 @@ def tuned_file(gpu: str | None = None) -> Path:
 
 
 def _spare_kernel_cache() -> None:
-    """Give CuPy a temporary folder for compiled kernels where it could not use its own, nor be imported."""
+    """Give CuPy a temporary folder for compiled kernels where it has none and cannot make one, else it could
+    not be imported."""
     if "cupy" in sys.modules or find_spec("cupy") is None:
         return
     folder = kernel_cache()
     try:
         os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return
+        return  # what is in it can be read, even where nothing can be written (`jit` says so then)
     except OSError as error:
         problem = error
     os.environ["CUPY_CACHE_DIR"] = tempfile.mkdtemp(prefix="cuquant-kernels-")
+    atexit.register(shutil.rmtree, os.environ["CUPY_CACHE_DIR"], ignore_errors=True)
     warnings.warn(
         f"compiled kernels cannot be kept in {folder} ({problem}): every process will compile them anew; "
         "set CUPY_CACHE_DIR to a folder that can be written",

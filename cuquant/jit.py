@@ -29,7 +29,7 @@ from .plan.tuning import Tuned
 
 _functions: dict[tuple[int, Kernel], Any] = {}
 _modules: dict[tuple[Any, ...], Any] = {}
-_lock = threading.Lock()
+_lock, _disk_lock = threading.Lock(), threading.Lock()
 _IN_TURN = {"activations", "exl3", "gemm", "moe", "moe_exl3", "attention"}
 """Files whose kernels run one after the other: none of them divides L1 caches anew."""
 _INVALID_CONTEXT = 201
@@ -321,18 +321,27 @@ def _compiled(device_id: int, kernel: Kernel) -> Any:
 
 def _compile(module: Any) -> None:
     """Compile, or read what was compiled; without the disk where it cannot be written (full, read-only)."""
+    from_memory = _in_memory()  # as it is now: another thread may come to the same
     try:
         module.compile()
     except OSError as error:
-        if os.environ.get("CUPY_CACHE_IN_MEMORY"):
+        if from_memory:
             raise
-        os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
-        warnings.warn(
-            f"compiled kernels cannot be kept in {device.kernel_cache()} ({error}): every "
-            "process will compile them anew",
-            stacklevel=2,
-        )
+        with _disk_lock:
+            first = not _in_memory()
+            os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+        if first:
+            warnings.warn(
+                f"compiled kernels cannot be kept in {device.kernel_cache()} ({error}): every "
+                "process will compile them anew",
+                stacklevel=2,
+            )
         module.compile()
+
+
+def _in_memory() -> bool:
+    """Whether CuPy leaves the disk alone."""
+    return os.environ.get("CUPY_CACHE_IN_MEMORY", "0") == "1"
 
 
 def compile_ahead(kernels: Iterable[Kernel]) -> Iterator[Kernel]:

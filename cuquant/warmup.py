@@ -65,6 +65,7 @@ def warmup(
     needed = [
         kernel
         for fmt, shape in dict.fromkeys(found)
+        if prod(shape)
         for kernel in kernels(fmt, shape, batches, jit.gpu(), top_k)
     ]
     needed = list(dict.fromkeys(needed))

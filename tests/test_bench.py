@@ -63,6 +63,12 @@ def test_a_record_is_continued(header: dict[str, Any], tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(ValueError, match=r"r\.json is a record of another device, version, tuning or commit"):
         Record.start(path, ["torch"])
+    Record.read(path).add(cell(M=3))
+    with pytest.raises(OSError, match=r"r\.json has been changed by another process since"):
+        record.add(cell(M=4))
+    assert [c["M"] for c in Record.read(path).cells] == [1, 2, 3]
+    with pytest.raises(FileNotFoundError, match="is no folder"):
+        Record.start(tmp_path / "none" / "r.json")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +272,7 @@ def test_help_has_contexts_as_they_are_given(run: Run) -> None:
         (("--peers", "marlin"), "peers are tinygemm, gemlite, or none"),
         (("--shapes", "5"), "a shape is NxK, as 14336x4096"),
         (("--shapes", "axb"), "argument --shapes: invalid"),
-        (("--batches", "4k"), "argument --batches: '4k' is no list of whole numbers"),
+        (("--batches", "4k"), "argument --batches: '4k' is no list of positive whole numbers"),
         (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -185,9 +186,24 @@ def test_where_kernels_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         device._spare_kernel_cache()
     spare = Path(os.environ["CUPY_CACHE_DIR"])
     assert spare.is_dir()
-    device._spare_kernel_cache()  # which can be written: no warning
+    device._spare_kernel_cache()  # which is there: no warning
     assert device.kernel_cache() == str(spare)
     spare.rmdir()
+
+
+def test_kernels_that_can_be_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled and tuned before, as for an image that is mounted read-only."""
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(device, "find_spec", lambda name: name)
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+
+    def refused(**options: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)  # chmod does not stop root
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    device._spare_kernel_cache()
+    assert device.kernel_cache() == str(tmp_path)
 
 
 def test_a_kernel_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,3 +220,19 @@ def test_a_kernel_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> Non
         jit._compile(Module())
     jit._compile(Module())
     assert compiled == ["", "1", "1"]
+
+
+def test_two_threads_cannot_write_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that comes second tries again, too, and says nothing."""
+    compiled = []
+
+    class Module:
+        def compile(self) -> None:
+            compiled.append(os.environ.get("CUPY_CACHE_IN_MEMORY"))
+            if len(compiled) == 1:
+                os.environ["CUPY_CACHE_IN_MEMORY"] = "1"  # the first one's doing meanwhile
+                raise OSError("full")
+
+    monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")  # which CuPy takes for no
+    jit._compile(Module())
+    assert compiled == ["0", "1"]

@@ -211,3 +211,9 @@ def test_tuning_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch, tuned_file: P
     (cell,) = tune(Record(None, {}, []), problems(["q4_0"], [(256, 512)], [40, 64]))
     assert (cell.M, cell.us) == (64, 5.0)
     assert len(tuning.Tuned.read(tuned_file)) == 1
+    # Products ask for whole pieces of K.
+    found = candidates(problem("trellis3", 1, 64, 104), jit.gpu())
+    times[:] = [9.0, 5.0] + [10.0] * (len(found) - 2)
+    (cell,) = tune(Record(None, {}, []), problems(["trellis3"], [(64, 100)], [1]))
+    assert (cell.K, cell.us) == (100, 5.0)
+    assert plan.gemm(*problem("trellis3", 1, 64, 104), True, jit.gpu()) == found[1]

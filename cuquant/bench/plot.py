@@ -56,6 +56,9 @@ def figure(record: Record) -> Picture:
     products = [cell for cell in record.cells if cell["op"] == "matmul"]
     if not products:
         raise ValueError(f"a plot shows products, not a record of {record.op}")
+    products = [cell for cell in products if cell["gbps"] and (cell["floor_us"] or cell["cublas_us"])]
+    if not products:
+        raise ValueError("no product has a floor or a time of cuBLAS's, which a plot shows multiples of")
     shapes = sorted({(cell["N"], cell["K"]) for cell in products}, key=lambda s: (s[0] * s[1], s))
     formats = list(dict.fromkeys(cell["format"] for cell in products))
     width = max(8.0, 4.2 * len(shapes))

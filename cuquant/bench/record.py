@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, info, jit, sources
-from ..io.atomic import replacing
+from ..io.atomic import alone, replacing
 from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
 from .peers import PEERS
 
@@ -77,12 +77,16 @@ class Record:
     cells: list[dict[str, Any]] = field(default_factory=list, repr=False)
     verdict: str | None = None
     """What the cells say, where a benchmark sums them up: a sentence a line."""
+    _text: str | None = field(default=None, repr=False, compare=False)
+    """What the file held when it was last read or written."""
 
     @classmethod
     def start(cls, path: Path | None, packages: Iterable[str] = (), by_tuned: bool = True) -> Record:
         """Open a record for this environment; ValueError where the file holds another's."""
         header = environment(packages, by_tuned)
         if path is None or not path.exists():
+            if path is not None and not path.parent.is_dir():
+                raise FileNotFoundError(f"{path.parent} is no folder: {path.name} cannot be written there")
             return cls(path, header)
         record = cls.read(path)
         if record.header != header:
@@ -96,7 +100,8 @@ class Record:
         """A record as it is on disk, wherever it was measured; ValueError where the file is none."""
         path = Path(path)
         try:
-            header = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            header = json.loads(text)
             cells, said = header.pop("cells"), header.pop("verdict", None)
             typed = isinstance(cells, list) and isinstance(said, (str, type(None)))
             typed = typed and all(isinstance(header[name], types) for name, types in _HEADER.items())
@@ -104,7 +109,7 @@ class Record:
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise ValueError(f"{path} is not a record of cuquant bench") from None
-        return cls(path, header, cells, said)
+        return cls(path, header, cells, said, text)
 
     @property
     def op(self) -> str:
@@ -176,9 +181,18 @@ class Record:
         self._save()
 
     def _save(self) -> None:
-        if self.path is not None:
+        if self.path is None:
+            return
+        with alone(self.path.parent):
+            there = self.path.read_text(encoding="utf-8") if self.path.exists() else None
+            if there is not None and there != self._text:
+                raise OSError(
+                    f"{self.path} has been changed by another process since: what is there is kept, and the "
+                    "cell measured last is lost"
+                )
+            self._text = self.to_json() + "\n"
             with replacing(self.path) as temporary:
-                temporary.write_text(self.to_json() + "\n", encoding="utf-8")
+                temporary.write_text(self._text, encoding="utf-8")
 
     def to_json(self) -> str:
         """The whole record, a cell a line."""
@@ -209,6 +223,8 @@ class Record:
         columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
         if style == "csv":
             return rows_to_csv(self.cells, columns)
+        if style not in TABLE_STYLES:
+            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
         from tabulate import tabulate
 
         shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]

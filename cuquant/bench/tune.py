@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import cuda, device, jit, plan
-from ..io.atomic import replacing
+from .. import problem as problem_of
+from ..io.atomic import alone, replacing
 from ..ops.matmul import Product
 from ..plan import tuning
 from .matmul import SHAPES, random_weights, sample_error
@@ -68,9 +70,12 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
     are launched likewise.
 
     Of each product every candidate's result is checked in float64 before it is timed: RuntimeError where one
-    is wrong. What is found is in `device.tuned_file()` after each product, and plans of this process go by
-    it, too, but for calls that it has made before.
+    is wrong. What is found is in `device.tuned_file()` after each product (PermissionError at once where that
+    cannot be written), and plans of this process go by it, too, but for calls that it has made before.
     """
+    folder = device.tuned_file().parent
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"{folder} cannot be written: what is tuned could not be kept")
     warm_up()
     weights: tuple[Any, ...] = (None, [])
     for key in keys:
@@ -87,13 +92,14 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
 
 def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     """Try all candidates, and keep the fastest if it is worth it; a former choice is forgotten otherwise."""
-    fmt, (m, n, k) = weights[0].format.for_kernels, (key[name] for name in "MNK")
+    fmt, m, n = weights[0].format.for_kernels, key["M"], key["N"]
+    k = -(-key["K"] // problem_of.WHOLE) * problem_of.WHOLE  # as products ask for it
     gpu = jit.gpu()._replace(tuned=None)
     usual = plan.gemm(fmt, m, n, k, 1, True, gpu)
     found = tuning.candidates(usual, fmt, m, n, k, 1, gpu)
     for _ in jit.compile_ahead({gemm.plan.kernel for gemm in found}):
         pass
-    x = device.cupy().random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
+    x = device.cupy().random.standard_normal((m, key["K"]), dtype=np.float32).astype(np.float16)
     out = device.cupy().empty((m, n), np.float16)
     problem = tuning.Problem.of(fmt, m, n, k, 1)
     times, errors = [], []
@@ -122,12 +128,12 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
 def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
     """Write the file of this GPU anew, with this choice for a problem; one that is damaged is replaced."""
     file = device.tuned_file()
-    try:
-        tuned = tuning.Tuned.read(file)
-    except ValueError:
-        tuned = tuning.Tuned()
-    if gemm is None and problem not in tuned:
-        return
-    with replacing(file) as part:
-        part.write_text(tuned.with_one(problem, gemm).to_json(), encoding="utf-8")
+    with alone(file.parent):  # another GPU of this name may be tuned at the same time
+        try:
+            tuned = tuning.Tuned.read(file)
+        except ValueError:
+            tuned = tuning.Tuned()
+        if gemm is not None or problem in tuned:
+            with replacing(file) as part:
+                part.write_text(tuned.with_one(problem, gemm).to_json(), encoding="utf-8")
     jit.read_tuned()

@@ -105,9 +105,12 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
 
 def int_list(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers, as 1,16,4096") from None
+        numbers = [0]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers, as 1,16,4096")
+    return numbers
 
 
 def positive_int(text: str) -> int:

@@ -178,12 +178,20 @@ def _bench(arguments: argparse.Namespace) -> None:
             count += f"; used are {_kept()}"
     else:
         record, count = _selected(arguments)
+
+    def show() -> None:
+        print(f"{count}, {record.origin}", file=sys.stderr)
+        print(record.render(arguments.style))
+
     if draw is not None:
-        figure = draw(record)
-        with replacing(arguments.plot) as part:
-            figure.savefig(part, format=arguments.plot.suffix[1:].lower())
-    print(f"{count}, {record.origin}", file=sys.stderr)
-    print(record.render(arguments.style))
+        try:
+            figure = draw(record)
+            with replacing(arguments.plot) as part:
+                figure.savefig(part, format=arguments.plot.suffix[1:].lower())
+        except Exception:
+            show()  # what was measured is not lost with its picture
+            raise
+    show()
 
 
 def _written(name: str) -> str:
@@ -232,7 +240,9 @@ def _kept() -> str:
 
     count = len(jit.gpu().tuned or ())
     return (
-        f"{counted(count, 'launch')} for this GPU in {device.tuned_file()}" if count else "the usual launches"
+        f"{counted(count, 'tuned product')} of this GPU in {device.tuned_file()}"
+        if count
+        else "the usual launches"
     )
 
 

@@ -14,6 +14,23 @@ _SHOWN = 50
 
 
 @contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Of several processes of one machine, one at a time is in such a block for a folder; where the system
+    has no such locks (Windows), all are."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)
+
+
+@contextmanager
 def replacing(target: Path, force: bool = True) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.
 
