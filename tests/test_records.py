@@ -86,6 +86,7 @@ def test_times_of_weights_of_models(records: dict[str, Any]) -> None:
     text = f"These are {said[0]} times the floor of q4_0, {said[1]} of q8_0 and {said[2]} of q4_k, and "
     text += f"{min(faster):.1f} to {max(faster):.1f} times as fast as dense cuBLAS."
     assert text in " ".join(PERFORMANCE.split())
+    assert f"({min(faster):.1f} to {max(faster):.1f} times as fast)" in " ".join(README.split())
 
 
 def test_how_many_times_as_fast_as_tinygemm(records: dict[str, Any]) -> None:
