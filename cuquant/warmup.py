@@ -121,5 +121,9 @@ def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
         used = source.metadata.get(f"{source.metadata.get('general.architecture')}.expert_used_count")
         top_k = used if isinstance(used, int) and used > 0 else TOP_K
     else:
-        found = [(w.format, w.shape) for w in source]
+        weights = list(source)
+        other = next((w for w in weights if not isinstance(w, QuantizedArray)), None)
+        if other is not None:
+            raise TypeError(f"weights to warm up for are QuantizedArrays, not {type(other).__name__}")
+        found = [(w.format, w.shape) for w in weights]
     return [(f, shape) for f, shape in found if f.on_gpu and not f.for_activations and len(shape) > 1], top_k

@@ -98,12 +98,20 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
         {"verdict": 5},
         *(
             {"cells": [asdict(cell()) | wrong]}
-            for wrong in ({"us": 0}, {"us": None}, {"us": "x"}, {"floor_us": "x"})
+            for wrong in (
+                {"us": 0},
+                {"us": None},
+                {"us": "x"},
+                {"us": 10**400},
+                {"floor_us": "x"},
+                {"M": [1]},
+                {"gbps": float("nan")},
+            )
         ),
         {"cells": {}},
         {"cells": ""},
     ],
-    ids=json.dumps,
+    ids=lambda wrong: json.dumps(wrong)[:60],
 )
 def test_a_record_of_other_types(run: Run, tmp_path: Path, wrong: dict[str, Any]) -> None:
     path = tmp_path / "r.json"

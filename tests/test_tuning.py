@@ -217,3 +217,9 @@ def test_tuning_keeps_the_fastest(monkeypatch: pytest.MonkeyPatch, tuned_file: P
     (cell,) = tune(Record(None, {}, []), problems(["trellis3"], [(64, 100)], [1]))
     assert (cell.K, cell.us) == (100, 5.0)
     assert plan.gemm(*problem("trellis3", 1, 64, 104), True, jit.gpu()) == found[1]
+    # What the record tells of, but no file any more, is measured again.
+    tuned_file.unlink()
+    jit.read_tuned()
+    times[:] = [9.0, 8.9, 4.0] + [10.0] * (len(candidates(given, jit.gpu())) - 3)
+    assert [c.us for c in tune(record, keys)] == [c["us"] for c in record.cells] == [4.0]
+    assert list(tune(record, keys)) == []

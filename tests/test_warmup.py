@@ -98,3 +98,9 @@ def test_command_on_a_gpu(run: Run) -> None:
 def test_a_batch_of_nothing() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         cq.warmup([], (0,))
+
+
+def test_what_is_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cupy", lambda: None)
+    with pytest.raises(TypeError, match="are QuantizedArrays, not ndarray"):
+        cq.warmup([np.zeros((4, 4))])  # type: ignore[list-item]

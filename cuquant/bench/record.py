@@ -168,12 +168,16 @@ class Record:
         return f"{name} {_listed(name, values)}" if values else f"no {name}"
 
     def __contains__(self, key: dict[str, Any]) -> bool:
-        return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
+        return any(_has(cell, key) for cell in self.cells)
 
     def add(self, cell: Any) -> None:
         """Append a cell (a dataclass) and save."""
         self.cells.append(asdict(cell))
         self._save()
+
+    def forget(self, key: dict[str, Any]) -> None:
+        """Leave out the cells of a key, from when the next one is saved on."""
+        self.cells = [cell for cell in self.cells if not _has(cell, key)]
 
     def conclude(self, verdict: str) -> None:
         """Say what the cells show, and save."""
@@ -292,11 +296,17 @@ _RATIOS = {
 """Times that a cell's own is compared with, and the ratio's title."""
 
 
+def _has(cell: dict[str, Any], key: dict[str, Any]) -> bool:
+    return all(cell.get(name) == value for name, value in key.items())
+
+
 def _is_whole(cell: dict[str, Any]) -> bool:
     """Whether a cell has what it must, and times that ratios can be made of; TypeError of no number."""
     others = (cell.get(name) for name in _RATIOS)
     return (
         cell.keys() >= _KEYS[cell["op"]]
+        and not any(isinstance(value, (list, dict)) for value in cell.values())
+        and all(abs(value) < 1e300 for value in cell.values() if isinstance(value, (int, float)))
         and cell["us"] > 0
         and all(other is None or other >= 0 for other in others)
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import cuda, device, jit, plan
+from .. import cuda, device, formats, jit, plan
 from .. import problem as problem_of
 from ..io.atomic import alone, replacing
 from ..ops.matmul import Product
@@ -64,7 +64,8 @@ def problems(
 
 
 def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
-    """Find the fastest launches of those `problems` that the record lacks, and keep them for this GPU.
+    """Find the fastest launches of those `problems` that the record lacks, or that are not kept any more, and
+    keep them for this GPU.
 
     Products are of single weights and float16 x; with bfloat16 and float32, and x quantized beforehand, they
     are launched likewise.
@@ -79,8 +80,9 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
     warm_up()
     weights: tuple[Any, ...] = (None, [])
     for key in keys:
-        if key in record:
+        if key in record and not _is_lost(record, key):
             continue
+        record.forget(key)
         which = key["format"], key["N"], key["K"]
         if weights[0] != which:
             weights = (None, [])  # those before are freed first
@@ -90,10 +92,21 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
         yield cell
 
 
+def _is_lost(record: Record, key: dict[str, Any]) -> bool:
+    """Whether a launch that the record tells of is not among those that are kept: their file was removed."""
+    held = record.only(**{name: [value] for name, value in key.items()}).cells
+    problem = tuning.Problem.of(formats.get(key["format"]).for_kernels, *_asked(key), 1)
+    return any(cell["tile"] for cell in held) and problem not in (jit.gpu().tuned or tuning.Tuned())
+
+
+def _asked(key: dict[str, Any]) -> tuple[int, int, int]:
+    """Rows of x, and N and K as products ask for them: of whole pieces."""
+    return key["M"], key["N"], -(-key["K"] // problem_of.WHOLE) * problem_of.WHOLE
+
+
 def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     """Try all candidates, and keep the fastest if it is worth it; a former choice is forgotten otherwise."""
-    fmt, m, n = weights[0].format.for_kernels, key["M"], key["N"]
-    k = -(-key["K"] // problem_of.WHOLE) * problem_of.WHOLE  # as products ask for it
+    fmt, (m, n, k) = weights[0].format.for_kernels, _asked(key)
     gpu = jit.gpu()._replace(tuned=None)
     usual = plan.gemm(fmt, m, n, k, 1, True, gpu)
     found = tuning.candidates(usual, fmt, m, n, k, 1, gpu)
