@@ -189,7 +189,8 @@ def _bench(arguments: argparse.Namespace) -> None:
             with replacing(arguments.plot) as part:
                 figure.savefig(part, format=arguments.plot.suffix[1:].lower())
         except Exception:
-            show()  # what was measured is not lost with its picture
+            if arguments.source is None:
+                show()  # what was measured is not lost with its picture
             raise
     show()
 
