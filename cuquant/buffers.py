@@ -59,7 +59,7 @@ def float_rows(rows: Any) -> tuple[Any, ...]:
 def rows_bytes(shape: tuple[int, ...]) -> tuple[int, int]:
     """Bytes of activations as float16 rows, and of these with the float32 factors of the rows behind them."""
     *rows, k = shape
-    halves = ceil(prod(rows) * (k + -k % problem.WHOLE) * 2 / 256) * 256
+    halves = ceil(prod(rows) * problem.whole_pieces(k) * 2 / 256) * 256
     return halves, halves + ceil(prod(rows) * 4 / 256) * 256
 
 

@@ -32,6 +32,11 @@ _GROUP += (*"QqQ", *"i" * 8, *"QQQ", "f", "44s")
 Shape = tuple[int, ...]
 
 
+def whole_pieces(k: int) -> int:
+    """Columns with those that rows of so many end in."""
+    return k + -k % WHOLE
+
+
 class Weight(NamedTuple):
     """A weight (..., N, K) in the fragment layout.
 
@@ -200,7 +205,7 @@ def prepared(shape: Shape, half: bool) -> Source:
     """Activations, float16 numbers (`half`) or others, that become rows of 16-byte pieces, and may take signs
     as they do."""
     entry = "prepare_halves" if half else "prepare_rows"
-    return Source(shape, _contiguous(shape[:-1], shape[-1] + -shape[-1] % WHOLE), entry, not half)
+    return Source(shape, _contiguous(shape[:-1], whole_pieces(shape[-1])), entry, not half)
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +225,7 @@ def quantized_first(shape: Shape, half: bool) -> Source:
 @lru_cache(maxsize=4096)
 def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> Launch:
     """Plan the product of x with a weight, and pack its numbers."""
-    n, k = w.shape[-2], w.shape[-1] + -w.shape[-1] % WHOLE
+    n, k = w.shape[-2], whole_pieces(w.shape[-1])
     residual = out.strides if end.residual_strides is None else end.residual_strides
     m, rows, axes = _merge(w.shape, x, out, residual)
     extents = [extent for extent, _ in axes]

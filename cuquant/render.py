@@ -28,12 +28,18 @@ Columns = dict[str, tuple[str, str]]
 """Titles and number formats by key; numbers are right-aligned, what has no format is text."""
 
 
+def table_format_of(style: str) -> str:
+    """What tabulate calls one of TABLE_STYLES; ValueError for another."""
+    if style not in TABLE_STYLES:
+        raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+    return TABLE_STYLES[style]
+
+
 def render_records(records: list[dict[str, Any]], columns: Columns, style: str) -> str:
     """Records as a table in one of TABLE_STYLES, or as "csv" in full precision; None is an empty cell."""
     if style == "csv":
         return rows_to_csv(records, list(columns))
-    if style not in TABLE_STYLES:
-        raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+    table_format = table_format_of(style)
     from tabulate import tabulate
 
     cells = [
@@ -45,7 +51,7 @@ def render_records(records: list[dict[str, Any]], columns: Columns, style: str) 
     return tabulate(
         cells,
         headers,
-        tablefmt=TABLE_STYLES[style],
+        tablefmt=table_format,
         colalign=align if cells else None,
         disable_numparse=True,
     )

@@ -179,7 +179,8 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
         row_warps = 1 << (ceil(share / 4) - 1).bit_length()
         rounds = ceil(gemm.plan.grid[0] * count / (plan.LARGE_GPU * c["RESIDENT"]))
         busiest = rounds * c["RESIDENT"] * block / c["CLUSTER"]
-        assert busiest <= (1 if count == 1 else 1.1) * row_warps * ceil(share / row_warps)
+        usual = row_warps * ceil(share / row_warps)
+        assert busiest < usual or (busiest == usual and name == "kbit3" and share <= 7)
         assert block <= n // 16
         assert rounds == 1 or c["RESIDENT"] == 2
         seen.add((name, m, n))

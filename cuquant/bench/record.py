@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, info, jit, sources
-from ..io.atomic import alone, replacing
-from ..render import TABLE_STYLES, missing, rows_to_csv, to_pandas
+from ..io.atomic import alone, place_of, replacing
+from ..render import missing, rows_to_csv, table_format_of, to_pandas
 from .peers import PEERS
 
 
@@ -84,9 +84,9 @@ class Record:
     def start(cls, path: Path | None, packages: Iterable[str] = (), by_tuned: bool = True) -> Record:
         """Open a record for this environment; ValueError where the file holds another's."""
         header = environment(packages, by_tuned)
+        if path is not None:
+            place_of(path)  # before hours of measuring
         if path is None or not path.exists():
-            if path is not None and not path.parent.is_dir():
-                raise FileNotFoundError(f"{path.parent} is no folder: {path.name} cannot be written there")
             return cls(path, header)
         record = cls.read(path)
         if record.header != header:
@@ -227,14 +227,13 @@ class Record:
         columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
         if style == "csv":
             return rows_to_csv(self.cells, columns)
-        if style not in TABLE_STYLES:
-            raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+        table_format = table_format_of(style)
         from tabulate import tabulate
 
         shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]
         rows = [[cell.get(name) for name in shown] + _ratios(cell, shown) for cell in self.cells]
         headers = shown + [title for name, title in _RATIOS.items() if name in shown]
-        table = tabulate(rows, headers, tablefmt=TABLE_STYLES[style], disable_numparse=True)
+        table = tabulate(rows, headers, tablefmt=table_format, disable_numparse=True)
         return table if self.verdict is None else f"{table}\n\n{_paragraphs(self.verdict, style)}"
 
 

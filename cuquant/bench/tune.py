@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from .. import cuda, device, formats, jit, plan
-from .. import problem as problem_of
 from ..io.atomic import alone, replacing
 from ..ops.matmul import Product
 from ..plan import tuning
+from ..problem import whole_pieces
 from .matmul import SHAPES, random_weights, sample_error
 from .record import Record, rounded
 from .timing import graph_us, warm_up
@@ -101,7 +101,7 @@ def _is_lost(record: Record, key: dict[str, Any]) -> bool:
 
 def _asked(key: dict[str, Any]) -> tuple[int, int, int]:
     """Rows of x, and N and K as products ask for them: of whole pieces."""
-    return key["M"], key["N"], -(-key["K"] // problem_of.WHOLE) * problem_of.WHOLE
+    return key["M"], key["N"], whole_pieces(key["K"])
 
 
 def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:

@@ -45,10 +45,7 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
         Before the block: the target's folder is missing, or the target is a folder, a device, a pipe, or a
         symbolic link that leads back to itself.
     """
-    _check(target, force)
-    place = Path(os.path.realpath(target)) if target.is_symlink() else target
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{place.parent} is no folder: {place.name} cannot be written there")
+    place = place_of(target, force)
     temporary = place.with_name(f".{place.name[:_SHOWN]}.{secrets.token_hex(8)}.part")
     # Made as any new file, it has the mode that the umask leaves; written as one of the user alone.
     os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -84,8 +81,8 @@ def _put(temporary: Path, place: Path, target: Path) -> None:
         temporary.unlink()
 
 
-def _check(target: Path, force: bool) -> None:
-    """The errors of `replacing` that are about the target itself."""
+def place_of(target: Path, force: bool = True) -> Path:
+    """Where the file lies that `replacing` writes; its errors from before the block."""
     if target.is_dir():
         raise IsADirectoryError(f"{target} is a folder")
     if target.exists() and not target.is_file():
@@ -94,6 +91,10 @@ def _check(target: Path, force: bool) -> None:
         raise OSError(f"{target} is a symbolic link that leads back to itself")
     if target.exists() and not force:
         raise _taken(target)
+    place = Path(os.path.realpath(target)) if target.is_symlink() else target
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"{place.parent} is no folder: {place.name} cannot be written there")
+    return place
 
 
 def _taken(target: Path) -> FileExistsError:

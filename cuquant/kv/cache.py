@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from .. import check
 from .. import device as gpu
 from ..plan import MOST_BLOCKS
-from . import allocator, codes, contents, cpu, file, moves
+from . import allocator, codes, contents, copies, cpu, file, moves
 from .contents import CachedTokens
-from .tiers import Tier, capacity_argument, rooms_of
+from .tiers import Tier, rooms_of
 
 
 class KVCache:
@@ -401,15 +401,7 @@ class KVCache:
         ValueError
             An append was refused since the last call: the copy would lack its tokens.
         """
-        made = object.__new__(type(self))
-        vars(made).update(vars(self))
-        with self._appender.copying(self):
-            made.tiers = {bits: tier.copy() for bits, tier in self.tiers.items()}
-            made.next_slots = self.next_slots.copy()
-            made.key_scales = None if self.key_scales is None else self.key_scales.copy()
-            made._appender = self.backend.Appender(made)
-            made.refresh()
-        return made
+        return copies.copied(self)
 
     __copy__ = copy
 
@@ -424,29 +416,7 @@ class KVCache:
 
         Raises as `copy` does.
         """
-        if check.device_name(device) == self.device and gpu.is_current(self.next_slots):
-            return self
-        with self._appender.copying(self):
-            if self.device == "cuda":
-                gpu.wait_for(self.next_slots)
-        copy = KVCache(
-            self.n_kv_heads,
-            self.head_dim,
-            capacity_argument(rooms_of(self.tiers), self.capacity),
-            self.batch,
-            self.bits,
-            key_scales=gpu.as_numpy(self.key_scales),
-            rotate=self.rotate,
-            track_attention=self.track_attention,
-            device=device,
-        )
-        copy.auto_scales = self.auto_scales
-        for target, source in zip(copy.tiers.values(), self.tiers.values(), strict=True):
-            for sequence in range(self.batch):
-                target.add(sequence, source.bucket(sequence).on_cpu())
-        copy.next_slots[:] = copy._xp.asarray(gpu.as_numpy(self.next_slots))
-        copy.refresh()
-        return copy
+        return copies.on_device(self, check.device_name(device))
 
     def __repr__(self) -> str:
         return contents.text(self)
