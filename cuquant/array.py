@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import check, device
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 _preparing = threading.Lock()
 
 
+@cache
+def _matmul() -> Callable[..., Any]:
+    """The product, which needs arrays to be defined; an import at each call would take a microsecond."""
+    from .ops.matmul import matmul
+
+    return matmul
+
+
 def _refused(operator: str) -> Any:
     def method(self: Any, *others: Any) -> Any:
         raise check.no_arithmetic(self, operator)
@@ -32,9 +41,7 @@ def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -
     `x == W` whether both are one."""
     plain = method == "__call__" and not options
     if plain and ufunc.__name__ == "matmul":
-        from .ops.matmul import matmul
-
-        return matmul(*operands)
+        return _matmul()(*operands)
     if plain and ufunc.__name__ in ("equal", "not_equal"):
         return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
     raise check.no_ufunc(self, ufunc.__name__, options)
@@ -301,14 +308,10 @@ class QuantizedArray(_Packed):
         raise check.immutable(self)
 
     def __matmul__(self, other: Any) -> Any:
-        from .ops.matmul import matmul
-
-        return matmul(self, other)
+        return _matmul()(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        from .ops.matmul import matmul
-
-        return matmul(other, self)
+        return _matmul()(other, self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
         raise TypeError(
@@ -391,14 +394,10 @@ class Transposed(_Packed):
         return self._base.dequantize(dtype).swapaxes(-1, -2)
 
     def __matmul__(self, other: Any) -> Any:
-        from .ops.matmul import matmul
-
-        return matmul(self, other)
+        return _matmul()(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        from .ops.matmul import matmul
-
-        return matmul(other, self)
+        return _matmul()(other, self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
         return self._base.__array__(*args, **kwargs)

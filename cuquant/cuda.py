@@ -122,13 +122,14 @@ class Ready(NamedTuple):
     """A product that is planned: all that is left to know is where its operands lie."""
 
     launch: problem.Launch
-    steps: tuple[Step, ...]
+    argument: bytes
+    """Of the kernel, for this weight; with the signs that the product itself gives x, or factors with which
+    it turns it."""
+    steps: tuple[Step, ...] = ()
     """What makes rows of x, if it has to be converted."""
-    rows: int
+    rows: int = 0
     """Bytes of these, of which the first `factors` are without their factors."""
-    factors: int
-    signs: int
-    """Address of the signs that the product itself gives x, or of factors with which it turns it, or 0."""
+    factors: int = 0
     results: jit.Call | None = None
     """What makes results of the product's sums, if these are not results."""
     sums: int = 0
@@ -165,15 +166,15 @@ def product(p: Product, out: Any) -> Ready | None:
     if x.source.converted and not launch.converts_x:
         x = activations.quantized_first(x)
         launch = problem.resolve(fragments.weight, x.source, *to)
-    signs = fragments.signs
-    if signs is not None and not launch.takes_signs:
-        x, signs = _signed(p.x, signs, out.shape[:-2]), None
+    signs = fragments.signs_address
+    if signs and not launch.takes_signs:
+        x, signs = _signed(p.x, fragments.signs, out.shape[:-2]), 0
         launch = problem.resolve(fragments.weight, x.source, *to)
     held, steps = activations.conversion(x)
     factors, size = buffers.rows_bytes(x.source.shape) if steps else (0, 0)
-    ready = Ready(launch, steps, size, factors, 0 if signs is None else signs.address)
+    ready = Ready(launch, _argument(launch, fragments, signs), steps, size, factors)
     ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
-    _run(ready, fragments, _addresses(held, x.rows), ends)
+    _run(ready, *_addresses(held, x.rows), *ends)
     return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
@@ -203,10 +204,10 @@ def _turned_stack(p: Product, out: Any) -> None:
 def _of_stack(p: Product, matrix: Fragments, out: Any) -> None:
     """The product with one of them, as it was done before if there was one like it."""
     alike = p.x, (p.bias,), p.residual, out
-    known = repeats.find(matrix.repeats, (p.activation,), *alike)
-    if known is not None:
-        ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
-        _run(known.work, matrix, (p.x.data.ptr, 0), ends)
+    found = repeats.find(matrix.repeats, (p.activation,), *alike)
+    if found is not None:
+        known, (start, bias, residual, to) = found
+        _run(known.work, start, 0, to, bias, residual)
         return
     work = _turned(p, matrix, out)
     if work is not None:
@@ -229,7 +230,7 @@ def _turned(p: Product, fragments: Fragments, out: Any) -> Ready | None:
         given, to, added = rows[part], y[part], None if residual is None else residual[part]
         ready = _turning(fragments, given, to, end) or _turned_ready(fragments, given, to, added, end)
         ends = (to.data.ptr, buffers.pointer(p.bias), buffers.pointer(added))
-        _run(ready, fragments, (given.data.ptr, 0), ends)
+        _run(ready, given.data.ptr, 0, *ends)
     if y.data.ptr != out.data.ptr:
         out[...] = y.reshape(out.shape)
     return None if copied or len(rows) > at_once else ready
@@ -242,7 +243,8 @@ def _turning(fragments: Fragments, x: Any, out: Any, end: problem.Epilogue) -> R
     if not launch.turns_sums:
         return None
     factors, size = buffers.rows_bytes(x.shape)
-    return Ready(launch, (cuda_exl3.turned_rows(x, fragments),), size, factors, 0)
+    argument = _argument(launch, fragments)
+    return Ready(launch, argument, (cuda_exl3.turned_rows(x, fragments),), size, factors)
 
 
 def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: problem.Epilogue) -> Ready:
@@ -256,13 +258,14 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
         launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), single), *to)
         if launch.converts_x:
             results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, True)
-            return Ready(launch, (), 0, 0, fragments.kept.suh.data.ptr, results, 4 * n)
+            argument = _argument(launch, fragments, fragments.kept.suh.data.ptr)
+            return Ready(launch, argument, results=results, sums=4 * n)
     source = problem.Source((m, k), (k,), None, False)
     launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), half), *to)
     factors, size = buffers.rows_bytes((m, k))
     results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, False)
-    steps = (cuda_exl3.turned_rows(x, fragments),)
-    return Ready(launch, steps, size, factors, 0, results, buffers.rows_bytes((m, n))[0])
+    steps, sums = (cuda_exl3.turned_rows(x, fragments),), buffers.rows_bytes((m, n))[0]
+    return Ready(launch, _argument(launch, fragments), steps, size, factors, results, sums)
 
 
 def can_quantize(x: Any, w: Any) -> bool:
@@ -273,13 +276,18 @@ def can_quantize(x: Any, w: Any) -> bool:
     return w.fragments().signs is None and activations.can_quantize(x)
 
 
-def repeat(known: Repeat, x: Any, w: QuantizedArray, bias: Any, residual: Any, out: Any) -> Any:
-    """A product like one before, to `out` or, if that is None, to a new array; returns it."""
-    y = device.cupy().empty(known.shape, known.dtype) if out is None else out
-    at = _addresses(x.blocks, x.rows) if type(x) is QuantizedArray else (x.data.ptr, 0)
-    added = 0 if bias is None else bias.data.ptr, 0 if residual is None else residual.data.ptr
-    _run(known.work, w.fragments(), at, (y.data.ptr, *added))
-    return y
+def repeat(known: Repeat, places: list[int], x: Any, out: Any) -> Any:
+    """A product like one before, of operands at these places, to `out` or, if that is None, to a new array;
+    returns it."""
+    start, bias, residual, to = places
+    factors = 0
+    if out is None:
+        out = device.cupy().empty(known.shape, known.dtype)
+        to = out.data.ptr
+    if type(x) is QuantizedArray:
+        start, factors = _addresses(x.blocks, x.rows)
+    _run(known.work, start, factors, to, bias, residual)
+    return out
 
 
 def _addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
@@ -290,30 +298,29 @@ def _addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
     return start, start + rows.factors
 
 
-def _run(ready: Ready, fragments: Fragments, x: tuple[int, int], ends: tuple[int, int, int]) -> None:
-    """Start the product, after what converts x, which lies at these addresses (its factors at the second).
+def _run(ready: Ready, x: int, factors: int, out: int, bias: int, residual: int) -> None:
+    """Start the product, after what converts x, of operands at these addresses.
 
     Scratch memory may have grown or be another stream's: where it is, is asked each time.
     """
-    launch, signs = ready.launch, ready.signs
-    if not ready.steps and not launch.partials and ready.results is None:
-        _launch(launch, fragments, signs, x, ends, (0, 0))
+    partials = ready.launch.partials
+    if not ready.steps and not partials and ready.results is None:
+        _launch(ready, x, factors, out, bias, residual)
         return
     with buffers.scratch() as scratch:
-        start = scratch.take(ready.rows + ready.sums + launch.partials)
-        rows, factors = x
+        start = scratch.take(ready.rows + ready.sums + partials)
         for step in ready.steps:
             if step.factors:
                 factors = start + ready.factors
-            step.call(rows, start, factors if step.factors else 0)
-            rows = start
+            step.call(x, start, factors if step.factors else 0)
+            x = start
         after = start + ready.rows
-        sums = (after + ready.sums, scratch.flags()) if launch.partials else (0, 0)
+        sums = (after + ready.sums, scratch.flags()) if partials else (0, 0)
         if ready.results is None:
-            _launch(launch, fragments, signs, (rows, factors), ends, sums)
+            _launch(ready, x, factors, out, bias, residual, *sums)
         else:
-            _launch(launch, fragments, signs, (rows, 0), (after, 0, 0), sums)
-            ready.results(after, *ends, factors if ready.steps else 0)
+            _launch(ready, x, 0, after, 0, 0, *sums)
+            ready.results(after, out, bias, residual, factors if ready.steps else 0)
 
 
 def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
@@ -338,24 +345,21 @@ def _as_floats(x: Any) -> Any:
     return dequantize(x.blocks, x.format, check.FLOATS[2])
 
 
+def _argument(launch: problem.Launch, fragments: Fragments, signs: int = 0) -> bytes:
+    """The kernel's argument for a weight; x still lacks the signs at `signs`, if that is not 0."""
+    return launch.argument(fragments.addresses, fragments.values, signs)
+
+
 def _launch(
-    launch: problem.Launch,
-    fragments: Fragments,
-    signs: int,
-    x: tuple[int, int],
-    ends: tuple[int, int, int],
-    sums: tuple[int, int],
+    ready: Ready, x: int, factors: int, out: int, bias: int, residual: int, sums: int = 0, flags: int = 0
 ) -> None:
-    """Start the product with the rows of x and their factors at these addresses; x still lacks the signs at
-    `signs`, if that is not 0."""
-    tensor = problem.NO_MAP if launch.map is None else buffers.tensor_map(x[0], launch.map)
-    straight, to = launch.straight, problem.NO_MAP
-    if launch.out_map is not None:
-        straight = ends[0] % 16 == 0
-        if straight:
-            to = buffers.tensor_map(ends[0], launch.out_map)
-    w = (fragments.addresses, fragments.values, signs)
-    argument = launch.packed(tensor, to, straight, *w, *x, *ends, *sums)
+    """Start the product itself, with rows of x and their factors at these addresses."""
+    launch = ready.launch
+    argument = problem.filled(ready.argument, x, factors, out, bias, residual, sums, flags)
+    if launch.map is not None:
+        problem.set_map(argument, buffers.tensor_map(x, launch.map))
+    if launch.out_map is not None and out % 16 == 0:
+        problem.set_out_map(argument, buffers.tensor_map(out, launch.out_map))
     jit.launch_packed(launch.plan, argument)
 
 

@@ -46,11 +46,11 @@ class Routing(NamedTuple):
 
     call: jit.Call
 
-    def again(self, known: Repeat, logits: Any) -> tuple[Any, Any]:
+    def again(self, known: Repeat, places: list[int]) -> tuple[Any, Any]:
         """Their ids and probabilities."""
         empty = device.cupy().empty
         ids, probs = empty(known.shape, known.dtype), empty(known.shape, _FLOAT)
-        self.call(logits.data.ptr, ids.data.ptr, probs.data.ptr)
+        self.call(places[0], ids.data.ptr, probs.data.ptr)
         return ids, probs
 
 
@@ -93,11 +93,14 @@ class Ready(NamedTuple):
         known_up, known_down = self.others
         return known_up() is up and known_down() is down
 
-    def again(self, known: Repeat, x: Any, ids: Any, probs: Any, out: Any) -> Any:
+    def again(self, known: Repeat, places: list[int], x: Any, out: Any) -> Any:
         """Such a mixture, to `out` or, if that is None, to a new array; returns it."""
-        y = device.cupy().empty(known.shape, known.dtype) if out is None else out
-        self.run(_addresses(x), ids.data.ptr, probs.data.ptr, y.data.ptr)
-        return y
+        start, ids, probs, _, to = places
+        if out is None:
+            out = device.cupy().empty(known.shape, known.dtype)
+            to = out.data.ptr
+        self.run((start, 0) if device.is_cuda(x) else _addresses(x), ids, probs, to)
+        return out
 
     def run(self, x: tuple[int, int], ids: int, probs: int, out: int) -> None:
         """Start it with operands at these addresses.

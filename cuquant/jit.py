@@ -48,7 +48,7 @@ def launch(plan: Plan, *arguments: Any) -> None:
     launch_packed(plan, packing.pack(*(value for _, value in members)), offsets)
 
 
-def launch_packed(plan: Plan, arguments: bytes, offsets: tuple[int, ...] = (0,)) -> None:
+def launch_packed(plan: Plan, arguments: bytes | bytearray, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
     cuda = device.cupy().cuda
     start = prepared(cuda.runtime.getDevice(), plan, len(arguments), offsets)

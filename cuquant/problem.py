@@ -116,20 +116,35 @@ class Launch(NamedTuple):
     converts_x: bool
     turns_sums: bool
 
-    def packed(
-        self,
-        map: bytes,
-        out_map: bytes,
-        straight: bool,
-        w: Planes,
-        values: int,
-        signs: int,
-        *addresses: int,
-    ) -> bytes:
-        """The kernel's argument; addresses of W's planes, its codebook and the signs of its columns, of x,
-        its row factors, out, bias, residual, partial sums and their flags."""
-        ends = _ADDRESSES.pack(w.low, w.high, w.scale, *addresses, values, w.group)
-        return map + out_map + ends + self.numbers + _OTHERS.pack(straight, signs, w.row)
+    def argument(self, w: Planes, values: int, signs: int) -> bytes:
+        """The kernel's argument for a weight, but for what `filled` adds; addresses of W's planes, its
+        codebook and the signs of its columns."""
+        ends = _ADDRESSES.pack(w.low, w.high, w.scale, *(0,) * 7, values, w.group)
+        straight = self.straight and self.out_map is None
+        return NO_MAP + NO_MAP + ends + self.numbers + _OTHERS.pack(straight, signs, w.row)
+
+
+_OPERANDS, _OPERANDS_AT = struct.Struct("<7q"), 2 * 128 + 3 * 8
+_STRAIGHT_AT = 2 * 128 + _ADDRESSES.size + _NUMBERS.size
+
+
+def filled(argument: bytes, *addresses: int) -> bytearray:
+    """A kernel's argument with addresses of x, its row factors, out, bias, residual, partial sums and their
+    flags."""
+    whole = bytearray(argument)
+    _OPERANDS.pack_into(whole, _OPERANDS_AT, *addresses)
+    return whole
+
+
+def set_map(argument: bytearray, map: bytes) -> None:
+    """Let the copy engine read x by this map."""
+    argument[:128] = map
+
+
+def set_out_map(argument: bytearray, map: bytes) -> None:
+    """Let it store results by this one."""
+    argument[128:256] = map
+    argument[_STRAIGHT_AT] = 1
 
 
 class Group(NamedTuple):

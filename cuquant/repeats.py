@@ -24,6 +24,11 @@ MOST, FEW = 64, 4
 """Calls of a table; then it starts anew. Of one of many matrices."""
 
 
+_Span = tuple[int, int, int]
+"""Of an array: bytes from its first element's address to its lowest byte, and to behind its highest; and the
+bits that the address of a number does not have."""
+
+
 class Repeat(NamedTuple):
     """What is known of calls that are alike."""
 
@@ -34,38 +39,48 @@ class Repeat(NamedTuple):
     dtype: np.dtype[Any]
     weights: tuple[tuple[int, int], ...]
     """Addresses between which each weight lies."""
-    out: tuple[int, int, int]
-    """Of `out`: bytes from its first element's address to its lowest byte, and to behind its highest; and the
-    bits that the address of a number does not have."""
-    reads: tuple[tuple[int, int, int], ...]
-    """The same of x, of what else is read, and of the residual."""
+    x: _Span
+    out: _Span
+    others: tuple[tuple[int, _Span], ...]
+    """Of what else is read, and the residual behind it, those that are there, with their numbers."""
+    most: int
+    """Of all of these, there or not."""
     in_place: bool
     """Whether the residual, if it starts where `out` does, is `out`."""
 
-    def takes(self, x: Any, reads: tuple[Any, ...], residual: Any, out: Any) -> bool:
-        """Whether arrays that are like the first ones lie as they may, too: on this GPU, at multiples of
+    def places(self, x: Any, reads: tuple[Any, ...], residual: Any, out: Any) -> list[int] | None:
+        """Where x, what else is read, the residual and `out` start, 0 for those that are not there; None
+        where arrays that are like the first ones do not lie as they may, too: on this GPU, at multiples of
         their numbers' size, and no byte of `out` is one of the others'."""
         here = device.cupy().cuda.runtime.getDevice()
-        first = end = 0
+        data = x.data
+        start = data.ptr
+        low, high, odd = self.x
+        if data.device_id != here or start & odd:
+            return None
+        to = first = end = 0
         if out is not None:
             data = out.data
-            start = data.ptr
-            low, high, odd = self.out
-            first, end = start + low, start + high
-            if data.device_id != here or start & odd:
-                return False
+            to = data.ptr
+            below, above, odd = self.out
+            first, end = to + below, to + above
+            if data.device_id != here or to & odd or (first < start + high and start + low < end):
+                return None
             for low, high in self.weights:
                 if first < high and low < end:
-                    return False
-            if self.in_place and residual.data.ptr == start:
-                residual = None
-        for read, (low, high, odd) in zip((x, *reads, residual), self.reads, strict=True):
-            if read is not None:
-                data = read.data
-                start = data.ptr
-                if data.device_id != here or start & odd or (first < start + high and start + low < end):
-                    return False
-        return True
+                    return None
+        found = [start, *(0,) * self.most, to]
+        for at, (low, high, odd) in self.others:
+            is_residual = at == self.most - 1
+            data = (residual if is_residual else reads[at]).data
+            start = data.ptr
+            if data.device_id != here or start & odd:
+                return None
+            itself = is_residual and self.in_place and start == to
+            if not itself and first < start + high and start + low < end:
+                return None
+            found[1 + at] = start
+        return found
 
 
 Known = dict[tuple[Any, ...], Repeat]
@@ -102,9 +117,9 @@ def find(
     reads: tuple[Any, ...] = (),
     residual: Any = None,
     out: Any = None,
-) -> Repeat | None:
-    """What is known of a call with these operands, if it can be done so. `reads` are those that are no
-    activations: as many in all calls of these words."""
+) -> tuple[Repeat, list[int]] | None:
+    """What is known of a call with these operands, if it can be done so, and where they start
+    (`Repeat.places`). `reads` are those that are no activations: as many in all calls of these words."""
     if not known:
         return None
     given, kind = _blocks(x) if type(x) is QuantizedArray else (x, None)
@@ -112,9 +127,10 @@ def find(
         return None
     try:
         found = known.get(_key(words, kind, given, reads, residual, out))
+        places = None if found is None else found.places(given, reads, residual, out)
     except (AttributeError, TypeError):  # others are not CuPy's; words that no key can have
         return None
-    return found if found is not None and found.takes(given, reads, residual, out) else None
+    return None if found is None or places is None else (found, places)
 
 
 def remember(
@@ -131,13 +147,16 @@ def remember(
 ) -> None:
     """That a call was checked and done, by `work`, with weights in this memory."""
     given, kind = _blocks(x) if type(x) is QuantizedArray else (x, None)
+    others = *reads, residual
     repeat = Repeat(
         work,
         result.shape,
         result.dtype,
         tuple((weight.data.ptr, weight.data.ptr + weight.nbytes) for weight in weights),
+        _span(given),
         _span(result),
-        tuple(_span(array) for array in (given, *reads, residual)),
+        tuple((at, _span(array)) for at, array in enumerate(others) if array is not None),
+        len(others),
         residual is not None and (residual.strides, residual.dtype) == (result.strides, result.dtype),
     )
     if len(known) >= (FEW if isinstance(known, Some) else MOST):
@@ -155,19 +174,17 @@ def _key(
     words: tuple[Any, ...], kind: Any, x: Any, reads: tuple[Any, ...], residual: Any, out: Any
 ) -> tuple[Any, ...]:
     data = x.data
-    arrays = (x, *reads, residual, out)
-    return (
-        words,
-        kind,
-        (data.device_id, data.ptr % 16 == 0),
-        *[None if a is None else (type(a), a.shape, a.strides, a.dtype) for a in arrays],
-    )
+    key = [words, kind, data.device_id, data.ptr % 16 == 0]
+    for array in (x, *reads, residual, out):
+        if array is None:
+            key.append(None)
+        else:
+            key += type(array), array.shape, array.strides, array.dtype
+    return tuple(key)
 
 
-def _span(array: Any) -> tuple[int, int, int]:
-    """Bytes that the elements of an array take, from the first one's address, and the bits that this does not
-    have."""
-    if array is None or array.size == 0:
+def _span(array: Any) -> _Span:
+    if array.size == 0:
         return 0, 0, 0
     ends = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
     size = array.itemsize

@@ -176,9 +176,9 @@ def test_sums_that_blocks_leave_each_other(counted: list[int], monkeypatch: pyte
         made = real(*args, **kwargs)
         return replace(made, partials=max(made.partials, 4096))
 
-    def launch(launch: Any, *args: Any) -> None:
-        given.append((launch.partials, args[-1]))
-        started(launch, *args)
+    def launch(ready: cuda.Ready, *args: Any) -> None:
+        given.append((ready.launch.partials, args[-2:]))
+        started(ready, *args)
 
     started = cuda._launch
     monkeypatch.setattr(cuda, "_launch", launch)

@@ -197,16 +197,29 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
     assert cores == ["wgmma", "decode", "decode", "mma", "decode"]
 
 
-def test_the_packed_argument_is_the_struct() -> None:
+def test_the_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
-    w = plan.Planes(1, 2, 3, 12, 100)
-    packed = launch.packed(bytes(range(128)), bytes(128), True, w, 11, 99, *range(4, 11))
-    assert len(packed) % 64 == 0  # as its alignment
-    assert packed[:256] == bytes(range(128)) + bytes(128)
-    assert struct.unpack("<12q", packed[256:352]) == tuple(range(1, 13))
-    numbers = packed[352 : 352 + len(launch.numbers)]
-    assert numbers == launch.numbers
-    assert struct.unpack("<i4xqq", packed[352 + len(numbers) :][:24]) == (True, 99, 100)
+    known = launch.argument(plan.Planes(1, 2, 3, 12, 100), 11, 99)
+    maps = bytes(range(128)), bytes(range(128, 256))
+    for given, straight in ((0, False), (1, False), (2, True)):
+        whole = problem.filled(known, *range(4, 11))
+        for set_map, each in zip((problem.set_map, problem.set_out_map)[:given], maps, strict=False):
+            set_map(whole, each)
+        assert len(whole) == len(known)
+        assert len(whole) % 64 == 0  # as its alignment
+        assert whole[:256] == b"".join(maps[:given]) + bytes(128 * (2 - given))
+        assert struct.unpack("<12q", whole[256:352]) == tuple(range(1, 13))
+        numbers = whole[352 : 352 + len(launch.numbers)]
+        assert numbers == launch.numbers
+        assert struct.unpack("<i4xqq", whole[352 + len(numbers) :][:24]) == (straight, 99, 100)
+    assert struct.unpack("<12q", known[256:352]) == (1, 2, 3, *[0] * 7, 11, 12)
+
+
+def test_results_of_float32_are_stored_straight_without_a_map() -> None:
+    launch = resolved(3000, problem.source((3000, 64), (128, 2), True))._replace(straight=True, out_map=None)
+    known = launch.argument(plan.Planes(1, 2, 3, 12, 100), 11, 99)
+    at = 352 + len(launch.numbers)
+    assert problem.filled(known, *range(4, 11))[at] == known[at] == 1
 
 
 @pytest.mark.parametrize(

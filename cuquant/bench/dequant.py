@@ -189,9 +189,9 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
     def call(w: _RandomWeight) -> None:
-        addresses = (w.addresses, values.data.ptr, 0, x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0)
-        argument = launch.packed(problem.NO_MAP, problem.NO_MAP, False, *addresses)
-        jit.launch_packed(launch.plan, argument)
+        argument = launch.argument(w.addresses, values.data.ptr, 0)
+        operands = (x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0)
+        jit.launch_packed(launch.plan, problem.filled(argument, *operands))
 
     out.fill(np.nan)
     call(weights[-1])

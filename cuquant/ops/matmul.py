@@ -70,9 +70,9 @@ def linear(
         Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
     """
     words = activation, dtype, x_format
-    known = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
-    if known is not None:
-        return device.backend(True).repeat(known, x, w, bias, residual, out)
+    found = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
+    if found is not None:
+        return device.backend(True).repeat(*found, x, out)
     x, w = check.activations(x), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     if quantizes := x_format is not None:

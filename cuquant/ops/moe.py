@@ -58,9 +58,9 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
         Dtype, shape, device or top_k do not fit.
     """
     words = top_k, type(top_k), normalize, type(normalize)  # 1 equals True, but is not taken for it
-    known = repeats.find(repeats.routed, words, logits)
-    if known is not None:
-        ids, probs = known.work.again(known, logits)
+    found = repeats.find(repeats.routed, words, logits)
+    if found is not None:
+        ids, probs = found[0].work.again(*found)
         return ids, probs
     logits = check.floats(logits, "logits")
     check.top_k(top_k, logits.shape)
@@ -130,9 +130,9 @@ def moe(
     weights = repeats.prepared(experts)
     if weights is not None:
         words = _words(activation, weights)
-        known = repeats.find(weights[0].repeats, words, x, (expert_ids, expert_probs), None, out)
-        if known is not None and known.work.of(*weights):
-            return known.work.again(known, x, expert_ids, expert_probs, out)
+        found = repeats.find(weights[0].repeats, words, x, (expert_ids, expert_probs), None, out)
+        if found is not None and found[0].work.of(*weights):
+            return found[0].work.again(*found, x, out)
     x = check.activations(x)
     gate, up, down = check.experts(experts)
     if check.is_quantized(x) and check.is_quantized(down):

@@ -42,9 +42,9 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         the first such row). q8_1 propagates them instead.
     """
     if importance is None:
-        known = repeats.find(repeats.quantized, (format,), x)
-        if known is not None:
-            how, fmt = known.work
+        found = repeats.find(repeats.quantized, (format,), x)
+        if found is not None:
+            how, fmt = found[0].work
             blocks, rows = device.backend(True).quantize_again(how, x)
             return QuantizedArray(fmt, blocks, rows, x.shape)
     fmt = formats.get(format)
