@@ -235,17 +235,22 @@ def _tall(work: Work, cluster: int) -> Tall | None:
     H200 takes up to 14% less, most of codebooks and k-quants; codes that are looked up have one warp along N
     even if that leaves no fewer idle (11008 rows: 6 to 9% less). Where instructions are few, fewer warps, or
     only one block for a multiprocessor, cost as much: of up to 7 row tiles a multiprocessor these formats
-    have tall tiles at 3 and 4 batch rows only, and if K is not short; at 1 and 2 those with minimums have
-    none, and others some beyond 12 row tiles, or where x is long: else two small blocks of one warp along N
-    win (17408 x 5120, q4_0: 14.5 us, with one block 21.9). There are none where x is so long that a `cluster`
-    must share it, nor of 8 bits, of which two slots of seven do not fit.
+    have tall tiles at 3 and 4 batch rows only (E2M1, whose numbers take more, at up to 8), and if K is not
+    short; at 1 and 2 those with minimums have none, and others some beyond 12 row tiles, or where x is long:
+    else two small blocks of one warp along N win (17408 x 5120, q4_0: 14.5 us, with one block 21.9). At one
+    row they do up to 14 row tiles, by 2%, also where instructions are many but codes not looked up; at two
+    rows they lose as much. There are none where x is so long that a `cluster` must share it, nor of 8 bits,
+    of which two slots of seven do not fit.
     """
     fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
     short, pairs = share <= 7, share > 8 and m > 2
     if fmt.bits == 8 or not 4 < share <= 28 or (cluster > 1 and not pairs):
         return None
-    small = short or (share <= 12 and ring_bytes(90) + work.x_bytes(1) < shared_limit(90, 2))
-    if few and ((m <= 2 and (small or has_minimum(fmt))) or (short and m > 4)):
+    paired = ring_bytes(90) + work.x_bytes(1) < shared_limit(90, 2)
+    small = short or (share <= 12 and paired)
+    if few and ((m <= 2 and (small or has_minimum(fmt))) or (short and m > 4 and fmt.codebook is None)):
+        return None
+    if m == 1 and paired and not (fmt.lookup or fmt.walks) and 12 < share <= 2 * paired_rows(work):
         return None
     if few and short and ((fmt.bits == 5 and has_minimum(fmt)) or work.steps < _SHORT_K):
         return None
