@@ -10,7 +10,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 from . import testing as testing
 from .array import QuantizedArray
 from .debug import config
-from .eval import Comparison, Evaluation, Evaluations, compare, evaluate, evaluate_files
+from .eval import Comparison, Evaluation, Evaluations, Tokenizer, compare, evaluate, evaluate_files
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.exl3 import Exl3
@@ -57,6 +57,7 @@ __all__ = [
     "Model",
     "NvFp4",
     "QuantizedArray",
+    "Tokenizer",
     "Trellis",
     "__version__",
     "attention",

@@ -95,6 +95,7 @@ def test_real_file_gives_the_known_number_of_tokens_and_reads_back() -> None:
     ids, tokens = tokenizer.encode(HELD_OUT), nano_llama()["tokenizer.ggml.tokens"]
     assert len(ids) == 61182
     assert read_back([tokens[i] for i in ids]) == HELD_OUT
+    assert tokenizer.decode(ids) == HELD_OUT
     assert (tokenizer.vocab_size, tokenizer.add_bos, tokenizer.bos_id) == (4096, False, 0)
 
 
@@ -102,7 +103,9 @@ def test_real_file_gives_the_known_number_of_tokens_and_reads_back() -> None:
 @settings(deadline=None)
 def test_no_pre_tokenizer_loses_a_byte(text: str, pre: str) -> None:
     tokens = nano_llama()["tokenizer.ggml.tokens"]
-    assert read_back([tokens[i] for i in nano_llama_as(pre).encode(text)]) == text
+    tokenizer = nano_llama_as(pre)
+    ids = tokenizer.encode(text)
+    assert read_back([tokens[i] for i in ids]) == tokenizer.decode(ids) == text
 
 
 def words(pre: str, text: str) -> list[str]:
@@ -337,3 +340,43 @@ def test_malformed_vocabularies(metadata: Metadata, message: str) -> None:
 def test_empty_token_texts_keep_their_places() -> None:
     metadata = byte_level(extra=["", "", "xy"], types={"xy": USER_DEFINED})
     assert tokens_of(metadata, "axy") == ["a", "xy"]
+
+
+@given(text=st.text(st.sampled_from("ab \u00e9\U0001f600<s>0x41_")))
+@settings(deadline=None)
+def test_sentencepiece_is_read_back(text: str) -> None:
+    """Words with a space before, bytes of characters that are no piece, a control token's text."""
+    scores = {
+        "\u2581": -1.0,
+        "a": -2.0,
+        "b": -2.0,
+        "\u2581a": -1.5,
+        "<s>0": -9.0,
+        "_": -3.0,
+        "\u2581\u2581": -0.5,
+    }
+    for prefix in (True, False):
+        tokenizer = Tokenizer.from_metadata(sentencepiece(scores, add_space_prefix=prefix))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_what_tokens_read_as() -> None:
+    """Control tokens as nothing, parts of a character as U+FFFD until the rest is there."""
+    marks = {"<|end|>": CONTROL, "<|im_end|>": USER_DEFINED, "<|user|>": USER_DEFINED, "tab\t": USER_DEFINED}
+    tokenizer = Tokenizer.from_metadata(byte_level(["a b"], [*marks], marks))
+    letters = {letter: i for i, letter in enumerate(ALPHABET)}
+    first, second = (letters[letter] for letter in spelled("\u00e9"))
+    for ids, text in (
+        ([256], "ab"),
+        ([first], "\ufffd"),
+        ([first, second], "\u00e9"),
+        (np.array([257, 256, 258, 259, 260]), "ab<|user|>tab\t"),
+        ([], ""),
+    ):
+        assert tokenizer.decode(ids) == text
+    pieces = Tokenizer.from_metadata(sentencepiece({"\u2581a": 0.0}))
+    assert pieces.decode([0, 1, 2 + 0x41, 258]) == "\ufffdA a"
+    assert (pieces.decode([258, 258]), pieces.decode([2 + 0x41, 258])) == ("a a", "A a")
+    for wrong in (-1, 261):
+        with pytest.raises(ValueError, match=f"token {wrong} is not in the vocabulary of 261"):
+            tokenizer.decode([0, wrong])

@@ -5,6 +5,7 @@ from .evaluate import evaluate
 from .files import evaluate_files
 from .report import Evaluation, Evaluations, Row
 from .scores import TensorError
+from .tokenizer import Tokenizer
 
 __all__ = [
     "Comparison",
@@ -13,6 +14,7 @@ __all__ = [
     "Evaluations",
     "Row",
     "TensorError",
+    "Tokenizer",
     "compare",
     "evaluate",
     "evaluate_files",

@@ -1,12 +1,14 @@
-"""Text to token ids, from the vocabulary that a GGUF file carries.
+"""Text to token ids and back, by the vocabulary that a GGUF file carries.
 
 The rules are llama.cpp's (src/llama-vocab.cpp): perplexities compare only between equal token ids.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..io.words import short
 
-_USER_DEFINED = 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Of `tokenizer.ggml.token_type`."""
 _ENDS = {
     "<|eot_id|>",
@@ -52,7 +54,10 @@ _HINT = "token ids from a .npy file (--tokens) work instead"
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """Text to token ids, from a GGUF file's own vocabulary."""
+    """Text to token ids and back, by a GGUF file's own vocabulary.
+
+    tokenizer = cuquant.Tokenizer.from_metadata(cuquant.open("model.gguf").metadata)
+    """
 
     vocab_size: int
     add_bos: bool
@@ -61,6 +66,10 @@ class Tokenizer:
     """The token that begins a text; None where the vocabulary has none."""
     _user_defined: Sequence[tuple[str, int]] = field(repr=False)
     _encode_plain: Callable[[str], list[int]] = field(repr=False)
+    _pieces: Sequence[bytes] = field(repr=False)
+    """What each token stands for, in UTF-8."""
+    _prefix: bytes = field(repr=False)
+    """What stands before every text that is encoded."""
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -72,11 +81,15 @@ class Tokenizer:
         if not isinstance(model, str) or model not in ("gpt2", "llama"):
             raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
         ids, types = _vocabulary(metadata)
+        prefix, default_bos = "", None
+        to_bytes: Callable[[str, float], bytes]
         if model == "gpt2":
             pre = _pre_tokenizer(metadata)
-            encode_plain, add_bos, default_bos = _byte_level_bpe(ids, metadata, pre), pre.add_bos, None
+            encode_plain, add_bos, to_bytes = _byte_level_bpe(ids, metadata, pre), pre.add_bos, _of_letters
         else:
-            encode_plain, add_bos, default_bos = _SentencePiece(ids, metadata).encode, True, 1
+            sentencepiece = _SentencePiece(ids, metadata)
+            encode_plain, add_bos, to_bytes = sentencepiece.encode, True, _of_piece
+            prefix, default_bos = sentencepiece.prefix, 1
         add_bos = _flag(metadata, "tokenizer.ggml.add_bos_token", add_bos)
         bos_id = metadata.get("tokenizer.ggml.bos_token_id", default_bos)
         if bos_id is not None:
@@ -87,7 +100,11 @@ class Tokenizer:
             (text, i) for text, i in ids.items() if types[i] == _USER_DEFINED and text not in _ENDS
         ]
         user_defined.sort(key=lambda token: -len(token[0].encode()))
-        return cls(len(ids), add_bos, bos_id, user_defined, encode_plain)
+        pieces = [
+            b"" if types[i] == _CONTROL or text in _ENDS else to_bytes(text, types[i])
+            for text, i in ids.items()
+        ]
+        return cls(len(ids), add_bos, bos_id, user_defined, encode_plain, pieces, prefix.encode())
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids int32 [n] of a text; `bos_id` is not added.
@@ -99,6 +116,22 @@ class Tokenizer:
         for part in self._partition(text):
             ids += self._encode_plain(part) if isinstance(part, str) else [part]
         return np.array(ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids: ``decode(encode(text)) == text`` where the vocabulary has all of it, but for
+        spaces that a SentencePiece one puts behind user-defined tokens.
+
+        Control tokens have no text, and the unknown one has U+FFFD, as have bytes that are no UTF-8: those of
+        a character whose last token is still to come. The space that some vocabularies put before a text is
+        taken off, so a continuation is decoded together with what it continues. ValueError for an id that is
+        no token's.
+        """
+        found = [int(i) for i in ids]
+        outside = [i for i in found if i not in range(self.vocab_size)]
+        if outside:
+            raise ValueError(f"token {outside[0]} is not in the vocabulary of {self.vocab_size}")
+        text = b"".join(self._pieces[i] for i in found)
+        return text.removeprefix(self._prefix).decode("utf-8", "replace")
 
     def _partition(self, text: str) -> list[str | int]:
         """Plain text and user-defined token ids in turn; the longest token (in bytes) is searched first."""
@@ -258,6 +291,23 @@ def _byte_level_bpe(
     return lambda text: bpe.encode(text, add_special_tokens=False).ids
 
 
+@cache
+def _letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for: printable ones themselves, the others
+    letters from U+0100 on (GPT-2's encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+
+
+def _of_letters(token: str, kind: float) -> bytes:
+    """The bytes of a token of a byte-level vocabulary; user-defined ones are texts as they are."""
+    letters = _letters()
+    if kind == _USER_DEFINED or not letters.keys() >= {*token}:
+        return token.encode()
+    return bytes(letters[letter] for letter in token)
+
+
 # SentencePiece BPE ("llama"): no words; the pair of pieces with the best score anywhere is joined first.
 
 
@@ -277,7 +327,7 @@ class _SentencePiece:
         self._inner_pairs = {text[i : i + 2] for text in self._costs for i in range(len(text) - 1)}
         unknown_id = metadata.get("tokenizer.ggml.unknown_token_id", 0)
         self._unknown_id = _token_id("tokenizer.ggml.unknown_token_id", unknown_id, len(ids))
-        self._prefix = " " if _flag(metadata, "tokenizer.ggml.add_space_prefix", True) else ""
+        self.prefix = " " if _flag(metadata, "tokenizer.ggml.add_space_prefix", True) else ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text in which no user-defined token is left.
@@ -285,7 +335,7 @@ class _SentencePiece:
         No join spans two characters that stand side by side in no piece. To cut the text there changes
         nothing, and a word that comes again need not be merged again.
         """
-        text = (self._prefix + text).replace(" ", "\u2581")
+        text = (self.prefix + text).replace(" ", "\u2581")
         cuts = [i for i in range(1, len(text)) if text[i - 1 : i + 1] not in self._inner_pairs]
         words = [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]
         ids = {word: [i for piece in self._merge(word) for i in self._piece_ids(piece)] for word in {*words}}
@@ -322,3 +372,12 @@ class _SentencePiece:
             return [self._ids[piece]]
         names = [f"<0x{byte:02X}>" for byte in piece.encode()]
         return [self._ids[name] for name in names] if self._ids.keys() >= {*names} else [self._unknown_id]
+
+
+def _of_piece(piece: str, kind: float) -> bytes:
+    """The bytes of a token of a SentencePiece vocabulary."""
+    if kind == _UNKNOWN:
+        return "\ufffd".encode()
+    if kind == _BYTE and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
+        return bytes.fromhex(byte[1])
+    return piece.replace("\u2581", " ").encode()
