@@ -218,7 +218,10 @@ def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, i
     total, new = sum(held.values()), sum(adds.values())
     _room(total, new, capacity, "this cache", "evict some, or make the cache larger")
     for bits, room in rooms.items():
-        hint = "move or evict some, or give the width a larger capacity"
+        hint = (
+            "move or evict some (before an append cache.age(..., coming=n) does), append fewer at a time or "
+            "with other bits, or give the width a larger capacity"
+        )
         _room(held[bits], adds[bits], room, f"its {bits}-bit bucket", hint)
 
 

@@ -30,6 +30,7 @@ class KVCache:
     A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
     stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
     global slot, its position in the sequence: the first token appended is at 0, and slots are never reused.
+    What changes a cache is for one thread at a time.
 
     Parameters
     ----------
