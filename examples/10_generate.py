@@ -7,17 +7,6 @@ import numpy as np
 import cuquant as cq
 
 PROMPT, LENGTH = "A list can be sorted with", 40
-NAMES = (
-    "attn_norm",
-    "attn_q",
-    "attn_k",
-    "attn_v",
-    "attn_output",
-    "ffn_norm",
-    "ffn_gate",
-    "ffn_up",
-    "ffn_down",
-)
 
 model = cq.open(Path(__file__).parent / "data/nano-llama-f16.gguf")  # on the GPU where there is one
 xp, facts = model.xp, model.metadata
@@ -32,6 +21,9 @@ frequencies = xp.asarray(base ** (-np.arange(0, dim, 2) / dim))  # radians for e
 
 # Matrices to 6.6 bits a weight; norms stay float32. A file that is quantized needs none of this.
 weights = {name: cq.quantize(w, "q6_k") if w.ndim == 2 else w.astype(xp.float32) for name, w in model.items()}
+of_layer = [
+    {n.split(".")[2]: w for n, w in weights.items() if n.startswith(f"blk.{i}.")} for i in range(layers)
+]
 # The newest 32 tokens of a layer in float16, the others with 4 bits a number.
 caches = [cq.KVCache(kv_heads, dim, {16: 32, 4: 480}, device=model.device) for _ in range(layers)]
 
@@ -51,8 +43,7 @@ def rotate(x, first):
 def logits(tokens, first):
     """What comes after tokens at positions from `first` on: numbers for the whole vocabulary."""
     h = weights["token_embd.weight"][tokens].dequantize()[None]  # (1, tokens, embedding)
-    for layer, cache in enumerate(caches):
-        w = {name: weights[f"blk.{layer}.{name}.weight"] for name in NAMES}
+    for w, cache in zip(of_layer, caches, strict=True):
         x = norm(h, w["attn_norm"])
         q, k, v = (
             cq.linear(x, w[f"attn_{name}"]).reshape(1, len(tokens), count, dim)
