@@ -189,6 +189,21 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
     assert not {("q4_0", 1, 14336), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
 
 
+def test_tall_tiles_are_one_large_block_or_two_small_ones() -> None:
+    """As they were measured: of seven row tiles a warp, how many blocks a multiprocessor has."""
+    for name, m, n, resident in (
+        ("q4_0", 1, 28672, 2),
+        ("q4_0", 2, 28672, 1),
+        ("q4_k", 1, 28672, 2),
+        ("q5_k", 1, 28672, 1),
+        ("kbit4", 1, 28672, 1),
+        ("mxfp4", 8, 14336, 1),
+    ):
+        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(90))
+        constants = dict(gemm.plan.kernel.constants)
+        assert (constants["ROW_TILES"], constants["RESIDENT"]) == (7, resident), (name, m)
+
+
 def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
     """Of Llama, Qwen and Phi: the busiest has less than 1.2 times its fair share on average."""
     square = [(5120, 5120), (6144, 4096), (3072, 3072), (10240, 8192)]

@@ -238,8 +238,8 @@ def _tall(work: Work, cluster: int) -> Tall | None:
     have tall tiles at 3 and 4 batch rows only (E2M1, whose numbers take more, at up to 8), and if K is not
     short; at 1 and 2 those with minimums have none, and others some beyond 12 row tiles, or where x is long:
     else two small blocks of one warp along N win (17408 x 5120, q4_0: 14.5 us, with one block 21.9). At one
-    row they do up to 14 row tiles, by 2%, also where instructions are many but codes not looked up; at two
-    rows they lose as much. There are none where x is so long that a `cluster` must share it, nor of 8 bits,
+    row of codes of 4 bits that are not looked up they do so up to 14 row tiles, by 2%; at two rows they lose
+    as much. There are none where x is so long that a `cluster` must share it, nor of 8 bits,
     of which two slots of seven do not fit.
     """
     fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
@@ -250,7 +250,7 @@ def _tall(work: Work, cluster: int) -> Tall | None:
     small = short or (share <= 12 and paired)
     if few and ((m <= 2 and (small or has_minimum(fmt))) or (short and m > 4 and fmt.codebook is None)):
         return None
-    if m == 1 and paired and not (fmt.lookup or fmt.walks) and 12 < share <= 2 * paired_rows(work):
+    if m == 1 and paired and fmt.bits == 4 and not (fmt.lookup or fmt.walks) and 12 < share <= 14:
         return None
     if few and short and ((fmt.bits == 5 and has_minimum(fmt)) or work.steps < _SHORT_K):
         return None
