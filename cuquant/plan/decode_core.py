@@ -94,15 +94,6 @@ class Work(NamedTuple):
         return ceil(self.row_tiles * self.matrices * cluster / self.gpu.multiprocessors)
 
 
-class Tall(NamedTuple):
-    """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
-
-    warps: int
-    row_warps: int
-    rows: int
-    cluster: int
-
-
 class Blocks(NamedTuple):
     """How blocks share multiprocessors, columns and shared memory."""
 
@@ -115,7 +106,8 @@ class Blocks(NamedTuple):
     """Bytes of a block's shared memory beside a codebook's table."""
     ring: int
     """Bytes of its warps' rings together."""
-    tall: Tall | None = None
+    tall: bool = False
+    """Whether a multiprocessor has one, though of 8 warps, or warps with up to seven row tiles."""
     share: int = 0
     """Row tiles, if all blocks have as many."""
 
@@ -182,9 +174,7 @@ def ring_bytes(capability: int) -> int:
     return (72 if shared_limit(capability) > 160 << 10 else 24) << 10
 
 
-def sized(
-    work: Work, table: int, cluster: int, two: bool, long: bool = False, tall: Tall | None = None
-) -> Blocks:
+def sized(work: Work, table: int, cluster: int, two: bool, long: bool = False) -> Blocks:
     """What blocks that share things so have of shared memory; of two that run `long`, more bytes in flight
     only wait for each other, or x would not fit."""
     capability, x_bytes = work.gpu.capability, work.x_bytes(cluster)
@@ -196,7 +186,7 @@ def sized(
     if two:
         ring = min(ring, max(room - x_bytes, room // 2))
     warps = 16 if work.groups == 1 and not two and capability >= 80 else 8
-    return Blocks(cluster, two, tall.warps if tall else warps, room, ring, tall)
+    return Blocks(cluster, two, warps, room, ring)
 
 
 def blocks_along_k(work: Work) -> int:

@@ -16,7 +16,6 @@ from .cores import Gemm, table_of
 from .decode_core import (
     MOST_ROWS,
     Blocks,
-    Tall,
     Work,
     blocks_along_k,
     has_roomy_tables,
@@ -80,15 +79,14 @@ def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blo
     cluster, small = blocks_along_k(work), _small(work)
     lone = work.groups == 1 and work.gpu.capability == 90 and not small  # one block of 8 warps, too
     for two, tall in ((True, False),) if small else ((False, False), (False, True))[: 1 + lone]:
-        blocks = sized(work, table, cluster, two, long=two and work.m > 4)
-        warps = 8 if tall else blocks.warps
+        blocks = sized(work, table, cluster, two, long=two and work.m > 4)._replace(tall=tall)
+        blocks = blocks._replace(warps=8) if tall else blocks
         most = MOST_ROWS if tall else most_rows(work)
         if two and work.gpu.capability == 90:
             most = paired_rows(work)
-        for tile in row_tiles(work.sides, warps if work.m > 2 else warps // 2, most):
-            own = blocks._replace(warps=warps, tall=Tall(warps, *tile, cluster)) if tall else blocks
-            if _fits(work, own, tile):
-                yield _cost(work, own, tile, hit), own, tile
+        for tile in row_tiles(work.sides, blocks.warps if work.m > 2 else blocks.warps // 2, most):
+            if _fits(work, blocks, tile):
+                yield _cost(work, blocks, tile, hit), blocks, tile
 
 
 def _small(work: Work) -> bool:

@@ -11,7 +11,6 @@ from ..formats import Format
 from .cores import Gemm, table_of
 from .decode_core import (
     Blocks,
-    Tall,
     Work,
     blocks_along_k,
     has_roomy_tables,
@@ -59,6 +58,15 @@ _FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
 that nearly all weights keep the tiles that were measured there; and of others, which get 5 to 19."""
 
 
+class _Tall(NamedTuple):
+    """Warps of a block, those along N, up to seven row tiles of each; and blocks that split K."""
+
+    warps: int
+    row_warps: int
+    rows: int
+    cluster: int
+
+
 def _pace(gpu: Gpu) -> _Pace:
     return _FAST if gpu.capability in (90, 100, 103) else _SLOW
 
@@ -84,8 +92,9 @@ def decode(
 
     def made(roomy: bool) -> Gemm:
         table = table_of(fmt, gpu.capability, roomy)
-        blocks = _blocks(work, table[1])
-        return planned(work, table, in_half, blocks, _row_tiles(work, blocks, table[1]), converted)
+        blocks, tall = _blocks(work, table[1])
+        tile = (tall.row_warps, tall.rows) if tall else _row_tiles(work, blocks, table[1])
+        return planned(work, table, in_half, blocks, tile, converted)
 
     if has_roomy_tables(work):
         gemm = made(True)
@@ -94,8 +103,10 @@ def decode(
     return made(False)
 
 
-def _blocks(work: Work, table: int) -> Blocks:
-    """Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
+def _blocks(work: Work, table: int) -> tuple[Blocks, _Tall | None]:
+    """Blocks, and tall tiles if they have some.
+
+    Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
     short and shared memory has room, hide each other's start and end; with more rows one large block, which
     reads x once.
 
@@ -112,13 +123,14 @@ def _blocks(work: Work, table: int) -> Blocks:
     short = share > _FEW_TILES or work.batch * work.k * 2 <= (_PAIRED_X_FEW if soon else _PAIRED_X)
     two = tall is None and cluster == 1 and m <= 2 and short and ring + x_bytes < half
     two = two and share > max(2 * m, _one_warp(work.gpu))
-    return _laid_out(work, table, cluster, two, tall)
+    blocks = _laid_out(work, table, cluster, two)
+    return (blocks._replace(warps=tall.warps, tall=True) if tall else blocks), tall
 
 
-def _laid_out(work: Work, table: int, cluster: int, two: bool, tall: Tall | None = None) -> Blocks:
+def _laid_out(work: Work, table: int, cluster: int, two: bool) -> Blocks:
     """Blocks that share things so, with their share of W's rows."""
     share = work.share(cluster)
-    blocks = sized(work, table, cluster, two, two and share > 8, tall)
+    blocks = sized(work, table, cluster, two, two and share > 8)
     return blocks._replace(share=ceil(share / 2) if two else share)
 
 
@@ -127,7 +139,7 @@ def _one_warp(gpu: Gpu) -> int:
     return _ONE_WARP if gpu.capability == 90 else 2
 
 
-def _split(work: Work) -> tuple[int, Tall | None]:
+def _split(work: Work) -> tuple[int, _Tall | None]:
     """Blocks that split K, and tall tiles if there are any."""
     cluster = blocks_along_k(work)
     if work.gpu.capability != 90 or work.groups == 2:
@@ -169,8 +181,6 @@ def _limits(work: Work, blocks: Blocks, table: int) -> tuple[int, int, int]:
 
 def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
     """Warps of a block along N, and row tiles of each."""
-    if blocks.tall:
-        return blocks.tall.row_warps, blocks.tall.rows
     least, most_warps, most = _limits(work, blocks, table)
     if blocks.two and work.gpu.capability == 90 and work.matrices == 1 and blocks.share <= most:
         return 1, blocks.share
@@ -228,7 +238,7 @@ def _few_instructions(fmt: Format) -> bool:
     return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or fmt.kernel_group_bytes)
 
 
-def _tall(work: Work, cluster: int) -> Tall | None:
+def _tall(work: Work, cluster: int) -> _Tall | None:
     """Tiles that leave fewer multiprocessors idle than those of four row tiles a warp, if there are any.
 
     14336 rows of W are 7 row tiles for each of 128 multiprocessors, or 8 for each of 112. With 28672 rows an
@@ -263,4 +273,4 @@ def _tall(work: Work, cluster: int) -> Tall | None:
     rows = ceil(work.share(1 + pairs) / row_warps)
     usual = _usual_rows(share) * (1 + pairs)
     fewer = row_warps * rows < usual + (fmt.lookup and short) and row_warps * rows <= work.row_tiles
-    return Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
+    return _Tall(16 if roomy else 8, row_warps, rows, 1 + pairs) if fewer else None
