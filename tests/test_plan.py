@@ -189,6 +189,17 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
     assert not {("q4_0", 1, 14336), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
 
 
+def test_q6_k_has_registers_for_tall_tiles_of_one_warp_only() -> None:
+    """Of two blocks; with more along N a register is lacking."""
+    seen = set()
+    for m, n, k, count in combinations((1, 2), (10240, 11008, 28672, 65536, 152_064), (2048, 4096), (1, 3)):
+        gemm = plan.decode(cq.formats.get("q6_k").for_kernels, m, n, k, count, plan.Gpu(90))
+        constants = dict(gemm.plan.kernel.constants)
+        if constants["RESIDENT"] == 2:
+            seen.add((constants["ROW_WARPS"] > 1, constants["ROW_TILES"] > 4))
+    assert seen == {(False, False), (False, True), (True, False)}
+
+
 def test_tall_tiles_are_one_large_block_or_two_small_ones() -> None:
     """As they were measured: of seven row tiles a warp, how many blocks a multiprocessor has."""
     for name, m, n, resident in (

@@ -187,10 +187,17 @@ def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
     most_usual = min(most, most_rows(work))
     row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most_usual) - 1).bit_length()))
     usual = row_warps, min(most_usual, ceil(blocks.share / row_warps))
-    tiles = list(row_tiles(least, most_warps, most))
-    best = min(tiles, key=lambda tile: _busiest(work, blocks, tile))
+    best = min(_tiles(work, blocks, least, most_warps, most), key=lambda tile: _busiest(work, blocks, tile))
     less = _busiest(work, blocks, best) < _pace(work.gpu).less * _busiest(work, blocks, usual)
     return best if less else usual
+
+
+def _tiles(work: Work, blocks: Blocks, least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
+    """Tiles within limits, but those for which one kernel lacks a register, with several warps along N."""
+    crowded = blocks.two and work.fmt.bits == 6 and work.gpu.capability == 90
+    for tile in row_tiles(least, most_warps, most):
+        if not (crowded and tile[0] > 1 and tile[1] > 4):
+            yield tile
 
 
 def _busiest(work: Work, blocks: Blocks, tile: tuple[int, int]) -> float:
@@ -226,7 +233,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
             if eight:
                 blocks = blocks._replace(warps=8)
             least, _, most = _limits(work, blocks, table[1])
-            for tile in row_tiles(least, blocks.warps, most):
+            for tile in _tiles(work, blocks, least, blocks.warps, most):
                 found.append((_busiest(work, blocks, tile), table, blocks, tile))
     found.sort(key=lambda each: each[0])
     for _, table, blocks, tile in found:
