@@ -192,7 +192,7 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
 def test_q6_k_has_registers_for_tall_tiles_of_one_warp_only() -> None:
     """Of two blocks; with more along N a register is lacking."""
     seen = set()
-    for m, n, k, count in combinations((1, 2), (10240, 11008, 28672, 65536, 152_064), (2048, 4096), (1, 3)):
+    for m, n, k, count in combinations((1, 2), (11008, 22016, 28672, 152_064), (2048, 4096), (1, 3)):
         gemm = plan.decode(cq.formats.get("q6_k").for_kernels, m, n, k, count, plan.Gpu(90))
         constants = dict(gemm.plan.kernel.constants)
         if constants["RESIDENT"] == 2:
