@@ -10,7 +10,16 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 from . import testing as testing
 from .array import QuantizedArray
 from .debug import config
-from .eval import Comparison, Evaluation, Evaluations, Tokenizer, compare, evaluate, evaluate_files
+from .eval import (
+    Comparison,
+    Evaluation,
+    Evaluations,
+    Tokenizer,
+    UnsupportedModel,
+    compare,
+    evaluate,
+    evaluate_files,
+)
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
 from .formats.exl3 import Exl3
@@ -59,6 +68,7 @@ __all__ = [
     "QuantizedArray",
     "Tokenizer",
     "Trellis",
+    "UnsupportedModel",
     "__version__",
     "attention",
     "compare",

@@ -1,7 +1,7 @@
 """The CUDA backend: the same operations as cuquant.cpu, on CuPy arrays, by the kernels of kernels/.
 
 Everything runs on the current device and stream and nothing synchronises, but for quantizing a weight, which
-reads back whether its values were good.
+reads back whether its values were good, and for its first product, which brings it to the kernels' layout.
 """
 
 from __future__ import annotations

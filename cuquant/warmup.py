@@ -49,9 +49,7 @@ def warmup(
     Raises
     ------
     RuntimeError
-        There is no GPU to compile for.
-    KernelError
-        A kernel does not compile.
+        There is no GPU to compile for; or a kernel does not compile (`KernelError`, with the log).
     """
     from tqdm import tqdm
 

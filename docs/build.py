@@ -36,7 +36,8 @@ TOPICS = {
     "Arrays": "QuantizedArray quantize from_blocks config",
     "Products": "matmul linear Experts moe route warmup",
     "Files": "open Model save load quantize_file dequantize_file read_safetensors GGUFError FallbackWarning",
-    "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison Tokenizer",
+    "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison Tokenizer "
+    "UnsupportedModel",
     "Attention": "KVCache attention",
     "Formats": "Format KBit normal_float_codebook e4m4_encode e4m4_decode kbit_tiles kbit_from_tiles NvFp4 "
     "Int4 int4_from_parts int4_parts from_gptq from_awq Exl3 from_exl3 Trellis trellis_quantize "

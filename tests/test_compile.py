@@ -156,10 +156,18 @@ def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -
 @needs_nvrtc
 @pytest.mark.compile_all
 @pytest.mark.parametrize("name", [str(f) for f in FORMATS if f.on_gpu and not f.for_activations])
-def test_small_tiles_of_every_format(name: str) -> None:
-    """All that plans may choose, of whatever shapes."""
-    small = [tile for tile in wgmma_core.STEP_US if tile.batch == 16 or tile.resident > 1]
-    check([kernel for tile in small for kernel in tiles_of(name, tile)], "sm_90a")
+def test_products_of_every_format(name: str) -> None:
+    """Of the wgmma core all small tiles that plans may choose, of whatever shapes, and the largest; of the
+    others those of some shapes."""
+    largest = max(tile.batch for tile in wgmma_core.STEP_US)
+    chosen = [t for t in wgmma_core.STEP_US if (t.batch in (16, largest) and t.pair == 1) or t.resident > 1]
+    fmt = cq.formats.get(name).for_kernels
+    gpu = plan.Gpu(90)
+    decoded = {
+        plan.decode(fmt, m, n, 4096, 1, gpu).plan.kernel
+        for m, n in combinations((1, 4, 8, 16), (1024, 4096, 14336, 28672))
+    }
+    check([*decoded, *(kernel for tile in chosen for kernel in tiles_of(name, tile))], "sm_90a")
 
 
 @needs_nvrtc
@@ -268,10 +276,12 @@ def test_line_numbers_are_those_of_the_files() -> None:
 @needs_nvrtc
 def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """q8_0's relative, in what dequantizes, repacks and multiplies."""
-    found = re.search(r"```cuda\n(// int8:.*?)```", (ROOT / "docs/adding-a-format.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"```cuda\n(// offset8:.*?)```", (ROOT / "docs/adding-a-format.md").read_text(), re.DOTALL
+    )
     assert found is not None
     shutil.copytree(sources.folder(), tmp_path / "kernels")
-    (tmp_path / "kernels/formats/int8.cuh").write_text(found[1])
+    (tmp_path / "kernels/formats/offset8.cuh").write_text(found[1])
     monkeypatch.setattr(sources, "folder", lambda: tmp_path / "kernels")
     like = cq.formats.get("q8_0")
     kernels = [
@@ -281,4 +291,4 @@ def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pyt
         plan.gemm(like, 1, 1024, 1024, 1, True, plan.Gpu(90)).plan.kernel,
     ]
     monkeypatch.setattr(sources, "flatten", sources.flatten.__wrapped__)
-    check([replace(kernel, format="int8") for kernel in kernels], "sm_90a")
+    check([replace(kernel, format="offset8") for kernel in kernels], "sm_90a")

@@ -1,6 +1,7 @@
 """Evaluation of GGUF models: a Llama forward pass on quantized weights, its scores and tables."""
 
 from .compare import Comparison, Difference, compare
+from .config import UnsupportedModel
 from .evaluate import evaluate
 from .files import evaluate_files
 from .report import Evaluation, Evaluations, Row
@@ -15,6 +16,7 @@ __all__ = [
     "Row",
     "TensorError",
     "Tokenizer",
+    "UnsupportedModel",
     "compare",
     "evaluate",
     "evaluate_files",

@@ -40,9 +40,10 @@ def attention(
     """softmax(scale * q K^T + mask) V over the tokens of a cache, accumulated in float32 and rounded once.
 
     It runs where the cache is, and q, mask and out must be: on a GPU without synchronising, so that a graph
-    may capture it after a first call. There products are of float16 numbers: codes, exactly, by queries
-    (float16 ones exactly, but for key scales and rotation; others as two float16 numbers each) and by
-    softmax's weights, rounded once.
+    may capture it after a first call. There codes are multiplied exactly: by queries as two float16 numbers
+    each, those of 16 bits as one (exactly, but for key scales and rotation) or, up to four of a key head
+    without a mask, as integers of 16 bits (rounded to 2^-15 of their largest channel, or less; docs/formats/
+    kv.md); and by softmax's weights in float16, rounded once.
 
     Parameters
     ----------

@@ -27,10 +27,10 @@ class KVCache:
     `copy`, of the copy module too, forks a cache. A pickle holds what `save` writes, and comes back on the
     device that it was made on: for a machine without a GPU pickle `cache.to_device("cpu")`.
 
-    A token's key and value vectors of each head are codes times a float16 scale (`codes.encode`). Keys are
-    stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it, and a
-    global slot, its position in the sequence: the first token appended is at 0, and slots are never reused.
-    What changes a cache is for one thread at a time.
+    A token's key and value vectors of each head are codes times a float16 scale (docs/formats/kv.md). Keys
+    are stored as they are appended, after RoPE. A token has an id, by which the caller moves or evicts it,
+    and a global slot, its position in the sequence: the first token appended is at 0, and slots are never
+    reused. What changes a cache is for one thread at a time.
 
     Parameters
     ----------
@@ -165,10 +165,10 @@ class KVCache:
         Parameters
         ----------
         k, v : arrays (batch, n, n_kv_heads, head_dim)
-            float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes beyond the width's
-            scale (see `codes.encode`) make a token's head NaN (at 16 bits the element alone infinite: of a
-            key it makes scores infinite or NaN, on a GPU NaN for float32 queries, which are two float16
-            numbers there).
+            float16, bfloat16 or float32; keys after RoPE. NaN, infinity and magnitudes that no float16
+            scale reaches (65504 * 2^(bits - 1)) make a token's head NaN (at 16 bits the element alone
+            infinite: of a key it makes scores infinite or NaN, on a GPU NaN for float32 queries, which are
+            two float16 numbers there).
         bits : int, or int array (n,) or (batch, n), optional
             Width of the tokens; by default the widest.
         token_ids : int array (n,) or (batch, n), optional
@@ -228,8 +228,8 @@ class KVCache:
     ) -> int:
         """Move tokens between bit widths so that each sequence holds an average, important tokens wide.
 
-        See `allocator.allocate` for the rule. Tokens move only for a change of importance that outweighs the
-        hysteresis, so buckets stay stable.
+        The widths are those with the least sum of importance * 4^-bits, as errors of b bits fall as 4^-b.
+        Tokens move only for a change of importance that outweighs the hysteresis, so buckets stay stable.
 
         Parameters
         ----------

@@ -100,9 +100,9 @@ def moe(
 
     On a GPU, for quantized experts, all experts of a projection are one launch; nothing synchronises, and
     after a warm-up call it can be captured in a CUDA graph. Experts are products of their own, for which the
-    host reads ids and probabilities, if some are floats, or of a grid that float16 does not hold, if some are
-    of EXL3 and others not, or x is of q8_1 (of EXL3), if there are more than 1024 or a token has more than
-    256, or if K or F (of trellis) is no multiple of 32.
+    host reads ids and probabilities, if some are floats, or of a grid that float16 does not hold, or of EXL3
+    with 1 or 7 bits, if some are of EXL3 and others not, or x is of q8_1 (of EXL3, or with F above 65536), if
+    there are more than 1024 or a token has more than 256, or if K or F (of trellis) is no multiple of 32.
 
     Parameters
     ----------

@@ -91,7 +91,8 @@ _INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.2}
 _LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
 former 0.09 is added without factors of rows, 0.12 where scales are products, 0.05 for zero points; to the
-latter 0.15 for a sign; to both 0.05 for a minimum, 0.13 for a scale for every 16 weights."""
+latter 0.15 for a sign, 0.05 where scales are products; to both 0.05 for a minimum, 0.13 for a scale for every
+16 weights."""
 _WALKS = 2.2
 """The same of steps of a walk."""
 _FEW_WAIT = 1.09

@@ -22,7 +22,7 @@ struct Problem {
     float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
     u32* flags;
     const u16* values;  // of a codebook
-    const u8* group;    // the last plane of W
+    const u8* group;    // of W's planes the one of groups
     s64 x_row;             // stride of x in elements
     s64 out_row, out_column, residual_row, residual_column;
     // Leading axes, slowest first, padded with ones: extents, and strides in matrices of W, in elements of x, out

@@ -46,7 +46,7 @@ DEVICE void wgmma(const P& p) {
     static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
     constexpr bool ROOMY = GROUPS * K_GROUPS == 2;  // threads have registers for what spares a short product time
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
-    // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns has it).
+    // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
     constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && ROWS % HADAMARD == 0;
     static_assert(!TURNS || ROOM == 0 || ROOM == BATCH, "all of a tile is turned at once");
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
