@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
 from . import check, device
 from .formats import Format
-from .render import html_facts
+from .render import html_facts, html_shape
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
@@ -47,6 +49,10 @@ def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -
     raise check.no_ufunc(self, ufunc.__name__, options)
 
 
+_COMPARISONS = (np.array_equal, np.array_equiv)
+"""Functions of NumPy's that answer False where `__array__` raises an error."""
+
+
 class _OfTheClass:
     """NumPy looks `__array_ufunc__` up in a class, and gets the function; CuPy in an array, where it is None:
     that leaves `x @ W.T` to __rmatmul__."""
@@ -69,6 +75,17 @@ class _Packed:
     __pow__ = __rpow__ = _refused("**")
     __abs__ = _refused("abs")
     __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
+
+    def __contains__(self, value: Any) -> NoReturn:
+        raise check.not_compared(self, "the operator in")
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What NumPy's functions make of it: errors of `__array__`, which two of them hide."""
+        if func in _COMPARISONS:
+            raise check.not_compared(self, f"numpy.{func.__name__}")
+        if hasattr(func, "_implementation") and all(issubclass(t, (np.ndarray, _Packed)) for t in types):
+            return func._implementation(*args, **kwargs)
+        return NotImplemented
 
     if not TYPE_CHECKING:  # which would take any attribute for one
 
@@ -326,15 +343,7 @@ class QuantizedArray(_Packed):
         )
 
     def _repr_html_(self) -> str:
-        return html_facts(
-            {
-                "shape": " × ".join(map(str, self.shape)),  # noqa: RUF001
-                "format": f"{self._format}: {self._format.formula}",
-                "bits per weight": f"{self.bits_per_weight:g}",
-                "bytes": f"{self.nbytes:,}",
-                "device": self.device,
-            }
-        )
+        return _html(self, self.bits_per_weight)
 
 
 class Transposed(_Packed):
@@ -407,3 +416,19 @@ class Transposed(_Packed):
             f"Transposed(shape={self.shape}, format={self.format}, "
             f"bits_per_weight={self._base.bits_per_weight:g}, nbytes={self.nbytes}, device={self.device!r})"
         )
+
+    def _repr_html_(self) -> str:
+        return _html(self, self._base.bits_per_weight)
+
+
+def _html(array: QuantizedArray | Transposed, bits_per_weight: float) -> str:
+    """Its facts as a table of a notebook."""
+    return html_facts(
+        {
+            "shape": html_shape(array.shape),
+            "format": f"{array.format}: {array.format.formula}",
+            "bits per weight": f"{bits_per_weight:g}",
+            "bytes": f"{array.nbytes:,}",
+            "device": array.device,
+        }
+    )

@@ -79,6 +79,11 @@ def html_facts(facts: dict[str, str]) -> str:
     return f"<table>{cells}</table>"
 
 
+def html_shape(shape: tuple[int, ...]) -> str:
+    """Extents as in 3 × 64."""  # noqa: RUF002
+    return " × ".join(map(str, shape)) or "scalar"  # noqa: RUF001
+
+
 def to_json(value: Any) -> str:
     """Dictionaries, lists, arrays and numbers as JSON; NaN and infinity, which JSON has not, become null.
 

@@ -33,6 +33,9 @@ def test_facts() -> None:
     page = w._repr_html_()
     for fact in ("3 × 6 × 64", "q5_1", "864", "cpu", "bits per weight</th><td>6<"):  # noqa: RUF001
         assert fact in page
+    page = w.T._repr_html_()
+    for fact in ("3 × 64 × 6", "q5_1", "864", "cpu", "bits per weight</th><td>6<"):  # noqa: RUF001
+        assert fact in page
 
 
 def test_html_is_escaped() -> None:
@@ -174,6 +177,11 @@ def test_comparisons() -> None:
         ("transpose", r"\.T swaps the last two axes"),
         ("swapaxes", r"\.T swaps the last two axes"),
         ("copy", "it never changes"),
+        ("to", r"W\.to_device\(device\) moves W"),
+        ("cpu", r"W\.to_device\('cpu'\) moves W"),
+        ("cuda", r"W\.to_device\('cuda'\) moves W"),
+        ("numpy", r"W\.to_device\('cpu'\)\.dequantize\(\) makes"),
+        ("get", r"W\.to_device\('cpu'\) moves W"),
         ("sum", r"call \.dequantize\(\) for the numbers"),
         *((n, r"call \.dequantize\(\)") for n in ("mean", "max", "min", "flatten", "tolist", "strides")),
     ],
@@ -230,6 +238,47 @@ def test_equal_to_itself_alone() -> None:
         np.equal(x, given, out=np.zeros(x.shape, bool))
     with pytest.raises(TypeError, match=r"packed blocks, which have no numpy\.equal"):
         np.equal.outer(x, given)
+
+
+class OnAnotherDevice:
+    """An array whose library, as CuPy, refuses others in NumPy's functions."""
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return NotImplemented
+
+
+def test_comparisons_that_would_answer_false() -> None:
+    w: Any = make()
+    x: Any = w.dequantize()
+    other: Any = OnAnotherDevice()
+    for packed, bytes_ in ((w, r"\.blocks"), (w.T, r"\.T\.blocks")):
+        advice = rf"does not compare: compare what \.dequantize\(\) or {bytes_} gives$"
+        for a, b in ((packed, packed), (x, packed), (packed, x), (packed, other), (other, packed)):
+            with pytest.raises(TypeError, match=rf"\(q4_0\) .* which numpy\.array_equal {advice}"):
+                np.array_equal(a, b)
+            with pytest.raises(TypeError, match=rf"\(q4_0\) .* which numpy\.array_equiv {advice}"):
+                np.array_equiv(a, b)
+        with pytest.raises(TypeError, match=f"which the operator in {advice}"):
+            _ = 1.0 in packed
+
+
+def test_other_functions_of_numpy_are_as_they_were() -> None:
+    w: Any = make()
+    x, other = w.dequantize(), OnAnotherDevice()
+    assert (np.shape(w), np.ndim(w.T), np.size(w), np.size(w, 0)) == ((6, 64), 2, 384, 6)
+    uses: list[Callable[[], Any]] = [
+        lambda: np.concatenate([x, w]),
+        lambda: np.dot(x, w.T),
+        lambda: np.allclose(w, x),
+        lambda: np.zeros_like(w),
+    ]
+    for use in uses:
+        with pytest.raises(TypeError, match=r"packed blocks, not numbers: call \.dequantize\(\)"):
+            use()
+    with pytest.raises(TypeError, match=r"no implementation found for 'numpy\.dot'"):
+        np.dot(other, w)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="__array_function__"):
+        np.zeros(3, like=w)
 
 
 def test_errors_of_properties_are_their_own() -> None:

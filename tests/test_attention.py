@@ -328,7 +328,7 @@ def test_importance_is_not_kept_unless_asked_for() -> None:
 
 Q, CACHE = normal(2, 3, 4, 64), filled()
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "not a cache": (lambda: cq.attention(Q, Q), TypeError, "cache is a ndarray; a cuquant.KVCache is"),  # type: ignore[arg-type]
+    "not a cache": (lambda: cq.attention(Q, Q), TypeError, "cache is an ndarray; a cuquant.KVCache is"),  # type: ignore[arg-type]
     "float64": (lambda: cq.attention(Q.astype(float), CACHE), TypeError, "q has dtype float64"),
     "three axes": (
         lambda: cq.attention(Q[0], CACHE),

@@ -147,7 +147,7 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
         assert cq.config().debug
     finally:
         cq.config(debug=False)
-    with pytest.raises(TypeError, match="debug is a int"):
+    with pytest.raises(TypeError, match="debug is an int"):
         cq.config(debug=1)  # type: ignore[arg-type]
 
 

@@ -178,7 +178,14 @@ def test_what_is_no_width(model: Path, run: Run, text: str) -> None:
 @pytest.mark.parametrize("given", [4.0, True, None])
 def test_kv_bits_are_texts_or_integers(model: Path, given: Any) -> None:
     for kv_bits in (given, [given]):
-        with pytest.raises(TypeError, match="kv_bits is a"):
+        with pytest.raises(TypeError, match=r"kv_bits is (a|None)"):
+            evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=kv_bits)
+
+
+def test_kv_bits_are_no_mapping(model: Path) -> None:
+    given: Any = {16: 32, 4: 512}
+    for kv_bits in (given, [given]):
+        with pytest.raises(TypeError, match=r'kv_bits is a dict; .*: widths by age are "16:32,4", 16 bits'):
             evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=kv_bits)
 
 

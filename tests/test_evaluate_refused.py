@@ -12,7 +12,7 @@ import pytest
 from scoring import TEXT, same
 from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, write
 
-from cuquant.eval import config, evaluate
+from cuquant.eval import config, evaluate, evaluate_files
 
 MODEL = Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf"
 
@@ -27,6 +27,13 @@ def test_either_text_or_tokens(model: Path, given: dict[str, Any]) -> None:
 def test_tokens_are_a_vector_of_integers(model: Path, tokens: Any) -> None:
     with pytest.raises(TypeError, match="1-D integer array"):
         evaluate(model, tokens=tokens, ctx=32)
+
+
+@pytest.mark.parametrize("run", [evaluate, evaluate_files])
+def test_a_model_is_no_mapping_of_tensors(run: Any) -> None:
+    message = r"a model is the path of a GGUF file, or a cuquant\.Model that is open, not a dict"
+    with pytest.raises(TypeError, match=message):
+        run({"w": np.zeros((2, 32))}, tokens=some_tokens(64), ctx=32)
 
 
 @pytest.mark.parametrize("text", [b"bytes", 5, ["a", "b"]])

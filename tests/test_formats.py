@@ -318,8 +318,9 @@ def test_refuses_partial_blocks(k: int) -> None:
         (np.zeros((2, 32), np.int8), "x has dtype int8"),
         ([[0.0] * 32], "x is a list"),
         (np.ma.masked_array(np.zeros(32, F)), "masked array"),
-        (np.float32(1), "x is a float32"),
-        (None, "x is a NoneType"),
+        (np.uint8(1), "x is a scalar of uint8; a NumPy"),
+        (None, "x is None; a NumPy"),
+        (cq.quantize(np.zeros((2, 32), F), "q4_0").T, r"x is a Transposed; .*: its \.dequantize\(\) is one$"),
     ],
 )
 def test_refuses_other_things(value: Any, error: str) -> None:
@@ -334,6 +335,15 @@ def test_refuses_scalars_and_unknown_formats() -> None:
         cq.quantize(np.zeros(32, F), "zz")
     with pytest.raises(TypeError, match="a format is a name or a Format, not int"):
         cq.quantize(np.zeros(32, F), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [cq.KBit, cq.Int4])
+def test_a_class_is_no_format(kind: Any) -> None:
+    message = rf"format is the class {kind.__name__}: call it, as in KBit\(4\) or Int4\(128\)"
+    with pytest.raises(TypeError, match=message):
+        cq.quantize(np.zeros(32, F), kind)
+    with pytest.raises(TypeError, match=message):
+        cq.evaluate("none.gguf", text="some text", formats=kind)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -195,7 +195,7 @@ def test_refuses_permuted_weights(order: NDArray[np.integer[Any]]) -> None:
             "128 weights along K are not 3 groups of one size",
         ),
         ({"version": 3}, ValueError, "version is 3; allowed are 1 and 2"),
-        ({"version": np.array([1, 2])}, TypeError, "version is a ndarray; allowed are 1 and 2"),
+        ({"version": np.array([1, 2])}, TypeError, "version is an ndarray; allowed are 1 and 2"),
         ({"g_idx": np.zeros(64, np.int32)}, ValueError, r"g_idx has shape \(64,\); there are 128 weights"),
         ({"g_idx": np.zeros(128, F)}, TypeError, "g_idx has dtype float32; groups are numbered by integers"),
     ],

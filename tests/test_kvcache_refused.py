@@ -72,11 +72,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "track_attention": (
         lambda: cq.KVCache(2, 64, 8, track_attention=1),  # type: ignore[arg-type]
         TypeError,
-        "track_attention is a int; allowed",
+        "track_attention is an int; allowed",
     ),
     "heads": (lambda: cq.KVCache(0, 64, 8), ValueError, "n_kv_heads is 0; allowed are 1 to"),
     "float": (lambda: cq.KVCache(2.0, 64, 8), TypeError, "n_kv_heads is a float"),  # type: ignore[arg-type]
     "capacity": (lambda: cq.KVCache(2, 64, 2**31), ValueError, "capacity is 2147483648; allowed are"),
+    "a list as capacity": (
+        lambda: cq.KVCache(2, 64, [16]),  # type: ignore[arg-type]
+        TypeError,
+        r"capacity is a list; an integer is needed, or a mapping of bits to tokens, as \{8: 64, 4: 256\}$",
+    ),
+    "no capacity of a width": (
+        lambda: cq.KVCache(2, 64, {16: 4, 4: 0}),
+        ValueError,
+        r"capacity\[4\] is 0; allowed are 1 to",
+    ),
     "capacity of all widths": (
         lambda: cq.KVCache(1, 8, {3: 2**30, 2: 2**30}),
         ValueError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
 import time
 import tracemalloc
@@ -267,6 +269,26 @@ def test_metadata_that_was_read_before_closing(key: str) -> None:
     with cq.open(NANO) as model:
         value = model.metadata[key]
     assert model.metadata[key] == value
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_pickles_and_copies(copied: Any) -> None:
+    """What reads the file is in none of them; its contents can be."""
+    model = cq.open(NANO, "cpu")
+    for given, contents in ((model, "tensors"), (model.metadata, "values")):
+        name = type(given).__name__
+        message = rf"a {name} reads a file .*: pass the path .*, or dict\({name.lower()}\) for the {contents}"
+        with pytest.raises(TypeError, match=message):
+            copied(given)
+        copied(dict(given))
+        assert copy.copy(given) is given
+
+
+def test_html_of_a_tensor_s_facts(tmp_path: Path) -> None:
+    model = cq.open(write(tmp_path / "m.gguf", {"a<b>": np.zeros((3, 4)), "one": np.array(1.0)}))
+    page = model.tensors["a<b>"]._repr_html_()
+    for fact in ("<td>a&lt;b&gt;<", "<td>3 × 4<", "<td>F64<", "bytes</th><td>96<", "offset</th>"):  # noqa: RUF001
+        assert fact in page
 
 
 def test_repr() -> None:

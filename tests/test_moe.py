@@ -253,10 +253,10 @@ def test_operands_that_do_not_fit() -> None:
     ids, probs = routed(6, 5, 2)
     refused(r"x \(6, 96\) and experts.gate \(5, 128, 128\) differ in K", x=gauss(6, 96))
     refused("x has dtype float64", TypeError, x=np.zeros((6, 128)))
-    refused("x is quantized to q4_0; activations", TypeError, x=cq.quantize(gauss(6, 128), "q4_0"))
+    refused("x is quantized to q4_0, a format of weights", TypeError, x=cq.quantize(gauss(6, 128), "q4_0"))
     refused("experts is a list; a cuquant.Experts", TypeError, experts=[*good])
     refused(r"experts.up is a transposed q4_0", TypeError, experts=good._replace(up=good.up.T))
-    refused("experts.down is a int", TypeError, experts=good._replace(down=3))
+    refused("experts.down is an int", TypeError, experts=good._replace(down=3))
     refused(r"experts have gate \(128, 128\), up", experts=good._replace(gate=good.gate[0]))
     refused(r"up \(4, 128, 128\) and down", experts=good._replace(up=good.up[:4]))
     refused(r"down \(5, 48, 64\); \(E, F, K\)", experts=good._replace(down=stacks("q4_0", hidden=64).down))
@@ -267,7 +267,12 @@ def test_operands_that_do_not_fit() -> None:
     refused("expert_ids has dtype float32; experts are numbered", TypeError, expert_ids=probs)
     refused("expert_ids has dtype bool", TypeError, expert_ids=ids > 0)
     refused("expert_probs has dtype int32", TypeError, expert_probs=ids)
-    refused("expert_ids is a list", TypeError, expert_ids=ids.tolist())
+    swapped = r"expert_ids has dtype float32, expert_probs int32: they are swapped; moe\(x, experts, expert_i"
+    refused(swapped, TypeError, expert_ids=probs, expert_probs=ids)
+    lists = {"expert_ids": ids.tolist(), "expert_probs": probs.tolist()}
+    refused(r"expert_ids is a list; .* pass numpy\.asarray\(expert_ids\)$", TypeError, **lists)
+    del lists["expert_ids"]
+    refused(r"pass numpy\.asarray\(expert_probs, numpy\.float32\)$", TypeError, **lists)
     refused("unknown activation 'tanh'", activation="tanh")
     refused(r"x \(\) and experts.gate", x=np.zeros((), F))
 
@@ -311,7 +316,7 @@ def test_routing_refuses() -> None:
         cq.route(gauss(3, 5), 2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="logits has dtype int64"):
         cq.route(np.zeros((3, 5), int), 2)
-    with pytest.raises(TypeError, match="normalize is a int"):
+    with pytest.raises(TypeError, match="normalize is an int"):
         cq.route(gauss(3, 5), 2, normalize=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="logits is a scalar"):
         cq.route(np.zeros((), F), 1)

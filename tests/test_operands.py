@@ -35,7 +35,25 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"contracts the weight along N, .*: for W\.T @ x write W\.T\.dequantize\(\) @ x, or quantize the",
     ),
     "W.T of a stack on the left": (lambda: STACK.T @ np.zeros((6, 3), F), TypeError, r"for W\.T @ x write"),
-    "two weights": (lambda: W @ W.T, TypeError, "x is quantized to q4_0; activations are"),
+    "two weights": (
+        lambda: W @ W.T,
+        TypeError,
+        r"^both operands are quantized weights, q4_0 array \(6, 64\) and q4_0 array \(6, 64\): dequantize",
+    ),
+    "two weights of linear": (lambda: cq.linear(W.T, W.T), TypeError, "both operands are quantized weights"),
+    "operands swapped": (
+        lambda: cq.linear(W, X),
+        TypeError,
+        r"x is quantized to q4_0, a format of weights, but activations come first: the operands may be "
+        r"swapped \(activations are .*, or q8_1 by cuquant\.quantize\(x, 'q8_1'\)\)$",
+    ),
+    "transposed and swapped": (lambda: cq.linear(W.T, X), TypeError, "the operands may be swapped"),
+    "swapped beside q8_1": (lambda: cq.linear(W, Q.T), TypeError, "the operands may be swapped"),
+    "transposed activations": (
+        lambda: cq.linear(Q.T, W),
+        TypeError,
+        r"x is a Transposed; .*: its \.dequantize\(\) is one$",
+    ),
     "q8_1 as weight": (lambda: X @ Q.T, TypeError, "a format of activations"),
     "q8_1 twice": (lambda: Q @ Q.T, TypeError, "a format of activations"),
     "q8_1 contracts N": (lambda: Q @ W, TypeError, "contracts the weight along N"),
@@ -88,6 +106,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a list of results": (lambda: cq.linear(X, W, out=[0.0]), TypeError, "out is a list; .* is needed$"),
     "complex": (lambda: X.astype(complex) @ W.T, TypeError, "x has dtype complex128"),
     "other byte order": (lambda: X.astype(">f4") @ W.T, TypeError, "x has dtype >f4"),
+    "a scalar of NumPy's": (
+        lambda: np.float32(1) @ W.T,
+        TypeError,
+        "x is a scalar of float32; a NumPy or CuPy array of float16, bfloat16 or float32 is needed$",
+    ),
+    "an integer": (lambda: cq.linear(1, W), TypeError, "x is an int; a NumPy"),
     "masked": (lambda: cq.linear(np.ma.masked_array(X), W), TypeError, "x is a masked array"),
     "a scalar": (lambda: cq.linear(np.array(1, F), W), ValueError, "x is a scalar"),
     "K differs": (lambda: X[:, :32] @ W.T, ValueError, r"x \(3, 32\) and W \(6, 64\) differ in K"),
@@ -130,6 +154,28 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         r"K: write x @ W\.T, which is \(3, 64\)$",
     ),
+    "W.T, where W is meant": (
+        lambda: W.T @ X.T,
+        TypeError,
+        r"K: write W @ x, which is \(6, 3\) for x \(64, 3\)$",
+    ),
+    "x on the wrong side of W": (lambda: X.T @ W, TypeError, r"K: write W @ x, which is \(6, 3\) for"),
+    "W.T, where either may be meant": (
+        lambda: W.T @ SQUARE_X,
+        TypeError,
+        r"K: write x @ W\.T, which is \(64, 6\) or W @ x, which is \(6, 64\) for x \(64, 64\)$",
+    ),
+    "W.T of a stack, where W is meant": (
+        lambda: STACK.T @ X.T,
+        TypeError,
+        r"K: write W @ x, which is \(2, 6, 3\) for x \(64, 3\)$",
+    ),
+    "W.T and transposed q8_1": (
+        lambda: W.T @ cq.quantize(np.zeros((64, 32), F), "q8_1"),
+        TypeError,
+        r"K: x @ W\.T and W @ x do not$",
+    ),
+    "neither fits": (lambda: W.T @ np.zeros((5, 7), F), TypeError, r"K: x @ W\.T and W @ x do not$"),
     "a weight as x": (lambda: W.T @ W, TypeError, r"x @ W\.T and W @ x do not$"),
     "a square weight as x": (lambda: SQUARE.T @ SQUARE, TypeError, r"K: x @ W\.T and W @ x do not$"),
     "transposed q8_1": (

@@ -217,14 +217,16 @@ def test_an_interruption_leaves_nothing_behind(
     ("tensors", "kind", "message"),
     [
         ([gauss(2)], TypeError, "tensors is a list; a mapping of names to arrays is needed"),
+        (cq.Experts(1, 2, 3), TypeError, "tensors is an Experts; a mapping"),
         ({"w": [1.0]}, TypeError, "'w' is a list; a NumPy or CuPy array of floats, integers or bools is"),
         (
             {"w": cq.quantize(np.zeros((2, 32), F), "q4_0").T},
             TypeError,
             "'w' is a Transposed: save .*, its .T",
         ),
-        ({"w": np.zeros(2, complex)}, TypeError, "tensor 'w' has dtype complex128; allowed are F64, F32"),
-        ({"w": np.zeros(2, ">f4")}, TypeError, "tensor 'w' has dtype >f4"),
+        ({"w": np.zeros(2, complex)}, TypeError, "'w' has dtype complex128; allowed are F64, F32, .*BOOL$"),
+        ({"w": np.zeros(2, ">f4")}, TypeError, r"'w' has dtype >f4; .*: pass it \.astype\(numpy\.float32\)$"),
+        ({"w": np.zeros(2, ">u2")}, TypeError, r"'w' has dtype >u2; .*: pass it \.astype\(numpy\.uint16\)$"),
         ({"w": np.array(["a"])}, TypeError, "tensor 'w' has dtype <U1"),
         ({1: np.zeros(2)}, TypeError, "a tensor is named 1; names are str"),
         ({"__metadata__": np.zeros(2)}, ValueError, "can have no tensor named '__metadata__'"),
@@ -234,6 +236,12 @@ def test_an_interruption_leaves_nothing_behind(
 def test_what_cannot_be_saved(tmp_path: Path, tensors: Any, kind: type[Exception], message: str) -> None:
     with untouched(tmp_path), pytest.raises(kind, match=message):
         cq.save(tmp_path / "w.safetensors", tensors)
+
+
+def test_arguments_of_save_that_are_swapped(tmp_path: Path) -> None:
+    given: Any = tmp_path / "a.st"
+    with untouched(tmp_path), pytest.raises(TypeError, match=r"tensors is a \w+; .*: save\(path, tensors\)$"):
+        cq.save({"w": gauss(3)}, given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["w.gguf", "W.GGUF"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,10 @@ def test_any_damage_is_a_value_error(saved: Path) -> None:
 
 def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
     cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
-    with pytest.raises(cq.GGUFError, match=r"cuquant wrote it, and cuquant\.load reads it"):
-        cq.open(tmp_path / "w.safetensors", "cpu")
+    advice = r'wrote it, and cuquant\.load reads it; an evaluation takes the GGUF .* formats="kbit4" \(at'
+    for read in (cq.open, partial(cq.evaluate, text="some text")):
+        with pytest.raises(cq.GGUFError, match=advice):
+            read(tmp_path / "w.safetensors", device="cpu")
     with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):
         cq.load(Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf")
 

@@ -119,6 +119,9 @@ from .common import (
     LARGEST_INDEX as LARGEST_INDEX,
 )
 from .common import (
+    a_or_an as a_or_an,
+)
+from .common import (
     array as array,
 )
 from .common import (
@@ -152,7 +155,13 @@ from .common import (
     may_take_memory as may_take_memory,
 )
 from .common import (
+    model_path as model_path,
+)
+from .common import (
     not_a_folder as not_a_folder,
+)
+from .common import (
+    not_pickled as not_pickled,
 )
 from .common import (
     on_cpu as on_cpu,
@@ -321,6 +330,9 @@ from .products import (
 )
 from .products import (
     not_a_product as not_a_product,
+)
+from .products import (
+    not_compared as not_compared,
 )
 from .products import (
     output as output,

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import device
 from .caches import broadcast, in_cache, int32_on_gpu, integers, number_of, on_gpu_integers
-from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, array
+from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array
 
 MOST_QUERIES = 64
 LARGEST_SCALE = 2e38
@@ -18,7 +18,7 @@ LARGEST_SCALE = 2e38
 def kv_cache(value: Any) -> None:
     """A KVCache (known by a class attribute: that module imports this one)."""
     if not getattr(type(value), "is_kv_cache", False):
-        raise TypeError(f"cache is a {type(value).__name__}; a cuquant.KVCache is needed")
+        raise TypeError(f"cache is {a_or_an(value)}; a cuquant.KVCache is needed")
 
 
 def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:

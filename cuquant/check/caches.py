@@ -13,6 +13,7 @@ from .. import device
 from .common import (
     FLOATS,
     LARGEST_INDEX,
+    a_or_an,
     choice,
     count,
     floats,
@@ -43,7 +44,9 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
         raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
-    result = {b: count(sizes[b], "capacity") for b in allowed if b in sizes}
+    needed = "an integer is needed" + ", or a mapping of bits to tokens, as {8: 64, 4: 256}" * (not given)
+    names = {b: f"capacity[{b}]" if given else "capacity" for b in allowed if b in sizes}
+    result = {b: count(sizes[b], name, needed=needed) for b, name in names.items()}
     if given:
         count(sum(result.values()), "the capacity of all widths")
     return result
@@ -238,9 +241,7 @@ def appended(sequence: int, capacity: int) -> None:
 def ages(newest: Any, allowed: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Widths by age, the narrowest of the cache last, and the greatest age of each but the last."""
     if not isinstance(newest, Mapping):
-        raise TypeError(
-            f"newest is a {type(newest).__name__}; a mapping of bits to numbers of tokens is needed"
-        )
+        raise TypeError(f"newest is {a_or_an(newest)}; a mapping of bits to numbers of tokens is needed")
     widths = [*newest]
     if not {*widths} <= {*allowed} or widths != sorted(widths, reverse=True):
         raise ValueError(
@@ -360,7 +361,7 @@ def number_of(value: Any, what: str) -> float:
     except OverflowError:
         return float("inf") if value > 0 else -float("inf")
     except (TypeError, ValueError):
-        raise TypeError(f"{what} is a {type(value).__name__}; a number is needed") from None
+        raise TypeError(f"{what} is {a_or_an(value)}; a number is needed") from None
 
 
 def integers(value: Any, what: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,10 +57,23 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = Fals
             return np.from_dlpack(value)
         except (TypeError, RuntimeError, BufferError) as error:
             raise TypeError(f"{what}: NumPy cannot take this {type(value).__name__}: {error}") from None
-    remedy = ": its .dequantize() is one" if is_quantized(value) else ""
-    if of == FLOAT_NAMES and what != "out" and isinstance(value, (list, tuple)):
-        remedy = f": pass numpy.asarray({what}, numpy.float32)"
-    raise TypeError(f"{what} is a {type(value).__name__}; a NumPy or CuPy array of {of} is needed{remedy}")
+    given = f"a scalar of {type(value).__name__}" if isinstance(value, np.generic) else a_or_an(value)
+    remedy = ": its .dequantize() is one" if is_quantized(value) or is_transposed(value) else ""
+    if of in _ASARRAY and what != "out" and isinstance(value, (list, tuple)):
+        remedy = f": pass numpy.asarray({what}{_ASARRAY[of]})"
+    raise TypeError(f"{what} is {given}; a NumPy or CuPy array of {of} is needed{remedy}")
+
+
+_ASARRAY = {FLOAT_NAMES: ", numpy.float32", "integers": ""}
+"""What numpy.asarray takes beside a list, to make an array of these."""
+
+
+def a_or_an(value: Any) -> str:
+    """The name of a value's type with its article: "a list", "an int"; None is None."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if re.match('[aeio]|u(?!int)|nd', name.lower()) else 'a'} {name}"
 
 
 def _in_place(made: Any, value: Any, what: str) -> Any:
@@ -117,7 +132,7 @@ def one_of(value: Any, what: str, allowed: tuple[int, ...]) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{what} is a {type(value).__name__}; allowed are {choices}") from None
+        raise TypeError(f"{what} is {a_or_an(value)}; allowed are {choices}") from None
     if number not in allowed:
         raise ValueError(f"{what} is {number}; allowed are {choices}")
     return number
@@ -126,7 +141,7 @@ def one_of(value: Any, what: str, allowed: tuple[int, ...]) -> int:
 def flag(value: Any, what: str) -> bool:
     """True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{what} is a {type(value).__name__}; allowed are True and False")
+        raise TypeError(f"{what} is {a_or_an(value)}; allowed are True and False")
     return bool(value)
 
 
@@ -189,7 +204,9 @@ def shape(value: Any) -> tuple[int, ...]:
 def tensors(value: Any) -> Mapping[str, Any]:
     """A mapping whose keys are names that tensors can have in a safetensors file."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"tensors is a {type(value).__name__}; a mapping of names to arrays is needed")
+        raise TypeError(
+            f"tensors is {a_or_an(value)}; a mapping of names to arrays is needed: save(path, tensors)"
+        )
     for name in value:
         if not isinstance(name, str):
             raise TypeError(f"a tensor is named {name!r}; names are str")
@@ -203,6 +220,24 @@ def path(value: Any) -> Path:
     if isinstance(value, str) and not value:
         raise FileNotFoundError("the path is empty")
     return Path(value)
+
+
+def model_path(value: Any) -> Path:
+    """The path of a model's file."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(
+            f"a model is the path of a GGUF file, or a cuquant.Model that is open, not {a_or_an(value)}"
+        )
+    return path(value)
+
+
+def not_pickled(value: Any, contents: str) -> TypeError:
+    """The error for a pickle or deep copy of what reads a mapped file; a dict of it has its contents."""
+    name = type(value).__name__
+    return TypeError(
+        f"a {name} reads a file that is mapped into memory, and cannot be pickled or copied deeply: pass the "
+        f"path of the file, or dict({name.lower()}) for the {contents}"
+    )
 
 
 def safetensors_path(value: Any) -> Path:
@@ -254,12 +289,14 @@ def described(value: Any) -> str:
 LARGEST_INDEX = np.iinfo(np.int32).max
 
 
-def count(value: Any, what: str, least: int = 1, most: int = LARGEST_INDEX) -> int:
+def count(
+    value: Any, what: str, least: int = 1, most: int = LARGEST_INDEX, needed: str = "an integer is needed"
+) -> int:
     """An integer from `least` to `most`, which int32 holds."""
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{what} is a {type(value).__name__}; an integer is needed") from None
+        raise TypeError(f"{what} is {a_or_an(value)}; {needed}") from None
     if not least <= number <= most:
         raise ValueError(f"{what} is {number}; allowed are {least} to {most}")
     return number

@@ -11,6 +11,7 @@ from .. import device
 from .common import (
     FLOATS,
     LARGEST_INDEX,
+    a_or_an,
     array,
     count,
     described,
@@ -47,7 +48,7 @@ def group_size(value: Any) -> int:
     try:
         size = operator.index(value)
     except TypeError:
-        raise TypeError(f"group_size is a {type(value).__name__}, not an integer") from None
+        raise TypeError(f"group_size is {a_or_an(value)}, not an integer") from None
     if size != -1 and (size < 1 or size % 32):
         raise ValueError(
             f"group_size is {size}; allowed are 32, 64, 128, other multiples of 32, and -1 for a row"
@@ -60,7 +61,7 @@ def group_size(value: Any) -> int:
 def tensor_scale(value: Any, bounds: tuple[float, float]) -> float:
     """A number that all weights of a tensor are multiplied by, rounded to float32."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"scale is a {type(value).__name__}, not a number")
+        raise TypeError(f"scale is {a_or_an(value)}, not a number")
     number = value if isinstance(value, int) else float(value)
     if not bounds[0] <= number <= bounds[1]:
         raise ValueError(f"scale is {value}; allowed are numbers from {bounds[0]:g} to {bounds[1]:g}")
@@ -333,9 +334,8 @@ def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
     """
     if isinstance(raw, memoryview) and not raw.c_contiguous:
         raise ValueError("raw is a memoryview with gaps; pass its .tobytes(), or an array")
-    blocks = array(
-        np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw, "raw"
-    )
+    given = np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw
+    blocks = array(given, "raw", "uint8")
     if blocks.dtype != np.uint8:
         raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
     whole_blocks(shape, fmt)

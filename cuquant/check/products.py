@@ -12,6 +12,7 @@ from .. import device, memory
 from .common import (
     FLOAT_NAMES,
     FLOATS,
+    a_or_an,
     array,
     count,
     described,
@@ -82,16 +83,21 @@ def can_transpose(shape: tuple[int, ...]) -> None:
         raise ValueError(f"shape {shape} has no rows and columns to swap")
 
 
-def activations(x: Any) -> Any:
-    """The left operand of a product: floats, or activations quantized to q8_1."""
-    if is_quantized(x):
-        if not x.format.for_activations:
+def activations(x: Any, w: Any = None) -> Any:
+    """The left operand of a product with w: floats, or activations quantized to q8_1."""
+    if not is_quantized(x) and not is_transposed(x):
+        return floats(x, "x")
+    if not x.format.for_activations:
+        if _of_weight(w):
             raise TypeError(
-                f"x is quantized to {x.format}; activations are {FLOAT_NAMES}, or q8_1 "
-                "by cuquant.quantize(x, 'q8_1')"
+                f"both operands are quantized weights, {described(x)} and {described(w)}: "
+                "dequantize the one that is to be the activations"
             )
-        return x
-    return floats(x, "x")
+        raise TypeError(
+            f"x is quantized to {x.format}, a format of weights, but activations come first: the operands "
+            f"may be swapped (activations are {FLOAT_NAMES}, or q8_1 by cuquant.quantize(x, 'q8_1'))"
+        )
+    return x if is_quantized(x) else floats(x, "x")
 
 
 def weights(w: Any, what: str = "W") -> Any:
@@ -210,6 +216,11 @@ def is_weight(value: Any) -> bool:
     return is_quantized(value) and not value.format.for_activations
 
 
+def _of_weight(value: Any) -> bool:
+    """Whether it is such a one, or the transpose of one."""
+    return is_weight(value.T if is_transposed(value) else value)
+
+
 def may_prepare(stream: Any) -> None:
     """A weight is not brought into its layout while a graph is captured: the graph would repeat it."""
     if stream.is_capturing():
@@ -272,6 +283,14 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     )
 
 
+def not_compared(w: Any, name: str) -> TypeError:
+    """The error for what would find nothing equal, where numbers may be."""
+    return TypeError(
+        f"a {type(w).__name__} ({w.format}) holds packed blocks, which {name} does not compare: "
+        f"compare what .dequantize() or {'.T' * is_transposed(w)}.blocks gives"
+    )
+
+
 def no_ufunc(w: Any, name: str, options: Iterable[str]) -> TypeError:
     """The error for a function of NumPy's elements; for `x @= W.T` and numpy.matmul with options, too."""
     if name == "matmul":
@@ -296,6 +315,11 @@ _INSTEAD = {
     "transpose": ".T swaps the last two axes, of a stack too",
     "swapaxes": ".T swaps the last two axes, of a stack too",
     "copy": "it never changes, and needs none; .dequantize() makes numbers that may",
+    "to": "W.to_device(device) moves W; .dequantize(dtype) makes numbers",
+    "cpu": "W.to_device('cpu') moves W",
+    "cuda": "W.to_device('cuda') moves W",
+    "numpy": "W.to_device('cpu').dequantize() makes NumPy's numbers",
+    "get": "W.to_device('cpu') moves W; W.to_device('cpu').dequantize() makes NumPy's numbers",
 }
 """Of attributes that arrays have; of others, .dequantize()."""
 
@@ -352,7 +376,11 @@ def _along_k(a: Any, b: Any) -> str:
     shape = () if is_transposed(x) else tuple(getattr(x, "shape", ()))  # x.T of quantized x is in no product
     instead = _shape(shape, w)
     if _shape(shape if left else _swapped(shape), _swapped(w)) is None:
-        return "x @ W.T and W @ x do not" if instead is None else f"write x @ W.T, which is {instead}"
+        fits = [] if instead is None else [f"x @ W.T, which is {instead}"]
+        right = None if len(shape) < 2 or is_quantized(x) else _shape(_swapped(shape), w)
+        if right is not None:
+            fits.append(f"W @ x, which is {_swapped(right)} for x {shape}")
+        return f"write {' or '.join(fits)}" if fits else "x @ W.T and W @ x do not"
     plain = "x.dequantize()" if is_quantized(x) else "x"
     meant, dense = (
         ("x @ W", f"{plain} @ W.dequantize()") if left else ("W.T @ x", f"W.T.dequantize() @ {plain}")
@@ -364,7 +392,7 @@ def _along_k(a: Any, b: Any) -> str:
 def experts(value: Any) -> tuple[Any, Any, Any]:
     """Stacks gate (E, F, K), up (E, F, K) and down (E, N, F) of weights, as an `Experts` has them."""
     if not all(hasattr(value, name) for name in ("gate", "up", "down")):
-        raise TypeError(f"experts is a {type(value).__name__}; a cuquant.Experts(gate, up, down) is needed")
+        raise TypeError(f"experts is {a_or_an(value)}; a cuquant.Experts(gate, up, down) is needed")
     gate, up, down = (weights(getattr(value, name), f"experts.{name}") for name in ("gate", "up", "down"))
     shapes = gate.shape, up.shape, down.shape
     if any(len(s) != 3 for s in shapes) or up.shape != gate.shape or down.shape[::2] != gate.shape[:2]:
@@ -378,7 +406,13 @@ def experts(value: Any) -> tuple[Any, Any, Any]:
 def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
     """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take."""
     ids = readable(array(ids, "expert_ids", "integers", in_place=True), "expert_ids")
-    probs = floats(probs, "expert_probs")
+    given = array(probs, "expert_probs", in_place=True)
+    if ids.dtype.kind not in "iub" and given.dtype.kind in "iu":
+        raise TypeError(
+            f"expert_ids has dtype {ids.dtype}, expert_probs {given.dtype}: they are swapped; "
+            "moe(x, experts, expert_ids, expert_probs) has the ids first"
+        )
+    probs = floats(given, "expert_probs")
     if ids.dtype.kind not in "iu":
         raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
     if not x or x[-1] != gate[-1]:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from . import bench, evaluation, files, system
-from .arguments import replaced, stamp
+from .arguments import of_spaced_formats, replaced, stamp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage exits with 2.
     """
-    arguments = parser().parse_args(argv)
+    arguments = _parsed(sys.argv[1:] if argv is None else argv)
     arguments.before = stamp(replaced(arguments))
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
@@ -50,6 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cuquant: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parsed(given: Sequence[str]) -> argparse.Namespace:
+    """What the words say, each of which some argument takes."""
+    made = parser()
+    arguments, rest = made.parse_known_args(given)
+    if rest:
+        made.error(f"unrecognized arguments: {' '.join(rest)}{of_spaced_formats(arguments, given, rest)}")
+    return arguments
 
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .. import formats
@@ -65,6 +66,23 @@ def file_format_list(text: str) -> list[str]:
             'cuquant.evaluate(formats={"*": "q4_k"})'
         )
     return list(dict.fromkeys(file_format(name) for name in _names(text)))
+
+
+def of_spaced_formats(arguments: argparse.Namespace, given: Sequence[str], rest: Sequence[str]) -> str:
+    """A hint for words that no argument takes, where they seem to belong to a list of formats."""
+    before = dict(zip(given[1:], given, strict=False))
+    for word in rest if hasattr(arguments, "formats") else ():
+        previous = before.get(word, "-")
+        listed = _are_formats(previous.rpartition("=")[2])
+        if not word.startswith("-") and (listed or (_are_formats(word) and not previous.startswith("-"))):
+            return "; formats are separated by commas: --formats q4_0,q8_0"
+    return ""
+
+
+def _are_formats(text: str) -> bool:
+    with suppress(argparse.ArgumentTypeError):
+        return bool(file_format_list(text))
+    return False
 
 
 def _names(text: str) -> list[str]:

@@ -144,7 +144,7 @@ def evaluate(
 
 def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:
     """The formats that are asked for, each once."""
-    given = [formats] if isinstance(formats, (str, Format, Mapping)) else list(formats)
+    given = [formats] if isinstance(formats, (str, Format, Mapping, type)) else list(formats)
     kinds = [mixture.get(each) for each in given]
     return [each for i, each in enumerate(given) if kinds[i] not in kinds[:i]]
 
@@ -177,7 +177,7 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     if isinstance(text, os.PathLike):
         return Text(_read_text(Path(text)), str(Path(text)))
     if not isinstance(text, str):
-        raise TypeError(f"text is a {type(text).__name__}; a str (the text) or a path (its file) is needed")
+        raise TypeError(f"text is {check.a_or_an(text)}; a str (the text) or a path (its file) is needed")
     named = len(text) < 256 and "\n" not in text
     if named and (os.path.isfile(text) or (" " not in text and text.endswith((".txt", ".raw", ".md")))):
         raise ValueError(f"text is a str, and so the text itself: for the file pass pathlib.Path({text!r})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ def evaluate_files(
     UnsupportedModel, GGUFError, TypeError, ValueError
         As `evaluate`. Results so far stay on disk.
     """
-    if isinstance(models, (str, os.PathLike, Model)):
-        models = [models]
+    # A Model is a mapping; another is refused as a model is.
+    several: Any = [models] if isinstance(models, (str, os.PathLike, Mapping)) else models
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:
@@ -77,7 +77,7 @@ def evaluate_files(
         "kv_bits": widths,
     } | {name: json.loads(json.dumps(value, default=_plain)) for name, value in options.items()}
     known = {} if target is None else _read(target, settings)
-    stamps = [(model, json.dumps(_stamp(model))) for model in models]
+    stamps = [(model, json.dumps(_stamp(model))) for model in several]
     done = []
     for model, stamp in stamps:
         if stamp not in known:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from .. import check
 from ..kv import KVCache
 from ..kv.codes import BITS
 from .config import Config
@@ -32,7 +33,9 @@ class KVBits:
 
     def __init__(self, text: str | int | np.integer[Any]) -> None:
         if not isinstance(text, (str, int, np.integer)) or isinstance(text, bool):
-            raise TypeError(f"kv_bits is a {type(text).__name__}; a text or an integer is needed")
+            by_age = ': widths by age are "16:32,4", 16 bits for the newest 32 tokens'
+            ages = by_age if isinstance(text, Mapping) else ""
+            raise TypeError(f"kv_bits is {check.a_or_an(text)}; a text or an integer is needed{ages}")
         self.text = str(text).replace(" ", "")
         match = _SPEC.fullmatch(self.text)
         parts = [part.split(":") for part in match["widths"].split(",")] if match else []
@@ -41,10 +44,13 @@ class KVBits:
         fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
         fits = fits and bool((np.diff(self.widths) < 0).all()) and {*self.widths.tolist()} <= {*BITS}
         if not match or not fits:
+            several = "," in self.text and ":" not in self.text
             raise ValueError(
                 f"kv_bits is {self.text!r}; it is a width of {', '.join(map(str, BITS))}, or widths with how "
                 'many of the newest tokens have them, as "8:64,4:256,2": narrower with age, the last without '
                 'a number; "+scales" and "+rotate" may follow'
+                + '; several evaluations are kv_bits=["16", "4"], or --kv-bits 16 --kv-bits 4'
+                * several
             )
         self._newest = dict(zip(self.widths.tolist(), counts, strict=False))
         self._ages = np.cumsum(counts)
@@ -78,6 +84,6 @@ class KVBits:
 
 def distinct_widths(kv_bits: str | int | Iterable[str | int]) -> list[KVBits]:
     """The widths that are asked for, each once; TypeError or ValueError as of each."""
-    several = isinstance(kv_bits, Iterable) and not isinstance(kv_bits, str)
+    several = isinstance(kv_bits, Iterable) and not isinstance(kv_bits, (str, Mapping))
     given: Any = kv_bits if several else [kv_bits]
     return list({kv.text: kv for kv in map(KVBits, given)}.values())

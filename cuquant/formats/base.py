@@ -239,6 +239,8 @@ def get(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     if not isinstance(name, str):
+        if isinstance(name, type) and issubclass(name, Format):
+            raise TypeError(f"format is the class {name.__name__}: call it, as in KBit(4) or Int4(128)")
         raise TypeError(
             f"a format is a name or a Format, not {type(name).__name__}; names: {', '.join(names())}"
         )

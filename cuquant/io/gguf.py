@@ -59,6 +59,12 @@ MAX_TEXT_BYTES = 1 << 20  # keys and names, decoded at once; real: below 200,000
 _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct("<IQ")
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
 _LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
+_OWN_READERS = {
+    KEY: "load reads it; an evaluation takes the GGUF file that it was made of, and the format, as "
+    'formats="kbit4"',
+    f"{KEY}.kv_cache": "KVCache.load reads it",
+}
+"""Of our safetensors files, by keys of their metadata."""
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # a key of one letter, its type, a value of one byte
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # a name of one letter, rank, type, offset: a scalar
 
@@ -183,9 +189,9 @@ class _Scanner:
             other = bytes(self.buffer[8 : 8 + _LOOKED_AT])
             if other.startswith(b"{"):
                 readers = OTHER_READERS
-                for key, reader in ((KEY, "load"), (f"{KEY}.kv_cache", "KVCache.load")):
+                for key, reader in _OWN_READERS.items():
                     if f'"{key}"'.encode() in other:
-                        readers = f"cuquant wrote it, and cuquant.{reader} reads it"
+                        readers = f"cuquant wrote it, and cuquant.{reader}"
                 self.fail(f"not a GGUF file, but a safetensors file: {readers}")
             self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
         self.pos = self.entry = 4

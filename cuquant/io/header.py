@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..render import Columns, render_records
+from .. import check
+from ..render import Columns, html_facts, html_shape, render_records
 from .words import counted, escaped, missing, short
 
 Buffer: TypeAlias = bytes | memoryview | mmap.mmap
@@ -78,6 +79,17 @@ class TensorInfo:
     type_name: str
     offset: int
     nbytes: int
+
+    def _repr_html_(self) -> str:
+        return html_facts(
+            {
+                "name": escaped(self.name),
+                "shape": html_shape(self.shape),
+                "type": self.type_name,
+                "bytes": f"{self.nbytes:,}",
+                "offset": f"{self.offset:,}",
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +201,12 @@ class Metadata(Mapping[str, Any]):
         return self.keys() == other.keys() and all(
             same_value(value, other[key]) for key, value in self.items()
         )
+
+    def __copy__(self) -> Metadata:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise check.not_pickled(self, "values")
 
     def __repr__(self) -> str:
         return self._shown("table")

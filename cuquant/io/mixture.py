@@ -7,6 +7,7 @@ cost more.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import formats
+from .. import check, formats
 from ..formats import Format
 from ..formats.base import FLOATS, unknown, unknown_format
 from .gguf import TensorInfo
@@ -230,7 +231,7 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     """
     if isinstance(name, (list, tuple)):
         raise TypeError(
-            f"format is a {type(name).__name__}; one format is needed, or a mapping of patterns of tensor "
+            f"format is {check.a_or_an(name)}; one format is needed, or a mapping of patterns of tensor "
             'names to formats: {"*ffn_down*": "q6_k", "*": "q4_k"}'
         )
     for each in name.values() if isinstance(name, Mapping) else [name]:
@@ -241,10 +242,19 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
         return Recipe(tuple((str(pattern), _of_rule(fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
+    if isinstance(name, os.PathLike) or _is_file_name(name):
+        hint = "; it looks like the name of a file: the order is quantize_file(source, target, format)"
+        raise ValueError(unknown(str(name), names(), hint))
     try:
         return formats.get(name)
     except ValueError:
         raise ValueError(unknown(str(name), names())) from None
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and (
+        name.lower().endswith((".gguf", ".safetensors")) or os.path.basename(name) != name
+    )
 
 
 def _of_rule(name: str | Format) -> Format:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,6 +225,12 @@ class Model(Mapping[str, Any]):
     ) -> None:
         self.close()
 
+    def __copy__(self) -> Model:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise check.not_pickled(self, "tensors")
+
     def _types(self) -> str:
         counts = Counter(info.type_name for info in self.tensors.values())
         return ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -298,7 +304,7 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     if target == "cuda":
         cupy()  # says why there is none
     with ExitStack() as mapped:
-        parts = _open_parts(check.path(path), mapped)
+        parts = _open_parts(check.model_path(path), mapped)
         mapped.pop_all()  # the model's now
     return Model(parts, target)
 

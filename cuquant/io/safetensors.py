@@ -88,8 +88,8 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
     OSError
         The file cannot be written.
     """
-    target = check.safetensors_path(path)
-    entries = {name: entry(name, tensor) for name, tensor in check.tensors(tensors).items()}
+    tensors, target = check.tensors(tensors), check.safetensors_path(path)
+    entries = {name: entry(name, tensor) for name, tensor in tensors.items()}
     with replacing(target) as temporary:
         write(temporary, entries)
 
@@ -104,7 +104,9 @@ def entry(name: str, tensor: Any) -> Tensor:
     for kind, dtype in TYPES.items():
         if array.dtype == dtype:
             return Tensor(kind, array.shape, lambda: array)
-    raise TypeError(f"tensor {name!r} has dtype {array.dtype}; allowed are {', '.join(TYPES)}")
+    native = array.dtype.newbyteorder("<")
+    remedy = f", little-endian: pass it .astype(numpy.{native.name})" if native in TYPES.values() else ""
+    raise TypeError(f"tensor {name!r} has dtype {array.dtype}; allowed are {', '.join(TYPES)}{remedy}")
 
 
 def quantized(fmt: Format, shape: tuple[int, ...], make: Callable[[], Any]) -> Tensor:

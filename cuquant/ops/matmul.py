@@ -73,7 +73,7 @@ def linear(
     found = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
     if found is not None:
         return device.backend(True).repeat(*found, x, out)
-    x, w = check.activations(x), check.weights(w)
+    x, w = check.activations(x, w), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     if quantizes := x_format is not None:
         check.activation_format(x, x_format, formats.get("q8_1"))
