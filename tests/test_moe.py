@@ -312,6 +312,10 @@ def test_routing_refuses() -> None:
     for top_k in (0, 6):
         with pytest.raises(ValueError, match=f"top_k is {top_k}"):
             cq.route(gauss(3, 5), top_k)
+    flags: list[Any] = [True, np.True_]
+    for flag in flags:
+        with pytest.raises(TypeError, match="top_k is True; an integer is needed"):
+            cq.route(gauss(3, 5), flag)
     with pytest.raises(TypeError, match="top_k is a float"):
         cq.route(gauss(3, 5), 2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="logits has dtype int64"):

@@ -129,6 +129,21 @@ def test_files(tmp_path: Path) -> None:
             tuning.Tuned.from_json(text)
 
 
+def test_what_a_later_version_tuned_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, module = tmp_path / "tuned.json", importlib.import_module("cuquant.bench.tune")
+    monkeypatch.setattr(device, "tuned_file", lambda: file)
+    one = tuning.Problem("q4_0", 18, 1, 4096, 4096, 1)
+    gemm = plan.gemm(*problem("q4_0", 1, 4096, 4096), True, plan.Gpu(90))
+    later = '{"version": 9, "more": 1}'
+    file.write_text(later)
+    with pytest.raises(ValueError, match="a later version of cuquant wrote it, and it is not replaced"):
+        module._keep(one, gemm)
+    assert file.read_text() == later
+    file.write_text("damaged")
+    module._keep(one, gemm)
+    assert one in tuning.Tuned.read(file)
+
+
 def test_the_command_line_refuses_what_does_not_go_together(run: Run) -> None:
     for others in (["--from", "x.json"], ["moe"], ["--plot", "x.svg"], ["--peers", "none"]):
         done = run("bench", *others, "--tune")

@@ -72,11 +72,13 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
 
     Of each product every candidate's result is checked in float64 before it is timed: RuntimeError where one
     is wrong. What is found is in `device.tuned_file()` after each product (PermissionError at once where that
-    cannot be written), and plans of this process go by it, too, but for calls that it has made before.
+    cannot be written, ValueError where a later version wrote it), and plans of this process go by it, too,
+    but for calls that it has made before.
     """
     folder = device.tuned_file().parent
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} cannot be written: what is tuned could not be kept")
+    _held()
     warm_up()
     weights: tuple[Any, ...] = (None, [])
     for key in keys:
@@ -138,14 +140,22 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     )
 
 
+def _held() -> tuning.Tuned:
+    """What this GPU's file has; nothing of one that is damaged, ValueError where it is a later version's."""
+    file = device.tuned_file()
+    try:
+        return tuning.Tuned.read(file)
+    except tuning.NewerVersion as error:
+        raise ValueError(f"{file}: {error}, and it is not replaced: remove it, or tune with that") from None
+    except ValueError:
+        return tuning.Tuned()
+
+
 def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
     """Write the file of this GPU anew, with this choice for a problem; one that is damaged is replaced."""
     file = device.tuned_file()
     with alone(file.parent):  # another GPU of this name may be tuned at the same time
-        try:
-            tuned = tuning.Tuned.read(file)
-        except ValueError:
-            tuned = tuning.Tuned()
+        tuned = _held()
         if gemm is not None or problem in tuned:
             with replacing(file) as part:
                 part.write_text(tuned.with_one(problem, gemm).to_json(), encoding="utf-8")

@@ -427,6 +427,8 @@ def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> 
 
 def top_k(value: Any, logits: tuple[int, ...]) -> None:
     """An integer from 1 to the number of experts."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"top_k is {value}; an integer is needed")
     if not logits:
         raise ValueError("logits is a scalar; (..., E) is needed")
     count(value, "top_k", most=logits[-1])

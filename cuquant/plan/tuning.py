@@ -52,6 +52,10 @@ def rows_of(m: int) -> int:
     return m if m <= DECODE_BATCH else 1 << (m - 1).bit_length()
 
 
+class NewerVersion(ValueError):
+    """A file of tuned products that a later version of this library has written."""
+
+
 class Tuned:
     """The fastest launches that were measured on one GPU, by problem."""
 
@@ -93,9 +97,11 @@ class Tuned:
 
     @classmethod
     def from_json(cls, text: str) -> Tuned:
-        """ValueError where it is none."""
+        """ValueError where it is none, NewerVersion where another version knows more of it."""
         try:
             held = json.loads(text)
+            if held["version"] > _VERSION:
+                raise NewerVersion("a later version of cuquant wrote it")
             if held["version"] != _VERSION:
                 raise ValueError
             marks = {}
@@ -103,6 +109,8 @@ class Tuned:
                 constants = tuple((str(name), int(value)) for name, value in line.pop("constants").items())
                 streamed = bool(line.pop("streamed"))
                 marks[Problem(**line)] = (constants, streamed)
+        except NewerVersion:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             raise ValueError("it is not a file of tuned products, or another version's") from None
         return cls(marks)
