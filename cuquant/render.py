@@ -46,6 +46,8 @@ def render_records(records: list[dict[str, Any]], columns: Columns, style: str) 
         ["" if record[key] is None else format(record[key], spec) for key, (_, spec) in columns.items()]
         for record in records
     ]
+    if style == "md":  # a name of somebody's file may have a bar
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in cells]
     align = ["right" if spec else "left" for _, spec in columns.values()]
     headers = [title for title, _ in columns.values()]
     return tabulate(

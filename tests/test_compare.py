@@ -47,6 +47,12 @@ def test_a_file_and_itself(tmp_path: Path) -> None:
     assert repr(found) == f"Comparison(a.gguf, a.gguf: {shown})"
 
 
+def test_bars_in_names_split_no_cell(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.gguf", {"w|x.weight": W})
+    assert "| w\\|x.weight |" in " ".join(cq.compare(a, a).render("md").split())
+    assert "w|x.weight" in cq.compare(a, a).render("table")
+
+
 def test_errors_are_those_of_an_evaluation(tmp_path: Path) -> None:
     a = write(tmp_path / "a.gguf", {"w.weight": W})
     b = write(tmp_path / "b.gguf", {"w.weight": q8_0(W)})
