@@ -213,7 +213,10 @@ class Model(Mapping[str, Any]):
         return len(self.tensors)
 
     def close(self) -> None:
-        """Unmap the files, unless arrays read from them are still alive (they keep their file mapped)."""
+        """Unmap the files, unless arrays read from them are still alive (they keep their file mapped).
+
+        Metadata that are arrays, as a vocabulary, are read when they are asked for: before this.
+        """
         for file in self._files:
             file.close()
 
