@@ -22,6 +22,7 @@ from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
+from cuquant.plan.decode_grouped import decode_grouped
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 WALKS = [cq.Exl3(2, "mcg"), cq.Exl3(4), cq.Exl3(6, "mcg"), cq.Exl3(8, "mul1")]
@@ -164,9 +165,12 @@ def test_products_of_every_format(name: str) -> None:
     fmt = cq.formats.get(name).for_kernels
     gpu = plan.Gpu(90)
     decoded = {
-        plan.decode(fmt, m, n, 4096, 1, gpu).plan.kernel
-        for m, n in combinations((1, 4, 8, 16), (1024, 4096, 14336, 28672))
+        plan.decode(fmt, m, n, 4096, count, gpu).plan.kernel
+        for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 14336, 28672), (1, 8))
     }
+    for m, n, hit in combinations((1, 4), (768, 2048, 14336), (2.0, 30.0)):
+        grouped = decode_grouped(fmt, m, n, 1024, hit, gpu, True, 2)
+        decoded |= set() if grouped is None else {grouped.plan.kernel}
     check([*decoded, *(kernel for tile in chosen for kernel in tiles_of(name, tile))], "sm_90a")
 
 

@@ -16,6 +16,7 @@ from cuquant import plan
 from cuquant.kv import plan as kv_plan
 from cuquant.plan import mma_core, wgmma_core
 from cuquant.plan.cores import table_of
+from cuquant.plan.decode_grouped import decode_grouped
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
@@ -189,8 +190,23 @@ def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
     assert not {("q4_0", 1, 14336), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
 
 
-def test_q6_k_has_registers_for_tall_tiles_of_one_warp_only() -> None:
-    """Of two blocks; with more along N a register is lacking."""
+def test_registers_of_two_blocks() -> None:
+    """With several warps along N some kernels lack one for tiles that one warp has."""
+    gpu = plan.Gpu(90)
+    for name, most in (("q4_1", 6), ("q5_1", 6), ("int4-128-zeros", 6), ("q6_k", 4)):
+        rows = (11008, 13824, 14336, 25600, 28672, 65536)
+        for n, k, count in combinations(rows, (2048, 4096), (1, 2, 4, 8)):
+            gemm = plan.decode(cq.formats.get(name).for_kernels, 1, n, k, count, gpu)
+            c = dict(gemm.plan.kernel.constants)
+            assert c["RESIDENT"] == 1 or c["ROW_WARPS"] == 1 or c["ROW_TILES"] <= most, (name, n, k, count)
+    for name, hit in combinations(("q6_k", "trellis3-32"), (1.0, 2.0, 8.0, 30.0)):
+        for n, k in ((2048, 1024), (768, 1024), (14336, 4096)):
+            made = decode_grouped(cq.formats.get(name).for_kernels, 1, n, k, hit, gpu, True, 2)
+            c = {} if made is None else dict(made.plan.kernel.constants)
+            assert c.get("RESIDENT", 1) == 1 or c["ROW_TILES"] <= 4, (name, hit, n, k)
+
+
+def test_tall_tiles_of_q6_k() -> None:
     seen = set()
     for m, n, k, count in combinations((1, 2), (11008, 22016, 28672, 152_064), (2048, 4096), (1, 3)):
         gemm = plan.decode(cq.formats.get("q6_k").for_kernels, m, n, k, count, plan.Gpu(90))
@@ -213,6 +229,10 @@ def test_tall_tiles_are_one_large_block_or_two_small_ones() -> None:
         gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(90))
         constants = dict(gemm.plan.kernel.constants)
         assert (constants["ROW_TILES"], constants["RESIDENT"]) == (7, resident), (name, m)
+    for name, count in combinations(("q4_0", "mxfp4", "q4_k"), (2, 3)):  # of stacks one large block
+        gemm = plan.decode(cq.formats.get(name).for_kernels, 1, 28672 // count, 4096, count, plan.Gpu(90))
+        constants = dict(gemm.plan.kernel.constants)
+        assert constants["ROW_TILES"] * constants["ROW_WARPS"] == 14, (name, count)
 
 
 def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:

@@ -206,19 +206,22 @@ def most_rows(work: Work) -> int:
     return 4 if work.groups == 1 or has_minimum(fmt) else 7
 
 
-def paired_rows(work: Work) -> int:
-    """The same if two blocks of 8 warps share a multiprocessor of sm_90."""
-    fmt = work.fmt
+def paired_rows(work: Work, row_warps: int) -> int:
+    """The same if two blocks of 8 warps share a multiprocessor of sm_90, with so many warps along N."""
+    fmt, several = work.fmt, row_warps > 1
     if fmt.bits == 2 and fmt.whole_matrices:
         return 5
+    if several and fmt.bits == 6:
+        return 4
     scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
     many = fmt.bits == 6 or fmt.whole_matrices or scarce
+    if several:
+        many |= fmt.has_zero_points or (has_minimum(fmt) and not fmt.kernel_group_bytes)
     if work.sides == 1:
         return MOST_ROWS - many - scarce
-    if fmt.bits == 6:
-        return 5
+    if fmt.bits == 3 and fmt.whole_matrices and not scarce:
+        return 4
     many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
-    many |= fmt.has_zero_points or (has_minimum(fmt) and not fmt.kernel_group_bytes)
     return MOST_ROWS - many
 
 

@@ -83,7 +83,7 @@ def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blo
         blocks = blocks._replace(warps=8) if tall else blocks
         most = MOST_ROWS if tall else most_rows(work)
         if two and work.gpu.capability == 90:
-            most = paired_rows(work)
+            most = paired_rows(work, work.sides)
         for tile in row_tiles(work.sides, blocks.warps if work.m > 2 else blocks.warps // 2, most):
             if _fits(work, blocks, tile):
                 yield _cost(work, blocks, tile, hit), blocks, tile

@@ -166,7 +166,7 @@ def _limits(work: Work, blocks: Blocks, table: int) -> tuple[int, int, int]:
     # As registers allow, and two slots of a ring of half the shared memory, or three of large codes.
     most = most_rows(work)
     if blocks.two:
-        most = paired_rows(work) if work.gpu.capability == 90 else most
+        most = paired_rows(work, 1) if work.gpu.capability == 90 else most
         slots, ring = 2, blocks.room - min(work.x_bytes(blocks.cluster), blocks.room // 2)
         if work.large_codes and blocks.ring > 72 << 10:
             slots, ring = 3, blocks.ring
@@ -193,11 +193,11 @@ def _row_tiles(work: Work, blocks: Blocks, table: int) -> tuple[int, int]:
 
 
 def _tiles(work: Work, blocks: Blocks, least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
-    """Tiles within limits, but those for which one kernel lacks a register, with several warps along N."""
-    crowded = blocks.two and work.fmt.bits == 6 and work.gpu.capability == 90
-    for tile in row_tiles(least, most_warps, most):
-        if not (crowded and tile[0] > 1 and tile[1] > 4):
-            yield tile
+    """Tiles within limits, which are those of one warp along N, for which registers suffice."""
+    paired = blocks.two and work.gpu.capability == 90
+    for row_warps, rows in row_tiles(least, most_warps, most):
+        if not paired or rows <= paired_rows(work, row_warps):
+            yield row_warps, rows
 
 
 def _busiest(work: Work, blocks: Blocks, tile: tuple[int, int]) -> float:
@@ -255,9 +255,9 @@ def _tall(work: Work, cluster: int) -> _Tall | None:
     have tall tiles at 3 and 4 batch rows only (E2M1, whose numbers take more, at up to 8), and if K is not
     short; at 1 and 2 those with minimums have none, and others some beyond 12 row tiles, or where x is long:
     else two small blocks of one warp along N win (17408 x 5120, q4_0: 14.5 us, with one block 21.9). At one
-    row of codes of 4 bits that are not looked up they do so up to 14 row tiles, by 2%; at two rows they lose
-    as much. There are none where x is so long that a `cluster` must share it, nor of 8 bits,
-    of which two slots of seven do not fit.
+    row, times one matrix of codes of 4 bits that are not looked up, they do so up to 14 row tiles, by 2%; at
+    two rows they lose as much. There are none where x is so long that a `cluster` must share it, nor of 8
+    bits, of which two slots of seven do not fit.
     """
     fmt, m, share, few = work.fmt, work.m, work.share(1), _few_instructions(work.fmt)
     short, pairs = share <= 7, share > 8 and m > 2
@@ -267,7 +267,8 @@ def _tall(work: Work, cluster: int) -> _Tall | None:
     small = short or (share <= 12 and paired)
     if few and ((m <= 2 and (small or has_minimum(fmt))) or (short and m > 4 and fmt.codebook is None)):
         return None
-    if m == 1 and paired and fmt.bits == 4 and not (fmt.lookup or fmt.walks) and 12 < share <= 14:
+    one = m == work.matrices == 1
+    if one and paired and fmt.bits == 4 and not (fmt.lookup or fmt.walks) and 12 < share <= 14:
         return None
     if few and short and ((fmt.bits == 5 and has_minimum(fmt)) or work.steps < _SHORT_K):
         return None
