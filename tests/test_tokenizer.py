@@ -374,9 +374,23 @@ def test_what_tokens_read_as() -> None:
         ([], ""),
     ):
         assert tokenizer.decode(ids) == text
+    for text in ("\u00e9", "a b", "\u2581"):  # user-defined ones are texts as they are
+        user = Tokenizer.from_metadata(byte_level((), [f"<{text}>"], {f"<{text}>": USER_DEFINED}))
+        assert user.decode(user.encode(f"a<{text}>b")) == f"a<{text}>b"
+    marked = sentencepiece(
+        {"\u2581x": 0.0, "  ": 0.0, "<0x4>": 0.0}, {"\u2581x": USER_DEFINED, "  ": USER_DEFINED}
+    )
+    user = Tokenizer.from_metadata(marked)
+    assert user.decode(user.encode("  ")) == "  "
+    assert user.decode([258]) == "\u2581x"
+    assert user.decode([2 + 0x41, 260]) == "A<0x4>"
     pieces = Tokenizer.from_metadata(sentencepiece({"\u2581a": 0.0}))
     assert pieces.decode([0, 1, 2 + 0x41, 258]) == "\ufffdA a"
     assert (pieces.decode([258, 258]), pieces.decode([2 + 0x41, 258])) == ("a a", "A a")
     for wrong in (-1, 261):
-        with pytest.raises(ValueError, match=f"token {wrong} is not in the vocabulary of 261"):
+        with pytest.raises(ValueError, match=f"a token id is {wrong}; allowed are 0 to 260"):
             tokenizer.decode([0, wrong])
+    others: list[Any] = ["12", b"5", [1.5], np.array([1.0])]
+    for other in others:
+        with pytest.raises(TypeError, match=r"(ids is|a token id is) an? .*needed"):
+            tokenizer.decode(other)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
 from ..io.words import short
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -118,20 +119,25 @@ class Tokenizer:
         return np.array(ids, dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids: ``decode(encode(text)) == text`` where the vocabulary has all of it, but for
-        spaces that a SentencePiece one puts behind user-defined tokens.
+        """The text of token ids: ``decode(encode(text)) == text`` for byte-level vocabularies that have all
+        bytes. For SentencePiece ones, too, but for U+2581, which they read as a space, and for the spaces
+        that they put behind user-defined tokens.
 
-        Control tokens have no text, and the unknown one has U+FFFD, as have bytes that are no UTF-8: those of
-        a character whose last token is still to come. The space that some vocabularies put before a text is
-        taken off, so a continuation is decoded together with what it continues. ValueError for an id that is
-        no token's.
+        Control tokens have no text. An unknown one of SentencePiece, and bytes that are no UTF-8, as those
+        of a character whose last token is still to come, are U+FFFD. The space that some vocabularies put
+        before a text is taken off, so a continuation is decoded together with what it continues.
+
+        Raises TypeError for what are no integers, ValueError for an id that is no token's.
         """
-        found = [int(i) for i in ids]
-        outside = [i for i in found if i not in range(self.vocab_size)]
-        if outside:
-            raise ValueError(f"token {outside[0]} is not in the vocabulary of {self.vocab_size}")
-        text = b"".join(self._pieces[i] for i in found)
-        return text.removeprefix(self._prefix).decode("utf-8", "replace")
+        if isinstance(ids, (str, bytes)):
+            raise TypeError(f"ids is {check.a_or_an(ids)}; integers are needed")
+        found = [check.count(i, "a token id", least=0, most=self.vocab_size - 1) for i in ids]
+        pieces = [(i, self._pieces[i]) for i in found if self._pieces[i]]
+        text = b"".join(piece for _, piece in pieces)
+        user_defined = {i for _, i in self._user_defined}
+        if pieces and pieces[0][0] not in user_defined:
+            text = text.removeprefix(self._prefix)
+        return text.decode("utf-8", "replace")
 
     def _partition(self, text: str) -> list[str | int]:
         """Plain text and user-defined token ids in turn; the longest token (in bytes) is searched first."""
@@ -378,6 +384,8 @@ def _of_piece(piece: str, kind: float) -> bytes:
     """The bytes of a token of a SentencePiece vocabulary."""
     if kind == _UNKNOWN:
         return "\ufffd".encode()
+    if kind == _USER_DEFINED:
+        return piece.encode()
     if kind == _BYTE and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
         return bytes.fromhex(byte[1])
     return piece.replace("\u2581", " ").encode()
