@@ -43,7 +43,11 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"output.weight": "f16", "*": "q4_0"}, ValueError, "'f16' is no .* no pattern of a mapping matches"),
         (4, TypeError, "a format is a name or a Format, not int"),
         *(
-            (name, ValueError, r"; it looks like the name of a file: the order is quantize_file\(source, tar")
+            (
+                name,
+                ValueError,
+                r"; it looks like the name of a file \(quantize_file takes source, target and format",
+            )
             for name in ("a.gguf", "A.SAFETENSORS", "models/q4_0", Path("q4_0"))
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,7 @@ import repeated
 from repeated import GIVEN, K, N, blocks, odd, there, weight
 
 import cuquant as cq
-from cuquant import buffers, device, testing
+from cuquant import buffers, device, repeats, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +97,8 @@ def test_where_arrays_lie_is_asked_each_time(
     two = memory[: 4 * N].view(H).reshape(2, N)
     with pytest.raises(ValueError, match="share memory with bias"):
         cq.linear(given, w, **words | {"bias": memory[2 * N : 4 * N].view(H)}, out=two)
+    with pytest.raises(ValueError, match="share memory with bias"):  # the residual alone may be the result
+        cq.linear(given, w, **words | {"bias": two[0], "residual": two}, out=two)
     with pytest.raises(ValueError, match="share memory with residual"):
         cq.linear(given, w, **words | {"residual": memory[2 : 4 * N + 2].view(H).reshape(2, N)}, out=two)
     with pytest.raises(ValueError, match="share memory with residual"):  # not the same elements
@@ -105,6 +108,13 @@ def test_where_arrays_lie_is_asked_each_time(
     assert nmse(cq.linear(given, w, out=free), testing.linear(given, w)) < 1e-5
     assert nmse(cq.linear(given, w, **words | {"residual": two}, out=two), two) < 1e-5
     assert counted == [4, 6]
+    for name in ("out", "bias", "residual"):
+        plain = given._blocks if isinstance(given, cq.QuantizedArray) else given
+        place = repeats.find(w.fragments().repeats, ("silu", None, None), given, (bias,), residual, y)
+        assert place is not None
+        other = SimpleNamespace(data=SimpleNamespace(device_id=1, ptr=y.data.ptr))
+        arrays = {"out": y, "bias": bias, "residual": residual} | {name: other}
+        assert place[0].places(plain, (arrays["bias"],), arrays["residual"], arrays["out"]) is None, name
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(cupy.cuda.runtime, "getDevice", lambda: 1)
         for kwargs in ({}, {"out": y}, words | {"out": y}):

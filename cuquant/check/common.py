@@ -73,7 +73,7 @@ def a_or_an(value: Any) -> str:
     if value is None:
         return "None"
     name = type(value).__name__
-    return f"{'an' if re.match('[aeio]|u(?!int)|nd', name.lower()) else 'a'} {name}"
+    return f"{'an' if re.match('[aeio]|u(?!int|ser|uid|func|ni)|nd', name.lower()) else 'a'} {name}"
 
 
 def _in_place(made: Any, value: Any, what: str) -> Any:

@@ -57,7 +57,7 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     made = parser()
     arguments, rest = made.parse_known_args(given)
     if rest:
-        made.error(f"unrecognized arguments: {' '.join(rest)}{of_spaced_formats(arguments, given, rest)}")
+        made.error(f"unrecognized arguments: {' '.join(rest)}{of_spaced_formats(given, rest)}")
     return arguments
 
 

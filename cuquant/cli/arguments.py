@@ -68,13 +68,13 @@ def file_format_list(text: str) -> list[str]:
     return list(dict.fromkeys(file_format(name) for name in _names(text)))
 
 
-def of_spaced_formats(arguments: argparse.Namespace, given: Sequence[str], rest: Sequence[str]) -> str:
-    """A hint for words that no argument takes, where they seem to belong to a list of formats."""
-    before = dict(zip(given[1:], given, strict=False))
-    for word in rest if hasattr(arguments, "formats") else ():
-        previous = before.get(word, "-")
-        listed = _are_formats(previous.rpartition("=")[2])
-        if not word.startswith("-") and (listed or (_are_formats(word) and not previous.startswith("-"))):
+def of_spaced_formats(given: Sequence[str], rest: Sequence[str]) -> str:
+    """A hint where a word that no argument takes is a format behind those of --formats."""
+    for at, word in enumerate(given):
+        option, _, value = word.partition("=")
+        behind = given[at + (1 if value else 2) :]
+        asks = option.startswith("--f") and "--formats".startswith(option)
+        if asks and behind and behind[0] in rest and _are_formats(behind[0]):
             return "; formats are separated by commas: --formats q4_0,q8_0"
     return ""
 

@@ -64,7 +64,8 @@ def evaluate_files(
         As `evaluate`. Results so far stay on disk.
     """
     # A Model is a mapping; another is refused as a model is.
-    several: Any = [models] if isinstance(models, (str, os.PathLike, Mapping)) else models
+    one = isinstance(models, (str, bytes, os.PathLike, Mapping)) or not isinstance(models, Iterable)
+    several: Any = [models] if one else models
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:

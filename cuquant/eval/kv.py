@@ -44,7 +44,7 @@ class KVBits:
         fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
         fits = fits and bool((np.diff(self.widths) < 0).all()) and {*self.widths.tolist()} <= {*BITS}
         if not match or not fits:
-            several = "," in self.text and ":" not in self.text
+            several = "," in self.text and {*self.text.split(",")} <= {*map(str, BITS)}
             raise ValueError(
                 f"kv_bits is {self.text!r}; it is a width of {', '.join(map(str, BITS))}, or widths with how "
                 'many of the newest tokens have them, as "8:64,4:256,2": narrower with age, the last without '

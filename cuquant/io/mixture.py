@@ -243,7 +243,9 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
     if isinstance(name, os.PathLike) or _is_file_name(name):
-        hint = "; it looks like the name of a file: the order is quantize_file(source, target, format)"
+        hint = (
+            "; it looks like the name of a file (quantize_file takes source, target and format in this order)"
+        )
         raise ValueError(unknown(str(name), names(), hint))
     try:
         return formats.get(name)
