@@ -6,57 +6,14 @@ from itertools import pairwise
 from itertools import product as combinations
 from math import ceil
 
-import numpy as np
 import pytest
 from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
 from hardware import SHARED, assert_staged
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.kv import plan as kv_plan
-from cuquant.plan import mma_core, wgmma_core
+from cuquant.plan import mma_core
 from cuquant.plan.cores import table_of
-from cuquant.plan.decode_grouped import decode_grouped
-
-
-@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
-def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
-    """Rings hold three half steps of every bucket and the sums; blocks cover all heads and rows."""
-    for dim, heads, group, q_len in combinations(
-        (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
-    ):
-        for masked, parts, batch in combinations((False, True), (1, 2), (1, 20, 33, 1000)):
-            shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
-            launch = kv_plan.attention(shape, capability, 132)
-            kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
-            c = dict(kernel.constants)
-            rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
-            ring = c["RING"] + kv_plan.BOX_BARRIERS * launch.boxes
-            assert kernel.max_shared == rings * ring == launch.attention.shared
-            assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
-            sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
-            if launch.boxes:
-                assert c["RING"] % (1024 * c["DEPTH"]) == 0
-                assert c["RING"] >= c["DEPTH"] * max(kv_plan.box_slot(bits, dim) for bits in (16, 8, 4, 3, 2))
-                assert c["DEPTH"] >= 3
-                assert c["RING"] >= c["WARPS"] * sums  # all in the first ring
-            else:
-                assert c["RING"] % 16 == 0
-                assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
-                assert c["RING"] >= sums
-            assert c["BLOCK_HEADS"] * z == heads
-            assert c["BLOCK_HEADS"] <= c["WARPS"]
-            assert y * c["GROUPS"] * 8 >= group * q_len
-            assert x == launch.budget + batch - 1
-            assert max(y, z) <= plan.MOST_BLOCKS
-            rows, parts_of_a_row = heads * group * q_len, launch.merge.grid[2]
-            assert launch.merge.grid[:2] == (batch, rows)
-            assert rows <= plan.MOST_BLOCKS
-            assert dim % (4 * parts_of_a_row) == 0
-            assert launch.merge.block == 32 * c["MERGE_WARPS"]
-            if parts_of_a_row > 1 and not launch.boxes:
-                assert dim % (kv_plan.LEAST_CHANNELS * parts_of_a_row) == 0
-                assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGES_BESIDE
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(row.name for row in K_QUANTS)])
@@ -165,97 +122,6 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             assert n <= x * step < n + step
 
 
-def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
-    """A warp has more than four row tiles only where the busiest multiprocessor has no more then than with
-    four, and never more than a matrix has."""
-    seen = set()
-    names = ("q4_0", "q4_1", "q8_0", "kbit3", "q4_k")
-    rows = (192, 4096, 11008, 12288, 14336, 18944, 28672, 32000, 49152, 128_256)
-    for name, m, n, count in combinations(names, (1, 2, 4, 8), rows, (1, 128)):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, plan.Gpu(90))
-        c = dict(gemm.plan.kernel.constants)
-        if c["ROW_TILES"] <= 4:
-            continue
-        block, share = c["ROW_TILES"] * c["ROW_WARPS"], ceil(n // 16 * count / plan.LARGE_GPU)
-        row_warps = 1 << (ceil(share / 4) - 1).bit_length()
-        rounds = ceil(gemm.plan.grid[0] * count / (plan.LARGE_GPU * c["RESIDENT"]))
-        busiest = rounds * c["RESIDENT"] * block / c["CLUSTER"]
-        usual = row_warps * ceil(share / row_warps)
-        assert busiest < usual or (busiest == usual and name == "kbit3" and share <= 7)
-        assert block <= n // 16
-        assert rounds == 1 or c["RESIDENT"] == 2
-        seen.add((name, m, n))
-    assert {("kbit3", 8, 14336), ("q4_0", 4, 14336), ("q4_0", 8, 28672), ("q4_k", 1, 18944)} <= seen
-    assert {("q4_0", 1, 18944), ("q4_1", 1, 28672)} <= seen  # by two small blocks
-    assert not {("q4_0", 1, 14336), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
-
-
-def test_registers_of_two_blocks() -> None:
-    """With several warps along N some kernels lack one for tiles that one warp has."""
-    gpu = plan.Gpu(90)
-    for name, most in (("q4_1", 6), ("q5_1", 6), ("int4-128-zeros", 6), ("q6_k", 4)):
-        rows = (11008, 13824, 14336, 25600, 28672, 65536)
-        for n, k, count in combinations(rows, (2048, 4096), (1, 2, 4, 8)):
-            gemm = plan.decode(cq.formats.get(name).for_kernels, 1, n, k, count, gpu)
-            c = dict(gemm.plan.kernel.constants)
-            assert c["RESIDENT"] == 1 or c["ROW_WARPS"] == 1 or c["ROW_TILES"] <= most, (name, n, k, count)
-    for name, hit in combinations(("q6_k", "trellis3-32"), (1.0, 2.0, 8.0, 30.0)):
-        for n, k in ((2048, 1024), (768, 1024), (14336, 4096)):
-            made = decode_grouped(cq.formats.get(name).for_kernels, 1, n, k, hit, gpu, True, 2)
-            c = {} if made is None else dict(made.plan.kernel.constants)
-            assert c.get("RESIDENT", 1) == 1 or c["ROW_TILES"] <= 4, (name, hit, n, k)
-
-
-def test_tall_tiles_of_q6_k() -> None:
-    seen = set()
-    for m, n, k, count in combinations((1, 2), (11008, 22016, 28672, 152_064), (2048, 4096), (1, 3)):
-        gemm = plan.decode(cq.formats.get("q6_k").for_kernels, m, n, k, count, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        if constants["RESIDENT"] == 2:
-            seen.add((constants["ROW_WARPS"] > 1, constants["ROW_TILES"] > 4))
-    assert seen == {(False, False), (False, True), (True, False)}
-
-
-def test_tall_tiles_are_one_large_block_or_two_small_ones() -> None:
-    """As they were measured: of seven row tiles a warp, how many blocks a multiprocessor has."""
-    for name, m, n, resident in (
-        ("q4_0", 1, 28672, 2),
-        ("q4_0", 2, 28672, 1),
-        ("q4_k", 1, 28672, 2),
-        ("q5_k", 1, 28672, 1),
-        ("kbit4", 1, 28672, 1),
-        ("mxfp4", 8, 14336, 1),
-    ):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        assert (constants["ROW_TILES"], constants["RESIDENT"]) == (7, resident), (name, m)
-    for name, count in combinations(("q4_0", "mxfp4", "q4_k"), (2, 3)):  # of stacks one large block
-        gemm = plan.decode(cq.formats.get(name).for_kernels, 1, 28672 // count, 4096, count, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        assert constants["ROW_TILES"] * constants["ROW_WARPS"] == 14, (name, count)
-
-
-def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
-    """Of Llama, Qwen and Phi: the busiest has less than 1.2 times its fair share on average."""
-    square = [(5120, 5120), (6144, 4096), (3072, 3072), (10240, 8192)]
-    wide = [(12288, 4096), (11008, 4096), (9728, 2560), (13824, 5120), (17408, 5120), (18944, 3584)]
-    others = [(2560, 9728), (5120, 13824), (152_064, 3584)]
-    busiest = []
-    for name, (n, k), m in combinations(
-        ("q4_0", "q8_0", "q4_k", "kbit4"), square + wide + others, (1, 2, 4, 8)
-    ):
-        fmt = cq.formats.get(name).for_kernels
-        if m >= wgmma_core.least_batch(fmt, n * k):
-            continue
-        gemm = plan.decode(fmt, m, n, k, 1, plan.Gpu(90))
-        c = dict(gemm.plan.kernel.constants)
-        rounds = ceil(gemm.plan.grid[0] / (plan.LARGE_GPU * c["RESIDENT"]))
-        row_tiles = rounds * c["RESIDENT"] * c["ROW_TILES"] * c["ROW_WARPS"] / c["CLUSTER"]
-        busiest.append(row_tiles * plan.LARGE_GPU / ceil(n / 16))
-    assert max(busiest) < 1.5
-    assert sum(busiest) / len(busiest) < 1.2
-
-
 def test_large_weights_of_8_bits_go_to_the_wgmma_core_sooner() -> None:
     """From one batch row on, from five, or from nine, as others; if float16 holds them, and on sm_90 only."""
     for name, n, k, first in (
@@ -326,29 +192,6 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
         copies, most = dict(gemm.plan.kernel.constants)["COPIES"], table_of(fmt, capability)[0]
         assert most // 4 <= copies <= most
         assert copies == most or capability != 90 or m == 64
-
-
-def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
-    for capability, m, shape, copies in (
-        (90, 1, (14336, 4096), 64),
-        (90, 8, (14336, 4096), 64),
-        (90, 8, (28672, 8192), 32),
-        (90, 16, (14336, 4096), 32),
-        (86, 1, (14336, 4096), 32),
-    ):
-        gemm = plan.decode(cq.formats.get("kbit4").for_kernels, m, *shape, 1, plan.Gpu(capability))
-        assert dict(gemm.plan.kernel.constants)["COPIES"] == copies, (capability, m, shape)
-
-
-def test_blocks_of_stacked_matrices_run_at_once() -> None:
-    """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
-    block can have its share, that is: up to 56 row tiles, seven of eight warps."""
-    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
-        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, plan.Gpu(90))
-        c = dict(gemm.plan.kernel.constants)
-        share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
-        if share <= 56 and c["RESIDENT"] == 1:
-            assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
 
 
 def assert_shared_out_once(whole: int, streamed: int, tiles: int, width: int, clusters: int) -> None:
@@ -451,14 +294,3 @@ def test_kernels_are_keys() -> None:
     assert a != b
     assert a == plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))
     assert len({a, b, plan.Kernel("gemm", "gemm", "q4_0", (("X", 1),))}) == 2
-
-
-@pytest.mark.parametrize("budget", [1, 44, 108, 132, 148])
-@pytest.mark.parametrize("batch", [1, 3, 12, 100])
-def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> None:
-    """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
-    f32, total = np.float32, budget * batch
-    for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
-        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
-        counts = batch * int(np.ceil(f32(cost) / part))
-        assert batch <= counts <= total + batch - 1

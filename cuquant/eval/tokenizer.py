@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -67,8 +67,11 @@ class Tokenizer:
     """The token that begins a text; None where the vocabulary has none."""
     _user_defined: Sequence[tuple[str, int]] = field(repr=False)
     _encode_plain: Callable[[str], list[int]] = field(repr=False)
-    _pieces: Sequence[bytes] = field(repr=False)
-    """What each token stands for, in UTF-8."""
+    _ids: Mapping[str, int] = field(repr=False)
+    """Of all tokens, by their texts, in order."""
+    _types: Sequence[float] = field(repr=False)
+    _to_bytes: Callable[[str, float], bytes] = field(repr=False)
+    """What a token of a type stands for, in UTF-8."""
     _prefix: bytes = field(repr=False)
     """What stands before every text that is encoded."""
 
@@ -101,11 +104,16 @@ class Tokenizer:
             (text, i) for text, i in ids.items() if types[i] == _USER_DEFINED and text not in _ENDS
         ]
         user_defined.sort(key=lambda token: -len(token[0].encode()))
-        pieces = [
-            b"" if types[i] == _CONTROL or text in _ENDS else to_bytes(text, types[i])
-            for text, i in ids.items()
+        names = (ids, types, to_bytes, prefix.encode())
+        return cls(len(ids), add_bos, bos_id, user_defined, encode_plain, *names)
+
+    @cached_property
+    def _pieces(self) -> list[bytes]:
+        """What each token stands for; an evaluation never asks."""
+        return [
+            b"" if kind == _CONTROL or text in _ENDS else self._to_bytes(text, kind)
+            for text, kind in zip(self._ids, self._types, strict=True)
         ]
-        return cls(len(ids), add_bos, bos_id, user_defined, encode_plain, pieces, prefix.encode())
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids int32 [n] of a text; `bos_id` is not added.

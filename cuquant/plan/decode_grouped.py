@@ -79,8 +79,9 @@ def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blo
     cluster, small = blocks_along_k(work), _small(work)
     lone = work.groups == 1 and work.gpu.capability == 90 and not small  # one block of 8 warps, too
     for two, tall in ((True, False),) if small else ((False, False), (False, True))[: 1 + lone]:
-        blocks = sized(work, table, cluster, two, long=two and work.m > 4)._replace(tall=tall)
-        blocks = blocks._replace(warps=8) if tall else blocks
+        blocks = sized(work, table, cluster, two, long=two and work.m > 4)
+        if tall:
+            blocks = blocks._replace(warps=8, tall=True)
         most = MOST_ROWS if tall else most_rows(work)
         if two and work.gpu.capability == 90:
             most = paired_rows(work, work.sides)

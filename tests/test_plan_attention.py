@@ -1,0 +1,63 @@
+"""Plans of attention: they fit the hardware, on GPUs that are not there."""
+
+from __future__ import annotations
+
+from itertools import product as combinations
+
+import numpy as np
+import pytest
+from hardware import SHARED
+
+from cuquant import plan
+from cuquant.kv import plan as kv_plan
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
+def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
+    """Rings hold three half steps of every bucket and the sums; blocks cover all heads and rows."""
+    for dim, heads, group, q_len in combinations(
+        (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
+    ):
+        for masked, parts, batch in combinations((False, True), (1, 2), (1, 20, 33, 1000)):
+            shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
+            launch = kv_plan.attention(shape, capability, 132)
+            kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
+            c = dict(kernel.constants)
+            rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
+            ring = c["RING"] + kv_plan.BOX_BARRIERS * launch.boxes
+            assert kernel.max_shared == rings * ring == launch.attention.shared
+            assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
+            sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
+            if launch.boxes:
+                assert c["RING"] % (1024 * c["DEPTH"]) == 0
+                assert c["RING"] >= c["DEPTH"] * max(kv_plan.box_slot(bits, dim) for bits in (16, 8, 4, 3, 2))
+                assert c["DEPTH"] >= 3
+                assert c["RING"] >= c["WARPS"] * sums  # all in the first ring
+            else:
+                assert c["RING"] % 16 == 0
+                assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
+                assert c["RING"] >= sums
+            assert c["BLOCK_HEADS"] * z == heads
+            assert c["BLOCK_HEADS"] <= c["WARPS"]
+            assert y * c["GROUPS"] * 8 >= group * q_len
+            assert x == launch.budget + batch - 1
+            assert max(y, z) <= plan.MOST_BLOCKS
+            rows, parts_of_a_row = heads * group * q_len, launch.merge.grid[2]
+            assert launch.merge.grid[:2] == (batch, rows)
+            assert rows <= plan.MOST_BLOCKS
+            assert dim % (4 * parts_of_a_row) == 0
+            assert launch.merge.block == 32 * c["MERGE_WARPS"]
+            if parts_of_a_row > 1 and not launch.boxes:
+                assert dim % (kv_plan.LEAST_CHANNELS * parts_of_a_row) == 0
+                assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGES_BESIDE
+
+
+@pytest.mark.parametrize("budget", [1, 44, 108, 132, 148])
+@pytest.mark.parametrize("batch", [1, 3, 12, 100])
+def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> None:
+    """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
+    f32, total = np.float32, budget * batch
+    for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
+        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
+        counts = batch * int(np.ceil(f32(cost) / part))
+        assert batch <= counts <= total + batch - 1
