@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import ON_GPU
-from products import check_choice, cuda_weight, gauss, plan_anew
+from products import check_choice, cuda_weight, gauss, plan_anew, share_small_tiles
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
@@ -106,7 +106,8 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
     monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
-    m, n, k = tile.batch + 9, tile.rows * tile.pair + 72, 1024 if tile.width > 2 else 512
+    share_small_tiles(monkeypatch)
+    m, n, k = tile.batch + 9, tile.rows * tile.pair + 40, 512 * max(1, tile.width // 2)
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
     reference = cupy.asarray(testing.linear(x, w))
@@ -124,6 +125,8 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
         plan_anew(w)
         for _ in range(3):
             assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, only
+    whole = {c.streamed > 0 for c in found if c.split == 1}
+    assert whole == {False, wgmma_core._shares_tiles(cq.formats.get(name), tile)} or not whole
     assert found
     monkeypatch.undo()
     plan_anew()
@@ -149,6 +152,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     if tile.resident > 1:  # as many blocks as run at once, of splits in 1, 2 and 4
         shapes = [(9, 9002, 512), (13, 9000, 992), (13, 4306, 1024), (9, 2570, 1024), (40, 3000, 1024)]
     for m, n, k in shapes:
+        share_small_tiles(monkeypatch)
         choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS
 from numpy.typing import NDArray
-from products import check_choice, plan_anew
+from products import check_choice, plan_anew, share_small_tiles
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
@@ -184,7 +184,8 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
     if gpu.capability != 90:
         pytest.skip("wgmma is sm_90a's")
     monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
-    m, k = tile.batch + 9, 1024 if tile.width > 2 else 512
+    share_small_tiles(monkeypatch)
+    m, k = tile.batch + 9, 512 * max(1, tile.width // 2)
     n = (tile.rows * tile.pair // HADAMARD + 1) * HADAMARD
     w = random_exl3(fmt.bits, (n, k))
     there, x = w.to_device("cuda"), cupy.asarray(gauss(m, k)).astype(np.float16)

@@ -12,7 +12,7 @@ from hardware import SHARED, assert_staged
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.plan import mma_core
+from cuquant.plan import mma_core, wgmma_core
 from cuquant.plan.cores import table_of
 
 
@@ -194,37 +194,54 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
         assert copies == most or capability != 90 or m == 64
 
 
-def assert_shared_out_once(whole: int, streamed: int, tiles: int, width: int, clusters: int) -> None:
+def shared_out(outputs: int, rest: int, passing: int, tiles: int, width: int, clusters: int) -> bool:
     """The arithmetic of Shares in kernels/core/schedule.cuh, of output tiles that have `tiles` steps each.
 
-    Every step of every tile belongs to one cluster. Parts of a tile follow each other, those nearer its end
-    having lower numbers: a cluster waits only for what has started before it.
+    Every step of every tile belongs to one cluster. Those that take a tile's last columns have lower numbers
+    than the one that waits for them, which finds their sums one after the other in places that are theirs.
+    False where no tile is shared.
     """
-    owners: dict[int, list[tuple[int, int, int]]] = {}
+    helpers, owners = min(clusters - rest, wgmma_core.MOST_PARTS * rest), clusters - rest
+    given = (tiles * helpers // (rest + helpers) - passing) // width if rest else 0
+    if given <= 0 or rest * given < helpers:
+        rest = 0
+    whole, total = outputs - rest, rest * given
+    done: dict[int, list[tuple[int, int, int]]] = {}
+    places: dict[int, tuple[int, int]] = {}
+    for cluster in range(helpers if rest else 0):
+        start, stop = total * cluster // helpers, total * (cluster + 1) // helpers
+        assert start < stop
+        first, before = start // given, tiles - given * width
+        for at in range(first, ceil(stop / given)):
+            begin, end = max(start - at * given, 0), min(stop - at * given, given)
+            done.setdefault(whole + at, []).append((before + begin * width, before + end * width, cluster))
+            assert cluster + at not in places
+            places[cluster + at] = (whole + at, cluster)
+    assert all(place < clusters for place in places)
     for cluster in range(clusters):
-        share = clusters - 1 - cluster
-        first = streamed * (tiles // width) * share // clusters * width
-        end = streamed * (tiles // width) * (share + 1) // clusters * width
-        skipped = first // tiles
-        start, stop = first - skipped * tiles, end - skipped * tiles
         for i in range((whole - cluster + clusters - 1) // clusters):
-            owners.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
-        for piece in range(ceil(stop / tiles)):
-            begin, until = 0 if piece else start, min(tiles, stop - piece * tiles)
-            owners.setdefault(whole + skipped + piece, []).append((begin, until, cluster))
-    assert sorted(owners) == list(range(whole + streamed))
-    for parts in map(sorted, owners.values()):
-        assert parts[0][0] == 0
-        assert parts[-1][1] == tiles
-        assert all(begin < until for begin, until, _ in parts)
-        for (_, until, cluster), (begin, _, later) in pairwise(parts):
-            assert (until, cluster - 1) == (begin, later)
+            done.setdefault(cluster + i * clusters, []).append((0, tiles, cluster))
+        if rest and cluster >= owners:
+            at = cluster - owners
+            done.setdefault(whole + at, []).append((0, tiles - given * width, cluster))
+            helper = ((at * given + 1) * helpers - 1) // total
+            parts = ((at + 1) * helpers + rest - 1) // rest - helper
+            found = [places.pop(helper + at + j) for j in range(parts)]
+            assert found == [(whole + at, helper + j) for j in range(parts)]
+            assert helper + parts <= cluster
+    assert not places
+    assert sorted(done) == list(range(outputs))
+    for columns in map(sorted, done.values()):
+        assert (columns[0][0], columns[-1][1]) == (0, tiles)
+        assert all(begin < until for begin, until, _ in columns)
+        assert all(until == begin for (_, until, _), (begin, _, _) in pairwise(columns))
+    return rest > 0
 
 
-@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (28672, 8192), (9000, 11008)])
-def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
+def test_streamed_tiles_are_shared_out_once() -> None:
     seen = set()
-    for m in (32, 64, 129, 256, 384, 512, 1000, 1024):
+    shapes = ((14336, 4096), (28672, 8192), (9000, 11008))
+    for m, (n, k) in combinations((32, 64, 129, 256, 384, 512, 1000, 1024), shapes):
         gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, plan.Gpu(90))
         if not gemm.streamed:
             continue
@@ -235,13 +252,14 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
             c["K_GROUPS"] * c["K_TILES"],
         )
         rows = c["GROUPS"] * c["ROW_BLOCKS"] * 64 * c["PAIR"]
-        whole = ceil(n / rows) * ceil(m / c["BATCH"]) - gemm.streamed
-        seen.add(whole > 0)
+        outputs = ceil(n / rows) * ceil(m / c["BATCH"])
+        seen.add(outputs > clusters)
         assert tiles % width == 0
-        assert gemm.streamed * tiles * clusters < 1 << 32
+        assert gemm.streamed == outputs % clusters
+        assert gemm.streamed * tiles * clusters < 1 << 31
         assert gemm.plan.grid[0] * c["GROUPS"] <= plan.FLAGS
         assert gemm.partials == gemm.plan.grid[0] * rows // c["PAIR"] * c["BATCH"] * 4
-        assert_shared_out_once(whole, gemm.streamed, tiles, width, clusters)
+        assert shared_out(outputs, gemm.streamed, gemm.passing, tiles, width, clusters)
     assert seen == {False, True}
 
 
@@ -249,17 +267,11 @@ def test_streamed_tiles_are_shared_out_once(n: int, k: int) -> None:
 def test_tiles_of_grouped_products_are_shared_out_once(width: int) -> None:
     """What GroupSchedule in kernels/core/schedule.cuh decides, of any number of tiles."""
     clusters, limit, seen = plan.LARGE_GPU, 110, set()
-    for outputs, tiles in combinations(
-        (0, 1, 7, 33, 110, 111, 131, 132, 133, 200, 250, 264, 700), (4, 16, 64)
-    ):
+    numbers = (0, 1, 7, 33, 34, 66, 110, 111, 131, 132, 133, 200, 250, 264, 700)
+    for outputs, tiles, passing in combinations(numbers, (4, 16, 64, 224), (0, 1, 5)):
         rest = outputs % clusters
-        streamed = rest if outputs * (tiles // width) >= clusters else 0
-        if outputs >= clusters:
-            streamed = rest + clusters if rest else 0
-        if rest > limit:
-            streamed = 0
-        seen.add((outputs > clusters, streamed > 0))
-        assert_shared_out_once(outputs - streamed, streamed, tiles, width, clusters)
+        shared = shared_out(outputs, 0 if rest > limit else rest, passing, tiles, width, clusters)
+        seen.add((outputs > clusters, shared))
     assert seen == {(False, False), (False, True), (True, False), (True, True)}
 
 

@@ -136,7 +136,7 @@ def test_tiles_are_shared_out_where_that_takes_less_than_it_leaves_idle() -> Non
         made: Any = plan.moe.product(fmt, load, *shape, True, True, plan.Gpu(90))
         assert made.batch == tile
         assert 90 <= made.gemm.streamed < plan.LARGE_GPU
-    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 256, True, True, plan.Gpu(90))
+    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 128, True, True, plan.Gpu(90))
     assert (short.gemm.streamed, short.gemm.partials) == (0, 0)
 
 

@@ -19,7 +19,18 @@ from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
-from .wgmma_core import WGMMA_TILES, narrow, passed_us, places_of, sum_bytes, tile_us, wgmma_grouped
+from .wgmma_core import (
+    ALONE_US,
+    GET_US,
+    LEAVE_US,
+    MOST_PARTS,
+    WGMMA_TILES,
+    narrow,
+    places_of,
+    sum_bytes,
+    tile_us,
+    wgmma_grouped,
+)
 
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
@@ -129,16 +140,17 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
         each, few = tile_us(fmt, tile, steps)
         blocks_n, works = ceil(n * sides / (tile.rows * tile.pair)), load.most_works(tile.batch)
         tiles, narrow_ones = load.works(tile.batch, narrow(tile))
-        outputs, streamed = blocks_n * round(tiles), 0
+        streamed = 0
         busy = blocks_n * (tiles - narrow_ones * (1 - few / each)) / places  # rounds of whole tiles
         us, read = ceil(busy) * each, weights / _BYTES_US
-        if us > read:
-            passed = passed_us(tile, outputs, places)
+        passing = round(LEAVE_US / each * steps)
+        if us > read and steps * MOST_PARTS // (MOST_PARTS + 1) >= passing + tile.width:
+            passed = LEAVE_US + ALONE_US + GET_US
             # The last round's tiles are shared out if that takes less than it leaves idle.
             streamed = max(0, int(places * (1 - passed / each)))
             us = min(us, busy * each + passed)
         partials = places * tile.pair * sum_bytes(tile) if streamed else 0
-        gemm = replace(gemm, streamed=streamed, partials=partials)
+        gemm = replace(gemm, streamed=streamed, passing=passing, partials=partials)
         us = max(us, read) + _LAUNCH_US
         grid = ((places if streamed else min(places, blocks_n * works)) * tile.pair, 1, 1)
         yield Product(_grouped(fmt, gemm, sides, grid), tile.batch, works, us)

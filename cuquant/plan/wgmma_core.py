@@ -111,9 +111,15 @@ _PAIR_STEPS = 0.985
 tensor cores set the pace."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
-_STREAM_US, _STREAM_BYTE_US = 2.2, 5e-5
-"""Of leaving sums to another cluster, and adding another's: in any case, and for each of their bytes."""
-_STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.02, 1.04), (1.04, 1.07), 256
+LEAVE_US, GET_US, ALONE_US = 1.4, 0.6, 0.6
+"""Of leaving a tile's sums to another cluster, and going on; of adding what one has left. The last is added
+to the first where clusters do nothing else, but many parts one after the other."""
+_FEW_SUMS, _ALONE = 1 << 16, 1.025
+"""Where they do, tiles with more bytes of sums win nothing, and others take so many times as long as
+predicted."""
+MOST_PARTS = 3
+"""Clusters that may help with a tile."""
+_STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
@@ -141,6 +147,7 @@ class Choice(NamedTuple):
     outputs: int
     streamed: int
     stages: int
+    passing: int = 0
 
 
 def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float:
@@ -247,7 +254,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             return False
         return tile.k_tiles < 4 or not (has_minimum(fmt) or (tile.batch == 16 and fmt.bits in (2, 5)))
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
-        return not (fmt.bits in (5, 6) or has_minimum(fmt) or fmt.whole_matrices)
+        return not (fmt.bits > 4 or has_minimum(fmt) or fmt.whole_matrices)
     return True
 
 
@@ -317,20 +324,20 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
                 us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
                 yield Choice(us, tile, split, outputs, 0, stages)
             continue
-        yield Choice(start + rounds * (steps * step + store), tile, 1, outputs, 0, stages)
+        us = start + rounds * (steps * step + store)
+        yield Choice(us, tile, 1, outputs, 0, stages)
         if not _shares_tiles(fmt, tile):
             continue
-        if rest and outputs * steps >= places * tile.width and m * k * 2 <= _STREAM_BYTES:
-            passed = passed_us(tile, outputs, places)
-            more = slower[m <= _ONE_TILE]
-            us = start + outputs / places * steps * step * more + rounds * store + passed
-            yield Choice(us, tile, 1, outputs, rest + (places if waves else 0), stages)
-
-
-def passed_us(tile: Tile, outputs: int, places: int) -> float:
-    """What it takes to pass sums of shared tiles from one to the next: a tile may be shared by several, where
-    there are few."""
-    return (1 + max(0, places / outputs - 1) / 2) * (_STREAM_US + sum_bytes(tile) * _STREAM_BYTE_US)
+        if not rest or m * k * 2 > _STREAM_BYTES or (not waves and sum_bytes(tile) > _FEW_SUMS):
+            continue
+        more, helpers = slower[m <= _ONE_TILE], min(places - rest, MOST_PARTS * rest)
+        passing = round((LEAVE_US + (0 if waves else ALONE_US)) / (step * more))
+        given = (steps * helpers // (rest + helpers) - passing) // tile.width
+        # Short parts take longer than that: there is nothing to copy ahead of them.
+        if rest * given >= helpers and given * tile.width * step > 2 * LEAVE_US:
+            us = start + (rounds * steps - given * tile.width) * step * more + rounds * store
+            us += ceil(helpers / rest) * GET_US
+            yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
 
 
 def sum_bytes(tile: Tile) -> int:
@@ -375,9 +382,8 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
 
 
 def _chosen(fmt: Format, m: int, gpu: Gpu, choice: Choice) -> Gemm:
-    _, tile, split, outputs, streamed, stages = choice
-    # Where tiles can be shared, the kernel for it does without, too: there is one less to compile.
-    gemm = _wgmma(fmt, tile, split, split == 1 and _shares_tiles(fmt, tile), stages)
+    _, tile, split, outputs, streamed, stages, passing = choice
+    gemm = _wgmma(fmt, tile, split, streamed > 0, stages)
     batch, pair = tile.batch, tile.pair
     places = places_of(gpu, pair) * tile.resident
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
@@ -385,7 +391,7 @@ def _chosen(fmt: Format, m: int, gpu: Gpu, choice: Choice) -> Gemm:
     # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
     box = min(batch // pair, ceil(m / 8) * 8)
     grid = replace(gemm.plan, grid=(blocks, 1, 1))
-    return replace(gemm, plan=grid, streamed=streamed, box=box, partials=partials)
+    return replace(gemm, plan=grid, streamed=streamed, passing=passing, box=box, partials=partials)
 
 
 def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:

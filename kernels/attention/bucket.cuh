@@ -30,12 +30,6 @@ DEVICE float load_shared_half(u32 address) {
     return half_to_float(bits);
 }
 
-DEVICE int load_shared_int(u32 address) {
-    int value;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
-    return value;
-}
-
 // `S` streams the tokens.
 template <int BITS, class S>
 struct Bucket {

@@ -104,7 +104,7 @@ DEVICE void store_gated(const P& p, const u16* signs, float (&v)[2][SUMS], int m
 // Brings the factors of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes:
 // `store_group` would wait for them, chunk by chunk, as long as it takes to store a chunk and longer.
 template <int BATCH, class P>
-DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
+DEVICE void fetch_factors(const P& p, const Segment& own) {
     static_assert(BATCH <= WARP * 8, "all rows at once");
     const int row = own.first_m + threadIdx.x % WARP * 8;
     if (p.unscale && row < own.end_m) touch(p.unscale + row);
@@ -113,7 +113,7 @@ DEVICE void fetch_factors(const P& p, const GroupSegment& own) {
 // Those of a grouped product, WARP batch rows at a time, or half or a quarter as many. Gated with one row block, warps 0 and
 // 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of the batch rows.
 template <int ROW_BLOCKS, int SUMS, class P>
-DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], const GroupSegment& own,
+DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], const Segment& own,
                         int first_n, u8* shared, int group) {
     int thread = threadIdx.x % WARPGROUP;
     asm volatile("" : "+r"(thread));  // what follows from it is worked out here, rather than kept all the time

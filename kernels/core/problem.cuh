@@ -32,7 +32,7 @@ struct Problem {
     int M, N, K, chunk;          // chunk: tiles of 64 columns that the decode core stages at a time
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
-    int streamed;          // output tiles whose columns are shared out evenly (wgmma core)
+    int streamed, passing; // output tiles that blocks share, and steps of 64 columns that passing sums on takes (wgmma core)
     int box;               // batch rows that a copy of x brings (wgmma core)
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces

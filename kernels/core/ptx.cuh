@@ -26,6 +26,13 @@ DEVICE u32 load_now(const void* p) {
     return bits;
 }
 
+// Asked for again where registers are scarce, lest it be kept all the time.
+DEVICE int thread_again() {
+    int thread;
+    asm volatile("mov.b32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+}
+
 // Brings 32 bytes to the L1 cache, for loads to come.
 DEVICE void touch(const void* p) {
     u32 bits;
@@ -118,6 +125,12 @@ DEVICE u8* dynamic_shared() {
 }
 
 DEVICE u32 shared_address(const void* pointer) { return u32(__cvta_generic_to_shared(pointer)); }
+
+DEVICE int load_shared_int(u32 address) {
+    int value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+    return value;
+}
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane 4 g + i
 // receives elements (g, 2 i) and (g, 2 i + 1) of each: operand B's layout where rows are batch rows.
@@ -358,11 +371,14 @@ DEVICE void store_box_wait() {
 
 DEVICE void store_box_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A flag in global memory: 1 when what the threads that met before `set_flag` have written may be read.
-DEVICE void set_flag(u32* flag, u32 value, bool sets) {
-    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n"
-                 "@p fence.acq_rel.gpu;\n"
-                 "@p st.relaxed.gpu.global.u32 [%0], %1;}" :: "l"(flag), "r"(value), "r"(u32(sets)) : "memory");
+// Flags in global memory, by one thread: COUNT at each of so many `places`, `apart` from each other, are 1 when what the
+// threads that it met before have written may be read.
+template <int COUNT>
+DEVICE void set_flags(u32* flags, int places, int apart) {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    for (; places > 0; places--, flags += apart)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) asm volatile("st.relaxed.gpu.global.u32 [%0], 1;" :: "l"(flags + i) : "memory");
 }
 
 DEVICE void wait_for_flag(const u32* flag) {

@@ -4,6 +4,8 @@
 #include "turned.cuh"
 
 #if __CUDA_ARCH__ == 900
+DEVICE void add_four(float* sums, float4 v) { sums[0] += v.x, sums[1] += v.y, sums[2] += v.z, sums[3] += v.w; }
+
 // A warpgroup's sums, thread by thread four at a time, in memory of either kind.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
@@ -14,26 +16,42 @@ DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
             to[(b * SUMS + j) / 4 * WARPGROUP] = make_float4(acc[b][j], acc[b][j + 1], acc[b][j + 2], acc[b][j + 3]);
 }
 
-// FEW: of up to 8 fours the loads are together, where there are not registers enough for more.
-template <bool FEW = false, int ROW_BLOCKS, int SUMS>
+// Added from there.
+template <int ROW_BLOCKS, int SUMS>
 DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
-    constexpr int FOURS = ROW_BLOCKS * SUMS / 4;
-    constexpr int TOGETHER = !FEW ? FOURS : FOURS % 8 == 0 ? 8 : FOURS % 4 == 0 ? 4 : 6;
-    static_assert(FOURS % TOGETHER == 0, "whole groups");
+#pragma unroll
+    for (int i = 0; i < ROW_BLOCKS * SUMS / 4; i++) add_four(&acc[i * 4 / SUMS][i * 4 % SUMS], from[i * WARPGROUP]);
+}
+
+// Sums that another block has left in global memory (a shared tile's end) come as W and x do, in PARTS more stages of
+// the ring. Each has FOURS of every thread's sums, one warpgroup's after the other's.
+template <int GROUPS, int SUMS, int STAGE>
+struct LeftSums {
+    static constexpr int ALL = SUMS / 4, ROOM = STAGE / (GROUPS * WARPGROUP * 16), PARTS = (ALL + ROOM - 1) / ROOM;
+    static constexpr int FOURS = (ALL + PARTS - 1) / PARTS;
+
+    // By the copying warpgroup, to a stage.
+    static DEVICE void copy(u32 to, const float4* from, int part, int thread) {
+        to += thread * 16, from += part * FOURS * WARPGROUP + thread;
 #pragma unroll 1
-    for (int first = 0; first < FOURS; first += TOGETHER) {
-        float4 v[TOGETHER];
+        for (int group = 0; group < GROUPS; group++) {
 #pragma unroll
-        for (int j = 0; j < TOGETHER; j++) v[j] = from[(first + j) * WARPGROUP];
-#pragma unroll
-        for (int i = 0; i < FOURS; i++) {
-            if (first != i / TOGETHER * TOGETHER) continue;
-            const float4 own = v[i % TOGETHER];
-            float* const sums = &acc[i * 4 / SUMS][i * 4 % SUMS];
-            sums[0] += own.x, sums[1] += own.y, sums[2] += own.z, sums[3] += own.w;
+            for (int j = 0; j < FOURS; j++)
+                if (ALL % FOURS == 0 || part * FOURS + j < ALL) copy_async(to + j * WARPGROUP * 16, from + j * WARPGROUP);
+            to += FOURS * WARPGROUP * 16, from += ALL * WARPGROUP;
         }
     }
-}
+
+    template <int ROW_BLOCKS, int OWN>
+    static DEVICE void add(float (&acc)[ROW_BLOCKS][OWN], const u8* stage, int part, int group) {
+        const float4* from = reinterpret_cast<const float4*>(stage) + group * FOURS * WARPGROUP + threadIdx.x % WARPGROUP;
+#pragma unroll
+        for (int j = 0; j < FOURS; j++) {
+            const int i = part * FOURS + j;
+            if (i < ALL) add_four(&acc[i * 4 / OWN][i * 4 % OWN], from[j * WARPGROUP]);
+        }
+    }
+};
 
 // Sums of WARP batch rows (or of all, if they are fewer), from the `first` of a thread on, times the rows' factors, of
 // which lanes have one each, from lane `from` on.

@@ -3,38 +3,82 @@
 #include "warpgroup.cuh"
 
 #if __CUDA_ARCH__ == 900
-// Columns [begin, end), in steps of 64, of the output tile at row tile `first_row` of W and batch row `first_m`.
+// Columns [begin, end), in steps of 64, of the output tile at row tile `first_row` of W and batch row `first_m`. Sums of
+// columns that do not begin with the first are left in place `slot`; of an output tile whose last columns others have,
+// the sums of these will be in `parts` places from there on. Of a grouped product, whose works are the batch tiles, rows
+// end before `end_m`.
 struct Segment {
-    int first_row, first_m, matrix, begin, end;
+    int first_row, first_m, end_m, matrix, begin, end, slot, parts;
 };
 
-// The segments of one cluster: whole tiles, then (STREAM) its share of the last `streamed` ones.
+// The segments of one cluster: output tiles, dealt out round by round. Of the `rest` that the last round has (STREAM) the
+// last clusters are the owners, and the first are helpers. Owners give as many of their last columns as make all done at
+// the same time. What is given lies one after the other, and helpers have equal shares of it, which are the first thing
+// that they do:
+//
+//      tiles, by owner     |    0    |    1    |    2    | ...
+//      shares, by helper   |      0      |      1      | ...
+//      places of sums      |    0    | 1 |  2  |    3  | ...     the number of the helper plus that of the tile
 template <int WIDTH, bool STREAM>
 struct Shares {
-    int tiles;                             // steps of 64 columns
-    int cluster, clusters, whole, shared;  // output tiles that this cluster has to itself, and first one that it shares
-    int from, to, segments;                // its steps of the shared tiles, the first's beginning being 0
+    static constexpr int MOST_PARTS = 3;  // of a tile: what comes from many is added up for long
+    int tiles, cluster, clusters;         // tiles: steps of 64 columns
+    int whole, pieces, segments;          // output tiles that it has to itself; parts that it helps with; all
+    u32 kept;                             // in shared memory, what follows, which is asked for rarely
+    int tile, slot, parts, given, from, to;
 
-    DEVICE Shares(int outputs, int streamed, int tiles, int cluster, int clusters)
-        : tiles(tiles), cluster(cluster), clusters(clusters) {
-        if constexpr (STREAM) outputs -= streamed;
-        whole = segments = outputs <= clusters ? outputs > cluster : uniform((outputs - cluster + clusters - 1) / clusters);
+    // To pass sums on takes as long as `passing` steps.
+    DEVICE Shares(int outputs, int rest, int passing, int tiles, int cluster, int clusters)
+        : tiles(tiles), cluster(cluster), clusters(clusters), pieces(0), slot(0), parts(0), from(0), to(0) {
+        bool owns = false;
         if constexpr (STREAM) {
-            const u32 steps = streamed * (tiles / WIDTH), share = clusters - 1 - cluster;
-            const int first = uniform(steps * share / clusters * WIDTH);
-            const int end = uniform(steps * (share + 1) / clusters * WIDTH);
-            const int skipped = uniform(first / tiles);
-            shared = outputs + skipped, from = first - skipped * tiles, to = end - skipped * tiles;
-            segments += uniform((to + tiles - 1) / tiles);
+            const int helpers = min(clusters - rest, MOST_PARTS * rest), owners = clusters - rest;
+            given = rest ? uniform((tiles * helpers / (rest + helpers) - passing) / WIDTH) : 0;
+            if (given <= 0 || rest * given < helpers) rest = 0;
+            outputs -= rest;
+            owns = rest && cluster >= owners;
+            const int all = rest * given;
+            int at = 0;
+            if (owns) {
+                at = cluster - owners, slot = ((at * given + 1) * helpers - 1) / all;
+                parts = ((at + 1) * helpers + rest - 1) / rest - slot;
+                slot += at;
+            } else if (rest && cluster < helpers) {
+                from = all * cluster / helpers, to = all * (cluster + 1) / helpers;
+                at = from / given, slot = cluster + at;
+                from -= at * given, to -= at * given;
+                pieces = uniform((to + given - 1) / given);
+            }
+            tile = outputs + at;
         }
+        whole = outputs <= clusters ? outputs > cluster : uniform((outputs - cluster + clusters - 1) / clusters);
+        segments = pieces + whole + owns;
     }
 
-    // What `segment_of` makes of segment i's output tile and columns.
+    // By every warp that asks for more, to 32 bytes of its own.
+    DEVICE void keep(u32 place) {
+        kept = place;
+        store_shared(kept, {tile, slot, parts, given});
+        store_shared(kept + 16, {from, to, 0, 0});
+        __syncwarp();
+    }
+
+    // The first place of sums that it is to leave or to get, and in how many it is to get some.
+    DEVICE int first_slot() const { return load_shared_int(kept + 4); }
+    DEVICE int others() const { return uniform(load_shared_int(kept + 8)); }
+
+    // What `segment_of` makes of segment i's output tile, its columns, and where sums are.
     template <class SegmentOf>
     DEVICE auto find(int i, const SegmentOf& segment_of) const {
-        if (!STREAM || i < whole) return segment_of(cluster + i * clusters, 0, tiles);
-        const int piece = i - whole;
-        return segment_of(shared + piece, piece ? 0 : from, min(tiles, to - piece * tiles));
+        if (STREAM && (i < pieces || i - pieces == whole)) {
+            const int4 part = load_shared(kept), share = load_shared(kept + 16);
+            const int tile = uniform(part.x), slot = uniform(part.y), parts = uniform(part.z), given = uniform(part.w);
+            const int before = tiles - given * WIDTH;
+            if (i >= pieces) return segment_of(tile, 0, before, slot, parts);
+            const int from = i ? 0 : uniform(share.x), to = min(given, uniform(share.y) - i * given);
+            return segment_of(tile + i, before + from * WIDTH, before + to * WIDTH, slot + i, 0);
+        }
+        return segment_of(cluster + (i - pieces) * clusters, 0, tiles, 0, 0);
     }
 };
 
@@ -50,26 +94,22 @@ struct Schedule {
 
     // Output tiles in bands of 8 batch tiles, so that what runs together shares rows of W and of x in the L2 cache.
     DEVICE Segment operator[](int i) const {
-        return shares.find(i, [&](int work, int begin, int end) -> Segment {
-            if (SOON && blocks_m == 0) return {work * ROW_TILES, 0, 0, begin, end};
+        return shares.find(i, [&](int work, int begin, int end, int slot, int parts) -> Segment {
+            if (SOON && blocks_m == 0) return {work * ROW_TILES, 0, 0, 0, begin, end, slot, parts};
             int matrix = work / (blocks_n * blocks_m), within = work % (blocks_n * blocks_m);
             int band = within / (8 * blocks_n), height = min(8, blocks_m - band * 8), rest = within - band * 8 * blocks_n;
-            return {rest / height * ROW_TILES, (band * 8 + rest % height) * BATCH, matrix, begin, end};
+            const int first_row = rest / height * ROW_TILES, first_m = (band * 8 + rest % height) * BATCH;
+            return {first_row, first_m, 0, matrix, begin, end, slot, parts};
         });
     }
 
 private:
     DEVICE Schedule(const Problem& p, int blocks_m, int matrices, int cluster, int clusters)
         : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)), blocks_m(SOON && blocks_m * matrices == 1 ? 0 : blocks_m),
-          shares(blocks_n * blocks_m * matrices, p.streamed, (p.K + 63) / 64, cluster, clusters) {}
+          shares(blocks_n * blocks_m * matrices, p.streamed, p.passing, (p.K + 63) / 64, cluster, clusters) {}
 };
 
-// The same of a grouped product, whose works are the batch tiles; `end_m` is where a segment's end.
-struct GroupSegment : Segment {
-    int end_m;
-};
-
-// What the copying warpgroup tells the others, who would all have to wait for it: a segment at a time, in places one
+// What the copying warpgroup tells the others, who would all have to work it out: a segment at a time, in places one
 // after the other. Segments have a stage or more. While one is stored, its stages being free, all stages may be taken
 // for those after it, and one more is told before it waits.
 template <int STAGES>
@@ -78,15 +118,16 @@ struct Told {
     int4 rows[PLACES], columns[PLACES];
 
     // By one thread, before it arrives at the barrier of the segment's first stage.
-    DEVICE void tell(int i, const GroupSegment& s) {
-        rows[i % PLACES] = {s.first_row, s.first_m, s.matrix, s.end_m};
-        columns[i % PLACES] = {s.begin, s.end, 0, 0};
+    DEVICE void tell(int i, const Segment& s) {
+        rows[i % PLACES] = {s.first_row, s.first_m, s.end_m, s.matrix};
+        columns[i % PLACES] = {s.begin, s.end, s.slot, s.parts};
     }
 
     // Anew each time: the compiler would keep it in registers.
-    DEVICE GroupSegment operator[](int i) const {
-        const int4 r = load_shared(rows + i % PLACES), c = load_shared(columns + i % PLACES);
-        return {{uniform(r.x), uniform(r.y), uniform(r.z), uniform(c.x), uniform(c.y)}, uniform(r.w)};
+    DEVICE Segment operator[](int i) const {
+        const int4 r = load_shared(shared_address(rows + i % PLACES)), c = load_shared(shared_address(columns + i % PLACES));
+        return {uniform(r.x), uniform(r.y), uniform(r.z), uniform(r.w),
+                uniform(c.x), uniform(c.y), uniform(c.z), uniform(c.w)};
     }
 };
 
@@ -100,7 +141,7 @@ struct Either<false, A, B> {
     using Type = B;
 };
 
-// Shared out is what is left for up to p.streamed blocks, or so that each has a step.
+// Shared are the last round's tiles, if they are at most p.streamed.
 template <int ROW_TILES, int WIDTH, bool STREAM, class P>
 struct GroupSchedule {
     const P& p;
@@ -111,27 +152,25 @@ struct GroupSchedule {
         : GroupSchedule(p, uniform(load_work(p.works).count), block, blocks) {}
 
     // In bands of 8 works: what runs together shares rows of W and of x.
-    DEVICE GroupSegment operator[](int i) const {
-        return shares.find(i, [&](int at, int begin, int end) -> GroupSegment {
+    DEVICE Segment operator[](int i) const {
+        return shares.find(i, [&](int at, int begin, int end, int slot, int parts) -> Segment {
             const int band = at / (8 * blocks_n()), rest = at - band * 8 * blocks_n(), height = min(8, count - band * 8);
             const Work work = load_work(p.works + uniform(band * 8 + rest % height));
-            return {{uniform(rest / height) * ROW_TILES, uniform(work.first), uniform(work.matrix), begin, end},
-                    uniform(work.first + work.rows)};
+            const int first_row = uniform(rest / height) * ROW_TILES, first_m = uniform(work.first);
+            return {first_row, first_m, uniform(work.first + work.rows), uniform(work.matrix), begin, end, slot, parts};
         });
     }
 
 private:
     DEVICE GroupSchedule(const P& p, int count, int block, int blocks)
         : p(p), count(count),
-          shares(blocks_n() * count, streamed(blocks_n() * count, blocks), (p.K + 63) / 64, block, blocks) {}
+          shares(blocks_n() * count, rest_of(blocks_n() * count, blocks), p.passing, (p.K + 63) / 64, block, blocks) {}
 
     DEVICE int blocks_n() const { return (p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16); }
 
-    DEVICE int streamed(int outputs, int blocks) const {
+    DEVICE int rest_of(int outputs, int blocks) const {
         const int rest = outputs % blocks;
-        if (rest > p.streamed) return 0;
-        if (outputs >= blocks) return rest ? rest + blocks : 0;
-        return outputs * ((p.K + 63) / 64 / WIDTH) >= blocks ? rest : 0;
+        return rest > p.streamed ? 0 : rest;
     }
 };
 #endif

@@ -94,11 +94,15 @@ DEVICE void warpgroups_sync(int barrier) {
 }
 
 // From shared memory, anew each time.
-DEVICE int4 load_shared(const int4* from) {
+DEVICE int4 load_shared(u32 from) {
     int4 v;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared_address(from)) : "memory");
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
     return v;
+}
+
+DEVICE void store_shared(u32 to, int4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // What is the same in all lanes, so that the compiler knows it: after a division it does not, and then keeps loops out

@@ -19,13 +19,9 @@
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
 // order. Or they share x (PAIR): one has the rows of W below the other's, and each copies half of x to both. Without
 // a split clusters go from one output tile to the next, and copies run ahead over the border. What is left when every
-// cluster has had as many whole tiles (STREAM) is cut into equal shares of K, one after the other over several tiles:
-//
-//      tiles           |    0    |    1    |    2    |    3    |
-//      clusters        |   c 2      |   c 1       |    c 0     |     (c 1: the end of tile 1, the beginning of tile 2)
-//
-// The cluster with a tile's beginning adds the sums of the end, which wait in global memory, and stores the result; one
-// with a middle leaves its own with the end's added. Who waits has the higher number, so what it waits for has started.
+// cluster has had as many whole tiles may be shared (STREAM): those that would have nothing to do take its last columns
+// (schedule.cuh), and leave their sums in global memory. From there they come to the owner's ring, as W and x do, behind
+// its last stage of them. Who waits has the higher number, so what it waits for has started.
 //
 // Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left; the
 // copying warpgroup tells the others what each is. Gated, a warpgroup of two row blocks has 64 rows of W and the same 64
@@ -58,12 +54,15 @@ DEVICE void wgmma(const P& p) {
     constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
+    using Left = LeftSums<GROUPS, SUMS, STAGE>;
     // After a codebook's table stages, then staged sums (those of a split take the stages' place).
     using Tables = Codecs<C, P::TABLES>;
     u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
     static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES];
-    __shared__ Told<STAGES> told;  // of a grouped product
+    // Where segments may be several, or take long to work out, the copying warpgroup tells the others.
+    constexpr bool TOLD = P::GROUPED || STREAM;
+    __shared__ Told<STAGES> told;
     // Opaque, lest the compiler work them out anew in the inner loops.
     u32 full = shared_address(barriers), stages = shared_address(shared);
     asm volatile("" : "+r"(full), "+r"(stages));
@@ -92,7 +91,7 @@ DEVICE void wgmma(const P& p) {
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
     using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR, WIDTH, STREAM, P>,
                                   Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM, ROOMY>>::Type;
-    const Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
+    Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
         if constexpr (SPLIT > 1) segment.begin = tiles * rank / SPLIT, segment.end = tiles * (rank + 1) / SPLIT;
@@ -100,18 +99,26 @@ DEVICE void wgmma(const P& p) {
         return segment;
     };
 
+    // Of a place for a block's sums those of one warpgroup.
+    auto own_place = [&](int slot, int group) { return (slot * CLUSTER + rank) * GROUPS + group; };
+    auto sums_at = [&](int place) { return reinterpret_cast<float4*>(p.partials) + s64(place) * (SUMS / 4 * WARPGROUP); };
+
     if (warp >= CONSUMERS / WARP) {
         // What the copying warpgroup gives, the others get: 384 threads start with 168 registers each, or with 80 if two
         // blocks share a multiprocessor, 640 with 96.
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        const int thread = threadIdx.x - CONSUMERS;
+        int thread = threadIdx.x - CONSUMERS;
         int stage = 0, parity = 1;  // the first pass over a fresh barrier does not wait
         bool waited = false;
-        for (int i = 0; i < schedule.shares.segments; i++) {
+        auto& shares = schedule.shares;
+        __shared__ __align__(16) int4 kept[2 * WARPGROUP / WARP];
+        if constexpr (STREAM) shares.keep(shared_address(kept + thread / WARP * 2));
+        for (int i = 0; i < shares.segments; i++) {
+            asm volatile("" : "+r"(thread));  // lest places be kept from segment to segment
             const auto segment = segment_of(i);
-            if constexpr (P::GROUPED)
+            if constexpr (TOLD)
                 if (thread == 0) told.tell(i, segment);
             const Matrix at = matrix_of<F>(p, segment.matrix);
             Weights weights;
@@ -135,6 +142,11 @@ DEVICE void wgmma(const P& p) {
                                    at.axis[2], at.axis[1], at.axis[0]);
             };
             int tile = segment.begin;
+            // What a helper has left is there when the first stage of what it does next is free again.
+            const int soon = STREAM && i > 0 && i == shares.pieces ? tile + STAGES * WIDTH : -1;
+            auto tell_left = [&] {
+                if (thread == 0) set_flags<GROUPS>(p.flags + own_place(shares.first_slot(), 0), i, CLUSTER * GROUPS);
+            };
             if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
                 int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
                 asm volatile("" : "+r"(ahead));  // opaque: loops that are unrolled would take registers
@@ -146,8 +158,28 @@ DEVICE void wgmma(const P& p) {
             }
             for (; tile < segment.end; tile += WIDTH) {
                 barrier_wait(empty + stage * 8, parity);
+                if (STREAM && tile == soon) tell_left();
                 copy_x(tile, stage);
                 copy_weights(stage);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            if (segment.end <= soon) {
+                const int first = stage - (segment.end - segment.begin) / WIDTH;
+                barrier_wait(empty + (first < 0 ? first + STAGES : first) * 8, first < 0 ? parity : parity ^ 1);
+                tell_left();
+            }
+        }
+        const int others = STREAM ? shares.others() : 0;
+        for (int j = 0; j < others; j++) {
+            const int slot = uniform(shares.first_slot()) + j;
+            for (int group = 0; group < GROUPS; group++) wait_for_flag(p.flags + own_place(slot, group));
+#pragma unroll 1
+            for (int part = 0; part < Left::PARTS; part++) {
+                const int own = thread_again() - CONSUMERS;
+                barrier_wait(empty + stage * 8, parity);
+                Left::copy(stages + stage * STAGE, sums_at(own_place(slot, 0)), part, own);
+                copy_arrive(full + stage * 8);
+                barrier_arrive(full + stage * 8, own == 0);  // no x
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
@@ -175,14 +207,14 @@ DEVICE void wgmma(const P& p) {
         int stage = 0, parity = 0;
         auto own_segment = [&](int i) {
             // Opaque where registers are scarce, lest places be kept all the time; below, too.
-            if constexpr (P::GROUPED && SUMS > 128) asm volatile("" : "+r"(i));
-            if constexpr (P::GROUPED)
+            if constexpr (TOLD && SUMS > 128) asm volatile("" : "+r"(i));
+            if constexpr (TOLD)
                 return told[i];
             else
                 return segment_of(i);
         };
         for (int i = 0; i < schedule.shares.segments; i++) {
-            if constexpr (P::GROUPED) barrier_wait(full + stage * 8, parity);  // it has been told
+            if constexpr (TOLD) barrier_wait(shared_address(barriers + stage), parity);  // it has been told
             const auto segment = own_segment(i);
             if constexpr (P::GROUPED) fetch_factors<BATCH>(p, segment);
             float acc[ROW_BLOCKS][BATCH / 2];
@@ -301,7 +333,7 @@ DEVICE void wgmma(const P& p) {
             // Again: `segment` would take registers in the loop, and while sums are stored.
             const auto own = own_segment(i);
             auto again = [&] {
-                if constexpr (P::GROUPED)
+                if constexpr (TOLD)
                     return own_segment(i);
                 else
                     return own;
@@ -319,7 +351,14 @@ DEVICE void wgmma(const P& p) {
                     threadIdx.x % WARPGROUP;
                 if (k_group > 0) write_sums(acc, sums + (k_group - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
-                if (SPLIT == 1 && k_group > 0) continue;
+                if (SPLIT == 1 && k_group > 0) {
+                    for (int j = STREAM ? own.parts * Left::PARTS : 0; j > 0; j--) {  // not for them
+                        barrier_wait(full + stage * 8, parity);
+                        release(stage, true);
+                        if (++stage == STAGES) stage = 0, parity ^= 1;
+                    }
+                    continue;
+                }
                 if (k_group == 0) {
 #pragma unroll 1
                     for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
@@ -332,23 +371,30 @@ DEVICE void wgmma(const P& p) {
             const Matrix at = matrix_of<F>(p, own.matrix);
             const int first_n = first_n_of(own);
             const bool leads = threadIdx.x % WARPGROUP == 0;
-            auto left_by = [&](int slot) {
-                if constexpr (SUMS > 128) asm volatile("" : "+r"(slot));
-                return reinterpret_cast<float4*>(p.partials) + s64(slot) * (SUMS / 4 * WARPGROUP) +
-                       threadIdx.x % WARPGROUP;
-            };
-            if (STREAM && again().end < tiles) {
-                const int slot = (blockIdx.x - CLUSTER) * GROUPS + group;
-                wait_for_flag(p.flags + slot);
-                add_sums<P::GROUPED>(acc, left_by(slot));
-                warpgroups_sync<WARPGROUP>(1 + group);
-                set_flag(p.flags + slot, 0, leads);
+            if constexpr (STREAM) {
+                const auto others = again();
+#pragma unroll 1
+                for (int j = 0; j < others.parts; j++) {
+#pragma unroll
+                    for (int part = 0; part < Left::PARTS; part++) {
+                        barrier_wait(full + stage * 8, parity);
+                        Left::add(acc, shared + stage * STAGE, part, group);
+                        __syncwarp();
+                        release(stage, true);
+                        if (++stage == STAGES) stage = 0, parity ^= 1;
+                    }
+                    if (leads) p.flags[own_place(others.slot + j, group)] = 0;
+                }
             }
             if (STREAM && again().begin > 0) {
-                const int slot = blockIdx.x * GROUPS + group;
-                write_sums(acc, left_by(slot));
-                warpgroups_sync<WARPGROUP>(1 + group);
-                set_flag(p.flags + slot, 1, leads);
+                const int place = own_place(again().slot, group);
+                write_sums(acc, sums_at(place) + threadIdx.x % WARPGROUP);
+                if (i + 1 < schedule.shares.segments) {
+                    __syncwarp();  // before this warp frees the next segment's first stage
+                } else {
+                    warpgroups_sync<WARPGROUP>(1 + group);
+                    if (leads) set_flags<1>(p.flags + place, i + 1, -CLUSTER * GROUPS);
+                }
             } else if constexpr (P::GROUPED) {
                 const auto last = again();
                 store_group(p, matrix_of<F>(p, last.matrix), acc, last, first_n_of(last), staged, group);

@@ -82,6 +82,7 @@ inline void fma_rn_bf16x2(u32& r, u32 a, u32 b, u32 c) {
 // Bits
 
 inline void mov_b16(u16& r, u16 a) { r = a; }
+inline void mov_b32(u32& r, u32 a) { r = a; }
 inline void mov_b32(u16& low, u16& high, u32 a) { low = u16(a), high = u16(a >> 16); }
 inline void mov_b32(u32& r, u16 low, u16 high) { r = low | u32(high) << 16; }
 inline void lop3_b32(u32& r, u32 a, u32 b, u32 c, u32 table) {
@@ -167,6 +168,10 @@ inline void ld_shared_v4_u32(u32& x, u32& y, u32& z, u32& w, u32 address) {
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
 inline void ld_shared_v4_s32(u32& x, u32& y, u32& z, u32& w, u32 address) { ld_shared_v4_u32(x, y, z, w, address); }
+inline void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w) {
+    const u32 values[] = {x, y, z, w};
+    memcpy(shared(address, 16), values, 16);
+}
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
 inline void prefetch_global_L2(u64) {}
 inline void nanosleep_u32(u32) {}

@@ -112,7 +112,7 @@ def _call(instruction: str) -> str:
     if predicate:
         return f"if ({predicate[1]}) {_call(instruction[predicate.end() :])}"
     opcode, _, operands = instruction.partition(" ")
-    operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands))
+    operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands)).replace("%%tid.", "threadIdx.")
     if opcode == ".reg":
         kind, _, names = operands.partition(" ")
         return f"{_REGISTERS[kind.lstrip('.')]} {names};"
