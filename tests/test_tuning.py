@@ -115,14 +115,14 @@ def test_files(tmp_path: Path) -> None:
     strange = json.loads(tuned.to_json())
     strange["products"][0]["constants"]["WARPS"] = 1 << 20
     assert tuning.Tuned.from_json(json.dumps(strange)).choice(*problem("q4_0", 1, 4096, 4096), gpu) is None
-    huge = '{"version": 1, "products": [{"constants": {"A": 1e999}, "streamed": 0}]}'
+    huge = '{"version": 2, "products": [{"constants": {"A": 1e999}, "streamed": 0}]}'
     for text in (
         huge,
         "[" * 100_000,
         "",
         "[]",
-        '{"version": 0, "products": []}',
-        '{"version": 1, "products": [{}]}',
+        '{"version": 1, "products": []}',
+        '{"version": 2, "products": [{}]}',
         "null",
     ):
         with pytest.raises(ValueError, match="not a file of tuned products"):

@@ -20,11 +20,10 @@ from .launch import WARP, Gpu, Kernel, Plan
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 from .wgmma_core import (
-    ALONE_US,
     GET_US,
-    LEAVE_US,
     MOST_PARTS,
     WGMMA_TILES,
+    leave_us,
     narrow,
     places_of,
     sum_bytes,
@@ -143,9 +142,10 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
         streamed = 0
         busy = blocks_n * (tiles - narrow_ones * (1 - few / each)) / places  # rounds of whole tiles
         us, read = ceil(busy) * each, weights / _BYTES_US
-        passing = round(LEAVE_US / each * steps)
+        leave = leave_us(tile, busy > 1)
+        passing = round(leave / each * steps)
         if us > read and steps * MOST_PARTS // (MOST_PARTS + 1) >= passing + tile.width:
-            passed = LEAVE_US + ALONE_US + GET_US
+            passed = leave + GET_US
             # The last round's tiles are shared out if that takes less than it leaves idle.
             streamed = max(0, int(places * (1 - passed / each)))
             us = min(us, busy * each + passed)

@@ -111,14 +111,15 @@ _PAIR_STEPS = 0.985
 tensor cores set the pace."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
-LEAVE_US, GET_US, ALONE_US = 1.4, 0.6, 0.6
-"""Of leaving a tile's sums to another cluster, and going on; of adding what one has left. The last is added
-to the first where clusters do nothing else, but many parts one after the other."""
-_FEW_SUMS, _ALONE = 1 << 16, 1.025
-"""Where they do, tiles with more bytes of sums win nothing, and others take so many times as long as
-predicted."""
+_LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
+"""Of leaving a tile's sums to another cluster, and going on: before whole tiles, which hide some of it; where
+clusters do nothing else, but one part after the other, and for each byte of them; of adding what one has
+left."""
+_ALONE = 1.015
+"""How many times as long as the model says it takes there."""
 MOST_PARTS = 3
-"""Clusters that may help with a tile."""
+"""Clusters that may help for each tile that is shared. Their shares end anywhere: a tile may have a part
+more."""
 _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
@@ -328,16 +329,23 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         yield Choice(us, tile, 1, outputs, 0, stages)
         if not _shares_tiles(fmt, tile):
             continue
-        if not rest or m * k * 2 > _STREAM_BYTES or (not waves and sum_bytes(tile) > _FEW_SUMS):
-            continue
         more, helpers = slower[m <= _ONE_TILE], min(places - rest, MOST_PARTS * rest)
-        passing = round((LEAVE_US + (0 if waves else ALONE_US)) / (step * more))
+        # Fewer tiles than helpers are better split.
+        if not rest or not (waves or rest >= helpers) or m * k * 2 > _STREAM_BYTES:
+            continue
+        leave = leave_us(tile, waves > 0)
+        passing = round(leave / (step * more))
         given = (steps * helpers // (rest + helpers) - passing) // tile.width
         # Short parts take longer than that: there is nothing to copy ahead of them.
-        if rest * given >= helpers and given * tile.width * step > 2 * LEAVE_US:
+        if rest * given >= helpers and given * tile.width * step > 2 * leave:
             us = start + (rounds * steps - given * tile.width) * step * more + rounds * store
             us += ceil(helpers / rest) * GET_US
             yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
+
+
+def leave_us(tile: Tile, before_others: bool) -> float:
+    """What it takes to leave a tile's sums to another cluster, before tiles of one's own or not."""
+    return _LEAVE_US if before_others else _LEAVE_ALONE_US + sum_bytes(tile) * _LEAVE_BYTE_US
 
 
 def sum_bytes(tile: Tile) -> int:
@@ -361,7 +369,7 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
 def least_batch(fmt: Format, numbers: int) -> int:
     """Batch rows from which on the wgmma core is faster than the decode core, of so many weights.
 
-    Codes of 8 bits are so many bytes that how they are read decides, and this core shares them out evenly:
+    Codes of 8 bits are so many bytes that how they are read decides, and this core's blocks share tiles:
     q8_0 at 28672 x 8192 takes an H200 61.5 us in place of 67.2 with two rows, 61.9 in place of 70.6 with six;
     at 14336 x 4096 17.3 in place of 17.8 with six, but 17.1 in place of 16.3 with two.
     """

@@ -21,7 +21,7 @@ struct Segment {
 //      places of sums      |    0    | 1 |  2  |    3  | ...     the number of the helper plus that of the tile
 template <int WIDTH, bool STREAM>
 struct Shares {
-    static constexpr int MOST_PARTS = 3;  // of a tile: what comes from many is added up for long
+    static constexpr int MOST_PARTS = 3;  // helpers for each such tile: what comes from many is added up for long
     int tiles, cluster, clusters;         // tiles: steps of 64 columns
     int whole, pieces, segments;          // output tiles that it has to itself; parts that it helps with; all
     u32 kept;                             // in shared memory, what follows, which is asked for rarely

@@ -60,7 +60,7 @@ DEVICE void wgmma(const P& p) {
     u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
     static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES];
-    // Where segments may be several, or take long to work out, the copying warpgroup tells the others.
+    // Where tiles are shared, or works listed, the copying warpgroup tells the others what their segments are.
     constexpr bool TOLD = P::GROUPED || STREAM;
     __shared__ Told<STAGES> told;
     // Opaque, lest the compiler work them out anew in the inner loops.
@@ -116,7 +116,7 @@ DEVICE void wgmma(const P& p) {
         __shared__ __align__(16) int4 kept[2 * WARPGROUP / WARP];
         if constexpr (STREAM) shares.keep(shared_address(kept + thread / WARP * 2));
         for (int i = 0; i < shares.segments; i++) {
-            asm volatile("" : "+r"(thread));  // lest places be kept from segment to segment
+            if constexpr (STREAM) asm volatile("" : "+r"(thread));  // lest places be kept from segment to segment
             const auto segment = segment_of(i);
             if constexpr (TOLD)
                 if (thread == 0) told.tell(i, segment);
@@ -163,7 +163,7 @@ DEVICE void wgmma(const P& p) {
                 copy_weights(stage);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            if (segment.end <= soon) {
+            if (STREAM && segment.end <= soon) {
                 const int first = stage - (segment.end - segment.begin) / WIDTH;
                 barrier_wait(empty + (first < 0 ? first + STAGES : first) * 8, first < 0 ? parity : parity ^ 1);
                 tell_left();
@@ -354,6 +354,7 @@ DEVICE void wgmma(const P& p) {
                 if (SPLIT == 1 && k_group > 0) {
                     for (int j = STREAM ? own.parts * Left::PARTS : 0; j > 0; j--) {  // not for them
                         barrier_wait(full + stage * 8, parity);
+                        __syncwarp();
                         release(stage, true);
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
