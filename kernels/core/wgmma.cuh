@@ -116,7 +116,8 @@ DEVICE void wgmma(const P& p) {
         __shared__ __align__(16) int4 kept[2 * WARPGROUP / WARP];
         if constexpr (STREAM) shares.keep(shared_address(kept + thread / WARP * 2));
         for (int i = 0; i < shares.segments; i++) {
-            if constexpr (STREAM) asm volatile("" : "+r"(thread));  // lest places be kept from segment to segment
+            // Lest places be kept from segment to segment.
+            if constexpr (STREAM || (SPLIT * RESIDENT == 1 && K_TILES >= K_GROUPS)) asm volatile("" : "+r"(thread));
             const auto segment = segment_of(i);
             if constexpr (TOLD)
                 if (thread == 0) told.tell(i, segment);
