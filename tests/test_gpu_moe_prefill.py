@@ -142,7 +142,7 @@ def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidde
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_tiles_that_blocks_share(tile: Tile, tiled_by: Plans) -> None:
     """What is left after whole rounds."""
-    tiled_by(tile, leave_us=lambda *a: 0, GET_US=0.5)
+    tiled_by(tile, leave_us=lambda *a: 0, most_shared=int, GET_US=0.5)
     check_shared(tile, "q4_0", COUNTS, k=1024, hidden=1536)
 
 
@@ -151,7 +151,7 @@ def test_few_tiles_that_blocks_share(
     tile: Tile, format: str, tiled_by: Plans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them or some, of which several blocks may have a part each, on a small GPU."""
-    tiled_by(tile, leave_us=lambda *a: 0, GET_US=0)
+    tiled_by(tile, leave_us=lambda *a: 0, most_shared=int, GET_US=0)
     monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(90, 13))
     check_shared(tile, format, (40,), k=2048, hidden=512)
 

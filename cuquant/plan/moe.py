@@ -24,6 +24,7 @@ from .wgmma_core import (
     MOST_PARTS,
     WGMMA_TILES,
     leave_us,
+    most_shared,
     narrow,
     places_of,
     sum_bytes,
@@ -112,7 +113,9 @@ def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gp
     launches take less."""
     rows, sides = load.likely, 1 + gated
     if half and gpu.capability == 90 and rows >= WGMMA_BATCH:
-        return min(_wgmma(fmt, load, n, k, sides, gpu), key=lambda choice: choice.us, default=None)
+        # Of those that wait for memory alike the one that copies fewer rows of x.
+        tiles = _wgmma(fmt, load, n, k, sides, gpu)
+        return min(tiles, key=lambda choice: (round(choice.us), choice.batch), default=None)
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
         found = decode_grouped(fmt, batch, n, k, load.hit, gpu, half, sides)
@@ -146,8 +149,8 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
         passing = round(leave / each * steps)
         if us > read and steps * MOST_PARTS // (MOST_PARTS + 1) >= passing + tile.width:
             passed = leave + GET_US
-            # The last round's tiles are shared out if that takes less than it leaves idle.
-            streamed = max(0, int(places * (1 - passed / each)))
+            # The last round's tiles are shared if that takes less than it leaves idle, and parts are few.
+            streamed = max(0, min(int(places * (1 - passed / each)), most_shared(places)))
             us = min(us, busy * each + passed)
         partials = places * tile.pair * sum_bytes(tile) if streamed else 0
         gemm = replace(gemm, streamed=streamed, passing=passing, partials=partials)

@@ -112,9 +112,10 @@ tensor cores set the pace."""
 _START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
 """Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
 _LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
-"""Of leaving a tile's sums to another cluster, and going on: before whole tiles, which hide some of it; where
-clusters do nothing else, but one part after the other, and for each byte of them; of adding what one has
-left."""
+"""Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
+one part after the other, and for each byte of them; of adding what one has left."""
+_FEW_PARTS = 2.5
+"""Of a helper."""
 _ALONE = 1.015
 """How many times as long as the model says it takes there."""
 MOST_PARTS = 3
@@ -333,7 +334,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         # Fewer tiles than helpers are better split.
         if not rest or not (waves or rest >= helpers) or m * k * 2 > _STREAM_BYTES:
             continue
-        leave = leave_us(tile, waves > 0)
+        leave = leave_us(tile, waves > 0 and rest <= most_shared(places))
         passing = round(leave / (step * more))
         given = (steps * helpers // (rest + helpers) - passing) // tile.width
         # Short parts take longer than that: there is nothing to copy ahead of them.
@@ -343,9 +344,14 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
             yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
 
 
-def leave_us(tile: Tile, before_others: bool) -> float:
-    """What it takes to leave a tile's sums to another cluster, before tiles of one's own or not."""
-    return _LEAVE_US if before_others else _LEAVE_ALONE_US + sum_bytes(tile) * _LEAVE_BYTE_US
+def most_shared(places: int) -> int:
+    """Tiles of the last round that so many clusters can share with few parts for each helper."""
+    return int(places * _FEW_PARTS / (_FEW_PARTS + 1))
+
+
+def leave_us(tile: Tile, few: bool) -> float:
+    """What it takes to leave a tile's sums to another cluster; a few times, before other tiles, or often."""
+    return _LEAVE_US if few else _LEAVE_ALONE_US + sum_bytes(tile) * _LEAVE_BYTE_US
 
 
 def sum_bytes(tile: Tile) -> int:
