@@ -11,7 +11,7 @@ from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
 from hardware import SHARED, assert_staged
 
 import cuquant as cq
-from cuquant import plan
+from cuquant import plan, sources
 from cuquant.plan import mma_core, wgmma_core
 from cuquant.plan.cores import table_of
 
@@ -239,6 +239,8 @@ def shared_out(outputs: int, rest: int, passing: int, tiles: int, width: int, cl
 
 
 def test_streamed_tiles_are_shared_out_once() -> None:
+    schedule = (sources.folder() / "core" / "schedule.cuh").read_text(encoding="utf-8")
+    assert f"constexpr int MOST_PARTS = {wgmma_core.MOST_PARTS};" in schedule
     seen = set()
     shapes = ((14336, 4096), (28672, 8192), (9000, 11008))
     for m, (n, k) in combinations((32, 64, 129, 256, 384, 512, 1000, 1024), shapes):

@@ -115,12 +115,12 @@ _LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
 """Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
 one part after the other, and for each byte of them; of adding what one has left."""
 _FEW_PARTS = 2.5
-"""Of a helper."""
+"""Parts that a cluster leaves, so many of which are few."""
 _ALONE = 1.015
-"""How many times as long as the model says it takes there."""
+"""How many times as long as predicted it takes where clusters that leave sums do nothing else."""
 MOST_PARTS = 3
-"""Clusters that may help for each tile that is shared. Their shares end anywhere: a tile may have a part
-more."""
+"""Clusters that may help for each tile that is shared, as kernels/core/schedule.cuh has it. Their shares end
+anywhere: a tile may have a part more."""
 _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
