@@ -227,7 +227,8 @@ class Kept(NamedTuple):
 def _lost(made: Fragments, blocks: Any) -> Kept:
     """The scales that do not come back from fragments with all their bits."""
     cupy, fmt = device.cupy(), made.fmt.for_repacking
-    scales = blocks.reshape(-1, fmt.block_bytes)[:, : fmt.kernel_scale_bytes]
+    first = fmt.kernel_scale_bytes + fmt.kernel_group_bytes
+    scales = blocks.reshape(-1, fmt.block_bytes)[:, :first]
     numbers = cupy.flatnonzero(
         (_blocks(made).reshape(-1, fmt.block_bytes)[:, : scales.shape[1]] != scales).any(axis=1)
     )

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from .. import check
 from .base import Format, register
 
-_KERNELS_GROUP = 32
-"""Weights of a scale on the GPU, where those of larger groups are repeated."""
-_REPACKED_GROUPS = (32, 64, 128)
-"""Sizes of groups that kernels read and write."""
+_KERNELS_GROUPS = (128, 64, 32)
+"""Sizes of groups that kernels know: of others the largest that they are a multiple of, repeated."""
 WHOLE_ROW = -1
 """As a group size: K, whatever it is."""
 _BIAS = np.float32(8)
@@ -69,34 +67,40 @@ class Int4(Format):
     encoder = ("quantize_int4", 16)
 
     @property
-    def kernel_scale_bytes(self) -> int:
+    def _of_group(self) -> int:
         return 4 if self.has_zero_points else 2  # in float16
 
     @property
-    def for_kernels(self) -> Int4:
-        return Int4(_KERNELS_GROUP, self.symmetric)
+    def kernel_scale_bytes(self) -> int:
+        return self._of_group if self.block_size == 32 else 0
 
     @property
-    def for_repacking(self) -> Int4:
-        return self if self.block_size in _REPACKED_GROUPS else self.for_kernels
+    def kernel_group_bytes(self) -> int:
+        return 0 if self.block_size == 32 else self._of_group
+
+    @property
+    def for_kernels(self) -> Int4:
+        return Int4(next(size for size in _KERNELS_GROUPS if self.block_size % size == 0), self.symmetric)
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
-        if self.block_size in _REPACKED_GROUPS:
+        part = self.for_kernels.block_size
+        if self.block_size == part:
             return blocks
         *lead, row_bytes = blocks.shape
-        parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
+        parts, scales = self.block_size // part, self.block_bytes - self.block_size // 2
         groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
-        fine = xp.empty((*groups.shape[:-1], parts, scales + _KERNELS_GROUP // 2), np.uint8)
+        fine = xp.empty((*groups.shape[:-1], parts, scales + part // 2), np.uint8)
         fine[..., :scales] = groups[..., None, :scales]
-        fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, _KERNELS_GROUP // 2)
+        fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, part // 2)
         return fine.reshape(*lead, groups.shape[-2] * parts * fine.shape[-1])
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
-        if self.block_size in _REPACKED_GROUPS:
+        part = self.for_kernels.block_size
+        if self.block_size == part:
             return blocks
         *lead, row_bytes = blocks.shape
-        parts, scales = self.block_size // _KERNELS_GROUP, self.block_bytes - self.block_size // 2
-        part_bytes = scales + _KERNELS_GROUP // 2
+        parts, scales = self.block_size // part, self.block_bytes - self.block_size // 2
+        part_bytes = scales + part // 2
         fine = blocks.reshape(*lead, row_bytes // (parts * part_bytes), parts, part_bytes)
         groups = xp.empty((*fine.shape[:-2], self.block_bytes), np.uint8)
         groups[..., :scales] = fine[..., 0, :scales]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import WARP, Gpu, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, whole_lines
 
 MOST_ROWS = 7
 """Row tiles of a warp, at most."""
@@ -216,7 +216,7 @@ def paired_rows(work: Work, row_warps: int) -> int:
     scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
     many = fmt.bits == 6 or fmt.whole_matrices or scarce
     if several:
-        many |= fmt.has_zero_points or (has_minimum(fmt) and not fmt.kernel_group_bytes)
+        many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
     if work.sides == 1:
         return MOST_ROWS - many - scarce
     if fmt.bits == 3 and fmt.whole_matrices and not scarce:

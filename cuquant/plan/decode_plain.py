@@ -24,7 +24,7 @@ from .decode_core import (
     stages_all_x,
 )
 from .launch import Gpu, shared_limit
-from .planes import has_minimum
+from .planes import has_minimum, integer_scales
 
 _LONG_X = 96 << 10
 """Bytes of x from which on pairs of blocks share it, of up to _FEW_TILES a multiprocessor. Measured."""
@@ -242,7 +242,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
 
 def _few_instructions(fmt: Format) -> bool:
     """Whether codes soon are numbers: not looked up, and with plain scales for 32 or more of them."""
-    return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or fmt.kernel_group_bytes)
+    return not (fmt.lookup or fmt.walks or fmt.scale_size < 32 or integer_scales(fmt))
 
 
 def _tall(work: Work, cluster: int) -> _Tall | None:

@@ -90,6 +90,11 @@ def has_minimum(fmt: Format) -> bool:
     return len(fmt.scales) > 1 or fmt.has_zero_points
 
 
+def integer_scales(fmt: Format) -> bool:
+    """Whether scales are integers times a float16 number that many of them share."""
+    return fmt.kernel_group_bytes > 0 and fmt.kernel_scale_bytes > 0
+
+
 def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
     """Row tiles of a stack of matrices, and the tiles of each along K."""
     return matrices * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)

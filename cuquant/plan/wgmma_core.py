@@ -12,7 +12,7 @@ from ..formats import Format
 from ..formats.exl3 import HADAMARD
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
 from .launch import LARGE_GPU, WARP, Gpu, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 
 
 class Tile(NamedTuple):
@@ -164,7 +164,7 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float
     elif fmt.walks:
         work = _WALKS
     else:
-        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * (fmt.kernel_group_bytes > 0)
+        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * integer_scales(fmt)
         work += 0.05 * fmt.has_zero_points
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
     tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
@@ -283,7 +283,7 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gem
     stages = _stages(fmt, tile, 1, sides)
     # Work after work takes registers, too.
     scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
-    few = fmt.bits == 2 or (has_minimum(fmt) and not fmt.kernel_group_bytes)
+    few = fmt.bits == 2 or (has_minimum(fmt) and not integer_scales(fmt))
     few = tables(fmt, sides) > 1 or (sides == 2 and few)
     scarce |= few and tile.blocks == 2 and tile.batch > 128
     scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
@@ -305,7 +305,7 @@ def places_of(gpu: Gpu, cluster: int = 1) -> int:
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    few = row_factors(fmt) and not (fmt.kernel_group_bytes or fmt.has_zero_points)
+    few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
         stages, clusters = _stages(fmt, tile, split), places_of(gpu, split * tile.pair)

@@ -148,6 +148,49 @@ DEVICE void load_columns(const u32 (&x_at)[GROUPS], u32 (&x)[2][GROUPS][4]) {
         for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
 }
 
+// The same where all 64 columns have a scale together, or a zero point: what a tile adds up to is multiplied just once.
+template <class F, class C, int GROUPS, int ROW_TILES>
+DEVICE void add_group(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
+                      float (&acc)[ROW_TILES][GROUPS][4]) {
+    u32 unit[4], x[2][GROUPS][4];
+    C::unit(unit);
+    load_columns(x_at, x);
+    auto add = [&](float (&sums)[GROUPS][4], const u32 (&a)[4], int h) {
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++) {
+            const u32* const b = x[h / 2][group] + h % 2 * 2;
+            mma_half(sums[group], a, b[0], b[1], sums[group]);
+        }
+    };
+    float all[GROUPS][4] = {};
+#pragma unroll
+    for (int h = 0; h < 4; h++) add(all, unit, h);
+#pragma unroll
+    for (int r = 0; r < ROW_TILES; r++) {
+        Tile<F> tile;
+        RingSlot<F, ROW_TILES>::load(tile, slot, r, lane);
+        float sums[GROUPS][4] = {};
+        if constexpr (!F::HAS_MIN)
+#pragma unroll
+            for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) sums[group][j] = all[group][j];
+#pragma unroll
+        for (int h = 0; h < 4; h++) {
+            u32 a[4];
+            codec.codes(tile, h, a);
+            add(sums, a, h);
+        }
+#pragma unroll
+        for (int group = 0; group < GROUPS; group++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                acc[r][group][j] += tile.d(0, j / 2) * sums[group][j];
+                if constexpr (F::HAS_MIN) acc[r][group][j] += tile.m(0, j / 2) * all[group][j];
+            }
+    }
+}
+
 // The same where codes times integer scales are exact: they are operand A, and integer minimums another one. What a tile
 // adds up to is multiplied just once. Of a block's two steps a product takes columns 2i and 2i+1, or 2i+8 and 2i+9:
 // minimums are the same for both, so that one operand serves two products.
@@ -351,6 +394,8 @@ DEVICE void decode(const P& p) {
                 add_values<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
             else if constexpr (EXACT_PRODUCTS<F>)
                 add_products<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
+            else if constexpr (GROUP_SCALES<F> && F::CODING == INTEGERS)
+                add_group<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
             else
                 add_codes<F>(codec, ring + slot * Slot::SIZE, x, lane, acc);
             __syncwarp();  // all lanes have read the slot

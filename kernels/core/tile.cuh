@@ -13,7 +13,8 @@
 //
 // Group plane: what scales of many columns share, one record of GROUP_BYTES bytes per row tile and GROUP_TILES tiles
 // along K. In the rings of shared memory it is a part of every slot, which has its tiles' records. Of integer scales
-// (types.cuh) it has the float16 number d, and -dmin as a second word, of rows g and g + 8.
+// (types.cuh) it has the float16 number d, and -dmin as a second word, of rows g and g + 8; of groups of 64 columns or
+// more that have scales of their own these, and zero points as a second word.
 //
 // Row plane, of formats with ROW_FACTORS (types.cuh) alone: for every row a factor, a power of two in bfloat16; a word
 // has those of rows g and g + 8 of a row tile. Operand A takes a code q as the bits of a subnormal float16 number, which
@@ -101,14 +102,17 @@ struct Tile {
         const int b = h / 2;
         if constexpr (F::SCALING >= BYTES) return twice(product_halves(h), row8);
         if constexpr (F::SCALING == E4M3) return mul_half2(twice(step_halves(h, row8), b), 0x78007800);
-        if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0) return twice(group[0], row8);
+        if constexpr (GROUP_SCALES<F>) return twice(group[minimum], row8);
         if constexpr (F::HAS_MIN) return twice(scale[row8 * 2 + b], minimum);
         if constexpr (F::SCALE_BYTES == 32) return twice(halves(b), row8);
         return twice(scale[row8], b);
     }
 
-    // Two copies of the scale of step h times a pair, where scales are pairs of blocks.
-    DEVICE u32 scaled_pair(int h, int row8, u32 pair) const { return twice(mul_half2(scale[row8], pair), h / 2); }
+    // Two copies of the scale of step h times a pair, where scales are pairs of blocks, or of rows.
+    DEVICE u32 scaled_pair(int h, int row8, u32 pair) const {
+        if constexpr (GROUP_SCALES<F>) return mul_half2(twice(group[0], row8), pair);
+        return twice(mul_half2(scale[row8], pair), h / 2);
+    }
 
     // The same in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
     DEVICE float d(int h, int row8) const {
@@ -118,6 +122,7 @@ struct Tile {
             return b ? high_to_float(step_halves(h, row8)) : low_to_float(step_halves(h, row8));
         if constexpr (F::SCALING == SINGLE && F::GROUP_BYTES > 0) return __int_as_float(group[row8]);
         if constexpr (F::SCALING == SINGLE) return __int_as_float(scale[row8 * 2 + b]);
+        if constexpr (GROUP_SCALES<F>) return row8 ? high_to_float(group[0]) : low_to_float(group[0]);
         if constexpr (F::HAS_MIN) return low_to_float(scale[row8 * 2 + b]);
         if constexpr (F::SCALING == E8M0) return __int_as_float(exponent(row8 * 2 + b));
         const u32 pair = F::SCALE_BYTES == 32 ? halves(b) : scale[row8];
@@ -128,6 +133,8 @@ struct Tile {
     DEVICE float m(int h, int row8) const {
         const int b = h / 2;
         if constexpr (F::SCALING >= BYTES) return product(h, row8, 1);
+        if constexpr (GROUP_SCALES<F> && F::HAS_MIN)
+            return -(row8 ? high_to_float(group[1]) : low_to_float(group[1])) * d(2 * b, row8);
         const float m = high_to_float(scale[F::HAS_MIN ? row8 * 2 + b : 0]);
         return F::SCALING == HALF_AND_ZERO ? -m * d(2 * b, row8) : m;
     }

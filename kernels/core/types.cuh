@@ -21,6 +21,10 @@ enum Scaling {
     STEP_NIBBLES_AND_MIN
 };
 
+// Whether the group plane has scales themselves (float16, with zero points), not what integer scales are multiplied by.
+template <class F>
+constexpr bool GROUP_SCALES = F::GROUP_BYTES > 0 && F::SCALING < BYTES;
+
 // A format whose scales share nothing over many columns: no group plane (core/tile.cuh).
 struct Ungrouped {
     static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;

@@ -1,17 +1,18 @@
 // int4 in groups of 32, 64 or 128 weights (cuquant/formats/int4.py): a block is a float16 scale, a zero point of one
-// byte in blocks of odd length, and bytes with two codes each, in order. In the fragment layout, and so for products,
-// groups have 32 weights; larger ones are several that share what they have.
+// byte in blocks of odd length, and bytes with two codes each, in order. What larger groups than those of 32 share is in the
+// group plane: of rows g and g + 8 a word of scales and, behind it, one of zero points in float16.
 #pragma once
 #include "share.cuh"
 
 template <bool ASYMMETRIC, int GROUP>
-struct Int4Block : Ungrouped {
+struct Int4Block {
     static constexpr int BITS = 4, COLUMNS = GROUP, CODES_AT = ASYMMETRIC ? 3 : 2, BLOCK_BYTES = CODES_AT + GROUP / 2;
     static constexpr Coding CODING = INTEGERS;
     static constexpr Scaling SCALING = ASYMMETRIC ? HALF_AND_ZERO : HALF;
     static constexpr bool HAS_MIN = ASYMMETRIC;  // -zero * scale
     static constexpr int OFFSET = ASYMMETRIC ? 0 : 8, ZERO = OFFSET;
-    static constexpr int LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = ASYMMETRIC ? 128 : 64;
+    static constexpr int LOW_BYTES = 512, HIGH_BYTES = 0, SCALE_BYTES = GROUP > 32 ? 0 : ASYMMETRIC ? 128 : 64;
+    static constexpr int GROUP_BYTES = GROUP == 32 ? 0 : ASYMMETRIC ? 64 : 32, GROUP_TILES = GROUP == 32 ? 1 : GROUP / 64;
 
     // Scale in the low half, the zero point in float16 in the high half.
     static DEVICE u32 scale_bits(const u8* block) {
@@ -46,7 +47,8 @@ struct Int4Block : Ungrouped {
     static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int part, int lane) {
         LaneShare<Int4Block> share = {};
         const int i = lane % 4;
-        share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * NEXT_BLOCK);
+        share.scale = scale_bits(block_of(row, row8, i));
+        if constexpr (GROUP > 32) share.group = i < 2 ? share.scale : share.scale >> 16;
 #pragma unroll
         for (int quarter = 0; quarter < 4; quarter++) {
             const int j = quarter / 2, b = quarter % 2;
@@ -64,7 +66,7 @@ struct Int4Block : Ungrouped {
         scatter(share, row, row8, 0, lane);
     }
 
-    // ... and back. A group's scale is written by all that have it.
+    // ... and back.
     static DEVICE void scatter(const LaneShare<Int4Block>& share, u8* row, u8* row8, int part, int lane) {
         const int i = lane % 4;
 #pragma unroll
@@ -77,13 +79,19 @@ struct Int4Block : Ungrouped {
                 codes[4 * m] = u8((two & 15) | (two >> 12 & 0xf0));
             }
         }
-        u8* own = (i < 2 ? row : row8) + i % 2 * NEXT_BLOCK;
-        own[0] = u8(share.scale), own[1] = u8(share.scale >> 8);
-        if constexpr (ASYMMETRIC) own[2] = u8(__float2int_rn(half_to_float(u16(share.scale >> 16))));
+        u8* const own = block_of(row, row8, i);
+        const u32 scale = GROUP == 32 ? share.scale : share.group, zero = GROUP == 32 ? scale >> 16 : scale;
+        if (GROUP == 32 || i < 2) own[0] = u8(scale), own[1] = u8(scale >> 8);
+        if (ASYMMETRIC && (GROUP == 32 || i >= 2)) own[2] = u8(__float2int_rn(half_to_float(u16(zero))));
     }
 
 private:
-    static constexpr int NEXT_BLOCK = GROUP == 32 ? BLOCK_BYTES : 0;  // of the second 32 columns of a tile
+    // Lane i's block of the tile, of two of each row, or of a larger one, of which the row alone counts.
+    template <class Byte>
+    static DEVICE Byte* block_of(Byte* row, Byte* row8, int i) {
+        if constexpr (GROUP > 32) return i % 2 ? row8 : row;
+        return (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+    }
 
     static DEVICE int column_at(int part, int b) {
         return CODES_AT + (GROUP == 32 ? b * BLOCK_BYTES : part * 32 + b * 16);

@@ -23,10 +23,14 @@ DEVICE int more_of_minimums(int row8) {
     return row8 ? HIGHER<F> : 0;
 }
 
-// The same of what multiplies integer scales, of which the product must be finite, or minimums.
+// The same of a half of a word of the group plane: of what multiplies integer scales, of which the product must be finite, or
+// minimums.
 template <class F>
 DEVICE u32 group_peak_to_lift(u32 bits, int row8, bool minimum) {
-    return __float_as_int(finite_half(bits) * power_of_two(minimum ? more_of_minimums<F>(row8) : F::SCALE_BITS));
+    if constexpr (GROUP_SCALES<F>)
+        return minimum ? 0 : __float_as_int(finite_half(bits));  // a minimum is a zero point
+    else
+        return __float_as_int(finite_half(bits) * power_of_two(minimum ? more_of_minimums<F>(row8) : F::SCALE_BITS));
 }
 
 // The L of a row with this peak; 40 if it is 0.
@@ -64,8 +68,9 @@ DEVICE u32 lifted(u32 word, int L, int row8, int direction) {
     return lifted_half(word, direction * L) | high << 16;
 }
 
-// The same of what multiplies integer scales, or minimums.
+// The same of a half of a word of the group plane.
 template <class F>
 DEVICE u32 lifted_group(u32 bits, int L, int row8, bool minimum, int direction) {
+    if (GROUP_SCALES<F> && minimum) return bits & 0xffff;
     return lifted_half(bits, direction * (minimum ? L + more_of_minimums<F>(row8) : L));
 }

@@ -18,7 +18,7 @@ static_assert(RUNS % PARTS == 0, "a warp starts with a block");
 // What half of the 32 weights of part `part` of a block share.
 template <class F>
 DEVICE auto scale_of(const u8* block, int part, int half) {
-    if constexpr (F::GROUP_BYTES > 0)
+    if constexpr (F::SCALING >= BYTES)
         return F::scale_at(block, part, half);
     else if constexpr (F::SCALING == E4M3)
         return F::half_of(block[2 * part + half]);

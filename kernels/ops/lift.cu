@@ -18,22 +18,23 @@ DEVICE void store_factors(u32* factors, const u32* peaks) {
                                            factor_of<Format>(lift_of(peaks[g + 8]), 1) << 16;
 }
 
+// Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
+// those between its weights. By the peaks of formats: 8 of the latter (q4_0), 128 of them, or a minimum besides.
+template <class F>
+DEVICE bool is_small(u32 scale, int exponent) {
+    LaneShare<F> share = {};
+    share.scale = scale;
+    const float peak = F::peak(share) * power_of_two(exponent);
+    return peak > 0 && peak < power_of_two(MINIMUMS<F> ? -12 : F::BITS == 8 ? -13 : -14);
+}
+
 // `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
-template <class F, bool GROUPED = (F::GROUP_BYTES > 0)>
+template <class F, bool GROUPED = (F::GROUP_BYTES > 0), bool INTEGERS = (F::SCALING >= BYTES)>
 struct Lift {
     // Words of scales that a tile has: two scales of a row, or a scale and what is beside it. A thread takes four at a
     // time, of the same rows in all tiles.
     static constexpr int WORDS = F::SCALE_BYTES / 4, OWN = 4;
     static_assert(THREADS * OWN % WORDS == 0, "tiles end where threads do");
-
-    // Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
-    // those between its weights. By the peaks of formats: 8 of the latter (q4_0), 128 of them, or a minimum besides.
-    static DEVICE bool is_small(u32 scale, int exponent) {
-        LaneShare<F> share = {};
-        share.scale = scale;
-        const float peak = F::peak(share) * power_of_two(exponent);
-        return peak > 0 && peak < power_of_two(MINIMUMS<F> ? -12 : F::BITS == 8 ? -13 : -14);
-    }
 
     static DEVICE void run(u8* scale, u8*, const u32* peaks, int tiles_k, u32* found) {
         uint4* const pieces = reinterpret_cast<uint4*>(scale + s64(blockIdx.x) * tiles_k * F::SCALE_BYTES);
@@ -51,9 +52,9 @@ struct Lift {
                 const u32 own = words[w], made = lifted<F>(own, L[w], row8(w), 1);
                 lossy |= lifted<F>(made, L[w], row8(w), -1) != own;
                 if constexpr (F::HAS_MIN)
-                    lacking |= is_small(own, exponent);
+                    lacking |= is_small<F>(own, exponent);
                 else
-                    lacking |= is_small(own & 0xffff, exponent) || is_small(own >> 16, exponent);
+                    lacking |= is_small<F>(own & 0xffff, exponent) || is_small<F>(own >> 16, exponent);
                 words[w] = made;
             }
             pieces[piece] = v;
@@ -63,10 +64,37 @@ struct Lift {
     }
 };
 
+// The same scales, and zero points, in the group plane.
+template <class F>
+struct Lift<F, true, false> {
+    static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
+
+    static DEVICE void run(u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+        const int records = groups_of<F>(tiles_k);
+        u32* const words = reinterpret_cast<u32*>(group + s64(blockIdx.x) * records * F::GROUP_BYTES);
+        const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
+        bool lossy = false, lacking = false;
+        for (int at = threadIdx.x; at < records * 8; at += THREADS) {
+            const u32 own = words[at * OWN], zeros = F::HAS_MIN ? words[at * OWN + 1] : 0;
+            u32 made = 0;
+#pragma unroll
+            for (int row8 = 0; row8 < 2; row8++) {
+                const u32 scale = own >> 16 * row8 & 0xffff, to = lifted_half(scale, L[row8]);
+                lossy |= lifted_half(to, -L[row8]) != scale;
+                lacking |= is_small<F>(scale | (zeros >> 16 * row8) << 16, L[row8] - code_exponent<F>(row8));
+                made |= to << 16 * row8;
+            }
+            words[at * OWN] = made;
+        }
+        if (lossy) found[2] = 1;
+        if (lacking) found[3] = 1;
+    }
+};
+
 // Integer scales: what multiplies them, and minimums, in the group plane. Weights lack bits, too, where a row has to be
 // lowered; lifting loses none.
 template <class F>
-struct Lift<F, true> {
+struct Lift<F, true, true> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
 
     // Whether there would be less than 2^7 of float16's steps of 2^-24 between two codes times the greatest scale, or,

@@ -110,8 +110,8 @@ DEVICE void copy_unit(u8* to, const u8* from) {
         *reinterpret_cast<u16*>(to) = *reinterpret_cast<const u16*>(from);
 }
 
-// Formats with ROW_FACTORS: which of a tile's rows g and g + 8 the scale is of that a lane has, or what multiplies integer
-// scales, or minimums.
+// Formats with ROW_FACTORS: which of a tile's rows g and g + 8 the scale is of that a lane has, or its part of the group
+// plane; and whether that is one of minimums, or of zero points.
 DEVICE int row8_of(int lane) { return GROUPED ? lane % 2 : lane / 2 % 2; }
 
 DEVICE bool has_minimum(int lane) { return Format::HAS_MIN && lane / 2 % 2; }
@@ -266,7 +266,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
                 reinterpret_cast<u32*>(scales)[lane] = share.scale;
             else if constexpr (Format::SCALE_BYTES == 64)
                 reinterpret_cast<u16*>(scales)[lane] = u16(share.scale);
-            else
+            else if constexpr (Format::SCALE_BYTES > 0)
                 scales[lane] = u8(share.scale);
             if constexpr (Format::GROUP_BYTES > 0)
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
@@ -309,7 +309,7 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
                 share.scale = reinterpret_cast<const u32*>(scales)[lane];
             else if constexpr (Format::SCALE_BYTES == 64)
                 share.scale = reinterpret_cast<const u16*>(scales)[lane];
-            else
+            else if constexpr (Format::SCALE_BYTES > 0)
                 share.scale = scales[lane];
             if constexpr (Format::GROUP_BYTES > 0)
                 if (in_group(lane)) share.group = *group_at(group, run, t, lane);
