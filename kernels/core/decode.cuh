@@ -57,6 +57,58 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
     } while (m < batch);
 }
 
+// The same of rows from `from` on that follow each other: a thread has ROWS of them at a time, in the same columns, and COLUMNS
+// pieces of each, THREADS apart. From one to the next only additions lead. Not done, and false, where few rows are there, or
+// threads would ask more often than with as many pieces counted through the rows.
+template <bool SIGNED, int THREADS, int ROWS, int COLUMNS, class Wait, class Meanwhile>
+DEVICE bool stage_columns(const u16* from, s64 x_row, const u16* signs_from, int batch, int columns, int pieces, u8* to,
+                          int row_bytes, const Wait& wait, const Meanwhile& meanwhile) {
+    constexpr int AT_ONCE = THREADS * COLUMNS;
+    const int asked = (pieces + AT_ONCE - 1) / AT_ONCE * ((batch + ROWS - 1) / ROWS);
+    if (batch <= ROWS / 2 || (asked - 1) * ROWS * AT_ONCE >= batch * pieces) return false;
+    const int beside = pieces < THREADS ? THREADS / pieces : 1;  // threads that have the same columns
+    const int own = pieces < THREADS ? threadIdx.x / pieces : 0, mine = threadIdx.x - own * pieces;
+    const int have = own < beside ? batch - own : 0, step = beside * row_bytes;
+    s64 on = beside * x_row * 2;
+    asm volatile("" : "+l"(on));  // lest it be worked out anew for every row
+    from += own * x_row, to += own * row_bytes;
+#pragma unroll 1
+    for (int piece = mine; piece - mine < pieces; piece += AT_ONCE) {
+        const u8* next = reinterpret_cast<const u8*>(from + piece * 8);
+        u8* place = to + piece * 16;
+#pragma unroll 1
+        for (int m = 0; m < batch; m += ROWS * beside) {
+            wait();
+            uint4 x[ROWS][COLUMNS], signs[COLUMNS];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++, next += on)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    x[r][c] = make_uint4(0, 0, 0, 0);
+                    if (m + r * beside < have && (piece + c * THREADS) * 8 < columns)
+                        x[r][c] = *reinterpret_cast<const uint4*>(next + c * THREADS * 16);
+                }
+#pragma unroll
+            for (int c = 0; SIGNED && c < COLUMNS; c++) {
+                signs[c] = make_uint4(0, 0, 0, 0);
+                const int column = (piece + c * THREADS) * 8;
+                if (have > 0 && column < columns && signs_from)
+                    signs[c] = *reinterpret_cast<const uint4*>(signs_from + column);
+            }
+            meanwhile();
+#pragma unroll
+            for (int r = 0; r < ROWS; r++, place += step)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) {
+                    if constexpr (SIGNED) x[r][c] = flip(x[r][c], signs[c]);
+                    if (m + r * beside < have && piece + c * THREADS < pieces)
+                        *reinterpret_cast<uint4*>(place + c * THREADS * 16) = x[r][c];
+                }
+        }
+    }
+    return true;
+}
+
 // Tiles of one 64-column step in a slot, plane by plane: each starts at a multiple of 128 bytes, or copies to it would
 // take longer (a launch up to 5%).
 template <class F, int ROW_TILES>
@@ -276,6 +328,10 @@ template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS,
           int TOGETHER, bool CONVERTS, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
+    constexpr int THREADS = WARPS * WARP;
+    // Whether rows of x follow each other, and there are registers for it.
+    constexpr bool SCARCE = ROW_TILES == 7 && (F::HAS_MIN || (F::CODING == CODEBOOK && WARPS == 16));
+    constexpr bool COLUMNS = !P::GROUPED && !SCARCE;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
     using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
@@ -340,13 +396,13 @@ DEVICE void decode(const P& p) {
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     if constexpr (ROW_FACTORS<F>) {
-        static_assert(ROWS / 8 <= WARPS * WARP, "a piece for each thread");
+        static_assert(ROWS / 8 <= THREADS, "a piece for each thread");
         const int row_tile = threadIdx.x / 2 % (SIDE_ROWS / 16), piece = threadIdx.x % 2 * 4;
         const Planes side = side_of(p, operands.w, threadIdx.x >= SIDE_ROWS / 8);
         if (threadIdx.x < ROWS / 8)
             copy_async(factors + threadIdx.x * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + piece, true);
     }
-    codecs.fill(threadIdx.x, WARPS * WARP);
+    codecs.fill(threadIdx.x, THREADS);
     const C codec = codecs.of(second);
     int plain = 0;
     if constexpr (!P::GROUPED) plain = is_plain(p);
@@ -369,13 +425,27 @@ DEVICE void decode(const P& p) {
 #pragma unroll
                 for (int slot = AHEAD; slot < DEPTH; slot++, fetched += K_WARPS) fetch(slot, fetched);
         };
-        stage_rows<SIGNED_COLUMNS<F>, WARPS * WARP, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows,
-                                                              row_bytes, wait, fill);
+        bool staged = false;
+        if constexpr (COLUMNS) {
+            constexpr bool SIGNED = SIGNED_COLUMNS<F>;
+            const u16* const from = operands.x + first_m * p.x_row + chunk * 64;
+            const u16* const signs = SIGNED && operands.signs ? operands.signs + chunk * 64 : nullptr;
+            const int columns = p.K - chunk * 64;
+            if (TOGETHER == 8 && batch <= 4)
+                staged = stage_columns<SIGNED, THREADS, 4, TOGETHER / 4>(from, p.x_row, signs, batch, columns, pieces, x_rows,
+                                                                         row_bytes, wait, fill);
+            else
+                staged = stage_columns<SIGNED, THREADS, TOGETHER, 1>(from, p.x_row, signs, batch, columns, pieces, x_rows,
+                                                                     row_bytes, wait, fill);
+        }
+        if (!staged)
+            stage_rows<SIGNED_COLUMNS<F>, THREADS, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows, row_bytes,
+                                                             wait, fill);
         if constexpr (CONVERTS && F::SCALING == UNSCALED) {
             __syncthreads();
-            turned = turn_row<WARPS * WARP>(x_rows, p.signs + chunk * 64, pieces);
+            turned = turn_row<THREADS>(x_rows, p.signs + chunk * 64, pieces);
         } else if constexpr (CONVERTS) {
-            round_rows<WARPS * WARP>(batch, pieces, x_rows, row_bytes);
+            round_rows<THREADS>(batch, pieces, x_rows, row_bytes);
         }
         __syncthreads();
         // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
@@ -405,10 +475,12 @@ DEVICE void decode(const P& p) {
         }
     }
 
-    // Sums of the warps along K: [k warp][row][batch row], then of the blocks of the cluster.
+    // Sums of the warps along K: [k warp][row][batch row], then of the blocks of the cluster. A row's pairs of batch rows change
+    // places, so that lanes which read the same ones of rows below each other meet no bank twice.
     copy_wait<0>();
     __syncthreads();
     float* const sums = reinterpret_cast<float*>(shared);
+    auto place = [&](int n, int m) { return n * WIDTH + (m ^ n / (WARP / WIDTH) % (WIDTH / 2) * 2); };
     float* const mine = sums + (warp % K_WARPS * ROWS + warp / K_WARPS * ROW_TILES * 16) * WIDTH;
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++)
@@ -420,7 +492,7 @@ DEVICE void decode(const P& p) {
                 float unscale = (j ? C::UNSCALE_8 : C::UNSCALE) * turned;
                 if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
-                *reinterpret_cast<float2*>(mine + n * WIDTH + m) = pair;
+                *reinterpret_cast<float2*>(mine + place(n, m)) = pair;
             }
     __syncthreads();
     u32 matrix = span.matrix;
@@ -431,13 +503,22 @@ DEVICE void decode(const P& p) {
         float2 value = make_float2(0, 0);
 #pragma unroll
         for (int w = 0; w < K_WARPS; w++) {
-            float2 v = *reinterpret_cast<const float2*>(sums + (w * ROWS + n) * WIDTH + m);
+            float2 v = *reinterpret_cast<const float2*>(sums + w * ROWS * WIDTH + place(n, m));
             value.x += v.x, value.y += v.y;
         }
         return value;
     };
     auto store = [&](int n, int m, float2 value, float2 other) {
         if (block_row * 16 + n >= p.N) return;
+        if constexpr (!P::GROUPED)
+            if (plain && p.out_dtype != FLOAT32) {  // mostly
+                const s64 to = at.out + (first_m + m) * p.out_row + (block_row * 16 + n) * p.out_column;
+                const u32 pair = pack(value.x * p.lift, value.y * p.lift, p.out_dtype);
+                u16* const out = static_cast<u16*>(p.out) + to;
+                *out = u16(pair);
+                if (m + 1 < batch) out[p.out_row] = u16(pair >> 16);
+                return;
+            }
 #pragma unroll 1
         for (int e = 0; e < 2 && m + e < batch; e++)
             if constexpr (P::GROUPED)
@@ -449,14 +530,16 @@ DEVICE void decode(const P& p) {
     const int pairs = (batch + 1) / 2;
     if constexpr (CLUSTER == 1) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < SIDE_ROWS * pairs; i += WARPS * WARP) {
+        for (int i = threadIdx.x; i < SIDE_ROWS * pairs; i += THREADS) {
             const int n = i % SIDE_ROWS, m = i / SIDE_ROWS * 2;
             store(n, m, total(n, m), P::GATED ? total(SIDE_ROWS + n, m) : float2());
         }
     } else {
 #if __CUDA_ARCH__ >= 900
-        for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += WARPS * WARP)
-            reinterpret_cast<float2*>(sums)[i] = total(i * 2 / WIDTH, i * 2 % WIDTH);
+        for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += THREADS) {
+            const int n = i * 2 / WIDTH, m = i * 2 % WIDTH;
+            *reinterpret_cast<float2*>(sums + place(n, m)) = total(n, m);
+        }
         cluster_sync();
         constexpr int SHARE = SIDE_ROWS / CLUSTER;
         auto of_cluster = [&](int n, int m) {
@@ -464,13 +547,13 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int other = 0; other < CLUSTER; other++) {
                 float2 v;
-                load_cluster(v, cluster_address(shared_address(sums + n * WIDTH + m), other));
+                load_cluster(v, cluster_address(shared_address(sums + place(n, m)), other));
                 value.x += v.x, value.y += v.y;
             }
             return value;
         };
 #pragma unroll 1
-        for (int i = threadIdx.x; i < SHARE * pairs; i += WARPS * WARP) {
+        for (int i = threadIdx.x; i < SHARE * pairs; i += THREADS) {
             int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
             store(n, m, of_cluster(n, m), P::GATED ? of_cluster(SIDE_ROWS + n, m) : float2());
         }
