@@ -60,8 +60,6 @@ struct IntegerCodes {
         static_assert(ROW_FACTORS<F>, "codes are subnormal numbers");
         if constexpr (F::SCALING >= BYTES)
             of_products(tile, h, a);
-        else if constexpr (GROUP_SCALES<F> && F::HAS_MIN)
-            of_group(tile, h, a);
         else
             of_scales(tile, h, a);
     }
@@ -94,39 +92,24 @@ private:
     static DEVICE constexpr u32 one(int r) { return (r % 2 ? TIMES_8 : 1) * 0x00010001; }
     static DEVICE constexpr u32 zero(int r) { return 0x80008000 | F::ZERO * one(r); }
 
-    // The same with integer scales and minimums (tile.cuh), whose products d * s and dmin * m are rounded. Of a scale's error
-    // what counts is what it is for the mean code. (Without minimums that stands for about 0.)
+    // The same with integer scales and minimums (tile.cuh), whose products d * s and dmin * m are rounded. All of a row's
+    // registers would have that error: the second of a step has what both lack, and of steps that share a scale the
+    // last one what all four still do. Of a scale's error that is what it is for the mean code. (Without minimums the mean
+    // code stands for about 0.)
     static DEVICE void of_products(const Tile<F>& tile, int h, u32 (&a)[4]) {
         const u32 s = tile.integer_scales(h), d = mul_half2(s, tile.group[0]);
+        u32 first, second;
         if constexpr (F::HAS_MIN) {
-            const u32 m = tile.integer_minimums(h), first = mul_half2(m, tile.group[1]);
+            const u32 m = tile.integer_minimums(h);
+            first = mul_half2(m, tile.group[1]);
             const u32 lost = fma_half2(multiply_subtract_half2(s, tile.group[0], d), (1 << (F::BITS - 1)) * both(1),
                                        multiply_subtract_half2(m, tile.group[1], first));
-            add(tile, h, d, first, with_lost(h, first, lost), a);
+            second = fma_half2(lost, 0x40004000, first);  // 2
+            if (!Tile<F>::STEP_SCALES && h % 2)
+                second = fma_half2(lost, 0x44004400, multiply_subtract_half2(first, 0x40004000, second));  // 4, 2
         } else {
-            const u32 addend = mul_half2(d, 0x80008000 | both(F::ZERO));
-            add(tile, h, d, addend, addend, a);
+            first = second = mul_half2(d, 0x80008000 | both(F::ZERO));
         }
-    }
-
-    // The same with a zero point for many columns, whose product with the scale is rounded.
-    static DEVICE void of_group(const Tile<F>& tile, int h, u32 (&a)[4]) {
-        const u32 d = tile.group[0], zero = mul_half2(tile.group[1], 0x80008000 | both(1)), first = mul_half2(zero, d);
-        add(tile, h, d, first, with_lost(h, first, multiply_subtract_half2(zero, d, first)), a);
-    }
-
-    // All of a row's registers would have the error of what is added, `lost`: the second of a step has what both lack, and of
-    // steps that share a scale the last one what all four still do.
-    static DEVICE u32 with_lost(int h, u32 first, u32 lost) {
-        const u32 second = fma_half2(lost, 0x40004000, first);  // 2
-        if (Tile<F>::STEP_SCALES || h % 2 == 0 || (GROUP_SCALES<F> && h < 3)) return second;
-        if constexpr (GROUP_SCALES<F>)
-            return fma_half2(fma_half2(lost, 0x40004000, sub_half2(first, second)), 0x44004400, second);  // 2, 4
-        return fma_half2(lost, 0x44004400, multiply_subtract_half2(first, 0x40004000, second));  // 4, 2
-    }
-
-    // Codes of step h times d, of rows g and g + 8, and what is added to a row's first register and to its second.
-    static DEVICE void add(const Tile<F>& tile, int h, u32 d, u32 first, u32 second, u32 (&a)[4]) {
 #pragma unroll
         for (int r = 0; r < 4; r++)
             a[r] = fma_half2(code(tile, h, r), twice(d, r % 2), twice(r < 2 ? first : second, r % 2));
