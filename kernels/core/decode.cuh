@@ -329,9 +329,10 @@ template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS,
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int THREADS = WARPS * WARP;
-    // Whether rows of x follow each other, and there are registers for it.
+    // Whether rows of x follow each other, are more than one, and there are registers for it: with less to ask for at once
+    // tall tiles of numbers that are computed would be compiled to wait for each piece.
     constexpr bool SCARCE = ROW_TILES == 7 && (F::HAS_MIN || (F::CODING == CODEBOOK && WARPS == 16));
-    constexpr bool COLUMNS = !P::GROUPED && !SCARCE;
+    constexpr bool COLUMNS = !P::GROUPED && !CONVERTS && !SCARCE && F::CODING != PROCEDURE;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
     using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
