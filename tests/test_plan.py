@@ -34,6 +34,20 @@ def test_layout_holds_every_code_and_scale(name: str) -> None:
         assert start + nbytes <= end
 
 
+@pytest.mark.parametrize(
+    ("group", "kept"), [(32, 32), (64, 64), (96, 32), (128, 128), (192, 64), (256, 128), (384, 128)]
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_layout_of_int4_groups(group: int, kept: int, symmetric: bool) -> None:
+    """Scales, and zero points in float16, once for the largest groups that kernels know."""
+    fmt = cq.Int4(group, symmetric).for_kernels
+    assert fmt == cq.Int4(kept, symmetric)
+    layout = plan.layout(fmt)
+    assert layout.step(4) == 16 * (128 + 256 // kept * (2 if symmetric else 4))
+    assert (layout.scale > 0) == (kept == 32)
+    assert layout.group_tiles == max(1, kept // 64)
+
+
 @pytest.mark.parametrize("name", TRELLIS)
 def test_layout_of_trellis_weights(name: str) -> None:
     """Indices and float32 scales, those of 128 columns once for two tiles."""
