@@ -44,7 +44,7 @@ class Format(ABC):
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
     scale_size: ClassVar[int] = 32
-    """Weights that a scale is for, to kernels; if these have one for more, they repeat it."""
+    """Weights that a scale is for, to kernels, at least."""
     scales: ClassVar[tuple[str, ...]] = ("d",)
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None

@@ -222,11 +222,12 @@ DEVICE void add_group(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS],
         Tile<F> tile;
         RingSlot<F, ROW_TILES>::load(tile, slot, r, lane);
         float sums[GROUPS][4] = {};
-        if constexpr (!F::HAS_MIN)
+        if constexpr (!F::HAS_MIN) {
 #pragma unroll
             for (int group = 0; group < GROUPS; group++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) sums[group][j] = all[group][j];
+        }
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             u32 a[4];
@@ -332,7 +333,8 @@ DEVICE void decode(const P& p) {
     // Whether rows of x follow each other, are more than one, and there are registers for it: with less to ask for at once
     // tall tiles of numbers that are computed would be compiled to wait for each piece.
     constexpr bool SCARCE = ROW_TILES == 7 && (F::HAS_MIN || (F::CODING == CODEBOOK && WARPS == 16));
-    constexpr bool COLUMNS = !P::GROUPED && !CONVERTS && !SCARCE && F::CODING != PROCEDURE;
+    constexpr bool RARE = F::CODING == INTEGERS && !ROW_FACTORS<F>;
+    constexpr bool COLUMNS = !P::GROUPED && !CONVERTS && !SCARCE && !RARE && F::CODING != PROCEDURE;
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
     using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
@@ -431,7 +433,7 @@ DEVICE void decode(const P& p) {
             constexpr bool SIGNED = SIGNED_COLUMNS<F>;
             const u16* const from = operands.x + first_m * p.x_row + chunk * 64;
             const u16* const signs = SIGNED && operands.signs ? operands.signs + chunk * 64 : nullptr;
-            const int columns = p.K - chunk * 64;
+            const int columns = min(p.K - chunk * 64, pieces * 8);
             if (TOGETHER == 8 && batch <= 4)
                 staged = stage_columns<SIGNED, THREADS, 4, TOGETHER / 4>(from, p.x_row, signs, batch, columns, pieces, x_rows,
                                                                          row_bytes, wait, fill);
@@ -511,7 +513,7 @@ DEVICE void decode(const P& p) {
     };
     auto store = [&](int n, int m, float2 value, float2 other) {
         if (block_row * 16 + n >= p.N) return;
-        if constexpr (!P::GROUPED)
+        if constexpr (!P::GROUPED) {
             if (plain && p.out_dtype != FLOAT32) {  // mostly
                 const s64 to = at.out + (first_m + m) * p.out_row + (block_row * 16 + n) * p.out_column;
                 const u32 pair = pack(value.x * p.lift, value.y * p.lift, p.out_dtype);
@@ -520,6 +522,7 @@ DEVICE void decode(const P& p) {
                 if (m + 1 < batch) out[p.out_row] = u16(pair >> 16);
                 return;
             }
+        }
 #pragma unroll 1
         for (int e = 0; e < 2 && m + e < batch; e++)
             if constexpr (P::GROUPED)

@@ -1,6 +1,7 @@
 // What one lane has of a tile of the fragment layout: the words that core/tile.cuh describes, and of the scales that of
 // one block, row g + 8 j and block b for lane 4 g + 2 j + b: the order of the scale plane. Of the group plane it has two
-// bytes, those from 2 i on of what a record has of the two rows (lane = 4 g + i).
+// bytes, those from 2 i on of what a record has of the two rows (lane = 4 g + i); where that has scales, `scale` is for
+// `peak` alone, of row g, or g + 8 where i is odd.
 #pragma once
 #include "../core/ieee.cuh"
 #include "../core/ptx.cuh"
