@@ -14,7 +14,7 @@ from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
 F = np.float32
-INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, -1) for symmetric in (True, False)]
+INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, 192, 256, -1) for symmetric in (True, False)]
 FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), cq.NvFp4(0.003), *INT4]
 SHAPES = [(1, 192), (16, 384), (33, 960), (130, 1152), (3, 17, 192)]
 
@@ -25,7 +25,8 @@ def weight(fmt: cq.Format, shape: tuple[int, ...], scale: float = 1) -> cq.Quant
 
 def whole(fmt: cq.Format, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with whole blocks."""
-    return (*shape[:-1], shape[-1] // 128 * 128 or 128) if shape[-1] % fmt.block_size else shape
+    size = max(128, fmt.block_size)
+    return (*shape[:-1], shape[-1] // size * size or size) if shape[-1] % fmt.block_size else shape
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -45,9 +46,30 @@ def test_bytes_and_numbers_are_those_of_the_cpu(fmt: cq.Format) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_products(fmt: cq.Format) -> None:
     for n, k in ((70, 384), (200, 1920)):
-        w = weight(fmt, (n, k)).to_device("cuda")
+        w = weight(fmt, whole(fmt, (n, k))).to_device("cuda")
         assert w.fragments().half
         assert_products(w)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_beyond_float16(group: int, symmetric: bool) -> None:
+    """Rows that are kept in float16's range hold greater weights; where scales of a row are too far apart for
+    that, these multiply float32 sums."""
+    cupy = device.cupy()
+    fmt, halves = cq.Int4(group, symmetric), set()
+    for small in (1, 1e-6):
+        numbers = gauss((40, 512)) * F(5e4)
+        numbers[:, group : 2 * group] *= F(small)
+        w = cq.quantize(numbers, fmt).to_device("cuda")
+        halves.add(w.fragments().half)
+        np.testing.assert_array_equal(as_numpy(w.prepare().blocks), cq.quantize(numbers, fmt).blocks)
+        for m in (1, 5, 20, 70):
+            x = np.zeros((m, 512), np.float16)
+            x[:, group : 2 * group] = gauss((m, group))
+            y = cq.matmul(cupy.asarray(x), w.T, dtype=F)
+            assert nmse(y, testing.linear(x, w)) < 1e-6, (small, m)
+    assert halves == {True, False}
 
 
 @pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1e-4, 1, 1e4, 1e30])
@@ -123,19 +145,19 @@ def test_factors_that_only_together_fit_float32(w: float, x: float) -> None:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_empty_stacked_and_strided(fmt: cq.Format) -> None:
     cupy = device.cupy()
-    empty = cq.quantize(cupy.zeros((0, 384), F), fmt)
-    assert empty.dequantize().shape == (0, 384)
+    empty = cq.quantize(cupy.zeros((0, 768), F), fmt)
+    assert empty.dequantize().shape == (0, 768)
     assert empty.prepare().blocks.shape == empty.blocks.shape
-    w = weight(fmt, (3, 40, 384))
+    w = weight(fmt, (3, 40, 768))
     there = w.to_device("cuda")
     for m in (3, 40):
-        x = cupy.asarray(gauss((3, m, 384), 2).astype(np.float16))
+        x = cupy.asarray(gauss((3, m, 768), 2).astype(np.float16))
         assert nmse(cq.matmul(x, there.T, dtype=F), testing.linear(x, w)) < 1e-6
     wide = cupy.zeros((40, 2 * w.blocks.shape[-1] + 1), np.uint8)
     for start in (0, 1):
         part = wide[:, start : start + w.blocks.shape[-1]]
         part[...] = cupy.asarray(w.blocks[0])
-        again = cq.from_blocks(part, w.format, (40, 384))
+        again = cq.from_blocks(part, w.format, (40, 768))
         np.testing.assert_array_equal(as_numpy(again.dequantize()), w[0].dequantize())
         assert nmse(cq.matmul(x[0], again.T, dtype=F), testing.linear(x[0], w[0])) < 1e-6
 

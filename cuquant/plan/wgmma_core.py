@@ -254,8 +254,10 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             return split == 1 and tile.groups == 2 and tile.k_tiles < 4
         if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
             return False
-        few = fmt.bits in (2, 5) or (fmt.kernel_group_bytes > 0 and not integer_scales(fmt))
-        return tile.k_tiles < 4 or not (has_minimum(fmt) or (tile.batch == 16 and few))
+        shared = fmt.kernel_group_bytes > 0 and not (fmt.lookup or integer_scales(fmt))
+        return tile.k_tiles < 4 or not (
+            has_minimum(fmt) or (tile.batch == 16 and (shared or fmt.bits in (2, 5)))
+        )
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
         return not (fmt.bits > 4 or has_minimum(fmt) or fmt.whole_matrices)
     return True
