@@ -1,39 +1,91 @@
-"""Tiles of the decode core: few multiprocessors are idle, and registers suffice."""
+"""Tiles of the decode core: those that were fastest, for which registers suffice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product as combinations
 from math import ceil
+from pathlib import Path
+
+import numpy as np
+import pytest
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.plan import wgmma_core
+from cuquant.plan import decode_timed, wgmma_core
+from cuquant.plan.decode_core import Work
 from cuquant.plan.decode_grouped import decode_grouped
 
+Product = tuple[str, int, int, int]
+OF_MODELS = [(5120, 5120), (6144, 4096), (3072, 3072), (10240, 8192), (12288, 4096), (11008, 4096)]
+OF_MODELS += [(9728, 2560), (13824, 5120), (17408, 5120), (18944, 3584), (2560, 9728), (5120, 13824)]
+OF_MODELS += [(3584, 18944), (1024, 4096), (152_064, 3584)]
 
-def test_tall_tiles_leave_fewer_multiprocessors_idle() -> None:
-    """A warp has more than four row tiles only where the busiest multiprocessor has no more then than with
-    four, and never more than a matrix has."""
+
+def measured() -> Iterator[tuple[Product, dict[str, float]]]:
+    """Products, and the times of their fastest tiles."""
+    path = Path(__file__).parent / "data" / "decode-tiles.txt"
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            name, m, n, k, *times = line.split()
+            pairs = (each.split(":") for each in times)
+            yield (name, int(m), int(n), int(k)), {tile: float(us) for us, tile in pairs}
+
+
+def tile_of(gemm: plan.Gemm) -> str:
+    """As the file names it."""
+    c = dict(gemm.plan.kernel.constants)
+    if plan.core_of(gemm.plan.kernel) != "decode":
+        return "wgmma"
+    alone = "t" if c["WARPS"] == 8 and c["RESIDENT"] == 1 else ""
+    parts = [f"{c['ROW_TILES']}x{c['ROW_WARPS']}x{c['WARPS']}{alone}", c["CLUSTER"], c["DEPTH"]]
+    return ".".join(map(str, [*parts, c["COPIES"]] if c["COPIES"] else parts))
+
+
+def test_tiles_are_those_that_were_fastest() -> None:
+    """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
+    mean; a tenth of them by 4% and more. Where it was not measured others were."""
+    slower = []
+    for (name, m, n, k), times in measured():
+        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
+        if (us := times.get(tile_of(gemm))) is not None:
+            slower.append(us / min(times.values()))
+    assert len(slower) > 850
+    assert np.mean(slower) < 1.012
+    assert np.quantile(slower, 0.9) < 1.04
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "trellis3-32", "exl3-3-mcg"])
+def test_choices_are_launches_that_a_gpu_can_hold(name: str) -> None:
+    """No more rows than registers or the shared memory allow; the likeliest first."""
+    fmt = cq.formats.get(name).for_kernels
+    for m, (n, k), count in combinations((1, 8, 16), [(4096, 4096), (96, 64), (2560, 9728)], (1, 3)):
+        work = Work(fmt, m, n, k, count, plan.Gpu(90))
+        gemms = list(decode_timed.variants(work))
+        assert gemms[0] == plan.decode(fmt, m, n, k, count, plan.Gpu(90))
+        for gemm in gemms:
+            c = dict(gemm.plan.kernel.constants)
+            assert gemm.plan.shared <= plan.shared_limit(90, c["RESIDENT"])
+            assert gemm.plan.grid[0] * 16 * c["ROW_TILES"] * c["ROW_WARPS"] // c["CLUSTER"] >= n
+            assert c["CLUSTER"] < 4 or gemm.plan.grid[0] * count <= 112 * c["RESIDENT"]
+
+
+def test_blocks_alone_on_a_multiprocessor_need_its_registers() -> None:
+    """Of 8 warps, where 16 have too few, or of more than five row tiles: with less to do ptxas makes room
+    for two, and has each piece waited for. (That they need more than 128, tests/test_compile.py says.)"""
     seen = set()
-    names = ("q4_0", "q4_1", "q8_0", "kbit3", "q4_k")
-    rows = (192, 4096, 11008, 12288, 14336, 18944, 28672, 32000, 49152, 128_256)
-    for name, m, n, count in combinations(names, (1, 2, 4, 8), rows, (1, 128)):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, count, plan.Gpu(90))
+    for name, m, (n, k) in combinations(
+        ("q4_0", "q4_1", "nvfp4", "exl3-3-mcg", "q4_k", "q6_k", "kbit4", "trellis3-32"),
+        (1, 2, 4, 8),
+        OF_MODELS,
+    ):
+        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, k, 1, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
-        if c["ROW_TILES"] <= 4:
-            continue
-        block, share = c["ROW_TILES"] * c["ROW_WARPS"], ceil(n // 16 * count / plan.LARGE_GPU)
-        row_warps = 1 << (ceil(share / 4) - 1).bit_length()
-        rounds = ceil(gemm.plan.grid[0] * count / (plan.LARGE_GPU * c["RESIDENT"]))
-        busiest = rounds * c["RESIDENT"] * block / c["CLUSTER"]
-        usual = row_warps * ceil(share / row_warps)
-        assert busiest < usual or (busiest == usual and name == "kbit3" and share <= 7)
-        assert block <= n // 16
-        assert rounds == 1 or c["RESIDENT"] == 2
-        seen.add((name, m, n))
-    assert {("kbit3", 8, 14336), ("q4_0", 4, 14336), ("q4_0", 8, 28672), ("q4_k", 1, 18944)} <= seen
-    assert {("q4_0", 1, 18944), ("q4_1", 1, 28672)} <= seen  # by two small blocks
-    assert not {("q4_0", 1, 14336), ("q8_0", 8, 28672), ("kbit3", 4, 32000)} & seen
+        if (c["WARPS"], c["RESIDENT"]) == (8, 1):
+            seen.add(name)
+            least = {"q6_k": 5, "trellis3-32": 5, "kbit4": 6, "q4_k": 6}
+            assert c["ROW_TILES"] >= least.get(name, 7), (name, m, n, k)
+    assert {"kbit4", "q6_k", "trellis3-32"} <= seen
 
 
 def test_registers_of_two_blocks() -> None:
@@ -52,61 +104,38 @@ def test_registers_of_two_blocks() -> None:
             assert c.get("RESIDENT", 1) == 1 or c["ROW_TILES"] <= 4, (name, hit, n, k)
 
 
-def test_tall_tiles_of_q6_k() -> None:
-    seen = set()
-    for m, n, k, count in combinations((1, 2), (11008, 22016, 28672, 152_064), (2048, 4096), (1, 3)):
-        gemm = plan.decode(cq.formats.get("q6_k").for_kernels, m, n, k, count, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        if constants["RESIDENT"] == 2:
-            seen.add((constants["ROW_WARPS"] > 1, constants["ROW_TILES"] > 4))
-    assert seen == {(False, False), (False, True), (True, False)}
-
-
-def test_tall_tiles_are_one_large_block_or_two_small_ones() -> None:
-    """As they were measured: of seven row tiles a warp, how many blocks a multiprocessor has."""
-    for name, m, n, resident in (
-        ("q4_0", 1, 28672, 2),
-        ("q4_0", 2, 28672, 1),
-        ("q4_k", 1, 28672, 2),
-        ("q5_k", 1, 28672, 1),
-        ("kbit4", 1, 28672, 1),
-        ("mxfp4", 8, 14336, 1),
-    ):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        assert (constants["ROW_TILES"], constants["RESIDENT"]) == (7, resident), (name, m)
-    for name, count in combinations(("q4_0", "mxfp4", "q4_k"), (2, 3)):  # of stacks one large block
-        gemm = plan.decode(cq.formats.get(name).for_kernels, 1, 28672 // count, 4096, count, plan.Gpu(90))
-        constants = dict(gemm.plan.kernel.constants)
-        assert constants["ROW_TILES"] * constants["ROW_WARPS"] == 14, (name, count)
-
-
 def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
     """Of Llama, Qwen and Phi: the busiest has less than 1.2 times its fair share on average."""
-    square = [(5120, 5120), (6144, 4096), (3072, 3072), (10240, 8192)]
-    wide = [(12288, 4096), (11008, 4096), (9728, 2560), (13824, 5120), (17408, 5120), (18944, 3584)]
-    others = [(2560, 9728), (5120, 13824), (152_064, 3584)]
     busiest = []
-    for name, (n, k), m in combinations(
-        ("q4_0", "q8_0", "q4_k", "kbit4"), square + wide + others, (1, 2, 4, 8)
-    ):
+    for name, (n, k), m in combinations(("q4_0", "q8_0", "q4_k", "kbit4"), OF_MODELS, (1, 2, 4, 8)):
         fmt = cq.formats.get(name).for_kernels
-        if m >= wgmma_core.least_batch(fmt, n * k):
-            continue
+        if m >= wgmma_core.least_batch(fmt, n * k) or n * k < 1 << 24:
+            continue  # the other core, or launches that have half of the GPU each
         gemm = plan.decode(fmt, m, n, k, 1, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
-        rounds = ceil(gemm.plan.grid[0] / (plan.LARGE_GPU * c["RESIDENT"]))
-        row_tiles = rounds * c["RESIDENT"] * c["ROW_TILES"] * c["ROW_WARPS"] / c["CLUSTER"]
+        # Of more small blocks than run at once whoever is done has the next.
+        blocks, most = gemm.plan.grid[0] / plan.LARGE_GPU, c["RESIDENT"]
+        blocks = ceil(blocks) if blocks <= most else max(blocks, most)
+        row_tiles = blocks * c["ROW_TILES"] * c["ROW_WARPS"] / c["CLUSTER"]
         busiest.append(row_tiles * plan.LARGE_GPU / ceil(n / 16))
-    assert max(busiest) < 1.5
+    assert max(busiest) < 1.6
     assert sum(busiest) / len(busiest) < 1.2
+
+
+def test_small_blocks_never_ask_for_all_of_w_before_x() -> None:
+    """Half of a ring's slots, of which there are no more than a warp has steps."""
+    for name, m, (n, k) in combinations(("q4_0", "nvfp4", "q4_k"), (1, 2, 4), [(8192, 2048), (8960, 1536)]):
+        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, k, 1, plan.Gpu(90))
+        c = dict(gemm.plan.kernel.constants)
+        assert c["RESIDENT"] == 2
+        assert c["DEPTH"] <= ceil(k / 64 / (c["WARPS"] // c["ROW_WARPS"])) < 8
 
 
 def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
     for capability, m, shape, copies in (
         (90, 1, (14336, 4096), 64),
         (90, 8, (14336, 4096), 64),
-        (90, 8, (28672, 8192), 32),
+        (90, 8, (28672, 28672), 32),
         (90, 16, (14336, 4096), 32),
         (86, 1, (14336, 4096), 32),
     ):
@@ -115,11 +144,9 @@ def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
 
 
 def test_blocks_of_stacked_matrices_run_at_once() -> None:
-    """Of blocks that need a multiprocessor each one too many would take as long as all the others. Where a
-    block can have its share, that is: up to 56 row tiles, seven of eight warps."""
-    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
-        gemm = plan.decode(cq.formats.get("q4_0"), m, n, 4096, count, plan.Gpu(90))
+    """In tiles for which there are registers: of up to 12 row tiles for a multiprocessor."""
+    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 17)):
+        gemm = plan.decode(cq.formats.get("q4_0").for_kernels, m, n, 4096, count, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
-        share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
-        if share <= 56 and c["RESIDENT"] == 1:
-            assert gemm.plan.grid[0] * count <= plan.LARGE_GPU
+        if n // 16 * count / plan.LARGE_GPU <= 12:
+            assert gemm.plan.grid[0] * count <= plan.LARGE_GPU * c["RESIDENT"], (m, n, count)

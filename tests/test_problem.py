@@ -150,7 +150,7 @@ def test_activations_are_quantized_by_the_product_or_before_it() -> None:
     first = problem.quantized_first((2, 96), True)
     assert first == ((2, 96), (96,), "round_halves", False, False)
     assert problem.quantized_first((2, 96), False) == ((2, 96), (96,), "quantize_rows", True, False)
-    for m, k, converts in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 8192, False)):
+    for m, k, converts in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 32768, False)):
         x = problem.source((m, k), (2 * k, 2), True)._replace(converted=True)
         assert resolved(m, x).converts_x == converts, (m, k)
 
@@ -271,11 +271,11 @@ def test_a_single_row_has_no_stride() -> None:
 
 
 def test_vectors_are_planned_as_matrices_of_one_row() -> None:
-    out = problem.Output((1, 28672), (28672, 1), 0)
-    w = problem.Weight(cq.formats.get("q8_0"), (28672, 8192))
+    out = problem.Output((1, 8192), (8192, 1), 0)
+    w = problem.Weight(cq.formats.get("q8_0"), (8192, 28672))
     plans = {
-        problem.resolve(w, problem.Source((1, 8192), (row,), None, False), out, NOTHING, plan.Gpu(90)).plan
-        for row in (0, 8192)
+        problem.resolve(w, problem.Source((1, 28672), (row,), None, False), out, NOTHING, plan.Gpu(90)).plan
+        for row in (0, 28672)
     }
     assert len(plans) == 1
     assert plan.core_of(plans.pop().kernel) == "wgmma"

@@ -112,6 +112,42 @@ class Blocks(NamedTuple):
     """Row tiles, if all blocks have as many."""
 
 
+class Room(NamedTuple):
+    """What a block makes of its shared memory."""
+
+    depth: int
+    """Slots of a warp's ring."""
+    chunk: int
+    """Steps of 64 columns of x that are staged at a time."""
+    together: int
+    """Pieces of x that a thread asks for at once."""
+    shared: int
+    """Bytes beside a codebook's table."""
+
+
+def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) -> Room:
+    """What these blocks make of it, with so many warps along N and row tiles of each."""
+    warps, (row_warps, rows) = blocks.warps, tile
+    # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
+    slot, k_warps = warps * layout(work.fmt).slot(rows), warps // row_warps
+    turns = ceil(ceil(work.steps / blocks.cluster) / k_warps)
+    # Half of the slots are asked for before x, which comes behind them: of two blocks, to whose places the
+    # launch before holds on, never all that there is of W (8192 x 2048: 5.3 us in place of 4.5).
+    depth = max(2, min(8, blocks.ring // slot, turns if blocks.two else 8))
+    own = turns * k_warps
+    factors = whole_lines(rows * row_warps * layout(work.fmt).row) if in_half else 0
+    left = blocks.room - factors - depth * slot - work.batch * 16
+    chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
+    sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
+    ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
+    # With four pieces at once, tall tiles are compiled to wait for each; but 16 warps that look codes up have
+    # few registers, as have tall tiles of two blocks, and of one or two rows there are few pieces.
+    many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not work.fmt.lookup)
+    many = many and not (blocks.two and rows > 4)
+    together = 8 if many or blocks.tall else 4
+    return Room(depth, chunk, together, factors + max(ring_and_x, sums))
+
+
 def planned(
     work: Work,
     table: tuple[int, int],
@@ -122,41 +158,22 @@ def planned(
 ) -> Gemm:
     """The launch, with so many copies and bytes of a codebook's table; of these blocks, with these warps
     along N and row tiles of each."""
-    (copies, table_bytes), (fmt, m) = table, work[:2]
-    cluster, warps, tall = blocks.cluster, blocks.warps, blocks.tall
-    row_warps, rows = tile
-    # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot = warps * layout(fmt).slot(rows)
-    depth = max(2, min(8, blocks.ring // slot))
-    k_warps = warps // row_warps
-    own = ceil(ceil(work.steps / cluster) / k_warps) * k_warps
-    factors = whole_lines(rows * row_warps * layout(fmt).row) if in_half else 0
-    left = blocks.room - factors - depth * slot - work.batch * 16
-    chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
-    sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
-    ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
-    shared = table_bytes + factors + max(ring_and_x, sums)
+    (copies, table_bytes), (fmt, m), (row_warps, rows) = table, work[:2], tile
+    cluster, warps, room = blocks.cluster, blocks.warps, room_of(work, blocks, tile, in_half)
     constants = {"GROUPS": work.groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps}
-    constants |= {"DEPTH": depth, "CLUSTER": cluster}
-    constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not tall else 1}
-    # Pieces of x that a thread asks for at once. With four, tall tiles are compiled to wait for each; but 16
-    # warps that look codes up have few registers, as have tall tiles of two blocks, and of one or two rows
-    # there are few pieces.
-    many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not fmt.lookup)
-    many = many and not (blocks.two and rows > 4)
-    scarce = fmt.lookup and warps == 16 and cluster == 1
-    constants["TOGETHER"] = 8 if many or (tall and not scarce) else 4
+    constants |= {"DEPTH": room.depth, "CLUSTER": cluster}
+    constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not blocks.tall else 1}
+    constants |= {"TOGETHER": room.together}
     # x of weights with signs of columns is quantized before it takes them.
     if fmt.walks:
-        converts = converts and m == cluster == 1 and work.k <= min(_TURNED, chunk * TILE_COLUMNS)
+        converts = converts and m == cluster == 1 and work.k <= min(_TURNED, room.chunk * TILE_COLUMNS)
     else:
         converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
     constants |= {"CONVERTS": 1} if converts else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
-    return Gemm(
-        Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True), chunk=chunk, converts_x=converts
-    )
+    plan = Plan(kernel, grid, warps * WARP, table_bytes + room.shared, cluster, overlaps=True)
+    return Gemm(plan, chunk=room.chunk, converts_x=converts)
 
 
 def has_roomy_tables(work: Work) -> bool:
@@ -164,9 +181,9 @@ def has_roomy_tables(work: Work) -> bool:
     return work.groups == work.sides == 1 and shared_limit(work.gpu.capability) > _ROOMY
 
 
-def stages_all_x(work: Work, gemm: Gemm) -> bool:
+def stages_all_x(work: Work, chunk: int, cluster: int) -> bool:
     """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
-    return not work.fmt.lookup or gemm.chunk >= ceil(work.steps / gemm.plan.cluster)
+    return not work.fmt.lookup or chunk >= ceil(work.steps / cluster)
 
 
 def ring_bytes(capability: int) -> int:
@@ -218,7 +235,8 @@ def paired_rows(work: Work, row_warps: int) -> int:
     if several:
         many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
     if work.sides == 1:
-        return MOST_ROWS - many - scarce
+        many |= fmt.bits == 5 and fmt.lookup
+        return MOST_ROWS - many - (scarce or fmt.bits == 6)
     if fmt.bits == 3 and fmt.whole_matrices and not scarce:
         return 4
     many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)

@@ -64,14 +64,14 @@ def decode_grouped(
 
     if has_roomy_tables(work):
         gemm = launch(made(work, True)[0], True)
-        if stages_all_x(work, gemm):
+        if stages_all_x(work, gemm.chunk, gemm.plan.cluster):
             return gemm
     found = made(work)
     if sides == 1 or not fmt.lookup:
         return launch(found[0])
     most = 2 * _TWO_LAUNCHES * made(work._replace(sides=1))[0][0] + _LAUNCH_STEPS / work.steps
     gemms = (launch(each) for each in found if each[0] <= most)
-    return next((gemm for gemm in gemms if stages_all_x(work, gemm)), None)
+    return next((gemm for gemm in gemms if stages_all_x(work, gemm.chunk, gemm.plan.cluster)), None)
 
 
 def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blocks, tuple[int, int]]]:

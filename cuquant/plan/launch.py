@@ -25,6 +25,13 @@ class Gpu(NamedTuple):
     """What was measured on it, if anything was."""
 
 
+def places_of(gpu: Gpu, cluster: int = 1) -> int:
+    """Clusters of so many blocks that run at once, a block on a multiprocessor: of four blocks an H200 has
+    room for 28, as parts of the GPU have 16 or 18 multiprocessors."""
+    blocks = min(gpu.multiprocessors, LARGE_GPU)
+    return blocks * 112 // (LARGE_GPU * cluster) if cluster == 4 else blocks // cluster
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One compiled entry point: kernels/ops/`op`.cu, for a format, under constants.

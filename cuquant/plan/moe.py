@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
 from .decode_grouped import decode_grouped
-from .launch import WARP, Gpu, Kernel, Plan
+from .launch import WARP, Gpu, Kernel, Plan, places_of
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 from .wgmma_core import (
@@ -26,7 +26,6 @@ from .wgmma_core import (
     leave_us,
     most_shared,
     narrow,
-    places_of,
     sum_bytes,
     tile_us,
     wgmma_grouped,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -61,6 +62,7 @@ class Layout:
         return Planes(*starts), end
 
 
+@lru_cache(maxsize=256)
 def layout(fmt: Format) -> Layout:
     """Planes of a format's fragment layout, as kernels/core/tile.cuh has them.
 

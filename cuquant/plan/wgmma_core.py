@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
-from .launch import LARGE_GPU, WARP, Gpu, Plan, shared_limit
+from .launch import LARGE_GPU, WARP, Gpu, Plan, places_of, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 
 
@@ -135,7 +135,10 @@ ROOMY_BATCH = 64
 BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
-"""Weights of 8 bits from which on the core is the faster one of five batch rows, and of any. Measured."""
+"""Weights of 8 bits from which on it may be so with five batch rows, and with any. Measured."""
+_FEW_ROWS = 0.82
+"""Part of what is predicted that up to 8 batch rows of weights of 8 bits take, if the decode core's times for
+these are right, which are 5 to 10% too low."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
@@ -299,13 +302,6 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gem
     return replace(gemm, box=box, box_steps=tile.width)
 
 
-def places_of(gpu: Gpu, cluster: int = 1) -> int:
-    """Clusters of so many blocks that run at once, a block on a multiprocessor: of four blocks an H200 has
-    room for 28, as parts of the GPU have 16 or 18 multiprocessors."""
-    blocks = min(gpu.multiprocessors, LARGE_GPU)
-    return blocks * 112 // (LARGE_GPU * cluster) if cluster == 4 else blocks // cluster
-
-
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
@@ -376,15 +372,15 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
 
 
 def least_batch(fmt: Format, numbers: int) -> int:
-    """Batch rows from which on the wgmma core is faster than the decode core, of so many weights.
-
-    Codes of 8 bits are so many bytes that how they are read decides, and this core's blocks share tiles:
-    q8_0 at 28672 x 8192 takes an H200 61.5 us in place of 67.2 with two rows, 61.9 in place of 70.6 with six;
-    at 14336 x 4096 17.3 in place of 17.8 with six, but 17.1 in place of 16.3 with two.
-    """
+    """Batch rows from which on this core may be faster than the decode core, of so many weights."""
     if fmt.bits < 8 or fmt.walks or numbers < _LARGE:
         return WGMMA_BATCH
     return 5 if numbers < _VERY_LARGE else 1
+
+
+def few_rows_us(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> float:
+    """What up to 8 batch rows should take."""
+    return _FEW_ROWS * min(choices(fmt, m, n, k, matrices, gpu)).us
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
