@@ -75,6 +75,10 @@ BY_ERF = 16
 """The same of the largest gated tile of experts where results go through gelu by erf, and nowhere else."""
 
 
+ALONE = {("CORE", 0), ("GROUPS", 1), ("WARPS", 8), ("RESIDENT", 1)}
+"""Blocks of the decode core that have all of a multiprocessor's registers, of which they must need half."""
+
+
 def check(todo: list[plan.Kernel], arch: str) -> None:
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the lock; CI has two cores
         reports = list(pool.map(lambda kernel: nvrtc.compile(kernel, arch), todo))
@@ -88,6 +92,8 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         assert max(report.stack, report.spills) <= spilled, f"{kernel} on {arch}: {report}"
         if ("BOXES", 1) in constants and kernel.entry == "attention":
             assert report.registers == 96, "as many as its warpgroups share out (kernels/ops/attention.cu)"
+        if set(kernel.constants) >= ALONE and "GATED" not in dict(kernel.constants):
+            assert report.registers > 128, f"{kernel}: compiled to wait (cuquant/plan/decode_timed.py)"
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 

@@ -66,8 +66,10 @@ these 0.0011 is added for minimums or zero points, 0.0034 where scales are produ
 0.002 for a scale for every 16 weights."""
 _SMALL_TABLE = 1.13
 """How many times as long lookups take where a table of 64 KB has no room."""
-_IDLE = 0.53
+_IDLE = 0.8
 """How much steps count that some warps have and others do not, as K is no multiple of theirs."""
+_SCARCE, _SCARCE_ROWS = 1.03, 5
+"""How many times as long tiles of so many rows and more take 16 warps, which have few registers for them."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
 _QUARTERS, _FEW_TILES = 64, 2
@@ -133,7 +135,8 @@ def _splits(work: Work, cluster: int) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
     if work.steps < cluster * _LEAST_STEPS or not places_of(work.gpu, cluster):
         return work.groups == 2
-    return cluster == 2 or (work.steps >= _QUARTERS and work.share(1) <= _FEW_TILES)
+    few = work.steps >= _QUARTERS and work.share(1) <= _FEW_TILES and not work.fmt.walks
+    return cluster == 2 or few
 
 
 def _made(work: Work, blocks: Blocks, tile: tuple[int, int]) -> int:
@@ -216,6 +219,7 @@ def _us(work: Work, table: int, blocks: Blocks, tile: tuple[int, int], room: Roo
     all_steps = work.row_tiles * work.steps * work.matrices * work.batch_tiles
     read = work.step_bytes * max(all_steps / _BYTES_PER_US, own / _OWN_BYTES_PER_US)
     main = (instructions**_SHARPNESS + waits**_SHARPNESS + read**_SHARPNESS) ** (1 / _SHARPNESS)
+    main *= _SCARCE if blocks.warps == 16 and rows >= _SCARCE_ROWS else 1
     # x: what a block gets, how often its threads ask for that, and how often it stages it.
     staged = min(room.chunk, steps)
     asks = ceil(work.batch * staged * 8 / (blocks.warps * WARP * room.together))
