@@ -56,8 +56,8 @@ _SMOOTH = 0.59
 multiprocessor, as whoever is done takes the next one."""
 _X_BYTES_PER_US, _ASK_US, _CHUNK_US = 106e3, 0.28, 1.22
 """How fast a block gets x; what it takes to ask again; and to stage another chunk of columns."""
-_RESULT_US = 0.0273
-"""Of two batch rows' results of a row tile."""
+_RESULT_US, _SUM_US = 0.0273, 0.001
+"""Of two batch rows' results of a row tile; and of the sums that a warp has of them."""
 _LOOKUPS = {2: 0.0119, 3: 0.0139, 4: 0.0126, 5: 0.016}
 _INTEGERS = {2: 0.014, 3: 0.0132, 4: 0.0099, 5: 0.0118, 6: 0.0127, 8: 0.004}
 _E2M1, _WALKS = 0.012, 0.0327
@@ -68,8 +68,9 @@ _SMALL_TABLE = 1.13
 """How many times as long lookups take where a table of 64 KB has no room."""
 _IDLE = 0.8
 """How much steps count that some warps have and others do not, as K is no multiple of theirs."""
-_SCARCE, _SCARCE_ROWS = 1.03, 5
-"""How many times as long tiles of so many rows and more take 16 warps, which have few registers for them."""
+_SCARCE, _SCARCE_ROWS, _FEW_WARPS, _FEW_BATCH = 1.03, 5, 1.03, 4
+"""How many times as long tiles of so many rows and more take 16 warps, which have few registers for them; and
+as what is predicted it takes 8 warps alone on a multiprocessor, of more than so many batch rows."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
 _QUARTERS, _FEW_TILES = 64, 2
@@ -228,4 +229,7 @@ def _us(work: Work, table: int, blocks: Blocks, tile: tuple[int, int], room: Roo
     beside = made <= places * (1 + two) // 2
     start = _BESIDE_US if beside else _START_US[two] + _TABLE_US * table / (64 << 10)
     start += (rounds - 1) * _AGAIN_US[two] + (_CLUSTER_US if cluster > 1 else 0)
-    return start + main + x + busiest * rows * ceil(work.batch / 2) * _RESULT_US
+    pairs = ceil(work.batch / 2)
+    end = rows * pairs * (busiest * _RESULT_US + blocks.warps * _SUM_US)
+    us = start + main + x + end
+    return us * _FEW_WARPS if blocks.tall and work.m > _FEW_BATCH else us
