@@ -41,7 +41,7 @@ def kernels(arch: str, *multiprocessors: int) -> list[plan.Kernel]:
     """Every kernel that a plan asks for on an architecture, one of those that share a module; on GPUs with so
     many multiprocessors, by default an H200's.
 
-    Of those that differ in the slots of decode's rings alone, which no instruction depends on, one too.
+    Of those that differ in the slots of decode's rings alone, which registers hardly depend on, one too.
     """
     capability = int("".join(c for c in arch if c.isdigit()))
     gpus = [plan.Gpu(capability, count) for count in (multiprocessors or [plan.LARGE_GPU])]
@@ -110,25 +110,28 @@ has at once, whether a pair of blocks shares x. With most of the latter two it t
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
     tiles that differ in what matters little, or in how many warps there are along N, or blocks of a split, if
-    several. Of a product's tile that many formats have every third one's (under `compile_all` all)."""
+    several; of those alone on a multiprocessor one of each height. Of a product's tile that many formats have
+    every third one's, of the decode core, which has many tiles, every fifth (under `compile_all` all)."""
     chosen: dict[tuple[Any, ...], plan.Kernel] = {}
     for kernel in sorted(todo, key=lambda kernel: [dict(kernel.constants).get(c, 0) for c in SLIGHT[-2:]]):
         c: dict[str, Any] = dict(kernel.constants)
         size = c.get("BLOCK_BYTES")
         alike = kernel.format in ALIKE or (kernel.format, size) in ALIKE_BLOCKS
         tile = {name: n for name, n in c.items() if name not in SLIGHT}
-        tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT") if name in c}
-        own = (c.get("CORE"), c.get("ROW_FACTORS")) if alike else tuple(tile.items())
+        tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT", "CLUSTER") if name in c}
+        alone = (c["ROW_TILES"],) if set(kernel.constants) >= ALONE else ()
+        own = (c.get("CORE"), c.get("ROW_FACTORS"), *alone) if alike else tuple(tile.items())
         chosen[kernel.op, kernel.entry, kernel.format, size, own] = kernel
     found, tiles = [], dict[tuple[Any, ...], list[plan.Kernel]]()
     for (op, _, _, _, own), kernel in sorted(chosen.items(), key=str):
-        if op == "gemm" and len(own) > 2:
+        if op == "gemm" and len(own) > 3:
             shape = tuple(item for item in own if item[0] not in ("BLOCK_BYTES", "COPIES", "ROW_FACTORS"))
             tiles.setdefault(shape, []).append(kernel)
         else:
             found.append(kernel)
     for turn, of_formats in enumerate(tiles.values()):
-        found += of_formats[turn % 3 :: 3] or of_formats[:1]
+        every = 5 if ("CORE", 0) in of_formats[0].constants else 3
+        found += of_formats[turn % every :: every] or of_formats[:1]
     return found
 
 

@@ -181,8 +181,8 @@ def test_large_shapes_on_sampled_columns(name: str) -> None:
     """Long rows of W and many of them, at many batch sizes, 64 random columns in float64."""
     cupy = device.cupy()
     for n, k, batches in (
-        (256, 28672, (1, 7, 16, 100)),  # 7: pairs of blocks of the decode core split K
-        (25600, 256, (2, 5, 9, 16)),  # up to seven row tiles of a warp
+        (256, 28672, (1, 7, 16, 100)),  # 7: blocks of the decode core split K
+        (25600, 256, (2, 5, 9, 16)),  # few columns: small blocks of a few row tiles
         (14336, 1024, (1, 4, 7, 16, 33, 256, 1000)),
         (4096, 4096, (4096,)),
     ):

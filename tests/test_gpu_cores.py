@@ -42,6 +42,8 @@ MANY_ROWS = (
     (18_944, 64),
     (28_672, 192),
     (2560, 9728),
+    (520, 6144),
+    (5128, 8192),
 )
 
 
@@ -49,7 +51,7 @@ MANY_ROWS = (
     "name", ["q4_0", "q4_1", "q5_1", "q8_0", "q3_k", "q4_k", "q6_k", "kbit2", "kbit3", "kbit5", "nvfp4"]
 )
 def test_the_decode_core_with_as_many_rows_as_models_have(name: str) -> None:
-    """Tall tiles of one block or of two small ones, and pairs of blocks that split K, with rows left over."""
+    """Tall tiles of one block or of two small ones, two or four blocks that split K, with rows left over."""
     cupy = device.cupy()
     for n, k in MANY_ROWS:
         k = -(-k // 256) * 256
@@ -180,9 +182,12 @@ def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m:
         pytest.skip("wgmma is sm_90a's")
     monkeypatch.setattr(wgmma_core, "_LARGE", 0)
     monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
+    monkeypatch.setattr(wgmma_core, "_FEW_ROWS", 0.0)
     plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape
+        gemm = plan.gemm(cq.formats.get("q8_0"), m, n, k, int(np.prod(lead)), True, jit.gpu())
+        assert plan.core_of(gemm.plan.kernel) == "wgmma"
         w, x = cuda_weight("q8_0", shape), cupy.asarray(gauss((*lead, m, k), 2))
         bias, residual = cupy.asarray(gauss((n,), 3)), cupy.asarray(gauss((*lead, m, n), 4))
         for a in (x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), cq.quantize(x, "q8_1")):

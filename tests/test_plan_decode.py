@@ -12,7 +12,7 @@ import pytest
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.plan import decode_timed, wgmma_core
+from cuquant.plan import decode_timed
 from cuquant.plan.decode_core import Work
 from cuquant.plan.decode_grouped import decode_grouped
 
@@ -45,14 +45,15 @@ def tile_of(gemm: plan.Gemm) -> str:
 def test_tiles_are_those_that_were_fastest() -> None:
     """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
     mean; a tenth of them by 4% and more. Where it was not measured others were."""
-    slower = []
+    slower, unknown = [], 0
     for (name, m, n, k), times in measured():
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
-        if (us := times.get(tile_of(gemm))) is not None:
-            slower.append(us / min(times.values()))
-    assert len(slower) > 850
-    assert np.mean(slower) < 1.012
-    assert np.quantile(slower, 0.9) < 1.04
+        known = tile_of(gemm) in times
+        unknown += not known
+        slower.append((times[tile_of(gemm)] if known else max(times.values())) / min(times.values()))
+    assert unknown < 80
+    assert np.mean(slower) < 1.02
+    assert np.quantile(slower, 0.9) < 1.06
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "trellis3-32", "exl3-3-mcg"])
@@ -109,9 +110,9 @@ def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
     busiest = []
     for name, (n, k), m in combinations(("q4_0", "q8_0", "q4_k", "kbit4"), OF_MODELS, (1, 2, 4, 8)):
         fmt = cq.formats.get(name).for_kernels
-        if m >= wgmma_core.least_batch(fmt, n * k) or n * k < 1 << 24:
-            continue  # the other core, or launches that have half of the GPU each
-        gemm = plan.decode(fmt, m, n, k, 1, plan.Gpu(90))
+        gemm = plan.gemm(fmt, m, n, k, 1, True, plan.Gpu(90))
+        if plan.core_of(gemm.plan.kernel) == "wgmma" or n * k < 1 << 24:
+            continue  # of the latter launches have half of the GPU each
         c = dict(gemm.plan.kernel.constants)
         # Of more small blocks than run at once whoever is done has the next.
         blocks, most = gemm.plan.grid[0] / plan.LARGE_GPU, c["RESIDENT"]
@@ -128,7 +129,9 @@ def test_small_blocks_never_ask_for_all_of_w_before_x() -> None:
         gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, k, 1, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
         assert c["RESIDENT"] == 2
-        assert c["DEPTH"] <= ceil(k / 64 / (c["WARPS"] // c["ROW_WARPS"])) < 8
+        turns = ceil(k / 64 / (c["WARPS"] // c["ROW_WARPS"]))
+        assert (c["DEPTH"] + 1) // 2 < turns  # AHEAD of kernels/core/decode.cuh
+        assert c["DEPTH"] <= turns < 8
 
 
 def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
@@ -145,7 +148,7 @@ def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
 
 def test_blocks_of_stacked_matrices_run_at_once() -> None:
     """In tiles for which there are registers: of up to 12 row tiles for a multiprocessor."""
-    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 17)):
+    for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 9)):
         gemm = plan.decode(cq.formats.get("q4_0").for_kernels, m, n, 4096, count, plan.Gpu(90))
         c = dict(gemm.plan.kernel.constants)
         if n // 16 * count / plan.LARGE_GPU <= 12:

@@ -173,7 +173,7 @@ def tuned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 40])
 @pytest.mark.parametrize("name", ["q4_0", "q8_0", "kbit4", "q4_k", "trellis3"])
 def test_every_candidate_is_right(name: str, m: int) -> None:
-    cupy, (n, k) = device.cupy(), (520, 1280)
+    cupy, (n, k) = device.cupy(), (520, 4096)
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     out, reference = cupy.empty((m, n), np.float16), testing.linear(x, w)
     gpu, given = jit.gpu()._replace(tuned=None), problem(name, m, n, k)

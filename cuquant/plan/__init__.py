@@ -31,7 +31,7 @@ from .decode_plain import decode
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
-from .wgmma_core import FLAGS, few_rows_us, least_batch, wgmma
+from .wgmma_core import FLAGS, few_rows, least_batch, wgmma
 
 __all__ = [
     "DECODE_BATCH",
@@ -112,10 +112,11 @@ def gemm(
 
 def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, converted: bool) -> Gemm:
     """Up to 8 rows times large weights of 8 bits, on sm_90. These are so many bytes that how they are read
-    decides, and the wgmma core's blocks share tiles: q8_0 at 28672 x 8192 takes an H200 61 us in place of 67
-    with one row, 62 in place of 71 with six."""
-    us, gemm = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, converted)
-    return gemm if us < few_rows_us(fmt, m, n, k, matrices, gpu) else wgmma(fmt, m, n, k, matrices, gpu)
+    decides, and the wgmma core's blocks share tiles: q8_0 at 28672 x 8192 takes an H200 61 us in place of 64
+    with four rows, but at 4096 x 11008 23 in place of 15 with eight."""
+    own = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, converted)
+    other = few_rows(fmt, m, n, k, matrices, gpu)
+    return min(own, other, key=lambda each: each[0])[1]
 
 
 def matrix_kernels(fmt: Format) -> set[Kernel]:

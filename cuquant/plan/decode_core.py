@@ -1,5 +1,5 @@
-"""The decode core: what a launch for small batches is made of. Which one is taken, decode_plain.py and
-decode_grouped.py say."""
+"""The decode core: what a launch for small batches is made of. Which one is taken, decode_plain.py,
+decode_timed.py (on sm_90) and decode_grouped.py say."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Blocks(NamedTuple):
     ring: int
     """Bytes of its warps' rings together."""
     tall: bool = False
-    """Whether a multiprocessor has one, though of 8 warps, or warps with up to seven row tiles."""
+    """Whether a multiprocessor has one, though of 8 warps: of up to seven row tiles, and many registers."""
     share: int = 0
     """Row tiles, if all blocks have as many."""
 
@@ -132,8 +132,9 @@ def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) ->
     slot, k_warps = warps * layout(work.fmt).slot(rows), warps // row_warps
     turns = ceil(ceil(work.steps / blocks.cluster) / k_warps)
     # Half of the slots are asked for before x, which comes behind them: of two blocks, to whose places the
-    # launch before holds on, never all that there is of W (8192 x 2048: 5.3 us in place of 4.5).
-    depth = max(2, min(8, blocks.ring // slot, turns if blocks.two else 8))
+    # launch before holds on, not all that there is of W (8192 x 2048 took an H200 5.3 us in place of 4.5).
+    behind = blocks.two and work.sides == 1 and work.gpu.capability == 90
+    depth = max(2, min(8, blocks.ring // slot, turns if behind else 8))
     own = turns * k_warps
     factors = whole_lines(rows * row_warps * layout(work.fmt).row) if in_half else 0
     left = blocks.room - factors - depth * slot - work.batch * 16

@@ -1,8 +1,9 @@
 """The decode core's ordinary products on sm_90: tiles by a model of measured times.
 
-It was fitted to 13,000 times on an H200: 29 formats, 1 to 8 rows, up to 35 shapes of W of many models, up to
-20 tiles for each product. What it takes was 1% slower than the best of them in the mean. Times are
-microseconds, of launches in a row, each of which starts while the one before it ends.
+It was fitted to 19,000 times on an H200: 29 formats, 1 to 8 rows, up to 35 shapes of W of many models, up to
+20 tiles for each product. What it takes was 0.7% slower than the best of them in the mean. Times are
+microseconds, of launches in a row, each of which starts while the one before it ends. Other GPUs of sm_90
+have other memory and clocks: their tiles go by an H200's times and their own number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ _IDLE = 0.8
 _SCARCE, _SCARCE_ROWS, _FEW_WARPS, _FEW_BATCH = 1.03, 5, 1.03, 4
 """How many times as long tiles of so many rows and more take 16 warps, which have few registers for them; and
 as what is predicted it takes 8 warps alone on a multiprocessor, of more than so many batch rows."""
+_TURN_US = 0.6
+"""Of a kernel before that turns a row for walks, where blocks do not turn it themselves."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
-_QUARTERS, _FEW_TILES = 64, 2
+_FOUR_STEPS, _FOUR_TILES = 64, 2
 """The same of clusters of four, together; and row tiles of a multiprocessor up to which there are such."""
 
 
@@ -88,13 +91,19 @@ class Choice(NamedTuple):
 
 def fastest(work: Work, in_half: bool, converted: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
-    best = _best(work)
+    best = _best(work._replace(gpu=work.gpu._replace(tuned=None)), converted and work.fmt.walks)
     return best.us, _launch(work, best, in_half, converted)
 
 
 @lru_cache(maxsize=4096)
-def _best(work: Work) -> Choice:
-    return min(choices(work))
+def _best(work: Work, turned: bool) -> Choice:
+    """The same for weights of any size, with activations that are to be turned, or not."""
+
+    def us(choice: Choice) -> float:
+        itself = turned and _launch(work, choice, True, True).converts_x
+        return choice.us + (_TURN_US if turned and not itself else 0)
+
+    return min(choices(work), key=us)
 
 
 def variants(work: Work) -> Iterator[Gemm]:
@@ -117,8 +126,10 @@ def choices(work: Work) -> Iterator[Choice]:
             continue
         if cluster > 1 and not _splits(work, cluster):
             continue
-        for roomy in (True, False) if work.fmt.lookup and has_roomy_tables(work) else (False,):
-            table = table_of(work.fmt, work.gpu.capability, roomy)[1]
+        tables = {table_of(work.fmt, 90)[1]: False}  # bytes, and whether it is the large one
+        if has_roomy_tables(work):
+            tables = {table_of(work.fmt, 90, True)[1]: True} | tables
+        for table, roomy in tables.items():
             usual = sized(work, table, cluster, two, long=two and work.share(cluster) > 8)
             tall = usual._replace(warps=8, tall=True)
             for blocks in (usual,) if two or work.groups == 2 else (usual, tall):
@@ -126,7 +137,7 @@ def choices(work: Work) -> Iterator[Choice]:
                     if not _has_registers(work, blocks, tile) or not _run_together(work, blocks, tile):
                         continue
                     room = room_of(work, blocks, tile, True)
-                    if room.shared + table > shared_limit(work.gpu.capability, 1 + two):
+                    if room.shared + table > shared_limit(90, 1 + two):
                         continue
                     if stages_all_x(work, room.chunk, cluster) or not roomy:
                         yield Choice(_us(work, table, blocks, tile, room), roomy, blocks, tile)
@@ -136,7 +147,7 @@ def _splits(work: Work, cluster: int) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
     if work.steps < cluster * _LEAST_STEPS or not places_of(work.gpu, cluster):
         return work.groups == 2
-    few = work.steps >= _QUARTERS and work.share(1) <= _FEW_TILES and not work.fmt.walks
+    few = work.steps >= _FOUR_STEPS and work.share(1) <= _FOUR_TILES and not work.fmt.walks
     return cluster == 2 or few
 
 
@@ -154,7 +165,7 @@ def _run_together(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
 
 def _places(work: Work, blocks: Blocks) -> int:
     """Blocks that run at once, one on a multiprocessor."""
-    return places_of(work.gpu, blocks.cluster) * blocks.cluster
+    return max(1, places_of(work.gpu, blocks.cluster)) * blocks.cluster
 
 
 def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:

@@ -23,7 +23,7 @@ MOST = 8
 _LEAST_BATCH = 5
 """Batch rows from which on other cores than decode are candidates: for fewer they are the faster one for very
 large weights alone, which plans know."""
-_VERSION = 2
+_VERSION = 3
 
 Mark = tuple[tuple[tuple[str, int], ...], bool]
 """The constants of a kernel, and whether blocks share out the last tiles."""

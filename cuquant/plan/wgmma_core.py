@@ -378,9 +378,10 @@ def least_batch(fmt: Format, numbers: int) -> int:
     return 5 if numbers < _VERY_LARGE else 1
 
 
-def few_rows_us(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> float:
-    """What up to 8 batch rows should take."""
-    return _FEW_ROWS * min(choices(fmt, m, n, k, matrices, gpu)).us
+def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
+    """What should be fastest of up to 8 batch rows, and what it takes."""
+    best = min(choices(fmt, m, n, k, matrices, gpu))
+    return _FEW_ROWS * best.us, _chosen(fmt, m, gpu, best)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
