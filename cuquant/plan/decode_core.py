@@ -207,15 +207,6 @@ def sized(work: Work, table: int, cluster: int, two: bool, long: bool = False) -
     return Blocks(cluster, two, warps, room, ring)
 
 
-def blocks_along_k(work: Work) -> int:
-    """Blocks that have to split K, for want of room beside a ring or of registers."""
-    if work.gpu.capability != 90:
-        return 1
-    table = table_of(work.fmt, 90, sides=work.sides)[1]
-    least = work.batch * work.k * 2 + (40 << 10 if work.fmt.lookup else 0)
-    return 2 if work.groups == 2 or least > shared_limit(90) - table - ring_bytes(90) else 1
-
-
 def most_rows(work: Work) -> int:
     """Row tiles of a warp for which there are registers everywhere."""
     fmt = work.fmt

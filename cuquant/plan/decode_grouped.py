@@ -17,7 +17,6 @@ from .decode_core import (
     MOST_ROWS,
     Blocks,
     Work,
-    blocks_along_k,
     has_roomy_tables,
     most_rows,
     paired_rows,
@@ -76,7 +75,7 @@ def decode_grouped(
 
 def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blocks, tuple[int, int]]]:
     """Ways to lay out blocks, with what they take."""
-    cluster, small = blocks_along_k(work), _small(work)
+    cluster, small = _blocks_along_k(work), _small(work)
     lone = work.groups == 1 and work.gpu.capability == 90 and not small  # one block of 8 warps, too
     for two, tall in ((True, False),) if small else ((False, False), (False, True))[: 1 + lone]:
         blocks = sized(work, table, cluster, two, long=two and work.m > 4)
@@ -90,6 +89,15 @@ def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blo
                 yield _cost(work, blocks, tile, hit), blocks, tile
 
 
+def _blocks_along_k(work: Work) -> int:
+    """Blocks that have to split K, for want of room beside a ring or of registers."""
+    if work.gpu.capability != 90:
+        return 1
+    table = table_of(work.fmt, 90, sides=work.sides)[1]
+    least = work.batch * work.k * 2 + (40 << 10 if work.fmt.lookup else 0)
+    return 2 if work.groups == 2 or least > shared_limit(90) - table - ring_bytes(90) else 1
+
+
 def _small(work: Work) -> bool:
     """Whether a multiprocessor has two blocks, which hide each other's start and end: of two sides, where
     both can stage a quarter of x at a time."""
@@ -97,7 +105,7 @@ def _small(work: Work) -> bool:
         return False
     table = table_of(work.fmt, work.gpu.capability, sides=work.sides)[1]
     left = shared_limit(work.gpu.capability, 2) - table - (36 << 10)
-    return work.m <= 4 or left > work.x_bytes(blocks_along_k(work)) // 4
+    return work.m <= 4 or left > work.x_bytes(_blocks_along_k(work)) // 4
 
 
 def _fits(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
