@@ -9,7 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import Core, Gemm, gemm_kernel, table_of
+from .cores import Core, Gemm, gemm_kernel
 from .launch import WARP, Gpu, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, whole_lines
 
