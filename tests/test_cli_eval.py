@@ -208,6 +208,10 @@ def folder(tmp_path: Path) -> Path:
     ("arguments", "problem"),
     [
         ("none.gguf --text TEXT", "No such file or directory: '.*none.gguf'"),
+        (
+            "--formats q4_0 kbit4 NANO --text TEXT",
+            "No such file or directory: 'kbit4'; formats are separated by commas: --formats q4_0,q8_0",
+        ),
         (". --text TEXT", "is a folder, not a file"),
         ("short.txt --text TEXT", r"short\.txt: not a GGUF file: it starts with b'too '"),
         ("magic.gguf --text TEXT", "not a GGUF file: it starts with b'GGML'"),

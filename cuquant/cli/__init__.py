@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Wrong usage exits with 2.
     """
-    arguments = _parsed(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    arguments = _parsed(given)
     arguments.before = stamp(replaced(arguments))
     warnings.showwarning = _show_warning
     for stream in (sys.stdout, sys.stderr):
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cuquant: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 1
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
-        print(f"cuquant: error: {error}", file=sys.stderr)
+        absent = [str(error.filename)] if isinstance(error, FileNotFoundError) else []
+        print(f"cuquant: error: {error}{of_spaced_formats(given, absent)}", file=sys.stderr)
         return 1
     return 0
 

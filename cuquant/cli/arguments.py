@@ -69,7 +69,7 @@ def file_format_list(text: str) -> list[str]:
 
 
 def of_spaced_formats(given: Sequence[str], rest: Sequence[str]) -> str:
-    """A hint where a word that no argument takes is a format behind those of --formats."""
+    """A hint where a word that no argument takes, or no file is called, is a format behind --formats'."""
     for at, word in enumerate(given):
         option, _, value = word.partition("=")
         behind = given[at + (1 if value else 2) :]
