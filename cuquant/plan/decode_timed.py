@@ -133,7 +133,8 @@ def choices(work: Work) -> Iterator[Choice]:
             usual = sized(work, table, cluster, two, long=two and work.share(cluster) > 8)
             tall = usual._replace(warps=8, tall=True)
             for blocks in (usual,) if two or work.groups == 2 else (usual, tall):
-                for tile in row_tiles(1, 2 if two else blocks.warps // 2, MOST_ROWS):
+                most = 2 if two else blocks.warps if work.m > 2 else blocks.warps // 2
+                for tile in row_tiles(1, most, MOST_ROWS):
                     if not _has_registers(work, blocks, tile) or not _run_together(work, blocks, tile):
                         continue
                     room = room_of(work, blocks, tile, True)
