@@ -11,13 +11,10 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel
 from .launch import WARP, Gpu, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, whole_lines
+from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 
 MOST_ROWS = 7
 """Row tiles of a warp, at most."""
-_ROUNDS = 0.7
-"""How much whole rounds of blocks count on sm_90, in place of what the busiest multiprocessor has to do.
-Measured on an H200."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
 _QUANTIZED = 6 << 10
@@ -92,6 +89,19 @@ class Work(NamedTuple):
         if places:
             return ceil(self.row_tiles / places)
         return ceil(self.row_tiles * self.matrices * cluster / self.gpu.multiprocessors)
+
+
+class Hits(NamedTuple):
+    """Matrices of a grouped product that have rows of x, as expected; only the GPU knows them."""
+
+    rows: float
+    """Of x, that each has."""
+    numbers: tuple[tuple[int, float], ...]
+    """How many there may be, with probabilities."""
+
+    @property
+    def mean(self) -> float:
+        return sum(count * likely for count, likely in self.numbers)
 
 
 class Blocks(NamedTuple):
@@ -172,8 +182,12 @@ def planned(
         converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
     constants |= {"CONVERTS": 1} if converts else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
+    # Blocks that start while the launch before still runs go where there is room first: two of them to one
+    # multiprocessor, and none to another, up to 70% more time. So no second one may fit.
+    shared = table_bytes + room.shared
+    shared = max(shared, shared_limit(work.gpu.capability, 2) + 128) if blocks.tall else shared
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
-    plan = Plan(kernel, grid, warps * WARP, table_bytes + room.shared, cluster, overlaps=True)
+    plan = Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True)
     return Gemm(plan, chunk=room.chunk, converts_x=converts)
 
 
@@ -215,34 +229,12 @@ def most_rows(work: Work) -> int:
     return 4 if work.groups == 1 or has_minimum(fmt) else 7
 
 
-def paired_rows(work: Work, row_warps: int) -> int:
-    """The same if two blocks of 8 warps share a multiprocessor of sm_90, with so many warps along N."""
-    fmt, several = work.fmt, row_warps > 1
-    if fmt.bits == 2 and fmt.whole_matrices:
-        return 5
-    if several and fmt.bits == 6:
-        return 4
-    scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
-    many = fmt.bits == 6 or fmt.whole_matrices or scarce
-    if several:
-        many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
-    if work.sides == 1:
-        many |= fmt.bits == 5 and fmt.lookup
-        return MOST_ROWS - many - (scarce or fmt.bits == 6)
-    if fmt.bits == 3 and fmt.whole_matrices and not scarce:
-        return 4
-    many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
-    return MOST_ROWS - many
-
-
 def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
     """Warps along N and row tiles of each, within limits."""
     return product((w for w in (1, 2, 4, 8, 16) if least <= w <= most_warps), range(1, most + 1))
 
 
-def rounds_of(gpu: Gpu, blocks: int, resident: int) -> tuple[int, float]:
+def rounds_of(gpu: Gpu, blocks: int, resident: int) -> tuple[int, int]:
     """Rounds of so many blocks, of which a multiprocessor has `resident` at a time, and how many blocks the
-    busiest one has, by what they take: one alone takes more than half as long as two beside each other."""
-    rounds, most = ceil(blocks / (gpu.multiprocessors * resident)), ceil(blocks / gpu.multiprocessors)
-    weight = _ROUNDS if gpu.capability == 90 else 0
-    return rounds, weight * rounds * resident + (1 - weight) * most
+    busiest one has."""
+    return ceil(blocks / (gpu.multiprocessors * resident)), ceil(blocks / gpu.multiprocessors)

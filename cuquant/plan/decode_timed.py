@@ -1,9 +1,9 @@
-"""The decode core's ordinary products on sm_90: tiles by a model of measured times.
+"""The decode core's products on sm_90: tiles by a model of measured times.
 
-It was fitted to 19,000 times on an H200: 29 formats, 1 to 8 rows, up to 35 shapes of W of many models, up to
-20 tiles for each product. What it takes was 0.7% slower than the best of them in the mean. Times are
-microseconds, of launches in a row, each of which starts while the one before it ends. Other GPUs of sm_90
-have other memory and clocks: their tiles go by an H200's times and their own number of multiprocessors.
+It was fitted to 20,000 times of ordinary products and 4000 of mixtures of experts on an H200: 29 formats,
+1 to 8 rows, weights of many models, up to 20 tiles for each product. Times are microseconds, of launches in
+a row, each of which starts while the one before it ends. Other GPUs of sm_90 have other memory and clocks:
+their tiles go by an H200's times and their own number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .cores import Gemm, looked_up, table_of
 from .decode_core import (
     MOST_ROWS,
     Blocks,
+    Hits,
     Room,
     Work,
     has_roomy_tables,
     most_rows,
-    paired_rows,
     planned,
     room_of,
     row_tiles,
@@ -33,49 +33,49 @@ from .decode_core import (
 from .launch import WARP, places_of, shared_limit
 from .planes import has_minimum, integer_scales
 
-_START_US = (2.14, 1.49)
+_START_US = (2.11, 1.4)
 """From launch to launch, but for all below: of one block on a multiprocessor, and of two, that hide each
 other's start and end."""
-_BESIDE_US = 1.17
+_BESIDE_US = 1.19
 """The same where half of the GPU is free, so that the next launch's blocks start there."""
-_AGAIN_US = (2.42, 1.2)
+_AGAIN_US = (2.5, 0.5)
 """Of each round of blocks after the first."""
-_CLUSTER_US = 0.92
+_CLUSTER_US = 1.07
 """Until the blocks of a cluster have met."""
-_TABLE_US = 0.36
+_TABLE_US = 0.1
 """To fill a codebook's table of 64 KB."""
 _BYTES_PER_US, _OWN_BYTES_PER_US = 4.69e6, 41e3
 """What all multiprocessors read together, if nothing else limits them, and one alone."""
-_SLOT_US = 0.296
+_SLOT_US = 0.325
 """What a warp takes for a slot, however few row tiles it has."""
-_ONCE = 0.58
+_ONCE = 0.55
 """Row tiles that take as long as what a warp does once for all of a slot: read x, ask for the next one."""
 _SHARPNESS = 4.67
 """Power of the norm of these three: how little the lesser ones add to the greatest."""
-_SMOOTH = 0.59
-"""Of more small blocks than run at once: how much their number counts, in place of that of the busiest
-multiprocessor, as whoever is done takes the next one."""
-_X_BYTES_PER_US, _ASK_US, _CHUNK_US = 106e3, 0.28, 1.22
+_LONE = 1.5
+"""Of small blocks in a last round for which half of the places are enough: how many one counts as."""
+_X_BYTES_PER_US, _ASK_US, _CHUNK_US = 106e3, 0.54, 1.35
 """How fast a block gets x; what it takes to ask again; and to stage another chunk of columns."""
 _RESULT_US, _SUM_US = 0.0273, 0.001
 """Of two batch rows' results of a row tile; and of the sums that a warp has of them."""
-_LOOKUPS = {2: 0.0119, 3: 0.0139, 4: 0.0126, 5: 0.016}
-_INTEGERS = {2: 0.014, 3: 0.0132, 4: 0.0099, 5: 0.0118, 6: 0.0127, 8: 0.004}
-_E2M1, _WALKS = 0.012, 0.0327
+_LOOKUPS = {2: 0.0111, 3: 0.0129, 4: 0.0117, 5: 0.0149}
+_INTEGERS = {2: 0.013, 3: 0.0123, 4: 0.0092, 5: 0.011, 6: 0.0118, 8: 0.0037}
+_E2M1, _WALKS = 0.0112, 0.0304
 """What a row tile's step of 64 columns takes a busy multiprocessor's instructions, by the bits of a code. To
-these 0.0011 is added for minimums or zero points, 0.0034 where scales are products (in a codebook 0.002),
-0.002 for a scale for every 16 weights."""
+these 0.001 is added for minimums or zero points, 0.0032 where scales are products (in a codebook 0.0019),
+0.0019 for a scale for every 16 weights."""
 _SMALL_TABLE = 1.13
 """How many times as long lookups take where a table of 64 KB has no room."""
-_IDLE = 0.8
+_IDLE = 0.6
 """How much steps count that some warps have and others do not, as K is no multiple of theirs."""
-_SCARCE, _SCARCE_ROWS, _FEW_WARPS, _FEW_BATCH = 1.03, 5, 1.03, 4
-"""How many times as long tiles of so many rows and more take 16 warps, which have few registers for them; and
-as what is predicted it takes 8 warps alone on a multiprocessor, of more than so many batch rows."""
 _TURN_US = 0.6
 """Of a kernel before that turns a row for walks, where blocks do not turn it themselves."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
+_CLUSTERED_ROWS = 3
+"""Row tiles of small blocks in clusters, at most."""
+_TALL_ROWS = 4
+"""Row tiles from which on 8 warps may have all of a multiprocessor."""
 _FOUR_STEPS, _FOUR_TILES = 64, 2
 """The same of clusters of four, together; and row tiles of a multiprocessor up to which there are such."""
 
@@ -106,6 +106,20 @@ def _best(work: Work, turned: bool) -> Choice:
     return min(choices(work), key=us)
 
 
+def fastest_grouped(work: Work, in_half: bool, hits: Hits) -> tuple[float, Gemm] | None:
+    """The same for as many matrices as rows may lead to. Two sides whose codes are looked up need room for
+    all of x beside a table: None where there is none."""
+    found = choices(work, hits)
+    if work.sides == 2 and work.fmt.lookup:
+        found = (each for each in found if _stages_all_x(work, each))
+    best = min(found, default=None)
+    return None if best is None else (best.us, _launch(work, best, in_half, False))
+
+
+def _stages_all_x(work: Work, choice: Choice) -> bool:
+    return stages_all_x(work, room_of(work, choice.blocks, choice.tile, True).chunk, choice.blocks.cluster)
+
+
 def variants(work: Work) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
     for choice in sorted(choices(work)):
@@ -113,54 +127,68 @@ def variants(work: Work) -> Iterator[Gemm]:
 
 
 def _launch(work: Work, choice: Choice, in_half: bool, converted: bool) -> Gemm:
-    table = table_of(work.fmt, work.gpu.capability, choice.roomy)
+    table = table_of(work.fmt, work.gpu.capability, choice.roomy, work.sides)
     return planned(work, table, in_half, choice.blocks, choice.tile, converted)
 
 
-def choices(work: Work) -> Iterator[Choice]:
+def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
     """One block on a multiprocessor, or two small ones; clusters that split K; tiles of all heights for which
     there are registers. Up to 8 batch rows a codebook's table is a large one where all of x has room beside
-    it."""
+    it. Of a grouped product `hits` are the matrices that there may be."""
+    numbers = ((work.matrices, 1.0),) if hits is None else hits.numbers
+    batch = work.batch if hits is None else min(work.batch, hits.rows)
     for cluster, two in product((1, 2, 4), (False, True)):
         if work.groups == 2 and (two or cluster != 2):  # for want of room, and of registers
             continue
-        if cluster > 1 and not _splits(work, cluster):
+        if cluster > 1 and not _splits(work, cluster, hits is not None):
             continue
-        tables = {table_of(work.fmt, 90)[1]: False}  # bytes, and whether it is the large one
+        tables = {
+            table_of(work.fmt, 90, sides=work.sides)[1]: False
+        }  # bytes, and whether it is the large one
         if has_roomy_tables(work):
             tables = {table_of(work.fmt, 90, True)[1]: True} | tables
+        long = work.share(cluster) > 8 if hits is None else work.m > 4
         for table, roomy in tables.items():
-            usual = sized(work, table, cluster, two, long=two and work.share(cluster) > 8)
+            usual = sized(work, table, cluster, two, long=two and long)
             tall = usual._replace(warps=8, tall=True)
-            for blocks in (usual,) if two or work.groups == 2 else (usual, tall):
-                most = 2 if two else blocks.warps if work.m > 2 else blocks.warps // 2
-                for tile in row_tiles(1, most, MOST_ROWS):
-                    if not _has_registers(work, blocks, tile) or not _run_together(work, blocks, tile):
+            for blocks in (usual,) if two or work.groups == 2 or cluster == 4 else (usual, tall):
+                most = blocks.warps if work.m > 2 else blocks.warps // 2
+                for tile in row_tiles(work.sides, most, MOST_ROWS):
+                    if not _has_registers(work, blocks, tile, hits is not None):
+                        continue
+                    if not _run_together(work, blocks, tile, numbers):
                         continue
                     room = room_of(work, blocks, tile, True)
                     if room.shared + table > shared_limit(90, 1 + two):
                         continue
                     if stages_all_x(work, room.chunk, cluster) or not roomy:
-                        yield Choice(_us(work, table, blocks, tile, room), roomy, blocks, tile)
+                        us = sum(
+                            likely * _us(work, table, blocks, tile, room, matrices, batch)
+                            for matrices, likely in numbers
+                        )
+                        yield Choice(us, roomy, blocks, tile)
 
 
-def _splits(work: Work, cluster: int) -> bool:
+def _splits(work: Work, cluster: int, grouped: bool) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
     if work.steps < cluster * _LEAST_STEPS or not places_of(work.gpu, cluster):
         return work.groups == 2
     few = work.steps >= _FOUR_STEPS and work.share(1) <= _FOUR_TILES and not work.fmt.walks
-    return cluster == 2 or few
+    return cluster == 2 or (few and not grouped)
 
 
-def _made(work: Work, blocks: Blocks, tile: tuple[int, int]) -> int:
-    """Blocks of a launch."""
-    return ceil(work.row_tiles / prod(tile)) * blocks.cluster * work.batch_tiles * work.matrices
+def _made(work: Work, blocks: Blocks, tile: tuple[int, int], matrices: float) -> int:
+    """Blocks of a launch that have work to do."""
+    return ceil(ceil(work.row_tiles / prod(tile)) * blocks.cluster * work.batch_tiles * matrices)
 
 
-def _run_together(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
-    """Whether there are enough small blocks for each to have another beside it, and clusters of four all run
-    at once."""
-    places, made = _places(work, blocks), _made(work, blocks, tile)
+def _run_together(
+    work: Work, blocks: Blocks, tile: tuple[int, int], numbers: tuple[tuple[int, float], ...]
+) -> bool:
+    """Whether there are more small blocks than multiprocessors, as the first ones that are free get two, and
+    clusters of four all run at once."""
+    places = _places(work, blocks)
+    made = _made(work, blocks, tile, sum(matrices * likely for matrices, likely in numbers))
     return (made > places or not blocks.two) and (made <= places * (1 + blocks.two) or blocks.cluster < 4)
 
 
@@ -169,24 +197,16 @@ def _places(work: Work, blocks: Blocks) -> int:
     return max(1, places_of(work.gpu, blocks.cluster)) * blocks.cluster
 
 
-def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
-    """Whether there are registers for tiles of this height.
-
-    Blocks of 8 warps that have all of a multiprocessor's must need more than half of them: else ptxas aims at
-    128 of a thread, as if two had to fit, and waits for each piece of what is on its way (60% more time).
-    """
-    row_warps, rows = tile
+def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int], grouped: bool) -> bool:
+    """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
+    row_warps, rows = tile[0], tile[1] + (grouped and blocks.cluster > 1 and not blocks.tall)
     if work.groups == 2:
         return rows <= most_rows(work)
-    most, fmt = _most_rows(work.fmt, row_warps), work.fmt
-    if blocks.two:  # of clusters taller ones were compiled so, too; a row tile alone took up to 30% more
-        most = min(most if fmt.whole_matrices else MOST_ROWS, 3 if blocks.cluster > 1 else MOST_ROWS)
-        return (1 if fmt.bits == 8 else 2) <= rows <= min(most, paired_rows(work, row_warps))
-    if not blocks.tall:
-        return rows <= most
-    if fmt.walks or (has_minimum(fmt) and not integer_scales(fmt)):
-        return rows > most
-    return rows > min(most, 5 if fmt.lookup or integer_scales(fmt) else 6)
+    if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
+        most = _paired_rows(work.fmt, row_warps, grouped)
+        most = most if grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
+        return (1 if work.fmt.bits == 8 else 2) <= tile[1] and rows <= most
+    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(work.fmt, row_warps)
 
 
 def _most_rows(fmt: Format, row_warps: int) -> int:
@@ -202,46 +222,80 @@ def _most_rows(fmt: Format, row_warps: int) -> int:
     return MOST_ROWS - (row_warps > 1 and (has_minimum(fmt) or fmt.bits == 6))
 
 
+def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
+    """The same if two blocks of 8 warps share it."""
+    several = row_warps > 1
+    if fmt.bits == 2 and fmt.whole_matrices:
+        return 5
+    if several and fmt.bits == 6:
+        return 4
+    scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
+    many = fmt.bits == 6 or fmt.whole_matrices or scarce
+    if several:
+        many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
+    if not grouped:
+        many |= fmt.bits == 5 and fmt.lookup
+        return MOST_ROWS - many - (scarce or fmt.bits == 6)
+    if fmt.bits == 3 and fmt.whole_matrices and not scarce:
+        return 4
+    many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
+    return MOST_ROWS - many
+
+
 def _step_us(fmt: Format, table: int) -> float:
     """What a row tile's step of 64 columns takes a busy multiprocessor's instructions."""
     if fmt.walks:
         return _WALKS
     if fmt.lookup:
-        work = _LOOKUPS[looked_up(fmt)] + 0.002 * integer_scales(fmt)
+        work = _LOOKUPS[looked_up(fmt)] + 0.0019 * integer_scales(fmt)
         work *= _SMALL_TABLE if table < 64 << 10 else 1
     elif fmt.codebook is not None:
         work = _E2M1
     else:
-        work = _INTEGERS[fmt.bits] + 0.0034 * integer_scales(fmt)
-    return work + 0.0011 * has_minimum(fmt) + 0.002 * (fmt.scale_size < 32 and not integer_scales(fmt))
+        work = _INTEGERS[fmt.bits] + 0.0032 * integer_scales(fmt)
+    return work + 0.001 * has_minimum(fmt) + 0.0019 * (fmt.scale_size < 32 and not integer_scales(fmt))
 
 
-def _us(work: Work, table: int, blocks: Blocks, tile: tuple[int, int], room: Room) -> float:
-    """What a launch of such blocks should take."""
+def _us(
+    work: Work,
+    table: int,
+    blocks: Blocks,
+    tile: tuple[int, int],
+    room: Room,
+    matrices: int,
+    batch: float,
+) -> float:
+    """What a launch of such blocks should take, of so many matrices with as many rows of x each.
+
+    Whoever is done takes the next block, so that all rounds but the last go at the pace of all
+    multiprocessors together. In the last one the busiest sets the pace; of two small blocks that all run at
+    once it has both, as the multiprocessors that are free first get two each.
+    """
     (row_warps, rows), two, cluster = tile, blocks.two, blocks.cluster
-    steps, places, made = ceil(work.steps / cluster), _places(work, blocks), _made(work, blocks, tile)
-    rounds, busiest = ceil(made / (places * (1 + two))), float(ceil(made / places))
-    if two and rounds > 1:
-        busiest += _SMOOTH * (made / places - busiest)
+    steps, places = ceil(work.steps / cluster), _places(work, blocks)
+    made = _made(work, blocks, tile, matrices)
+    together = places * (1 + two)
+    rounds = ceil(made / together)
+    left = made - (rounds - 1) * together
+    last = 1.0 + two if rounds == 1 or left > places else _LONE if two else 1.0
+    busiest = (rounds - 1) * (1 + two) + last
     k_warps = blocks.warps // row_warps
     turns = ceil(steps / k_warps)
-    own = busiest * rows * row_warps * steps  # steps of the busiest multiprocessor's row tiles
-    counted = own + _IDLE * busiest * rows * row_warps * (turns * k_warps - steps)
+    own = rows * row_warps * steps  # steps of a block's row tiles
+    counted = busiest * (own + _IDLE * rows * row_warps * (turns * k_warps - steps))
     instructions = counted * _step_us(work.fmt, table) * (1 + _ONCE / rows)
     waits = rounds * turns * _SLOT_US
-    all_steps = work.row_tiles * work.steps * work.matrices * work.batch_tiles
-    read = work.step_bytes * max(all_steps / _BYTES_PER_US, own / _OWN_BYTES_PER_US)
+    all_steps = work.row_tiles * work.steps * work.batch_tiles * matrices
+    block_us = all_steps / made * work.step_bytes / _BYTES_PER_US
+    read = (made - left) * block_us + max(left * block_us, last * own * work.step_bytes / _OWN_BYTES_PER_US)
     main = (instructions**_SHARPNESS + waits**_SHARPNESS + read**_SHARPNESS) ** (1 / _SHARPNESS)
-    main *= _SCARCE if blocks.warps == 16 and rows >= _SCARCE_ROWS else 1
     # x: what a block gets, how often its threads ask for that, and how often it stages it.
     staged = min(room.chunk, steps)
-    asks = ceil(work.batch * staged * 8 / (blocks.warps * WARP * room.together))
-    x = busiest * work.batch * steps * 128 / _X_BYTES_PER_US
+    asks = ceil(batch * staged * 8 / (blocks.warps * WARP * room.together))
+    x = busiest * batch * steps * 128 / _X_BYTES_PER_US
     x += rounds * ((asks - 1) * _ASK_US + (ceil(steps / room.chunk) - 1) * _CHUNK_US)
-    beside = made <= places * (1 + two) // 2
+    beside = made <= together // 2
     start = _BESIDE_US if beside else _START_US[two] + _TABLE_US * table / (64 << 10)
     start += (rounds - 1) * _AGAIN_US[two] + (_CLUSTER_US if cluster > 1 else 0)
-    pairs = ceil(work.batch / 2)
-    end = rows * pairs * (busiest * _RESULT_US + blocks.warps * _SUM_US)
-    us = start + main + x + end
-    return us * _FEW_WARPS if blocks.tall and work.m > _FEW_BATCH else us
+    end = rows * ceil(batch / 2) * (busiest * _RESULT_US + blocks.warps * _SUM_US)
+    return start + main + x + end

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product as product_of
-from math import ceil, erfc, sqrt
+from math import ceil, erfc, exp, floor, sqrt
 from typing import NamedTuple
 
 from ..formats import Format
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
+from .decode_core import Hits
 from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan, places_of
 from .mma_core import batch_of, mma
@@ -64,6 +65,21 @@ class Load(NamedTuple):
         return self.experts * (1 - max(0, 1 - self.top_k / self.experts) ** self.tokens)
 
     @property
+    def hits(self) -> Hits:
+        """These with probabilities: of the normal distribution of their mean and spread, at most nine numbers
+        within two standard deviations."""
+        count, tokens = self.experts, self.tokens
+        one = max(0.0, 1 - self.top_k / count) ** tokens  # that nobody takes an expert; that nobody takes two
+        two = max(0.0, 1 - self.top_k / count) * max(0.0, 1 - self.top_k / max(1, count - 1))
+        spread = sqrt(max(0.0, count * (count - 1) * two**tokens + count * one - (count * one) ** 2))
+        least, most = floor(self.hit - 2 * spread + 1e-9), ceil(self.hit + 2 * spread - 1e-9)
+        least, most = max(self.top_k, least), min(count, self.rows, most)
+        steps = range(least, most + 1, max(1, ceil((most - least) / 8)))
+        weights = [exp(-(((number - self.hit) / max(spread, 0.3)) ** 2) / 2) for number in steps]
+        numbers = zip(steps, (weight / sum(weights) for weight in weights), strict=True)
+        return Hits(self.rows / self.hit, tuple(numbers))
+
+    @property
     def likely(self) -> int:
         """Rows that few experts exceed."""
         mean = self.rows / self.hit
@@ -110,24 +126,24 @@ class Product(NamedTuple):
 def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gpu: Gpu) -> Product | None:
     """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated, or two
     launches take less."""
-    rows, sides = load.likely, 1 + gated
+    rows, sides, us = load.likely, 1 + gated, 0.0
     if half and gpu.capability == 90 and rows >= WGMMA_BATCH:
         # Of those that wait for memory alike the one that copies fewer rows of x.
         tiles = _wgmma(fmt, load, n, k, sides, gpu)
         return min(tiles, key=lambda choice: (round(choice.us), choice.batch), default=None)
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
-        found = decode_grouped(fmt, batch, n, k, load.hit, gpu, half, sides)
+        found = decode_grouped(fmt, batch, n, k, load.hits, gpu, half, sides)
         if found is None:
             return None
-        gemm = found
+        us, gemm = found
     elif gated:
         return None
     else:
         gemm = mma(fmt, rows, n, load.experts, gpu)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
-    return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works)
+    return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works, us)
 
 
 def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Iterator[Product]:
