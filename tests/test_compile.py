@@ -22,6 +22,7 @@ from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core
+from cuquant.plan.decode_core import Hits
 from cuquant.plan.decode_grouped import decode_grouped
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
@@ -75,10 +76,6 @@ BY_ERF = 16
 """The same of the largest gated tile of experts where results go through gelu by erf, and nowhere else."""
 
 
-ALONE = {("CORE", 0), ("GROUPS", 1), ("WARPS", 8), ("RESIDENT", 1)}
-"""Blocks of the decode core that have all of a multiprocessor's registers, of which they must need half."""
-
-
 def check(todo: list[plan.Kernel], arch: str) -> None:
     with ThreadPoolExecutor(2) as pool:  # NVRTC releases the lock; CI has two cores
         reports = list(pool.map(lambda kernel: nvrtc.compile(kernel, arch), todo))
@@ -92,8 +89,6 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         assert max(report.stack, report.spills) <= spilled, f"{kernel} on {arch}: {report}"
         if ("BOXES", 1) in constants and kernel.entry == "attention":
             assert report.registers == 96, "as many as its warpgroups share out (kernels/ops/attention.cu)"
-        if set(kernel.constants) >= ALONE and "GATED" not in dict(kernel.constants):
-            assert report.registers > 128, f"{kernel}: compiled to wait (cuquant/plan/decode_timed.py)"
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 
@@ -110,8 +105,8 @@ has at once, whether a pair of blocks shares x. With most of the latter two it t
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     """Those that can fail where others compile: of formats like others one tile of each core, and one of the
     tiles that differ in what matters little, or in how many warps there are along N, or blocks of a split, if
-    several; of those alone on a multiprocessor one of each height. Of a product's tile that many formats have
-    every third one's, of the decode core, which has many tiles, every fifth (under `compile_all` all)."""
+    several. Of a product's tile that many formats have every third one's, of the decode core, which has many
+    tiles, every fifth (under `compile_all` all)."""
     chosen: dict[tuple[Any, ...], plan.Kernel] = {}
     for kernel in sorted(todo, key=lambda kernel: [dict(kernel.constants).get(c, 0) for c in SLIGHT[-2:]]):
         c: dict[str, Any] = dict(kernel.constants)
@@ -119,8 +114,7 @@ def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
         alike = kernel.format in ALIKE or (kernel.format, size) in ALIKE_BLOCKS
         tile = {name: n for name, n in c.items() if name not in SLIGHT}
         tile |= {name: min(2, c[name]) for name in ("ROW_WARPS", "SPLIT", "CLUSTER") if name in c}
-        alone = (c["ROW_TILES"],) if set(kernel.constants) >= ALONE else ()
-        own = (c.get("CORE"), c.get("ROW_FACTORS"), *alone) if alike else tuple(tile.items())
+        own = (c.get("CORE"), c.get("ROW_FACTORS")) if alike else tuple(tile.items())
         chosen[kernel.op, kernel.entry, kernel.format, size, own] = kernel
     found, tiles = [], dict[tuple[Any, ...], list[plan.Kernel]]()
     for (op, _, _, _, own), kernel in sorted(chosen.items(), key=str):
@@ -181,9 +175,9 @@ def test_products_of_every_format(name: str) -> None:
         plan.decode(fmt, m, n, 4096, count, gpu).plan.kernel
         for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 14336, 28672), (1, 8))
     }
-    for m, n, hit in combinations((1, 4), (768, 2048, 14336), (2.0, 30.0)):
-        grouped = decode_grouped(fmt, m, n, 1024, hit, gpu, True, 2)
-        decoded |= set() if grouped is None else {grouped.plan.kernel}
+    for m, n, hit, sides in combinations((1, 4, 8), (768, 2048, 14336), (2, 30), (1, 2)):
+        grouped = decode_grouped(fmt, m, n, 1024, Hits(1.0, ((hit, 1.0),)), gpu, True, sides)
+        decoded |= set() if grouped is None else {grouped[1].plan.kernel}
     check([*decoded, *(kernel for tile in chosen for kernel in tiles_of(name, tile))], "sm_90a")
 
 

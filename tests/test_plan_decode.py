@@ -13,7 +13,7 @@ import pytest
 import cuquant as cq
 from cuquant import plan
 from cuquant.plan import decode_timed
-from cuquant.plan.decode_core import Work
+from cuquant.plan.decode_core import Hits, Work
 from cuquant.plan.decode_grouped import decode_grouped
 
 Product = tuple[str, int, int, int]
@@ -51,7 +51,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
         known = tile_of(gemm) in times
         unknown += not known
         slower.append((times[tile_of(gemm)] if known else max(times.values())) / min(times.values()))
-    assert unknown < 80
+    assert unknown < 0.08 * len(slower)
     assert np.mean(slower) < 1.02
     assert np.quantile(slower, 0.9) < 1.06
 
@@ -71,9 +71,8 @@ def test_choices_are_launches_that_a_gpu_can_hold(name: str) -> None:
             assert c["CLUSTER"] < 4 or gemm.plan.grid[0] * count <= 112 * c["RESIDENT"]
 
 
-def test_blocks_alone_on_a_multiprocessor_need_its_registers() -> None:
-    """Of 8 warps, where 16 have too few, or of more than five row tiles: with less to do ptxas makes room
-    for two, and has each piece waited for. (That they need more than 128, tests/test_compile.py says.)"""
+def test_no_second_block_fits_beside_one_that_is_to_be_alone() -> None:
+    """Whatever registers it takes: its shared memory leaves no room."""
     seen = set()
     for name, m, (n, k) in combinations(
         ("q4_0", "q4_1", "nvfp4", "exl3-3-mcg", "q4_k", "q6_k", "kbit4", "trellis3-32"),
@@ -84,9 +83,8 @@ def test_blocks_alone_on_a_multiprocessor_need_its_registers() -> None:
         c = dict(gemm.plan.kernel.constants)
         if (c["WARPS"], c["RESIDENT"]) == (8, 1):
             seen.add(name)
-            least = {"q6_k": 5, "trellis3-32": 5, "kbit4": 6, "q4_k": 6}
-            assert c["ROW_TILES"] >= least.get(name, 7), (name, m, n, k)
-    assert {"kbit4", "q6_k", "trellis3-32"} <= seen
+            assert plan.shared_limit(90, 2) < gemm.plan.shared <= plan.shared_limit(90)
+    assert len(seen) > 4
 
 
 def test_registers_of_two_blocks() -> None:
@@ -98,10 +96,11 @@ def test_registers_of_two_blocks() -> None:
             gemm = plan.decode(cq.formats.get(name).for_kernels, 1, n, k, count, gpu)
             c = dict(gemm.plan.kernel.constants)
             assert c["RESIDENT"] == 1 or c["ROW_WARPS"] == 1 or c["ROW_TILES"] <= most, (name, n, k, count)
-    for name, hit in combinations(("q6_k", "trellis3-32"), (1.0, 2.0, 8.0, 30.0)):
+    for name, hit, sides in combinations(("q6_k", "trellis3-32"), (1, 2, 8, 30), (1, 2)):
         for n, k in ((2048, 1024), (768, 1024), (14336, 4096)):
-            made = decode_grouped(cq.formats.get(name).for_kernels, 1, n, k, hit, gpu, True, 2)
-            c = {} if made is None else dict(made.plan.kernel.constants)
+            hits = Hits(1.0, ((hit, 1.0),))
+            made = decode_grouped(cq.formats.get(name).for_kernels, 1, n, k, hits, gpu, True, sides)
+            c = {} if made is None else dict(made[1].plan.kernel.constants)
             assert c.get("RESIDENT", 1) == 1 or c["ROW_TILES"] <= 4, (name, hit, n, k)
 
 

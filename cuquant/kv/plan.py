@@ -7,7 +7,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from ..plan import LARGE_GPU, WARP, Kernel, Plan, shared_limit
+from ..plan import LARGE_GPU, WARP, Kernel, Plan, lone, shared_limit
 from .codes import BITS
 
 GROUP_ROWS = 8
@@ -148,10 +148,13 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     if boxes:
         constants["DEPTH"] = depth
     shared = rings * (ring + BOX_BARRIERS * boxes)
+    most = lone(shared, capability) if capability >= 90 else shared  # where launches overlap
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), size)
-        for entry, size in (("attention", shared), ("merge", 0))
+        for entry, size in (("attention", most), ("merge", 0))
     ]
+    if budget * tiles * head_groups <= multiprocessors:
+        shared = most
     grid = (budget + shape.batch - 1, tiles, head_groups)
     return Launch(
         Plan(kernels[0], grid, (warps + COPYING_WARPS * boxes) * WARP, shared, overlaps=True),

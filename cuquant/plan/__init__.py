@@ -28,7 +28,7 @@ from .blocks import (
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import Work
 from .decode_plain import decode
-from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, shared_limit
+from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
 from .wgmma_core import FLAGS, few_rows, least_batch, wgmma
@@ -62,6 +62,7 @@ __all__ = [
     "layout",
     "lift",
     "matrix_kernels",
+    "lone",
     "mma",
     "moe",
     "per_block",

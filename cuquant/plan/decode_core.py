@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel
-from .launch import WARP, Gpu, Plan, shared_limit
+from .launch import WARP, Gpu, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
 
 MOST_ROWS = 7
@@ -151,8 +151,8 @@ def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) ->
     chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
     sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
     ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
-    # With four pieces at once, tall tiles are compiled to wait for each; but 16 warps that look codes up have
-    # few registers, as have tall tiles of two blocks, and of one or two rows there are few pieces.
+    # Tall tiles have registers for eight pieces at once; but 16 warps that look codes up have few, as have
+    # tall tiles of two blocks, and of one or two rows there are few pieces.
     many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not work.fmt.lookup)
     many = many and not (blocks.two and rows > 4)
     together = 8 if many or blocks.tall else 4
@@ -182,10 +182,8 @@ def planned(
         converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
     constants |= {"CONVERTS": 1} if converts else {}
     grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
-    # Blocks that start while the launch before still runs go where there is room first: two of them to one
-    # multiprocessor, and none to another, up to 70% more time. So no second one may fit.
     shared = table_bytes + room.shared
-    shared = max(shared, shared_limit(work.gpu.capability, 2) + 128) if blocks.tall else shared
+    shared = lone(shared, work.gpu.capability) if blocks.tall else shared
     kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
     plan = Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True)
     return Gemm(plan, chunk=room.chunk, converts_x=converts)

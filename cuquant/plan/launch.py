@@ -99,3 +99,12 @@ def shared_limit(capability: int, blocks: int = 1) -> int:
     sm_80 on each costs 1 KB more."""
     most, system = _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
     return min(most - 2 * _STATIC, (most + system) // blocks - system - _STATIC // 2)
+
+
+def lone(shared: int, capability: int) -> int:
+    """So many bytes, or more, so that a multiprocessor has no room for a second block.
+
+    Blocks that start while the launch before still runs go where there is room first. Of as many as there are
+    multiprocessors some would get two then, and others none: up to 70% more time on an H200.
+    """
+    return max(shared, shared_limit(capability, 2) + 128)

@@ -25,8 +25,8 @@ template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS,
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int THREADS = WARPS * WARP;
-    // Whether rows of x follow each other, and are more than one. Where registers are scarce, or few of them taken, so that
-    // ptxas would aim at 128 and wait for each piece, x is brought in the other way, too.
+    // Whether rows of x follow each other, and are more than one. Where registers are scarce, or nothing is won by it, x is
+    // brought in the other way, too.
     constexpr bool SCARCE = ROW_TILES == 7 && (F::HAS_MIN || (F::CODING == CODEBOOK && WARPS == 16));
     constexpr bool SCALED_LATE = F::CODING == INTEGERS && !ROW_FACTORS<F>;
     constexpr bool BY_COLUMNS = !P::GROUPED && !CONVERTS && !SCARCE && !SCALED_LATE && F::CODING != PROCEDURE;
