@@ -199,7 +199,8 @@ def _places(work: Work, blocks: Blocks) -> int:
 
 def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int], grouped: bool) -> bool:
     """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
-    row_warps, rows = tile[0], tile[1] + (grouped and blocks.cluster > 1 and not blocks.tall)
+    clustered = grouped and blocks.cluster > 1 and not blocks.tall
+    row_warps, rows = tile[0], tile[1] + clustered * (1 + work.fmt.whole_matrices)
     if work.groups == 2:
         return rows <= most_rows(work)
     if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
@@ -224,7 +225,7 @@ def _most_rows(fmt: Format, row_warps: int) -> int:
 
 def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
     """The same if two blocks of 8 warps share it."""
-    several = row_warps > 1
+    several = row_warps > 1 or grouped
     if fmt.bits == 2 and fmt.whole_matrices:
         return 5
     if several and fmt.bits == 6:
