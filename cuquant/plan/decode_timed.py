@@ -225,22 +225,16 @@ def _most_rows(fmt: Format, row_warps: int) -> int:
 
 def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
     """The same if two blocks of 8 warps share it."""
-    several = row_warps > 1 or grouped
     if fmt.bits == 2 and fmt.whole_matrices:
         return 5
-    if several and fmt.bits == 6:
-        return 4
     scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
-    many = fmt.bits == 6 or fmt.whole_matrices or scarce
-    if several:
+    many = scarce or fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 5 and fmt.lookup)
+    if row_warps > 1 or grouped:
+        if fmt.bits == 6 or (grouped and fmt.bits == 3 and fmt.whole_matrices and not scarce):
+            return 4
         many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
-    if not grouped:
-        many |= fmt.bits == 5 and fmt.lookup
-        return MOST_ROWS - many - (scarce or fmt.bits == 6)
-    if fmt.bits == 3 and fmt.whole_matrices and not scarce:
-        return 4
-    many |= fmt.bits == 5 and (fmt.lookup or fmt.kernel_group_bytes > 0)
-    return MOST_ROWS - many
+        many |= grouped and fmt.bits == 5 and fmt.kernel_group_bytes > 0
+    return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not (grouped and fmt.lookup)))
 
 
 def _step_us(fmt: Format, table: int) -> float:
