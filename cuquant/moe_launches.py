@@ -125,18 +125,16 @@ class Round(NamedTuple):
             if placed:
                 yield from self._change_signs(halves, k, mixture.gate, mixture.up)
             yield self._product(mixture.up, up, rows, sums, given, 1, factor=sums, early=True)
-        hidden: tuple[Address, Address] = (halves, at["factors"])
         if levels:
             values = (sums, width, levels, load.rows, at["factors"])
             yield template(plan.moe.level(load.rows), ("Q", "i", "Q", "i", "Q"), *values)
-            hidden = (sums, at["factors"])
-        elif down.floats:
-            hidden = (sums, 0)
+            halves, sums = sums, halves
         else:
             yield self._hidden(width)
             if placed:
                 yield from self._change_signs(halves, width, None, mixture.down)
-        yield self._product(mixture.down, down, hidden, self.results, then, 2, early=True)
+        rows = (halves, at["factors"])
+        yield self._product(mixture.down, down, rows, sums, then, 2, early=True)
 
     def _turned_sums(self, x: Rows) -> Iterator[Template]:
         """The same around products with EXL3 weights."""
@@ -171,23 +169,23 @@ class Round(NamedTuple):
     @property
     def finds_rows(self) -> bool:
         """Whether blocks of all products find their rows themselves."""
-        return self.mixture.finds_rows(self.load, self.products)
-
-    @property
-    def results(self) -> Place:
-        """Where those of `down` are: in levels, hidden numbers are where sums were."""
-        return self.at["halves" if "levels" in self.at else "results" if "results" in self.at else "sums"]
+        if self.mixture.turns:
+            return False
+        both, gate, up, down = self.products
+        first = (both,) if both is not None else (gate, up)
+        return self.load.rows <= plan.WARP and all(product.finds_rows for product in (*first, down))
 
     def combine(self, given: Given, first: int) -> Template:
         """The sums of tokens, from number `first` on, to the result."""
         n, (dtype, row, column) = self.mixture.down.shape[1], given.out
+        sums = self.at["halves" if "levels" in self.at else "sums"]
         places = 0 if self.finds_rows else self.at["places"]
         probs = Place(PROBS, first * given.top_k * given.probs.itemsize)
         out = Place(OUT, first * row * dtype.itemsize)
         return template(
             plan.moe.combine(self.load.tokens, n),
             ("Q", "i", "Q", *_ROUTING, "Q", "i", *_ROWS),
-            *(self.results, n, places, *self.routing, probs, problem.DTYPES[given.probs]),
+            *(sums, n, places, *self.routing, probs, problem.DTYPES[given.probs]),
             *(out, problem.DTYPES[dtype], row, column),
         )
 

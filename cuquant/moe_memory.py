@@ -111,19 +111,8 @@ class Mixture(NamedTuple):
         if self.alike():
             own = self.gate.weight
             both = plan.moe.gate_and_up(own.format, load, width, k, own.half, gpu)
-        gate, up, down = (_single(w, load, gpu) for w in (self.gate, self.up, self.down))
-        floats = None
-        if self.finds_rows(load, (both, gate, up, down)) and not self.blocks:
-            floats = plan.moe.of_floats(down, width)
-        return both, gate, up, floats or down
-
-    def finds_rows(self, load: Load, products: Products) -> bool:
-        """Whether blocks of all products find their rows themselves."""
-        if self.turns:
-            return False
-        both, gate, up, down = products
-        first = (both,) if both is not None else (gate, up)
-        return load.rows <= plan.WARP and all(product.finds_rows for product in (*first, down))
+        singles = (_single(w, load, gpu) for w in (self.gate, self.up, self.down))
+        return (both, *singles)  # type: ignore[return-value]
 
     def levels(self, both: Product | None) -> bool:
         """Whether gate and up together make float16 numbers in levels."""
@@ -175,7 +164,5 @@ def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
     for name in ("of gate", "of up", "of down"):  # lists of works
         made.add(name, load.most_works(1) * 16)
     both, *single, down = products
-    if down.floats:  # what it reads is float32, and in "sums"
-        made.add("results", load.rows * 4 * mixture.down.shape[1])
     made.add("partials", max(one.gemm.partials for one in ([both] if both else single) + [down] if one))
     return made

@@ -103,8 +103,7 @@ def kernels(
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
             for gated in (False,) if kept.walks else (False, True):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)
-                more = None if made is None or gated or kept.walks else plan.moe.of_floats(made, k)
-                found |= {each.gemm.plan.kernel for each in (made, more) if each is not None}
+                found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)
 
 

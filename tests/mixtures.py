@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -65,14 +64,14 @@ def close(y: Any, expected: Any, dtype: Any = F) -> None:
 
 
 def kernels_of(name: str, load: Load, half: bool, *shapes: tuple[int, int]) -> set[plan.Kernel]:
-    """Those of products of a load with weights of these shapes, gated and not, and of rows of float32."""
+    """Those of products of a load with weights of these shapes, gated and not."""
     fmt = cq.formats.get(name).for_kernels
-    made = []
-    for (n, k), gated in product(shapes, (True, False)):
-        found = plan.moe.product(fmt, load, n, k, half, gated, jit.gpu())
-        floats = None if found is None or gated or fmt.walks else plan.moe.of_floats(found, k)
-        made += [each for each in (found, floats) if each is not None]
-    return {each.gemm.plan.kernel for each in made}
+    made = (
+        plan.moe.product(fmt, load, *shape, half, gated, jit.gpu())
+        for gated in (True, False)
+        for shape in shapes
+    )
+    return {product.gemm.plan.kernel for product in made if product is not None}
 
 
 def leveled(tokens: int, top_k: int, count: int, width: int = 160, k: int = 128) -> bool:

@@ -86,40 +86,6 @@ def test_as_many_rows_as_models_have(name: str, shape: tuple[int, int]) -> None:
         close(cq.moe(there[0], experts, *there[1:]), reference(x, experts, ids, probs))
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "kbit4", "trellis3", "mxfp4"])
-def test_float_rows_are_what_a_launch_before_makes_of_them(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hidden numbers become float16 in the product with `down`: the same bits as where a kernel does that
-    before it, of rows with peaks of all sizes, zeros and NaN, and of columns that are no whole steps."""
-    real, taken = plan.moe.of_floats, []
-
-    def counted(made: plan.moe.Product, k: int) -> plan.moe.Product | None:
-        taken.append(real(made, k))
-        return taken[-1]
-
-    for hidden, n, count, tokens, top_k in (
-        (96, 40, 5, 3, 2),
-        (800, 72, 3, 2, 2),
-        (416, 136, 2, 6, 1),
-        (64, 16, 9, 1, 8),
-    ):
-        experts = stacks(name, count, k=64, hidden=hidden, n=n)
-        x, ids, probs = gauss(tokens, 64), *routed(tokens, count, top_k)
-        x *= np.resize(np.array([1, 1e-9, 1e12, 0], F), (tokens, 1))
-        there = on_gpu(x, ids, probs)
-        monkeypatch.setattr(plan.moe, "of_floats", counted)
-        y = testing.as_numpy(cq.moe(there[0], experts, *there[1:]))
-        monkeypatch.setattr(plan.moe, "of_floats", lambda made, k: None)
-        experts.gate.fragments().repeats.clear()
-        before = testing.as_numpy(cq.moe(there[0], experts, *there[1:]))
-        np.testing.assert_array_equal(y.view(np.uint32), before.view(np.uint32))
-        close(y, reference(x, experts, ids, probs))
-        there[0][0, 5] = np.nan
-        assert np.isnan(testing.as_numpy(cq.moe(there[0], experts, *there[1:]))[0]).all()
-    assert any(made is not None for made in taken)
-
-
 def test_many_tokens() -> None:
     experts = stacks("q4_0", 8, k=256, hidden=512, n=256)
     x, ids, probs = on_gpu(gauss(4096, 256).astype(np.float16), *routed(4096, 8, 2))

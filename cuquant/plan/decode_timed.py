@@ -234,7 +234,7 @@ def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
             return 4
         many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
         many |= grouped and fmt.bits == 5 and fmt.kernel_group_bytes > 0
-    return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not (grouped and fmt.lookup)))
+    return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not grouped))
 
 
 def _step_us(fmt: Format, table: int) -> float:

@@ -38,8 +38,6 @@ WHOLE = 32
 """Of whole pieces of so many columns are the rows that kernels/ops/moe.cu makes."""
 FEW_TOKENS = 512
 """Tokens up to which every block of `gather` finds the place of its own entry."""
-MOST_PIECES = 2
-"""Of 8 columns of float32 rows, that a thread of the decode core has at once."""
 LEVEL_COLUMNS = 16
 """Columns that have a level of their own (kernels/core/levels.cuh)."""
 _ROUTE_WARPS, _GROUP_WARPS, _LEVEL_WARPS = 4, 16, 4
@@ -114,8 +112,6 @@ class Product(NamedTuple):
     batch: int
     works: int
     us: float = 0
-    floats: bool = False
-    """Whether rows of x are float32."""
 
     @property
     def levels(self) -> bool:
@@ -187,22 +183,6 @@ def _grouped(fmt: Format, gemm: Gemm, sides: int, grid: tuple[int, int, int]) ->
     return replace(gemm, plan=replace(gemm.plan, kernel=kernel, grid=grid))
 
 
-def of_floats(product: Product, k: int) -> Product | None:
-    """The same product of float32 rows, which its blocks make float16 themselves, as `hidden` does: for that
-    each thread has all its pieces of x at once. None where these are too many for its registers, or K is
-    split."""
-    gemm, tile = product.gemm, dict(product.gemm.plan.kernel.constants)
-    if not product.finds_rows or tile["CLUSTER"] > 1 or tile["GROUPS"] > 1:
-        return None
-    steps = ceil(k / TILE_COLUMNS)
-    pieces = ceil(product.batch * steps * 8 / gemm.plan.block)
-    if gemm.chunk < steps or pieces > MOST_PIECES:
-        return None
-    kernel = gemm.plan.kernel
-    kernel = replace(kernel, constants=(*kernel.constants, ("FLOATS", pieces)))
-    return product._replace(gemm=replace(gemm, plan=replace(gemm.plan, kernel=kernel)), floats=True)
-
-
 def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, gpu: Gpu) -> Product | None:
     """Both in one launch, where that is possible and no slower than two, of which the second reads what the
     first has stored."""
@@ -269,8 +249,8 @@ def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
         sides = (False,) if fmt.walks else (False, True)
         for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, sides):
             made = product(fmt, load, n, 4096, half, gated, gpu)
-            more = None if made is None or gated or fmt.walks else of_floats(made, 4096)
-            found |= {each.gemm.plan.kernel for each in (made, more) if each is not None}
+            if made is not None:
+                found.add(made.gemm.plan.kernel)
         if gpu.capability == 90:
             found |= {
                 made.gemm.plan.kernel

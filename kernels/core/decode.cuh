@@ -19,10 +19,9 @@
 #include "turned.cuh"
 
 // CONVERTS: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers, its one row is to be turned, with
-// p.signs for factors, and out is float32. Of so many FLOATS, pieces of 8 numbers a thread, rows of x are
-// float32, and become float16 here.
+// p.signs for factors, and out is float32.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
-          int TOGETHER, bool CONVERTS, int FLOATS, class P>
+          int TOGETHER, bool CONVERTS, class P>
 DEVICE void decode(const P& p) {
     constexpr int K_WARPS = WARPS / ROW_WARPS, ROWS = ROW_WARPS * ROW_TILES * 16, WIDTH = GROUPS * 8;
     constexpr int THREADS = WARPS * WARP;
@@ -41,9 +40,6 @@ DEVICE void decode(const P& p) {
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
-    __shared__ u32 peaks[WIDTH];
-    __shared__ float row_unscale[WIDTH];
-    static_assert(!FLOATS || (P::GROUPED && !P::GATED && CLUSTER == 1), "all of a row's columns");
     int* const entries = found[threadIdx.x / WARP];
     const Span span = span_of<WIDTH>(p, entries);
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
@@ -104,9 +100,7 @@ DEVICE void decode(const P& p) {
         if (threadIdx.x < ROWS / 8)
             copy_async(factors + threadIdx.x * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + piece, true);
     }
-    if (FLOATS > 0 && threadIdx.x < WIDTH) peaks[threadIdx.x] = 0;
     codecs.fill(threadIdx.x, THREADS);
-    if constexpr (FLOATS > 0) __syncthreads();
     const C codec = codecs.of(second);
     int plain = 0;
     if constexpr (!P::GROUPED) plain = is_plain(p);
@@ -142,10 +136,7 @@ DEVICE void decode(const P& p) {
                 staged = stage_columns<SIGNED, THREADS, TOGETHER, 1>(from, p.x_row, signs, batch, columns, pieces, x_rows,
                                                                      row_bytes, wait, fill);
         }
-        if constexpr (FLOATS > 0)
-            stage_floats<SIGNED_COLUMNS<F>, THREADS, FLOATS>(p, operands, x_row, batch, pieces, x_rows, row_bytes, peaks,
-                                                               row_unscale, wait, fill);
-        else if (!staged)
+        if (!staged)
             stage_rows<SIGNED_COLUMNS<F>, THREADS, TOGETHER>(p, operands, x_row, batch, chunk * 64, pieces, x_rows, row_bytes,
                                                              wait, fill);
         if constexpr (CONVERTS && F::SCALING == UNSCALED) {
@@ -204,8 +195,7 @@ DEVICE void decode(const P& p) {
     __syncthreads();
     u32 matrix = span.matrix;
     asm volatile("" : "+r"(matrix));  // work the matrix out anew, rather than keep it in registers all the time
-    Matrix at = matrix_soon<F>(p, matrix);
-    if constexpr (FLOATS > 0) at.unscale = row_unscale;
+    const Matrix at = matrix_soon<F>(p, matrix);
     // Two batch rows at once: they lie together.
     auto total = [&](int n, int m) {
         float2 value = make_float2(0, 0);
@@ -231,7 +221,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll 1
         for (int e = 0; e < 2 && m + e < batch; e++)
             if constexpr (P::GROUPED)
-                finish(p, at, FLOATS ? m + e : x_row(m + e), p.works ? first_m + m + e : entries[m + e], block_row * 16 + n,
+                finish(p, at, x_row(m + e), p.works ? first_m + m + e : entries[m + e], block_row * 16 + n,
                        e ? value.y : value.x, e ? other.y : other.x);
             else
                 finish(p, at, first_m + m + e, block_row * 16 + n, e ? value.y : value.x, plain);

@@ -3,7 +3,6 @@
 // By way of registers: asynchronous copies are waited for in order, behind those of the rings. `wait` is called when a thread
 // knows what to ask for, `meanwhile` while pieces are on their way, for as many as it has at once.
 #pragma once
-#include "peak.cuh"
 #include "problem.cuh"
 
 // From column `first` on, `pieces` of 8 columns of each row, SIGNED with the signs of W's columns, TOGETHER of them at once.
@@ -43,52 +42,6 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
             if (to_m < batch) *reinterpret_cast<uint4*>(to + to_m * row_bytes + to_piece * 16) = x[u];
         }
     } while (m < batch);
-}
-
-// The same of float32 rows, brought to float16 by a power of two for each that follows from its peak; `unscale` gets what
-// undoes it. All of x at once, PIECES a thread at most. `peaks`, of as many rows, are zeros that all see.
-template <bool SIGNED, int THREADS, int PIECES, class P, class Row, class Wait, class Meanwhile>
-DEVICE void stage_floats(const P& p, const Matrix& at, const Row& x_row, int batch, int pieces, u8* to, int row_bytes,
-                         u32* peaks, float* unscale, const Wait& wait, const Meanwhile& meanwhile) {
-    int row[PIECES], column[PIECES];
-    bool exists[PIECES];
-#pragma unroll
-    for (int u = 0; u < PIECES; u++) {
-        const int i = u * THREADS + threadIdx.x;
-        row[u] = i / pieces, column[u] = i % pieces * 8;
-        exists[u] = row[u] < batch && column[u] < p.K;
-    }
-    wait();
-    float x[PIECES][8] = {};
-#pragma unroll
-    for (int u = 0; u < PIECES; u++) {
-        if (!exists[u]) continue;
-        const float* const from = reinterpret_cast<const float*>(at.x) + x_row(row[u]) * p.x_row + column[u];
-        *reinterpret_cast<float4*>(x[u]) = reinterpret_cast<const float4*>(from)[0];
-        *reinterpret_cast<float4*>(x[u] + 4) = reinterpret_cast<const float4*>(from)[1];
-    }
-    meanwhile();
-#pragma unroll
-    for (int u = 0; u < PIECES; u++) {
-        u32 peak = 0;
-#pragma unroll
-        for (int j = 0; j < 8; j++) peak = max(peak, magnitude(x[u][j]));
-        for (u32 left = __ballot_sync(~0u, exists[u]); left;) {  // a warp has one row, mostly, or two
-            const int first = __shfl_sync(~0u, row[u], __ffs(left) - 1);
-            const u32 top = warp_max(row[u] == first ? peak : 0);
-            if (threadIdx.x % WARP == 0) atomicMax(peaks + first, top);
-            left &= ~__ballot_sync(~0u, row[u] == first);
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < batch) unscale[threadIdx.x] = power_of_two(-shift_of(peaks[threadIdx.x]));
-#pragma unroll
-    for (int u = 0; u < PIECES; u++) {
-        if (row[u] >= batch) continue;
-        uint4 halves = to_halves(x[u], power_of_two(shift_of(peaks[row[u]])));
-        if (SIGNED && at.signs && exists[u]) halves = flip(halves, *reinterpret_cast<const uint4*>(at.signs + column[u]));
-        *reinterpret_cast<uint4*>(to + row[u] * row_bytes + column[u] * 2) = halves;
-    }
 }
 
 // The same of rows from `from` on that follow each other: a thread has ROWS of them at a time, in the same columns, and COLUMNS

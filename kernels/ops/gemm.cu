@@ -18,15 +18,12 @@ using Argument = Problem;
 #ifndef CUQUANT_CONVERTS
 #define CUQUANT_CONVERTS 0
 #endif
-#ifndef CUQUANT_FLOATS
-#define CUQUANT_FLOATS 0
-#endif
 
 #if CUQUANT_CORE == 0
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Argument problem) {
     decode<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_DEPTH,
-           CUQUANT_CLUSTER, CUQUANT_TOGETHER, CUQUANT_CONVERTS, CUQUANT_FLOATS>(problem);
+           CUQUANT_CLUSTER, CUQUANT_TOGETHER, CUQUANT_CONVERTS>(problem);
 }
 #elif CUQUANT_CORE == 1
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
