@@ -25,11 +25,9 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
             c = dict(kernel.constants)
             rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
             ring = c["RING"] + kv_plan.BOX_BARRIERS * launch.boxes
-            alone = (
-                max(rings * ring, plan.shared_limit(capability, 2) + 128)
-                if capability >= 90
-                else rings * ring
-            )
+            alone = rings * ring
+            if masked and capability >= 90:
+                alone = max(alone, plan.shared_limit(capability, 2) + 128)
             assert kernel.max_shared == alone
             one_each = launch.budget * y * z <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)

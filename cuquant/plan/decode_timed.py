@@ -291,6 +291,6 @@ def _us(
     x += rounds * ((asks - 1) * _ASK_US + (ceil(steps / room.chunk) - 1) * _CHUNK_US)
     beside = made <= together // 2
     start = _BESIDE_US if beside else _START_US[two] + _TABLE_US * table / (64 << 10)
-    start += (rounds - 1) * _AGAIN_US[two] + (_CLUSTER_US if cluster > 1 else 0)
+    start += (rounds - 1) * _AGAIN_US[two] + (rounds * _CLUSTER_US if cluster > 1 else 0)
     end = rows * ceil(batch / 2) * (busiest * _RESULT_US + blocks.warps * _SUM_US)
     return start + main + x + end
