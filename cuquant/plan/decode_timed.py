@@ -92,7 +92,7 @@ class Choice(NamedTuple):
 def fastest(work: Work, in_half: bool, converted: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
     best = _best(work._replace(gpu=work.gpu._replace(tuned=None)), converted and work.fmt.walks)
-    return best.us, _launch(work, best, in_half, converted)
+    return best.us, launch(work, best, in_half, converted)
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +100,7 @@ def _best(work: Work, turned: bool) -> Choice:
     """The same for weights of any size, with activations that are to be turned, or not."""
 
     def us(choice: Choice) -> float:
-        itself = turned and _launch(work, choice, True, True).converts_x
+        itself = turned and launch(work, choice, True, True).converts_x
         return choice.us + (_TURN_US if turned and not itself else 0)
 
     return min(choices(work), key=us)
@@ -113,7 +113,7 @@ def fastest_grouped(work: Work, in_half: bool, hits: Hits) -> tuple[float, Gemm]
     if work.sides == 2 and work.fmt.lookup:
         found = (each for each in found if _stages_all_x(work, each))
     best = min(found, default=None)
-    return None if best is None else (best.us, _launch(work, best, in_half, False))
+    return None if best is None else (best.us, launch(work, best, in_half, False))
 
 
 def _stages_all_x(work: Work, choice: Choice) -> bool:
@@ -123,10 +123,11 @@ def _stages_all_x(work: Work, choice: Choice) -> bool:
 def variants(work: Work) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
     for choice in sorted(choices(work)):
-        yield _launch(work, choice, True, False)
+        yield launch(work, choice, True, False)
 
 
-def _launch(work: Work, choice: Choice, in_half: bool, converted: bool) -> Gemm:
+def launch(work: Work, choice: Choice, in_half: bool, converted: bool) -> Gemm:
+    """Blocks of this choice."""
     table = table_of(work.fmt, work.gpu.capability, choice.roomy, work.sides)
     return planned(work, table, in_half, choice.blocks, choice.tile, converted)
 
