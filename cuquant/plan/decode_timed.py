@@ -72,12 +72,12 @@ _TURN_US = 0.6
 """Of a kernel before that turns a row for walks, where blocks do not turn it themselves."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
-_CLUSTERED_ROWS = 3
-"""Row tiles of small blocks in clusters, at most."""
-_TALL_ROWS = 4
-"""Row tiles from which on 8 warps may have all of a multiprocessor."""
 _FOUR_STEPS, _FOUR_TILES = 64, 2
 """The same of clusters of four, together; and row tiles of a multiprocessor up to which there are such."""
+_CLUSTERED_ROWS = 3
+"""Row tiles of small blocks in clusters, at most, but for grouped products."""
+_TALL_ROWS = 4
+"""Row tiles from which on 8 warps may have all of a multiprocessor."""
 
 
 class Choice(NamedTuple):
@@ -143,9 +143,8 @@ def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
             continue
         if cluster > 1 and not _splits(work, cluster, hits is not None):
             continue
-        tables = {
-            table_of(work.fmt, 90, sides=work.sides)[1]: False
-        }  # bytes, and whether it is the large one
+        usual_table = table_of(work.fmt, 90, sides=work.sides)
+        tables = {usual_table[1]: False}  # bytes, and whether it is the large one
         if has_roomy_tables(work):
             tables = {table_of(work.fmt, 90, True)[1]: True} | tables
         long = work.share(cluster) > 8 if hits is None else work.m > 4
