@@ -22,5 +22,6 @@ def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capabilit
     assert table + rows + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
     if c["RESIDENT"] == 2 and capability >= 80:
         multiprocessor = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100}.get(capability, 228) << 10
-        assert 2 * (gemm.plan.shared + (1 << 10) + 512) <= multiprocessor
+        static = (1 << 10) if "GATED" in c else 512  # of grouped products, of others at most
+        assert 2 * (gemm.plan.shared + (1 << 10) + static) <= multiprocessor
         assert c["DEPTH"] >= 2

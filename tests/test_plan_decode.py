@@ -45,7 +45,7 @@ def tile_of(gemm: plan.Gemm) -> str:
 
 def test_tiles_are_those_that_were_fastest() -> None:
     """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
-    mean; a tenth of them by 4% and more. Where it was not measured others were."""
+    mean where it was measured; where it was not, it counts as the slowest that was."""
     slower, unknown = [], 0
     for (name, m, n, k), times in measured():
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
@@ -60,7 +60,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
 def test_mixtures_have_tiles_that_were_fast() -> None:
     """Of the tiles that were measured, in calls with one routing or a few, the one that is predicted to take
     the least, of as many experts as may be hit, costs a call less than 2% in the mean."""
-    slower = []
+    slower, own = [], 0
     path = Path(__file__).parent / "data" / "mixture-tiles.txt"
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -70,13 +70,15 @@ def test_mixtures_have_tiles_that_were_fast() -> None:
         load = Load(int(tokens), int(top_k), int(experts))
         shape = (int(width), int(k)) if which == "both" else (int(k), int(width))
         sides = 1 + (which == "both")
-        work = Work(cq.formats.get(name).for_kernels, load.likely, *shape, 1, plan.Gpu(90), sides)
+        work = Work(cq.formats.get(name).for_kernels, load.likely, *shape, 1, plan.Gpu(90), sides, True)
         made = sorted(decode_timed.choices(work, load.hits))
-        tiles = (tile_of(decode_timed.launch(work, choice, True, False)) for choice in made)
+        tiles = [tile_of(decode_timed.launch(work, choice, True, False)) for choice in made]
         taken = next((tile for tile in tiles if tile in known), None)
         if taken is not None:
             slower.append(known[taken] / min(known.values()) - 1)
+            own += taken == tiles[0]
     assert len(slower) > 200
+    assert own > 150  # what the plan takes was measured itself
     assert np.mean(slower) < 0.02
     assert np.quantile(slower, 0.9) < 0.06
 
@@ -108,7 +110,8 @@ def test_no_second_block_fits_beside_one_that_is_to_be_alone() -> None:
         c = dict(gemm.plan.kernel.constants)
         if (c["WARPS"], c["RESIDENT"]) == (8, 1):
             seen.add(name)
-            assert plan.shared_limit(90, 2) < gemm.plan.shared <= plan.shared_limit(90)
+            assert 2 * (gemm.plan.shared + (1 << 10)) > 228 << 10  # each costs 1 KB more
+            assert gemm.plan.shared <= plan.shared_limit(90)
     assert len(seen) > 4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from ..plan import LARGE_GPU, WARP, Kernel, Plan, lone, shared_limit
@@ -155,9 +155,9 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         Kernel("attention", entry, None, tuple(constants.items()), size)
         for entry, size in (("attention", most), ("merge", 0))
     ]
-    if budget * tiles * head_groups <= multiprocessors:
-        shared = most
     grid = (budget + shape.batch - 1, tiles, head_groups)
+    if prod(grid) <= multiprocessors:
+        shared = most
     return Launch(
         Plan(kernels[0], grid, (warps + COPYING_WARPS * boxes) * WARP, shared, overlaps=True),
         _merge(kernels[1], shape, merge_warps, multiprocessors),

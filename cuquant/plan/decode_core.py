@@ -17,6 +17,9 @@ MOST_ROWS = 7
 """Row tiles of a warp, at most."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
+_FOUND = 512
+"""Bytes of static shared memory that grouped products have beyond what limits count with: the entries of rows
+(`found` in kernels/core/decode.cuh)."""
 _QUANTIZED = 6 << 10
 """Numbers of one row, for each block of a cluster, that blocks quantize themselves: of more a kernel before
 takes less.
@@ -40,6 +43,8 @@ class Work(NamedTuple):
     gpu: Gpu
     sides: int = 1
     """Weights of which a block has the same rows."""
+    grouped: bool = False
+    """Whether blocks find their rows and their matrix themselves."""
 
     @property
     def row_tiles(self) -> int:
@@ -209,6 +214,8 @@ def sized(work: Work, table: int, cluster: int, two: bool, long: bool = False) -
     only wait for each other, or x would not fit."""
     capability, x_bytes = work.gpu.capability, work.x_bytes(cluster)
     room, ring = shared_limit(capability, 1 + two) - table, ring_bytes(capability)
+    if two and work.grouped:
+        room -= _FOUND
     if long and ring > 48 << 10:
         ring = 48 << 10
     elif work.large_codes:

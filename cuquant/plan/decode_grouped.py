@@ -48,7 +48,7 @@ def decode_grouped(
     None where codes are looked up, and blocks of two sides have no room for all of x beside a table, or only
     with tiles that take longer than two launches of large blocks do.
     """
-    work = Work(fmt, m, n, k, 1, gpu, sides)
+    work = Work(fmt, m, n, k, 1, gpu, sides, grouped=True)
     if gpu.capability == 90:
         return decode_timed.fastest_grouped(work, in_half, hits)
 

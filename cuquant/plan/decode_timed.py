@@ -30,7 +30,7 @@ from .decode_core import (
     sized,
     stages_all_x,
 )
-from .launch import WARP, places_of, shared_limit
+from .launch import WARP, places_of
 from .planes import has_minimum, integer_scales
 
 _START_US = (2.11, 1.4)
@@ -52,7 +52,7 @@ _ONCE = 0.55
 """Row tiles that take as long as what a warp does once for all of a slot: read x, ask for the next one."""
 _SHARPNESS = 4.67
 """Power of the norm of these three: how little the lesser ones add to the greatest."""
-_LONE = 1.5
+_ALONE = 1.5
 """Of small blocks in a last round for which half of the places are enough: how many one counts as."""
 _X_BYTES_PER_US, _ASK_US, _CHUNK_US = 106e3, 0.54, 1.35
 """How fast a block gets x; what it takes to ask again; and to stage another chunk of columns."""
@@ -141,7 +141,7 @@ def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
     for cluster, two in product((1, 2, 4), (False, True)):
         if work.groups == 2 and (two or cluster != 2):  # for want of room, and of registers
             continue
-        if cluster > 1 and not _splits(work, cluster, hits is not None):
+        if cluster > 1 and not _splits(work, cluster):
             continue
         usual_table = table_of(work.fmt, 90, sides=work.sides)
         tables = {usual_table[1]: False}  # bytes, and whether it is the large one
@@ -154,12 +154,12 @@ def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
             for blocks in (usual,) if two or work.groups == 2 or cluster == 4 else (usual, tall):
                 most = blocks.warps if work.m > 2 else blocks.warps // 2
                 for tile in row_tiles(work.sides, most, MOST_ROWS):
-                    if not _has_registers(work, blocks, tile, hits is not None):
+                    if not _has_registers(work, blocks, tile):
                         continue
                     if not _run_together(work, blocks, tile, numbers):
                         continue
                     room = room_of(work, blocks, tile, True)
-                    if room.shared + table > shared_limit(90, 1 + two):
+                    if room.shared > blocks.room:
                         continue
                     if stages_all_x(work, room.chunk, cluster) or not roomy:
                         us = sum(
@@ -169,12 +169,12 @@ def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
                         yield Choice(us, roomy, blocks, tile)
 
 
-def _splits(work: Work, cluster: int, grouped: bool) -> bool:
+def _splits(work: Work, cluster: int) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
     if work.steps < cluster * _LEAST_STEPS or not places_of(work.gpu, cluster):
         return work.groups == 2
     few = work.steps >= _FOUR_STEPS and work.share(1) <= _FOUR_TILES and not work.fmt.walks
-    return cluster == 2 or (few and not grouped)
+    return cluster == 2 or (few and not work.grouped)
 
 
 def _made(work: Work, blocks: Blocks, tile: tuple[int, int], matrices: float) -> int:
@@ -197,15 +197,15 @@ def _places(work: Work, blocks: Blocks) -> int:
     return max(1, places_of(work.gpu, blocks.cluster)) * blocks.cluster
 
 
-def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int], grouped: bool) -> bool:
+def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
     """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
-    clustered = grouped and blocks.cluster > 1 and not blocks.tall
+    clustered = work.grouped and blocks.cluster > 1 and not blocks.tall
     row_warps, rows = tile[0], tile[1] + clustered * (1 + work.fmt.whole_matrices)
     if work.groups == 2:
         return rows <= most_rows(work)
     if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
-        most = _paired_rows(work.fmt, row_warps, grouped)
-        most = most if grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
+        most = _paired_rows(work.fmt, row_warps, work.grouped)
+        most = most if work.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
         return (1 if work.fmt.bits == 8 else 2) <= tile[1] and rows <= most
     return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(work.fmt, row_warps)
 
@@ -226,7 +226,7 @@ def _most_rows(fmt: Format, row_warps: int) -> int:
 def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
     """The same if two blocks of 8 warps share it."""
     if fmt.bits == 2 and fmt.whole_matrices:
-        return 5
+        return 5 if fmt.kernel_group_bytes else 4
     scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
     many = scarce or fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 5 and fmt.lookup)
     if row_warps > 1 or grouped:
@@ -272,7 +272,7 @@ def _us(
     together = places * (1 + two)
     rounds = ceil(made / together)
     left = made - (rounds - 1) * together
-    last = 1.0 + two if rounds == 1 or left > places else _LONE if two else 1.0
+    last = 1.0 + two if rounds == 1 or left > places else _ALONE if two else 1.0
     busiest = (rounds - 1) * (1 + two) + last
     k_warps = blocks.warps // row_warps
     turns = ceil(steps / k_warps)

@@ -97,8 +97,13 @@ _STATIC = 1 << 10
 def shared_limit(capability: int, blocks: int = 1) -> int:
     """Bytes of dynamic shared memory that a block may have, of so many that a multiprocessor is to hold. From
     sm_80 on each costs 1 KB more."""
-    most, system = _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
+    most, system = _per_block(capability)
     return min(most - 2 * _STATIC, (most + system) // blocks - system - _STATIC // 2)
+
+
+def _per_block(capability: int) -> tuple[int, int]:
+    """Bytes that one alone may have, and those that each costs beside its own."""
+    return _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
 
 
 def lone(shared: int, capability: int) -> int:
@@ -107,4 +112,5 @@ def lone(shared: int, capability: int) -> int:
     Blocks that start while the launch before still runs go where there is room first. Of as many as there are
     multiprocessors some would get two then, and others none: up to 70% more time on an H200.
     """
-    return max(shared, shared_limit(capability, 2) + 128)
+    most, system = _per_block(capability)
+    return max(shared, (most + system) // 2 - system + 128)

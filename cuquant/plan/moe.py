@@ -68,7 +68,7 @@ class Load(NamedTuple):
 
     @property
     def hits(self) -> Hits:
-        """These with probabilities: of the normal distribution of their mean and spread, at most five numbers
+        """These with probabilities: of the normal distribution of their mean and spread, at most nine numbers
         within two standard deviations."""
         count, tokens = self.experts, self.tokens
         one = max(0.0, 1 - self.top_k / count) ** tokens  # that nobody takes an expert; that nobody takes two
@@ -76,7 +76,7 @@ class Load(NamedTuple):
         spread = sqrt(max(0.0, count * (count - 1) * two**tokens + count * one - (count * one) ** 2))
         least, most = floor(self.hit - 2 * spread + 1e-9), ceil(self.hit + 2 * spread - 1e-9)
         least, most = max(self.top_k, least), min(count, self.rows, most)
-        steps = range(least, most + 1, max(1, ceil((most - least) / 4)))
+        steps = range(least, most + 1, max(1, ceil((most - least) / 8)))
         weights = [exp(-(((number - self.hit) / max(spread, 0.3)) ** 2) / 2) for number in steps]
         numbers = zip(steps, (weight / sum(weights) for weight in weights), strict=True)
         return Hits(self.rows / self.hit, tuple(numbers))
