@@ -238,18 +238,22 @@ def test_trellis_takes_about_as_long_as_codebooks() -> None:
 
 
 def test_few_multiprocessors_wait_for_the_experts_that_are_likely_hit() -> None:
-    """The busiest multiprocessor has a fifth more rows than if all had as many, or less, in the mean."""
-    busiest = []
+    """The busiest multiprocessor has at most a quarter more rows than if all had as many; a third where the
+    tiles that are predicted to be fastest leave that much over."""
+    found = []
     for tokens, n, name in product((1, 2, 3, 4, 6, 8, 12, 16), (4096, 11008, 14336), ("q4_0", "trellis3")):
         load = Load(tokens, 2, 8)
         for gated in (False, True):
-            made: Any = plan.moe.product(
+            made = plan.moe.product(
                 cq.formats.get(name).for_kernels, load, n, 4096, True, gated, plan.Gpu(90)
             )
+            if made is None:
+                assert gated
+                continue
             launch, c = made.gemm.plan, dict(made.gemm.plan.kernel.constants)
-            numbers, likely = np.transpose(load.hits.numbers)
-            rounds = np.ceil(launch.grid[0] * numbers / (plan.LARGE_GPU * c["RESIDENT"]))
-            rows = rounds * c["RESIDENT"] * c["ROW_TILES"] * c["ROW_WARPS"] / launch.cluster
-            busiest.append(likely @ (rows / ((1 + gated) * ceil(n / 16) * numbers / plan.LARGE_GPU)))
-    assert np.mean(busiest) < 1.2
-    assert max(busiest) < 1.4
+            rounds = ceil(launch.grid[0] * round(load.hit) / (plan.LARGE_GPU * c["RESIDENT"]))
+            busiest = rounds * c["RESIDENT"] * c["ROW_TILES"] * c["ROW_WARPS"] / launch.cluster
+            left_over = n == 11008 and tokens in (6, 8) and not gated
+            found.append(busiest / ((1 + gated) * ceil(n / 16) * round(load.hit) / plan.LARGE_GPU))
+            assert found[-1] <= (1.32 if left_over else 1.25), (tokens, n, name, gated)
+    assert np.mean(found) < 1.12

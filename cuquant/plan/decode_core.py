@@ -122,7 +122,7 @@ class Blocks(NamedTuple):
     ring: int
     """Bytes of its warps' rings together."""
     tall: bool = False
-    """Whether a multiprocessor has one, though of 8 warps: of up to seven row tiles, and many registers."""
+    """Whether a multiprocessor has one, though of 8 warps, of up to seven row tiles."""
     share: int = 0
     """Row tiles, if all blocks have as many."""
 

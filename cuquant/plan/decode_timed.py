@@ -107,17 +107,9 @@ def _best(work: Work, turned: bool) -> Choice:
 
 
 def fastest_grouped(work: Work, in_half: bool, hits: Hits) -> tuple[float, Gemm] | None:
-    """The same for as many matrices as rows may lead to. Two sides whose codes are looked up need room for
-    all of x beside a table: None where there is none."""
-    found = choices(work, hits)
-    if work.sides == 2 and work.fmt.lookup:
-        found = (each for each in found if _stages_all_x(work, each))
-    best = min(found, default=None)
+    """The same for as many matrices as rows may lead to; None where two sides have no room."""
+    best = min(choices(work, hits), default=None)
     return None if best is None else (best.us, launch(work, best, in_half, False))
-
-
-def _stages_all_x(work: Work, choice: Choice) -> bool:
-    return stages_all_x(work, room_of(work, choice.blocks, choice.tile, True).chunk, choice.blocks.cluster)
 
 
 def variants(work: Work) -> Iterator[Gemm]:
@@ -135,7 +127,8 @@ def launch(work: Work, choice: Choice, in_half: bool, converted: bool) -> Gemm:
 def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
     """One block on a multiprocessor, or two small ones; clusters that split K; tiles of all heights for which
     there are registers. Up to 8 batch rows a codebook's table is a large one where all of x has room beside
-    it. Of a grouped product `hits` are the matrices that there may be."""
+    it, and those of two sides need that room. Of a grouped product `hits` are the matrices that there may
+    be."""
     numbers = ((work.matrices, 1.0),) if hits is None else hits.numbers
     batch = work.batch if hits is None else min(work.batch, hits.rows)
     for cluster, two in product((1, 2, 4), (False, True)):
@@ -161,7 +154,7 @@ def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
                     room = room_of(work, blocks, tile, True)
                     if room.shared > blocks.room:
                         continue
-                    if stages_all_x(work, room.chunk, cluster) or not roomy:
+                    if stages_all_x(work, room.chunk, cluster) or not (roomy or work.sides == 2):
                         us = sum(
                             likely * _us(work, table, blocks, tile, room, matrices, batch)
                             for matrices, likely in numbers
@@ -199,15 +192,15 @@ def _places(work: Work, blocks: Blocks) -> int:
 
 def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
     """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
-    clustered = work.grouped and blocks.cluster > 1 and not blocks.tall
-    row_warps, rows = tile[0], tile[1] + clustered * (1 + work.fmt.whole_matrices)
+    row_warps, rows = tile
+    fewer = 1 + work.fmt.whole_matrices if work.grouped and blocks.cluster > 1 else 0
     if work.groups == 2:
-        return rows <= most_rows(work)
+        return rows <= most_rows(work) - fewer
     if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
         most = _paired_rows(work.fmt, row_warps, work.grouped)
         most = most if work.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
-        return (1 if work.fmt.bits == 8 else 2) <= tile[1] and rows <= most
-    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(work.fmt, row_warps)
+        return (1 if work.fmt.bits == 8 else 2) <= rows <= most - fewer
+    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(work.fmt, row_warps) - fewer
 
 
 def _most_rows(fmt: Format, row_warps: int) -> int:
