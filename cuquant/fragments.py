@@ -11,9 +11,10 @@ from math import frexp, inf, isfinite, isnan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from . import buffers, check, device, jit, plan, problem
-from .formats import Format
+from .formats import Format, e4m4
 from .formats.trellis import Trellis
 
 if TYPE_CHECKING:
@@ -21,15 +22,20 @@ if TYPE_CHECKING:
 
 
 class Tables(NamedTuple):
-    """Addresses of a codebook on a device: float32 entries, thresholds, and float16 entries, also times the
-    power of two by which products lift small weights; 0 for formats without one."""
+    """Addresses of a codebook on a device: float32 entries, thresholds, and float16 entries as products take
+    them; 0 for formats without one."""
 
     codebook: int = 0
     thresholds: int = 0
     values: int = 0
-    lifted: int = 0
+
+    def lifted(self, lift: int) -> int:
+        """The latter of those that lift weights by 2^lift."""
+        return self.values + lift * _ROW
 
 
+_ROW = 128
+"""Bytes of one of these arrays."""
 _tables: dict[tuple[int, Format], tuple[Tables, Any]] = {}
 
 
@@ -41,20 +47,29 @@ def tables(fmt: Format) -> Tables:
     key = (cupy.cuda.runtime.getDevice(), fmt)
     found = _tables.get(key)
     if found is None:
-        rows = np.zeros((4, 32), np.float32)
+        rows = np.zeros((2 + _MOST_LIFT + 1, _ROW // 4), np.float32)
         rows[0, : len(fmt.codebook)] = fmt.codebook
         rows[1] = np.inf
         if fmt.lookup:
             if fmt.encoder[0] == "quantize":
                 rows[1, : len(fmt.thresholds)] = fmt.thresholds
-            for row, lift in ((2, 0), (3, _LIFT)):
-                halves = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(fmt.scale_unit)
-                rows[row].view(np.float16)[: len(halves)] = halves.astype(np.float16)
+            for lift in range(_MOST_LIFT + 1) if fmt.masked else (0, _LIFT):
+                halves = _halves(fmt, lift)
+                rows[2 + lift].view(np.float16)[: len(halves)] = halves
         buffer = cupy.asarray(rows)
         cupy.cuda.get_current_stream().synchronize()  # other streams may use it
-        starts = (int(buffer.data.ptr) + row * 128 for row in range(4))
+        starts = (int(buffer.data.ptr) + row * _ROW for row in range(3))
         found = _tables.setdefault(key, (Tables(*starts), buffer))
     return found[0]
+
+
+def _halves(fmt: Format, lift: int) -> NDArray[np.float16]:
+    """A codebook as products take it, times 2^lift; of values that masks make, these, and 2^lift."""
+    if fmt.masked:
+        return np.append(fmt.masked.halves, np.float16(2.0**lift))
+    assert fmt.codebook is not None
+    values = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(fmt.scale_unit)
+    return values.astype(np.float16)
 
 
 @cache
@@ -97,7 +112,8 @@ class Fragments:
     @cached_property
     def weight(self) -> problem.Weight:
         """What a product has to know of it."""
-        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, self.fmt.tensor_scale)
+        scale = self.fmt.tensor_scale / (self.fmt.masked.unit if self.fmt.masked else 1)
+        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale)
 
     @cached_property
     def signs_address(self) -> int:
@@ -144,9 +160,9 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
         return replace(made, half=not seen.unfit, lift=lift, offset=seen.offset, kept=kept)
     if fmt.scaling == "e4m3":  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
         return replace(made, lift=-7, kept=_first_bytes(blocks, stored) if seen.greatest else None)
-    half, lifted = _lifted(seen.greatest, seen.least)
-    values = tables(fmt).lifted if lifted else tables(fmt).values
-    return replace(made, half=half, lift=_codebook_lift(fmt) + (_LIFT if lifted else 0), values=values)
+    half, lift = (_masked_lift if fmt.masked else _table_lift)(seen.greatest, seen.least)
+    all_in_all = lift + (_MASKED if fmt.masked else _codebook_lift(fmt))
+    return replace(made, half=half, lift=all_in_all, values=tables(fmt).lifted(lift))
 
 
 def _of_matrices(fmt: Format) -> Any:
@@ -206,14 +222,27 @@ _LARGEST_HALF = float(np.finfo(np.float16).max)
 _LIFT, _LIFTED_UP_TO = 11, 31.0
 """Where the weights of a codebook are small, products multiply them by 2^11, for which they must not be above
 31, since float16 loses bits of small numbers. (Integers have factors of rows.)"""
+_MOST_LIFT = 15
 _SMALL, _SMALL_BLOCK = 2.0**-5, 2.0**-13
 """What is small: all weights; or all of a block, of which float16 would lose what counts."""
 
 
-def _lifted(greatest: float, least: float) -> tuple[bool, bool]:
-    """Whether float16 can hold weights of a codebook, given blocks' peaks, and whether they are lifted."""
+def _table_lift(greatest: float, least: float) -> tuple[bool, int]:
+    """Whether float16 can hold weights of a codebook, given blocks' peaks, and by what power of two they are
+    lifted."""
     lifted = greatest <= _LIFTED_UP_TO and (greatest < _SMALL or least < _SMALL_BLOCK)
-    return greatest <= _LARGEST_HALF and (lifted or least >= _SMALL_BLOCK), lifted
+    return greatest <= _LARGEST_HALF and (lifted or least >= _SMALL_BLOCK), _LIFT if lifted else 0
+
+
+_MASKED = 15 - 4 - 24
+"""Exponent for what masks make: scales are 2^-4 times their own, and taken 2^15 times, codes 2^-24 times."""
+
+
+def _masked_lift(greatest: float, least: float) -> tuple[bool, int]:
+    """The same of those that masks make: as much as E4M4 scales leave room for, in steps (so that weights
+    alike have the same), and whether the larger magnitude of the least block is no subnormal number."""
+    lift = next((lift for lift in range(_MOST_LIFT, 0, -3) if greatest <= e4m4.LARGEST / 2**lift), 0)
+    return least * 2.0 ** (lift - 2.5) >= 2.0**-14, lift
 
 
 class Kept(NamedTuple):

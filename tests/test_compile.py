@@ -28,8 +28,9 @@ from cuquant.plan.decode_grouped import decode_grouped
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 WALKS = [cq.Exl3(2, "mcg"), cq.Exl3(4), cq.Exl3(6, "mcg"), cq.Exl3(8, "mul1")]
 FORMATS = [*(cq.formats.get(name) for name in cq.formats.names()), *WALKS]
-UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False)]
-"""Formats without a name, which kernels for groups of any size encode."""
+UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False), cq.KBit(2, absmax="float16")]
+"""Formats without a name: kernels for groups of any size encode the former, the latter's codes are all looked
+up."""
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""
@@ -92,7 +93,7 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 
-ALIKE = {"q4_1", "q5_0", "kbit3", "kbit4", "nvfp4", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
+ALIKE = {"q4_1", "q5_0", "kbit2", "kbit3", "kbit4", "nvfp4", "q3_k", "q5_k", "iq4_nl", "iq4_xs"}
 """Headers of formats that differ in widths alone from others, or take fewer registers than one like them."""
 ALIKE_BLOCKS = {("int4", 18), *(("trellis", size) for size in (12, 16, 20, 68))}
 """The same of headers that several formats share, with the bytes of blocks: to products symmetric int4 is

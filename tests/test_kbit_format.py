@@ -45,6 +45,31 @@ def test_codebook_bits_never_change() -> None:
         assert [f"{v:08X}" for v in upper.view(np.uint32)] == expected.split()
 
 
+@pytest.mark.parametrize("a", [0.05, 0.2, 0.27699354, 0.3, 0.45])
+@pytest.mark.parametrize("b", [0.1, 1])
+def test_two_magnitudes_as_masks_make_them(a: float, b: float) -> None:
+    """c and 1024 + c, in units of 2^-24, over one unit: near both magnitudes, or not taken."""
+    a = float(F(a * b))
+    fmt = cq.KBit(2, [-b, -a, a, b])
+    c = round(1024 * a / (b - a))
+    if fmt.masked is None:  # of small ones half a unit is too much
+        assert c < 512
+        return
+    assert fmt.masked.halves.view(np.uint16).tolist() == [0x8400 + c, 0x8000 + c, c, 0x400 + c]
+    made = fmt.masked.halves.astype(np.float64) * 2**24 / fmt.masked.unit
+    np.testing.assert_allclose(made[2:], [a, b], rtol=2**-10)
+    assert abs(made[3] / b - 1) <= 2**-11
+
+
+def test_which_codebooks_masks_make() -> None:
+    assert cq.KBit(2).masked is not None
+    assert cq.KBit(2, scale="decoded").masked is not None
+    assert cq.KBit(2, absmax="float16").masked is None
+    assert all(cq.KBit(k).masked is None for k in (3, 4, 5))
+    for codebook in ([-1, -0.3, 0.3, 0.9], [-1, -0.6, 0.6, 1], [-1, 0, 0, 1], [0.1, 0.2, 0.3, 1]):
+        assert cq.KBit(2, codebook).masked is None
+
+
 @pytest.mark.parametrize("k", [1, 6, 0, -2, True])
 def test_refuses_other_widths(k: int) -> None:
     for make in (cq.normal_float_codebook, cq.KBit):

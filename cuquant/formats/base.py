@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,15 @@ FLOATS |= {name: name for name in FLOATS.values()}
 """Names under which people ask for what is not quantized, and NumPy's."""
 _ELSEWHERE = {"int8": "q8_0"}
 """What formats are called by others, where no name is near."""
+
+
+class MaskedValues(NamedTuple):
+    """A codebook of two magnitudes with signs, in the units of kernels/core/masked.cuh."""
+
+    halves: NDArray[np.float16]
+    """[4], ascending."""
+    unit: float
+    """What 1 is, in units of 2^-24."""
 
 
 class Format(ABC):
@@ -76,6 +85,8 @@ class Format(ABC):
     sign_bits: int = 0
     """Bits of a code that kernels do not look up: 1 where the codebook's lower half is its upper half with
     signs, backwards, and kernels make use of it."""
+    masked: MaskedValues | None = None
+    """What a codebook's numbers are to kernels that make half of them by masks; None where none do."""
     in_float16: bool = True
     """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
     numbers first."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from . import e4m4
-from .base import Format, register
+from .base import Format, MaskedValues, register
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -128,7 +128,12 @@ class KBit(Format):
 
     @property
     def header(self) -> str:
-        return f"kbit{self.bits}_signed" if self.sign_bits else f"kbit{self.bits}"
+        kind = "_signed" if self.sign_bits else "_masked" if self.masked else ""
+        return f"kbit{self.bits}{kind}"
+
+    @cached_property
+    def masked(self) -> MaskedValues | None:  # type: ignore[override]
+        return _masked(self.codebook) if self.bits == 2 and self.absmax == "e4m4" else None
 
     @property
     def codebook(self) -> NDArray[np.float32]:  # type: ignore[override]
@@ -181,6 +186,25 @@ class KBit(Format):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KBit, (self.bits, "normal" if self._own is None else self._own, self.scale, self.absmax)
+
+
+_CLOSE = 2.0**-11
+"""How near to their own numbers those must be that masks make, of the larger magnitude; of the smaller, which
+counts less, half as near. Rounding to float16 is up to 2^-11 off."""
+
+
+def _masked(codebook: NDArray[np.float32]) -> MaskedValues | None:
+    """-b, -a, a and b in the units of kernels/core/masked.cuh: a is about c, and b about 1024 + c, for one
+    integer c. The unit is that of the least sum of squared errors."""
+    a, b = codebook[2:].astype(np.float64)
+    if not (np.array_equal(codebook[:2], -codebook[:1:-1]) and 0 < a < b / 2):
+        return None
+    c = round(1024 * a / (b - a))
+    unit = (a * c + b * (1024 + c)) / (a * a + b * b)
+    if abs(c / unit - a) > 2 * _CLOSE * a or abs((1024 + c) / unit - b) > _CLOSE * b:
+        return None
+    halves = np.array([0x8400 | c, 0x8000 | c, c, 0x400 | c], np.uint16).view(np.float16)
+    return MaskedValues(halves, unit)
 
 
 def _to_planes(q: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:

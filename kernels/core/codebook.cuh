@@ -44,7 +44,6 @@ struct Codebook {
     static constexpr int INDEX_BITS = BYTES ? 8 : PAIR_BITS;
     static constexpr int AT = BYTES ? 2048 : 0, TABLE_BYTES = AT + (STEP << INDEX_BITS);  // with what is before it
     static constexpr bool SUMS = false;
-    static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
 
     u32 value;  // of code lane % 2^BITS, for the table
     u32 own;    // shared address of this lane's copy of the first entry, less AT
@@ -77,6 +76,7 @@ struct Codebook {
     }
 
     static DEVICE void unit(u32 (&a)[4]) {}
+    static DEVICE float unscale(int) { return 1; }
 
     // The values of step h.
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
@@ -84,14 +84,19 @@ struct Codebook {
         for (int t = 0; t < 2; t++) {
             const int b = h / 2, m = h % 2 * 2 + t;
             if constexpr (BITS == 2) {
-                asm("ld.shared.v2.u32 {%0, %1}, [%2+%3];"
-                    : "=r"(a[2 * t]), "=r"(a[2 * t + 1]) : "r"(address(tile.low[b], 8 * m)), "n"(AT));
+                look_up(tile.low[b], m, a[2 * t], a[2 * t + 1]);
             } else {
 #pragma unroll
                 for (int j = 0; j < 2; j++)
                     a[2 * t + j] = value_pair(tile, 8 * b + 4 * j + m);
             }
         }
+    }
+
+    // Of 2 bits: both pairs of a byte of a word.
+    DEVICE void look_up(u32 word, int byte, u32& first, u32& second) const {
+        asm("ld.shared.v2.u32 {%0, %1}, [%2+%3];"
+            : "=r"(first), "=r"(second) : "r"(address(word, 8 * byte)), "n"(AT));
     }
 
     // The weights of step h in float16, rounded once.

@@ -4,6 +4,7 @@
 #include "codebook.cuh"
 #include "e2m1.cuh"
 #include "integer.cuh"
+#include "masked.cuh"
 #include "procedure.cuh"
 
 template <class F, int COPIES, Coding CODING = F::CODING>
@@ -19,6 +20,11 @@ struct CodecOf<F, COPIES, CODEBOOK> {
 template <class F, int COPIES>
 struct CodecOf<F, COPIES, SIGNED_CODEBOOK> {
     using Type = Codebook<F, COPIES, /* signed */ true>;
+};
+
+template <class F, int COPIES>
+struct CodecOf<F, COPIES, MASKED_CODEBOOK> {
+    using Type = MaskedCodebook<F, COPIES>;
 };
 
 template <class F, int COPIES>

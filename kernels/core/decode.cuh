@@ -187,7 +187,7 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
-                float unscale = (j ? C::UNSCALE_8 : C::UNSCALE) * turned;
+                float unscale = codec.unscale(j / 2) * turned;
                 if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
                 float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
                 *reinterpret_cast<float2*>(mine + place(n, m)) = pair;

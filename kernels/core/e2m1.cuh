@@ -15,12 +15,12 @@ template <class F>
 struct E2m1Codes {
     static constexpr int TABLE_BYTES = 0;
     static constexpr bool SUMS = false;
-    // What scales in float32 lack of those in float16 (tile.cuh).
-    static constexpr float UNSCALE = F::SCALING == E8M0 ? 65536.f : 32768.f, UNSCALE_8 = UNSCALE;
 
     DEVICE E2m1Codes(const u16*, int) {}
     DEVICE void fill(int, int) {}
     static DEVICE void unit(u32 (&a)[4]) {}
+    // What scales in float32 lack of those in float16 (tile.cuh).
+    static DEVICE float unscale(int) { return F::SCALING == E8M0 ? 65536.f : 32768.f; }
 
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
         constexpr u32 SIGNS = 0x80008000, OTHERS = 0x0e000e00;

@@ -15,7 +15,7 @@ struct IntegerCodes {
     DEVICE void fill(int, int) {}
 
     // Exact codes of step h: a code q is the subnormal float16 number q * 2^-24, in rows g + 8 q * 2^(HIGHER - 24): masking
-    // is all it takes. The powers of two leave with the accumulators, by UNSCALE or the factors of rows.
+    // is all it takes. The powers of two leave with the accumulators, by `unscale` or the factors of rows.
     DEVICE void codes(const Tile<F>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) a[r] = code(tile, h, r);
@@ -41,8 +41,9 @@ struct IntegerCodes {
 
     // Row g + 8's codes stand so many times higher than row g's.
     static constexpr int TIMES_8 = 1 << HIGHER<F>;
-    static constexpr float UNSCALE = 16777216.f;             // 2^24, of rows g
-    static constexpr float UNSCALE_8 = UNSCALE / TIMES_8;  // of rows g + 8
+
+    // What brings sums of codes to their own units.
+    static DEVICE float unscale(int row8) { return 16777216.f / (row8 ? TIMES_8 : 1); }
 
     // What `codes` gives for the code that stands for 0, negative, or for 1 where there is a minimum: as operand A it
     // makes sums of the activations in the units of the accumulators. Beside factors of rows minimums are in these units

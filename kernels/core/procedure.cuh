@@ -48,7 +48,6 @@ template <class F>
 struct Procedure {
     static constexpr int BITS = F::BITS, TABLE_BYTES = 0;
     static constexpr bool SUMS = false, HALVES = Numbers<F::GENERATOR>::HALVES;
-    static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
     static_assert(BITS > 1, "16 bits reach into the lane before, but no further");
     static_assert(BITS != 7, "tiles have no place for three words of the high plane");
 
@@ -57,6 +56,7 @@ struct Procedure {
     DEVICE Procedure(const u16*, int lane) : before((lane + WARP - 1) % WARP) {}
     DEVICE void fill(int, int) {}
     static DEVICE void unit(u32 (&a)[4]) {}
+    static DEVICE float unscale(int) { return 1; }
 
     // The weights of step h in float16, rounded once: there is no scale.
     DEVICE void weights(const Tile<F>& tile, int h, u32 (&a)[4]) const {

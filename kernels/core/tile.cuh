@@ -63,7 +63,9 @@ struct Tile {
 
     // From shared memory: where the tile's share of each plane starts.
     DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
-        if constexpr (F::LOW_BYTES == 256) {
+        if constexpr (F::CODING == MASKED_CODEBOOK) {
+            load_both(low_at, lane);
+        } else if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
             for (int w = 0; w < 2; w++) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
         } else {
@@ -80,7 +82,9 @@ struct Tile {
     DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
                            int lane) {
         const bool own = F::CODING == INTEGERS && b == 0;  // of 3 and 5 bits block 1 has some in block 0's words
-        if constexpr (F::LOW_BYTES == 256) {
+        if constexpr (F::CODING == MASKED_CODEBOOK) {
+            load_both(low_at, lane);
+        } else if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
             for (int w = 0; w < 2; w++)
                 if (w == b || (F::BITS == 3 && !own)) low[w] = reinterpret_cast<const u32*>(low_at)[w * 32 + lane];
@@ -107,6 +111,9 @@ struct Tile {
         if constexpr (F::SCALE_BYTES == 32) return twice(halves(b), row8);
         return twice(scale[row8], b);
     }
+
+    // Of E4M4 bytes both rows' scale of step h, 2^11 times.
+    DEVICE u32 byte_scales(int h) const { return mul_half2(halves(h / 2), 0x78007800); }
 
     // Two copies of the scale of step h times a pair, where scales are pairs of blocks, or of rows.
     DEVICE u32 scaled_pair(int h, int row8, u32 pair) const {
@@ -219,6 +226,12 @@ private:
             group[0] = pair(group[0], group[1]);
         else
             scale[0] = pair(scale[0], scale[1]), scale[1] = pair(scale[2], scale[3]);
+    }
+
+    // Words that both blocks want (masked.cuh): a lane's lie together.
+    DEVICE void load_both(const u8* low_at, int lane) {
+        const uint2 v = reinterpret_cast<const uint2*>(low_at)[lane];
+        low[0] = v.x, low[1] = v.y;
     }
 
     DEVICE void set_low(int part, uint4 v) {

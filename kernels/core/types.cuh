@@ -13,13 +13,18 @@ typedef long long s64;
 constexpr int WARP = 32;
 
 // What a format's codes are (core/codec.cuh), and how a block's scale is stored in the fragment layout (core/tile.cuh).
-enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, E2M1, PROCEDURE };
+enum Coding { INTEGERS, CODEBOOK, SIGNED_CODEBOOK, MASKED_CODEBOOK, E2M1, PROCEDURE };
 // The last four are integers that the group plane's float16 numbers multiply, a byte (but two NIBBLES) each: of blocks
 // of 32 columns, or of every STEP of 16.
 enum Scaling {
     UNSCALED, HALF, HALF_AND_MIN, HALF_AND_ZERO, E4M4, E8M0, E4M3, SINGLE, BYTES, BYTES_AND_MIN, STEP_BYTES,
     STEP_NIBBLES_AND_MIN
 };
+
+// Whether codes are looked up in a codebook, all of them or most.
+template <class F>
+constexpr bool LOOKED_UP =
+    F::CODING == CODEBOOK || F::CODING == SIGNED_CODEBOOK || F::CODING == MASKED_CODEBOOK;
 
 // Whether the group plane has scales themselves (float16, with zero points), not what integer scales are multiplied by.
 template <class F>

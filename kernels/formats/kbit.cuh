@@ -3,14 +3,16 @@
 // Storage of a block: BITS words of 32 bits, bit j of word p being bit p of code j | absmax, an E4M4 byte or float16.
 // Blocks start at any address.
 //
-// SIGNED, of 5 bits: codebook[q] = -codebook[31 - q], so that a code is a magnitude's, q - 16 or 15 - q, and a sign.
+// SIGNED_CODEBOOK, of 5 bits: codebook[q] = -codebook[31 - q], so that a code is a magnitude's, q - 16 or 15 - q, and a sign.
+// MASKED_CODEBOOK, of 2: likewise, and the two magnitudes are such that a mask can make them (core/masked.cuh).
 #pragma once
 #include "pairs.cuh"
 
-template <int BITS_, bool IS_E4M4, bool SIGNED = false>
+template <int BITS_, bool IS_E4M4, Coding CODING_ = CODEBOOK>
 struct KbitBlock : Ungrouped {
     static constexpr int BITS = BITS_, COLUMNS = 32;
-    static constexpr Coding CODING = SIGNED ? SIGNED_CODEBOOK : CODEBOOK;
+    static constexpr Coding CODING = CODING_;
+    static constexpr bool SIGNED = CODING == SIGNED_CODEBOOK;
     static constexpr Scaling SCALING = IS_E4M4 ? E4M4 : HALF;
     static constexpr bool HAS_MIN = false;
     static constexpr int SCALE_AT = BITS * 4, BLOCK_BYTES = SCALE_AT + (IS_E4M4 ? 1 : 2);

@@ -2,4 +2,4 @@
 #pragma once
 #include "kbit.cuh"
 
-using Format = KbitBlock</* bits */ 5, /* E4M4 */ CUQUANT_BLOCK_BYTES % 2 != 0, /* signed */ true>;
+using Format = KbitBlock</* bits */ 5, /* E4M4 */ CUQUANT_BLOCK_BYTES % 2 != 0, SIGNED_CODEBOOK>;

@@ -10,6 +10,14 @@ struct Pairs {
 #pragma unroll
             for (int m = 0; m < 4; m++)
                 put_one(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | (fifths >> 8 * m & 0xff) << 8);
+        } else if constexpr (F::CODING == MASKED_CODEBOOK) {
+            share.low[0] |= (pairs & 0x0f0f) << (16 * b + 4 * j);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const u32 pair = pairs >> (16 + 8 * t), signs = ~pair >> 2 & 3, large = ~(pair ^ pair >> 2) & 3;
+                const u32 bits = to_halves(signs) << 15 | to_halves(large) << 10;
+                share.low[1] |= __funnelshift_r(bits, bits, turn_of(b, t, j));
+            }
         } else {
             share.low[F::BITS == 2 ? b : 2 * b + j] |= F::BITS == 2 ? pairs << 4 * j : pairs;
         }
@@ -18,6 +26,16 @@ struct Pairs {
     // The way back; of 2 bits with those of the other j in the upper half of each byte.
     static DEVICE u32 get(const LaneShare<F>& share, int b, int j, u32& fifths) {
         fifths = 0;
+        if constexpr (F::CODING == MASKED_CODEBOOK) {
+            u32 pairs = share.low[0] >> (16 * b + 4 * j) & 0x0f0f;
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const u32 bits = __funnelshift_l(share.low[1], share.low[1], turn_of(b, t, j));
+                const u32 signs = of_halves(bits >> 15), large = of_halves(bits >> 10);
+                pairs |= ((signs ^ 3) << 2 | (signs ^ large)) << (16 + 8 * t);
+            }
+            return pairs;
+        }
         if constexpr (F::BITS % 2 == 0) return F::BITS == 2 ? share.low[b] >> 4 * j : share.low[2 * b + j];
         u32 pairs = 0;
 #pragma unroll
@@ -29,6 +47,14 @@ struct Pairs {
     }
 
 private:
+    // Of codes that masks make (core/masked.cuh): how far their bits are turned to the right, and two bits to those of both
+    // halves of a word.
+    static DEVICE int turn_of(int b, int t, int j) { return 2 * (4 * b + 2 * t + j); }
+
+    static DEVICE u32 to_halves(u32 two) { return two & 1 | two >> 1 << 16; }
+
+    static DEVICE u32 of_halves(u32 bits) { return bits & 1 | bits >> 15 & 2; }
+
     static constexpr int PAIR = 2 * F::BITS, PER_WORD = 32 / PAIR, WORDS = F::LOW_BYTES / 128 + 1;
 
     static DEVICE u32& word_of(LaneShare<F>& share, int w) { return w < WORDS - 1 ? share.low[w] : share.high[0]; }

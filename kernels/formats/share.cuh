@@ -62,30 +62,36 @@ DEVICE u32 planes_of(u32 nibbles) { return swapped(swapped(nibbles, 14, 0x0000cc
 
 DEVICE u32 nibbles_of(u32 planes) { return swapped(swapped(planes, 7, 0x00aa00aa), 14, 0x0000cccc); }
 
-// A lane's words of the low plane: 16 bytes at a time, or two words apart.
-template <int WORDS>
-DEVICE void store_low(u8* tile, const u32 (&words)[WORDS], int lane) {
-    if constexpr (WORDS == 2) {
+// A lane's words of the low plane (tile.cuh): 16 bytes at a time, or two words apart, or together if both blocks want both.
+template <class F>
+DEVICE void store_low(u8* tile, const LaneShare<F>& share, int lane) {
+    constexpr bool BOTH = F::CODING == MASKED_CODEBOOK;
+    if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
-        for (int w = 0; w < 2; w++) reinterpret_cast<u32*>(tile)[w * 32 + lane] = words[w];
+        for (int w = 0; w < 2; w++)
+            reinterpret_cast<u32*>(tile)[BOTH ? 2 * lane + w : w * 32 + lane] = share.low[w];
     } else {
 #pragma unroll
-        for (int part = 0; part < WORDS / 4; part++)
-            reinterpret_cast<uint4*>(tile + part * 512)[lane] =
-                make_uint4(words[part * 4], words[part * 4 + 1], words[part * 4 + 2], words[part * 4 + 3]);
+        for (int part = 0; part < F::LOW_BYTES / 512; part++) {
+            const u32* const words = share.low + part * 4;
+            reinterpret_cast<uint4*>(tile + part * 512)[lane] = make_uint4(words[0], words[1], words[2], words[3]);
+        }
     }
 }
 
-template <int WORDS>
-DEVICE void load_low(u32 (&words)[WORDS], const u8* tile, int lane) {
-    if constexpr (WORDS == 2) {
+template <class F>
+DEVICE void load_low(LaneShare<F>& share, const u8* tile, int lane) {
+    constexpr bool BOTH = F::CODING == MASKED_CODEBOOK;
+    if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
-        for (int w = 0; w < 2; w++) words[w] = reinterpret_cast<const u32*>(tile)[w * 32 + lane];
+        for (int w = 0; w < 2; w++)
+            share.low[w] = reinterpret_cast<const u32*>(tile)[BOTH ? 2 * lane + w : w * 32 + lane];
     } else {
 #pragma unroll
-        for (int part = 0; part < WORDS / 4; part++) {
+        for (int part = 0; part < F::LOW_BYTES / 512; part++) {
             const uint4 v = reinterpret_cast<const uint4*>(tile + part * 512)[lane];
-            words[part * 4] = v.x, words[part * 4 + 1] = v.y, words[part * 4 + 2] = v.z, words[part * 4 + 3] = v.w;
+            u32* const words = share.low + part * 4;
+            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
         }
     }
 }

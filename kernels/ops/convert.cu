@@ -22,11 +22,11 @@ struct Codes {
     using Format = F;
     static constexpr int TABLE_BYTES = 0;
     static constexpr bool SUMS = false;
-    static constexpr float UNSCALE = 1, UNSCALE_8 = 1;
 
     DEVICE Codes(const u16*, int) {}
     DEVICE void fill(int, int) {}
     static DEVICE void unit(u32 (&)[4]) {}
+    static DEVICE float unscale(int) { return 1; }
 };
 
 // The words themselves: what everything but a conversion takes.
@@ -40,7 +40,7 @@ struct Nothing : Codes<> {
 template <u32 (*CONVERT)(u32), int LOG_UNSCALE = 0>
 struct Document : Codes<> {
     using Codes::Codes;
-    static constexpr float UNSCALE = 1 << LOG_UNSCALE, UNSCALE_8 = UNSCALE;
+    static DEVICE float unscale(int) { return 1 << LOG_UNSCALE; }
     DEVICE void codes(const Tile<Format>& tile, int h, u32 (&a)[4]) const {
 #pragma unroll
         for (int r = 0; r < 4; r++) a[r] = CONVERT(tile.low[h] << (12 - 4 * r));
@@ -114,7 +114,7 @@ struct FragmentIntegers : IntegerCodes<FourBits> {
 struct FragmentE2m1 : E2m1Codes<FourBits> {
     using Format = FourBits;
     using E2m1Codes::E2m1Codes;
-    static constexpr float UNSCALE = 16384, UNSCALE_8 = UNSCALE;  // 2^14: scales are their own numbers here
+    static DEVICE float unscale(int) { return 16384; }  // 2^14: scales are their own numbers here
 };
 
 using Conversion = CUQUANT_CONVERSION;

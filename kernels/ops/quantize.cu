@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     u8* const to = staged + own * Format::BLOCK_BYTES;
     bool good;
-    if constexpr (Format::CODING == CODEBOOK || Format::CODING == SIGNED_CODEBOOK) {
+    if constexpr (LOOKED_UP<Format>) {
         good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded);
     } else if constexpr (Format::CODING == E2M1) {
         good = encode_e2m1<Format>(values, extent.high, part, half, to);

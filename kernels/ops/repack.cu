@@ -257,7 +257,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
                 row_peak = max(row_peak, group_peak_to_lift<Format>(share.group, row8_of(lane), has_minimum(lane)));
             else if constexpr (ROW_FACTORS<Format>)
                 row_peak = max(row_peak, peak_to_lift<Format>(share.scale));
-            store_low(low + tile * Format::LOW_BYTES, share.low, lane);
+            store_low(low + tile * Format::LOW_BYTES, share, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
                 reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane] = share.high[w];
@@ -300,7 +300,7 @@ from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u
         for_tiles(run, [&](int number, int t, int, int) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format>& share = shares[number];
-            load_low(share.low, low + tile * Format::LOW_BYTES, lane);
+            load_low(share, low + tile * Format::LOW_BYTES, lane);
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
                 share.high[w] = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane];

@@ -156,7 +156,7 @@ to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u
 #pragma unroll
                 for (int j = 0; j < 2; j++)
                     Pairs<F>::put(share, b, j, spread_bits(codes[b][j][0]) | spread_bits(codes[b][j][1]) << 1);
-            store_low(low + at * F::LOW_BYTES, share.low, lane);
+            store_low(low + at * F::LOW_BYTES, share, lane);
             if constexpr (F::HIGH_BYTES > 0) reinterpret_cast<u32*>(high + at * F::HIGH_BYTES)[lane] = share.high[0];
             const int own = (tile * 2 + i % 2) * 32 / F::GROUP;
             u32 bits = 0;
@@ -185,7 +185,7 @@ from_fragments(u8* storage, s64 matrices, int N, int K, const u8* low, const u8*
         for (int tile = run.begin; tile < run.end; tile++) {
             const s64 at = run.tile + tile - run.begin;
             LaneShare<F> share = {};
-            load_low(share.low, low + at * F::LOW_BYTES, lane);
+            load_low(share, low + at * F::LOW_BYTES, lane);
             if constexpr (F::HIGH_BYTES > 0)
                 share.high[0] = reinterpret_cast<const u32*>(high + at * F::HIGH_BYTES)[lane];
 #pragma unroll
