@@ -7,7 +7,8 @@
 //     bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 //           s0 s2 s3 s1 m0 m0 m0 m1 m1 m1 m2 m2 m2 m3 m3 m3
 //
-// so that two of them need one shift and one mask at most.
+// so that two of them need one shift and one mask at most. The others' signs and bits need different shifts, which one
+// multiplication makes of what a mask has left of the word: nothing that it makes beside them reaches their places.
 #pragma once
 #include "tile.cuh"
 
@@ -27,8 +28,8 @@ struct E2m1Codes {
         const u32 word = tile.low[h];
         a[0] = masked(word, SIGNS | OTHERS);
         a[1] = masked(word << 3, SIGNS | OTHERS);
-        a[2] = and_or(word << 1, SIGNS, masked(word << 6, OTHERS));
-        a[3] = and_or(word << 2, SIGNS, masked(word << 9, OTHERS));
+        a[2] = masked(masked(word, 0x40384038) * (2 + 64), SIGNS | OTHERS);
+        a[3] = masked(masked(word, 0x20072007) * (4 + 512), SIGNS | OTHERS);
     }
 
     // The weights of step h in float16: exact, unless they are subnormal.

@@ -105,7 +105,7 @@ struct Tile {
     DEVICE u32 scale_pair(int h, int row8, int minimum = 0) const {
         const int b = h / 2;
         if constexpr (F::SCALING >= BYTES) return twice(product_halves(h), row8);
-        if constexpr (F::SCALING == E4M3) return mul_half2(twice(step_halves(h, row8), b), 0x78007800);
+        if constexpr (F::SCALING == E4M3) return twice(mul_half2(step_halves(h, row8), 0x78007800), b);
         if constexpr (GROUP_SCALES<F>) return twice(group[minimum], row8);
         if constexpr (F::HAS_MIN) return twice(scale[row8 * 2 + b], minimum);
         if constexpr (F::SCALE_BYTES == 32) return twice(halves(b), row8);
