@@ -109,16 +109,16 @@ ODD = cq.KBit(2, [-0.9, -0.25, 0.5, 1])
 
 
 def masked(codes: NDArray[np.integer[Any]], lane: int) -> list[int]:
-    """Words of two magnitudes with signs: pairs of steps 0 and 2, and signs and sizes of 1 and 3, of which
-    those of pair n are turned by 2n to the right (kernels/core/masked.cuh)."""
+    """Words of two magnitudes with signs: pairs of steps 0 and 2, and signs and sizes of 1 and 3
+    (kernels/core/masked.cuh)."""
     words = [0, 0]
     for b, t, j in product((0, 1), (0, 1), (0, 1)):
         words[0] |= pair(codes, 2, lane, 8 * b + 4 * j + t) << (8 * (2 * b + t) + 4 * j)
         two = pair(codes, 2, lane, 8 * b + 4 * j + 2 + t)
         for e in (0, 1):
-            q, n = (two >> e & 1) | (two >> (1 + e) & 2), 4 * b + 2 * t + j
-            words[1] |= (q < 2) << ((16 * e + 15 - 2 * n) % 32)
-            words[1] |= (q in (0, 3)) << ((16 * e + 10 - 2 * n) % 32)
+            q = (two >> e & 1) | (two >> (1 + e) & 2)
+            first = 16 * e + 8 * t + 2 * (2 * b + j)
+            words[1] |= (q < 2) << (first + 1) | (q in (0, 3)) << ((first - 4) % 32)
     return words
 
 

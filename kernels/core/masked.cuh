@@ -7,12 +7,11 @@
 // its 128 bytes a cycle go by at 64 weights) is half as much then, beside instructions of which the pipe has enough.
 //
 // Steps h = 0 and 2 are looked up, and their pairs in word 0 of a lane: byte h + t has those of t, j = 0 in its lower bits
-// (codebook.cuh). Steps 1 and 3 are word 1's: a code is a sign, set for - b and -a, and a bit set for b. With
-// n = 2 (h - 1) + 2t + j, and the ends of the word joined, the pair of step h, t and j has them at
+// (codebook.cuh). Steps 1 and 3 are word 1's: a code is a sign, set for -b and -a, and a bit set for b. The pair of step
+// 2b + 1, t and j has them, with q = 2b + j and the ends of the word joined, at
 //
-//     bit   31 - 2n   26 - 2n   15 - 2n   10 - 2n
-//           sign      other     sign      other
-//           second code         first code
+//     bit   16e + 8t + 2q + 1   16e + 8t + 2q - 4
+//           sign                other bit           of its code e
 //
 // so that each of the 32 bits is somebody's, and a pair wants one shift (two of eight a rotation) and one mask.
 #pragma once
@@ -38,7 +37,7 @@ struct MaskedCodebook : Codebook<F, COPIES> {
             for (int t = 0; t < 2; t++) Table::look_up(tile.low[0], h + t, a[2 * t], a[2 * t + 1]);
         } else {
 #pragma unroll
-            for (int r = 0; r < 4; r++) a[r] = and_or(turned(tile.low[1], 2 * (h / 2 * 4 + r)), 0x84008400, less);
+            for (int r = 0; r < 4; r++) a[r] = and_or(turned(tile.low[1], h / 2 * 2 + r % 2, r / 2), 0x84008400, less);
         }
     }
 
@@ -53,6 +52,9 @@ struct MaskedCodebook : Codebook<F, COPIES> {
     static constexpr float SCALES = 32768;  // 2^15, of `byte_scales`
 
 private:
-    // To the left; bits that leave come back only where a pair wants them.
-    static DEVICE u32 turned(u32 word, int bits) { return bits <= 10 ? word << bits : __funnelshift_l(word, word, bits); }
+    // Signs to bits 15 and 31, the others to 10 and 26.
+    static DEVICE u32 turned(u32 word, int q, int t) {
+        const int left = 14 - 8 * t - 2 * q;
+        return left <= 10 ? word << left : __funnelshift_l(word, word, left);
+    }
 };

@@ -11,13 +11,10 @@ struct Pairs {
             for (int m = 0; m < 4; m++)
                 put_one(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | (fifths >> 8 * m & 0xff) << 8);
         } else if constexpr (F::CODING == MASKED_CODEBOOK) {
+            const int q = 2 * b + j;
+            const u32 two = pairs >> 16, large = ~(two ^ two >> 2), bits = to_bytes(large & 0x0303) << 2 * q;
             share.low[0] |= (pairs & 0x0f0f) << (16 * b + 4 * j);
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-                const u32 pair = pairs >> (16 + 8 * t), signs = ~pair >> 2 & 3, large = ~(pair ^ pair >> 2) & 3;
-                const u32 bits = to_halves(signs) << 15 | to_halves(large) << 10;
-                share.low[1] |= __funnelshift_r(bits, bits, turn_of(b, t, j));
-            }
+            share.low[1] |= to_bytes(~two >> 2 & 0x0303) << (2 * q + 1) | __funnelshift_r(bits, bits, 4);
         } else {
             share.low[F::BITS == 2 ? b : 2 * b + j] |= F::BITS == 2 ? pairs << 4 * j : pairs;
         }
@@ -27,14 +24,10 @@ struct Pairs {
     static DEVICE u32 get(const LaneShare<F>& share, int b, int j, u32& fifths) {
         fifths = 0;
         if constexpr (F::CODING == MASKED_CODEBOOK) {
-            u32 pairs = share.low[0] >> (16 * b + 4 * j) & 0x0f0f;
-#pragma unroll
-            for (int t = 0; t < 2; t++) {
-                const u32 bits = __funnelshift_l(share.low[1], share.low[1], turn_of(b, t, j));
-                const u32 signs = of_halves(bits >> 15), large = of_halves(bits >> 10);
-                pairs |= ((signs ^ 3) << 2 | (signs ^ large)) << (16 + 8 * t);
-            }
-            return pairs;
+            const int q = 2 * b + j;
+            const u32 signs = of_bytes(share.low[1] >> (2 * q + 1));
+            const u32 large = of_bytes(__funnelshift_l(share.low[1], share.low[1], 4) >> 2 * q);
+            return (share.low[0] >> (16 * b + 4 * j) & 0x0f0f) | ((signs ^ 0x0303) << 2 | (signs ^ large)) << 16;
         }
         if constexpr (F::BITS % 2 == 0) return F::BITS == 2 ? share.low[b] >> 4 * j : share.low[2 * b + j];
         u32 pairs = 0;
@@ -47,13 +40,10 @@ struct Pairs {
     }
 
 private:
-    // Of codes that masks make (core/masked.cuh): how far their bits are turned to the right, and two bits to those of both
-    // halves of a word.
-    static DEVICE int turn_of(int b, int t, int j) { return 2 * (4 * b + 2 * t + j); }
+    // Of codes that masks make (core/masked.cuh): bits e of two bytes t to bits 0 of bytes 2e + t, and back.
+    static DEVICE u32 to_bytes(u32 two) { return two * (1 + (1 << 15)) & 0x01010101; }
 
-    static DEVICE u32 to_halves(u32 two) { return two & 1 | two >> 1 << 16; }
-
-    static DEVICE u32 of_halves(u32 bits) { return bits & 1 | bits >> 15 & 2; }
+    static DEVICE u32 of_bytes(u32 bits) { return (bits & 0x0101) | (bits >> 15 & 0x0202); }
 
     static constexpr int PAIR = 2 * F::BITS, PER_WORD = 32 / PAIR, WORDS = F::LOW_BYTES / 128 + 1;
 
