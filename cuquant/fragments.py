@@ -30,7 +30,7 @@ class Tables(NamedTuple):
     values: int = 0
 
     def lifted(self, lift: int) -> int:
-        """The latter of those that lift weights by 2^lift."""
+        """The float16 entries that lift weights by 2^lift; where no masks make them, of 0 and `_LIFT`."""
         return self.values + lift * _ROW
 
 
@@ -238,11 +238,18 @@ _MASKED = 15 - 4 - 24
 """Exponent for what masks make: scales are 2^-4 times their own, and taken 2^15 times, codes 2^-24 times."""
 
 
+_STEP = 5
+"""Lifts of what masks make differ by so much, where they need not be finer: weights alike have the same, as a
+mixture's gate and up must for one launch."""
+
+
 def _masked_lift(greatest: float, least: float) -> tuple[bool, int]:
-    """The same of those that masks make: as much as E4M4 scales leave room for, in steps (so that weights
-    alike have the same), and whether the larger magnitude of the least block is no subnormal number."""
-    lift = next((lift for lift in range(_MOST_LIFT, 0, -3) if greatest <= e4m4.LARGEST / 2**lift), 0)
-    return least * 2.0 ** (lift - 2.5) >= 2.0**-14, lift
+    """The same of those that masks make. They may be lifted as far as E4M4 scales leave room, and float16
+    holds them if the larger magnitude of the least block, about 2^-2.5 before, is 2^-15 or more."""
+    room = next((lift for lift in range(_MOST_LIFT, 0, -1) if greatest <= e4m4.LARGEST / 2**lift), 0)
+    step = room // _STEP * _STEP
+    lift = next((lift for lift in (step, room) if least * 2.0 ** (lift - 2.5) >= 2.0**-15), None)
+    return lift is not None, step if lift is None else lift
 
 
 class Kept(NamedTuple):

@@ -28,9 +28,14 @@ from cuquant.plan.decode_grouped import decode_grouped
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 WALKS = [cq.Exl3(2, "mcg"), cq.Exl3(4), cq.Exl3(6, "mcg"), cq.Exl3(8, "mul1")]
 FORMATS = [*(cq.formats.get(name) for name in cq.formats.names()), *WALKS]
-UNUSUAL = [cq.Int4(96), cq.Int4(96, symmetric=False), cq.KBit(2, absmax="float16")]
-"""Formats without a name: kernels for groups of any size encode the former, the latter's codes are all looked
-up."""
+UNUSUAL = [
+    cq.Int4(96),
+    cq.Int4(96, symmetric=False),
+    cq.KBit(2, absmax="float16"),
+    cq.KBit(2, [-1, 0, 0.5, 1]),
+]
+"""Formats without a name: kernels for groups of any size encode the former, the latter's codes are all
+looked up."""
 OTHERS = ["sm_75", "sm_80", "sm_89", "sm_100a", "sm_120"]
 EVERY = ["sm_90a", "sm_86", *OTHERS]
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""

@@ -12,6 +12,7 @@ from formats_table import CODEBOOKS
 from test_kbit import BITS, NF4, VARIANTS, F, rng, sqnr_db
 
 import cuquant as cq
+from cuquant.fragments import _masked_lift
 
 
 @pytest.mark.parametrize("k", BITS)
@@ -45,15 +46,15 @@ def test_codebook_bits_never_change() -> None:
         assert [f"{v:08X}" for v in upper.view(np.uint32)] == expected.split()
 
 
-@pytest.mark.parametrize("a", [0.05, 0.2, 0.27699354, 0.3, 0.45])
+@pytest.mark.parametrize("a", [0.05, 0.2, 0.27699354, 0.3, 0.45, 0.4998, 0.4999, 0.49999])
 @pytest.mark.parametrize("b", [0.1, 1])
 def test_two_magnitudes_as_masks_make_them(a: float, b: float) -> None:
     """c and 1024 + c, in units of 2^-24, over one unit: near both magnitudes, or not taken."""
     a = float(F(a * b))
     fmt = cq.KBit(2, [-b, -a, a, b])
     c = round(1024 * a / (b - a))
-    if fmt.masked is None:  # of small ones half a unit is too much
-        assert c < 512
+    if fmt.masked is None:  # of small ones half a unit is too much, and 1024 is the bit of the exponent
+        assert c < 512 or c > 1023
         return
     assert fmt.masked.halves.view(np.uint16).tolist() == [0x8400 + c, 0x8000 + c, c, 0x400 + c]
     made = fmt.masked.halves.astype(np.float64) * 2**24 / fmt.masked.unit
@@ -68,6 +69,25 @@ def test_which_codebooks_masks_make() -> None:
     assert all(cq.KBit(k).masked is None for k in (3, 4, 5))
     for codebook in ([-1, -0.3, 0.3, 0.9], [-1, -0.6, 0.6, 1], [-1, 0, 0, 1], [0.1, 0.2, 0.3, 1]):
         assert cq.KBit(2, codebook).masked is None
+
+
+@pytest.mark.parametrize(
+    ("greatest", "least", "expected"),
+    [
+        (0, np.inf, (True, 15)),
+        (0.3, 1e-3, (True, 5)),
+        (0.98, 1e-4, (True, 5)),
+        (1.2, 2**-6, (True, 0)),
+        (1.2, 2**-14, (True, 4)),
+        (7.8, 2**-14, (True, 2)),
+        (31, 2**-12, (True, 0)),
+        (31, 2**-13, (False, 0)),
+    ],
+)
+def test_how_far_masks_lift(greatest: float, least: float, expected: tuple[bool, int]) -> None:
+    """By steps; as far as there is room where small blocks need it; scales stay in float16 in any case."""
+    assert _masked_lift(greatest, least) == expected
+    assert greatest * 2.0 ** (11 + expected[1]) <= np.finfo(np.float16).max
 
 
 @pytest.mark.parametrize("k", [1, 6, 0, -2, True])

@@ -201,7 +201,7 @@ def _masked(codebook: NDArray[np.float32]) -> MaskedValues | None:
         return None
     c = round(1024 * a / (b - a))
     unit = (a * c + b * (1024 + c)) / (a * a + b * b)
-    if abs(c / unit - a) > 2 * _CLOSE * a or abs((1024 + c) / unit - b) > _CLOSE * b:
+    if c > 1023 or abs(c / unit - a) > 2 * _CLOSE * a or abs((1024 + c) / unit - b) > _CLOSE * b:
         return None
     halves = np.array([0x8400 | c, 0x8000 | c, c, 0x400 | c], np.uint16).view(np.float16)
     return MaskedValues(halves, unit)

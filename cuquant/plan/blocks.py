@@ -13,7 +13,7 @@ from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, row_factors
 _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
-84 us in place of 89, kbit2 48 and 63."""
+84 us in place of 89."""
 _RESIDENT = 5
 """Blocks of a multiprocessor that repack to fragments, at most."""
 

@@ -61,9 +61,9 @@ _RESULT_US, _SUM_US = 0.0273, 0.001
 _LOOKUPS = {2: 0.0111, 3: 0.0129, 4: 0.0117, 5: 0.0149}
 _INTEGERS = {2: 0.013, 3: 0.0123, 4: 0.0092, 5: 0.011, 6: 0.0118, 8: 0.0037}
 _MASKS, _E2M1, _WALKS = 0.0103, 0.0112, 0.0304
-"""What a row tile's step of 64 columns takes a busy multiprocessor's instructions, by the bits of a code. To
-these 0.001 is added for minimums or zero points, 0.0032 where scales are products (in a codebook 0.0019),
-0.0019 for a scale for every 16 weights."""
+"""What a row tile's step of 64 columns takes a busy multiprocessor's instructions, by the bits of a code; and
+where half of them are masks. To these 0.001 is added for minimums or zero points, 0.0032 where scales are
+products (in a codebook 0.0019), 0.0019 for a scale for every 16 weights."""
 _SMALL_TABLE = 1.13
 """How many times as long lookups take where a table of 64 KB has no room."""
 _IDLE = 0.6

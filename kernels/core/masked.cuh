@@ -20,6 +20,7 @@
 template <class F, int COPIES>
 struct MaskedCodebook : Codebook<F, COPIES> {
     using Table = Codebook<F, COPIES>;
+    static_assert(F::BITS == 2 && F::SCALING == E4M4, "words of 16 codes, scales that float16 holds 2^11 times");
 
     u32 less;   // c, for two codes
     u32 boost;  // what the range of scales leaves room for in float16: a power of two, twice

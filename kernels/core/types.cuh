@@ -21,7 +21,7 @@ enum Scaling {
     STEP_NIBBLES_AND_MIN
 };
 
-// Whether codes are looked up in a codebook, all of them or most.
+// Whether codes are looked up in a codebook, all of them or some.
 template <class F>
 constexpr bool LOOKED_UP =
     F::CODING == CODEBOOK || F::CODING == SIGNED_CODEBOOK || F::CODING == MASKED_CODEBOOK;
