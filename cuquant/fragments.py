@@ -223,6 +223,7 @@ _LIFT, _LIFTED_UP_TO = 11, 31.0
 """Where the weights of a codebook are small, products multiply them by 2^11, for which they must not be above
 31, since float16 loses bits of small numbers. (Integers have factors of rows.)"""
 _MOST_LIFT = 15
+"""The largest power of two that is a float16 number."""
 _SMALL, _SMALL_BLOCK = 2.0**-5, 2.0**-13
 """What is small: all weights; or all of a block, of which float16 would lose what counts."""
 
@@ -236,8 +237,6 @@ def _table_lift(greatest: float, least: float) -> tuple[bool, int]:
 
 _MASKED = 15 - 4 - 24
 """Exponent for what masks make: scales are 2^-4 times their own, and taken 2^15 times, codes 2^-24 times."""
-
-
 _STEP = 5
 """Lifts of what masks make differ by so much, where they need not be finer: weights alike have the same, as a
 mixture's gate and up must for one launch."""

@@ -140,6 +140,19 @@ def test_magnitudes(magnitude: float) -> None:
         close(y, reference(x, experts, ids, probs))
 
 
+@pytest.mark.parametrize("factors", [(1, 1, 1), (12, 0.1, 1), (1e-3, 5, 0.02)])
+def test_numbers_that_masks_make(factors: tuple[float, float, float]) -> None:
+    """kbit2, lifted alike or as each magnitude wants it: gate and up in one launch, or in two."""
+    parts = (part.dequantize() * F(by) for part, by in zip(stacks("kbit2"), factors, strict=True))
+    experts = cq.Experts(*(cq.quantize(part, "kbit2") for part in parts))
+    gate, up, _ = (part.fragments().lift for part in experts)
+    assert (gate == up) == (factors[0] == factors[1])
+    for tokens in (1, 8, 60):
+        x, ids, probs = gauss(tokens, 128), *routed(tokens, 5, 2)
+        y = cq.moe(*on_gpu(x, ids, probs)[:1], experts, *on_gpu(x, ids, probs)[1:])
+        close(y, reference(x, experts, ids, probs))
+
+
 def test_rows_with_nan_touch_no_others() -> None:
     experts = stacks("q4_0")
     assert leveled(600, 2, 5)

@@ -2,7 +2,7 @@
 //
 // A subnormal float16 number of which the lowest bit of the exponent is set becomes 2^-14 more. So with a = c * 2^-24 and
 // b = a + 2^-14 a weight's bits are c, a bit of the exponent and a sign: with c for both halves of a register a mask
-// selects the others of two codes. As every ratio a / b up to 1/2 is that of c and 1024 + c for some c, about, the codebook
+// selects the others of two codes. As every ratio a / b below 1/2 is that of c and 1024 + c for some c, about, the codebook
 // is in other units, which `Weight.scale` takes back (cuquant/formats/kbit.py). What shared memory brings of a table (all
 // its 128 bytes a cycle go by at 64 weights) is half as much then, beside instructions of which the pipe has enough.
 //

@@ -63,7 +63,7 @@ struct Tile {
 
     // From shared memory: where the tile's share of each plane starts.
     DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
-        if constexpr (F::CODING == MASKED_CODEBOOK) {
+        if constexpr (WORDS_TOGETHER<F>) {
             load_both(low_at, lane);
         } else if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
@@ -82,7 +82,7 @@ struct Tile {
     DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
                            int lane) {
         const bool own = F::CODING == INTEGERS && b == 0;  // of 3 and 5 bits block 1 has some in block 0's words
-        if constexpr (F::CODING == MASKED_CODEBOOK) {
+        if constexpr (WORDS_TOGETHER<F>) {
             load_both(low_at, lane);
         } else if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
@@ -228,7 +228,7 @@ private:
             scale[0] = pair(scale[0], scale[1]), scale[1] = pair(scale[2], scale[3]);
     }
 
-    // Words that both blocks want (masked.cuh): a lane's lie together.
+    // Words that lie together.
     DEVICE void load_both(const u8* low_at, int lane) {
         const uint2 v = reinterpret_cast<const uint2*>(low_at)[lane];
         low[0] = v.x, low[1] = v.y;

@@ -26,6 +26,10 @@ template <class F>
 constexpr bool LOOKED_UP =
     F::CODING == CODEBOOK || F::CODING == SIGNED_CODEBOOK || F::CODING == MASKED_CODEBOOK;
 
+// Whether a lane's two words of the low plane lie together, as both blocks want both; else they are 128 bytes apart.
+template <class F>
+constexpr bool WORDS_TOGETHER = F::CODING == MASKED_CODEBOOK;
+
 // Whether the group plane has scales themselves (float16, with zero points), not what integer scales are multiplied by.
 template <class F>
 constexpr bool GROUP_SCALES = F::GROUP_BYTES > 0 && F::SCALING < BYTES;

@@ -62,14 +62,13 @@ DEVICE u32 planes_of(u32 nibbles) { return swapped(swapped(nibbles, 14, 0x0000cc
 
 DEVICE u32 nibbles_of(u32 planes) { return swapped(swapped(planes, 7, 0x00aa00aa), 14, 0x0000cccc); }
 
-// A lane's words of the low plane (tile.cuh): 16 bytes at a time, or two words apart, or together if both blocks want both.
+// A lane's words of the low plane (tile.cuh): 16 bytes at a time, or two words.
 template <class F>
 DEVICE void store_low(u8* tile, const LaneShare<F>& share, int lane) {
-    constexpr bool BOTH = F::CODING == MASKED_CODEBOOK;
     if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
         for (int w = 0; w < 2; w++)
-            reinterpret_cast<u32*>(tile)[BOTH ? 2 * lane + w : w * 32 + lane] = share.low[w];
+            reinterpret_cast<u32*>(tile)[WORDS_TOGETHER<F> ? 2 * lane + w : w * 32 + lane] = share.low[w];
     } else {
 #pragma unroll
         for (int part = 0; part < F::LOW_BYTES / 512; part++) {
@@ -81,11 +80,10 @@ DEVICE void store_low(u8* tile, const LaneShare<F>& share, int lane) {
 
 template <class F>
 DEVICE void load_low(LaneShare<F>& share, const u8* tile, int lane) {
-    constexpr bool BOTH = F::CODING == MASKED_CODEBOOK;
     if constexpr (F::LOW_BYTES == 256) {
 #pragma unroll
         for (int w = 0; w < 2; w++)
-            share.low[w] = reinterpret_cast<const u32*>(tile)[BOTH ? 2 * lane + w : w * 32 + lane];
+            share.low[w] = reinterpret_cast<const u32*>(tile)[WORDS_TOGETHER<F> ? 2 * lane + w : w * 32 + lane];
     } else {
 #pragma unroll
         for (int part = 0; part < F::LOW_BYTES / 512; part++) {
