@@ -356,8 +356,9 @@ def _launch(
     """Start the product itself, with rows of x and their factors at these addresses."""
     launch = ready.launch
     argument = problem.filled(ready.argument, x, factors, out, bias, residual, sums, flags)
-    if launch.map is not None:
-        problem.set_map(argument, buffers.tensor_map(x, launch.map))
+    for which, tensor in enumerate(launch.maps):
+        if tensor is not None:
+            problem.set_map(argument, which, buffers.tensor_map(x, tensor))
     if launch.out_map is not None and out % 16 == 0:
         problem.set_out_map(argument, buffers.tensor_map(out, launch.out_map))
     jit.launch_packed(launch.plan, argument)

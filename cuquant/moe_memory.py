@@ -158,11 +158,13 @@ def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
     """Where these arrays, those of works, and sums that blocks leave for others are."""
     count = mixture.gate.shape[0]
     made = Layout()
-    for name, row in _row_bytes(mixture, mixture.levels(products[0])).items():
-        made.add(name, load.rows * row)
+    both, *single, down = products
+    used = [one for one in ([both] if both else single) + [down] if one]
+    rows = load.rows + max(one.gemm.box for one in used)  # boxes may go beyond the last row (problem.group)
+    for name, row in _row_bytes(mixture, mixture.levels(both)).items():
+        made.add(name, rows * row)
     made.add("starts", (count + 1) * 4)
     for name in ("of gate", "of up", "of down"):  # lists of works
         made.add(name, load.most_works(1) * 16)
-    both, *single, down = products
-    made.add("partials", max(one.gemm.partials for one in ([both] if both else single) + [down] if one))
+    made.add("partials", max(one.gemm.partials for one in used))
     return made

@@ -25,7 +25,7 @@ _ADDRESSES = struct.Struct("<12q")
 _NUMBERS = struct.Struct("<23q12if")
 _OTHERS = struct.Struct("<iqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
-_GROUP = ("128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s")
+_GROUP = ("128s", "128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s")
 _GROUP += (*"QqQ", *"i" * 8, *"QQQ", "f", "44s")
 """Members of `struct Grouped`: those of `struct Problem`, and what it adds to them."""
 
@@ -98,7 +98,8 @@ class Epilogue(NamedTuple):
 class Launch(NamedTuple):
     """A planned product.
 
-    `map` describes x to the copy engine where the core uses it, `out_map` out where it can store results;
+    `maps` describe x to the copy engine where the core uses it, in whole boxes and in the one that the last
+    batch rows make, or None where there is no such box; `out_map` describes out where it can store results;
     `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
     there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
     memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
@@ -107,7 +108,7 @@ class Launch(NamedTuple):
     """
 
     plan: plan.Plan
-    map: Map | None
+    maps: tuple[Map | None, Map | None]
     out_map: Map | None
     straight: bool
     numbers: bytes
@@ -121,11 +122,12 @@ class Launch(NamedTuple):
         codebook and the signs of its columns."""
         ends = _ADDRESSES.pack(w.low, w.high, w.scale, *(0,) * 7, values, w.group)
         straight = self.straight and self.out_map is None
-        return NO_MAP + NO_MAP + ends + self.numbers + _OTHERS.pack(straight, signs, w.row)
+        return NO_MAP * _MAPS + ends + self.numbers + _OTHERS.pack(straight, signs, w.row)
 
 
-_OPERANDS, _OPERANDS_AT = struct.Struct("<7q"), 2 * 128 + 3 * 8
-_STRAIGHT_AT = 2 * 128 + _ADDRESSES.size + _NUMBERS.size
+_MAPS, _OUT_MAP = 3, 2
+_OPERANDS, _OPERANDS_AT = struct.Struct("<7q"), _MAPS * 128 + 3 * 8
+_STRAIGHT_AT = _MAPS * 128 + _ADDRESSES.size + _NUMBERS.size
 
 
 def filled(argument: bytes, *addresses: int) -> bytearray:
@@ -136,14 +138,14 @@ def filled(argument: bytes, *addresses: int) -> bytearray:
     return whole
 
 
-def set_map(argument: bytearray, map: bytes) -> None:
-    """Let the copy engine read x by this map."""
-    argument[:128] = map
+def set_map(argument: bytearray, which: int, map: bytes) -> None:
+    """Let the copy engine read x by this one of its maps."""
+    argument[128 * which : 128 * (which + 1)] = map
 
 
 def set_out_map(argument: bytearray, map: bytes) -> None:
     """Let it store results by this one."""
-    argument[128:256] = map
+    set_map(argument, _OUT_MAP, map)
     argument[_STRAIGHT_AT] = 1
 
 
@@ -162,7 +164,7 @@ class Group(NamedTuple):
         `struct Grouped` adds."""
         x, rows, out, factor, partials, flags = addresses
         ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, partials, flags, values, w.group)
-        return _GROUP, (map, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group, b"")
+        return _GROUP, (map, NO_MAP, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group, b"")
 
 
 @lru_cache(maxsize=4096)
@@ -179,14 +181,16 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
         *(gemm.streamed, gemm.passing, gemm.box),
         w.factor,
     )
-    # What a box has of whole steps lies step after step, as a stage has it.
+    # What a box has of whole steps lies step after step, as a stage has it. Behind the last row is room for a
+    # box (moe_memory): it takes longer to make zeros than to copy.
+    extent = rows + gemm.box
     steps, columns = (1 if k % plan.TILE_COLUMNS else gemm.box_steps), plan.TILE_COLUMNS
     tensor = None
     if steps > 1:
-        dims = (columns, rows, k // columns, 1, 1)
+        dims = (columns, extent, k // columns, 1, 1)
         tensor = Map(dims, (2 * x_row, 2 * columns, 16, 16), (columns, gemm.box, steps, 1, 1))
     elif gemm.box:
-        tensor = Map((k, rows, 1, 1, 1), (2 * x_row, 16, 16, 16), (columns, gemm.box, 1, 1, 1))
+        tensor = Map((k, extent, 1, 1, 1), (2 * x_row, 16, 16, 16), (columns, gemm.box, 1, 1, 1))
     return Group(gemm.plan, tensor, steps, numbers)
 
 
@@ -259,13 +263,13 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.passing, gemm.box),
         w.factor,
     )
-    tensor = None
+    maps: tuple[Map | None, Map | None] = (None, None)
     if gemm.box:  # axes that x lacks have extent 1, and any stride
         dims = [extent if step else 1 for extent, step in zip(extents, steps[1], strict=True)]
         strides = [2 * step or 16 for step in steps[1]]
-        tensor = Map(
-            (k, m, *dims[::-1]), (2 * rows[1] or 16, *strides[::-1]), (plan.TILE_COLUMNS, gemm.box, 1, 1, 1)
-        )
+        tensor = (k, m, *dims[::-1]), (2 * rows[1] or 16, *strides[::-1])
+        whole, rest = (Map(*tensor, (plan.TILE_COLUMNS, box, 1, 1, 1)) for box in (gemm.box, m % gemm.box))
+        maps = (whole if m >= gemm.box else None, rest if m % gemm.box else None)
     straight, out_map = False, None
     if gemm.out_box and out.strides[-1] == 1 and end.activation is None and end.residual_strides is None:
         along = zip(extents, steps[2], strict=True)
@@ -277,7 +281,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
             box = (plan.TILE_COLUMNS, gemm.out_box, 1, 1, 1)
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
     return Launch(
-        *(gemm.plan, tensor, out_map, straight, numbers, gemm.partials),
+        *(gemm.plan, maps, out_map, straight, numbers, gemm.partials),
         *(gemm.chunk > 0, gemm.converts_x, gemm.turns_sums),
     )
 

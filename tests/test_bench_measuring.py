@@ -228,7 +228,24 @@ def test_graphs_of_short_calls_hold_many(
         return lambda: None
 
     monkeypatch.setattr(timing, "_elapsed_us", lambda stream, replay, runs: calls * each)
-    monkeypatch.setattr(timing, "replay_us", lambda stream, replay: sizes[-1] * each)
+    monkeypatch.setattr(timing, "replay_us", lambda stream, replay, clock: sizes[-1] * each)
     assert timing.captured_us(None, capture, [lambda: None] * calls) == pytest.approx(each)
     assert sizes[0] == calls
     assert sizes[-1] == captured
+
+
+def test_the_mean_clock_is_of_multiprocessors_that_were_seen_twice() -> None:
+    begin = np.array([[10**12, 5, 0, 7], [2 * 10**18, 2 * 10**18, 0, 2 * 10**18]], np.uint64)
+    end = begin + np.array([[6000, 3000, 9, 0], [4000, 3000, 9, 0]], np.uint64)
+    end[:, 3] = 0
+    assert timing.mean_mhz(begin, end) == pytest.approx(1250.0)
+
+
+@pytest.mark.gpu
+def test_the_clock_is_that_of_the_work_in_between() -> None:
+    """Marks on either side of a stretch that is long enough for the GPU's timer."""
+    cupy = device.cupy()
+    a = cupy.ones((2048, 2048), "float16")
+    result = timing.graph_us([lambda: cupy.multiply(a, a, out=a)])
+    assert 0 < result.us < 1000
+    assert 200 < result.mhz < 4000

@@ -104,7 +104,7 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
                 else:
                     assert x == outputs * c["SPLIT"] if c["SPLIT"] > 1 else 0 < x <= outputs * c["PAIR"]
                 assert x % gemm.plan.cluster == 0
-                assert gemm.box == min(batch // c["PAIR"], ceil(m / 8) * 8)
+                assert gemm.box * c["PAIR"] == batch
                 assert gemm.plan.block == (c["GROUPS"] * c["K_GROUPS"] + 1) * 128
                 assert ceil(k / 64) % (c["SPLIT"] * c["K_GROUPS"] * c["K_TILES"]) == 0
                 assert c["STAGES"] >= 3  # one that is read, one that waits, one on its way

@@ -205,12 +205,12 @@ def test_numbers_are_those_of_the_struct() -> None:
     made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, plan.Gpu(90))
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(15))
-    assert len(jit.layout(codes)[0].pack(*values)) == 640 + 128
+    assert len(jit.layout(codes)[0].pack(*values)) == 768 + 128
 
 
 @pytest.mark.parametrize(
     ("k", "dims", "strides", "steps"),
-    [(512, (64, 128, 8, 1, 1), (1024, 128, 16, 16), 2), (480, (480, 128, 1, 1, 1), (960, 16, 16, 16), 1)],
+    [(512, (64, 160, 8, 1, 1), (1024, 128, 16, 16), 2), (480, (480, 160, 1, 1, 1), (960, 16, 16, 16), 1)],
 )
 def test_all_steps_of_a_stage_come_in_one_box(
     k: int, dims: tuple[int, ...], strides: tuple[int, ...], steps: int

@@ -169,14 +169,26 @@ def resolved(m: int, x: problem.Source, *, half: bool = True, capability: int = 
 
 def test_the_map_describes_x_to_the_copy_engine() -> None:
     x = problem.source((2, 100, 96), (1 << 20, 256, 2), True)
-    tensor = resolved(100, x).map
-    assert tensor is not None
-    assert tensor.dims == (96, 100, 2, 1, 1)
-    assert tensor.strides[:2] == (256, 1 << 20)
-    assert not any(stride % 16 for stride in tensor.strides)
-    assert tensor.box[0] * 2 == 128
-    assert tensor.box[1] % 8 == 0
-    assert tensor.box[2:] == (1, 1, 1)
+    for tensor in resolved(100, x).maps:
+        assert tensor is not None
+        assert tensor.dims == (96, 100, 2, 1, 1)
+        assert tensor.strides[:2] == (256, 1 << 20)
+        assert not any(stride % 16 for stride in tensor.strides)
+        assert tensor.box[0] * 2 == 128
+        assert tensor.box[2:] == (1, 1, 1)
+
+
+@pytest.mark.parametrize("m", [1, 128, 129, 300, 4096, 5000])
+def test_boxes_end_with_the_last_batch_row(m: int) -> None:
+    """One map for whole ones, and one for what is left, if there are any."""
+    launch = resolved(m, problem.source((m, 4096), (8192, 2), True))
+    if plan.core_of(launch.plan.kernel) != "wgmma":
+        assert launch.maps == (None, None)
+        return
+    constants = dict(launch.plan.kernel.constants)
+    most = constants["BATCH"] // constants["PAIR"]
+    boxes = [tensor.box[1] if tensor else 0 for tensor in launch.maps]
+    assert boxes == [most if m >= most else 0, m % most]
 
 
 def test_other_cores_take_what_wgmma_cannot() -> None:
@@ -200,25 +212,27 @@ def test_other_cores_take_what_wgmma_cannot() -> None:
 def test_the_argument_is_the_struct() -> None:
     launch = resolved(3, problem.source((3, 64), (128, 2), True))
     known = launch.argument(plan.Planes(1, 2, 3, 12, 100), 11, 99)
-    maps = bytes(range(128)), bytes(range(128, 256))
-    for given, straight in ((0, False), (1, False), (2, True)):
+    maps = [bytes([number] * 128) for number in (1, 2, 3)]
+    for given, straight in ((0, False), (1, False), (2, False), (3, True)):
         whole = problem.filled(known, *range(4, 11))
-        for set_map, each in zip((problem.set_map, problem.set_out_map)[:given], maps, strict=False):
-            set_map(whole, each)
+        for which, each in enumerate(maps[: min(given, 2)]):
+            problem.set_map(whole, which, each)
+        if given > 2:
+            problem.set_out_map(whole, maps[2])
         assert len(whole) == len(known)
         assert len(whole) % 64 == 0  # as its alignment
-        assert whole[:256] == b"".join(maps[:given]) + bytes(128 * (2 - given))
-        assert struct.unpack("<12q", whole[256:352]) == tuple(range(1, 13))
-        numbers = whole[352 : 352 + len(launch.numbers)]
+        assert whole[:384] == b"".join(maps[:given]) + bytes(128 * (3 - given))
+        assert struct.unpack("<12q", whole[384:480]) == tuple(range(1, 13))
+        numbers = whole[480 : 480 + len(launch.numbers)]
         assert numbers == launch.numbers
-        assert struct.unpack("<iqq", whole[352 + len(numbers) :][:20]) == (straight, 99, 100)
-    assert struct.unpack("<12q", known[256:352]) == (1, 2, 3, *[0] * 7, 11, 12)
+        assert struct.unpack("<iqq", whole[480 + len(numbers) :][:20]) == (straight, 99, 100)
+    assert struct.unpack("<12q", known[384:480]) == (1, 2, 3, *[0] * 7, 11, 12)
 
 
 def test_when_results_are_stored_straight() -> None:
     launch = resolved(3000, problem.source((3000, 64), (128, 2), True))._replace(straight=True, out_map=None)
     known = launch.argument(plan.Planes(1, 2, 3, 12, 100), 11, 99)
-    at = 352 + len(launch.numbers)
+    at = 480 + len(launch.numbers)
     assert problem.filled(known, *range(4, 11))[at] == known[at] == 1
     # Of float16 they are only where there is a map: out may start where the copy engine cannot store.
     mapped = launch._replace(out_map=problem.Map((1,), (16,), (1,)))

@@ -36,7 +36,7 @@ class AttentionCell:
     """One measurement: a query per sequence; times in microseconds.
 
     `bits` are those of the tokens; "mixed" has MIXED of them. `floor_us` is there where the GPU's ceilings
-    are known, the others' times where they are installed. `mhz` is the clock of the multiprocessors after it.
+    are known, the others' times where they are installed. `mhz` is the GPU's mean clock meanwhile.
     """
 
     op: str

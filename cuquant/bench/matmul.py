@@ -35,7 +35,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Cell:
     """One measurement; times in microseconds.
 
-    `mhz` is the clock of the multiprocessors after it. `floor_us` is there where the GPU's ceilings are
+    `mhz` is the GPU's mean clock meanwhile. `floor_us` is there where the GPU's ceilings are
     known; times of peers where they are installed and take the shape, for formats of 4 bits and 16-bit x.
     """
 

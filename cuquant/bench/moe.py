@@ -34,7 +34,7 @@ class MoeCell:
 
     Gates and ups are N x K, downs K x N. `hit` is how many experts the tokens lead to, on average over the
     routings gone through: the floor counts their bytes. cuBLAS multiplies each one's tokens by dense weights.
-    `mhz` is the clock of the multiprocessors after it.
+    `mhz` is the GPU's mean clock meanwhile.
     """
 
     op: str

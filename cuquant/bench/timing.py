@@ -57,7 +57,7 @@ class Timing(NamedTuple):
     us: float
     """Microseconds, median of REPEATS."""
     mhz: float
-    """Clock of the multiprocessors at the end: a power limit lowers it under load."""
+    """Mean clock of the multiprocessors meanwhile: load lowers it, and much load lowers it more."""
 
 
 def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
@@ -67,8 +67,8 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
     device.cupy().get_default_memory_pool().free_all_blocks()
     stream = device.cupy().cuda.Stream(non_blocking=True)
     with stream:
-        _clock_mhz()  # compile, prepare, allocate
-        for call in calls:
+        clock = _Clock()
+        for call in calls:  # compile, prepare, allocate
             call()
         stream.synchronize()
 
@@ -79,31 +79,57 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
             graph = stream.end_capture()
             return lambda: graph.launch(stream)
 
-        us = captured_us(stream, captured, calls)
-        return Timing(us, _clock_mhz())
+        us = captured_us(stream, captured, calls, clock)
+        return Timing(us, clock.mhz())
 
 
 def captured_us(
     stream: Any,
     captured: Callable[[Sequence[Callable[[], Any]]], Callable[[], Any]],
     calls: Sequence[Callable[[], Any]],
+    clock: _Clock | None = None,
 ) -> float:
-    """Microseconds of one of the calls, of which `captured` makes a graph, and returns what replays it."""
+    """Microseconds of one of the calls, of which `captured` makes a graph, and returns what replays it.
+
+    The clock goes while it is measured.
+    """
     replay = captured(calls)
     once = _elapsed_us(stream, replay, 3)
     passes = min(-(-LEAST_CALLS // len(calls)), int(MEASURE_US / once))
     if passes > 1:
         calls = list(calls) * passes
         replay = captured(calls)
-    return replay_us(stream, replay) / len(calls)
+    return replay_us(stream, replay, clock=clock) / len(calls)
 
 
-def _clock_mhz() -> float:
-    """Of the current device, at once: it changes within milliseconds of what keeps it busy."""
-    counted = device.cupy().zeros(2, np.uint64)
-    jit.launch(plan.Plan(plan.Kernel("clock", "clock_rate"), (1, 1, 1), 1), counted[:1], counted[1:])
-    cycles, nanoseconds = counted.tolist()
-    return float(cycles / nanoseconds * 1e3)
+class _Clock:
+    """Cycles that every multiprocessor counts, from mark to mark on the current stream."""
+
+    def __init__(self) -> None:
+        self._multiprocessors = jit.gpu().multiprocessors
+        kernel = plan.Kernel("clock", "count_cycles")
+        self._plan = plan.Plan(kernel, (self._multiprocessors, 1, 1), 1)
+        self._marks: list[Any] = []
+        self.mark()  # compile
+        self._marks.clear()
+
+    def mark(self) -> None:
+        """To be called twice for each stretch."""
+        counted = device.cupy().zeros((2, self._multiprocessors), np.uint64)
+        jit.launch(self._plan, counted[0], counted[1], np.uint32(self._multiprocessors))
+        self._marks.append(counted)
+
+    def mhz(self) -> float:
+        """Mean of the multiprocessors, median of the stretches."""
+        marks = [mark.get() for mark in self._marks]
+        return statistics.median(map(mean_mhz, marks[::2], marks[1::2]))
+
+
+def mean_mhz(begin: np.ndarray, end: np.ndarray) -> float:
+    """From cycles and nanoseconds, (2, multiprocessors) uint64, of which both are 0 where no block ran."""
+    seen = (begin[1] > 0) & (end[1] > 0)
+    cycles, nanoseconds = (end - begin)[:, seen]
+    return float(np.mean(cycles / nanoseconds) * 1e3)
 
 
 def stream_us(calls: Sequence[Callable[[], Any]]) -> float | None:
@@ -160,7 +186,7 @@ def host_us(call: Callable[[], Any], count: int = 500) -> float:
     return statistics.median(results)
 
 
-def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
+def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE, clock: _Clock | None = None) -> float:
     """Microseconds of one run on a CuPy stream, after a rest; runs fill MEASURE_US, but are `most` at most.
 
     They queue behind work that holds the stream until all are there, so that the host's pace does not show:
@@ -177,11 +203,16 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE) -> float:
         with stream:
             for _ in range(held):
                 a @ a
+            if clock:
+                clock.mark()
         begin.record(stream)
         for _ in range(runs):
             run()
         late = begin.done
         end.record(stream)
+        if clock:
+            with stream:
+                clock.mark()
         end.synchronize()
         if not late:
             times.append(float(cupy.cuda.get_elapsed_time(begin, end)) * 1e3 / runs)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
 from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
-from .launch import LARGE_GPU, WARP, Gpu, Plan, places_of, shared_limit
+from .launch import LARGE_GPU, WARP, Gpu, Plan, lone, places_of, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 
 
@@ -402,23 +402,22 @@ def _chosen(fmt: Format, m: int, gpu: Gpu, choice: Choice) -> Gemm:
     places = places_of(gpu, pair) * tile.resident
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
     partials = blocks * sum_bytes(tile) if streamed else 0
-    # Rows of the tile beyond the batch stay what they are: they make results that nobody stores.
-    box = min(batch // pair, ceil(m / 8) * 8)
     grid = replace(gemm.plan, grid=(blocks, 1, 1))
-    return replace(gemm, plan=grid, streamed=streamed, passing=passing, box=box, partials=partials)
+    return replace(gemm, plan=grid, streamed=streamed, passing=passing, box=batch // pair, partials=partials)
 
 
 def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
-    shared = max(stages * stage, staged) if split > 1 else stages * stage + staged
     copies, table = _table(fmt, tile, sides)
+    shared = table + (max(stages * stage, staged) if split > 1 else stages * stage + staged)
+    shared = lone(shared, 90) if resident == 1 else shared
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}
     constants |= {"STAGES": stages, "ROOM": room, "RESIDENT": resident}
-    kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, table + shared)
+    kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, shared)
     threads = (groups * k_groups + 1) * 128
-    plan = Plan(kernel, (1, 1, 1), threads, table + shared, split * pair, overlaps=True)
+    plan = Plan(kernel, (1, 1, 1), threads, shared, split * pair, overlaps=True)
     out_box = room if room == batch else room // 2
     return Gemm(plan, out_box=out_box, turns_sums=turns_sums(fmt, tile, split))

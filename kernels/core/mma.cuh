@@ -76,9 +76,8 @@ DEVICE void mma(const P& p) {
         for (int pair = 0; pair < GROUPS / 2; pair++)
             load_matrices(b[h % 2][pair], shared_address(shared) + from + own_x + pair * 16 * X_ROW + h % 4 * 32);
     };
-    auto load_w = [&](int from, int r) {
-        Weights::load(w[r], shared + from + WEIGHTS_AT, row_warp * ROW_TILES + r, 0, lane);
-    };
+    const typename Weights::Reader reader(shared_address(shared) + WEIGHTS_AT, row_warp * ROW_TILES, 0, lane);
+    auto load_w = [&](int from, int r) { reader.moved(from).load(w[r], r, 0); };
 
     copy_wait<STAGES - 2>();
     __syncthreads();  // the first tile has arrived

@@ -11,7 +11,8 @@ constexpr bool SIGNED_COLUMNS = F::SCALING == SINGLE;
 struct Problem {
     static constexpr bool GROUPED = false, GATED = false;
     static constexpr int TABLES = 1;
-    alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core)
+    alignas(64) u64 map[16];  // x as the copy engine reads it (wgmma core), in whole boxes
+    u64 rest_map[16];         // what the last box has, if it is not whole
     u64 out_map[16];          // out as it writes it, if results are `straight` and of 16 bits
     const u8 *low, *high, *scale;  // planes of W, all matrices of a stack one after the other in each
     const u16* x;             // rows of K float16 numbers
@@ -33,7 +34,7 @@ struct Problem {
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed, passing; // output tiles that blocks share, and steps of 64 columns that passing sums on takes (wgmma core)
-    int box;               // batch rows that a copy of x brings (wgmma core)
+    int box;               // batch rows that a copy of x brings (wgmma core, grouped)
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)

@@ -299,6 +299,15 @@ DEVICE void store_cluster(u32 address, float v) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(v) : "memory");
 }
 
+// Of one lane, where all of a warp ask: it takes no register until then, as the lane's number would.
+DEVICE bool elected() {
+    u32 chosen;
+    asm volatile("{.reg .pred p;\n.reg .b32 lane;\n"
+                 "elect.sync lane|p, 0xffffffff;\n"
+                 "selp.u32 %0, 1, 0, p;}" : "=r"(chosen));
+    return chosen;
+}
+
 // A barrier in shared memory that counts arrivals and bytes of bulk copies; `parity` is that of the awaited phase.
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");

@@ -61,7 +61,11 @@ struct Tile {
         return w < LOW ? low[w] : high[w - LOW];
     }
 
-    // From shared memory: where the tile's share of each plane starts.
+    // Bytes from one lane's part of a plane to the next one's; of scales and groups four lanes have the same.
+    static constexpr int LOW_LANE = WORDS_TOGETHER<F> ? 8 : F::LOW_BYTES == 256 ? 4 : 16, HIGH_LANE = 4;
+    static constexpr int SCALE_LANE = F::SCALE_BYTES / 8, GROUP_LANE = F::GROUP_BYTES / 8;
+
+    // From shared memory: where the tile's share of each plane starts. (Lane 0: where a lane's own part does.)
     DEVICE void load_shared(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int lane) {
         if constexpr (WORDS_TOGETHER<F>) {
             load_both(low_at, lane);
@@ -342,11 +346,37 @@ struct WeightCopy {
         }
     }
 
-    // Row tile r, tile k of the step at `from`.
-    static DEVICE void load(Tile<F>& tile, const u8* from, int r, int k, int lane) {
-        const int i = r * WIDTH + k;
-        tile.load_shared(from + i * F::LOW_BYTES, from + HIGH_AT + i * F::HIGH_BYTES,
-                         from + SCALE_AT + i * F::SCALE_BYTES,
-                         from + GROUP_AT + (r * RECORDS + k / F::GROUP_TILES) * F::GROUP_BYTES, lane);
-    }
+    // How a lane reads its tiles: where it has its parts of row tile r and tile k of the step at `step`. It is moved from step
+    // to step, so that no load of a loop takes an instruction for its address.
+    struct Reader {
+        u32 low, high, scale, group;
+
+        DEVICE Reader(u32 step, int r, int k, int lane) {
+            const int i = r * WIDTH + k;
+            low = step + i * F::LOW_BYTES + lane * Tile<F>::LOW_LANE;
+            high = step + HIGH_AT + i * F::HIGH_BYTES + lane * Tile<F>::HIGH_LANE;
+            scale = step + SCALE_AT + i * F::SCALE_BYTES + lane / 4 * Tile<F>::SCALE_LANE;
+            group = step + GROUP_AT + group_record(r, k) * F::GROUP_BYTES + lane / 4 * Tile<F>::GROUP_LANE;
+        }
+
+        // To another step, or to that of another of the SIDES.
+        DEVICE Reader moved(int bytes) const {
+            Reader to = *this;
+            to.low += bytes, to.high += bytes, to.scale += bytes, to.group += bytes;
+            return to;
+        }
+
+        // The tile r row tiles and k tiles further on, k being a multiple of a number that the first one's is less than.
+        DEVICE void load(Tile<F>& tile, int r, int k) const {
+            const int i = r * WIDTH + k;
+            auto at = [](u32 address, int bytes) {
+                return static_cast<const u8*>(__cvta_shared_to_generic(address)) + bytes;
+            };
+            tile.load_shared(at(low, i * F::LOW_BYTES), at(high, i * F::HIGH_BYTES), at(scale, i * F::SCALE_BYTES),
+                             at(group, group_record(r, k) * F::GROUP_BYTES), 0);
+        }
+
+    private:
+        static DEVICE constexpr int group_record(int r, int k) { return r * RECORDS + k / F::GROUP_TILES; }
+    };
 };

@@ -50,6 +50,7 @@ DEVICE void wgmma(const P& p) {
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
     using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH, SIDES>;
     constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
+    constexpr int BOX = BATCH / PAIR;  // batch rows that a block copies
     // Stages of W that are asked for before x: more of it would be in x's way, which all wait for.
     constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
@@ -73,7 +74,8 @@ DEVICE void wgmma(const P& p) {
     int lane = threadIdx.x % WARP;
     asm volatile("" : "+r"(lane));
     if (threadIdx.x == 0) {
-        prefetch_map(p.map);
+        if (P::GROUPED || p.M >= BOX) prefetch_map(p.map);
+        if (!P::GROUPED && p.M % BOX) prefetch_map(p.rest_map);
         if (BOXES && p.straight) prefetch_map(p.out_map);
     }
     static_assert(STAGES <= WARP, "a thread each");
@@ -130,17 +132,22 @@ DEVICE void wgmma(const P& p) {
                 weights.copy(stages + to * STAGE + WEIGHTS_AT, thread, 2, apart_of(p));
                 copy_arrive(full + to * 8);
             };
+            // No box goes beyond the last batch row: the copy engine takes longer to make zeros than to copy.
+            const int rows = P::GROUPED ? p.box * PAIR : min(p.M - segment.first_m, BATCH);
+            const int own_rows = rows - rank % PAIR * BOX;
             auto copy_x = [&](int tile, int to) {
                 if (thread > 0) return;
-                barrier_expect(full + to * 8, WIDTH * PAIR * p.box * 128);
+                barrier_expect(full + to * 8, WIDTH * rows * 128);
+                if (PAIR > 1 && own_rows <= 0) return;
+                const u64* const map = P::GROUPED || own_rows >= BOX ? p.map : p.rest_map;
                 if constexpr (P::GROUPED && WIDTH > 1)
                     // All steps of a stage in one box, if K is of whole steps: every box takes its time.
                     if (p.box_steps == WIDTH)
                         return copy_box<1>(stages + to * STAGE, p.map, full + to * 8, 0, segment.first_m, tile, 0, 0);
                 for (int k = 0; k < WIDTH; k++)
-                    copy_box<PAIR>(stages + to * STAGE + k * X_BYTES + rank % PAIR * (X_BYTES / PAIR), p.map,
-                                   full + to * 8, (tile + k) * 64, segment.first_m + rank % PAIR * (BATCH / PAIR),
-                                   at.axis[2], at.axis[1], at.axis[0]);
+                    copy_box<PAIR>(stages + to * STAGE + k * X_BYTES + rank % PAIR * (X_BYTES / PAIR), map,
+                                   full + to * 8, (tile + k) * 64, segment.first_m + rank % PAIR * BOX, at.axis[2],
+                                   at.axis[1], at.axis[0]);
             };
             int tile = segment.begin;
             // What a helper has left is there when the first stage of what it does next is free again.
@@ -201,7 +208,7 @@ DEVICE void wgmma(const P& p) {
         // A stage is free when all who read it have said so: of a pair, those of both blocks.
         auto release = [&](int stage, bool used) {
             if constexpr (PAIR == 1)
-                barrier_arrive(empty + stage * 8, used && lane == 0);
+                barrier_arrive(empty + stage * 8, bool(used & elected()));
             else
                 barrier_arrive_cluster(cluster_address(empty + stage * 8, lane), used && lane < PAIR);
         };
@@ -262,12 +269,13 @@ DEVICE void wgmma(const P& p) {
             else
                 prefetch_factors(segment);
             u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
+            typename Weights::Reader reader(stages + stage * STAGE + WEIGHTS_AT + side(0) * Weights::SIZE, own_tile(0),
+                                            k_group, lane);
             auto load = [&](int k) {
                 if (k == 0) barrier_wait(full + stage * 8, parity);
-                const u8* weights = shared + stage * STAGE + WEIGHTS_AT;
 #pragma unroll
                 for (int b = 0; b < ROW_BLOCKS; b++)
-                    Weights::load(tile[b], weights + side(b) * Weights::SIZE, own_tile(b), k * K_GROUPS + k_group, lane);
+                    reader.moved(P::GATED ? b * Weights::SIZE : 0).load(tile[b], P::GATED ? 0 : b * 4, k * K_GROUPS);
             };
             auto dequantize = [&](int h) {  // steps h and h + 1
 #pragma unroll
@@ -298,11 +306,11 @@ DEVICE void wgmma(const P& p) {
                     wgmma_commit();
                     wgmma_wait<1>();  // the two steps before have read their operands
                 };
+                const u32 first_x = (stages >> 4) + k_group * (X_BYTES >> 4) + (1 << 16);
                 load(0);
                 dequantize(0);
                 for (int t = 0; t < steps; t++) {
-                    const u64 own = u64((stages + stage * STAGE + k_group * X_BYTES) >> 4) | u64(1) << 16 |
-                                    u64(64) << 32 | u64(1) << 62;
+                    const u64 own = u64(first_x + stage * (STAGE >> 4)) | u64(64) << 32 | u64(1) << 62;
                     const int current = stage;
 #pragma unroll
                     for (int k = 0; k < K_TILES; k++) {
@@ -311,7 +319,11 @@ DEVICE void wgmma(const P& p) {
                         if (k == 0) release(previous, t > 0);
                         dequantize(2);
                         multiply(2, x);
-                        if (k + 1 == K_TILES && ++stage == STAGES) stage = 0, parity ^= 1;
+                        if (k + 1 == K_TILES) {
+                            const bool last = ++stage == STAGES;
+                            reader = reader.moved(last ? -(STAGES - 1) * STAGE : STAGE);
+                            if (last) stage = 0, parity ^= 1;
+                        }
                         if (k + 1 < K_TILES || t + 1 < steps) {
                             load((k + 1) % K_TILES);
                             dequantize(0);

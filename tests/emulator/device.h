@@ -325,6 +325,9 @@ inline u64 __cvta_generic_to_shared(const void* pointer) {
     const u64 place = p - emulated::fixed_memory;
     return place < emulated::fixed_bytes ? emulated::SHARED + place : p - dynamic;
 }
+inline void* __cvta_shared_to_generic(u64 address) {
+    return address < emulated::SHARED ? dynamic + address : emulated::fixed_memory + (address - emulated::SHARED);
+}
 
 namespace emulated {
 

@@ -172,6 +172,10 @@ inline void fence_proxy_async_shared__cta() {
 }
 inline void setp_ne_b32(bool& r, u32 a, u32 b) { r = a != b; }
 inline void setp_ne_u32(bool& r, u32 a, u32 b) { r = a != b; }
+inline void elect_sync(u32& chosen, bool& r, u32 mask) {
+    chosen = __ffs(__ballot_sync(mask, true)) - 1;
+    r = threadIdx.x % emulated::WARP == chosen;
+}
 inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(mask, p) == ~0u; }
 inline void st_relaxed_gpu_global_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) = v; }
 

@@ -113,6 +113,7 @@ def _call(instruction: str) -> str:
         return f"if ({predicate[1]}) {_call(instruction[predicate.end() :])}"
     opcode, _, operands = instruction.partition(" ")
     operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands)).replace("%%tid.", "threadIdx.")
+    operands = operands.replace("|", ",")  # two results
     if opcode == ".reg":
         kind, _, names = operands.partition(" ")
         return f"{_REGISTERS[kind.lstrip('.')]} {names};"
