@@ -60,8 +60,8 @@ def test_tensors_and_structs(started: list[Any]) -> None:
 def test_grouped_products_are_structs_of_problem_cuh() -> None:
     """`struct Grouped` adds 128 bytes to `struct Problem`, of which each product has 12 addresses."""
     packing, offsets = jit.layout(problem._GROUP)
-    own = (struct.calcsize("<256s12q"), problem._NUMBERS.size, problem._OTHERS.size)
-    assert (packing.size, offsets[2], offsets[14]) == (sum(own) + 128, 256, own[0])
-    assert offsets[15] == sum(own[:2])
+    own = (struct.calcsize("<384s12q"), problem._NUMBERS.size, problem._OTHERS.size)
+    assert (packing.size, offsets[3], offsets[15]) == (sum(own) + 128, 384, own[0])
+    assert offsets[16] == sum(own[:2])
     added = (0, 8, 16, 24, 28, 32, 36, 40, 44, 48, 52, 56, 64, 72, 80)
     assert offsets[-len(added) - 1 : -1] == tuple(sum(own) + at for at in added)

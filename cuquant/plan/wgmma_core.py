@@ -44,33 +44,33 @@ class Tile(NamedTuple):
 
 
 STEP_US = {
-    Tile(16, 1, k_groups=2, k_tiles=2): 0.082,
-    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.128,
-    Tile(16, 2, k_tiles=2): 0.153,
-    Tile(16, 2, k_groups=2, k_tiles=2): 0.14,
-    Tile(16, 2, k_groups=2, k_tiles=4): 0.129,
-    Tile(16, 4, k_tiles=2): 0.257,
-    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.136,
-    Tile(32, 1, k_groups=2, k_tiles=2): 0.092,
-    Tile(32, 2, k_tiles=2): 0.168,
-    Tile(32, 2, k_groups=2, k_tiles=2): 0.142,
+    Tile(16, 1, k_groups=2, k_tiles=2): 0.085,
+    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.138,
+    Tile(16, 2, k_tiles=2): 0.156,
+    Tile(16, 2, k_groups=2, k_tiles=2): 0.143,
+    Tile(16, 2, k_groups=2, k_tiles=4): 0.13,
+    Tile(16, 4, k_tiles=2): 0.263,
+    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.134,
+    Tile(32, 1, k_groups=2, k_tiles=2): 0.084,
+    Tile(32, 2, k_tiles=2): 0.156,
+    Tile(32, 2, k_groups=2, k_tiles=2): 0.14,
     Tile(32, 2, k_groups=2, k_tiles=4): 0.139,
-    Tile(32, 4, k_tiles=2): 0.268,
-    Tile(64, 1): 0.141,
-    Tile(64, 1, k_groups=2, k_tiles=2): 0.098,
-    Tile(64, 2): 0.175,
-    Tile(64, 2, k_tiles=2): 0.164,
-    Tile(64, 2, k_groups=2): 0.162,
-    Tile(64, 2, 2): 0.295,
-    Tile(64, 2, 2, k_tiles=2): 0.286,
-    Tile(128, 1): 0.140,
-    Tile(128, 1, k_groups=2): 0.110,
-    Tile(128, 2): 0.179,
-    Tile(128, 2, k_tiles=2): 0.170,
-    Tile(128, 2, 2): 0.310,
-    Tile(256, 1): 0.160,
-    Tile(256, 2): 0.220,
-    Tile(256, 2, pair=2): 0.220,
+    Tile(32, 4, k_tiles=2): 0.267,
+    Tile(64, 1): 0.138,
+    Tile(64, 1, k_groups=2, k_tiles=2): 0.089,
+    Tile(64, 2): 0.183,
+    Tile(64, 2, k_tiles=2): 0.159,
+    Tile(64, 2, k_groups=2): 0.157,
+    Tile(64, 2, 2): 0.296,
+    Tile(64, 2, 2, k_tiles=2): 0.276,
+    Tile(128, 1): 0.14,
+    Tile(128, 1, k_groups=2): 0.11,
+    Tile(128, 2): 0.186,
+    Tile(128, 2, k_tiles=2): 0.167,
+    Tile(128, 2, 2): 0.315,
+    Tile(256, 1): 0.157,
+    Tile(256, 2): 0.22,
+    Tile(256, 2, pair=2): 0.22,
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
 tensor cores rest."""
@@ -109,8 +109,10 @@ _TENSOR_US = 0.645 / (128 * 256)
 _PAIR_STEPS = 0.985
 """How many times as long steps take where two blocks share x. Of grouped products it was seen only where the
 tensor cores set the pace."""
-_START_US, _PAIR_US, _SPLIT_US = 2.5, 1.5, 1.0
-"""Times of a launch: until the first stage is there; until a pair, or the blocks of a split, have met."""
+_SHADOW_US = 1.1
+"""What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
+_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.8, 4: 1.3}
+"""Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
 _LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
 """Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
 one part after the other, and for each byte of them; of adding what one has left."""
@@ -124,7 +126,7 @@ anywhere: a tile may have a part more."""
 _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
-_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 5.2 / (128 * 256)
+_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 6.0 / (128 * 256)
 """What it takes to store an output, and to add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
@@ -136,7 +138,7 @@ BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
 """Weights of 8 bits from which on it may be so with five batch rows, and with any. Measured."""
-_FEW_ROWS = 0.82
+_FEW_ROWS = 0.825
 """Part of what is predicted that up to 8 batch rows of weights of 8 bits take, if the decode core's times for
 these are right, which are 5 to 10% too low."""
 FLAGS = 4 * LARGE_GPU
@@ -316,13 +318,14 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         places = clusters * tile.resident
         step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
         start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
+        start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
         if fmt.walks and not turns_sums(fmt, tile, split):
             start += _RESULTS_US + m * n * _RESULT_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
         if split > 1:
             if rounds == 1 and steps >= 4 * split:
-                us = start + steps / split * step + _SPLIT_US + tile.rows * tile.batch * _SPLIT_TILE_US
+                us = start + steps / split * step + _SPLIT_US[split] + tile.rows * tile.batch * _SPLIT_TILE_US
                 yield Choice(us, tile, split, outputs, 0, stages)
             continue
         us = start + rounds * (steps * step + store)
