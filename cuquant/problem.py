@@ -22,8 +22,8 @@ _BATCH_AXES = 3
 WHOLE = 8
 """Columns of a piece of 16 bytes: kernels read rows of whole ones, longer ones than K ending in zeros."""
 _ADDRESSES = struct.Struct("<12q")
-_NUMBERS = struct.Struct("<23q12if")
-_OTHERS = struct.Struct("<iqq32x")
+_NUMBERS = struct.Struct("<23q11if")
+_OTHERS = struct.Struct("<i4xqq32x")
 """`struct Problem`: the copy engine's maps, twelve addresses, what `resolve` packs, a flag and two more."""
 _GROUP = ("128s", "128s", "128s", *"Q" * 12, f"{_NUMBERS.size}s", "i", "Q", "q", "32s")
 _GROUP += (*"QqQ", *"i" * 8, *"QQQ", "f", "44s")
@@ -178,12 +178,12 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
         *(rows, n, k, gemm.chunk, out, 0, float32, ACTIVATIONS[activation], 0),
-        *(gemm.streamed, gemm.passing, gemm.box),
+        *(gemm.streamed, gemm.passing),
         w.factor,
     )
-    # What a box has of whole steps lies step after step, as a stage has it. Behind the last row is room for a
-    # box (moe_memory): it takes longer to make zeros than to copy.
-    extent = rows + gemm.box
+    # What a box has of whole steps lies step after step, as a stage has it. Behind the last row are more
+    # (moe_memory): it takes longer to make zeros than to copy.
+    extent = rows + gemm.batch
     steps, columns = (1 if k % plan.TILE_COLUMNS else gemm.box_steps), plan.TILE_COLUMNS
     tensor = None
     if steps > 1:
@@ -260,7 +260,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
-        *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.passing, gemm.box),
+        *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.passing),
         w.factor,
     )
     maps: tuple[Map | None, Map | None] = (None, None)

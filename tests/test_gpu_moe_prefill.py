@@ -64,7 +64,7 @@ FORMATS = ("q4_0", "kbit4", "mxfp4", "int4-32-zeros")
 
 
 def has_tile(format: str, tile: Tile) -> bool:
-    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 256, 1024, sides=2) is not None
+    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 1024, sides=2) is not None
 
 
 TILES = [tile for tile in WGMMA_TILES if has_tile("q4_0", tile)]

@@ -109,8 +109,8 @@ def test_plans_fit(capability: int, half: bool) -> None:
                 assert (x, made.gemm.partials) == (plan.LARGE_GPU, x * rows * c["BATCH"] * 4)
             assert made.batch == c["BATCH"]
             assert made.gemm.box_steps == c["K_GROUPS"] * c["K_TILES"]
-            assert made.gemm.box * c["PAIR"] <= made.batch
-            assert made.gemm.box == made.batch or made.gemm.box_steps == 1
+            assert made.gemm.box * c["PAIR"] == made.batch == made.gemm.batch
+            assert c["PAIR"] == 1 or made.gemm.box_steps == 1
             continue
         assert z == made.works <= plan.MOST_BLOCKS
         if core == "decode":
@@ -217,7 +217,7 @@ def test_all_steps_of_a_stage_come_in_one_box(
 ) -> None:
     """Where the last is whole: beyond a row is not its end, but the next one's beginning."""
     fmt, tile = cq.formats.get("q4_0"), Tile(32, 4, k_tiles=2)
-    gemm = wgmma_grouped(fmt, tile, 128, k, sides=1)
+    gemm = wgmma_grouped(fmt, tile, k, sides=1)
     assert gemm is not None
     group = problem.group(problem.Weight(fmt, (8, 256, k)), 128, gemm, None, k, False)
     assert group.map == (dims, strides, (64, 32, steps, 1, 1))

@@ -15,13 +15,13 @@ from cuquant import plan, problem
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
 INTEGERS = ["M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation"]
-INTEGERS += ["stacked", "streamed", "passing", "box", "lift"]
+INTEGERS += ["stacked", "streamed", "passing", "lift"]
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 
 def unpack(launch: problem.Launch) -> dict[str, Any]:
     """The fields of struct Problem that follow the addresses."""
-    values = struct.unpack("<23q12if", launch.numbers)
+    values = struct.unpack("<23q11if", launch.numbers)
     read: dict[str, Any] = dict(zip(FIELDS, values[:5], strict=True))
     read |= {name: values[5 + 3 * i : 8 + 3 * i] for i, name in enumerate(AXES)}
     return read | dict(zip(INTEGERS, values[23:], strict=True))
@@ -225,7 +225,7 @@ def test_the_argument_is_the_struct() -> None:
         assert struct.unpack("<12q", whole[384:480]) == tuple(range(1, 13))
         numbers = whole[480 : 480 + len(launch.numbers)]
         assert numbers == launch.numbers
-        assert struct.unpack("<iqq", whole[480 + len(numbers) :][:20]) == (straight, 99, 100)
+        assert struct.unpack("<i4xqq", whole[480 + len(numbers) :][:24]) == (straight, 99, 100)
     assert struct.unpack("<12q", known[384:480]) == (1, 2, 3, *[0] * 7, 11, 12)
 
 

@@ -153,7 +153,7 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
     steps = ceil(k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm, places = wgmma_grouped(fmt, tile, load.rows, k, sides), places_of(gpu, tile.pair)
+        gemm, places = wgmma_grouped(fmt, tile, k, sides), places_of(gpu, tile.pair)
         if gemm is None or not places:
             continue
         each, few = tile_us(fmt, tile, steps)

@@ -254,7 +254,9 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
         ):
             return False
         if tile.batch == 64:
-            return not row_factors(fmt)  # there is no room for the factors of rows
+            return not (
+                row_factors(fmt) or fmt.sign_bits
+            )  # there is no room for the factors of rows, or signs
         if fmt.bits == 6:
             return split == 1 and tile.groups == 2 and tile.k_tiles < 4
         if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
@@ -286,7 +288,7 @@ def narrow(tile: Tile) -> int:
     return 64 if tile.batch == 256 else 32
 
 
-def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gemm | None:
+def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
     stages = _stages(fmt, tile, 1, sides)
     # Work after work takes registers, too.
@@ -298,10 +300,8 @@ def wgmma_grouped(fmt: Format, tile: Tile, rows: int, k: int, sides: int) -> Gem
     scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
     if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
         return None
-    # Boxes of a stage's steps have all rows of the tile, lest there be gaps between the steps.
-    box = tile.batch if tile.width > 1 else min(tile.batch // tile.pair, ceil(rows / 8) * 8)
     gemm = _wgmma(fmt, tile, 1, True, stages, sides)
-    return replace(gemm, box=box, box_steps=tile.width)
+    return replace(gemm, box_steps=tile.width)
 
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
@@ -384,29 +384,28 @@ def least_batch(fmt: Format, numbers: int) -> int:
 def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
     """What should be fastest of up to 8 batch rows, and what it takes."""
     best = min(choices(fmt, m, n, k, matrices, gpu))
-    return _FEW_ROWS * best.us, _chosen(fmt, m, gpu, best)
+    return _FEW_ROWS * best.us, _chosen(fmt, gpu, best)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest."""
-    return _chosen(fmt, m, gpu, min(choices(fmt, m, n, k, matrices, gpu)))
+    return _chosen(fmt, gpu, min(choices(fmt, m, n, k, matrices, gpu)))
 
 
 def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
     for choice in sorted(choices(fmt, m, n, k, matrices, gpu)):
-        yield _chosen(fmt, m, gpu, choice)
+        yield _chosen(fmt, gpu, choice)
 
 
-def _chosen(fmt: Format, m: int, gpu: Gpu, choice: Choice) -> Gemm:
+def _chosen(fmt: Format, gpu: Gpu, choice: Choice) -> Gemm:
     _, tile, split, outputs, streamed, stages, passing = choice
     gemm = _wgmma(fmt, tile, split, streamed > 0, stages)
-    batch, pair = tile.batch, tile.pair
-    places = places_of(gpu, pair) * tile.resident
-    blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * pair
+    places = places_of(gpu, tile.pair) * tile.resident
+    blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * tile.pair
     partials = blocks * sum_bytes(tile) if streamed else 0
     grid = replace(gemm.plan, grid=(blocks, 1, 1))
-    return replace(gemm, plan=grid, streamed=streamed, passing=passing, box=batch // pair, partials=partials)
+    return replace(gemm, plan=grid, streamed=streamed, passing=passing, partials=partials)
 
 
 def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
@@ -423,4 +422,6 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, shared, split * pair, overlaps=True)
     out_box = room if room == batch else room // 2
-    return Gemm(plan, out_box=out_box, turns_sums=turns_sums(fmt, tile, split))
+    return Gemm(
+        plan, box=batch // pair, batch=batch, out_box=out_box, turns_sums=turns_sums(fmt, tile, split)
+    )

@@ -34,7 +34,6 @@ struct Problem {
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed, passing; // output tiles that blocks share, and steps of 64 columns that passing sums on takes (wgmma core)
-    int box;               // batch rows that a copy of x brings (wgmma core, grouped)
     float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)

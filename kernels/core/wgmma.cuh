@@ -132,14 +132,15 @@ DEVICE void wgmma(const P& p) {
                 weights.copy(stages + to * STAGE + WEIGHTS_AT, thread, 2, apart_of(p));
                 copy_arrive(full + to * 8);
             };
-            // No box goes beyond the last batch row: the copy engine takes longer to make zeros than to copy.
-            const int rows = P::GROUPED ? p.box * PAIR : min(p.M - segment.first_m, BATCH);
+            // No box goes beyond the last batch row: the copy engine takes longer to make zeros than to copy. (Of a grouped
+            // product there are rows to read behind the last one.)
+            const int rows = P::GROUPED ? BATCH : min(p.M - segment.first_m, BATCH);
             const int own_rows = rows - rank % PAIR * BOX;
             auto copy_x = [&](int tile, int to) {
                 if (thread > 0) return;
                 barrier_expect(full + to * 8, WIDTH * rows * 128);
                 if (PAIR > 1 && own_rows <= 0) return;
-                const u64* const map = P::GROUPED || own_rows >= BOX ? p.map : p.rest_map;
+                const u64* const map = own_rows >= BOX ? p.map : p.rest_map;
                 if constexpr (P::GROUPED && WIDTH > 1)
                     // All steps of a stage in one box, if K is of whole steps: every box takes its time.
                     if (p.box_steps == WIDTH)
