@@ -253,10 +253,8 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()) or (split, tile.batch) == (1, 64)
         ):
             return False
-        if tile.batch == 64:
-            return not (
-                row_factors(fmt) or fmt.sign_bits
-            )  # there is no room for the factors of rows, or signs
+        if tile.batch == 64:  # there is no room for the factors of rows, nor for more than one output tile
+            return split > 1 and not row_factors(fmt)
         if fmt.bits == 6:
             return split == 1 and tile.groups == 2 and tile.k_tiles < 4
         if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
