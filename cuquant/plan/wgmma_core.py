@@ -268,7 +268,11 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1)
+WGMMA_TILES = tuple(
+    tile
+    for tile in _EVERY_STEP_US
+    if tile.batch >= 32 and tile.resident == 1 and tile != Tile(64, 2, k_groups=2)
+)
 """Those of grouped products, which store up to WARP batch rows at a time."""
 
 
