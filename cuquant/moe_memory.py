@@ -160,7 +160,7 @@ def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
     made = Layout()
     both, *single, down = products
     used = [one for one in ([both] if both else single) + [down] if one]
-    rows = load.rows + max(one.gemm.batch for one in used)  # boxes may go beyond the last row
+    rows = load.rows + max(one.gemm.rows_behind for one in used)
     for name, row in _row_bytes(mixture, mixture.levels(both)).items():
         made.add(name, rows * row)
     made.add("starts", (count + 1) * 4)

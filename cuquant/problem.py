@@ -183,7 +183,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
     )
     # What a box has of whole steps lies step after step, as a stage has it. Behind the last row are more
     # (moe_memory): it takes longer to make zeros than to copy.
-    extent = rows + gemm.batch
+    extent = rows + gemm.rows_behind
     steps, columns = (1 if k % plan.TILE_COLUMNS else gemm.box_steps), plan.TILE_COLUMNS
     tensor = None
     if steps > 1:
@@ -264,6 +264,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         w.factor,
     )
     maps: tuple[Map | None, Map | None] = (None, None)
+    # What a tile has beyond the last row stays what it is: it makes results that nobody stores.
     if gemm.box:  # axes that x lacks have extent 1, and any stride
         dims = [extent if step else 1 for extent, step in zip(extents, steps[1], strict=True)]
         strides = [2 * step or 16 for step in steps[1]]

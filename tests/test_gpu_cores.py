@@ -89,8 +89,7 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
-TILES = [tile for tile in wgmma_core.STEP_US if tile != wgmma_core.Tile(64, 2, k_groups=2)]
-"""That one has registers for splits alone."""
+TILES = list(wgmma_core.STEP_US)
 
 
 def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
@@ -98,7 +97,9 @@ def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
     names = ["q8_0", "q5_1", "q4_0", "kbit3", "kbit5"]  # their kernels are those of the test below
     for i, tile in enumerate(TILES):
         turned = names[i % len(names) :] + names
-        yield tile, next(n for n in turned if wgmma_core._stages(cq.formats.get(n), tile, 1) >= 3)
+        # Without a split, if there is one that has it so.
+        ways = ((split, n) for split in (1, 2) for n in turned)
+        yield tile, next(n for split, n in ways if wgmma_core._stages(cq.formats.get(n), tile, split) >= 3)
 
 
 @pytest.mark.parametrize(("tile", "name"), list(by_turns()), ids=str)

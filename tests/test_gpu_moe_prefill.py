@@ -70,7 +70,7 @@ def has_tile(format: str, tile: Tile) -> bool:
 TILES = [tile for tile in WGMMA_TILES if has_tile("q4_0", tile)]
 BY_TURNS = [
     (tile, next(f for f in (*FORMATS[turn % len(FORMATS) :], *FORMATS) if has_tile(f, tile)))
-    for turn, tile in enumerate(WGMMA_TILES)
+    for turn, tile in enumerate(t for t in WGMMA_TILES if any(has_tile(f, t) for f in FORMATS))
 ]
 """All tiles, with formats of several kinds."""
 COUNTS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 161, 256, 257, 289, 320, 321)

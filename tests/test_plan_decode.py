@@ -23,9 +23,9 @@ OF_MODELS += [(9728, 2560), (13824, 5120), (17408, 5120), (18944, 3584), (2560, 
 OF_MODELS += [(3584, 18944), (1024, 4096), (152_064, 3584)]
 
 
-def measured() -> Iterator[tuple[Product, dict[str, float]]]:
+def measured(file: str) -> Iterator[tuple[Product, dict[str, float]]]:
     """Products, and the times of their fastest tiles."""
-    path = Path(__file__).parent / "data" / "decode-tiles.txt"
+    path = Path(__file__).parent / "data" / file
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             name, m, n, k, *times = line.split()
@@ -47,7 +47,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
     """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
     mean where it was measured; where it was not, it counts as the slowest that was."""
     slower, of_known = [], []
-    for (name, m, n, k), times in measured():
+    for (name, m, n, k), times in measured("decode-tiles.txt"):
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
         us = times.get(tile_of(gemm))
         slower.append((us or max(times.values())) / min(times.values()))

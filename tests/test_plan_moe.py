@@ -109,7 +109,7 @@ def test_plans_fit(capability: int, half: bool) -> None:
                 assert (x, made.gemm.partials) == (plan.LARGE_GPU, x * rows * c["BATCH"] * 4)
             assert made.batch == c["BATCH"]
             assert made.gemm.box_steps == c["K_GROUPS"] * c["K_TILES"]
-            assert made.gemm.box * c["PAIR"] == made.batch == made.gemm.batch
+            assert made.gemm.box * c["PAIR"] == made.batch == made.gemm.rows_behind
             assert c["PAIR"] == 1 or made.gemm.box_steps == 1
             continue
         assert z == made.works <= plan.MOST_BLOCKS

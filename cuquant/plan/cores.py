@@ -14,19 +14,18 @@ from .planes import row_factors
 class Gemm:
     """A plan of the matrix product.
 
-    `box` are the batch rows that the copy engine brings at a time (wgmma core, whose tiles have `batch`), of
-    a grouped product of `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the
-    decode core stages at a time; 0 for other cores. Blocks of the wgmma core share the last `streamed` output
-    tiles (of a grouped product, of which only the GPU knows the tiles, if so many or fewer are left), for
-    which it needs `partials` bytes; to pass sums on takes as long as `passing` steps of 64 columns. `out_box`
-    are the batch rows of a box of results, where the kernel can store them so. `converts_x` tells whether the
-    kernel itself makes of x what q8_1 blocks of it stand for, or turns it for walks; `turns_sums` whether it
-    turns their sums, so that it stores results.
+    `box` are the batch rows that the copy engine brings at a time (wgmma core), of a grouped product of
+    `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
+    a time; 0 for other cores. Blocks of the wgmma core share the last `streamed` output tiles (of a grouped
+    product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
+    `partials` bytes; to pass sums on takes as long as `passing` steps of 64 columns. `out_box` are the batch
+    rows of a box of results, where the kernel can store them so. `converts_x` tells whether the kernel itself
+    makes of x what q8_1 blocks of it stand for, or turns it for walks; `turns_sums` whether it turns their
+    sums, so that it stores results.
     """
 
     plan: Plan
     box: int = 0
-    batch: int = 0
     box_steps: int = 1
     chunk: int = 0
     streamed: int = 0
@@ -35,6 +34,12 @@ class Gemm:
     out_box: int = 0
     converts_x: bool = False
     turns_sums: bool = False
+
+    @property
+    def rows_behind(self) -> int:
+        """Rows behind the last one that boxes of a grouped product may have: a cluster's lie one after the
+        other."""
+        return self.box * self.plan.cluster
 
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9

@@ -268,11 +268,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(
-    tile
-    for tile in _EVERY_STEP_US
-    if tile.batch >= 32 and tile.resident == 1 and tile != Tile(64, 2, k_groups=2)
-)
+WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1)
 """Those of grouped products, which store up to WARP batch rows at a time."""
 
 
@@ -424,6 +420,4 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     threads = (groups * k_groups + 1) * 128
     plan = Plan(kernel, (1, 1, 1), threads, shared, split * pair, overlaps=True)
     out_box = room if room == batch else room // 2
-    return Gemm(
-        plan, box=batch // pair, batch=batch, out_box=out_box, turns_sums=turns_sums(fmt, tile, split)
-    )
+    return Gemm(plan, box=batch // pair, out_box=out_box, turns_sums=turns_sums(fmt, tile, split))
