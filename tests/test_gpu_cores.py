@@ -152,9 +152,11 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         (9, 2570, 1024),
         (300, 2570, 1056),
         (60, 6000, 2048),  # fewer tiles than clusters: a tile may be three's
+        *((9, 2570, 64 * tile.width * turns) for turns in (9, 17)),  # unequal halves, and quarters
     ]
     if tile.resident > 1:  # as many blocks as run at once, of splits in 1, 2 and 4
         shapes = [(9, 9002, 512), (13, 9000, 992), (13, 4306, 1024), (9, 2570, 1024), (40, 3000, 1024)]
+        shapes += [(13, 4306, 1280), (9, 2570, 1344)]
     for m, n, k in shapes:
         share_small_tiles(monkeypatch)
         choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile]
@@ -173,24 +175,27 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
     assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
     assert ((2, False) in ways) == (tile.pair == 1 and tile.k_tiles < 4)
-    assert tile.resident == 1 or {split for split, _ in ways} == {1, 2, 4}
+    assert tile.resident == 1 or tile.k_tiles == 4 or {split for split, _ in ways} == {1, 2, 4}
 
 
-@pytest.mark.parametrize("m", [1, 2, 5, 8])
-def test_few_rows_of_large_weights_of_8_bits(monkeypatch: pytest.MonkeyPatch, m: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [("q8_0", 1), ("q8_0", 2), ("q8_0", 5), ("q8_0", 8), ("q5_1", 5), ("kbit3", 6), ("kbit4", 7)],
+)
+def test_few_rows_of_large_weights(monkeypatch: pytest.MonkeyPatch, name: str, m: int) -> None:
     """By the wgmma core, as if all weights were large."""
     cupy = device.cupy()
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
     monkeypatch.setattr(wgmma_core, "_LARGE", 0)
     monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
-    monkeypatch.setattr(wgmma_core, "_FEW_ROWS", 0.0)
+    monkeypatch.setattr(wgmma_core, "_FEW_ROWS", dict.fromkeys(wgmma_core._FEW_ROWS, 0.0))
     plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape
-        gemm = plan.gemm(cq.formats.get("q8_0"), m, n, k, int(np.prod(lead)), True, jit.gpu())
+        gemm = plan.gemm(cq.formats.get(name), m, n, k, int(np.prod(lead)), True, jit.gpu())
         assert plan.core_of(gemm.plan.kernel) == "wgmma"
-        w, x = cuda_weight("q8_0", shape), cupy.asarray(gauss((*lead, m, k), 2))
+        w, x = cuda_weight(name, shape), cupy.asarray(gauss((*lead, m, k), 2))
         bias, residual = cupy.asarray(gauss((n,), 3)), cupy.asarray(gauss((*lead, m, n), 4))
         for a in (x, x.astype(np.float16), x.astype(ml_dtypes.bfloat16), cq.quantize(x, "q8_1")):
             assert nmse(cq.matmul(a, w.T, dtype=F), testing.linear(a, w)) < 1e-6, (shape, m)

@@ -46,12 +46,17 @@ def tile_of(gemm: plan.Gemm) -> str:
 def test_tiles_are_those_that_were_fastest() -> None:
     """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
     mean where it was measured; where it was not, it counts as the slowest that was."""
-    slower, of_known = [], []
+    slower, of_known, others = [], [], 0
     for (name, m, n, k), times in measured("decode-tiles.txt"):
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
-        us = times.get(tile_of(gemm))
+        tile = tile_of(gemm)
+        if tile == "wgmma" and tile not in times:  # test_plan_wgmma.py
+            others += 1
+            continue
+        us = times.get(tile)
         slower.append((us or max(times.values())) / min(times.values()))
         of_known += slower[-1:] if us else []
+    assert others < 50
     assert len(of_known) > 0.92 * len(slower)
     assert np.mean(of_known) < 1.012
     assert np.quantile(of_known, 0.9) < 1.04

@@ -45,15 +45,20 @@ class Tile(NamedTuple):
 
 STEP_US = {
     Tile(16, 1, k_groups=2, k_tiles=2): 0.085,
-    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.138,
+    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.14,
+    Tile(16, 1, k_groups=2, k_tiles=4, resident=2): 0.127,
+    Tile(16, 1, k_groups=4): 0.095,
+    Tile(16, 1, k_groups=4, k_tiles=2): 0.078,
     Tile(16, 2, k_tiles=2): 0.156,
-    Tile(16, 2, k_groups=2, k_tiles=2): 0.143,
-    Tile(16, 2, k_groups=2, k_tiles=4): 0.13,
+    Tile(16, 2, k_groups=2, k_tiles=2): 0.151,
+    Tile(16, 2, k_groups=2, k_tiles=4): 0.138,
     Tile(16, 4, k_tiles=2): 0.263,
-    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.134,
+    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.139,
     Tile(32, 1, k_groups=2, k_tiles=2): 0.084,
+    Tile(32, 1, k_groups=4): 0.091,
+    Tile(32, 1, k_groups=4, k_tiles=2): 0.079,
     Tile(32, 2, k_tiles=2): 0.156,
-    Tile(32, 2, k_groups=2, k_tiles=2): 0.14,
+    Tile(32, 2, k_groups=2, k_tiles=2): 0.143,
     Tile(32, 2, k_groups=2, k_tiles=4): 0.139,
     Tile(32, 4, k_tiles=2): 0.267,
     Tile(64, 1): 0.138,
@@ -113,6 +118,8 @@ _SHADOW_US = 1.1
 """What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
 _START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.8, 4: 1.3}
 """Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
+_MANY_GROUPS_US = 0.4
+"""How much longer it takes until four warpgroups that share the columns of one have begun, and have met."""
 _LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
 """Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
 one part after the other, and for each byte of them; of adding what one has left."""
@@ -137,10 +144,10 @@ ROOMY_BATCH = 64
 BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
-"""Weights of 8 bits from which on it may be so with five batch rows, and with any. Measured."""
-_FEW_ROWS = 0.825
-"""Part of what is predicted that up to 8 batch rows of weights of 8 bits take, if the decode core's times for
-these are right, which are 5 to 10% too low."""
+"""Weights from which on it may be so with five batch rows, and, of 8 bits, with any. Measured."""
+_FEW_ROWS = {5: 0.91, 6: 0.91, 8: 0.825}
+"""Part of what is predicted that up to 8 batch rows take, by bits of a code, if the decode core's times for
+these are right; of codes that are looked up as of 5 bits. Others take less time there."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
@@ -203,19 +210,26 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
 
 def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
-    bytes of these, of sums on their way out, and of further k groups'; after a split in the ring's place.
+    bytes of these, of sums on their way out, and of K groups'; after a split in the ring's place.
 
     Of little work the results are few, and registers scarce. A grouped product, which has `sides`, stores its
     results at once; with two sides and one row block, when warps have traded half of a chunk's, twice.
     """
-    more = tile.rows * (tile.k_groups - 1) * tile.batch * 4
+    gathered = tile.rows * (tile.k_groups - 1) * tile.batch * 4
     if sides:
         chunk = WARP if tile.batch % WARP == 0 else WARP // 2
-        return 0, max(more, tile.rows * chunk * 4) if _trades(tile, sides) else more
+        return 0, max(gathered, tile.rows * chunk * 4) if _trades(tile, sides) else gathered
+    turned = turns_sums(fmt, tile, split)
+    # Few sums of K groups are added up where those of a split are.
+    together = tile.batch == 16 and not turned
+    meeting = tile.batch * (tile.rows + 4) * 4
     if split > 1:
-        return 0, more + tile.batch * (tile.rows + 4) * 4
-    sums = max(more, tile.groups * 32 * (tile.blocks * 64 + 4) * 4)
-    if turns_sums(fmt, tile, split):
+        return 0, tile.k_groups * meeting if together else gathered + meeting
+    if together and tile.k_groups > 1:
+        sums = max(tile.k_groups * meeting, gathered)
+    else:
+        sums = max(gathered, tile.groups * WARP * (tile.blocks * 64 + 4) * 4)
+    if turned:
         sums = max(sums, tile.rows * tile.batch * 2)
     if tile.batch < BOXED_BATCH:
         return 0, sums
@@ -256,8 +270,8 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
         if tile.batch == 64:  # there is no room for the factors of rows, nor for more than one output tile
             return split > 1 and not row_factors(fmt)
         if fmt.bits == 6:
-            return split == 1 and tile.groups == 2 and tile.k_tiles < 4
-        if fmt.bits == 8 and tile.batch == 16 and tile.groups == 4:
+            return tile.groups == 1 or (split == 1 and tile.groups == 2 and tile.k_tiles < 4)
+        if fmt.bits == 8 and tile.groups == 4 and (tile.batch == 16 or split > 1):
             return False
         shared = fmt.kernel_group_bytes > 0 and not (fmt.lookup or integer_scales(fmt))
         return tile.k_tiles < 4 or not (
@@ -308,22 +322,23 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
         stages, clusters = _stages(fmt, tile, split), places_of(gpu, split * tile.pair)
-        if steps % (split * tile.width) or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
+        if steps % tile.width or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = clusters * tile.resident
         step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
-        start = _START_US + (_PAIR_US if tile.pair > 1 else 0)
+        start = _START_US + (_PAIR_US if tile.pair > 1 else 0) + _MANY_GROUPS_US * (tile.k_groups > 2)
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
         if fmt.walks and not turns_sums(fmt, tile, split):
             start += _RESULTS_US + m * n * _RESULT_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
         if split > 1:
-            if rounds == 1 and steps >= 4 * split:
-                us = start + steps / split * step + _SPLIT_US[split] + tile.rows * tile.batch * _SPLIT_TILE_US
+            if rounds == 1 and steps >= split * max(4, tile.width):
+                most = ceil(steps / (split * tile.width)) * tile.width
+                us = start + most * step + _SPLIT_US[split] + tile.rows * tile.batch * _SPLIT_TILE_US
                 yield Choice(us, tile, split, outputs, 0, stages)
             continue
         us = start + rounds * (steps * step + store)
@@ -374,15 +389,15 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
 
 def least_batch(fmt: Format, numbers: int) -> int:
     """Batch rows from which on this core may be faster than the decode core, of so many weights."""
-    if fmt.bits < 8 or fmt.walks or numbers < _LARGE:
+    if not (fmt.lookup or fmt.bits in _FEW_ROWS) or fmt.walks or numbers < _LARGE:
         return WGMMA_BATCH
-    return 5 if numbers < _VERY_LARGE else 1
+    return 1 if fmt.bits == 8 and numbers >= _VERY_LARGE else 5
 
 
 def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
     """What should be fastest of up to 8 batch rows, and what it takes."""
     best = min(choices(fmt, m, n, k, matrices, gpu))
-    return _FEW_ROWS * best.us, _chosen(fmt, gpu, best)
+    return _FEW_ROWS[5 if fmt.lookup else fmt.bits] * best.us, _chosen(fmt, gpu, best)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:

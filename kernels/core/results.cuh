@@ -273,39 +273,46 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
     }
 }
 
-// Of a split: every block of the cluster finishes a share of the batch rows. Before, each has written its sums to where
-// they are added up, the others' shares to the others' memory: what is there can be read soon, and a block may leave
-// while others read theirs.
+// Partial sums of an output tile, of a split's blocks and, if these are not added up before (K_GROUPS), of a block's K
+// groups: they are added up where results are stored, by everyone. Every block of a cluster finishes a share of the batch
+// rows. Before, each has written its sums to where they are added up, the others' shares to the others' memory: what is
+// there can be read soon, and a block may leave while others read theirs.
 //
-//      shared memory of block r:  [block that wrote][batch row of share r][row of W, and 4 floats between banks]
-template <int GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS>
-struct SplitSums {
+//      shared memory of block r:  [block that wrote][K group][batch row of share r][row of W, and 4 floats between banks]
+template <int GROUPS, int K_GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS, int THREADS>
+struct PartialSums {
     static constexpr int SHARE = SUMS * 2 / SPLIT, ROWS = GROUPS * ROW_BLOCKS * 64, LINE = ROWS + 4;
 
-    static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], const u8* shared, int group) {
+    static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], u8* shared, int group, int k_group) {
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-        const int column = group * (ROW_BLOCKS * 64) + warp * 16 + lane / 4;
-        const u32 own = shared_address(shared) + (blockIdx.x % SPLIT * SHARE * LINE + column) * 4;
+        const int part = blockIdx.x % SPLIT * K_GROUPS + k_group;
+        float* const own = reinterpret_cast<float*>(shared) + part * SHARE * LINE + group * (ROW_BLOCKS * 64) + warp * 16 +
+                           lane / 4;
 #pragma unroll
         for (int first = 0; first < SUMS * 2; first += 8) {
-            const int row = first + lane % 4 * 2;
-            const u32 to = cluster_address(own, SHARE < 8 ? row / SHARE : first / SHARE) + row % SHARE * LINE * 4;
+            const int row = first + lane % 4 * 2, place = row % SHARE * LINE;
+            u32 to = 0;
+            if constexpr (SPLIT > 1) to = cluster_address(shared_address(own), SHARE < 8 ? row / SHARE : first / SHARE);
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    store_cluster(to + (e % 2 * LINE + b * 64 + e / 2 * 8) * 4, acc[b][first / 2 + e]);
+                for (int e = 0; e < 4; e++) {
+                    const int at = place + e % 2 * LINE + b * 64 + e / 2 * 8;
+                    if constexpr (SPLIT > 1)
+                        store_cluster(to + at * 4, acc[b][first / 2 + e]);
+                    else
+                        own[at] = acc[b][first / 2 + e];
+                }
         }
     }
 
     // By all computing threads of a block.
-    template <int THREADS>
     static DEVICE void finish(const Problem& p, const Matrix& at, int first_m, int first_n, const u8* shared) {
         auto total = [&](int row, int column) {
             float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-            for (int block = 0; block < SPLIT; block++) {
-                const float* from = reinterpret_cast<const float*>(shared) + (block * SHARE + row) * LINE + column;
+            for (int part = 0; part < SPLIT * K_GROUPS; part++) {
+                const float* from = reinterpret_cast<const float*>(shared) + (part * SHARE + row) * LINE + column;
                 const float4 v = *reinterpret_cast<const float4*>(from);
                 sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
             }

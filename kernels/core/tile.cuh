@@ -268,15 +268,18 @@ private:
 // memory are SIDE_BYTES apart.
 template <int ROW_TILES, int BYTES, int THREADS, int SIDES, int SIDE_BYTES, bool AGAIN = false>
 struct PlaneCopy {
-    static constexpr int PIECES = ROW_TILES * BYTES / 16, OWN = (PIECES + THREADS - 1) / THREADS;
-    const u8* from[OWN ? OWN : 1];
+    static constexpr int ROW_PIECES = BYTES / 16, PIECES = ROW_TILES * ROW_PIECES;
+    static constexpr int OWN = (PIECES + THREADS - 1) / THREADS;
+    // Of its pieces so many are of one row tile, always as far from each other: one address for all.
+    static constexpr int SAME_ROW = ROW_PIECES && ROW_PIECES % THREADS == 0 ? ROW_PIECES / THREADS : 1;
+    const u8* from[OWN ? OWN / SAME_ROW : 1];
 
     // From `plane` on, where the first row tile's first step is; the others' follow `apart` bytes apart.
     DEVICE void start(const u8* plane, int last, u32 apart, int thread) {
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
-            int piece = thread + j * THREADS, row = piece / (BYTES / 16);
-            from[j] = plane + min(row, last) * apart + piece % (BYTES / 16) * 16;
+        for (int j = 0; j < OWN; j += SAME_ROW) {
+            const int piece = thread + j * THREADS, row = piece / ROW_PIECES;
+            from[j / SAME_ROW] = plane + min(row, last) * apart + piece % ROW_PIECES * 16;
         }
     }
 
@@ -284,17 +287,19 @@ struct PlaneCopy {
     DEVICE void copy(u32 to, int thread, int advance, bool exists, s64 apart) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
+            const u8*& row = from[j / SAME_ROW];
             if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
 #pragma unroll
                 for (int side = 0; side < SIDES; side++) {
                     const u32 piece = to + (thread + j * THREADS) * 16 + side * SIDE_BYTES;
+                    const u8* const own = row + j % SAME_ROW * THREADS * 16 + side * apart;
                     if constexpr (AGAIN)
-                        copy_async_again(piece, from[j] + side * apart, exists);
+                        copy_async_again(piece, own, exists);
                     else
-                        copy_async(piece, from[j] + side * apart, exists);
+                        copy_async(piece, own, exists);
                 }
             }
-            from[j] += advance;
+            if (j % SAME_ROW == SAME_ROW - 1) row += advance;
         }
     }
 };

@@ -45,6 +45,9 @@ DEVICE void wgmma(const P& p) {
     // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
     constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && ROWS % HADAMARD == 0;
     static_assert(!TURNS || ROOM == 0 || ROOM == BATCH, "all of a tile is turned at once");
+    // Whether the K groups' sums are added up when results are stored, as those of a split are: if they are few. Else, and
+    // if they are an expert's, are to be turned, or are left to another block, the first K group adds them up before.
+    constexpr bool MEET = K_GROUPS > 1 && BATCH == 16 && !TURNS && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
@@ -90,13 +93,16 @@ DEVICE void wgmma(const P& p) {
         __syncthreads();
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
-    const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of SPLIT * WIDTH
+    const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of WIDTH
     using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR, WIDTH, STREAM, P>,
                                   Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM, ROOMY>>::Type;
     Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
-        if constexpr (SPLIT > 1) segment.begin = tiles * rank / SPLIT, segment.end = tiles * (rank + 1) / SPLIT;
+        if constexpr (SPLIT > 1) {  // in whole turns, of which one may have one more than another
+            const int turns = tiles / WIDTH;
+            segment.begin = turns * rank / SPLIT * WIDTH, segment.end = turns * (rank + 1) / SPLIT * WIDTH;
+        }
         if constexpr (PAIR > 1) segment.first_row += rank * SIDE_TILES;
         return segment;
     };
@@ -157,14 +163,17 @@ DEVICE void wgmma(const P& p) {
                 if (thread == 0) set_flags<GROUPS>(p.flags + own_place(shares.first_slot(), 0), i, CLUSTER * GROUPS);
             };
             if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
-                int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
-                asm volatile("" : "+r"(ahead));  // opaque: loops that are unrolled would take registers
+                const int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
+                // Loops that are unrolled would take registers.
+#pragma unroll 1
                 for (int s = 0; s < ahead; s++) copy_weights(s);
                 wait_for_operands<P>();
+#pragma unroll 1
                 for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
                 tile += ahead * WIDTH, waited = true;
                 stage = ahead;  // not yet the ring's end
             }
+#pragma unroll 1
             for (; tile < segment.end; tile += WIDTH) {
                 barrier_wait(empty + stage * 8, parity);
                 if (STREAM && tile == soon) tell_left();
@@ -264,7 +273,7 @@ DEVICE void wgmma(const P& p) {
                         for (int j = 0; j < BATCH / 2; j++) acc[b][j] *= factors[b][j / 2 % 2];
             };
             // Where registers are left; else they come while sums are added, or are waited for.
-            constexpr bool EARLY = K_GROUPS == 1 && SUMS <= 128;
+            constexpr bool EARLY = (K_GROUPS == 1 || MEET) && SUMS <= 128;
             if constexpr (EARLY)
                 load_factors(segment);
             else
@@ -352,32 +361,25 @@ DEVICE void wgmma(const P& p) {
                 else
                     return own;
             };
+            const bool leaves = STREAM && again().begin > 0;
             if constexpr (!EARLY) load_factors(own);
-            if constexpr (K_GROUPS == 1) multiply_by_factors();
+            if constexpr (K_GROUPS == 1 || MEET) multiply_by_factors();
             release(previous, true);
 
             u8* const staged = shared + (SPLIT > 1 ? 0 : STAGES * STAGE);
             if (BOXES && threadIdx.x % WARPGROUP == 0) store_box_wait<0>();  // of the tile before
-            if constexpr (K_GROUPS > 1) {
+            const bool gathered = K_GROUPS > 1 && (!MEET || leaves), first = K_GROUPS == 1 || k_group == 0;
+            if (gathered) {
                 warpgroups_sync<CONSUMERS>(EVERYONE);  // the sums before are added, and of a split the stages read
                 float4* const sums =
                     reinterpret_cast<float4*>(staged) + group * (K_GROUPS - 1) * SUMS / 4 * WARPGROUP +
                     threadIdx.x % WARPGROUP;
                 if (k_group > 0) write_sums(acc, sums + (k_group - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
-                if (SPLIT == 1 && k_group > 0) {
-                    for (int j = STREAM ? own.parts * Left::PARTS : 0; j > 0; j--) {  // not for them
-                        barrier_wait(full + stage * 8, parity);
-                        __syncwarp();
-                        release(stage, true);
-                        if (++stage == STAGES) stage = 0, parity ^= 1;
-                    }
-                    continue;
-                }
-                if (k_group == 0) {
+                if (first) {
 #pragma unroll 1
                     for (int k = 1; k < K_GROUPS; k++) add_sums(acc, sums + (k - 1) * SUMS / 4 * WARPGROUP);
-                    multiply_by_factors();
+                    if constexpr (!MEET) multiply_by_factors();
                     if constexpr (SPLIT == 1)
                         warpgroups_sync<GROUPS * WARPGROUP>(EVERYONE + 1);  // results take the sums' place
                 }
@@ -393,15 +395,16 @@ DEVICE void wgmma(const P& p) {
 #pragma unroll
                     for (int part = 0; part < Left::PARTS; part++) {
                         barrier_wait(full + stage * 8, parity);
-                        Left::add(acc, shared + stage * STAGE, part, group);
+                        if (first) Left::add(acc, shared + stage * STAGE, part, group);
                         __syncwarp();
                         release(stage, true);
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
-                    if (leads) p.flags[own_place(others.slot + j, group)] = 0;
+                    if (leads && first) p.flags[own_place(others.slot + j, group)] = 0;
                 }
             }
-            if (STREAM && again().begin > 0) {
+            if (SPLIT == 1 && gathered && !first) continue;
+            if (leaves) {
                 const int place = own_place(again().slot, group);
                 write_sums(acc, sums_at(place) + threadIdx.x % WARPGROUP);
                 if (i + 1 < schedule.shares.segments) {
@@ -413,13 +416,14 @@ DEVICE void wgmma(const P& p) {
             } else if constexpr (P::GROUPED) {
                 const auto last = again();
                 store_group(p, matrix_of<F>(p, last.matrix), acc, last, first_n_of(last), staged, group);
-            } else if constexpr (SPLIT > 1) {
-                using Sums = SplitSums<GROUPS, SPLIT, ROW_BLOCKS, BATCH / 2>;
-                u8* const places = staged + (K_GROUPS - 1) * GROUPS * SUMS * 4 * WARPGROUP;  // after the other sums
-                cluster_wait();  // all stages are read
-                if (k_group == 0) Sums::write(acc, places, group);
-                cluster_sync();
-                Sums::template finish<CONSUMERS>(p, at, own.first_m, own.first_row * 16, places);
+            } else if constexpr (SPLIT > 1 || MEET) {
+                using Sums = PartialSums<GROUPS, MEET ? K_GROUPS : 1, SPLIT, ROW_BLOCKS, BATCH / 2, CONSUMERS>;
+                u8* const places = staged + (MEET ? 0 : (K_GROUPS - 1) * GROUPS * SUMS * 4 * WARPGROUP);
+                auto sync = [] { SPLIT > 1 ? cluster_sync() : warpgroups_sync<CONSUMERS>(EVERYONE); };
+                SPLIT > 1 ? cluster_wait() : sync();  // all stages are read, or the results before
+                if (MEET || first) Sums::write(acc, places, group, k_group);
+                sync();
+                Sums::finish(p, at, own.first_m, own.first_row * 16, places);
             } else {
                 if constexpr (TURNS) turn_sums<GROUPS, BOXES>(p, acc, first_n, staged, group);
                 auto matrix_again = [&] {  // after a turn, which leaves no registers for it
