@@ -205,7 +205,8 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
             assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
             monkeypatch.undo()
             tried += 1
-    assert tried or tile.resident == 1  # others may have no room
+    room = any(wgmma_core._stages(cq.formats.get(name), tile, 1) >= 3 for name, _ in shapes)
+    assert tried or tile.resident == 1 or not room
     plan_anew()
 
 
