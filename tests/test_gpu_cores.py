@@ -190,6 +190,7 @@ def test_few_rows_of_large_weights(monkeypatch: pytest.MonkeyPatch, name: str, m
     monkeypatch.setattr(wgmma_core, "_LARGE", 0)
     monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
     monkeypatch.setattr(wgmma_core, "_FEW_ROWS", dict.fromkeys(wgmma_core._FEW_ROWS, 0.0))
+    monkeypatch.setattr(wgmma_core, "_FEW_LOOKUPS", 0.0)
     plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape

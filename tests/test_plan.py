@@ -152,6 +152,8 @@ def test_large_weights_go_to_the_wgmma_core_sooner() -> None:
         ("kbit4", 4096, 14336, {8}),
         ("q4_0", 4096, 14336, set[int]()),
         ("kbit2", 28672, 8192, set[int]()),
+        ("kbit2", 4096, 14336, set[int]()),
+        ("trellis3", 4096, 14336, set[int]()),
     ):
         for m, half, capability in combinations((1, 2, 4, 8, 9, 16), (True, False), (90, 80)):
             gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, plan.Gpu(capability))

@@ -19,7 +19,7 @@ def tile_of(gemm: plan.Gemm) -> str:
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
-    """Of ten formats, 5 to 512 rows and 27 shapes of models what is taken is 1% slower than the best in the
+    """Of eight formats, 5 to 512 rows and 23 shapes of models what is taken is 1% slower than the best in the
     mean where it was measured; where it was not, it counts as the slowest that was."""
     slower, of_known = [], []
     for (name, m, n, k), times in measured("wgmma-tiles.txt"):

@@ -145,9 +145,9 @@ BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
 """Weights from which on it may be so with five batch rows, and, of 8 bits, with any. Measured."""
-_FEW_ROWS = {5: 0.91, 6: 0.91, 8: 0.825}
-"""Part of what is predicted that up to 8 batch rows take, by bits of a code, if the decode core's times for
-these are right; of codes that are looked up as of 5 bits. Others take less time there."""
+_FEW_ROWS, _FEW_LOOKUPS = {5: 0.94, 6: 0.94, 8: 0.825}, 0.91
+"""Part of what is predicted that up to 8 batch rows take, if the decode core's times for these are right: by
+bits of a code, and where 3 bits or more are looked up. Others take less time there."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
 
@@ -220,13 +220,13 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
         chunk = WARP if tile.batch % WARP == 0 else WARP // 2
         return 0, max(gathered, tile.rows * chunk * 4) if _trades(tile, sides) else gathered
     turned = turns_sums(fmt, tile, split)
-    # Few sums of K groups are added up where those of a split are.
+    # Few sums of K groups are added up where those of a split are (MEET in kernels/core/wgmma.cuh).
     together = tile.batch == 16 and not turned
     meeting = tile.batch * (tile.rows + 4) * 4
     if split > 1:
         return 0, tile.k_groups * meeting if together else gathered + meeting
     if together and tile.k_groups > 1:
-        sums = max(tile.k_groups * meeting, gathered)
+        sums = tile.k_groups * meeting
     else:
         sums = max(gathered, tile.groups * WARP * (tile.blocks * 64 + 4) * 4)
     if turned:
@@ -282,7 +282,9 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1)
+WGMMA_TILES = tuple(
+    tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1 and tile.k_groups < 4
+)
 """Those of grouped products, which store up to WARP batch rows at a time."""
 
 
@@ -388,16 +390,24 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
 
 
 def least_batch(fmt: Format, numbers: int) -> int:
-    """Batch rows from which on this core may be faster than the decode core, of so many weights."""
-    if not (fmt.lookup or fmt.bits in _FEW_ROWS) or fmt.walks or numbers < _LARGE:
+    """Batch rows from which on this core may be faster than the decode core, of so many weights. Those stored
+    as whole matrices are left out: what changes x for them takes a launch of its own here."""
+    if fmt.whole_matrices or numbers < _LARGE or _part_of_few(fmt) is None:
         return WGMMA_BATCH
     return 1 if fmt.bits == 8 and numbers >= _VERY_LARGE else 5
 
 
 def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
     """What should be fastest of up to 8 batch rows, and what it takes."""
-    best = min(choices(fmt, m, n, k, matrices, gpu))
-    return _FEW_ROWS[5 if fmt.lookup else fmt.bits] * best.us, _chosen(fmt, gpu, best)
+    best, part = min(choices(fmt, m, n, k, matrices, gpu)), _part_of_few(fmt)
+    assert part is not None
+    return part * best.us, _chosen(fmt, gpu, best)
+
+
+def _part_of_few(fmt: Format) -> float | None:
+    if fmt.lookup:
+        return _FEW_LOOKUPS if looked_up(fmt) > 2 else None
+    return _FEW_ROWS.get(fmt.bits)
 
 
 def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:

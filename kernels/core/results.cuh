@@ -274,9 +274,9 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
 }
 
 // Partial sums of an output tile, of a split's blocks and, if these are not added up before (K_GROUPS), of a block's K
-// groups: they are added up where results are stored, by everyone. Every block of a cluster finishes a share of the batch
-// rows. Before, each has written its sums to where they are added up, the others' shares to the others' memory: what is
-// there can be read soon, and a block may leave while others read theirs.
+// groups: they are added up where results are stored, by as many threads as these take. Every block of a cluster finishes a
+// share of the batch rows. Before, each has written its sums to where they are added up, the others' shares to the others'
+// memory: what is there can be read soon, and a block may leave while others read theirs.
 //
 //      shared memory of block r:  [block that wrote][K group][batch row of share r][row of W, and 4 floats between banks]
 template <int GROUPS, int K_GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS, int THREADS>
@@ -306,7 +306,7 @@ struct PartialSums {
         }
     }
 
-    // By all computing threads of a block.
+    // Called by all computing threads of a block.
     static DEVICE void finish(const Problem& p, const Matrix& at, int first_m, int first_n, const u8* shared) {
         auto total = [&](int row, int column) {
             float4 sum = make_float4(0, 0, 0, 0);
