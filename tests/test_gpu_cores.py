@@ -136,6 +136,37 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     plan_anew()
 
 
+SPLIT_TILES = [tile for tile in TILES if tile.batch in (16, 64) and tile.k_tiles < 4 and tile.resident == 1]
+
+
+@pytest.mark.parametrize(
+    ("tile", "name"),
+    [
+        *((tile, "q8_0") for tile in SPLIT_TILES),
+        *((tile, "q4_k") for tile in SPLIT_TILES if tile.width % 4 == 0),  # turns of whole blocks
+    ],
+    ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value)),
+)
+def test_parts_of_a_split_need_not_be_equal(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
+    """Of nine turns of the loop five and four, of 17 five and three times four: as of K = 43 x 256."""
+    cupy = device.cupy()
+    if jit.capability() != 90:
+        pytest.skip("wgmma is sm_90a's")
+    fmt, splits = cq.formats.get(name), set()
+    for turns in (9, 17):
+        k = turns * tile.width * plan.TILE_COLUMNS
+        w, x = cuda_weight(name, (70, k)), cupy.asarray(gauss((9, k), 1).astype(np.float16))
+        for choice in wgmma_core.choices(fmt, 9, 70, k, 1, jit.gpu()):
+            if choice.tile == tile and choice.split > 1:
+                splits.add(choice.split)
+                monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
+                plan_anew(w)
+                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, choice
+                monkeypatch.undo()
+    plan_anew()
+    assert splits == ({2, 4} if wgmma_core._stages(fmt, tile, 2) >= 3 else set())
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
 @pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
 def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str, tile: Any) -> None:
