@@ -405,6 +405,7 @@ def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tu
 
 
 def _part_of_few(fmt: Format) -> float | None:
+    """Of the times of up to 8 batch rows (_FEW_ROWS); None where the decode core is as fast or faster."""
     if fmt.lookup:
         return _FEW_LOOKUPS if looked_up(fmt) > 2 else None
     return _FEW_ROWS.get(fmt.bits)
