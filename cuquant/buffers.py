@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import check, device, jit, plan, problem
+from . import check, device, jit, plan, problem, streams
 
 
 def pointer(array: Any) -> int:
@@ -151,10 +151,6 @@ _scratches: dict[tuple[int, int], Scratch] = {}
 """By device and stream."""
 _STREAMS = 64
 """Streams of a device whose memory is kept: programs that make one for each request have no end of them."""
-_LEGACY = (0, 1)
-"""Handles of the default stream, which no graph captures."""
-_PER_THREAD = 2
-"""cudaStreamPerThread: another stream in each thread."""
 _last_ids: dict[tuple[int, int, int], int] = {}
 """Of streams by their handles, when they were last asked for: asking one that captures would end that."""
 _unasked = count(1)
@@ -171,12 +167,12 @@ def scratch() -> Scratch:
     """
     cuda = device.cupy().cuda
     number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
-    if stream.ptr in _LEGACY:
+    if stream.ptr in streams.LEGACY:
         return _scratches.get((number, 0)) or _made((number, 0))
-    handle = (number, stream.ptr, threading.get_ident() if stream.ptr == _PER_THREAD else 0)
+    handle = (number, stream.ptr, threading.get_ident() if stream.ptr == streams.PER_THREAD else 0)
     if stream.is_capturing():
         return _made((number, _last_ids.setdefault(handle, -next(_unasked))), captured=True)
-    key = (number, jit.stream_id(stream.ptr))
+    key = (number, streams.id_of(stream.ptr))
     _last_ids[handle] = key[1]
     return _scratches.get(key) or _made(key)
 

@@ -7,6 +7,7 @@ imported when something first asks for it.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import re
 import shutil
@@ -124,6 +125,12 @@ def is_cuda(array: Any) -> bool:
 
 
 _is_cuda: dict[type, bool] = {}
+
+
+@cache
+def driver() -> Any:
+    """The CUDA driver's library, which is there where CuPy has found a GPU."""
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
 def is_capturing() -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import device, sources
+from . import device, sources, streams
 from .plan import Gpu, Kernel, Plan
 from .plan.tuning import Tuned
 
@@ -50,14 +49,14 @@ def launch(plan: Plan, *arguments: Any) -> None:
 
 def launch_packed(plan: Plan, arguments: bytes | bytearray, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
-    cuda = device.cupy().cuda
-    start = prepared(cuda.runtime.getDevice(), plan, len(arguments), offsets)
-    start(cuda.get_current_stream().ptr, arguments)
+    number = device.cupy().cuda.runtime.getDevice()
+    prepared(number, plan, len(arguments), offsets)(*streams.current(), arguments)
 
 
 def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> _Launch:
-    """What starts a plan's kernel, on a stream, with so many bytes of arguments at these offsets; only the
-    thread that asks may use it."""
+    """What starts a plan's kernel, on a stream that it may overlap its predecessor on or not
+    (`streams.current`), with so many bytes of arguments at these offsets; only the thread that asks may use
+    it."""
     return _prepared.launch(device_id, plan, size, offsets)
 
 
@@ -111,18 +110,23 @@ class _Launch:
         if plan.cluster > 1:
             attributes[0].id, count = _CLUSTER_DIMENSION, 1
             attributes[0].value[:3] = plan.cluster, 1, 1
+        self._counts = count, count
         if plan.overlaps and _capability(device_id) >= 90:
             attributes[count].id = _PROGRAMMATIC_SERIALIZATION
-            attributes[count].value[0], count = 1, count + 1
-        self._config = _Config(plan.grid, (plan.block, 1, 1), plan.shared, None, attributes, count)
+            attributes[count].value[0] = 1
+            self._counts = count, count + 1
+        self._overlaps = True
+        self._config = _Config(plan.grid, (plan.block, 1, 1), plan.shared, None, attributes, self._counts[1])
         start = ctypes.addressof(self._buffer)
         self._arguments = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
         self._call = (ctypes.byref(self._config), self._function, self._arguments, None)
-        self._start = _driver().cuLaunchKernelEx
+        self._start = device.driver().cuLaunchKernelEx
 
-    def __call__(self, stream: int, arguments: bytes | bytearray) -> None:
+    def __call__(self, stream: int, overlaps: bool, arguments: bytes | bytearray) -> None:
         self._bytes[:] = arguments
         self._config.stream = stream
+        if overlaps is not self._overlaps:
+            self._overlaps, self._config.count = overlaps, self._counts[overlaps]
         status = self._start(*self._call)
         if status == _INVALID_CONTEXT:  # the thread's first use of CUDA
             device.cupy().cuda.runtime.free(0)
@@ -141,41 +145,6 @@ class _Prepared(threading.local):
 _prepared = _Prepared()
 
 
-@cache
-def _driver() -> Any:
-    """The CUDA driver's library, which is there: CuPy has found a GPU."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-
-
-class _Number(threading.local):
-    """Where the driver writes a number for this thread."""
-
-    def __init__(self) -> None:
-        self.held = ctypes.c_ulonglong()
-        self.place = ctypes.byref(self.held)
-
-
-_number = _Number()
-
-
-@cache
-def _stream_id() -> Any:
-    function = _driver().cuStreamGetId
-    function.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)
-    return function
-
-
-def stream_id(stream: int) -> int:
-    """What tells a stream from all others of the process, also from those that had its handle before.
-
-    Of the calling thread's cudaStreamPerThread too. It must not be capturing a graph, which would end.
-    """
-    status = _stream_id()(stream, _number.place)
-    if status:
-        raise device.cupy().cuda.driver.CUDADriverError(status)
-    return int(_number.held.value)
-
-
 def encode_map(
     address: int,
     dims: tuple[int, ...],
@@ -191,7 +160,7 @@ def encode_map(
     rank = len(dims)
     result = (ctypes.c_uint64 * 32)()
     start = (-ctypes.addressof(result)) % 64  # the driver wants 64-byte alignment
-    status = _driver().cuTensorMapEncodeTiled(
+    status = device.driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(ctypes.addressof(result) + start),
         6,  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16
         rank,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from . import buffers, device, jit, problem
+from . import buffers, device, jit, problem, streams
 from .plan import Plan
 
 _ADDRESS = struct.Struct("=Q")
@@ -61,12 +61,11 @@ def template(plan: Plan, codes: tuple[str, ...], *values: Any, whole: bool = Fal
 
 def launch(steps: tuple[Template, ...], starts: tuple[int, ...]) -> None:
     """Start them one after the other, with pieces of memory that start at these addresses."""
-    cuda = device.cupy().cuda
-    here, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
+    here, stream = device.cupy().cuda.runtime.getDevice(), streams.current()
     for plan, known, offsets, places, tensors in steps:
         argument = bytearray(known)
         for at, memory, offset in places:
             _ADDRESS.pack_into(argument, at, starts[memory] + offset)
         for at, (tensor, (memory, offset)) in tensors:
             argument[at : at + 128] = buffers.tensor_map(starts[memory] + offset, tensor)
-        jit.prepared(here, plan, len(argument), offsets)(stream, argument)
+        jit.prepared(here, plan, len(argument), offsets)(*stream, argument)

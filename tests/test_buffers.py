@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuquant import buffers, device, jit
+import cuquant.streams
+from cuquant import buffers, device
 
 
 class Streams:
@@ -48,7 +49,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     made = Streams()
     monkeypatch.setattr(device, "cupy", lambda: made)
     monkeypatch.setattr(device, "synchronize", made.wait)
-    monkeypatch.setattr(jit, "stream_id", made.id_of)
+    monkeypatch.setattr(cuquant.streams, "id_of", made.id_of)
     monkeypatch.setattr(buffers, "_scratches", {})
     monkeypatch.setattr(buffers, "_last_ids", {})
     return made

@@ -31,29 +31,57 @@ def real_streams() -> Any:
 @pytest.fixture
 def products() -> SimpleNamespace:
     """Long ones, whose x is converted in scratch memory, and what they should be."""
+    return made(rows=512)
+
+
+def made(rows: int) -> SimpleNamespace:
     cupy = real_streams()
     w = cq.quantize(there(4096, 2048), "q4_0").prepare()
-    xs = [there(512, 2048, seed=seed) for seed in range(8)]
+    xs = [there(rows, 2048, seed=seed) for seed in range(8)]
     expected = [x @ w.T for x in xs]
     cupy.cuda.Device().synchronize()
     return SimpleNamespace(cupy=cupy, w=w, xs=xs, expected=expected)
 
 
-def test_streams_that_are_gone_may_have_work_left(products: Any) -> None:
-    """CUDA gives their handles to others at once."""
-    cupy, ys = products.cupy, [products.cupy.empty((512, 4096), F) for _ in range(200)]
-    handles = set()
-    for i, y in enumerate(ys):
+@pytest.mark.parametrize(("rows", "times"), [(512, 200), (4096, 1200)])
+def test_streams_that_are_gone_may_have_work_left(rows: int, times: int) -> None:
+    """CUDA gives their handles to others at once. With a few streams that stay, and the GPU behind the host,
+    overlapping launches would wait for ever if streams went before their work was done."""
+    products = made(rows)
+    cupy, handles = products.cupy, set()
+    stay = [cupy.cuda.Stream(non_blocking=True) for _ in range(7)]
+    ys = [cupy.full((rows, 4096), np.nan, F) for _ in products.xs]
+    for stream in stay:
+        with stream:
+            cq.matmul(products.xs[0], products.w.T)
+    cupy.cuda.Device().synchronize()
+    for i in range(times):
         stream = cupy.cuda.Stream(non_blocking=True)
         handles.add(stream.ptr)
-        with stream:
-            cq.matmul(products.xs[i % 8], products.w.T, out=y)
+        with stream:  # those of one x write the same
+            cq.matmul(products.xs[i % 8], products.w.T, out=ys[i % 8])
         del stream
     cupy.cuda.Device().synchronize()
-    assert len(handles) < len(ys)
-    assert all(bool((y == products.expected[i % 8]).all()) for i, y in enumerate(ys))
+    assert len(handles) < times
+    assert all(bool((y == expected).all()) for y, expected in zip(ys, products.expected, strict=True))
     kept = [own for own in buffers._scratches.values() if not own.captured]
     assert len(kept) <= buffers._STREAMS
+
+
+def test_streams_of_others_may_go_too(products: Any) -> None:
+    """Of streams that CuPy does not destroy nobody knows when they go."""
+    cupy, y = products.cupy, products.cupy.full((512, 4096), np.nan, F)
+    stay = [cupy.cuda.Stream(non_blocking=True) for _ in range(7)]
+    for i in range(200):
+        handle = cupy.cuda.runtime.streamCreateWithFlags(cupy.cuda.runtime.streamNonBlocking)
+        with pytest.warns(DeprecationWarning, match="ExternalStream"):
+            stream = cupy.cuda.ExternalStream(handle)
+        for each in (stream, *stay[i:]):
+            with each:
+                cq.matmul(products.xs[0], products.w.T, out=y)
+        cupy.cuda.runtime.streamDestroy(handle)
+    cupy.cuda.Device().synchronize()
+    assert bool((y == products.expected[0]).all())
 
 
 def test_threads_that_are_gone_may_have_work_left(products: Any) -> None:

@@ -8,15 +8,14 @@ from types import ModuleType
 import numpy as np
 import scipy.special
 
-from cuquant import jit
+from cuquant import device, jit
 
 from . import cupy
 from .driver import Driver
 
 sys.modules |= {"cupy": cupy, "cupyx.scipy.special": scipy.special}
 sys.modules |= {name: ModuleType(name) for name in ("cupyx", "cupyx.scipy")}
-vars(jit).update(
-    _driver=lambda: Driver,
-    compile_ahead=lambda kernels: iter(()),  # chosen tests need few of what their files compile ahead
-)
+vars(device).update(driver=lambda: Driver)
+# Chosen tests need few of what their files compile ahead.
+vars(jit).update(compile_ahead=lambda kernels: iter(()))
 np.seterr(all="ignore")  # CuPy says nothing of what is not finite

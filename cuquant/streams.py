@@ -1,0 +1,98 @@
+"""Streams that kernels are launched on, and how long they live.
+
+A launch that overlaps its predecessor waits for it on the GPU. If its stream is destroyed meanwhile, as CuPy
+does when nobody has the object any more, launches of this stream and of the next one that is made may wait
+for ever: seen on an H200 (driver 580) where a few other streams lived and the GPU was behind the host; never
+where streams lived on, or launches did not overlap, or a graph's did. So a stream's object is kept here until
+its work is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from functools import cache
+from typing import Any
+
+from . import device
+
+LEGACY = (0, 1)
+"""Handles of the default stream, which no graph captures."""
+PER_THREAD = 2
+"""cudaStreamPerThread: another stream in each thread."""
+MOST = 64
+"""Streams that are kept though nobody else has them: programs that make one for each request have no end of
+them."""
+
+_kept: dict[int, Any] = {}
+"""By handles: a stream that is kept is not destroyed, so nobody else has its handle."""
+_room = MOST
+"""How many may be kept before it is asked which of them nobody else has."""
+_keeping = threading.RLock()
+_OURS = 2
+"""References to a stream's object that nobody else has: the table's, and that of who counts."""
+
+
+def current() -> tuple[int, bool]:
+    """The handle of the current stream, and whether launches on it may overlap their predecessors: those on
+    a stream that others destroy may not, but for those that are captured."""
+    cuda = device.cupy().cuda
+    stream = cuda.get_current_stream()
+    handle = stream.ptr
+    if handle < PER_THREAD or _kept.get(handle) is stream:
+        return handle, True
+    if handle == PER_THREAD:  # it goes with the thread
+        return handle, threading.current_thread() is threading.main_thread() or stream.is_capturing()
+    if isinstance(stream, cuda.ExternalStream):
+        return handle, stream.is_capturing()
+    _keep(stream)
+    return handle, True
+
+
+def _keep(stream: Any) -> None:
+    global _room
+    with _keeping:
+        if len(_kept) >= _room and not stream.is_capturing():
+            _let_go()
+            _room = max(MOST, 2 * len(_kept))
+        _kept[stream.ptr] = stream
+
+
+def _let_go() -> None:
+    """Of streams that nobody else has, when they are done. Others stay: they may be given work meanwhile."""
+    gone = [handle for handle in list(_kept) if sys.getrefcount(_kept[handle]) <= _OURS]
+    for handle in gone:
+        if not _kept[handle].is_capturing():  # nobody can end that
+            _kept[handle].synchronize()
+    for handle in gone:
+        _kept.pop(handle, None)
+
+
+class _Number(threading.local):
+    """Where the driver writes a number for this thread."""
+
+    def __init__(self) -> None:
+        self.held = ctypes.c_ulonglong()
+        self.place = ctypes.byref(self.held)
+
+
+_number = _Number()
+
+
+@cache
+def _id() -> Any:
+    function = device.driver().cuStreamGetId
+    function.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong)
+    return function
+
+
+def id_of(handle: int) -> int:
+    """What tells a stream from all others of the process, also from those that had its handle before.
+
+    Of the calling thread's cudaStreamPerThread too. It must not be capturing a graph, which would end.
+    """
+    status = _id()(handle, _number.place)
+    if status:
+        raise device.cupy().cuda.driver.CUDADriverError(status)
+    return int(_number.held.value)
