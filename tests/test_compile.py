@@ -159,8 +159,7 @@ def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
 def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -> None:
     """To the register: with fewer its warpgroups would wait for more for ever."""
     names = ("q4_0", "q5_1", "q4_k", "q6_k", "kbit4", "trellis3")
-    every = wgmma_core.STEP_US | wgmma_core.BESIDE_STEP_US
-    shared = [tile for tile in every if tile.resident > 1]
+    shared = [tile for tile in wgmma_core.STEP_US if tile.resident > 1]
     todo = list({k for name, tile in combinations(names, shared) for k in tiles_of(name, tile)})
     assert len(todo) >= 20
     with ThreadPoolExecutor(2) as pool:
@@ -175,8 +174,7 @@ def test_products_of_every_format(name: str) -> None:
     """Of the wgmma core all small tiles that plans may choose, of whatever shapes, and the largest; of the
     others those of some shapes."""
     largest = max(tile.batch for tile in wgmma_core.STEP_US)
-    every = wgmma_core.STEP_US | wgmma_core.BESIDE_STEP_US
-    chosen = [t for t in every if (t.batch in (16, largest) and t.pair == 1) or t.resident > 1]
+    chosen = [t for t in wgmma_core.STEP_US if (t.batch in (16, largest) and t.pair == 1) or t.resident > 1]
     fmt = cq.formats.get(name).for_kernels
     gpu = plan.Gpu(90)
     decoded = {

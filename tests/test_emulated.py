@@ -109,8 +109,8 @@ CHOSEN_OF_SM_90 = {
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
     ),
     "test_gpu_cores.py": (
-        22,
-        "(edges and (q8_0 or q5_1 or q4_0)) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
+        14,
+        "(edges and (q8_0 or q5_1)) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
     ),
     "test_gpu_exl3.py": (8, "graph or follows or any_place or magnitudes or (products and shape0-4-mcg)"),
     "test_gpu_launches.py": (1, "just_needs"),

@@ -15,7 +15,6 @@ from products import check_choice, cuda_weight, gauss, plan_anew, share_small_ti
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core, wgmma_core
-from cuquant.plan.launch import places_of
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -90,7 +89,7 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
-TILES = list(wgmma_core.STEP_US | wgmma_core.BESIDE_STEP_US)
+TILES = list(wgmma_core.STEP_US)
 
 
 def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
@@ -201,48 +200,13 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
             check_choice(monkeypatch, choice, w, x, bias, residual, reference)
         monkeypatch.undo()
     plan_anew()
-    beside = tile in wgmma_core.BESIDE_STEP_US and wgmma_core.beside_stages(fmt, tile) > 0
     if not ways:  # no room for three stages, or registers
-        most = max(wgmma_core._stages(fmt, tile, split) for split in (1, 2))
-        assert most < 3 or (not beside and tile not in wgmma_core.STEP_US)
+        assert max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) < 3
         return
-    in_turn = tile in wgmma_core.STEP_US and wgmma_core._stages(fmt, tile, 2) >= 3 and tile.k_tiles < 4
-    assert (1, False) in ways or fmt.lookup or beside  # tables take room, and lookups registers
+    assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
     assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
-    assert ((2, False) in ways) == (tile.pair == 1 and (in_turn or beside))
-    if tile.resident > 1 and tile in wgmma_core.STEP_US and tile.k_tiles < 4:
-        assert {split for split, _ in ways} == {1, 2, 4}
-
-
-@pytest.mark.parametrize(("name", "m"), [("q4_0", 16), ("kbit3", 9), ("q5_1", 32), ("mxfp4", 64)])
-def test_launches_that_leave_room_for_the_next(name: str, m: int) -> None:
-    """Each result is the next one's x, whose blocks have begun meanwhile: the same bits as one by one."""
-    cupy = device.cupy()
-    if jit.capability() != 90:
-        pytest.skip("wgmma is sm_90a's")
-    n = k = 2560
-    launch = plan.gemm(cq.formats.get(name), m, n, k, 1, True, jit.gpu()).plan
-    assert dict(launch.kernel.constants)["RESIDENT"] == 2
-    assert launch.grid[0] == places_of(jit.gpu(), 2) * 2
-    weights = [cq.quantize(gauss((n, k), seed) / k**0.5, name).to_device("cuda") for seed in range(5)]
-    xs = [cupy.asarray(gauss((m, k), 6).astype(np.float16))]
-    for w in weights:
-        xs.append(xs[-1] @ w.T)
-        cupy.cuda.Device().synchronize()
-    got = [cupy.empty_like(x) for x in xs[1:]]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        for _ in range(4):
-            for x, w, out in zip([xs[0], *got[:-1]], weights, got, strict=True):
-                cq.matmul(x, w.T, out=out)
-        graph = stream.end_capture()
-        for _ in range(5):
-            for out in got:
-                out.fill(np.nan)
-            graph.launch(stream)
-            stream.synchronize()
-            assert all(bool((out == x).all()) for out, x in zip(got, xs[1:], strict=True))
+    assert ((2, False) in ways) == (tile.pair == 1 and wgmma_core._stages(fmt, tile, 2) >= 3)
+    assert tile.resident == 1 or tile.k_tiles == 4 or {split for split, _ in ways} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(

@@ -183,11 +183,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, name: str) -> 
             assert nmse(cq.matmul(x, w.T, dtype=F), testing.linear(x, w)) < 1e-6, (n, m)
 
 
-@pytest.mark.parametrize(
-    "tile",
-    list(wgmma_core.STEP_US | wgmma_core.BESIDE_STEP_US),
-    ids=lambda tile: "x".join(map(str, tile)),
-)
+@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
 def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
     """Stages of one and of several groups of columns, splits and shared tiles that start within a group."""
     cupy = device.cupy()

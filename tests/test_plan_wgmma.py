@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from test_plan_decode import measured
 
 import cuquant as cq
@@ -20,8 +19,8 @@ def tile_of(gemm: plan.Gemm) -> str:
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
-    """Of eleven formats, 5 to 512 rows and shapes of many models what is taken is 1% slower than the best in
-    the mean where it was measured; where it was not, it counts as the slowest that was."""
+    """Of eight formats, 5 to 512 rows and 23 shapes of models what is taken is 1% slower than the best in the
+    mean where it was measured; where it was not, it counts as the slowest that was."""
     slower, of_known = [], []
     for (name, m, n, k), times in measured("wgmma-tiles.txt"):
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
@@ -32,15 +31,3 @@ def test_tiles_are_those_that_were_fastest() -> None:
     assert np.mean(of_known) < 1.012
     assert np.quantile(of_known, 0.9) < 1.04
     assert np.mean(slower) < 1.015
-
-
-@pytest.mark.parametrize("multiprocessors", [132, 114])
-def test_blocks_of_the_next_launch_have_room(multiprocessors: int) -> None:
-    """A block of each launch on every multiprocessor, of which it takes less than half."""
-    gpu = plan.Gpu(90, multiprocessors)
-    for name, m, n, k in (("q4_0", 16, 3584, 3584), ("kbit4", 32, 3584, 3584), ("q5_0", 64, 2560, 2560)):
-        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, gpu)
-        assert dict(gemm.plan.kernel.constants)["RESIDENT"] == 2
-        assert gemm.plan.grid == (multiprocessors, 1, 1)
-        assert 2 * (gemm.plan.shared + 1024 + 512) <= 228 << 10  # each costs 1 KB more, and has barriers
-        assert 2 * gemm.plan.block * 80 < 64 << 10  # registers: test_compile.py

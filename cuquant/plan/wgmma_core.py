@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     pair: int = 1
     """Blocks that share x, one's rows below the other's."""
     resident: int = 1
-    """Blocks that a multiprocessor has room for, of a launch, or of one and the next."""
+    """Blocks of a multiprocessor."""
 
     @property
     def rows(self) -> int:
@@ -79,13 +79,6 @@ STEP_US = {
 }
 """Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
 tensor cores rest."""
-BESIDE_STEP_US = {
-    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.088,
-    Tile(16, 1, k_groups=2, k_tiles=4, resident=2): 0.083,
-    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.085,
-    Tile(64, 1, k_groups=2, resident=2): 0.104,
-}
-"""The same of blocks that have a multiprocessor to themselves, and leave room for one of the next launch."""
 _GROUPED_STEP_US = {
     Tile(32, 2, 2): 0.277,
     Tile(48, 2, 2): 0.281,
@@ -123,9 +116,6 @@ _PAIR_STEPS = 0.985
 tensor cores set the pace."""
 _SHADOW_US = 1.1
 """What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
-_BESIDE_US = 0.7
-"""What a launch takes less whose blocks leave room for the next one's: these begin, and ask for weights,
-beside them."""
 _START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.8, 4: 1.3}
 """Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
 _MANY_GROUPS_US = 0.4
@@ -174,11 +164,10 @@ class Choice(NamedTuple):
     passing: int = 0
 
 
-def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1, beside: bool = False) -> float:
+def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float:
     """What a step of 64 columns takes, of so many batch rows if not of all of the tile's. Where blocks share
-    x in pairs, instructions take so many times as long; `beside` tells that room is for the next launch's."""
-    resident = 1 if beside else tile.resident
-    warpgroups = tile.groups * tile.k_groups * resident
+    x in pairs, instructions take so many times as long."""
+    warpgroups = tile.groups * tile.k_groups * tile.resident
     if fmt.lookup:
         work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
@@ -190,8 +179,8 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1, beside: 
         work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * integer_scales(fmt)
         work += 0.05 * fmt.has_zero_points
     work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
-    tensor = (batch or tile.batch) * tile.rows * resident * _TENSOR_US
-    instructions = (BESIDE_STEP_US if beside else _EVERY_STEP_US)[tile] * work + _CONTENTION * tensor
+    tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
+    instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
         tensor, instructions = tensor * _PAIR_STEPS, instructions * pairs
     elif warpgroups == 1:
@@ -199,8 +188,8 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1, beside: 
     elif tile.blocks == 1 and tile.batch < 256:
         tensor *= 1.04  # operands are read more often
     step = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width
-    read = resident * step / _STEP_BYTES_PER_US
-    waits = 0.5 / max(1, resident * _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
+    read = tile.resident * step / _STEP_BYTES_PER_US
+    waits = 0.5 / max(1, tile.resident * _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
     return max(instructions, tensor, read * (1 + waits))
 
 
@@ -256,8 +245,7 @@ def _trades(tile: Tile, sides: int) -> bool:
 
 def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
-    long = tile.k_tiles == 4 and split > (2 if tile.resident > 1 else 1)
-    if long or not _fits_registers(fmt, tile, split):
+    if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
     ring -= 0 if split > 1 else _staged(fmt, tile, 1, sides)[1]
@@ -273,7 +261,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether a kernel spills none: 640 threads have few, and so have two blocks, where codes of 8 bits take
     too many; and two row blocks have many sums and codes."""
     if tile.resident == 2:
-        return fmt.bits != 8 and (split > 1 or tile.batch < 64)
+        return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
         if fmt.walks and (
             fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()) or (split, tile.batch) == (1, 64)
@@ -332,7 +320,6 @@ def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
 
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    yield from _beside(fmt, m, n, k, matrices, gpu)
     few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split in product(STEP_US, (1, 2, 4)):
@@ -340,9 +327,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         if steps % tile.width or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
-        if tile.resident > 1 and (
-            tile.k_tiles * split > 4 or not 1 < outputs * split / places_of(gpu) <= tile.resident
-        ):
+        if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = clusters * tile.resident
         step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
@@ -374,28 +359,6 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
             us = start + (rounds * steps - given * tile.width) * step * more + rounds * store
             us += ceil(helpers / rest) * GET_US
             yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
-
-
-def _beside(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
-    """Halves of K, a block on each multiprocessor, which has room for the next launch's: short products take
-    less time so."""
-    steps = ceil(k / TILE_COLUMNS)
-    for tile in BESIDE_STEP_US:
-        stages, outputs = beside_stages(fmt, tile), ceil(n / tile.rows) * ceil(m / tile.batch) * matrices
-        if not stages or steps % tile.width or steps < 2 * max(4, tile.width) or outputs > places_of(gpu, 2):
-            continue
-        most = ceil(steps / (2 * tile.width)) * tile.width
-        us = _START_US - _BESIDE_US + most * _step_us(fmt, tile, beside=True)
-        us += _SPLIT_US[2] + tile.rows * tile.batch * _SPLIT_TILE_US
-        yield Choice(us, tile, 2, outputs, 0, stages)
-
-
-def beside_stages(fmt: Format, tile: Tile) -> int:
-    """Of their rings; 0 where they were slower: codes of 6 bits, few stages of many batch rows. Walks were
-    not tried."""
-    stages = _stages(fmt, tile, 2)
-    few = 5 if tile.batch == ROOMY_BATCH else 3
-    return 0 if fmt.bits == 6 or fmt.walks or stages < few else stages
 
 
 def most_shared(places: int) -> int:
@@ -464,10 +427,6 @@ def _chosen(fmt: Format, gpu: Gpu, choice: Choice) -> Gemm:
     gemm = _wgmma(fmt, tile, split, streamed > 0, stages)
     places = places_of(gpu, tile.pair) * tile.resident
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * tile.pair
-    if tile.resident > 1 and blocks <= places_of(gpu):
-        # A block for every multiprocessor, or two of the next launch's would go to one that has none. Those
-        # without work wait for the launch before.
-        blocks = places_of(gpu, split) * split
     partials = blocks * sum_bytes(tile) if streamed else 0
     grid = replace(gemm.plan, grid=(blocks, 1, 1))
     return replace(gemm, plan=grid, streamed=streamed, passing=passing, partials=partials)

@@ -12,7 +12,7 @@
 // Where there is little to multiply, a stage may be K_GROUPS x K_TILES times as wide: K_GROUPS warpgroups for the same
 // rows hide each other's latencies, and K_TILES times 64 columns of each make a turn of the loop worth its overhead.
 // The sums of the K_GROUPS meet in shared memory. With few batch rows there are registers and room enough for two blocks
-// on a multiprocessor (RESIDENT), of a launch, or of one and the next: one's start and end are in the other's shadow.
+// on a multiprocessor (RESIDENT): one's start and end are in the other's shadow.
 // A warpgroup stores its own rows of the result, so that the others may go on meanwhile; those of a split, and few sums of K
 // groups, are stored by all together.
 // Sums of EXL3's numbers are turned before, where a block has all of K and rows for whole turns.

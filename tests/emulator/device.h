@@ -90,7 +90,6 @@ static Block blocks[MOST_BLOCKS];
 static void* scheduler;
 static u32 current, shared_bytes;
 static u32 block, first_thread, block_count;  // the running block, its first fiber, the blocks of a cluster
-static Meeting cluster;                       // of all their threads that have not gone
 static u32 turn;                              // of all that can run
 static char* all_stacks;
 static char failure[256];
@@ -143,17 +142,6 @@ inline void meet(Meeting& meeting, u32 threads) {
         meeting.arrived = 0, meeting.generation++;
     else
         wait_until_changed(meeting.generation, seen);
-}
-
-// The same where threads that are left alone would wait for others that have gone.
-inline void go_on(Meeting& meeting, u32 alive) {
-    if (meeting.arrived && meeting.arrived == alive) meeting.arrived = 0, meeting.generation++;
-}
-
-inline u32 all_alive() {
-    u32 alive = 0;
-    for (u32 i = 0; i < block_count; i++) alive += blocks[i].alive;
-    return alive;
 }
 
 // All lanes of a warp give words, of which the last to come makes others, which all see.
@@ -352,7 +340,7 @@ static void thread() {
         fail("thread %u ends before its asynchronous copies are waited for", current);
     Block& own = blocks[block];
     fiber.done = true, own.alive--;
-    go_on(own.all, own.alive), go_on(cluster, all_alive());
+    if (own.all.arrived && own.all.arrived == own.alive) own.all.arrived = 0, own.all.generation++;
     leave();
 }
 
@@ -460,7 +448,8 @@ static void run_blocks(Dim index, bool backward) {
     forget_arrivals();
     for (u32 i = 0; i < block_count; i++, index.x++) enter(i), start_block(index);
     while (!failure[0]) {
-        const u32 alive = all_alive();
+        u32 alive = 0;
+        for (u32 i = 0; i < block_count; i++) alive += blocks[i].alive;
         if (!alive) break;
         if (!run_some(order, backward)) complain("%u threads wait for what never comes", alive);
         backward = !backward;

@@ -76,6 +76,7 @@ static Reading readings[MOST_THREADS / WARP][MOST_READINGS];
 static u32 coming_count, going_count, going_groups[MOST_THREADS];
 static u32 reading_counts[MOST_THREADS / WARP], reading_groups[MOST_THREADS / WARP];
 static bool fenced[MOST_THREADS / WARP];
+static Meeting cluster;
 
 void forget_arrivals() {
     coming_count = going_count = 0, cluster = {};
@@ -153,7 +154,7 @@ inline void ld_shared__cluster_v2_f32(float& x, float& y, u32 address) {
 inline void st_shared__cluster_f32(u32 address, float v) { memcpy(clustered(address, sizeof v), &v, sizeof v); }
 inline void barrier_cluster_arrive_release_aligned() {}
 __noinline__ static void barrier_cluster_wait_acquire_aligned() {
-    emulated::meet(emulated::cluster, emulated::all_alive());
+    emulated::meet(emulated::cluster, emulated::block_count * emulated::block_dim.x);
 }
 
 inline void bar_sync(u32 number, u32 threads) {
