@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -21,14 +22,15 @@ LEGACY = (0, 1)
 """Handles of the default stream, which no graph captures."""
 PER_THREAD = 2
 """cudaStreamPerThread: another stream in each thread."""
-MOST = 64
-"""Streams that are kept though nobody else has them: programs that make one for each request have no end of
-them."""
+FEW, MOST = 16, 64
+"""Streams that are kept before it is asked which of them have nobody else and no work left, and those with
+work that may be left before the oldest are waited for: programs that make one for each request have no end
+of them."""
 
 _kept: dict[int, Any] = {}
-"""By handles: a stream that is kept is not destroyed, so nobody else has its handle."""
-_room = MOST
-"""How many may be kept before it is asked which of them nobody else has."""
+"""By handles, the oldest first: a stream that is kept is not destroyed, so nobody else has its handle."""
+_room = FEW
+"""How many may be kept before it is asked again."""
 _keeping = threading.RLock()
 _OURS = 2
 """References to a stream's object that nobody else has: the table's, and that of who counts."""
@@ -44,7 +46,7 @@ def current() -> tuple[int, bool]:
         return handle, True
     if handle == PER_THREAD:  # it goes with the thread
         return handle, threading.current_thread() is threading.main_thread() or stream.is_capturing()
-    if isinstance(stream, cuda.ExternalStream):
+    if isinstance(stream, cuda.ExternalStream) or getattr(stream, "_foreign_stream_ref", None) is not None:
         return handle, stream.is_capturing()
     _keep(stream)
     return handle, True
@@ -53,20 +55,31 @@ def current() -> tuple[int, bool]:
 def _keep(stream: Any) -> None:
     global _room
     with _keeping:
-        if len(_kept) >= _room and not stream.is_capturing():
-            _let_go()
-            _room = max(MOST, 2 * len(_kept))
         _kept[stream.ptr] = stream
+        if len(_kept) <= _room or stream.is_capturing():
+            return
+        late = _let_go()
+        _room = FEW + 2 * (len(_kept) - len(late))
+    for old in late[:-MOST]:
+        # Where that fails because the GPU has, the launch says so; where another thread captures, they stay.
+        with suppress(device.cupy().cuda.runtime.CUDARuntimeError):
+            old.synchronize()
 
 
-def _let_go() -> None:
-    """Of streams that nobody else has, when they are done. Others stay: they may be given work meanwhile."""
-    gone = [handle for handle in list(_kept) if sys.getrefcount(_kept[handle]) <= _OURS]
-    for handle in gone:
-        if not _kept[handle].is_capturing():  # nobody can end that
-            _kept[handle].synchronize()
-    for handle in gone:
-        _kept.pop(handle, None)
+def _let_go() -> list[Any]:
+    """Of streams that nobody else has, up to the first that is not done. Those from there on, the oldest
+    first."""
+    late: list[Any] = []
+    for handle in list(_kept):
+        # Others may be given work meanwhile.
+        if sys.getrefcount(_kept.get(handle)) > _OURS or _kept[handle].is_capturing():
+            continue
+        own = _kept[handle]
+        if late or not own.done:
+            late.append(own)
+        else:
+            del _kept[handle]
+    return late
 
 
 class _Number(threading.local):

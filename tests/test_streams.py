@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from types import SimpleNamespace
@@ -9,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from cuquant import device, streams
+from cuquant import device, jit, streams
+from cuquant.plan import Kernel, Plan
+
+
+class RuntimeFailed(Exception):
+    """CuPy's CUDARuntimeError."""
 
 
 class Stream:
@@ -24,6 +30,9 @@ class Stream:
 
     def synchronize(self) -> None:
         assert not self.capturing
+        if self.cuda.broken:
+            raise RuntimeFailed
+        self.cuda.waits += 1
         self.done = True
 
     def launch(self) -> bool:
@@ -45,63 +54,104 @@ class ExternalStream(Stream):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    made = SimpleNamespace(now=None, free=[100 * n for n in range(500, 0, -1)], destroyed=[])
+    made = SimpleNamespace(now=None, free=[100 * n for n in range(900, 0, -1)], destroyed=[])
+    made.waits, made.broken = 0, False
     made.get_current_stream, made.ExternalStream = lambda: made.now, ExternalStream
+    made.runtime = SimpleNamespace(CUDARuntimeError=RuntimeFailed)
     monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=made))
     monkeypatch.setattr(streams, "_kept", {})
-    monkeypatch.setattr(streams, "_room", streams.MOST)
+    monkeypatch.setattr(streams, "_room", streams.FEW)
     return made
 
 
 def test_a_stream_is_not_destroyed_before_its_work_is_done(cuda: Any) -> None:
+    """The oldest are waited for where many have work left."""
     for _ in range(4 * streams.MOST):
         assert Stream(cuda).launch()
-    assert len(streams._kept) <= streams.MOST
-    assert len(cuda.destroyed) >= 3 * streams.MOST
+    assert len(streams._kept) <= streams.MOST + streams.FEW
+    assert len(cuda.destroyed) >= 2 * streams.MOST
+    assert cuda.waits >= len(cuda.destroyed)
+    assert all(cuda.destroyed)
+
+
+def test_nobody_waits_for_streams_that_are_done(cuda: Any) -> None:
+    """Few of them are kept."""
+    for _ in range(200):
+        stream = Stream(cuda)
+        assert stream.launch()
+        stream.done = True
+    assert cuda.waits == 0
+    assert len(streams._kept) <= streams.FEW + 2
     assert all(cuda.destroyed)
 
 
 def test_streams_that_others_have_stay(cuda: Any) -> None:
-    """They are not waited for, and however many there are, new ones are."""
-    mine = [Stream(cuda) for _ in range(3 * streams.MOST)]
+    """They are not waited for, and however many there are, new ones are let go."""
+    mine = [Stream(cuda) for _ in range(100)]
     for stream in (*mine, *mine):
         assert stream.launch()
-    assert not any(stream.done for stream in mine)
-    assert all(streams._kept[stream.ptr] is stream for stream in mine)
-    count = len(mine)
-    for _ in range(4 * count):
+    for _ in range(300):
         Stream(cuda).launch()
-    assert all(cuda.destroyed)
-    assert len(streams._kept) <= 2 * count
+    assert all(streams._kept[stream.ptr] is stream for stream in mine)
     assert not any(stream.done for stream in mine)
-    watched = weakref.ref(mine[0])
+    assert len(streams._kept) <= len(mine) * 3 + streams.MOST + streams.FEW
+    assert len(cuda.destroyed) > 50
+    assert all(cuda.destroyed)
+    gone = [weakref.ref(stream) for stream in mine]
     del stream
     mine.clear()
-    for _ in range(2 * count):
+    for _ in range(400):
         Stream(cuda).launch()
-    assert watched() is None
+    assert not any(own() for own in gone)
     assert all(cuda.destroyed)
 
 
-def test_nobody_waits_while_a_graph_is_captured(cuda: Any) -> None:
-    for _ in range(streams.MOST):
+def test_streams_that_capture_stay(cuda: Any) -> None:
+    """Who began a capture may still end it; and while one captures others are not asked."""
+    for _ in range(streams.FEW):
         Stream(cuda).launch()
     captured = Stream(cuda)
     captured.capturing = True
+    handle = captured.ptr
     assert captured.launch()
     assert not cuda.destroyed
-    assert len(streams._kept) == streams.MOST + 1
-    del captured  # nobody will end it: it cannot be waited for
-    Stream(cuda).launch()
-    assert cuda.destroyed == [True] * streams.MOST + [False]
+    del captured
+    for _ in range(4 * streams.MOST):
+        Stream(cuda).launch()
+    assert handle in streams._kept
+    assert all(cuda.destroyed)
+
+
+def test_a_gpu_that_fails_is_not_reported_by_another_stream(cuda: Any) -> None:
+    """Its launch does that; nothing is destroyed meanwhile, or lost."""
+    cuda.broken = True
+    for _ in range(2 * streams.MOST):
+        assert Stream(cuda).launch()
+    assert not cuda.destroyed
+    cuda.broken = False
+    for _ in range(2 * streams.MOST):
+        assert Stream(cuda).launch()
+    assert len(cuda.destroyed) >= streams.MOST
+    assert all(cuda.destroyed)
+    assert len(streams._kept) <= streams.MOST + streams.FEW
 
 
 def test_what_others_destroy_does_not_overlap(cuda: Any) -> None:
-    stream = ExternalStream(cuda)
-    assert not stream.launch()
-    stream.capturing = True
-    assert stream.launch()
+    """`Stream.from_external` has the object of a stream, which somebody may close."""
+    foreign = Stream(cuda)
+    foreign._foreign_stream_ref = object()  # type: ignore[attr-defined]
+    own = Stream(cuda)
+    own._foreign_stream_ref = None  # type: ignore[attr-defined]
+    for stream in (ExternalStream(cuda), foreign):
+        assert not stream.launch()
+        stream.capturing = True
+        assert stream.launch()
     assert not streams._kept
+    assert own.launch()
+    assert list(streams._kept) == [own.ptr]
+
+
+def test_default_streams_are_not_kept(cuda: Any) -> None:
     assert Stream(cuda, handle=0).launch()
     assert Stream(cuda, handle=1).launch()
     assert not streams._kept
@@ -111,8 +161,62 @@ def test_streams_of_threads_go_with_them(cuda: Any) -> None:
     own = Stream(cuda, handle=streams.PER_THREAD)
     assert own.launch()
     found: list[bool] = []
-    thread = threading.Thread(target=lambda: found.append(own.launch()))
+
+    def run() -> None:
+        found.append(own.launch())
+        own.capturing = True
+        found.append(own.launch())
+
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [False]
+    assert found == [False, True]
     assert not streams._kept
+
+
+def test_threads_with_streams_of_their_own(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many at a time: none is destroyed with work left."""
+    now = threading.local()
+    cuda.get_current_stream = lambda: now.stream
+
+    def run() -> None:
+        for _ in range(60):
+            now.stream = stream = Stream(cuda)
+            assert streams.current() == (stream.ptr, True)
+            stream.done = False
+            assert streams.current() == (stream.ptr, True)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(cuda.destroyed)
+    assert len(streams._kept) < 200
+
+
+@pytest.mark.parametrize(("cluster", "overlaps"), [(1, False), (1, True), (4, False), (4, True)])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_driver_is_told_what_may_overlap(
+    monkeypatch: pytest.MonkeyPatch, capability: int, cluster: int, overlaps: bool
+) -> None:
+    """Launch by launch, as the stream has it; before sm_90 none may."""
+    told: list[list[int]] = []
+
+    def start(config: Any, *_: Any) -> int:
+        made = config._obj
+        told.append([made.attributes[i].id for i in range(made.count)])
+        return 0
+
+    monkeypatch.setattr(device, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=start))
+    monkeypatch.setattr(jit, "_capability", lambda number: capability)
+    monkeypatch.setattr(
+        jit, "_function", lambda number, kernel: SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+    )
+    plan = Plan(Kernel("gemm", "gemm"), (8, 1, 1), 32, cluster=cluster, overlaps=overlaps)
+    launch = jit._Launch(0, plan, ctypes.sizeof(ctypes.c_int), (0,))
+    for stream_overlaps in (True, False, False, True):
+        launch(77, stream_overlaps, bytes(4))
+    without = [jit._CLUSTER_DIMENSION] if cluster > 1 else []
+    whole = [*without, jit._PROGRAMMATIC_SERIALIZATION] if overlaps and capability == 90 else without
+    assert told == [whole, without, without, whole]

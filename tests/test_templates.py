@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cuquant import buffers, device, jit, problem
+from cuquant import buffers, device, jit, problem, streams
 from cuquant.plan import Kernel, Plan
 from cuquant.templates import Place, Tensor, launch, template
 
@@ -18,16 +18,18 @@ MAP = problem.Map((64, 8, 1, 1, 1), (128, 16, 16, 16), (64, 8, 1, 1, 1))
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What is started, by which thread's launch on which stream of which device."""
+    """What is started, by which thread's launch on which stream of which device; whether it may overlap."""
     found: list[Any] = []
 
     def prepared(*given: Any) -> Any:
-        return lambda stream, argument: found.append((*given, stream, bytes(argument)))
+        def start(stream: int, overlaps: bool, argument: bytearray) -> None:
+            found.append((*given, stream, overlaps, bytes(argument)))
 
-    cuda = SimpleNamespace(
-        runtime=SimpleNamespace(getDevice=lambda: 3), get_current_stream=lambda: SimpleNamespace(ptr=77)
-    )
+        return start
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3))
     monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(streams, "current", lambda: (77, False))
     monkeypatch.setattr(jit, "prepared", prepared)
     monkeypatch.setattr(buffers, "tensor_map", lambda address, map: struct.pack("<Q120x", address))
     return found
@@ -40,7 +42,7 @@ def test_addresses_are_filled_in(started: list[Any]) -> None:
         started.clear()
         launch((step, step), starts)
         expected = struct.pack("<Qi4xQqQ", starts[1] + 40, -7, starts[0] + 16, -1, 99)
-        assert started == [(3, PLAN, 40, (0, 8, 16, 24, 32), 77, expected)] * 2
+        assert started == [(3, PLAN, 40, (0, 8, 16, 24, 32), 77, False, expected)] * 2
 
 
 def test_places_before_the_start_of_memory(started: list[Any]) -> None:
@@ -54,7 +56,7 @@ def test_tensors_and_structs(started: list[Any]) -> None:
     values = (bytes(128), Tensor(MAP, Place(1, 256)), Place(1, 8))
     launch((template(PLAN, ("128s", "128s", "Q"), *values, whole=True),), (1, 512))
     argument = bytes(128) + struct.pack("<Q120x", 768) + struct.pack("<Q", 520)
-    assert started == [(3, PLAN, 264, (0,), 77, argument)]
+    assert started == [(3, PLAN, 264, (0,), 77, False, argument)]
 
 
 def test_grouped_products_are_structs_of_problem_cuh() -> None:
