@@ -56,30 +56,39 @@ def _keep(stream: Any) -> None:
     global _room
     with _keeping:
         _kept[stream.ptr] = stream
-        if len(_kept) <= _room or stream.is_capturing():
+        if len(_kept) <= _room or _captures(stream):
             return
         late = _let_go()
         _room = FEW + 2 * (len(_kept) - len(late))
-    for old in late[:-MOST]:
+        late = late[:-MOST]  # no reference to the others, or who asks next would take them for somebody's
+    for old in late:
         # Where that fails because the GPU has, the launch says so; where another thread captures, they stay.
         with suppress(device.cupy().cuda.runtime.CUDARuntimeError):
             old.synchronize()
 
 
 def _let_go() -> list[Any]:
-    """Of streams that nobody else has, up to the first that is not done. Those from there on, the oldest
-    first."""
+    """Of the streams that nobody else has those that are done. The others, the oldest first."""
     late: list[Any] = []
     for handle in list(_kept):
-        # Others may be given work meanwhile.
-        if sys.getrefcount(_kept.get(handle)) > _OURS or _kept[handle].is_capturing():
+        if sys.getrefcount(_kept.get(handle)) > _OURS:  # it may be given work meanwhile
             continue
         own = _kept[handle]
-        if late or not own.done:
-            late.append(own)
-        else:
+        if _captures(own):
+            continue
+        if own.done:
             del _kept[handle]
+        else:
+            late.append(own)
     return late
+
+
+def _captures(stream: Any) -> bool:
+    """Whether a capture has begun and not ended, also one that has failed."""
+    try:
+        return bool(stream.is_capturing())
+    except RuntimeError:
+        return True
 
 
 class _Number(threading.local):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from cuquant import device, jit, streams
 from cuquant.plan import Kernel, Plan
 
 
-class RuntimeFailed(Exception):
+class RuntimeFailed(RuntimeError):
     """CuPy's CUDARuntimeError."""
 
 
@@ -22,10 +23,14 @@ class Stream:
     """CuPy's; its handle is given to another when it goes."""
 
     def __init__(self, cuda: Any, handle: int | None = None) -> None:
-        self.cuda, self.capturing, self.done = cuda, False, True
+        self.cuda, self.done = cuda, True
+        self.capturing: bool | None = False
+        """None where a capture has failed."""
         self.ptr = cuda.free.pop() if handle is None else handle
 
     def is_capturing(self) -> bool:
+        if self.capturing is None:
+            raise RuntimeFailed
         return self.capturing
 
     def synchronize(self) -> None:
@@ -33,6 +38,7 @@ class Stream:
         if self.cuda.broken:
             raise RuntimeFailed
         self.cuda.waits += 1
+        time.sleep(0.001)  # others go on
         self.done = True
 
     def launch(self) -> bool:
@@ -70,7 +76,7 @@ def test_a_stream_is_not_destroyed_before_its_work_is_done(cuda: Any) -> None:
         assert Stream(cuda).launch()
     assert len(streams._kept) <= streams.MOST + streams.FEW
     assert len(cuda.destroyed) >= 2 * streams.MOST
-    assert cuda.waits >= len(cuda.destroyed)
+    assert 4 * streams.MOST - streams.MOST - streams.FEW <= cuda.waits <= 4 * streams.MOST - streams.MOST
     assert all(cuda.destroyed)
 
 
@@ -83,6 +89,20 @@ def test_nobody_waits_for_streams_that_are_done(cuda: Any) -> None:
     assert cuda.waits == 0
     assert len(streams._kept) <= streams.FEW + 2
     assert all(cuda.destroyed)
+
+
+def test_a_slow_stream_does_not_keep_others(cuda: Any) -> None:
+    slow = Stream(cuda)
+    slow.launch()
+    handle = slow.ptr
+    del slow
+    for _ in range(3 * streams.MOST):
+        stream = Stream(cuda)
+        stream.launch()
+        stream.done = True
+    assert cuda.waits == 0
+    assert handle in streams._kept
+    assert len(streams._kept) <= streams.FEW + 3
 
 
 def test_streams_that_others_have_stay(cuda: Any) -> None:
@@ -106,19 +126,25 @@ def test_streams_that_others_have_stay(cuda: Any) -> None:
     assert all(cuda.destroyed)
 
 
-def test_streams_that_capture_stay(cuda: Any) -> None:
-    """Who began a capture may still end it; and while one captures others are not asked."""
+@pytest.mark.parametrize("capturing", [True, None])
+def test_streams_that_capture_stay(cuda: Any, capturing: bool | None) -> None:
+    """Who began a capture may still end it, even if it has failed; and while one captures others are not
+    asked."""
     for _ in range(streams.FEW):
-        Stream(cuda).launch()
+        stream = Stream(cuda)
+        stream.launch()
+        stream.done = True
+    del stream
     captured = Stream(cuda)
-    captured.capturing = True
+    captured.capturing = capturing
     handle = captured.ptr
     assert captured.launch()
     assert not cuda.destroyed
     del captured
     for _ in range(4 * streams.MOST):
-        Stream(cuda).launch()
+        assert Stream(cuda).launch()
     assert handle in streams._kept
+    assert len(cuda.destroyed) >= 2 * streams.MOST
     assert all(cuda.destroyed)
 
 
@@ -192,7 +218,7 @@ def test_threads_with_streams_of_their_own(cuda: Any, monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     assert all(cuda.destroyed)
-    assert len(streams._kept) < 200
+    assert len(streams._kept) <= streams.MOST + 2 * streams.FEW
 
 
 @pytest.mark.parametrize(("cluster", "overlaps"), [(1, False), (1, True), (4, False), (4, True)])
