@@ -167,7 +167,7 @@ def scratch() -> Scratch:
     """
     cuda = device.cupy().cuda
     number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
-    if stream.ptr in streams.LEGACY:
+    if stream.ptr < streams.PER_THREAD:
         return _scratches.get((number, 0)) or _made((number, 0))
     handle = (number, stream.ptr, threading.get_ident() if stream.ptr == streams.PER_THREAD else 0)
     if stream.is_capturing():

@@ -18,10 +18,9 @@ from typing import Any
 
 from . import device
 
-LEGACY = (0, 1)
-"""Handles of the default stream, which no graph captures."""
 PER_THREAD = 2
-"""cudaStreamPerThread: another stream in each thread."""
+"""cudaStreamPerThread: another stream in each thread. Handles below are the default stream's, which no graph
+captures."""
 FEW, MOST = 16, 64
 """Streams that are kept before it is asked which of them have nobody else and no work left, and those with
 work that may be left before the oldest are waited for: programs that make one for each request have no end
