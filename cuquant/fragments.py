@@ -144,9 +144,9 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     made = Fragments(fmt, (*lead, n, k), cupy.empty(size, np.uint8), planes)
     if not prod(tiles):
         return made
-    found = nothing_found(made)
+    found = nothing_found()
     fill(made, blocks, found)
-    seen = _Found.of(buffers.read(found[:_FOUND]))
+    seen = _Found.of(buffers.read(found))
     if plan.row_factors(own):
         if isfinite(seen.greatest) and not seen.unfit:
             return replace(made, kept=_lost(made, blocks)) if seen.lost else made
@@ -172,29 +172,23 @@ def _of_matrices(fmt: Format) -> Any:
     return cuda_trellis if isinstance(fmt, Trellis) else cuda_exl3
 
 
-def nothing_found(made: Fragments) -> Any:
-    """Zeros, in which `fill` leaves what `_Found` has, and behind it the peaks of rows, if they count."""
-    row_tiles, _ = plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])
-    peaks = plan.TILE_ROWS * row_tiles * plan.row_factors(made.fmt.for_kernels)
-    return device.cupy().zeros(_FOUND + peaks, np.uint32)
+def nothing_found() -> Any:
+    """Zeros, in which `fill` leaves what `_Found` has."""
+    return device.cupy().zeros(_FOUND, np.uint32)
 
 
 def fill(made: Fragments, blocks: Any, found: Any) -> None:
     """Write the planes of storage bytes as kernels read them."""
-    own, at = made.fmt.for_kernels, made.addresses
-    peaks = np.uint64(found.data.ptr + _FOUND * found.itemsize)
-    _repack("to_fragments", made, blocks, np.int64(blocks.nbytes), peaks, found)
-    tiles = plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])
-    if made.half and plan.row_factors(own):
-        scales = (np.uint64(at.scale), np.uint64(at.group), np.uint64(at.row), peaks, np.int32(tiles[1]))
-        jit.launch(plan.lift(own, tiles[0]), *scales, found)
-    elif own.scaling == "e8m0":
-        nbytes = prod(tiles) * plan.layout(own).scale
+    own, at, step = made.fmt.for_kernels, made.addresses, _step("to_fragments", made)
+    ends = (np.int64(blocks.nbytes), np.uint64(at.row), np.int32(step.shared), found)
+    jit.launch(step, blocks, *_operands(made), *ends)
+    if own.scaling == "e8m0":
+        nbytes = prod(plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])) * plan.layout(own).scale
         jit.launch(plan.center(nbytes), np.uint64(at.scale), np.int64(nbytes), found)
 
 
 _FOUND = 8
-"""Numbers in front of the peaks of rows, a few more than there are."""
+"""A few numbers more than there are."""
 
 
 class _Found(NamedTuple):
@@ -296,14 +290,19 @@ def _blocks(fragments: Fragments) -> Any:
     blocks = device.cupy().empty((*lead, n, fmt.row_bytes(k)), np.uint8)
     if blocks.size:
         ends = (np.uint64(fragments.addresses.row), np.int32(fragments.offset))
-        _repack("from_fragments", fragments, blocks, *ends)
+        jit.launch(_step("from_fragments", fragments), blocks, *_operands(fragments), *ends)
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any, *ends: Any) -> None:
+def _step(entry: str, fragments: Fragments) -> plan.Plan:
+    """How a weight is brought to the fragment layout, or back."""
     fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
-    row_tiles, tiles = plan.tiles(prod(lead), n, k)
+    return plan.repack(fmt, entry, *plan.tiles(prod(lead), n, k), jit.gpu(), fragments.half)
+
+
+def _operands(fragments: Fragments) -> tuple[Any, ...]:
+    """Of both: tiles, rows, blocks of a row, and addresses of the planes of tiles."""
+    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
+    tiles = prod(plan.tiles(prod(lead), n, k))
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
-    sizes = (np.int64(row_tiles * tiles), np.int32(n), np.int32(k // fmt.block_size))
-    step = plan.repack(fmt, entry, row_tiles, tiles, jit.gpu(), fragments.half)
-    jit.launch(step, blocks, *sizes, *planes, *ends)
+    return np.int64(tiles), np.int32(n), np.int32(k // fmt.block_size), *planes

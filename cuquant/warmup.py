@@ -82,10 +82,10 @@ def kernels(
     floats = {plan.per_block("dequantize", q8_1, 1).kernel} if kept.walks else set()  # of x in q8_1
     if kept.walks and not kept.in_float16:  # products make floats of them, too
         return sorted({plan.exl3.dequantize(kept, prod(lead), n, k).kernel} | floats, key=repr)
-    found = plan.scale_kernels(kept) | floats
+    found = set(floats)
     if not kept.whole_matrices:
-        found.add(plan.repack(fmt.for_repacking, "to_fragments", 1, 1, gpu).kernel)
-    if kept.whole_matrices:
+        found |= plan.prepare_kernels(fmt.for_repacking, gpu)
+    else:
         found |= {kernel for kernel in plan.matrix_kernels(kept) if kernel.op in _PREPARE}
     entries = ["prepare_rows", "prepare_halves", "round_halves"]
     entries += ["blocks_to_half", "quantize_rows", "quantize_half"]

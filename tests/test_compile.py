@@ -304,7 +304,6 @@ def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pyt
     kernels = [
         plan.per_block("dequantize", like, 1).kernel,
         plan.repack(like, "to_fragments", 1, 1, plan.Gpu(90)).kernel,
-        plan.lift(like, 1).kernel,
         plan.gemm(like, 1, 1024, 1024, 1, True, plan.Gpu(90)).plan.kernel,
     ]
     monkeypatch.setattr(sources, "flatten", sources.flatten.__wrapped__)

@@ -308,11 +308,14 @@ def test_quantizing_plans_cover_all_threads() -> None:
     for size, lanes in ((32, 2), (64, 4), (96, 4), (128, 8), (512, 32), (14336, 32)):
         assert plan.group_lanes(cq.Int4(size)) == lanes
         assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
-    assert plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
-    assert plan.repack(fmt, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
-    assert plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33, plan.Gpu(90)).grid == (3, 1, 1)
+    table = cq.formats.get("kbit4")
+    assert plan.repack(table, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
+    assert plan.repack(table, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
+    assert plan.repack(table, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (2 * 132, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 2, 33, plan.Gpu(90)).grid == (2, 1, 1)  # whole row tiles
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (250, 1, 1)  # in four rounds
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90), half=False).grid == (2 * 132, 1, 1)
     assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (6, 1, 1)
-    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (5 * 132, 1, 1)
     assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
     for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)

@@ -61,8 +61,8 @@ def test_larger_products_fill_the_gpu_that_there_is() -> None:
     made = plan.moe.product(fmt, plan.moe.Load(512, 2, 8), 14336, 4096, True, True, plan.Gpu(90, 78))
     assert made is not None
     assert made.gemm.plan.grid[0] <= 78
-    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(86, 82)).grid == (2 * 82, 1, 1)
-    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(80, 108)).grid == (4 * 108, 1, 1)
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(86, 82)).grid == (143, 1, 1)  # in 7 rounds
+    assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(80, 108)).grid == (200, 1, 1)
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 4, 5])

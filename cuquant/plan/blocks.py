@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 from math import ceil
 
 from ..formats import Format
 from .launch import LARGE_GPU, WARP, Gpu, Kernel, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, layout, row_factors
 
 _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
 84 us in place of 89."""
-_RESIDENT = 5
-"""Blocks of a multiprocessor that repack to fragments, at most."""
+_RESIDENT = 2
+"""Blocks of a multiprocessor that repack to fragments, at most: with five, which have fewer registers, q4_0 of
+28672 x 8192 takes an H200 81 us in place of 73."""
 
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
@@ -63,48 +65,53 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
     for each; on the way there as many blocks as the GPU holds at once, which have the next run fetched
     while they work on one.
 
-    A warp takes a block of the format as a whole. Weights that are not `half`, that float16 does not hold,
-    have no factors of rows.
+    A warp takes a block of the format as a whole. Where rows have factors a block takes whole row tiles, of
+    which all have as many, or one more. Weights that are not `half`, that float16 does not hold, have none.
     """
     kernel, to_fragments = per_format("repack", entry, fmt), entry == "to_fragments"
-    threads, run, shared = 256 if fmt.block_size < 256 else 128, _RUN_TILES, 0
-    constants = {"THREADS": threads, "ROW_FACTORS": int(half and row_factors(fmt))}
+    threads, run, shared, most = 256 if fmt.block_size < 256 else 128, _RUN_TILES, 0, 0
+    factors = half and row_factors(fmt)
+    constants = {"THREADS": threads, "ROW_FACTORS": int(factors)}
     row = run * TILE_COLUMNS // fmt.block_size * fmt.block_bytes
     if to_fragments:
         longer = max(n for n in (1, 2, 4) if n == 1 or n * row < _RUN_BYTES)
         run, row = run * longer, row * longer
         image = TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
-        shared = 2 * image
-        resident = max(n for n in range(1, _RESIDENT + 1) if shared <= shared_limit(90, n))
-        constants |= {"RESIDENT": resident, "IMAGE": image}
+        shared, most = 2 * image, shared_limit(gpu.capability)
+        constants |= {"RESIDENT": _RESIDENT, "IMAGE": image}
     constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
     blocks = row_tiles * ceil(tiles / run)
     if to_fragments:
         at_once = max(
-            n for n in range(1, resident + 1) if n == 1 or shared <= shared_limit(gpu.capability, n)
+            n for n in range(1, _RESIDENT + 1) if n == 1 or shared <= shared_limit(gpu.capability, n)
         )
-        blocks = min(blocks, gpu.multiprocessors * at_once)
-    kernel = replace(kernel, constants=(*kernel.constants, *constants.items()), max_shared=shared)
+        places = gpu.multiprocessors * at_once
+        if factors:
+            blocks = ceil(row_tiles / ceil(row_tiles / places))
+            shared += _kept_scales(fmt, tiles, shared_limit(gpu.capability, at_once) - shared)
+        else:
+            blocks = min(blocks, places)
+    kernel = replace(kernel, constants=(*kernel.constants, *constants.items()), max_shared=most)
     return Plan(kernel, (blocks, 1, 1), threads, shared)
 
 
-@lru_cache(maxsize=1024)
-def lift(fmt: Format, row_tiles: int) -> Plan:
-    """Scales in the fragment layout to what products take, of formats with factors of rows: a block for each
-    row tile."""
-    return Plan(per_format("lift", "lift", fmt), (row_tiles, 1, 1), 256, overlaps=True)
+def _kept_scales(fmt: Format, tiles: int, room: int) -> int:
+    """Bytes of a row tile's scales, which wait in shared memory to be lifted, if they have room there, and are
+    not in the group plane."""
+    kept = 0 if layout(fmt).group else tiles * layout(fmt).scale
+    return kept if kept <= room else 0
 
 
 @lru_cache(maxsize=1024)
 def center(nbytes: int) -> Plan:
-    """The same of scales that are exponents, that many bytes: 16 a thread."""
+    """Scales that are exponents to what products take, that many bytes: 16 a thread."""
     return Plan(Kernel("center", "center"), (ceil(nbytes / 4096), 1, 1), 256, overlaps=True)
 
 
-def scale_kernels(fmt: Format) -> set[Kernel]:
-    """What scales in the fragment layout go through, of a format as kernels have it."""
-    found = {lift(fmt, 1).kernel} if row_factors(fmt) else set()
-    return found | ({center(1).kernel} if fmt.scaling == "e8m0" else set())
+def prepare_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
+    """What storage bytes go through before the first product, of a format as it is repacked."""
+    repacked = {repack(fmt, "to_fragments", 1, 1, gpu).kernel}
+    return repacked | ({center(1).kernel} if fmt.for_kernels.scaling == "e8m0" else set())
 
 
 LONGEST_ROW = 4 * 16 * 1024
@@ -150,11 +157,9 @@ def block_kernels(fmt: Format) -> set[Kernel]:
     found = {per_block("dequantize", stored, 1).kernel}
     found |= {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     if not fmt.for_activations:
-        both = ("to_fragments", "from_fragments")
-        found |= {
-            repack(stored, entry, 1, 1, Gpu(90), half).kernel for entry in both for half in (True, False)
-        }
-        return found | scale_kernels(fmt.for_kernels)
+        for entry, half in product(("to_fragments", "from_fragments"), (True, False)):
+            found.add(repack(stored, entry, 1, 1, Gpu(90), half).kernel)
+        return found | prepare_kernels(stored, Gpu(90))
     entries = (
         "prepare_rows",
         "prepare_halves",

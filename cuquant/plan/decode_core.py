@@ -151,8 +151,10 @@ def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) ->
     behind = blocks.two and work.sides == 1 and work.gpu.capability == 90
     depth = max(2, min(8, blocks.ring // slot, turns if behind else 8))
     own = turns * k_warps
-    factors = whole_lines(rows * row_warps * layout(work.fmt).row) if in_half else 0
-    left = blocks.room - factors - depth * slot - work.batch * 16
+    before = whole_lines(rows * row_warps * layout(work.fmt).row) if in_half else 0  # the rows' factors
+    if blocks.cluster > 1:  # what its blocks send each other
+        before += rows * row_warps * TILE_ROWS * work.groups * 8 * 4
+    left = blocks.room - before - depth * slot - work.batch * 16
     chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
     sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
     ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
@@ -161,7 +163,7 @@ def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) ->
     many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not work.fmt.lookup)
     many = many and not (blocks.two and rows > 4)
     together = 8 if many or blocks.tall else 4
-    return Room(depth, chunk, together, factors + max(ring_and_x, sums))
+    return Room(depth, chunk, together, before + max(ring_and_x, sums))
 
 
 def planned(

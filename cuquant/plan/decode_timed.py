@@ -40,7 +40,7 @@ _BESIDE_US = 1.19
 """The same where half of the GPU is free, so that the next launch's blocks start there."""
 _AGAIN_US = (2.5, 0.5)
 """Of each round of blocks after the first."""
-_CLUSTER_US = 1.07
+_CLUSTER_US = 0.7
 """Until the blocks of a cluster have met."""
 _TABLE_US = 0.1
 """To fill a codebook's table of 64 KB."""

@@ -116,7 +116,7 @@ _PAIR_STEPS = 0.985
 tensor cores set the pace."""
 _SHADOW_US = 1.1
 """What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
-_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.8, 4: 1.3}
+_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.15, 4: 0.65}
 """Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
 _MANY_GROUPS_US = 0.4
 """How much longer it takes until four warpgroups that share the columns of one have begun, and have met."""
@@ -133,8 +133,8 @@ anywhere: a tile may have a part more."""
 _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
-_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 6.0 / (128 * 256)
-"""What it takes to store an output, and to add it up first."""
+_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 13.0 / (128 * 256)
+"""What it takes to store an output, and to send it to another block and add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
 _STREAM_BYTES = 32 << 20
@@ -193,6 +193,10 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float
     return max(instructions, tensor, read * (1 + waits))
 
 
+_BESIDE = 32
+"""Batch rows up to which sums of a split have a place beside the ring (BESIDE in kernels/core/wgmma.cuh)."""
+
+
 def _shared_room(tile: Tile) -> int:
     """Bytes of shared memory of a block; whole KB of one that is to share it, as the ring starts at one."""
     return shared_limit(90) if tile.resident == 1 else shared_limit(90, 2) >> 10 << 10
@@ -210,7 +214,8 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
 
 def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
-    bytes of these, of sums on their way out, and of K groups'; after a split in the ring's place.
+    bytes of these, of sums on their way out, and of K groups'; of a split all of them, or the latter, take the
+    ring's place.
 
     Of little work the results are few, and registers scarce. A grouped product, which has `sides`, stores its
     results at once; with two sides and one row block, when warps have traded half of a chunk's, twice.
@@ -224,7 +229,7 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     together = tile.batch == 16 and not turned
     meeting = tile.batch * (tile.rows + 4) * 4
     if split > 1:
-        return 0, tile.k_groups * meeting if together else gathered + meeting
+        return 0, tile.k_groups * meeting if together else meeting + gathered * (tile.batch > _BESIDE)
     if together and tile.k_groups > 1:
         sums = tile.k_groups * meeting
     else:
@@ -248,7 +253,7 @@ def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
-    ring -= 0 if split > 1 else _staged(fmt, tile, 1, sides)[1]
+    ring -= 0 if split > 1 and tile.batch > _BESIDE else _staged(fmt, tile, split, sides)[1]
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
@@ -437,7 +442,8 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
     copies, table = _table(fmt, tile, sides)
-    shared = table + (max(stages * stage, staged) if split > 1 else stages * stage + staged)
+    ring_place = split > 1 and batch > _BESIDE
+    shared = table + (max(stages * stage, staged) if ring_place else stages * stage + staged)
     shared = lone(shared, 90) if resident == 1 else shared
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
     constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}

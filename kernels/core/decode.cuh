@@ -33,10 +33,12 @@ DEVICE void decode(const P& p) {
     constexpr int SIDE_WARPS = P::GATED ? ROW_WARPS / 2 : ROW_WARPS, SIDE_ROWS = SIDE_WARPS * ROW_TILES * 16;
     using Slot = RingSlot<F, ROW_TILES>;
     constexpr int AHEAD = (DEPTH + 1) / 2;  // slots that are filled before x is asked for, which is to come soon
-    // After a codebook's table, or W's row plane, rings [WARPS][DEPTH][SLOT], then rows of x; sums take their place.
+    // After a codebook's table, or W's row plane, what a cluster's blocks send; then rings [WARPS][DEPTH][SLOT] and rows of x;
+    // a block's own sums take their place.
     u8* const after = dynamic_shared() + Codecs<C, P::TABLES>::TABLE_BYTES;
     Factors* const factors = reinterpret_cast<Factors*>(after);
-    u8* const shared = after + (ROW_FACTORS<F> ? whole_lines(ROWS * 2) : 0);
+    u8* const sent = after + (ROW_FACTORS<F> ? whole_lines(ROWS * 2) : 0);
+    u8* const shared = sent + (CLUSTER > 1 ? ROWS * WIDTH * 4 : 0);
 
     begin(p);
     __shared__ int found[WARPS][WIDTH];
@@ -100,6 +102,19 @@ DEVICE void decode(const P& p) {
         if (threadIdx.x < ROWS / 8)
             copy_async(factors + threadIdx.x * 4, side.rows + min(block_row + row_tile, row_tiles - 1) * 8 + piece, true);
     }
+    u32 sums_came = 0;  // counts what other blocks send
+#if __CUDA_ARCH__ >= 900
+    if constexpr (CLUSTER > 1) {
+        __shared__ __align__(8) u64 barrier;
+        sums_came = shared_address(&barrier);
+        if (threadIdx.x == 0) {
+            barrier_init(sums_came, 1);
+            barrier_init_fence();
+            barrier_expect(sums_came, (CLUSTER - 1) * (ROWS / CLUSTER) * ((batch + 1) / 2) * 8);
+        }
+        cluster_arrive();
+    }
+#endif
     codecs.fill(threadIdx.x, THREADS);
     const C codec = codecs.of(second);
     int plain = 0;
@@ -235,28 +250,38 @@ DEVICE void decode(const P& p) {
         }
     } else {
 #if __CUDA_ARCH__ >= 900
-        for (int i = threadIdx.x; i < ROWS * WIDTH / 2; i += THREADS) {
-            const int n = i * 2 / WIDTH, m = i * 2 % WIDTH;
-            *reinterpret_cast<float2*>(sums + place(n, m)) = total(n, m);
-        }
-        cluster_sync();
+        // Each block finishes a share of the rows, and gets the others' sums of them: [block][row][batch row].
         constexpr int SHARE = SIDE_ROWS / CLUSTER;
+        float* const shares = reinterpret_cast<float*>(sent);
+        cluster_wait();  // the others have started
+#pragma unroll 1
+        for (int i = threadIdx.x; i < ROWS * pairs; i += THREADS) {
+            const int n = i % ROWS, m = i / ROWS * 2, owner = n % SIDE_ROWS / SHARE;
+            float* const to =
+                shares + rank * (ROWS / CLUSTER) * WIDTH + place(n / SIDE_ROWS * SHARE + n % SHARE, m);
+            const float2 value = total(n, m);
+            if (owner == rank)
+                *reinterpret_cast<float2*>(to) = value;
+            else
+                store_cluster(cluster_address(shared_address(to), owner), value, cluster_address(sums_came, owner));
+        }
+        __syncthreads();
+        barrier_wait(sums_came, 0);
         auto of_cluster = [&](int n, int m) {
             float2 value = make_float2(0, 0);
 #pragma unroll
             for (int other = 0; other < CLUSTER; other++) {
-                float2 v;
-                load_cluster(v, cluster_address(shared_address(sums + place(n, m)), other));
+                const float* const from = shares + other * (ROWS / CLUSTER) * WIDTH + place(n, m);
+                const float2 v = *reinterpret_cast<const float2*>(from);
                 value.x += v.x, value.y += v.y;
             }
             return value;
         };
 #pragma unroll 1
         for (int i = threadIdx.x; i < SHARE * pairs; i += THREADS) {
-            int n = rank * SHARE + i % SHARE, m = i / SHARE * 2;
-            store(n, m, of_cluster(n, m), P::GATED ? of_cluster(SIDE_ROWS + n, m) : float2());
+            const int n = i % SHARE, m = i / SHARE * 2;
+            store(rank * SHARE + n, m, of_cluster(n, m), P::GATED ? of_cluster(SHARE + n, m) : float2());
         }
-        cluster_sync();  // no block leaves while another reads from it
 #endif
     }
 }

@@ -163,6 +163,16 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
     copy_async(shared_address(shared), global, valid);
 }
 
+// The same of a part of a long run: the L2 cache fetches 256 bytes at once.
+DEVICE void copy_async_ahead(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
+                 :: "r"(shared_address(shared)), "l"(global) : "memory");
+#else
+    copy_async(shared, global, true);
+#endif
+}
+
 // The same of what this multiprocessor soon copies again: it stays in the L1 cache.
 DEVICE void copy_async_again(u32 shared, const void* global, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
@@ -279,8 +289,8 @@ DEVICE void wait_for_counter(const u32* counter, u32 count) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Blocks of a cluster: they meet, and read each other's shared memory.
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Blocks of a cluster meet. What they have written is not ordered by it: a release would have all warps wait for the L2 cache.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
@@ -291,12 +301,15 @@ DEVICE u32 cluster_address(u32 address, u32 rank) {
     return r;
 }
 
-DEVICE void load_cluster(float2& v, u32 address) {
-    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+// To a block's memory, where a barrier counts the bytes: who has waited for all of them may read them.
+DEVICE void store_cluster(u32 address, float v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
+                 :: "r"(address), "f"(v), "r"(barrier) : "memory");
 }
 
-DEVICE void store_cluster(u32 address, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(address), "f"(v) : "memory");
+DEVICE void store_cluster(u32 address, float2 v, u32 barrier) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+                 :: "r"(address), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
 }
 
 // Of one lane, where all of a warp ask: it takes no register until then, as the lane's number would.
@@ -308,7 +321,7 @@ DEVICE bool elected() {
     return chosen;
 }
 
-// A barrier in shared memory that counts arrivals and bytes of bulk copies; `parity` is that of the awaited phase.
+// A barrier in shared memory that counts arrivals and bytes that come; `parity` is that of the awaited phase.
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -325,6 +338,10 @@ DEVICE void barrier_arrive_cluster(u32 barrier, bool arrives) {
                  :: "r"(barrier), "r"(int(arrives)) : "memory");
 }
 
+// What a thread has initialized others of the cluster may use, and the copy engine.
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// An arrival, and so many bytes more to come.
 DEVICE void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }

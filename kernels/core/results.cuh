@@ -282,27 +282,33 @@ DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLO
 template <int GROUPS, int K_GROUPS, int SPLIT, int ROW_BLOCKS, int SUMS, int THREADS>
 struct PartialSums {
     static constexpr int SHARE = SUMS * 2 / SPLIT, ROWS = GROUPS * ROW_BLOCKS * 64, LINE = ROWS + 4;
+    // Whether eight batch rows, whose sums a thread has together, are one block's. Else all sums are sent, its own ones, too.
+    static constexpr bool APART = SHARE >= 8;
+    static constexpr int BYTES = (SPLIT - APART) * K_GROUPS * SHARE * ROWS * 4;  // that are sent to a block
 
-    static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], u8* shared, int group, int k_group) {
+    // Of a split's blocks `came` counts what has come to each.
+    static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], u8* shared, int group, int k_group, u32 came) {
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-        const int part = blockIdx.x % SPLIT * K_GROUPS + k_group;
+        const int rank = blockIdx.x % SPLIT, part = rank * K_GROUPS + k_group;
         float* const own = reinterpret_cast<float*>(shared) + part * SHARE * LINE + group * (ROW_BLOCKS * 64) + warp * 16 +
                            lane / 4;
 #pragma unroll
         for (int first = 0; first < SUMS * 2; first += 8) {
-            const int row = first + lane % 4 * 2, place = row % SHARE * LINE;
-            u32 to = 0;
-            if constexpr (SPLIT > 1) to = cluster_address(shared_address(own), SHARE < 8 ? row / SHARE : first / SHARE);
+            const int row = first + lane % 4 * 2, owner = APART ? first / SHARE : row / SHARE;
+            float* const place = own + row % SHARE * LINE;
+            if (SPLIT == 1 || (APART && owner == rank)) {
 #pragma unroll
-            for (int b = 0; b < ROW_BLOCKS; b++)
+                for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int at = place + e % 2 * LINE + b * 64 + e / 2 * 8;
-                    if constexpr (SPLIT > 1)
-                        store_cluster(to + at * 4, acc[b][first / 2 + e]);
-                    else
-                        own[at] = acc[b][first / 2 + e];
-                }
+                    for (int e = 0; e < 4; e++) place[e % 2 * LINE + b * 64 + e / 2 * 8] = acc[b][first / 2 + e];
+            } else {
+                const u32 to = cluster_address(shared_address(place), owner), barrier = cluster_address(came, owner);
+#pragma unroll
+                for (int b = 0; b < ROW_BLOCKS; b++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        store_cluster(to + (e % 2 * LINE + b * 64 + e / 2 * 8) * 4, acc[b][first / 2 + e], barrier);
+            }
         }
     }
 

@@ -49,6 +49,9 @@ DEVICE void wgmma(const P& p) {
     // Whether the K groups' sums are added up when results are stored, as those of a split are: if they are few. Else, and
     // if they are an expert's, are to be turned, or are left to another block, the first K group adds them up before.
     constexpr bool MEET = K_GROUPS > 1 && BATCH == 16 && !TURNS && !P::GROUPED;
+    // Whether the sums that a split's blocks send each other have a place of their own: then they need not wait until the
+    // others have read their stages.
+    constexpr bool BESIDE = SPLIT > 1 && BATCH <= 32;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
@@ -60,18 +63,19 @@ DEVICE void wgmma(const P& p) {
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     using Left = LeftSums<GROUPS, SUMS, STAGE>;
-    // After a codebook's table stages, then staged sums (those of a split take the stages' place).
+    // After a codebook's table stages, then staged sums (of a split they take the stages' place, or K groups' alone).
     using Tables = Codecs<C, P::TABLES>;
     u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
     static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * STAGES], split_barrier;
     // Where tiles are shared, or works listed, the copying warpgroup tells the others what their segments are.
     constexpr bool TOLD = P::GROUPED || STREAM;
     __shared__ Told<STAGES> told;
     // Opaque, lest the compiler work them out anew in the inner loops.
-    u32 full = shared_address(barriers), stages = shared_address(shared);
-    asm volatile("" : "+r"(full), "+r"(stages));
-    const u32 empty = full + STAGES * 8;
+    u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(shared);
+    asm volatile("" : "+r"(full), "+r"(empty), "+r"(stages));
+    const u32 sums_came = shared_address(&split_barrier);
+    using Partial = PartialSums<GROUPS, MEET ? K_GROUPS : 1, SPLIT, ROW_BLOCKS, BATCH / 2, CONSUMERS>;
 
     begin(p);
     const int warp = uniform(threadIdx.x / WARP);
@@ -86,12 +90,13 @@ DEVICE void wgmma(const P& p) {
     if (threadIdx.x < STAGES) {
         barrier_init(full + threadIdx.x * 8, WARPGROUP + 1);  // every copying thread, and the copies of x
         barrier_init(empty + threadIdx.x * 8, CONSUMERS / WARP * PAIR);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (SPLIT > 1 && threadIdx.x == 0) barrier_init(sums_came, 1);
+        barrier_init_fence();
+        if (SPLIT > 1 && threadIdx.x == 0) barrier_expect(sums_came, Partial::BYTES);
     }
-    if constexpr (PAIR > 1)
-        cluster_sync();
-    else
-        __syncthreads();
+    __syncthreads();
+    if constexpr (PAIR > 1) cluster_sync();
+    if constexpr (BESIDE) cluster_arrive();  // sums may come
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of WIDTH
@@ -203,7 +208,8 @@ DEVICE void wgmma(const P& p) {
             }
         }
         copy_wait<0>();
-        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();  // with the computing threads
+        if constexpr (SPLIT > 1 && !BESIDE) cluster_arrive();  // with the computing threads
+        if constexpr (SPLIT > 1) cluster_wait();
     } else {
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
@@ -353,7 +359,7 @@ DEVICE void wgmma(const P& p) {
             }
             wgmma_wait<0>();
             pin(acc);
-            if constexpr (SPLIT > 1) cluster_arrive();  // the stages are read
+            if constexpr (SPLIT > 1 && !BESIDE) cluster_arrive();  // the stages are read
             // Again: `segment` would take registers in the loop, and while sums are stored.
             const auto own = own_segment(i);
             auto again = [&] {
@@ -367,13 +373,13 @@ DEVICE void wgmma(const P& p) {
             if constexpr (K_GROUPS == 1 || MEET) multiply_by_factors();
             release(previous, true);
 
-            u8* const staged = shared + (SPLIT > 1 ? 0 : STAGES * STAGE);
+            u8* const staged = shared + (SPLIT > 1 && !BESIDE ? 0 : STAGES * STAGE);
             if (BOXES && threadIdx.x % WARPGROUP == 0) store_box_wait<0>();  // of the tile before
             const bool gathered = K_GROUPS > 1 && (!MEET || leaves), first = K_GROUPS == 1 || k_group == 0;
             if (gathered) {
                 warpgroups_sync<CONSUMERS>(EVERYONE);  // the sums before are added, and of a split the stages read
                 float4* const sums =
-                    reinterpret_cast<float4*>(staged) + group * (K_GROUPS - 1) * SUMS / 4 * WARPGROUP +
+                    reinterpret_cast<float4*>(SPLIT > 1 ? shared : staged) + group * (K_GROUPS - 1) * SUMS / 4 * WARPGROUP +
                     threadIdx.x % WARPGROUP;
                 if (k_group > 0) write_sums(acc, sums + (k_group - 1) * SUMS / 4 * WARPGROUP);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
@@ -418,13 +424,15 @@ DEVICE void wgmma(const P& p) {
                 const auto last = again();
                 store_group(p, matrix_of<F>(p, last.matrix), acc, last, first_n_of(last), staged, group);
             } else if constexpr (SPLIT > 1 || MEET) {
-                using Sums = PartialSums<GROUPS, MEET ? K_GROUPS : 1, SPLIT, ROW_BLOCKS, BATCH / 2, CONSUMERS>;
-                u8* const places = staged + (MEET ? 0 : (K_GROUPS - 1) * GROUPS * SUMS * 4 * WARPGROUP);
-                auto sync = [] { SPLIT > 1 ? cluster_sync() : warpgroups_sync<CONSUMERS>(EVERYONE); };
-                SPLIT > 1 ? cluster_wait() : sync();  // all stages are read, or the results before
-                if (MEET || first) Sums::write(acc, places, group, k_group);
-                sync();
-                Sums::finish(p, at, own.first_m, own.first_row * 16, places);
+                u8* const places = staged + (MEET || BESIDE ? 0 : (K_GROUPS - 1) * GROUPS * SUMS * 4 * WARPGROUP);
+                if constexpr (SPLIT > 1)
+                    cluster_wait();  // the others have started, or read all stages
+                else
+                    warpgroups_sync<CONSUMERS>(EVERYONE);  // the results before are read
+                if (MEET || first) Partial::write(acc, places, group, k_group, sums_came);
+                warpgroups_sync<CONSUMERS>(EVERYONE);
+                if constexpr (SPLIT > 1) barrier_wait(sums_came, 0);
+                Partial::finish(p, at, own.first_m, own.first_row * 16, places);
             } else {
                 if constexpr (TURNS) turn_sums<GROUPS, BOXES>(p, acc, first_n, staged, group);
                 auto matrix_again = [&] {  // after a turn, which leaves no registers for it

@@ -9,7 +9,7 @@
 //
 // Rows and columns beyond the matrix have code 0 and scale 0.
 #include "../core/ptx.cuh"
-#include "../formats/lift.cuh"
+#include "../formats/lift_rows.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
@@ -27,6 +27,9 @@ constexpr int IMAGE = ROWS * PITCH + 16;                      // of a run's rows
 constexpr bool GROUPED = Format::GROUP_BYTES > 0;
 static_assert(RUN % Format::GROUP_TILES == 0, "groups of tiles do not cross runs");
 static_assert(OWN_SPANS * SPAN_TILES * WARPS == RUN, "every warp has as many tiles of a run");
+// Whether a block takes all of a row tile, so that it knows the peaks of rows when their scales are to be lifted; these may
+// wait in shared memory until then.
+constexpr bool WHOLE_ROWS = CUQUANT_TO_FRAGMENTS && ROW_FACTORS<Format>, KEEPS = WHOLE_ROWS && !GROUPED;
 
 struct Run {
     s64 row_tile, first_tile, first_group, first_row;  // over all matrices
@@ -42,13 +45,17 @@ struct Walk {
     DEVICE explicit Walk(int blocks) {
         tiles_k = (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES;
         runs = (tiles_k + RUN - 1) / RUN;
-        row_tile = blockIdx.x / runs, number = blockIdx.x % runs;
+        row_tile = WHOLE_ROWS ? blockIdx.x : blockIdx.x / runs, number = WHOLE_ROWS ? 0 : blockIdx.x % runs;
         row_tiles_on = gridDim.x / runs, numbers_on = gridDim.x % runs;
     }
 
     DEVICE void go_on() {
-        row_tile += row_tiles_on, number += numbers_on;
-        if (number >= runs) row_tile++, number -= runs;
+        if constexpr (WHOLE_ROWS) {
+            if (++number == runs) row_tile += gridDim.x, number = 0;
+        } else {
+            row_tile += row_tiles_on, number += numbers_on;
+            if (number >= runs) row_tile++, number -= runs;
+        }
     }
 
     DEVICE Run run(int N, int blocks) const {
@@ -143,7 +150,7 @@ DEVICE void fetch(const u8* storage, s64 bytes, const Run& run, u8* images) {
     for (int word = k; word < PITCH / 16; word += ROW_THREADS) {
         const bool whole = word * 16 >= row.begin && word * 16 + 16 <= row.end;
         if (whole || (word < words && !exact))
-            copy_async(to + word * 16, from + word * 16, true);
+            copy_async_ahead(to + word * 16, from + word * 16);
         else
             *reinterpret_cast<uint4*>(to + word * 16) = make_uint4(0, 0, 0, 0);
     }
@@ -220,16 +227,21 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 // `found`, zeros, become the bits of the greatest magnitude that a weight may have, and those of the least such bound of
 // a block that is not 0, inverted; the bits of NaN are greater than any number's.
 //
-// Of formats with ROW_FACTORS scales are still as they were, and `peaks_of_rows`, zeros, become what ops/lift.cu has
-// to know. Of E8M0 scales, which are, too, ops/center.cu has to know the greatest and the least: found[5] and [6].
-// Other GPUs' shared memory has room for fewer blocks, which may have more registers.
+// Of formats with ROW_FACTORS scales are lifted, and the row plane is filled, when a row tile is done; found[2] and [3] are
+// lift_rows.cuh's. E8M0 scales are as they were: ops/center.cu has to know the greatest and the least, found[5] and [6].
+// Other GPUs' shared memory has room for fewer blocks, which may have more registers. In all it has
+// `room`, if that is more than for two runs also for a row tile's scales.
 extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ >= 900 ? CUQUANT_RESIDENT : 1)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
-             s64 bytes, u32* peaks_of_rows, u32* found) {
+             s64 bytes, u32* factors, int room, u32* found) {
     static_assert(IMAGE == CUQUANT_IMAGE, "host and device disagree about shared memory");
     let_successor_start();
     const int lane = threadIdx.x % WARP, g = lane / 4;
     RunningExtremes peaks, exponents;
+    __shared__ u32 row_peaks[2][ROWS];  // of the row tile that is worked on, and zeros
+    if (threadIdx.x < 2 * ROWS) row_peaks[0][threadIdx.x] = 0;
+    u32 row_peak = 0;
+    int turn = 0;
     Walk walk(blocks);
     Run next = walk.run(N, blocks);
     if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared());
@@ -237,11 +249,10 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         const Run run = next;
         walk.go_on(), next = walk.run(N, blocks);
         const u8* const own = dynamic_shared() + image;
+        const s64 row_tile_first = run.row_tile * walk.tiles_k;
+        u8* const row_scales = KEEPS && room > 2 * IMAGE ? dynamic_shared() + 2 * IMAGE : scale + row_tile_first * Format::SCALE_BYTES;
         const u8* const rows[2] = {own + g * PITCH + begin_of(storage, run, g),
                                    own + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
-        u32 row_peak = 0, known_peak = 0;
-        volatile u32* const peak_of_row = peaks_of_rows + run.row_tile * ROWS + g + row8_of(lane) * 8;
-        if constexpr (ROW_FACTORS<Format>) known_peak = *peak_of_row;
         copy_wait<0>();
         __syncthreads();  // this run is there, and all have read the one before
         if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared() + (image ^ IMAGE));
@@ -261,7 +272,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
 #pragma unroll
             for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
                 reinterpret_cast<u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane] = share.high[w];
-            u8* const scales = scale + tile * Format::SCALE_BYTES;
+            u8* const scales = row_scales + (run.first_tile - row_tile_first + t) * Format::SCALE_BYTES;
             if constexpr (Format::SCALE_BYTES == 128)
                 reinterpret_cast<u32*>(scales)[lane] = share.scale;
             else if constexpr (Format::SCALE_BYTES == 64)
@@ -271,10 +282,18 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if constexpr (Format::GROUP_BYTES > 0)
                 if (t % Format::GROUP_TILES == 0 && in_group(lane)) *group_at(group, run, t, lane) = u16(share.group);
         });
-        if constexpr (ROW_FACTORS<Format>) {
+        if constexpr (WHOLE_ROWS) {
+            if (next.row_tile == run.row_tile) continue;
             constexpr int OTHER = GROUPED ? 2 : 1;  // the lane that has the rest of the row's
             row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, OTHER));
-            if (!(lane & OTHER) && row_peak > known_peak) atomicMax(const_cast<u32*>(peak_of_row), row_peak);
+            if (!(lane & OTHER)) atomicMax(&row_peaks[turn][g + row8_of(lane) * 8], row_peak);
+            __syncthreads();
+            const s64 record = run.row_tile * groups_of<Format>(walk.tiles_k);
+            Lift<Format, THREADS>::run(row_scales, scale + row_tile_first * Format::SCALE_BYTES,
+                                       group + record * Format::GROUP_BYTES, row_peaks[turn], walk.tiles_k, found);
+            store_factors<Format>(factors + run.row_tile * 8, row_peaks[turn]);
+            turn ^= 1, row_peak = 0;
+            if (threadIdx.x < ROWS) row_peaks[turn][threadIdx.x] = 0;
         }
     }
     peaks.store(found);

@@ -70,7 +70,16 @@ struct Reading {
     u64 sum;
 };
 
-constexpr u32 MOST_BOXES = 4096, MOST_READINGS = 256;
+// Numbers on their way to a block's memory, whose barrier counts them. They come when no thread can go on otherwise, the
+// last first.
+struct Sent {
+    u32 rank, address, barrier, bytes;
+    float v[2];
+};
+
+constexpr u32 MOST_BOXES = 4096, MOST_READINGS = 256, MOST_SENT = 1 << 17;
+static Sent sent[MOST_SENT];
+static u32 sent_count;
 static Box coming[MOST_BOXES], going[MOST_BOXES];
 static Reading readings[MOST_THREADS / WARP][MOST_READINGS];
 static u32 coming_count, going_count, going_groups[MOST_THREADS];
@@ -79,14 +88,14 @@ static bool fenced[MOST_THREADS / WARP];
 static Meeting cluster;
 
 void forget_arrivals() {
-    coming_count = going_count = 0, cluster = {};
+    coming_count = going_count = sent_count = 0, cluster = {};
     memset(reading_counts, 0, sizeof reading_counts), memset(fenced, 0, sizeof fenced);
 }
 
 bool all_has_arrived() {
     for (u32 count : reading_counts)
         if (count) return false;
-    return !coming_count && !going_count;
+    return !coming_count && !going_count && !sent_count;
 }
 
 inline u32 address_in_box(const Map& map, u32 shared, u32 place) {
@@ -108,6 +117,17 @@ static bool a_box_comes() {
     return true;
 }
 
+static bool sums_come() {
+    const bool any = sent_count;
+    while (sent_count) {
+        const Sent& one = sent[--sent_count];
+        if (!blocks[one.rank].alive) return complain("a number comes to a block that is gone"), true;
+        memcpy(shared_of(one.rank, one.address), one.v, one.bytes);
+        reinterpret_cast<Barrier*>(shared_of(one.rank, one.barrier))->change(0, -int(one.bytes));
+    }
+    return any;
+}
+
 // Those of every thread up to its first arrival at a barrier.
 static bool copies_come() {
     bool any = false;
@@ -127,7 +147,9 @@ static bool copies_come() {
     return any;
 }
 
-bool something_arrives() { return turn % 2 ? a_box_comes() || copies_come() : copies_come() || a_box_comes(); }
+bool something_arrives() {
+    return (turn % 2 ? a_box_comes() || copies_come() : copies_come() || a_box_comes()) || sums_come();
+}
 
 }  // namespace emulated
 
@@ -146,13 +168,21 @@ inline u8* clustered(u32 address, u32 bytes) {
 }
 
 inline void mapa_shared__cluster_u32(u32& r, u32 address, u32 rank) { r = address | (rank + 1) << RANK; }
-inline void ld_shared__cluster_v2_f32(float& x, float& y, u32 address) {
-    float2 v;
-    memcpy(&v, clustered(address, sizeof v), sizeof v);
-    x = v.x, y = v.y;
+inline void send(u32 address, float x, float y, u32 bytes, u32 barrier) {
+    using namespace emulated;
+    memset(clustered(address, bytes), 0xff, bytes), clustered(barrier, 8);
+    const u32 rank = (address >> RANK) - 1, own = (1 << RANK) - 1;
+    if (sent_count == MOST_SENT || address % bytes || barrier >> RANK != address >> RANK) fail("no such number to send");
+    if (blocks[rank].unfenced) fail("numbers for a barrier that is not fenced");
+    sent[sent_count++] = {rank, address & own, barrier & own, bytes, {x, y}};
 }
-inline void st_shared__cluster_f32(u32 address, float v) { memcpy(clustered(address, sizeof v), &v, sizeof v); }
-inline void barrier_cluster_arrive_release_aligned() {}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_f32(u32 address, float v, u32 barrier) {
+    send(address, v, 0, 4, barrier);
+}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(u32 address, float x, float y, u32 barrier) {
+    send(address, x, y, 8, barrier);
+}
+inline void barrier_cluster_arrive_relaxed_aligned() {}
 __noinline__ static void barrier_cluster_wait_acquire_aligned() {
     emulated::meet(emulated::cluster, emulated::block_count * emulated::block_dim.x);
 }

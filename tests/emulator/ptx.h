@@ -206,6 +206,7 @@ inline void copy(u32 to, u64 from, u32 bytes, u32 given) {
 inline void cp_async_cg_shared_global(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
 inline void cp_async_cg_shared_global(u32 to, u64 from, int bytes, u32 given) { copy(to, from, bytes, given); }
 inline void cp_async_cg_shared_global_L2__128B(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
+inline void cp_async_cg_shared_global_L2__256B(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
 inline void cp_async_ca_shared_global(u32 to, u64 from, int bytes) { copy(to, from, bytes, bytes); }
 inline void cp_async_ca_shared_global(u32 to, u64 from, int bytes, u32 given) { copy(to, from, bytes, given); }
 inline void cp_async_commit_group() { emulated::fibers[emulated::current].group++; }

@@ -1,21 +1,15 @@
-// Scales in the fragment layout as products take them, of formats with ROW_FACTORS (the picture is in core/tile.cuh), or
-// what integer scales are multiplied by: a block of threads for each row tile; and the factors of rows, of which
-// ops/repack.cu has found the peaks.
-#include "../core/ptx.cuh"
-#include "../formats/lift.cuh"
-#include CUQUANT_FORMAT
-
-static_assert(ROW_FACTORS<Format>, "the format has no row plane");
-static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
-
-constexpr int THREADS = 256, ROWS = 16;
+// Scales of a row tile in the fragment layout, or what integer scales are multiplied by, as products take them, of formats
+// with ROW_FACTORS (the picture is in core/tile.cuh), by the block of threads that has made them; and the factors of its
+// rows. Scales are lifted from `own`, which is where they lie or in shared memory, integer scales' factors in place.
+#pragma once
+#include "lift.cuh"
+#include "share.cuh"
 
 // The factors of a row tile's rows, of which the first one's peak is given.
+template <class F>
 DEVICE void store_factors(u32* factors, const u32* peaks) {
     const int g = threadIdx.x;
-    if (g < 8)
-        factors[s64(blockIdx.x) * 8 + g] = factor_of<Format>(lift_of(peaks[g]), 0) |
-                                           factor_of<Format>(lift_of(peaks[g + 8]), 1) << 16;
+    if (g < 8) factors[g] = factor_of<F>(lift_of(peaks[g]), 0) | factor_of<F>(lift_of(peaks[g + 8]), 1) << 16;
 }
 
 // Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
@@ -29,32 +23,33 @@ DEVICE bool is_small(u32 scale, int exponent) {
 }
 
 // `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
-template <class F, bool GROUPED = (F::GROUP_BYTES > 0), bool INTEGERS = (F::SCALING >= BYTES)>
+template <class F, int THREADS, bool GROUPED = (F::GROUP_BYTES > 0), bool INTEGERS = (F::SCALING >= BYTES)>
 struct Lift {
     // Words of scales that a tile has: two scales of a row, or a scale and what is beside it. A thread takes four at a
     // time, of the same rows in all tiles.
     static constexpr int WORDS = F::SCALE_BYTES / 4, OWN = 4;
     static_assert(THREADS * OWN % WORDS == 0, "tiles end where threads do");
 
-    static DEVICE void run(u8* scale, u8*, const u32* peaks, int tiles_k, u32* found) {
-        uint4* const pieces = reinterpret_cast<uint4*>(scale + s64(blockIdx.x) * tiles_k * F::SCALE_BYTES);
+    static DEVICE void run(const u8* own, u8* scale, u8*, const u32* peaks, int tiles_k, u32* found) {
+        const uint4* const given = reinterpret_cast<const uint4*>(own);
+        uint4* const pieces = reinterpret_cast<uint4*>(scale);
         auto row8 = [](int w) { return w / (F::HAS_MIN ? 2 : 1) % 2; };
         int L[OWN];
 #pragma unroll
         for (int w = 0; w < OWN; w++) L[w] = lift_of(peaks[(threadIdx.x * OWN + w) % WORDS / (WORDS / 8) + row8(w) * 8]);
         bool lossy = false, lacking = false;
         for (int piece = threadIdx.x; piece < tiles_k * WORDS / OWN; piece += THREADS) {
-            uint4 v = pieces[piece];
+            uint4 v = given[piece];
             u32* const words = &v.x;
 #pragma unroll
             for (int w = 0; w < OWN; w++) {
                 const int exponent = L[w] - code_exponent<F>(row8(w));
-                const u32 own = words[w], made = lifted<F>(own, L[w], row8(w), 1);
-                lossy |= lifted<F>(made, L[w], row8(w), -1) != own;
+                const u32 was = words[w], made = lifted<F>(was, L[w], row8(w), 1);
+                lossy |= lifted<F>(made, L[w], row8(w), -1) != was;
                 if constexpr (F::HAS_MIN)
-                    lacking |= is_small<F>(own, exponent);
+                    lacking |= is_small<F>(was, exponent);
                 else
-                    lacking |= is_small<F>(own & 0xffff, exponent) || is_small<F>(own >> 16, exponent);
+                    lacking |= is_small<F>(was & 0xffff, exponent) || is_small<F>(was >> 16, exponent);
                 words[w] = made;
             }
             pieces[piece] = v;
@@ -65,13 +60,13 @@ struct Lift {
 };
 
 // The same scales, and zero points, in the group plane.
-template <class F>
-struct Lift<F, true, false> {
+template <class F, int THREADS>
+struct Lift<F, THREADS, true, false> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
 
-    static DEVICE void run(u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+    static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
-        u32* const words = reinterpret_cast<u32*>(group + s64(blockIdx.x) * records * F::GROUP_BYTES);
+        u32* const words = reinterpret_cast<u32*>(group);
         const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
         bool lossy = false, lacking = false;
         for (int at = threadIdx.x; at < records * 8; at += THREADS) {
@@ -93,8 +88,8 @@ struct Lift<F, true, false> {
 
 // Integer scales: what multiplies them, and minimums, in the group plane. Weights lack bits, too, where a row has to be
 // lowered; lifting loses none.
-template <class F>
-struct Lift<F, true, true> {
+template <class F, int THREADS>
+struct Lift<F, THREADS, true, true> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
 
     // Whether there would be less than 2^7 of float16's steps of 2^-24 between two codes times the greatest scale, or,
@@ -105,9 +100,9 @@ struct Lift<F, true, true> {
         return scale < power_of_two(least) && minimum < power_of_two(10 - F::SCALE_BITS) && scale + minimum > 0;
     }
 
-    static DEVICE void run(u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+    static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
-        u32* const words = reinterpret_cast<u32*>(group + s64(blockIdx.x) * records * F::GROUP_BYTES);
+        u32* const words = reinterpret_cast<u32*>(group);
         const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
         bool lacking = min(L[0], L[1]) < 0;
         for (int at = threadIdx.x; at < records * 8; at += THREADS) {
@@ -127,11 +122,3 @@ struct Lift<F, true, true> {
         if (lacking) found[3] = 1;
     }
 };
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-lift(u8* scale, u8* group, u32* factors, const u32* peaks, int tiles_k, u32* found) {
-    wait_for_predecessor();
-    peaks += s64(blockIdx.x) * ROWS;
-    Lift<Format>::run(scale, group, peaks, tiles_k, found);
-    store_factors(factors, peaks);
-}
