@@ -144,7 +144,7 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
     ]
     for given in (f for f in formats if f.on_gpu):
         fmt = given.for_kernels
-        found |= matrix_kernels(fmt) if fmt.whole_matrices else block_kernels(given)
+        found |= matrix_kernels(fmt) if fmt.whole_matrices else block_kernels(given, gpus[0])
         if fmt.for_activations or not fmt.in_float16:
             continue
         for batches, rows, columns in shapes:

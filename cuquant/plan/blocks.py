@@ -16,7 +16,7 @@ _RUN_TILES, _RUN_BYTES = 16, 1600
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
 84 us in place of 89."""
 _RESIDENT = 2
-"""Blocks of a multiprocessor that repack to fragments, at most: with five, which have fewer registers, q4_0 of
+"""Blocks of a multiprocessor that repack to fragments, at most. More have fewer registers: with five q4_0 at
 28672 x 8192 takes an H200 81 us in place of 73."""
 
 
@@ -96,8 +96,8 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
 
 
 def _kept_scales(fmt: Format, tiles: int, room: int) -> int:
-    """Bytes of a row tile's scales, which wait in shared memory to be lifted, if they have room there, and are
-    not in the group plane."""
+    """Bytes of a row tile's scales, which wait in shared memory to be lifted, if they have room, and are not
+    in the group plane."""
     kept = 0 if layout(fmt).group else tiles * layout(fmt).scale
     return kept if kept <= room else 0
 
@@ -151,15 +151,15 @@ def _threads(k: int, each: int, most: int) -> int:
     return min(most, max(128, ceil(k / (each * WARP)) * WARP))
 
 
-def block_kernels(fmt: Format) -> set[Kernel]:
-    """What converts blocks of a format."""
+def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
+    """What converts blocks of a format on a GPU."""
     stored = fmt.for_repacking
     found = {per_block("dequantize", stored, 1).kernel}
     found |= {quantize(fmt, 1).kernel} if fmt.encodes_on_gpu else set()
     if not fmt.for_activations:
         for entry, half in product(("to_fragments", "from_fragments"), (True, False)):
-            found.add(repack(stored, entry, 1, 1, Gpu(90), half).kernel)
-        return found | prepare_kernels(stored, Gpu(90))
+            found.add(repack(stored, entry, 1, 1, gpu, half).kernel)
+        return found | prepare_kernels(stored, gpu)
     entries = (
         "prepare_rows",
         "prepare_halves",

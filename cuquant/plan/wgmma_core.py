@@ -214,8 +214,8 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
 
 def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
-    bytes of these, of sums on their way out, and of K groups'; of a split all of them, or the latter, take the
-    ring's place.
+    bytes of these, of sums on their way out, and of K groups'; of a split all of them, or the latter, take
+    the ring's place.
 
     Of little work the results are few, and registers scarce. A grouped product, which has `sides`, stores its
     results at once; with two sides and one row block, when warps have traded half of a chunk's, twice.

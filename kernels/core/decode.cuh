@@ -266,7 +266,7 @@ DEVICE void decode(const P& p) {
                 store_cluster(cluster_address(shared_address(to), owner), value, cluster_address(sums_came, owner));
         }
         __syncthreads();
-        barrier_wait(sums_came, 0);
+        barrier_wait_cluster(sums_came, 0);
         auto of_cluster = [&](int n, int m) {
             float2 value = make_float2(0, 0);
 #pragma unroll

@@ -289,10 +289,17 @@ DEVICE void wait_for_counter(const u32* counter, u32 count) {
 }
 
 #if __CUDA_ARCH__ >= 900
-// Blocks of a cluster meet. What they have written is not ordered by it: a release would have all warps wait for the L2 cache.
+// Blocks of a cluster meet. What they have written is not ordered by it, as a release would have all warps wait for the L2
+// cache. (What they have read is theirs: it has been used.)
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
+
+// They do when all that they have done at others' barriers is done.
+DEVICE void cluster_leave() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    cluster_wait();
+}
 
 // The address in block `rank` of what is at `address` in this block.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
@@ -349,6 +356,13 @@ DEVICE void barrier_expect(u32 barrier, u32 bytes) {
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// The same where what came was sent by other blocks of the cluster.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+    asm volatile("{.reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
 }
 

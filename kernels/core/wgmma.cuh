@@ -431,7 +431,7 @@ DEVICE void wgmma(const P& p) {
                     warpgroups_sync<CONSUMERS>(EVERYONE);  // the results before are read
                 if (MEET || first) Partial::write(acc, places, group, k_group, sums_came);
                 warpgroups_sync<CONSUMERS>(EVERYONE);
-                if constexpr (SPLIT > 1) barrier_wait(sums_came, 0);
+                if constexpr (SPLIT > 1) barrier_wait_cluster(sums_came, 0);
                 Partial::finish(p, at, own.first_m, own.first_row * 16, places);
             } else {
                 if constexpr (TURNS) turn_sums<GROUPS, BOXES>(p, acc, first_n, staged, group);
@@ -456,6 +456,6 @@ DEVICE void wgmma(const P& p) {
         }
     }
     if constexpr (BOXES) store_box_wait<0>();
-    if constexpr (PAIR > 1) cluster_sync();  // no block leaves while another writes to it
+    if constexpr (PAIR > 1) cluster_leave();  // no block is gone while another writes to it
 }
 #endif

@@ -86,10 +86,12 @@ static u32 coming_count, going_count, going_groups[MOST_THREADS];
 static u32 reading_counts[MOST_THREADS / WARP], reading_groups[MOST_THREADS / WARP];
 static bool fenced[MOST_THREADS / WARP];
 static Meeting cluster;
+static u32 cluster_arrivals[MOST_THREADS];  // of threads that have yet to wait, one more than the generation
 
 void forget_arrivals() {
     coming_count = going_count = sent_count = 0, cluster = {};
     memset(reading_counts, 0, sizeof reading_counts), memset(fenced, 0, sizeof fenced);
+    memset(cluster_arrivals, 0, sizeof cluster_arrivals);
 }
 
 bool all_has_arrived() {
@@ -123,7 +125,9 @@ static bool sums_come() {
         const Sent& one = sent[--sent_count];
         if (!blocks[one.rank].alive) return complain("a number comes to a block that is gone"), true;
         memcpy(shared_of(one.rank, one.address), one.v, one.bytes);
-        reinterpret_cast<Barrier*>(shared_of(one.rank, one.barrier))->change(0, -int(one.bytes));
+        Barrier& barrier = *reinterpret_cast<Barrier*>(shared_of(one.rank, one.barrier));
+        if (barrier.bytes < int(one.bytes)) return complain("more comes than a barrier expects"), true;
+        barrier.change(0, -int(one.bytes));
     }
     return any;
 }
@@ -182,9 +186,19 @@ inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_f32(u32 addres
 inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(u32 address, float x, float y, u32 barrier) {
     send(address, x, y, 8, barrier);
 }
-inline void barrier_cluster_arrive_relaxed_aligned() {}
+inline void barrier_cluster_arrive_relaxed_aligned() {
+    using namespace emulated;
+    if (cluster_arrivals[current]) fail("thread %u arrives again before it has waited", current);
+    cluster_arrivals[current] = cluster.generation + 1;
+    if (++cluster.arrived == block_count * block_dim.x) cluster.arrived = 0, cluster.generation++;
+}
+inline void barrier_cluster_arrive_release_aligned() { barrier_cluster_arrive_relaxed_aligned(); }
 __noinline__ static void barrier_cluster_wait_acquire_aligned() {
-    emulated::meet(emulated::cluster, emulated::block_count * emulated::block_dim.x);
+    using namespace emulated;
+    if (!cluster_arrivals[current]) fail("thread %u waits and has not arrived", current);
+    const u32 seen = cluster_arrivals[current] - 1;
+    cluster_arrivals[current] = 0;
+    if (cluster.generation == seen) wait_until_changed(cluster.generation, seen);
 }
 
 inline void bar_sync(u32 number, u32 threads) {
@@ -264,6 +278,9 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u3
     if (b.arrivals == 0xfff) emulated::fail("thread %u waits at a barrier that is none yet", emulated::current);
     while ((b.phase & 1) == parity) emulated::wait_until_changed(word, word);
     done = true;
+}
+inline void mbarrier_try_wait_parity_acquire_cluster_shared__cta_b64(bool& done, u32 address, u32 parity) {
+    mbarrier_try_wait_parity_shared__cta_b64(done, address, parity);
 }
 inline void cp_async_mbarrier_arrive_noinc_shared__cta_b64(u32 address) {
     one_more_copy() = {shared(address, 8), 0, {}, emulated::fibers[emulated::current].group};
