@@ -277,15 +277,23 @@ DEVICE void count_up(u32* counter) {
                  "red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(counter) : "memory");
 }
 
+// The same by a thread of each of so many blocks, of which the last one knows that it is.
+DEVICE bool is_last(u32* counter, u32 blocks) {
+    if (blocks == 1) return true;
+    u32 others;
+    asm volatile("fence.acq_rel.gpu;\n"
+                 "atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(others) : "l"(counter) : "memory");
+    return others == blocks - 1;
+}
+
 // Until it is at least `count`.
 DEVICE void wait_for_counter(const u32* counter, u32 count) {
     u32 value;
     while (true) {
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
         if (value >= count) break;
         asm volatile("nanosleep.u32 64;" ::: "memory");  // others have the multiprocessor to themselves
     }
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 #if __CUDA_ARCH__ >= 900

@@ -88,8 +88,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constan
     if (fits && token < new_of(p, sequence)) write_token(p, sequence, token);
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();
-        last = atomicAdd(p.ticket, 1) == gridDim.x * gridDim.y - 1;
+        last = is_last(p.ticket, gridDim.x * gridDim.y);
     }
     __syncthreads();
     if (!last) return;

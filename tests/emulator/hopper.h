@@ -223,13 +223,6 @@ inline void elect_sync(u32& chosen, bool& r, u32 mask) {
 inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(mask, p) == ~0u; }
 inline void st_relaxed_gpu_global_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) = v; }
 
-// What is awaited comes from a block of a lower number, which has run, or never.
-inline void ld_acquire_gpu_global_u32(u32& r, u64 address) {
-    const u32& flag = *reinterpret_cast<const u32*>(address);
-    if (!flag) emulated::wait_until_changed(flag, 0);
-    r = flag;
-}
-
 inline void mul_bf16x2(u32& r, u32 a, u32 b) {
     r = 0;
     for (int i = 0; i < 32; i += 16)

@@ -177,7 +177,16 @@ inline void prefetch_global_L2(u64) {}
 inline void nanosleep_u32(u32) {}
 inline void fence_acq_rel_gpu() {}
 inline void red_relaxed_gpu_global_add_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) += v; }
-inline void ld_relaxed_gpu_global_u32(u32& r, u64 address) { r = *reinterpret_cast<const u32*>(address); }
+inline void atom_relaxed_gpu_global_add_u32(u32& r, u64 address, u32 v) {
+    r = *reinterpret_cast<u32*>(address), red_relaxed_gpu_global_add_u32(address, v);
+}
+
+// What is awaited comes from a block of a lower number, which has run, or never.
+inline void ld_acquire_gpu_global_u32(u32& r, u64 address) {
+    const u32& flag = *reinterpret_cast<const u32*>(address);
+    if (!flag) emulated::wait_until_changed(flag, 0);
+    r = flag;
+}
 inline void ld_global_nc_u32(u32& r, u64 address) { memcpy(&r, reinterpret_cast<const void*>(address), sizeof r); }
 inline void ld_global_ca_u32(u32& r, u64 address) { ld_global_nc_u32(r, address); }
 inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
