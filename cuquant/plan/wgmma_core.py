@@ -116,7 +116,7 @@ _PAIR_STEPS = 0.985
 tensor cores set the pace."""
 _SHADOW_US = 1.1
 """What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
-_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.15, 4: 0.65}
+_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.3, 4: 0.8}
 """Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
 _MANY_GROUPS_US = 0.4
 """How much longer it takes until four warpgroups that share the columns of one have begun, and have met."""
@@ -133,7 +133,7 @@ anywhere: a tile may have a part more."""
 _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
-_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 13.0 / (128 * 256)
+_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 8.75 / (128 * 256)
 """What it takes to store an output, and to send it to another block and add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
