@@ -19,7 +19,8 @@ def assert_staged(fmt: cq.formats.Format, gemm: plan.Gemm, batch: int, capabilit
     table = table_of(*given, roomy, 1 + c.get("GATED", 0))[1]
     ring = c["WARPS"] * c["DEPTH"] * plan.layout(fmt.for_kernels).slot(c["ROW_TILES"])
     rows = c["ROW_TILES"] * c["ROW_WARPS"] * plan.layout(fmt.for_kernels).row * c["ROW_FACTORS"]
-    assert table + rows + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
+    sent = c["ROW_TILES"] * c["ROW_WARPS"] * 16 * c["GROUPS"] * 8 * 4 * (c["CLUSTER"] > 1)
+    assert table + rows + sent + ring + batch * (gemm.chunk * 128 + 16) <= gemm.plan.shared
     if c["RESIDENT"] == 2 and capability >= 80:
         multiprocessor = {80: 164, 86: 100, 87: 164, 89: 100, 120: 100}.get(capability, 228) << 10
         static = (1 << 10) if "GATED" in c else 512  # of grouped products, of others at most

@@ -118,6 +118,23 @@ def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str, monkeypatch
     np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "int4-32"])
+def test_repack_where_scales_have_no_room(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows too long for shared memory they wait in global memory until they are lifted."""
+    shape = (40, 1024)
+    raw = random_blocks(name, shape)
+    cupy, usual = device.cupy(), cq.from_blocks(device.cupy().asarray(raw), name, shape).prepare()
+    monkeypatch.setattr(plan.blocks, "_kept_scales", lambda *sizes: 0)
+    plan.repack.cache_clear()
+    w = cq.from_blocks(cupy.asarray(raw), name, shape).prepare()
+    monkeypatch.undo()
+    plan.repack.cache_clear()
+    end = w.fragments().planes.row + 3 * plan.layout(w.format.for_kernels).row
+    made, expected = (as_numpy(each.fragments().buffer[:end]) for each in (w, usual))
+    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(as_numpy(w.blocks), raw)
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q5_0"])
 def test_the_fragment_layout_is_the_picture(name: str) -> None:
     raw = random_blocks(name, (32, 128))

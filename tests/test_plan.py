@@ -316,6 +316,18 @@ def test_quantizing_plans_cover_all_threads() -> None:
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (250, 1, 1)  # in four rounds
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90), half=False).grid == (2 * 132, 1, 1)
     assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (6, 1, 1)
+    eight = plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33, plan.Gpu(90), half=False)
+    assert eight.grid == (3, 1, 1)  # runs of 16 tiles
+    two_runs = plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90), half=False).shared
+    # Scales wait in shared memory, 64 bytes a tile, where a multiprocessor has room for two such blocks.
+    assert plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90)).shared == two_runs + 33 * 64
+    room = (228 << 10) // 2
+    longest = max(
+        tiles
+        for tiles in range(2000)
+        if plan.repack(fmt, "to_fragments", 1, tiles, plan.Gpu(90)).shared > two_runs
+    )
+    assert room - 4096 < two_runs + longest * 64 < room
     assert plan.tiles(3, 17, 65) == (3 * ceil(17 / 16), ceil(65 / 64))
     for rows, k in combinations((1, 132, 133, 5000), (32, 96, 4096, 14336, plan.LONGEST_ROW)):
         launch = plan.activations("quantize_rows", cq.formats.get("q8_1"), rows, k)

@@ -44,9 +44,10 @@ def tile_of(gemm: plan.Gemm) -> str:
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
-    """Of products in 29 formats, of shapes of many models, what is taken is 1% slower than the best in the
-    mean where it was measured; where it was not, it counts as the slowest that was."""
-    slower, of_known, others = [], [], 0
+    """Of products in 30 formats, of shapes of many models, what is taken is 1% slower than the best in the
+    mean where it was measured; where it was not, it counts as the slowest that was. So it is of those for
+    which clusters were measured."""
+    slower, of_known, near_clusters, others = [], [], [], 0
     for (name, m, n, k), times in measured("decode-tiles.txt"):
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
         tile = tile_of(gemm)
@@ -56,6 +57,11 @@ def test_tiles_are_those_that_were_fastest() -> None:
         us = times.get(tile)
         slower.append((us or max(times.values())) / min(times.values()))
         of_known += slower[-1:] if us else []
+        near_clusters += (
+            slower[-1:] if any(each[-1].isdigit() and each.split(".")[1] != "1" for each in times) else []
+        )
+    assert len(near_clusters) > 100
+    assert np.mean(near_clusters) < 1.02
     assert others < 50
     assert len(of_known) > 0.92 * len(slower)
     assert np.mean(of_known) < 1.012

@@ -19,14 +19,18 @@ def tile_of(gemm: plan.Gemm) -> str:
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
-    """Of eight formats, 5 to 512 rows and 23 shapes of models what is taken is 1% slower than the best in the
-    mean where it was measured; where it was not, it counts as the slowest that was."""
-    slower, of_known = [], []
+    """Of eight formats, 5 to 512 rows and 22 shapes of models what is taken is 1% slower than the best in the
+    mean where it was measured; where it was not, it counts as the slowest that was. So it is of those for
+    which splits of K were measured."""
+    slower, of_known, near_splits = [], [], []
     for (name, m, n, k), times in measured("wgmma-tiles.txt"):
         gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
         us = times.get(tile_of(gemm))
         slower.append((us or max(times.values())) / min(times.values()))
         of_known += slower[-1:] if us else []
+        near_splits += slower[-1:] if any(tile.rstrip("s")[-2:] in (".2", ".4") for tile in times) else []
+    assert len(near_splits) > 100
+    assert np.mean(near_splits) < 1.02
     assert len(of_known) > 0.97 * len(slower)
     assert np.mean(of_known) < 1.012
     assert np.quantile(of_known, 0.9) < 1.04

@@ -141,6 +141,9 @@ _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 ROOMY_BATCH = 64
 """Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
+_BESIDE, _ENOUGH = 32, 4
+"""Batch rows up to which the sums that a split's blocks send have a place beside the ring, if that leaves so
+many stages."""
 BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
@@ -193,10 +196,6 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float
     return max(instructions, tensor, read * (1 + waits))
 
 
-_BESIDE = 32
-"""Batch rows up to which sums of a split have a place beside the ring (BESIDE in kernels/core/wgmma.cuh)."""
-
-
 def _shared_room(tile: Tile) -> int:
     """Bytes of shared memory of a block; whole KB of one that is to share it, as the ring starts at one."""
     return shared_limit(90) if tile.resident == 1 else shared_limit(90, 2) >> 10 << 10
@@ -214,8 +213,8 @@ def _stage_bytes(fmt: Format, tile: Tile) -> int:
 
 def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     """Batch rows for whose results a block has room: all, if four stages are left, or half, or none; and
-    bytes of these, of sums on their way out, and of K groups'; of a split all of them, or the latter, take
-    the ring's place.
+    bytes of these, of sums on their way out, and of K groups'. Of a split all take the ring's place, or, if
+    what is sent is beside it, K groups' alone, which then do not count.
 
     Of little work the results are few, and registers scarce. A grouped product, which has `sides`, stores its
     results at once; with two sides and one row block, when warps have traded half of a chunk's, twice.
@@ -228,8 +227,10 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     # Few sums of K groups are added up where those of a split are (MEET in kernels/core/wgmma.cuh).
     together = tile.batch == 16 and not turned
     meeting = tile.batch * (tile.rows + 4) * 4
+    if split > 1 and together:
+        return 0, tile.k_groups * meeting
     if split > 1:
-        return 0, tile.k_groups * meeting if together else meeting + gathered * (tile.batch > _BESIDE)
+        return 0, meeting + gathered * (not _sends_beside(fmt, tile, split))
     if together and tile.k_groups > 1:
         sums = tile.k_groups * meeting
     else:
@@ -243,6 +244,16 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     return room, max(sums, tile.rows * room * 2)
 
 
+def _sends_beside(fmt: Format, tile: Tile, split: int) -> bool:
+    """Whether the sums that blocks of a split send each other have a place beside the ring, so that they need
+    not wait until others have read their stages: of few batch rows, unless a short ring were shorter yet."""
+    if split == 1 or tile.batch > _BESIDE:
+        return False
+    sent = tile.batch * (tile.rows + 4) * 4 * (tile.k_groups if tile.batch == 16 else 1)
+    room, stage = _shared_room(tile) - _table(fmt, tile)[1], _stage_bytes(fmt, tile)
+    return (room - sent) // stage >= min(_ENOUGH, room // stage)
+
+
 def _trades(tile: Tile, sides: int) -> bool:
     """Whether warps of a warpgroup have different sides' rows."""
     return sides == 2 and tile.blocks == 1
@@ -253,7 +264,8 @@ def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
-    ring -= 0 if split > 1 and tile.batch > _BESIDE else _staged(fmt, tile, split, sides)[1]
+    if split == 1 or _sends_beside(fmt, tile, split):
+        ring -= _staged(fmt, tile, split, sides)[1]
     return min(8, ring // _stage_bytes(fmt, tile))
 
 
@@ -442,11 +454,12 @@ def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
     copies, table = _table(fmt, tile, sides)
-    ring_place = split > 1 and batch > _BESIDE
-    shared = table + (max(stages * stage, staged) if ring_place else stages * stage + staged)
+    beside = _sends_beside(fmt, tile, split)
+    shared = table + (stages * stage + staged if split == 1 or beside else max(stages * stage, staged))
     shared = lone(shared, 90) if resident == 1 else shared
     constants = {"BATCH": batch, "ROW_BLOCKS": blocks, "GROUPS": groups, "K_GROUPS": k_groups}
-    constants |= {"K_TILES": k_tiles, "SPLIT": split, "PAIR": pair, "STREAM": int(shares)}
+    constants |= {"K_TILES": k_tiles, "SPLIT": split, "BESIDE": int(beside), "PAIR": pair}
+    constants |= {"STREAM": int(shares)}
     constants |= {"STAGES": stages, "ROOM": room, "RESIDENT": resident}
     kernel = gemm_kernel(fmt, Core.WGMMA, copies, constants, shared)
     threads = (groups * k_groups + 1) * 128

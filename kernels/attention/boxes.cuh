@@ -63,7 +63,7 @@ struct Place {
             for (int s = 0; s < DEPTH; s++, place.next())
                 barrier_init(place.filled(), 1), barrier_init(place.left(), BOX_HEADS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barrier_init_fence();
     }
 };
 

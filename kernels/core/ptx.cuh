@@ -277,7 +277,8 @@ DEVICE void count_up(u32* counter) {
                  "red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(counter) : "memory");
 }
 
-// The same by a thread of each of so many blocks, of which the last one knows that it is.
+// The same by a thread of each of so many blocks, of which the last one knows that it is, but may not read what others have
+// written.
 DEVICE bool is_last(u32* counter, u32 blocks) {
     if (blocks == 1) return true;
     u32 others;
@@ -303,7 +304,7 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.alig
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
-// They do when all that they have done at others' barriers is done.
+// They meet when their arrivals at each other's barriers are done.
 DEVICE void cluster_leave() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     cluster_wait();

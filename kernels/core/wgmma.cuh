@@ -32,8 +32,8 @@
 #include "grouped.cuh"
 
 #if __CUDA_ARCH__ == 900
-template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, int PAIR,
-          bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
+template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, bool BESIDE,
+          int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
 DEVICE void wgmma(const P& p) {
     constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
     constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
@@ -49,9 +49,6 @@ DEVICE void wgmma(const P& p) {
     // Whether the K groups' sums are added up when results are stored, as those of a split are: if they are few. Else, and
     // if they are an expert's, are to be turned, or are left to another block, the first K group adds them up before.
     constexpr bool MEET = K_GROUPS > 1 && BATCH == 16 && !TURNS && !P::GROUPED;
-    // Whether the sums that a split's blocks send each other have a place of their own: then they need not wait until the
-    // others have read their stages.
-    constexpr bool BESIDE = SPLIT > 1 && BATCH <= 32;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
     constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
@@ -63,7 +60,8 @@ DEVICE void wgmma(const P& p) {
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
     using Left = LeftSums<GROUPS, SUMS, STAGE>;
-    // After a codebook's table stages, then staged sums (of a split they take the stages' place, or K groups' alone).
+    // After a codebook's table stages, then staged sums. Of a split they take the stages' place, but for what is sent BESIDE
+    // them: then blocks need not wait until the others have read their stages.
     using Tables = Codecs<C, P::TABLES>;
     u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
     static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");

@@ -229,9 +229,8 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 //
 // Of formats with ROW_FACTORS scales are lifted, and the row plane is filled, when a row tile is done; found[2] and [3] are
 // lift_rows.cuh's. E8M0 scales are as they were: ops/center.cu has to know the greatest and the least, found[5] and [6].
-// Other GPUs' shared memory has room for fewer blocks, which may have more registers. In all it has
-// `room`, if that is more than for two runs also for a row tile's scales.
-extern "C" __global__ void __launch_bounds__(THREADS, __CUDA_ARCH__ >= 900 ? CUQUANT_RESIDENT : 1)
+// A block has `room` bytes of shared memory: for two runs, and, if that is more, for a row tile's scales.
+extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              s64 bytes, u32* factors, int room, u32* found) {
     static_assert(IMAGE == CUQUANT_IMAGE, "host and device disagree about shared memory");
