@@ -109,6 +109,12 @@ class Fragments:
     matrices: dict[int, Fragments] = field(default_factory=dict, compare=False, repr=False)
     """Of a stack whose matrices are multiplied one by one: those that were asked for, in the same memory."""
 
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Row tiles of all matrices, and the tiles of each along K."""
+        *lead, n, k = self.shape
+        return plan.tiles(prod(lead), n, k)
+
     @cached_property
     def weight(self) -> problem.Weight:
         """What a product has to know of it."""
@@ -183,7 +189,7 @@ def fill(made: Fragments, blocks: Any, found: Any) -> None:
     ends = (np.int64(blocks.nbytes), np.uint64(at.row), np.int32(step.shared), found)
     jit.launch(step, blocks, *_operands(made), *ends)
     if own.scaling == "e8m0":
-        nbytes = prod(plan.tiles(prod(made.shape[:-2]), *made.shape[-2:])) * plan.layout(own).scale
+        nbytes = prod(made.tiles) * plan.layout(own).scale
         jit.launch(plan.center(nbytes), np.uint64(at.scale), np.int64(nbytes), found)
 
 
@@ -296,13 +302,11 @@ def _blocks(fragments: Fragments) -> Any:
 
 def _step(entry: str, fragments: Fragments) -> plan.Plan:
     """How a weight is brought to the fragment layout, or back."""
-    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
-    return plan.repack(fmt, entry, *plan.tiles(prod(lead), n, k), jit.gpu(), fragments.half)
+    return plan.repack(fragments.fmt.for_repacking, entry, *fragments.tiles, jit.gpu(), fragments.half)
 
 
 def _operands(fragments: Fragments) -> tuple[Any, ...]:
     """Of both: tiles, rows, blocks of a row, and addresses of the planes of tiles."""
-    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
-    tiles = prod(plan.tiles(prod(lead), n, k))
+    fmt, (*_, n, k) = fragments.fmt.for_repacking, fragments.shape
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
-    return np.int64(tiles), np.int32(n), np.int32(k // fmt.block_size), *planes
+    return np.int64(prod(fragments.tiles)), np.int32(n), np.int32(k // fmt.block_size), *planes

@@ -226,7 +226,7 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     turned = turns_sums(fmt, tile, split)
     # Few sums of K groups are added up where those of a split are (MEET in kernels/core/wgmma.cuh).
     together = tile.batch == 16 and not turned
-    meeting = tile.batch * (tile.rows + 4) * 4
+    meeting = _meeting_bytes(tile)
     if split > 1 and together:
         return 0, tile.k_groups * meeting
     if split > 1:
@@ -244,12 +244,17 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
     return room, max(sums, tile.rows * room * 2)
 
 
+def _meeting_bytes(tile: Tile) -> int:
+    """Of a tile's sums where they are added up: batch rows, and 4 floats between banks."""
+    return tile.batch * (tile.rows + 4) * 4
+
+
 def _sends_beside(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether the sums that blocks of a split send each other have a place beside the ring, so that they need
     not wait until others have read their stages: of few batch rows, unless a short ring were shorter yet."""
     if split == 1 or tile.batch > _BESIDE:
         return False
-    sent = tile.batch * (tile.rows + 4) * 4 * (tile.k_groups if tile.batch == 16 else 1)
+    sent = _meeting_bytes(tile) * (tile.k_groups if tile.batch == 16 else 1)
     room, stage = _shared_room(tile) - _table(fmt, tile)[1], _stage_bytes(fmt, tile)
     return (room - sent) // stage >= min(_ENOUGH, room // stage)
 
