@@ -353,7 +353,8 @@ class Transposed(_Packed):
     is_transposed_array = True
 
     def __init__(self, base: QuantizedArray) -> None:
-        check.can_transpose(base.shape)
+        if len(base._shape) < 2:
+            check.can_transpose(base._shape)
         self._base = base
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import activations, buffers, check, cpu, cuda_exl3, cuda_trellis, device, jit, plan, problem, repeats
+from . import (
+    activations,
+    buffers,
+    check,
+    cpu,
+    cuda_exl3,
+    cuda_trellis,
+    device,
+    jit,
+    plan,
+    problem,
+    repeats,
+    streams,
+)
 from .activations import Blocks, Operand, Rows, Step
 from .array import QuantizedArray
 from .formats import Format
@@ -354,14 +367,15 @@ def _launch(
     ready: Ready, x: int, factors: int, out: int, bias: int, residual: int, sums: int = 0, flags: int = 0
 ) -> None:
     """Start the product itself, with rows of x and their factors at these addresses."""
-    launch = ready.launch
-    argument = problem.filled(ready.argument, x, factors, out, bias, residual, sums, flags)
+    launch, known = ready.launch, ready.argument
+    own = jit.prepared(device.cupy().cuda.runtime.getDevice(), launch.plan, len(known))
+    problem.fill(own.arguments, known, x, factors, out, bias, residual, sums, flags)
     for which, tensor in enumerate(launch.maps):
         if tensor is not None:
-            problem.set_map(argument, which, buffers.tensor_map(x, tensor))
+            problem.set_map(own.arguments, which, buffers.tensor_map(x, tensor))
     if launch.out_map is not None and out % 16 == 0:
-        problem.set_out_map(argument, buffers.tensor_map(out, launch.out_map))
-    jit.launch_packed(launch.plan, argument)
+        problem.set_out_map(own.arguments, buffers.tensor_map(out, launch.out_map))
+    own(*streams.current())
 
 
 def _output(out: Any) -> problem.Output:

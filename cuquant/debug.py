@@ -65,6 +65,11 @@ class config:
         return f"config(debug={self.debug})"
 
 
+def is_on() -> bool:
+    """Whether operations print."""
+    return _state["debug"]
+
+
 def shown(operation: Callable[P, R]) -> Callable[P, R]:
     """An operation that prints its operands and its result while debugging is on."""
     signature = inspect.signature(operation)

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,15 +49,23 @@ def launch(plan: Plan, *arguments: Any) -> None:
 
 def launch_packed(plan: Plan, arguments: bytes | bytearray, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
-    number = device.cupy().cuda.runtime.getDevice()
-    prepared(number, plan, len(arguments), offsets)(*streams.current(), arguments)
+    own = prepared(device.cupy().cuda.runtime.getDevice(), plan, len(arguments), offsets)
+    own.arguments[:] = arguments
+    own(*streams.current())
 
 
-def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> _Launch:
+def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...] = (0,)) -> _Launch:
     """What starts a plan's kernel, on a stream that it may overlap its predecessor on or not
-    (`streams.current`), with so many bytes of arguments at these offsets; only the thread that asks may use
-    it."""
-    return _prepared.launch(device_id, plan, size, offsets)
+    (`streams.current`), with so many bytes of `arguments` at these offsets, which are to be written before;
+    only the thread that asks may use it."""
+    launches = _prepared.launches
+    key = device_id, id(plan), size, offsets  # the launch has the plan, so that no other has its id
+    found = launches.get(key)
+    if found is None:
+        if len(launches) == _MOST_PREPARED:
+            launches.clear()
+        found = launches[key] = _Launch(device_id, plan, size, offsets)
+    return found
 
 
 class Call(NamedTuple):
@@ -102,9 +110,10 @@ class _Launch:
     """One thread's launch of a plan on a device: everything but the stream and the arguments is filled in."""
 
     def __init__(self, device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> None:
+        self._plan = plan
         self._function = ctypes.c_void_p(_function(device_id, plan.kernel).kernel.ptr)
         self._buffer = ctypes.create_string_buffer(size)
-        self._bytes = memoryview(self._buffer).cast("B")
+        self.arguments = memoryview(self._buffer).cast("B")
         attributes = (_Attribute * 2)()
         count = 0
         if plan.cluster > 1:
@@ -122,8 +131,7 @@ class _Launch:
         self._call = (ctypes.byref(self._config), self._function, self._arguments, None)
         self._start = device.driver().cuLaunchKernelEx
 
-    def __call__(self, stream: int, overlaps: bool, arguments: bytes | bytearray) -> None:
-        self._bytes[:] = arguments
+    def __call__(self, stream: int, overlaps: bool) -> None:
         self._config.stream = stream
         if overlaps is not self._overlaps:
             self._overlaps, self._config.count = overlaps, self._counts[overlaps]
@@ -139,10 +147,12 @@ class _Prepared(threading.local):
     """Launches of this thread: the driver reads their memory while the interpreter may run another thread."""
 
     def __init__(self) -> None:
-        self.launch = lru_cache(maxsize=1024)(_Launch)
+        self.launches: dict[tuple[int, int, int, tuple[int, ...]], _Launch] = {}
 
 
 _prepared = _Prepared()
+_MOST_PREPARED = 1024
+"""Launches of a thread; then it starts anew."""
 
 
 def encode_map(

@@ -108,7 +108,7 @@ class Launch(NamedTuple):
     """
 
     plan: plan.Plan
-    maps: tuple[Map | None, Map | None]
+    maps: tuple[Map | None, ...]
     out_map: Map | None
     straight: bool
     numbers: bytes
@@ -118,7 +118,7 @@ class Launch(NamedTuple):
     turns_sums: bool
 
     def argument(self, w: Planes, values: int, signs: int) -> bytes:
-        """The kernel's argument for a weight, but for what `filled` adds; addresses of W's planes, its
+        """The kernel's argument for a weight, but for what `fill` adds; addresses of W's planes, its
         codebook and the signs of its columns."""
         ends = _ADDRESSES.pack(w.low, w.high, w.scale, *(0,) * 7, values, w.group)
         straight = self.straight and self.out_map is None
@@ -130,20 +130,19 @@ _OPERANDS, _OPERANDS_AT = struct.Struct("<7q"), _MAPS * 128 + 3 * 8
 _STRAIGHT_AT = _MAPS * 128 + _ADDRESSES.size + _NUMBERS.size
 
 
-def filled(argument: bytes, *addresses: int) -> bytearray:
-    """A kernel's argument with addresses of x, its row factors, out, bias, residual, partial sums and their
-    flags."""
-    whole = bytearray(argument)
-    _OPERANDS.pack_into(whole, _OPERANDS_AT, *addresses)
-    return whole
+def fill(argument: memoryview, known: bytes, *addresses: int) -> None:
+    """Write a kernel's argument, with addresses of x, its row factors, out, bias, residual, partial sums and
+    their flags."""
+    argument[:] = known
+    _OPERANDS.pack_into(argument, _OPERANDS_AT, *addresses)
 
 
-def set_map(argument: bytearray, which: int, map: bytes) -> None:
+def set_map(argument: memoryview, which: int, map: bytes) -> None:
     """Let the copy engine read x by this one of its maps."""
     argument[128 * which : 128 * (which + 1)] = map
 
 
-def set_out_map(argument: bytearray, map: bytes) -> None:
+def set_out_map(argument: memoryview, map: bytes) -> None:
     """Let it store results by this one."""
     set_map(argument, _OUT_MAP, map)
     argument[_STRAIGHT_AT] = 1
@@ -263,7 +262,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.passing),
         w.factor,
     )
-    maps: tuple[Map | None, Map | None] = (None, None)
+    maps: tuple[Map | None, ...] = ()
     # What a tile has beyond the last row stays what it is: it makes results that nobody stores.
     if gemm.box:  # axes that x lacks have extent 1, and any stride
         dims = [extent if step else 1 for extent, step in zip(extents, steps[1], strict=True)]

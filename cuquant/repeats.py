@@ -2,9 +2,9 @@
 
 Types, shapes, strides and dtypes of all operands, the words beside them, and whether x starts on 16 bytes
 decide whether a call is right and how its kernels are launched. They are a key, in a table of each weight (of
-gate, for mixtures of experts), or of this module where there is none. What is asked again is where the arrays
-lie: on the current GPU, and the result apart from what is read. Where first and last bytes leave that open,
-the call is checked as a new one is. In a loop over small products the host sets the pace.
+gate, for mixtures of experts) or cache, or of this module where there is none. What is asked again is where
+the arrays lie: on the current GPU, and the result apart from what is read. Where first and last bytes leave
+that open, the call is checked as a new one is. In a loop over small products the host sets the pace.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ MOST, FEW = 64, 4
 _Span = tuple[int, int, int]
 """Of an array: bytes from its first element's address to its lowest byte, and to behind its highest; and the
 bits that the address of a number does not have."""
+_NOWHERE = 0, 0, 0
 
 
 class Repeat(NamedTuple):
@@ -35,16 +36,16 @@ class Repeat(NamedTuple):
     work: Any
     """What the backend does; it takes addresses."""
     shape: tuple[int, ...]
-    """Of the result, as its dtype."""
-    dtype: np.dtype[Any]
+    """Of the result, as its dtype; what is appended to a cache has none."""
+    dtype: np.dtype[Any] | None
     weights: tuple[tuple[int, int], ...]
     """Addresses between which each weight lies."""
     x: _Span
     out: _Span
     others: tuple[tuple[int, _Span], ...]
     """Of what else is read, and the residual behind it, those that are there, with their numbers."""
-    most: int
-    """Of all of these, there or not."""
+    nowhere: list[int]
+    """Zeros for all of these, there or not."""
     in_place: bool
     """Whether the residual, if it starts where `out` does, is `out`."""
 
@@ -69,9 +70,9 @@ class Repeat(NamedTuple):
             for low, high in self.weights:
                 if first < high and low < end:
                     return None
-        found = [start, *(0,) * self.most, to]
+        found = [start, *self.nowhere, to]
         for at, (low, high, odd) in self.others:
-            is_residual = at == self.most - 1
+            is_residual = at == len(self.nowhere) - 1
             data = (residual if is_residual else reads[at]).data
             start = data.ptr
             if data.device_id != here or start & odd:
@@ -99,6 +100,11 @@ routed: Known = {}
 def of(w: Any) -> Known | None:
     """Of a weight that was prepared for kernels: products with it."""
     return w._fragments.repeats if type(w) is QuantizedArray and w._fragments is not None else None
+
+
+def of_cache(cache: Any) -> Known | None:
+    """Of a cache on a GPU: appends to it, and attention over it."""
+    return getattr(getattr(cache, "_appender", None), "repeats", None)
 
 
 def prepared(experts: Any) -> tuple[Fragments, Fragments, Fragments] | None:
@@ -142,7 +148,7 @@ def remember(
     residual: Any = None,
     out: Any = None,
     *,
-    result: Any,
+    result: Any = None,
     weights: tuple[Any, ...] = (),
 ) -> None:
     """That a call was checked and done, by `work`, with weights in this memory."""
@@ -150,13 +156,13 @@ def remember(
     others = *reads, residual
     repeat = Repeat(
         work,
-        result.shape,
-        result.dtype,
+        () if result is None else result.shape,
+        None if result is None else result.dtype,
         tuple((weight.data.ptr, weight.data.ptr + weight.nbytes) for weight in weights),
         _span(given),
-        _span(result),
+        _NOWHERE if result is None else _span(result),
         tuple((at, _span(array)) for at, array in enumerate(others) if array is not None),
-        len(others),
+        [0] * len(others),
         residual is not None and (residual.strides, residual.dtype) == (result.strides, result.dtype),
     )
     if len(known) >= (FEW if isinstance(known, Some) else MOST):
@@ -174,18 +180,19 @@ def _key(
     words: tuple[Any, ...], kind: Any, x: Any, reads: tuple[Any, ...], residual: Any, out: Any
 ) -> tuple[Any, ...]:
     data = x.data
-    key = [words, kind, data.device_id, data.ptr % 16 == 0]
-    for array in (x, *reads, residual, out):
-        if array is None:
-            key.append(None)
-        else:
-            key += type(array), array.shape, array.strides, array.dtype
-    return tuple(key)
+    key: tuple[Any, ...]
+    key = (words, kind, data.device_id, data.ptr & 15 == 0, type(x), x.shape, x.strides, x.dtype)
+    if out is not None:
+        key += (type(out), out.shape, out.strides, out.dtype)
+    for at, array in enumerate((*reads, residual)):
+        if array is not None:
+            key += (at, type(array), array.shape, array.strides, array.dtype)
+    return key
 
 
 def _span(array: Any) -> _Span:
     if array.size == 0:
-        return 0, 0, 0
+        return _NOWHERE
     ends = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides, strict=True)]
     size = array.itemsize
     return sum(end for end in ends if end < 0), sum(end for end in ends if end > 0) + size, size - 1

@@ -63,9 +63,11 @@ def launch(steps: tuple[Template, ...], starts: tuple[int, ...]) -> None:
     """Start them one after the other, with pieces of memory that start at these addresses."""
     here, stream = device.cupy().cuda.runtime.getDevice(), streams.current()
     for plan, known, offsets, places, tensors in steps:
-        argument = bytearray(known)
+        own = jit.prepared(here, plan, len(known), offsets)
+        argument = own.arguments
+        argument[:] = known
         for at, memory, offset in places:
             _ADDRESS.pack_into(argument, at, starts[memory] + offset)
         for at, (tensor, (memory, offset)) in tensors:
             argument[at : at + 128] = buffers.tensor_map(starts[memory] + offset, tensor)
-        jit.prepared(here, plan, len(argument), offsets)(*stream, argument)
+        own(*stream)

@@ -337,13 +337,13 @@ def test_cells_of_passes_over_weights_in_a_record(header: dict[str, Any], tmp_pa
     facts: dict[str, Any] = {"op": "weights", "format": "q4_0", "N": 64, "K": 128}
     record = Record.start(path)
     record.add(WeightCell(**facts, work="prepare", us=5.0, floor_us=4.0, gbps=1.0))
-    record.add(WeightCell(**facts, work="call", us=9.0, floor_us=None, gbps=None))
+    record.add(WeightCell(**facts, work="repack", us=9.0, floor_us=None, gbps=1.0))
     record = Record.start(path)
-    assert facts | {"work": "call"} in record
+    assert facts | {"work": "repack"} in record
     assert facts | {"work": "restore"} not in record
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
     assert shown[-3:] == ["time", "/", "floor"]
-    assert [row[-1] for row in rows] == ["1.25", "9.0"]
+    assert [row[-1] for row in rows] == ["1.25", "1.0"]
 
 
 @pytest.mark.parametrize(

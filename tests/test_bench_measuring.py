@@ -6,6 +6,8 @@ import contextlib
 import importlib
 import sys
 import types
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from cells import cell
 
 from cuquant import device
-from cuquant.bench import Record, matmul, moe, peers, timing, weights
+from cuquant.bench import Record, host, matmul, moe, peers, timing, weights
 from cuquant.bench import record as records
 from cuquant.fragments import from_fragments
 
@@ -125,14 +127,44 @@ def test_cells_of_weights() -> None:
     record = Record(None, {})
     arguments: Any = (record, ["q4_0", "q5_k", "kbit3", "mxfp4", "trellis2-32"], [(320, 512)])
     cells = list(weights(*arguments))
-    calls = ["call", "call-f32", "call-q8_1"]
-    works = ["quantize", "encode", "dequantize", "prepare", "repack", "restore", *calls]
+    works = ["quantize", "encode", "dequantize", "prepare", "repack", "restore"]
     assert [(c.format, c.work) for c in cells] == [
         (f, w) for f in arguments[1] for w in works if f != "trellis2-32" or w not in ("quantize", "encode")
     ]
-    assert all((c.op, c.N, c.K) == ("weights", 320, 512) and c.us > 0 for c in cells)
-    assert all((c.gbps is None) == (c.work in calls) for c in cells)
+    assert all((c.op, c.N, c.K) == ("weights", 320, 512) and min(c.us, c.gbps) > 0 for c in cells)
     assert list(weights(*arguments)) == []
+
+
+@pytest.mark.gpu
+def test_cells_of_what_calls_take_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def once(call: Callable[[], Any], count: int) -> float:
+        calls.append(count)
+        call()
+        return 1.0
+
+    module = importlib.import_module("cuquant.bench.host")
+    for name, value in {"host_us": once, "warm_up": lambda: None, "EXPERT": (64, 128), "CONTEXT": 64}.items():
+        monkeypatch.setattr(module, name, value)
+    names, shapes = ["q4_0", "q5_k", "trellis3", "exl3-4-mcg"], [(128, 256)]
+    record = Record(None, {})
+    cells = list(host(record, names, shapes))
+    assert len(cells) == len(calls) == module.count(names, shapes) == 2 + 4 * 6 + 5
+    assert [c.work for c in cells[:6]] == ["CuPy kernel", "CuPy empty", *["matmul"] * 4]
+    assert {(c.work, c.bits) for c in cells if c.bits} == set(
+        product(("append", "attention"), ("4", "mixed"))
+    )
+    assert list(host(record, names, shapes)) == []
+
+
+@pytest.mark.gpu
+def test_a_wrong_call_is_no_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("cuquant.bench.host")
+    monkeypatch.setattr(module, "warm_up", lambda: None)
+    monkeypatch.setattr(module, "product_of", lambda x, w, out, **words: out)
+    with pytest.raises(RuntimeError, match="wrong result"):
+        list(host(Record(None, {}), ["q8_0"], [(64, 64)]))
 
 
 @pytest.mark.gpu

@@ -375,10 +375,10 @@ def test_warmup(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(jit, "_modules", modules)
             patch.setattr(jit, "_functions", {})
-            jit._prepared.launch.cache_clear()
+            jit._prepared.launches.clear()
             found = [operand @ there.mT for operand in (given, q)]
             device.cupy().cuda.Device().synchronize()
-            jit._prepared.launch.cache_clear()  # what they start goes with its module
+            jit._prepared.launches.clear()  # what they start goes with its module
         assert modules.keys() <= known
         dense = w.dequantize().astype(np.float64).swapaxes(-1, -2)
         for y, numbers in zip(found, (x, as_numpy(q.dequantize())), strict=True):

@@ -7,12 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from repeated import counting, there
+from repeated import counting, odd, there
 from test_gpu_kvcache import assert_same, both, put, tokens
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.kv import appender
+from cuquant.kv import appender, cuda
+from cuquant.kv.appender import Appender
 from cuquant.kv.tiers import Tier
 from cuquant.testing import as_numpy, nmse
 
@@ -224,6 +225,76 @@ def test_attentions_in_turn(options: Any) -> None:
                 attends(q, cache, **given, out=cupy.empty(q.shape, H))
         for words in ({}, {"positions": put(np.array([[4], [9]]))}, {"causal": False}) * 2:
             attends(there((2, 1, 8, 64)), cache, **words)
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often tokens were appended, and attention was asked for, with checks, and again."""
+    owners = {"append": Appender, "append_again": Appender, "attend": cuda, "attend_again": cuda}
+    counts = counting(monkeypatch, *owners, owners=list(owners.values()))
+
+    class Counts(dict[str, int]):
+        def __missing__(self, name: str) -> int:
+            return counts[list(owners).index(name)]
+
+    return Counts()
+
+
+@pytest.mark.parametrize("dtype", [F, H, B], ids=str)
+def test_steps_like_ones_before_are_not_checked_again(ways: dict[str, int], dtype: Any) -> None:
+    """Of other numbers, elsewhere, with a result that is given or not: the same as on the CPU."""
+    a, b = both(2, 64, 40, 2, (8, 4))
+    held = []
+    for step in range(6):
+        k, v = (x.astype(dtype) for x in tokens(2, 1, 2, 64, seed=step))
+        q = there((2, 1, 8, 64), dtype, step)
+        held += [put(k), put(v), q, device.cupy().empty_like(q)]
+        a.append(k, v)
+        b.append(held[-4], held[-3])
+        attends(q, b)
+        attends(q, b, out=held[-1])
+        attends(q, b, scale=0.3)
+    assert_same(a, b)
+    assert (ways["append"], ways["append_again"]) == (1, 5)
+    assert (ways["attend"], ways["attend_again"]) == (3, 15)
+    a.append(k, v, 4)
+    b.append(held[-4], held[-3], 4)
+    assert (ways["append"], ways["append_again"]) == (2, 5)
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("options", [*CALLS[3:], {"q": "apart"}, {"q": "odd"}])
+def test_calls_that_are_always_checked(ways: dict[str, int], options: dict[str, Any]) -> None:
+    """Those with a mask, of which the cache's length decides, or positions, and queries that are copied."""
+    cupy = device.cupy()
+    cache = cq.KVCache(2, 64, 60, 2, (8, 4), device="cuda")
+    cache.append(*map(put, tokens(2, 20, 2, 64)))
+    given = {n: put(a) if isinstance(a, np.ndarray) else a for n, a in options.items() if n != "q"}
+    q = there((2, 2, 8, 64), H)
+    if options.get("q") == "apart":
+        wide = cupy.zeros((2, 2, 8, 128), H)
+        wide[..., ::2] = q
+        q = wide[..., ::2]
+    for _ in range(3):
+        attends(odd(q) if options.get("q") == "odd" else q, cache, **given)
+    assert (ways["attend"], ways["attend_again"]) == ((1, 2) if options.get("q") == "odd" else (3, 0))
+
+
+def test_an_append_that_was_refused_is_an_error_of_what_is_repeated(ways: dict[str, int]) -> None:
+    cupy = device.cupy()
+    cache = cq.KVCache(2, 64, 2, 1, (8,), device="cuda")
+    k, v = map(put, tokens(1, 1, 2, 64))
+    q = there((1, 1, 8, 64))
+    for _ in range(2):
+        cache.append(k, v)
+        cq.attention(q, cache)
+    assert (ways["append_again"], ways["attend_again"]) == (1, 1)
+    for repeated in (lambda: cq.attention(q, cache), lambda: cache.append(k, v)):
+        cache.append(k, v, lengths=cupy.ones(1, np.int32))  # the host does not know how many these are
+        cupy.cuda.Device().synchronize()
+        with pytest.raises(ValueError, match="was refused and changed nothing"):
+            repeated()
+    assert (ways["append_again"], ways["attend_again"]) == (2, 2)
 
 
 def test_importance_that_is_tracked_from_now_on() -> None:

@@ -242,7 +242,34 @@ def test_the_driver_is_told_what_may_overlap(
     plan = Plan(Kernel("gemm", "gemm"), (8, 1, 1), 32, cluster=cluster, overlaps=overlaps)
     launch = jit._Launch(0, plan, ctypes.sizeof(ctypes.c_int), (0,))
     for stream_overlaps in (True, False, False, True):
-        launch(77, stream_overlaps, bytes(4))
+        launch(77, stream_overlaps)
     without = [jit._CLUSTER_DIMENSION] if cluster > 1 else []
     whole = [*without, jit._PROGRAMMATIC_SERIALIZATION] if overlaps and capability == 90 else without
     assert told == [whole, without, without, whole]
+
+
+def test_launches_are_prepared_once_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And plan, device, and place of the arguments; not more than are kept."""
+    made: list[tuple[Any, ...]] = []
+
+    class Launch:
+        def __init__(self, number: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> None:
+            self.plan = plan
+            made.append((number, plan, size, offsets))
+
+    monkeypatch.setattr(jit, "_Launch", Launch)
+    monkeypatch.setattr(jit, "_prepared", jit._Prepared())
+    plans = [Plan(Kernel("gemm", "gemm"), (blocks + 1, 1, 1), 32) for blocks in range(jit._MOST_PREPARED)]
+    asked = [(0, plans[0], 8, (0,)), (1, plans[0], 8, (0,)), (0, plans[0], 8, (0, 4)), (0, plans[1], 8, (0,))]
+    found = [jit.prepared(*given) for given in asked * 2]
+    assert found[:4] == found[4:]
+    assert made == asked
+
+    thread = threading.Thread(target=lambda: found.append(jit.prepared(*asked[0])))
+    thread.start()
+    thread.join()
+    assert found[-1] not in found[:-1]
+    for plan in plans:
+        jit.prepared(0, plan, 16)
+        assert len(jit._prepared.launches) <= jit._MOST_PREPARED
+    assert jit.prepared(*asked[0]) is not found[0]

@@ -21,16 +21,18 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is started, by which thread's launch on which stream of which device; whether it may overlap."""
     found: list[Any] = []
 
-    def prepared(*given: Any) -> Any:
-        def start(stream: int, overlaps: bool, argument: bytearray) -> None:
-            found.append((*given, stream, overlaps, bytes(argument)))
+    class Started:
+        def __init__(self, device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> None:
+            self.given = device_id, plan, size, offsets
+            self.arguments = memoryview(bytearray(size))
 
-        return start
+        def __call__(self, stream: int, overlaps: bool) -> None:
+            found.append((*self.given, stream, overlaps, bytes(self.arguments)))
 
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3))
     monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(streams, "current", lambda: (77, False))
-    monkeypatch.setattr(jit, "prepared", prepared)
+    monkeypatch.setattr(jit, "prepared", Started)
     monkeypatch.setattr(buffers, "tensor_map", lambda address, map: struct.pack("<Q120x", address))
     return found
 

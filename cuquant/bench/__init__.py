@@ -3,6 +3,7 @@
 from . import peers
 from .attention import AttentionCell, attend
 from .dequant import DequantCell, dequant
+from .host import HostCell, host
 from .matmul import Cell, matmul
 from .moe import MoeCell, moe
 from .record import Record
@@ -13,12 +14,14 @@ __all__ = [
     "AttentionCell",
     "Cell",
     "DequantCell",
+    "HostCell",
     "MoeCell",
     "Record",
     "TunedCell",
     "WeightCell",
     "attend",
     "dequant",
+    "host",
     "matmul",
     "moe",
     "peers",

@@ -84,17 +84,17 @@ def attend(
 def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell | None:
     cupy = device.cupy()
     batch, heads, kv_heads, context = (key[name] for name in ("batch", "heads", "kv_heads", "context"))
-    rooms = {b: int(context * share) for b, share in WIDTHS[key["bits"]].items()}
+    rooms = rooms_of(key["bits"], context)
     per_token = {
         b: kv_heads * (2 * codes.packed_dim(HEAD_DIM, b) * codes.dtype(b).itemsize + 16) for b in rooms
     }
     size = batch * sum(n * per_token[b] for b, n in rooms.items())
     if not _fits(size * rotation(size)):
         return None
-    caches = [_random_cache(batch, kv_heads, rooms, seed) for seed in range(rotation(size))]
+    caches = [random_cache(batch, kv_heads, rooms, seed) for seed in range(rotation(size))]
     q = cupy.random.standard_normal((batch, 1, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
     out = cupy.empty_like(q)
-    error = _error(q, caches[-1], out)
+    error = sampled_error(q, caches[-1], out)
     us, mhz = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
     del caches
@@ -109,7 +109,12 @@ def _fits(nbytes: int) -> bool:
     return bool(nbytes + SPARE <= cupy.cuda.runtime.memGetInfo()[0])
 
 
-def _random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) -> KVCache:
+def rooms_of(bits: str, context: int) -> dict[int, int]:
+    """How many of a sequence's tokens have each width."""
+    return {b: int(context * share) for b, share in WIDTHS[bits].items()}
+
+
+def random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) -> KVCache:
     """A full cache of random codes, and scales that make numbers of about one; slots in random order."""
     cupy = device.cupy()
     random = cupy.random.default_rng(seed)
@@ -136,7 +141,7 @@ def _random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) -
     return cache
 
 
-def _error(q: Any, cache: KVCache, out: Any) -> float:
+def sampled_error(q: Any, cache: KVCache, out: Any) -> float:
     """NMSE of one key head's queries of the first and the last sequence; RuntimeError beyond the bound."""
     out.view(np.uint8).fill(0xFF)
     attention(q, cache, out=out)

@@ -189,9 +189,10 @@ def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: i
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
     def call(w: _RandomWeight) -> None:
-        argument = launch.argument(w.addresses, values.data.ptr, 0)
-        operands = (x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0)
-        jit.launch_packed(launch.plan, problem.filled(argument, *operands))
+        known = launch.argument(w.addresses, values.data.ptr, 0)
+        argument = bytearray(len(known))
+        problem.fill(memoryview(argument), known, x.data.ptr, 0, out.data.ptr, 0, 0, 0, 0)
+        jit.launch_packed(launch.plan, argument)
 
     out.fill(np.nan)
     call(weights[-1])

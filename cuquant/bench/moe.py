@@ -86,7 +86,7 @@ def moe(
         dense = {m: _cublas_us(own[0], n, k) for m, own in routings.items()}
         for name in names:
             todo = [key for key in missing if key["format"] == name]
-            stacks = _random_experts(name, experts, n, k) if todo else None
+            stacks = random_experts(name, experts, n, k) if todo else None
             for key in todo:
                 cell = _cell(key, stacks, routings[key["M"]], dense[key["M"]])
                 record.add(cell)
@@ -105,7 +105,7 @@ def _routings(tokens: int, experts: int, top_k: int, size: int) -> list[Routing]
     return [route(cupy.asarray(one), top_k) for one in logits]
 
 
-def _random_experts(name: str, count: int, n: int, k: int) -> Experts:
+def random_experts(name: str, count: int, n: int, k: int) -> Experts:
     """Stacks of which every expert has the same rows in another order, prepared."""
     return Experts(*(_stack(name, count, *shape) for shape in ((n, k), (n, k), (k, n))))
 
@@ -133,7 +133,7 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
         given = quantize(x, "q8_1") if key["activation"] == "q8_1" else x
         return mixture_of(given, experts, *routing, out=out)
 
-    error = _error(call, x, experts, routings[0], out, key["activation"])
+    error = mixture_error(call, x, experts, routings[0], out, key["activation"])
     us, mhz = graph_us([lambda own=own: call(own) for own in routings])  # type: ignore[misc]
     hit = float(np.mean([len(np.unique(as_numpy(ids))) for ids, _ in routings]))
     moved = hit / key["experts"] * sum(w.nbytes for w in experts) + x.nbytes + out.nbytes
@@ -149,7 +149,7 @@ def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us:
     return MoeCell(**key, **measured, nmse=error, core=plan.core_of(made.gemm.plan.kernel))
 
 
-def _error(call: Any, x: Any, experts: Any, routing: Routing, out: Any, activation: str) -> float:
+def mixture_error(call: Any, x: Any, experts: Any, routing: Routing, out: Any, activation: str) -> float:
     """NMSE over random columns and some tokens, in float64; RuntimeError where it is no correct mixture."""
     cupy = device.cupy()
     out.view(np.uint8).fill(CANARY)

@@ -113,7 +113,7 @@ class Record:
 
     @property
     def op(self) -> str:
-        """What the first cell is of: "matmul", "moe", "attention", "dequant", "tune" or "weights"."""
+        """What the first cell is of: "matmul", "moe", "attention", "dequant", "tune", "weights" or "host"."""
         return str(self.cells[0]["op"]) if self.cells else "matmul"
 
     @property
@@ -283,6 +283,7 @@ _KEYS = {
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
     "tune": {"format", "M", "N", "K", "us", "usual_us", "tried", "core", "tile"},
     "weights": {"work", "format", "N", "K", "us", "floor_us", "gbps"},
+    "host": {"work", "format", "activation", "bits", "N", "K", "us"},
 }
 """What cells have, by what was measured."""
 _RATIOS = {

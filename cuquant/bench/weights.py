@@ -1,7 +1,4 @@
-"""What weights take apart from products: quantizing, dequantizing, preparing them for kernels, the way back.
-
-And what a product takes the host.
-"""
+"""What weights take apart from products: quantizing, dequantizing, preparing them, the way back."""
 
 from __future__ import annotations
 
@@ -17,19 +14,16 @@ from .. import cpu, cuda, cuda_trellis, device, formats
 from ..array import QuantizedArray
 from ..formats.trellis import Trellis
 from ..fragments import fill, from_fragments, nothing_found
-from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
-from .matmul import X_DTYPES, floor_us
+from .matmul import floor_us
 from .record import Record, rounded
-from .timing import call_us, graph_us, host_us, warm_up
+from .timing import call_us, graph_us, warm_up
 
 SHAPES = ((32768, 8192),)
 """2^28 numbers: many times what an L2 cache holds."""
 CHECKED_ROWS = 32
 KERNELS = ("encode", "repack")
 """Work that is measured in a replayed graph."""
-CALLS = {"call": "f16", "call-f32": "f32", "call-q8_1": "q8_1"}
-"""What x is in a call that the host is timed by; quantizing it to q8_1 is a part of that."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +32,8 @@ class WeightCell:
 
     `work` is "quantize" (of float16), "dequantize" (to float16), "prepare" (storage bytes to the fragment
     layout), "restore" (back to them), all as their caller sees them once the stream comes to them, waiting
-    for the GPU included; "encode" and "repack", the kernels of quantize and prepare alone, which do wait; or
-    a "call" (see CALLS): what one x @ W.T with a row of x and `out=` takes the host, of which the GPU sees
-    nothing as long as it has work. The floor counts what must be read and written once.
+    for the GPU included; or "encode" and "repack", the kernels of quantize and prepare alone, which do wait.
+    The floor counts what must be read and written once.
     """
 
     op: str
@@ -50,7 +43,7 @@ class WeightCell:
     K: int
     us: float
     floor_us: float | None
-    gbps: float | None
+    gbps: float
 
     def __str__(self) -> str:
         return f"{self.work} {self.format} {self.N}x{self.K}"
@@ -84,7 +77,7 @@ def weights(
 def works(fmt: formats.Format) -> tuple[str, ...]:
     """What is measured of a format."""
     encoding = ("quantize", "encode") if _quantizes(fmt) else ()
-    return (*encoding, "dequantize", "prepare", "repack", "restore", *CALLS)
+    return (*encoding, "dequantize", "prepare", "repack", "restore")
 
 
 def _quantizes(fmt: formats.Format) -> bool:
@@ -143,9 +136,6 @@ class _Given:
 
 
 def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
-    if key["work"] in CALLS:
-        us = _host_us(given.prepared, CALLS[key["work"]])
-        return WeightCell(**key, us=rounded(us), floor_us=None, gbps=None)
     run: Callable[[], Any] = getattr(given, key["work"])
     _CHECKS[key["work"]](key, given, run())
     us = graph_us([run]).us if key["work"] in KERNELS else call_us(run)
@@ -154,15 +144,6 @@ def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
     moved = given.weight.nbytes + (given.prepared.storage.nbytes if repacked else numbers)
     floor = rounded(floor_us(moved))
     return WeightCell(**key, us=rounded(us), floor_us=floor, gbps=rounded(moved / us * 1e-3))
-
-
-def _host_us(w: QuantizedArray, activation: str) -> float:
-    cupy = device.cupy()
-    n, k = w.shape
-    x, out = cupy.ones((1, k), X_DTYPES[activation]), cupy.empty((1, n), np.float16)
-    if activation == "q8_1":
-        return host_us(lambda: product_of(x, w.T, out=out, x_format="q8_1"))
-    return host_us(lambda: product_of(x, w.T, out=out))
 
 
 def _require(same: bool, key: dict[str, Any]) -> None:

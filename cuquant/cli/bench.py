@@ -19,8 +19,8 @@ def add(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "Time products, mixtures of experts, attention, conversions or passes over weights on this GPU, next "
-        "to other libraries and the bytes' floor; show a record.",
+        "Time products, mixtures of experts, attention, conversions, passes over weights or the host's part, "
+        "next to other libraries and the bytes' floor; show a record.",
         _left,
         replaces="plot",
     )
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         choices=tuple(kind for kind in _KINDS if kind != "tune"),
         help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
         "shapes; decode attention over quantized keys and values; ways to convert small codes to 16-bit "
-        "floats; or quantizing, dequantizing and preparing weights, and what a product takes the host",
+        "floats; quantizing, dequantizing and preparing weights; or what one call takes the host",
     )
     command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
     command.add_argument(
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
         "--shapes",
         metavar="NxK,...",
         type=_shape_list,
-        help="rows by columns of W (five; moe and dequant: 14336x4096, weights: 32768x8192)",
+        help="rows by columns of W (five; moe and dequant: 14336x4096, weights: 32768x8192, host: 4096x4096)",
     )
     command.add_argument(
         "--batches",
@@ -348,6 +348,16 @@ def _weights(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     return record, weights(record, names, shapes), cells * len(shapes)
 
 
+def _host(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of what calls take the host."""
+    from ..bench import Record, host
+    from ..bench.host import SHAPES, count
+
+    record = Record.start(arguments.record)
+    names, shapes = arguments.formats or _weight_formats(), arguments.shapes or list(SHAPES)
+    return record, host(record, names, shapes), count(names, shapes)
+
+
 _OPTIONS = {
     "formats": "format",
     "activations": "activation",
@@ -367,6 +377,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),
+    "host": ({"formats", "shapes"}, _host),
     "tune": ({"formats", "shapes", "batches"}, _tune),
 }
 """What can be measured: the options that it takes, and its cells."""

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import buffers, check, device, jit
+from ..plan import Plan
 from ..problem import DTYPES
+from ..repeats import Known, Repeat
 from . import codes, plan
 from .buckets import Buckets
 from .codes import BITS
@@ -48,6 +50,16 @@ def _host_word() -> NDArray[np.int32]:
         return _words.pop()
 
 
+class Appending(NamedTuple):
+    """A launch that appends tokens of one width, but for where everything lies."""
+
+    plan: Plan
+    numbers: bytes
+    bits: int
+    n: int
+    """Tokens of each sequence."""
+
+
 class Appender:
     """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
 
@@ -62,9 +74,12 @@ class Appender:
         self.buckets = Buckets()
         self._ticket = device.cupy().zeros(1, np.uint32)
         self._refused = _host_word()
+        self._word = self._refused.ctypes.data
         self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
         self._slots = np.zeros(cache.batch, np.int64)
         """Of `next_slots`, as far as the host knows."""
+        self.repeats: Known = {}
+        """What was checked: attention, and tokens of one width, as many for each sequence."""
         self._spare: dict[int, int] | None = None
         """Tokens of a width for which all sequences have room, or fewer; None where nobody has looked."""
 
@@ -110,19 +125,24 @@ class Appender:
         """Slots given out in the longest sequence, as far as the host knows."""
         return int(self._slots.max())
 
-    def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
-        """See KVCache.append; device arrays are taken as they are."""
+    def append(
+        self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any
+    ) -> Appending | None:
+        """See KVCache.append; device arrays are taken as they are.
+
+        Returns how others like them are, where there is room; None where that depends on more.
+        """
         slots, here = cache.next_slots, device.cupy().cuda.runtime.getDevice()
         if not k.data.device_id == v.data.device_id == slots.data.device_id == here:
             check.same_device(k=k, v=v, cache=slots)  # what it takes to say so, each append would wait for
         self.check(cache)
         batch, n = k.shape[:2]
-        if n and token_ids is None and lengths is None and type(bits) is int:
-            if self._spare is None:
-                self._spare = self._room(cache)
-            if n <= self._spare.get(bits, 0):
-                self._append_alike(cache, k, v, bits)
-                return
+        if n and token_ids is None and lengths is None and type(bits) is int and self._fits(cache, n, bits):
+            given = k.data.ptr, v.data.ptr
+            k, v = _readable(k, "k"), _readable(v, "v")
+            how, places = _appending(cache, k, v, bits), (k.data.ptr, v.data.ptr)
+            self._append_alike(cache, how, *places)
+            return how if places == given else None
         new, new_known = _lengths(lengths, batch, n)
         fresh: Any = True if new_known is None else np.arange(n) < new_known[:, None]
         widths, bits_known = _bits(bits, (batch, n), cache.bits, fresh)
@@ -134,7 +154,7 @@ class Appender:
             check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
             check.slot_range(int((self._slots + new_known).max()) - 1)
         if n == 0:
-            return
+            return None
         former = None
         if cache.auto_scales and not self._slots.all():
             check.may_take_memory(
@@ -144,8 +164,10 @@ class Appender:
             former = cache.key_scales.copy()
             _find_scales(cache, k, new, cache.auto_scales)
         tier_of, rank, adds = (None, None, None) if widths is None else _ranks(cache, widths, new)
-        tier = 0 if widths is not None else BITS.index(int(bits_known.flat[0]))
-        self._start(cache, k, v, tier, tier_of, rank, adds, ids, new)
+        width = BITS[0] if widths is not None else int(bits_known.flat[0])
+        k, v = _readable(k, "k"), _readable(v, "v")
+        how = _appending(cache, k, v, width)
+        self._start(cache, how, k.data.ptr, v.data.ptr, tier_of, rank, adds, ids, new)
         if former is not None:  # of tokens that were refused nothing stays
             device.cupy().copyto(cache.key_scales, former, where=(cache.next_slots == 0)[:, None, None])
         if not capturing and new_known is not None:
@@ -153,17 +175,34 @@ class Appender:
             self._slots += new_known
             for b, count in counts.items():
                 self._held[b] += count
+        return None
 
-    def _append_alike(self, cache: KVCache, k: Any, v: Any, bits: int) -> None:
+    def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:
+        """Tokens like some before, at these places; False where they may not fit, and nothing was done."""
+        self.check(cache)
+        how: Appending = known.work
+        fits = self._fits(cache, how.n, how.bits)
+        if fits:
+            self._append_alike(cache, how, *places[:2])
+        return fits
+
+    def _append_alike(self, cache: KVCache, how: Appending, k: int, v: int) -> None:
         """Tokens of one width, as many for each sequence, for which there is room."""
         capturing = device.is_capturing()
-        self._start(cache, k, v, BITS.index(bits))
+        self._start(cache, how, k, v)
         if not capturing:
-            n = k.shape[1]
-            assert self._spare is not None
-            self._spare = {b: spare - n for b, spare in self._spare.items()}
+            n, spare = how.n, self._spare
+            assert spare is not None
+            for bits in spare:
+                spare[bits] -= n
             self._slots += n
-            self._held[bits] += n
+            self._held[how.bits] += n
+
+    def _fits(self, cache: KVCache, n: int, bits: int) -> bool:
+        """Whether all sequences have room for so many tokens, and key scales, as far as the host knows."""
+        if self._spare is None:
+            self._spare = self._room(cache)
+        return n <= self._spare.get(bits, 0)
 
     def _room(self, cache: KVCache) -> dict[int, int]:
         """Tokens of each width that the fullest sequence has room for; none while key scales are to be found
@@ -175,19 +214,22 @@ class Appender:
         held = {b: int(self._held[b].max()) for b in cache.bits}
         return {b: min(most, room - held[b]) for b, room in rooms_of(cache.tiers).items()}
 
-    def _start(self, cache: KVCache, k: Any, v: Any, tier: int, *others: Any) -> None:
-        """The launch: tokens of a width, or `others`: each token's tier and rank, how many go to each tier,
-        ids, and how many tokens each sequence gets."""
-        k, v = _readable(k, "k"), _readable(v, "v")
-        scales = buffers.pointer(cache.key_scales)
-        argument = self.buckets.packed(cache.tiers) + _PLACES.pack(
-            *(k.data.ptr, v.data.ptr, cache.next_slots.data.ptr, scales),
+    def _start(self, cache: KVCache, how: Appending, k: int, v: int, *others: Any) -> None:
+        """The launch: tokens at these addresses, all of one width, or with `others`: each token's tier and
+        rank, how many go to each tier, ids, and how many tokens each sequence gets."""
+        argument = self.buckets.packed(cache.tiers).tiers + _PLACES.pack(
+            *(k, v, cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
             *([buffers.pointer(a) for a in others] or (0,) * 5),
-            *(self._ticket.data.ptr, self._refused.ctypes.data),
+            *(self._ticket.data.ptr, self._word),
         )
-        given = (k.strides, k.dtype, v.strides, v.dtype, tier, cache.capacity, cache.rotate)
-        launch = plan.append(k.shape[0], k.shape[1], cache.n_kv_heads)
-        jit.launch_packed(launch, argument + _numbers(k.shape, *given))
+        jit.launch_packed(how.plan, argument + how.numbers)
+
+
+def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
+    """How these are appended, if they all have this width; others say so in arrays."""
+    (batch, n), heads = k.shape[:2], cache.n_kv_heads
+    given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate)
+    return Appending(plan.append(batch, n, heads), _numbers(k.shape, *given), bits, n)
 
 
 @lru_cache(maxsize=1024)

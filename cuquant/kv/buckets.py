@@ -21,13 +21,20 @@ _TIER = struct.Struct("<9q")
 _ABSENT = _TIER.pack(*(0,) * 9)
 
 
-class _Seen:
-    """Buckets that were packed. They live as long as this, so that no others have their identity."""
+class Packed:
+    """Buckets as kernels take them. They live as long as this, so that no others have their identity."""
 
     def __init__(self, objects: list[Any], tiers: Mapping[int, Tier]) -> None:
         self.objects = objects
-        self.packed = b"".join([_tier(tiers.get(bits)) for bits in BITS])
-        self.maps: bytes | None = None
+        self.tiers = b"".join([_tier(tiers.get(bits)) for bits in BITS])
+        """`struct Tier` of every width (kernels/attention/cache.cuh)."""
+        self._own, self._maps = [*tiers.values()], b""
+
+    def maps(self) -> bytes:
+        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh)."""
+        if not self._maps:
+            self._maps = b"".join([_maps(tier) for tier in self._own])
+        return self._maps
 
 
 class Buckets:
@@ -35,26 +42,16 @@ class Buckets:
     ones are kept until then."""
 
     def __init__(self) -> None:
-        self._last = _Seen([], {})
+        self._last = Packed([], {})
 
-    def packed(self, tiers: Mapping[int, Tier]) -> bytes:
-        """`struct Tier` of every width (kernels/attention/cache.cuh)."""
-        return self._seen(tiers).packed
-
-    def maps(self, tiers: Mapping[int, Tier]) -> bytes:
-        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh)."""
-        seen = self._seen(tiers)
-        if seen.maps is None:
-            seen.maps = b"".join([_maps(tier) for tier in tiers.values()])
-        return seen.maps
-
-    def _seen(self, tiers: Mapping[int, Tier]) -> _Seen:
+    def packed(self, tiers: Mapping[int, Tier]) -> Packed:
+        """As they are now."""
         objects: list[Any] = [*tiers]
         for tier in tiers.values():
             objects += (tier.buffers, tier.lengths)
         last = self._last  # read once: another thread may look, too
         if len(objects) != len(last.objects) or not all(map(is_, objects, last.objects)):
-            last = self._last = _Seen(objects, tiers)
+            last = self._last = Packed(objects, tiers)
         return last
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check
+from .. import check, repeats
 from .. import device as gpu
 from ..plan import MOST_BLOCKS
 from . import allocator, codes, contents, copies, cpu, file, moves
@@ -189,9 +189,18 @@ class KVCache:
             (batch, n) or lengths that are not contiguous int32 on the GPU, for keys or values whose last axis
             has gaps, or to find key scales.
         """
+        bits = self.bits[0] if bits is None else bits
+        known = repeats.of_cache(self) if token_ids is None and lengths is None else None
+        if known is not None:
+            words = type(bits), bits, self.capacity, self.rotate
+            found = repeats.find(known, words, k, (v,))
+            if found is not None and self._appender.append_again(self, *found):
+                return
         k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
         check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
-        self._appender.append(self, k, v, self.bits[0] if bits is None else bits, token_ids, lengths)
+        how = self._appender.append(self, k, v, bits, token_ids, lengths)
+        if how is not None and known is not None:
+            repeats.remember(known, words, how, k, (v,))
 
     def assign(self, token_ids: Any, bits: Any) -> int:
         """Move tokens to other bit widths: what the cache holds of them is quantized anew, where it is.

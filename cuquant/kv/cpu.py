@@ -132,6 +132,9 @@ def _finite(m: Array) -> Array:
 class Appender:
     """How a cache on the CPU takes tokens: at once, so that there is nothing to keep (see cuda.Appender)."""
 
+    repeats = None
+    """All calls are checked."""
+
     def __init__(self, cache: KVCache) -> None:
         pass
 

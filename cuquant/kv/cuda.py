@@ -19,9 +19,11 @@ from .appender import Appender
 from .mover import move
 
 if TYPE_CHECKING:
+    from ..repeats import Repeat
     from .attention import Attention
+    from .cache import KVCache
 
-__all__ = ["Appender", "attend", "move"]
+__all__ = ["Appender", "attend", "attend_again", "move"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
@@ -106,10 +108,13 @@ def _elements(strides: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]
     return tuple(stride // dtype.itemsize for stride in strides)
 
 
-def attend(p: Attention, out: Any) -> None:
-    """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
+def attend(p: Attention, out: Any) -> _Planned | None:
+    """Write the attention of every query to `out` (batch, q_len, heads, head_dim).
+
+    Returns how it is done for others like it; None where q was copied.
+    """
     cache, q, mask = p.cache, p.q, p.mask
-    cupy, buckets, slots = device.cupy(), cache._appender.buckets, cache.next_slots
+    cupy, slots = device.cupy(), cache.next_slots
     here = cupy.cuda.runtime.getDevice()
     if not (
         q.data.device_id == out.data.device_id == slots.data.device_id == here
@@ -117,19 +122,39 @@ def attend(p: Attention, out: Any) -> None:
     ):
         check.same_device(q=q, mask=mask, out=out, cache=slots)
     cache.check_appended()
-    if q.strides[-1] != q.itemsize:
+    copied = q.strides[-1] != q.itemsize
+    if copied:
         check.may_take_memory("q has gaps along its last axis, and is copied", "pass a contiguous array")
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)
     flags = (cache.rotate, cache.track_attention, here)
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
+    _start(how, cache, q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions))
+    return None if copied else how
+
+
+def attend_again(cache: KVCache, known: Repeat, places: list[int], out: Any) -> Any:
+    """Attention like one before, of queries at these places, to `out` or, if that is None, to a new array;
+    returns it."""
+    cache.check_appended()
+    q, _, to = places
+    if out is None:
+        out = device.cupy().empty(known.shape, known.dtype)
+        to = out.data.ptr
+    _start(known.work, cache, q, to)
+    return out
+
+
+def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, positions: int = 0) -> None:
+    """The launches, with operands at these addresses. Where the buckets lie is asked each time."""
+    buckets = cache._appender.buckets.packed(cache.tiers)
     with buffers.scratch() as scratch:
         start = scratch.take(how.size)
         left, shares, *tracked = [start + piece for piece in how.pieces]
-        argument = buckets.packed(cache.tiers) + _PLACES.pack(
-            *(q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions)),
-            *(slots.data.ptr, buffers.pointer(cache.key_scales)),
+        argument = buckets.tiers + _PLACES.pack(
+            *(q, out, mask, positions),
+            *(cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
             *(left, scratch.flags(how.counters), shares, *(tracked or (0, 0))),
         )
         argument += how.numbers
@@ -137,7 +162,7 @@ def attend(p: Attention, out: Any) -> None:
         offsets: tuple[int, ...] = (0,)
         if how.launch.boxes:
             argument = argument.ljust(len(argument) + -len(argument) % 64, b"\0")
-            maps, offsets = buckets.maps(cache.tiers), (0, len(argument))
+            maps, offsets = buckets.maps(), (0, len(argument))
         with scratch.restored():
             jit.launch_packed(how.launch.attention, argument + maps, offsets)
             jit.launch_packed(how.launch.merge, argument)

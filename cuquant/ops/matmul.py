@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import check, device, formats, repeats
+from .. import check, debug, device, formats, repeats
 from ..array import QuantizedArray, Transposed
 from ..debug import shown
 from ..formats import Format
@@ -70,9 +70,9 @@ def linear(
         Before any work: dtypes, shapes, devices or memory of the operands do not fit (the message says how).
     """
     words = activation, dtype, x_format
-    found = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
-    if found is not None:
-        return device.backend(True).repeat(*found, x, out)
+    y = _again(words, x, w, bias, residual, out)
+    if y is not None:
+        return y
     x, w = check.activations(x, w), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     if quantizes := x_format is not None:
@@ -129,6 +129,10 @@ def matmul(
     TypeError, ValueError
         As in `linear`; and where the product would contract a weight along N: its blocks run along K.
     """
+    if type(b) is Transposed and not debug.is_on():  # in a loop of products each step of a call counts
+        y = _again((None, dtype, x_format), a, b.T, None, None, out)
+        if y is not None:
+            return y
     if isinstance(a, QuantizedArray) and not a.format.for_activations:
         if isinstance(b, Transposed):
             return _left(a, b.T, out, dtype, x_format)
@@ -138,6 +142,12 @@ def matmul(
     if isinstance(b, Transposed):
         return linear(a, b.T, out=out, dtype=dtype, x_format=x_format)
     raise check.not_a_product(a, b)
+
+
+def _again(words: tuple[Any, ...], x: Any, w: Any, bias: Any, residual: Any, out: Any) -> Any:
+    """The product, if there was one like it before."""
+    found = repeats.find(repeats.of(w), words, x, (bias,), residual, out)
+    return None if found is None else device.backend(True).repeat(*found, x, out)
 
 
 def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any, x_format: str | Format | None) -> Any:
