@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, plan, problem, testing
-from cuquant.plan import wgmma_core
+from cuquant.plan import wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 
 
@@ -34,12 +34,12 @@ def plan_anew(*prepared: cq.QuantizedArray) -> None:
 
 def share_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it took no time to pass sums on."""
-    monkeypatch.setattr(wgmma_core, "leave_us", lambda tile, before_others: 0)
+    monkeypatch.setattr(wgmma_timed, "leave_us", lambda tile, before_others: 0)
 
 
 def check_choice(
     monkeypatch: pytest.MonkeyPatch,
-    choice: wgmma_core.Choice,
+    choice: wgmma_timed.Choice,
     w: cq.QuantizedArray,
     x: Any,
     bias: Any,
@@ -48,7 +48,7 @@ def check_choice(
 ) -> None:
     """Products by this way to run the wgmma core, with every kind of result."""
     cupy, (m, n) = device.cupy(), reference.shape
-    monkeypatch.setattr(wgmma_core, "choices", lambda *a: [choice])
+    monkeypatch.setattr(wgmma_timed, "choices", lambda *a: [choice])
     plan_anew(w)
     for _ in range(2):  # flags are as they were
         assert nmse(x @ w.T, reference) < 1e-6, choice

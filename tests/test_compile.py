@@ -21,7 +21,7 @@ from cuquant import plan, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
-from cuquant.plan import wgmma_core
+from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.plan.decode_core import Hits
 from cuquant.plan.decode_grouped import decode_grouped
 
@@ -146,11 +146,11 @@ def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
     """Kernels of one of the wgmma core's tiles, splitting K and not, where it has room for them."""
     fmt = cq.formats.get(name).for_kernels
     return [
-        wgmma_core._wgmma(
-            fmt, tile, split, split == 1 and wgmma_core._shares_tiles(fmt, tile), stages
+        wgmma_core.planned(
+            fmt, tile, split, split == 1 and wgmma_core.shares_tiles(fmt, tile), stages
         ).plan.kernel
         for split in (1, 2)
-        if (stages := wgmma_core._stages(fmt, tile, split)) >= 3
+        if (stages := wgmma_core.stages_of(fmt, tile, split)) >= 3
     ]
 
 
@@ -159,7 +159,7 @@ def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
 def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -> None:
     """To the register: with fewer its warpgroups would wait for more for ever."""
     names = ("q4_0", "q5_1", "q4_k", "q6_k", "kbit4", "trellis3")
-    shared = [tile for tile in wgmma_core.STEP_US if tile.resident > 1]
+    shared = [tile for tile in wgmma_timed.STEP_US if tile.resident > 1]
     todo = list({k for name, tile in combinations(names, shared) for k in tiles_of(name, tile)})
     assert len(todo) >= 20
     with ThreadPoolExecutor(2) as pool:
@@ -173,8 +173,8 @@ def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -
 def test_products_of_every_format(name: str) -> None:
     """Of the wgmma core all small tiles that plans may choose, of whatever shapes, and the largest; of the
     others those of some shapes."""
-    largest = max(tile.batch for tile in wgmma_core.STEP_US)
-    chosen = [t for t in wgmma_core.STEP_US if (t.batch in (16, largest) and t.pair == 1) or t.resident > 1]
+    largest = max(tile.batch for tile in wgmma_timed.STEP_US)
+    chosen = [t for t in wgmma_timed.STEP_US if (t.batch in (16, largest) and t.pair == 1) or t.resident > 1]
     fmt = cq.formats.get(name).for_kernels
     gpu = plan.Gpu(90)
     decoded = {

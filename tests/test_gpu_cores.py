@@ -14,7 +14,7 @@ from products import check_choice, cuda_weight, gauss, plan_anew, share_small_ti
 
 import cuquant as cq
 from cuquant import device, jit, plan, testing
-from cuquant.plan import mma_core, wgmma_core
+from cuquant.plan import mma_core, wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -89,7 +89,7 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
-TILES = list(wgmma_core.STEP_US)
+TILES = list(wgmma_timed.STEP_US)
 
 
 def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
@@ -99,7 +99,7 @@ def by_turns() -> Iterator[tuple[wgmma_core.Tile, str]]:
         turned = names[i % len(names) :] + names
         # Without a split, if there is one that has it so.
         ways = ((split, n) for split in (1, 2) for n in turned)
-        yield tile, next(n for split, n in ways if wgmma_core._stages(cq.formats.get(n), tile, split) >= 3)
+        yield tile, next(n for split, n in ways if wgmma_core.stages_of(cq.formats.get(n), tile, split) >= 3)
 
 
 @pytest.mark.parametrize(("tile", "name"), list(by_turns()), ids=str)
@@ -109,13 +109,13 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     cupy = device.cupy()
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
+    monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
     share_small_tiles(monkeypatch)
     m, n, k = tile.batch + 9, tile.rows * tile.pair + 40, 512 * max(1, tile.width // 2)
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
     reference = cupy.asarray(testing.linear(x, w))
-    found = [c for c in wgmma_core.choices(cq.formats.get(name), m, n, k, 1, jit.gpu()) if c.tile == tile]
+    found = [c for c in wgmma_timed.choices(cq.formats.get(name), m, n, k, 1, jit.gpu()) if c.tile == tile]
     for choice in found:
         check_choice(monkeypatch, choice, w, x, bias, residual, reference)
     for choice in found:
@@ -125,12 +125,12 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
         k = (2 * choice.stages + 1) * tile.width * choice.split * plan.TILE_COLUMNS
         w, x = cuda_weight(name, (tile.rows * tile.pair, k)), cupy.asarray(gauss((8, k)).astype(np.float16))
         only = choice._replace(outputs=1)
-        monkeypatch.setattr(wgmma_core, "choices", lambda *a, only=only: [only])
+        monkeypatch.setattr(wgmma_timed, "choices", lambda *a, only=only: [only])
         plan_anew(w)
         for _ in range(3):
             assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, only
     whole = {c.streamed > 0 for c in found if c.split == 1}
-    assert whole == {False, wgmma_core._shares_tiles(cq.formats.get(name), tile)} or not whole
+    assert whole == {False, wgmma_core.shares_tiles(cq.formats.get(name), tile)} or not whole
     assert found
     monkeypatch.undo()
     plan_anew()
@@ -156,15 +156,15 @@ def test_parts_of_a_split_need_not_be_equal(monkeypatch: pytest.MonkeyPatch, nam
     for turns in (9, 17):
         k = turns * tile.width * plan.TILE_COLUMNS
         w, x = cuda_weight(name, (70, k)), cupy.asarray(gauss((9, k), 1).astype(np.float16))
-        for choice in wgmma_core.choices(fmt, 9, 70, k, 1, jit.gpu()):
+        for choice in wgmma_timed.choices(fmt, 9, 70, k, 1, jit.gpu()):
             if choice.tile == tile and choice.split > 1:
                 splits.add(choice.split)
-                monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
+                monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
                 plan_anew(w)
                 assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, choice
                 monkeypatch.undo()
     plan_anew()
-    assert splits == ({2, 4} if wgmma_core._stages(fmt, tile, 2) >= 3 else set())
+    assert splits == ({2, 4} if wgmma_core.stages_of(fmt, tile, 2) >= 3 else set())
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "kbit5"])
@@ -190,7 +190,9 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         shapes += [(13, 4306, 1280), (9, 2570, 1344)]
     for m, n, k in shapes:
         share_small_tiles(monkeypatch)
-        choices = [choice for choice in wgmma_core.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile]
+        choices = [
+            choice for choice in wgmma_timed.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile
+        ]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
         bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)
@@ -201,11 +203,11 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         monkeypatch.undo()
     plan_anew()
     if not ways:  # no room for three stages, or registers
-        assert max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) < 3
+        assert max(wgmma_core.stages_of(fmt, tile, split) for split in (1, 2)) < 3
         return
     assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
-    assert ((1, True) in ways) == ((1, False) in ways and wgmma_core._shares_tiles(fmt, tile))
-    assert ((2, False) in ways) == (tile.pair == 1 and wgmma_core._stages(fmt, tile, 2) >= 3)
+    assert ((1, True) in ways) == ((1, False) in ways and wgmma_core.shares_tiles(fmt, tile))
+    assert ((2, False) in ways) == (tile.pair == 1 and wgmma_core.stages_of(fmt, tile, 2) >= 3)
     assert tile.resident == 1 or tile.k_tiles == 4 or {split for split, _ in ways} == {1, 2, 4}
 
 
@@ -218,10 +220,10 @@ def test_few_rows_of_large_weights(monkeypatch: pytest.MonkeyPatch, name: str, m
     cupy = device.cupy()
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "_LARGE", 0)
-    monkeypatch.setattr(wgmma_core, "_VERY_LARGE", 0)
-    monkeypatch.setattr(wgmma_core, "_FEW_ROWS", dict.fromkeys(wgmma_core._FEW_ROWS, 0.0))
-    monkeypatch.setattr(wgmma_core, "_FEW_LOOKUPS", 0.0)
+    monkeypatch.setattr(wgmma_timed, "_LARGE", 0)
+    monkeypatch.setattr(wgmma_timed, "_VERY_LARGE", 0)
+    monkeypatch.setattr(wgmma_timed, "_FEW_ROWS", dict.fromkeys(wgmma_timed._FEW_ROWS, 0.0))
+    monkeypatch.setattr(wgmma_timed, "_FEW_LOOKUPS", 0.0)
     plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape

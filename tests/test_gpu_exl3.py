@@ -16,7 +16,7 @@ from walks import GENERATORS, PRODUCT_BITS, random_exl3
 import cuquant as cq
 from cuquant import cuda, device, jit, plan, testing
 from cuquant.formats.exl3 import HADAMARD
-from cuquant.plan import wgmma_core
+from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.plan.wgmma_core import Tile
 from cuquant.testing import as_numpy, nmse, worst_element
 from cuquant.warmup import kernels
@@ -169,10 +169,10 @@ def test_every_step_of_k_counts(bits: int) -> None:
 
 def by_turns() -> Iterator[tuple[wgmma_core.Tile, cq.Exl3]]:
     """The tiles that the wgmma core has for walks, with steps of so many bits."""
-    for i, tile in enumerate(wgmma_core.STEP_US):
+    for i, tile in enumerate(wgmma_timed.STEP_US):
         for bits in (*PRODUCT_BITS[i % len(PRODUCT_BITS) :], *PRODUCT_BITS):
             fmt = cq.Exl3(bits, "mcg")
-            if max(wgmma_core._stages(fmt, tile, split) for split in (1, 2)) >= 3:
+            if max(wgmma_core.stages_of(fmt, tile, split) for split in (1, 2)) >= 3:
                 yield tile, fmt
                 break
 
@@ -183,7 +183,7 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
     cupy, gpu = device.cupy(), jit.gpu()
     if gpu.capability != 90:
         pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
+    monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 3 if cluster == tile.pair else 4)
     share_small_tiles(monkeypatch)
     m, k = tile.batch + 9, 512 * max(1, tile.width // 2)
     n = (tile.rows * tile.pair // HADAMARD + 1) * HADAMARD
@@ -191,11 +191,11 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
     there, x = w.to_device("cuda"), cupy.asarray(gauss(m, k)).astype(np.float16)
     bias, residual = cupy.asarray(gauss(n, seed=1)), cupy.asarray(gauss(m, n, seed=2))
     reference = cupy.asarray(testing.linear(x, w))
-    choices = [c for c in wgmma_core.choices(fmt, m, n, k, 1, gpu) if c.tile == tile and c.split < 4]
+    choices = [c for c in wgmma_timed.choices(fmt, m, n, k, 1, gpu) if c.tile == tile and c.split < 4]
     for choice in choices:
         check_choice(monkeypatch, choice, there, x, bias, residual, reference)
-    whole = wgmma_core._stages(fmt, tile, 1) >= 3  # else only halves of K
-    expected = {False, wgmma_core._shares_tiles(fmt, tile)} if whole else set[bool]()
+    whole = wgmma_core.stages_of(fmt, tile, 1) >= 3  # else only halves of K
+    expected = {False, wgmma_core.shares_tiles(fmt, tile)} if whole else set[bool]()
     assert choices
     assert {c.streamed > 0 for c in choices if c.split == 1} == expected
     monkeypatch.undo()
@@ -208,15 +208,15 @@ def test_tiles_of_few_columns(monkeypatch: pytest.MonkeyPatch, tile: Any) -> Non
     cupy, gpu, m = device.cupy(), jit.gpu(), 2 * tile.batch
     if gpu.capability != 90:
         pytest.skip("wgmma is sm_90a's")
-    monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 2)
+    monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 2)
     w = random_exl3(4, (1024, 128))
     there, x = w.to_device("cuda"), cupy.asarray(gauss(m, 128)).astype(np.float16)
     residual = cupy.asarray(gauss(m, 1024, seed=2))
     exact = testing.linear(x, w)
-    for choice in wgmma_core.choices(cq.Exl3(4, "mcg"), m, 1024, 128, 1, gpu):
+    for choice in wgmma_timed.choices(cq.Exl3(4, "mcg"), m, 1024, 128, 1, gpu):
         if choice.tile != tile or choice.split > 1:
             continue
-        monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
+        monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
         plan_anew(there)
         for added, expected in ((None, exact), (residual, exact + as_numpy(residual))):
             first = cq.linear(x, there, residual=added)
@@ -224,7 +224,7 @@ def test_tiles_of_few_columns(monkeypatch: pytest.MonkeyPatch, tile: Any) -> Non
             for _ in range(20):
                 np.testing.assert_array_equal(as_numpy(cq.linear(x, there, residual=added)), as_numpy(first))
         monkeypatch.undo()
-        monkeypatch.setattr(wgmma_core, "places_of", lambda gpu, cluster=1: 2)
+        monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 2)
     monkeypatch.undo()
     plan_anew()
 

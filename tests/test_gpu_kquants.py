@@ -15,7 +15,7 @@ from products import assert_read_back, gauss, plan_anew
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.formats import ggml, kquant
-from cuquant.plan import wgmma_core
+from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -183,7 +183,7 @@ def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, name: str) -> 
             assert nmse(cq.matmul(x, w.T, dtype=F), testing.linear(x, w)) < 1e-6, (n, m)
 
 
-@pytest.mark.parametrize("tile", list(wgmma_core.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
+@pytest.mark.parametrize("tile", list(wgmma_timed.STEP_US), ids=lambda tile: "x".join(map(str, tile)))
 def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any) -> None:
     """Stages of one and of several groups of columns, splits and shared tiles that start within a group."""
     cupy = device.cupy()
@@ -197,15 +197,15 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
         w = weight(name, (n, k), 10)
         x = cupy.asarray(gauss((m, k), 11).astype(np.float16))
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in wgmma_core.choices(w.format, m, n, k, 1, jit.gpu()):
+        for choice in wgmma_timed.choices(w.format, m, n, k, 1, jit.gpu()):
             if choice.tile != tile:
                 continue
-            monkeypatch.setattr(wgmma_core, "choices", lambda *a, choice=choice: [choice])
+            monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
             plan_anew(w)
             assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
             monkeypatch.undo()
             tried += 1
-    room = any(wgmma_core._stages(cq.formats.get(name), tile, 1) >= 3 for name, _ in shapes)
+    room = any(wgmma_core.stages_of(cq.formats.get(name), tile, 1) >= 3 for name, _ in shapes)
     assert tried or tile.resident == 1 or not room
     plan_anew()
 

@@ -13,7 +13,8 @@ from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 import cuquant as cq
 from cuquant import device, jit, plan, testing
 from cuquant.plan import mma_core
-from cuquant.plan.wgmma_core import MOST_PARTS, WGMMA_TILES, Tile, wgmma_grouped
+from cuquant.plan.wgmma_core import Tile
+from cuquant.plan.wgmma_timed import MOST_PARTS, WGMMA_TILES, wgmma_grouped
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]
 

@@ -12,7 +12,7 @@ from hardware import SHARED, assert_staged
 
 import cuquant as cq
 from cuquant import plan, sources
-from cuquant.plan import mma_core, wgmma_core
+from cuquant.plan import mma_core, wgmma_timed
 from cuquant.plan.cores import table_of
 
 
@@ -225,7 +225,7 @@ def shared_out(outputs: int, rest: int, passing: int, tiles: int, width: int, cl
     than the one that waits for them, which finds their sums one after the other in places that are theirs.
     False where no tile is shared.
     """
-    helpers, owners = min(clusters - rest, wgmma_core.MOST_PARTS * rest), clusters - rest
+    helpers, owners = min(clusters - rest, wgmma_timed.MOST_PARTS * rest), clusters - rest
     given = (tiles * helpers // (rest + helpers) - passing) // width if rest else 0
     if given <= 0 or rest * given < helpers:
         rest = 0
@@ -264,7 +264,7 @@ def shared_out(outputs: int, rest: int, passing: int, tiles: int, width: int, cl
 
 def test_streamed_tiles_are_shared_out_once() -> None:
     schedule = (sources.folder() / "core" / "schedule.cuh").read_text(encoding="utf-8")
-    assert f"constexpr int MOST_PARTS = {wgmma_core.MOST_PARTS};" in schedule
+    assert f"constexpr int MOST_PARTS = {wgmma_timed.MOST_PARTS};" in schedule
     seen = set()
     shapes = ((14336, 4096), (28672, 8192), (9000, 11008))
     for m, (n, k) in combinations((32, 64, 129, 256, 384, 512, 1000, 1024), shapes):

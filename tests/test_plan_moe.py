@@ -15,7 +15,8 @@ from test_compile import FORMATS, OTHERS, check
 import cuquant as cq
 from cuquant import jit, plan, problem
 from cuquant.plan.moe import Load
-from cuquant.plan.wgmma_core import Tile, wgmma_grouped
+from cuquant.plan.wgmma_core import Tile
+from cuquant.plan.wgmma_timed import wgmma_grouped
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 NAMES = (

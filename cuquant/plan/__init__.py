@@ -30,7 +30,8 @@ from .decode_plain import decode
 from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
 from .mma_core import mma
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
-from .wgmma_core import FLAGS, few_rows, least_batch, wgmma
+from .wgmma_core import FLAGS
+from .wgmma_timed import few_rows, least_batch, wgmma
 
 __all__ = [
     "DECODE_BATCH",

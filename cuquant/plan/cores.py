@@ -44,7 +44,7 @@ class Gemm:
 
 DECODE_BATCH, WGMMA_BATCH = 16, 9
 """Batch rows up to which the decode core wins over the mma core, and from which on the wgmma core wins (of
-large weights maybe from fewer: `wgmma_core.least_batch`)."""
+large weights maybe from fewer: `wgmma_timed.least_batch`)."""
 
 
 class Core(IntEnum):

@@ -20,14 +20,14 @@ from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan, places_of
 from .mma_core import batch_of, mma
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
-from .wgmma_core import (
+from .wgmma_core import sum_bytes
+from .wgmma_timed import (
     GET_US,
     MOST_PARTS,
     WGMMA_TILES,
     leave_us,
     most_shared,
     narrow,
-    sum_bytes,
     tile_us,
     wgmma_grouped,
 )

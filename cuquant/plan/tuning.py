@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..formats import Format
-from . import decode_plain, mma_core, wgmma_core
+from . import decode_plain, mma_core, wgmma_timed
 from .cores import DECODE_BATCH, Core, Gemm
 from .launch import Gpu
 
@@ -150,7 +150,7 @@ def _variants(
 ) -> Iterator[Gemm]:
     """Every launch of the cores that have a chance, or of one of them."""
     if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_BATCH:
-        yield from wgmma_core.variants(fmt, m, n, k, matrices, gpu)
+        yield from wgmma_timed.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.DECODE) and m <= DECODE_BATCH:
         yield from decode_plain.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_BATCH:

@@ -1,17 +1,15 @@
-"""The wgmma core: tiles, splits and shares, chosen by a model of measured times."""
+"""The wgmma core: its tiles, what a block of one has room for, and the launch. Which one is taken,
+wgmma_timed.py says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import product
 from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
-from .cores import WGMMA_BATCH, Core, Gemm, gemm_kernel, looked_up, table_of, tables
-from .launch import LARGE_GPU, WARP, Gpu, Plan, lone, places_of, shared_limit
+from .cores import Core, Gemm, gemm_kernel, table_of
+from .launch import LARGE_GPU, WARP, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 
 
@@ -43,157 +41,15 @@ class Tile(NamedTuple):
         return self.k_groups * self.k_tiles
 
 
-STEP_US = {
-    Tile(16, 1, k_groups=2, k_tiles=2): 0.085,
-    Tile(16, 1, k_groups=2, k_tiles=2, resident=2): 0.143,
-    Tile(16, 1, k_groups=2, k_tiles=4, resident=2): 0.13,
-    Tile(16, 1, k_groups=4): 0.094,
-    Tile(16, 1, k_groups=4, k_tiles=2): 0.078,
-    Tile(16, 2, k_tiles=2): 0.162,
-    Tile(16, 2, k_groups=2, k_tiles=2): 0.151,
-    Tile(16, 2, k_groups=2, k_tiles=4): 0.138,
-    Tile(16, 4, k_tiles=2): 0.271,
-    Tile(32, 1, k_groups=2, k_tiles=2, resident=2): 0.14,
-    Tile(32, 1, k_groups=2, k_tiles=2): 0.084,
-    Tile(32, 1, k_groups=4): 0.091,
-    Tile(32, 1, k_groups=4, k_tiles=2): 0.079,
-    Tile(32, 2, k_tiles=2): 0.156,
-    Tile(32, 2, k_groups=2, k_tiles=2): 0.145,
-    Tile(32, 2, k_groups=2, k_tiles=4): 0.139,
-    Tile(32, 4, k_tiles=2): 0.267,
-    Tile(64, 1): 0.138,
-    Tile(64, 1, k_groups=2, k_tiles=2): 0.089,
-    Tile(64, 2): 0.185,
-    Tile(64, 2, k_tiles=2): 0.163,
-    Tile(64, 2, k_groups=2): 0.161,
-    Tile(64, 2, 2): 0.292,
-    Tile(64, 2, 2, k_tiles=2): 0.272,
-    Tile(128, 1): 0.14,
-    Tile(128, 1, k_groups=2): 0.11,
-    Tile(128, 2): 0.186,
-    Tile(128, 2, k_tiles=2): 0.167,
-    Tile(128, 2, 2): 0.315,
-    Tile(256, 1): 0.157,
-    Tile(256, 2): 0.22,
-    Tile(256, 2, pair=2): 0.22,
-}
-"""Tiles of the wgmma core, and what a step of 64 columns takes a busy H200's instructions (q4_0) while the
-tensor cores rest."""
-_GROUPED_STEP_US = {
-    Tile(32, 2, 2): 0.277,
-    Tile(48, 2, 2): 0.281,
-    Tile(96, 2): 0.177,
-    Tile(96, 2, 2): 0.302,
-    Tile(144, 2): 0.185,
-    Tile(144, 2, 2): 0.314,
-}
-"""Those of grouped products alone, whose batches have any size."""
-_EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
-_CONTENTION = 0.5
-"""Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
-meanwhile."""
-_INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.2}
-_LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
-"""How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
-former 0.09 is added without factors of rows, 0.12 where scales are products, 0.05 for zero points; to the
-latter 0.15 for a sign, 0.05 where scales are products; to both 0.05 for a minimum, 0.13 for a scale for every
-16 weights."""
-_WALKS = 2.2
-"""The same of steps of a walk."""
-_FEW_WAIT = 1.16
-"""How many times as long lookups take two warpgroups as four, of which more wait at a time."""
-_SMALL_TABLE = 1.1
-"""How many times as long those of 3 and 4 bits take where two blocks share a multiprocessor, and in tiles of
-many batch rows: there is no room for rows of 256 bytes."""
-_STEP_BYTES_PER_US = 34.3e3
-"""What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
-_MEET_WAIT = 0.03
-"""How much longer that takes warpgroups that share a stage."""
-_TENSOR_US = 0.645 / (128 * 256)
-"""What the tensor cores take for a step of one output."""
-_PAIR_STEPS = 0.985
-"""How many times as long steps take where two blocks share x. Of grouped products it was seen only where the
-tensor cores set the pace."""
-_SHADOW_US = 1.1
-"""What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
-_START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.3, 4: 0.8}
-"""Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
-_MANY_GROUPS_US = 0.4
-"""How much longer it takes until four warpgroups that share the columns of one have begun, and have met."""
-_LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
-"""Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
-one part after the other, and for each byte of them; of adding what one has left."""
-_FEW_PARTS = 2.5
-"""Parts that a cluster leaves, so many of which are few."""
-_ALONE = 1.015
-"""How many times as long as predicted it takes where clusters that leave sums do nothing else."""
-MOST_PARTS = 3
-"""Clusters that may help for each tile that is shared, as kernels/core/schedule.cuh has it. Their shares end
-anywhere: a tile may have a part more."""
-_STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
-"""How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
-weights are read once: memory and power are shared by more, which shows most where instructions are few."""
-_TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 8.75 / (128 * 256)
-"""What it takes to store an output, and to send it to another block and add it up first."""
-_RESULTS_US, _RESULT_US = 1.0, 1.1e-6
-"""Of a kernel that turns sums, where this one does not: its launch, and each result."""
-_STREAM_BYTES = 32 << 20
-"""Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 ROOMY_BATCH = 64
 """Batch rows of a tile up to which shared memory has room for tables of 64 KB."""
 _BESIDE, _ENOUGH = 32, 4
 """Batch rows up to which the sums that a split's blocks send have a place beside the ring, if that leaves so
 many stages."""
-BOXED_BATCH = 128
+_BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
-_LARGE, _VERY_LARGE = 1 << 25, 1 << 27
-"""Weights from which on it may be so with five batch rows, and, of 8 bits, with any. Measured."""
-_FEW_ROWS, _FEW_LOOKUPS = {5: 0.94, 6: 0.94, 8: 0.825}, 0.91
-"""Part of what is predicted that up to 8 batch rows take, if the decode core's times for these are right: by
-bits of a code, and where 3 bits or more are looked up. Others take less time there."""
 FLAGS = 4 * LARGE_GPU
 """Flags of warpgroups that leave sums to another block's."""
-
-
-class Choice(NamedTuple):
-    """A way to run the wgmma core, with the microseconds that the measured times predict."""
-
-    us: float
-    tile: Tile
-    split: int
-    outputs: int
-    streamed: int
-    stages: int
-    passing: int = 0
-
-
-def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float:
-    """What a step of 64 columns takes, of so many batch rows if not of all of the tile's. Where blocks share
-    x in pairs, instructions take so many times as long."""
-    warpgroups = tile.groups * tile.k_groups * tile.resident
-    if fmt.lookup:
-        work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
-        work *= _FEW_WAIT if warpgroups < 4 else 1
-        small = tile.resident > 1 or (tile.batch > ROOMY_BATCH and not fmt.sign_bits)
-        work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
-    elif fmt.walks:
-        work = _WALKS
-    else:
-        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * integer_scales(fmt)
-        work += 0.05 * fmt.has_zero_points
-    work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
-    tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
-    instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
-    if tile.pair > 1:
-        tensor, instructions = tensor * _PAIR_STEPS, instructions * pairs
-    elif warpgroups == 1:
-        tensor *= 1.16  # nobody else multiplies while a warpgroup waits
-    elif tile.blocks == 1 and tile.batch < 256:
-        tensor *= 1.04  # operands are read more often
-    step = tile.rows // TILE_ROWS * layout(fmt).step(tile.width) / tile.width
-    read = tile.resident * step / _STEP_BYTES_PER_US
-    waits = 0.5 / max(1, tile.resident * _stages(fmt, tile, 1)) + _MEET_WAIT * (tile.k_groups > 1)
-    return max(instructions, tensor, read * (1 + waits))
 
 
 def _shared_room(tile: Tile) -> int:
@@ -237,7 +93,7 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
         sums = max(gathered, tile.groups * WARP * (tile.blocks * 64 + 4) * 4)
     if turned:
         sums = max(sums, tile.rows * tile.batch * 2)
-    if tile.batch < BOXED_BATCH:
+    if tile.batch < _BOXED_BATCH:
         return 0, sums
     left = _shared_room(tile) - _table(fmt, tile)[1] - 4 * _stage_bytes(fmt, tile)
     room = tile.batch if max(sums, tile.rows * tile.batch * 2) <= left else tile.batch // 2
@@ -264,7 +120,7 @@ def _trades(tile: Tile, sides: int) -> bool:
     return sides == 2 and tile.blocks == 1
 
 
-def _stages(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
+def stages_of(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
     """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
@@ -304,101 +160,12 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     return True
 
 
-WGMMA_TILES = tuple(
-    tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1 and tile.k_groups < 4
-)
-"""Those of grouped products, which store up to WARP batch rows at a time."""
-
-
-def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:
-    """What an output tile takes, of so many steps of 64 columns, and what one of a narrow batch does."""
-    few = narrow(tile)
-    stored = tile.rows * tile.batch * _TILE_US
-    return steps * _step_us(fmt, tile) + stored, steps * _step_us(fmt, tile, few) + stored * few / tile.batch
-
-
-def narrow(tile: Tile) -> int:
-    """Batch rows up to which the tensor cores take less time for an expert's last ones (core/wgmma.cuh)."""
-    if tile.batch < 96:
-        return tile.batch
-    return 64 if tile.batch == 256 else 32
-
-
-def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
-    """The wgmma core with a tile of a grouped product; None where it has no place."""
-    stages = _stages(fmt, tile, 1, sides)
-    # Work after work takes registers, too.
-    scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
-    few = fmt.bits == 2 or (has_minimum(fmt) and not integer_scales(fmt))
-    few = tables(fmt, sides) > 1 or (sides == 2 and few)
-    scarce |= few and tile.blocks == 2 and tile.batch > 128
-    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
-    scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
-    if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
-        return None
-    gemm = _wgmma(fmt, tile, 1, True, stages, sides)
-    return replace(gemm, box_steps=tile.width)
-
-
-def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
-    """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
-    few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
-    steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
-    for tile, split in product(STEP_US, (1, 2, 4)):
-        stages, clusters = _stages(fmt, tile, split), places_of(gpu, split * tile.pair)
-        if steps % tile.width or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
-            continue
-        outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
-        if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
-            continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
-        places = clusters * tile.resident
-        step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
-        start = _START_US + (_PAIR_US if tile.pair > 1 else 0) + _MANY_GROUPS_US * (tile.k_groups > 2)
-        start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
-        if fmt.walks and not turns_sums(fmt, tile, split):
-            start += _RESULTS_US + m * n * _RESULT_US
-        waves, rest = divmod(outputs, places)
-        rounds = waves + (rest > 0)
-        if split > 1:
-            if rounds == 1 and steps >= split * max(4, tile.width):
-                most = ceil(steps / (split * tile.width)) * tile.width
-                us = start + most * step + _SPLIT_US[split] + tile.rows * tile.batch * _SPLIT_TILE_US
-                yield Choice(us, tile, split, outputs, 0, stages)
-            continue
-        us = start + rounds * (steps * step + store)
-        yield Choice(us, tile, 1, outputs, 0, stages)
-        if not _shares_tiles(fmt, tile):
-            continue
-        more, helpers = slower[m <= _ONE_TILE], min(places - rest, MOST_PARTS * rest)
-        # Fewer tiles than helpers are better split.
-        if not rest or not (waves or rest >= helpers) or m * k * 2 > _STREAM_BYTES:
-            continue
-        leave = leave_us(tile, waves > 0 and rest <= most_shared(places))
-        passing = round(leave / (step * more))
-        given = (steps * helpers // (rest + helpers) - passing) // tile.width
-        # Short parts take longer than that: there is nothing to copy ahead of them.
-        if rest * given >= helpers and given * tile.width * step > 2 * leave:
-            us = start + (rounds * steps - given * tile.width) * step * more + rounds * store
-            us += ceil(helpers / rest) * GET_US
-            yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
-
-
-def most_shared(places: int) -> int:
-    """Tiles of the last round that so many clusters can share with few parts for each helper."""
-    return int(places * _FEW_PARTS / (_FEW_PARTS + 1))
-
-
-def leave_us(tile: Tile, few: bool) -> float:
-    """What it takes to leave a tile's sums to another cluster; a few times, before other tiles, or often."""
-    return _LEAVE_US if few else _LEAVE_ALONE_US + sum_bytes(tile) * _LEAVE_BYTE_US
-
-
 def sum_bytes(tile: Tile) -> int:
     """Of a tile's sums."""
     return tile.rows * tile.batch * 4
 
 
-def _shares_tiles(fmt: Format, tile: Tile) -> bool:
+def shares_tiles(fmt: Format, tile: Tile) -> bool:
     """Whether there are registers enough to share tiles out, which takes a few more, and threads to do it."""
     if tile.resident > 1:
         return False
@@ -411,50 +178,7 @@ def _shares_tiles(fmt: Format, tile: Tile) -> bool:
     return tile.batch < 256 or tile.groups > 1
 
 
-def least_batch(fmt: Format, numbers: int) -> int:
-    """Batch rows from which on this core may be faster than the decode core, of so many weights. Those stored
-    as whole matrices are left out: what changes x for them takes a launch of its own here."""
-    if fmt.whole_matrices or numbers < _LARGE or _part_of_few(fmt) is None:
-        return WGMMA_BATCH
-    return 1 if fmt.bits == 8 and numbers >= _VERY_LARGE else 5
-
-
-def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
-    """What should be fastest of up to 8 batch rows, and what it takes."""
-    best, part = min(choices(fmt, m, n, k, matrices, gpu)), _part_of_few(fmt)
-    assert part is not None
-    return part * best.us, _chosen(fmt, gpu, best)
-
-
-def _part_of_few(fmt: Format) -> float | None:
-    """Of the times of up to 8 batch rows (_FEW_ROWS); None where the decode core is as fast or faster."""
-    if fmt.lookup:
-        return _FEW_LOOKUPS if looked_up(fmt) > 2 else None
-    return _FEW_ROWS.get(fmt.bits)
-
-
-def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
-    """The wgmma core, as measured times predict it to be fastest."""
-    return _chosen(fmt, gpu, min(choices(fmt, m, n, k, matrices, gpu)))
-
-
-def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
-    """Every way of this core, those first that should be fastest."""
-    for choice in sorted(choices(fmt, m, n, k, matrices, gpu)):
-        yield _chosen(fmt, gpu, choice)
-
-
-def _chosen(fmt: Format, gpu: Gpu, choice: Choice) -> Gemm:
-    _, tile, split, outputs, streamed, stages, passing = choice
-    gemm = _wgmma(fmt, tile, split, streamed > 0, stages)
-    places = places_of(gpu, tile.pair) * tile.resident
-    blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * tile.pair
-    partials = blocks * sum_bytes(tile) if streamed else 0
-    grid = replace(gemm.plan, grid=(blocks, 1, 1))
-    return replace(gemm, plan=grid, streamed=streamed, passing=passing, partials=partials)
-
-
-def _wgmma(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
+def planned(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
     """The wgmma core with a tile, but for what the batch decides."""
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
