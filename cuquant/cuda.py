@@ -367,15 +367,17 @@ def _launch(
     ready: Ready, x: int, factors: int, out: int, bias: int, residual: int, sums: int = 0, flags: int = 0
 ) -> None:
     """Start the product itself, with rows of x and their factors at these addresses."""
-    launch, known = ready.launch, ready.argument
+    launch, known, stream = ready.launch, ready.argument, streams.current()
+    maps = [None if tensor is None else buffers.tensor_map(x, tensor) for tensor in launch.maps]
+    out_map = buffers.tensor_map(out, launch.out_map) if launch.out_map and out % 16 == 0 else None
     own = jit.prepared(device.cupy().cuda.runtime.getDevice(), launch.plan, len(known))
     problem.fill(own.arguments, known, x, factors, out, bias, residual, sums, flags)
-    for which, tensor in enumerate(launch.maps):
-        if tensor is not None:
-            problem.set_map(own.arguments, which, buffers.tensor_map(x, tensor))
-    if launch.out_map is not None and out % 16 == 0:
-        problem.set_out_map(own.arguments, buffers.tensor_map(out, launch.out_map))
-    own(*streams.current())
+    for which, tensor_map in enumerate(maps):
+        if tensor_map is not None:
+            problem.set_map(own.arguments, which, tensor_map)
+    if out_map is not None:
+        problem.set_out_map(own.arguments, out_map)
+    own(*stream)
 
 
 def _output(out: Any) -> problem.Output:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,23 +49,25 @@ def launch(plan: Plan, *arguments: Any) -> None:
 
 def launch_packed(plan: Plan, arguments: bytes | bytearray, offsets: tuple[int, ...] = (0,)) -> None:
     """The same with the arguments as the kernel finds them in memory, each at its offset."""
+    stream = streams.current()
     own = prepared(device.cupy().cuda.runtime.getDevice(), plan, len(arguments), offsets)
     own.arguments[:] = arguments
-    own(*streams.current())
+    own(*stream)
 
 
 def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...] = (0,)) -> _Launch:
     """What starts a plan's kernel, on a stream that it may overlap its predecessor on or not
-    (`streams.current`), with so many bytes of `arguments` at these offsets, which are to be written before;
-    only the thread that asks may use it."""
-    launches = _prepared.launches
-    key = device_id, id(plan), size, offsets  # the launch has the plan, so that no other has its id
-    found = launches.get(key)
+    (`streams.current`), with so many bytes of `arguments` at these offsets, which are to be written right
+    before. Only the thread that asks may use it, and who asks next for an equal plan has the same."""
+    known = _prepared.known
+    key = device_id, id(plan), size, offsets
+    found = known.get(key)
     if found is None:
-        if len(launches) == _MOST_PREPARED:
-            launches.clear()
-        found = launches[key] = _Launch(device_id, plan, size, offsets)
-    return found
+        if len(known) == _MOST_KNOWN:
+            known.clear()
+        launch = _prepared.launch(device_id, plan, size, offsets)
+        found = known[key] = launch, plan  # the plan, so that no other has its id
+    return found[0]
 
 
 class Call(NamedTuple):
@@ -110,7 +112,6 @@ class _Launch:
     """One thread's launch of a plan on a device: everything but the stream and the arguments is filled in."""
 
     def __init__(self, device_id: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> None:
-        self._plan = plan
         self._function = ctypes.c_void_p(_function(device_id, plan.kernel).kernel.ptr)
         self._buffer = ctypes.create_string_buffer(size)
         self.arguments = memoryview(self._buffer).cast("B")
@@ -147,12 +148,14 @@ class _Prepared(threading.local):
     """Launches of this thread: the driver reads their memory while the interpreter may run another thread."""
 
     def __init__(self) -> None:
-        self.launches: dict[tuple[int, int, int, tuple[int, ...]], _Launch] = {}
+        self.launch = lru_cache(maxsize=1024)(_Launch)
+        self.known: dict[tuple[int, int, int, tuple[int, ...]], tuple[_Launch, Plan]] = {}
+        """By the plans' identities, which are found sooner: many plans are equal."""
 
 
 _prepared = _Prepared()
-_MOST_PREPARED = 1024
-"""Launches of a thread; then it starts anew."""
+_MOST_KNOWN = 8192
+"""Plans of a thread; then it starts anew."""
 
 
 def encode_map(

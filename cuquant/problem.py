@@ -99,12 +99,12 @@ class Launch(NamedTuple):
     """A planned product.
 
     `maps` describe x to the copy engine where the core uses it, in whole boxes and in the one that the last
-    batch rows make, or None where there is no such box; `out_map` describes out where it can store results;
-    `straight` tells whether the kernel can store them straight from its registers (through the copy engine if
-    there is an `out_map`, for which out must be aligned to 16 bytes). `partials` are the bytes of global
-    memory in which blocks leave sums to each other. `takes_signs` tells whether the kernel itself gives x the
-    signs of W's columns, `converts_x` whether it quantizes x, or turns it, `turns_sums` whether it turns
-    sums.
+    batch rows make, or None where there is no such box; elsewhere there are none. `out_map` describes out
+    where it can store results; `straight` tells whether the kernel can store them straight from its registers
+    (through the copy engine if there is an `out_map`, for which out must be aligned to 16 bytes). `partials`
+    are the bytes of global memory in which blocks leave sums to each other. `takes_signs` tells whether the
+    kernel itself gives x the signs of W's columns, `converts_x` whether it quantizes x, or turns it,
+    `turns_sums` whether it turns sums.
     """
 
     plan: plan.Plan

@@ -63,11 +63,12 @@ def launch(steps: tuple[Template, ...], starts: tuple[int, ...]) -> None:
     """Start them one after the other, with pieces of memory that start at these addresses."""
     here, stream = device.cupy().cuda.runtime.getDevice(), streams.current()
     for plan, known, offsets, places, tensors in steps:
+        maps = [(at, buffers.tensor_map(starts[to.memory] + to.offset, map)) for at, (map, to) in tensors]
         own = jit.prepared(here, plan, len(known), offsets)
         argument = own.arguments
         argument[:] = known
         for at, memory, offset in places:
             _ADDRESS.pack_into(argument, at, starts[memory] + offset)
-        for at, (tensor, (memory, offset)) in tensors:
-            argument[at : at + 128] = buffers.tensor_map(starts[memory] + offset, tensor)
+        for at, tensor in maps:
+            argument[at : at + 128] = tensor
         own(*stream)

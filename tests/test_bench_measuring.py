@@ -147,10 +147,10 @@ def test_cells_of_what_calls_take_the_host(monkeypatch: pytest.MonkeyPatch) -> N
     module = importlib.import_module("cuquant.bench.host")
     for name, value in {"host_us": once, "warm_up": lambda: None, "EXPERT": (64, 128), "CONTEXT": 64}.items():
         monkeypatch.setattr(module, name, value)
-    names, shapes = ["q4_0", "q5_k", "trellis3", "exl3-4-mcg"], [(128, 256)]
+    names, shapes = ["q4_0", "trellis3"], [(128, 256)]
     record = Record(None, {})
     cells = list(host(record, names, shapes))
-    assert len(cells) == len(calls) == module.count(names, shapes) == 2 + 4 * 6 + 5
+    assert len(cells) == len(calls) == module.count(names, shapes) == 2 + 2 * 6 + 5
     assert [c.work for c in cells[:6]] == ["CuPy kernel", "CuPy empty", *["matmul"] * 4]
     assert {(c.work, c.bits) for c in cells if c.bits} == set(
         product(("append", "attention"), ("4", "mixed"))

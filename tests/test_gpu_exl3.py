@@ -362,6 +362,12 @@ def test_operands_of_any_place() -> None:
         stream.end_capture()
 
 
+def forget() -> None:
+    """What this thread's launches start."""
+    jit._prepared.launch.cache_clear()
+    jit._prepared.known.clear()
+
+
 @pytest.mark.parametrize("bits", [1, 4, 7])
 def test_warmup(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows all that is compiled for products, of x in q8_1 too, after a weight was prepared."""
@@ -375,10 +381,10 @@ def test_warmup(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(jit, "_modules", modules)
             patch.setattr(jit, "_functions", {})
-            jit._prepared.launches.clear()
+            forget()
             found = [operand @ there.mT for operand in (given, q)]
             device.cupy().cuda.Device().synchronize()
-            jit._prepared.launches.clear()  # what they start goes with its module
+            forget()  # what they start goes with its module
         assert modules.keys() <= known
         dense = w.dequantize().astype(np.float64).swapaxes(-1, -2)
         for y, numbers in zip(found, (x, as_numpy(q.dequantize())), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +13,8 @@ from repeated import counting, odd, there
 from test_gpu_kvcache import assert_same, both, put, tokens
 
 import cuquant as cq
-from cuquant import device, testing
+from cuquant import device, jit, testing
+from cuquant.check import common
 from cuquant.kv import appender, cuda
 from cuquant.kv.appender import Appender
 from cuquant.kv.tiers import Tier
@@ -278,6 +281,99 @@ def test_calls_that_are_always_checked(ways: dict[str, int], options: dict[str, 
     for _ in range(3):
         attends(odd(q) if options.get("q") == "odd" else q, cache, **given)
     assert (ways["attend"], ways["attend_again"]) == ((1, 2) if options.get("q") == "odd" else (3, 0))
+
+
+def test_results_of_others(monkeypatch: pytest.MonkeyPatch, ways: dict[str, int]) -> None:
+    """Memory that CuPy takes as its own, of an array without strides."""
+
+    class Foreign:
+        def __init__(self, array: Any) -> None:
+            self.array = array
+
+    real = common.array
+    monkeypatch.setattr(common, "array", lambda x, *a, **k: real(getattr(x, "array", x), *a, **k))
+    cache = cq.KVCache(2, 64, 60, 2, (8, 4), device="cuda")
+    cache.append(*map(put, tokens(2, 20, 2, 64)))
+    q = there((2, 1, 8, 64), H)
+    expected = cq.attention(q, cache)
+    for _ in range(3):
+        out = Foreign(device.cupy().empty_like(q))
+        assert cq.attention(q, cache, out=out) is out
+        assert (out.array == expected).all()
+    assert (ways["attend"], ways["attend_again"]) == (4, 0)
+
+
+def test_a_scale_that_may_change(ways: dict[str, int]) -> None:
+    """It is a number of somebody's: what it is now counts."""
+
+    class Learned:
+        value = 0.3
+
+        def __float__(self) -> float:
+            return self.value
+
+    cache = cq.KVCache(2, 64, 60, 2, (8, 4), device="cuda")
+    cache.append(*map(put, tokens(2, 20, 2, 64)))
+    q, scale = there((2, 1, 8, 64), F), Learned()
+    for scale.value in (0.3, 3.0, 0.3):
+        expected = cq.attention(q, cache, scale.value)
+        assert (cq.attention(q, cache, scale) == expected).all()  # type: ignore[arg-type]
+    assert (ways["attend"], ways["attend_again"]) == (5, 1)
+
+
+@pytest.mark.parametrize("which", ["attention", "append"])
+def test_a_launch_that_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """Nor does it change what comes next."""
+    a, b = both(2, 64, 40, 2, (8,))
+    k, v = tokens(2, 1, 2, 64)
+    given, q = (put(k), put(v)), there((2, 1, 8, 64), H)
+    call = (lambda: b.append(*given)) if which == "append" else (lambda: cq.attention(q, b))
+    for _ in range(2):
+        a.append(k, v)
+        b.append(*given)
+        attends(q, b)
+
+    def fails(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jit, "launch_packed", fails)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    assert b.known_slots == 2
+    a.append(k, v)
+    b.append(*given)
+    assert_same(a, b)
+    attends(q, b)
+
+
+@pytest.mark.parametrize("by", [-8, 8])
+def test_a_result_over_the_queries(by: int) -> None:
+    """Of a call like one before, but for where the result lies."""
+    cupy = device.cupy()
+    cache = cq.KVCache(2, 64, 60, 1, (8,), device="cuda")
+    cache.append(*map(put, tokens(1, 20, 2, 64)))
+    memory = cupy.zeros(3 * 512, H)
+    q = memory[512:1024].reshape(1, 1, 8, 64)
+    for _ in range(2):
+        cq.attention(q, cache, out=cupy.empty_like(q))
+    with pytest.raises(ValueError, match="share memory with q"):
+        cq.attention(q, cache, out=memory[512 + by : 1024 + by].reshape(q.shape))
+
+
+def test_a_cache_is_freed_with_the_last_reference() -> None:
+    cache = cq.KVCache(2, 64, 60, 1, (8,), device="cuda")
+    k, v = map(put, tokens(1, 1, 2, 64))
+    for _ in range(2):
+        cache.append(k, v)
+        cq.attention(there((1, 1, 8, 64), H), cache)
+    gone = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_an_append_that_was_refused_is_an_error_of_what_is_repeated(ways: dict[str, int]) -> None:

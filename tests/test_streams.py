@@ -248,28 +248,48 @@ def test_the_driver_is_told_what_may_overlap(
     assert told == [whole, without, without, whole]
 
 
-def test_launches_are_prepared_once_for_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And plan, device, and place of the arguments; not more than are kept."""
-    made: list[tuple[Any, ...]] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What launches were prepared for, by a thread that has none."""
+    found: list[tuple[Any, ...]] = []
 
     class Launch:
-        def __init__(self, number: int, plan: Plan, size: int, offsets: tuple[int, ...]) -> None:
-            self.plan = plan
-            made.append((number, plan, size, offsets))
+        def __init__(self, *given: Any) -> None:
+            found.append(given)
 
     monkeypatch.setattr(jit, "_Launch", Launch)
     monkeypatch.setattr(jit, "_prepared", jit._Prepared())
-    plans = [Plan(Kernel("gemm", "gemm"), (blocks + 1, 1, 1), 32) for blocks in range(jit._MOST_PREPARED)]
-    asked = [(0, plans[0], 8, (0,)), (1, plans[0], 8, (0,)), (0, plans[0], 8, (0, 4)), (0, plans[1], 8, (0,))]
+    return found
+
+
+def sized(blocks: int) -> Plan:
+    return Plan(Kernel("gemm", "gemm"), (blocks, 1, 1), 32)
+
+
+def test_launches_are_prepared_once_for_each_thread(made: list[tuple[Any, ...]]) -> None:
+    """And device, plan, and place of the arguments; of plans that are equal once, too."""
+    asked = [(0, sized(1), 8, (0,)), (1, sized(1), 8, (0,)), (0, sized(1), 8, (0, 4)), (0, sized(2), 8, (0,))]
     found = [jit.prepared(*given) for given in asked * 2]
     assert found[:4] == found[4:]
     assert made == asked
+    assert jit.prepared(0, sized(2), 8) is found[3]
 
     thread = threading.Thread(target=lambda: found.append(jit.prepared(*asked[0])))
     thread.start()
     thread.join()
     assert found[-1] not in found[:-1]
-    for plan in plans:
-        jit.prepared(0, plan, 16)
-        assert len(jit._prepared.launches) <= jit._MOST_PREPARED
-    assert jit.prepared(*asked[0]) is not found[0]
+
+
+def test_plans_that_are_gone_are_taken_for_no_other(made: list[tuple[Any, ...]]) -> None:
+    """A plan may be made where one was before."""
+    for blocks in range(1, 2000):
+        jit.prepared(0, sized(blocks), 8)
+    assert [plan.grid[0] for _, plan, _, _ in made] == list(range(1, 2000))
+
+
+def test_not_all_plans_are_kept(monkeypatch: pytest.MonkeyPatch, made: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr(jit, "_MOST_KNOWN", 4)
+    for _ in range(9):
+        jit.prepared(0, sized(1), 8)
+        assert len(jit._prepared.known) <= 4
+    assert len(made) == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from .. import check, device, repeats
 from ..debug import shown
 
@@ -81,9 +83,10 @@ def attention(
     """
     known = repeats.of_cache(cache) if mask is None and positions is None else None
     if known is not None:
-        # 1 equals True, but is not taken for it.
-        settings = cache.bits, cache.rotate, cache.track_attention
-        words = type(scale), scale, type(causal), causal, *settings
+        settings = cache.bits, cache.rotate, cache.track_attention, cache.next_slots.data.device_id
+        # 1 equals True, but is not taken for it; what is no number may change.
+        number = scale if scale is None or isinstance(scale, (int, float, np.number)) else [scale]
+        words = type(scale), number, type(causal), causal, *settings
         found = repeats.find(known, words, q, out=out)
         if found is not None:
             return cache.backend.attend_again(cache, *found, out)
@@ -104,5 +107,5 @@ def attention(
         check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
     how = cache.backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
     if how is not None and known is not None:
-        repeats.remember(known, words, how, q, out=out, result=y)
+        repeats.remember(known, words, how, q, out=None if out is None else y, result=y)
     return y if out is None else out

@@ -28,12 +28,12 @@ class Packed:
         self.objects = objects
         self.tiers = b"".join([_tier(tiers.get(bits)) for bits in BITS])
         """`struct Tier` of every width (kernels/attention/cache.cuh)."""
-        self._own, self._maps = [*tiers.values()], b""
+        self._maps = b""
 
-    def maps(self) -> bytes:
-        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh)."""
+    def maps(self, tiers: Mapping[int, Tier]) -> bytes:
+        """`struct Maps` of the cache's own widths (kernels/attention/boxes.cuh), which are these still."""
         if not self._maps:
-            self._maps = b"".join([_maps(tier) for tier in self._own])
+            self._maps = b"".join([_maps(tier) for tier in tiers.values()])
         return self._maps
 
 

@@ -192,7 +192,7 @@ class KVCache:
         bits = self.bits[0] if bits is None else bits
         known = repeats.of_cache(self) if token_ids is None and lengths is None else None
         if known is not None:
-            words = type(bits), bits, self.capacity, self.rotate
+            words = type(bits), bits, self.capacity, self.rotate, self.next_slots.data.device_id
             found = repeats.find(known, words, k, (v,))
             if found is not None and self._appender.append_again(self, *found):
                 return

@@ -162,7 +162,7 @@ def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, posit
         offsets: tuple[int, ...] = (0,)
         if how.launch.boxes:
             argument = argument.ljust(len(argument) + -len(argument) % 64, b"\0")
-            maps, offsets = buckets.maps(), (0, len(argument))
+            maps, offsets = buckets.maps(cache.tiers), (0, len(argument))
         with scratch.restored():
             jit.launch_packed(how.launch.attention, argument + maps, offsets)
             jit.launch_packed(how.launch.merge, argument)

@@ -55,7 +55,7 @@ class Kernel:
     max_shared: int = 0
 
     def __post_init__(self) -> None:
-        # Looked up at every launch: hash the nested tuples once.
+        # Looked up again and again: hash the nested tuples once.
         object.__setattr__(self, "_hash", hash((self.op, self.entry, self.format, self.constants)))
 
     def __hash__(self) -> int:
