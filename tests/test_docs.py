@@ -100,13 +100,14 @@ def test_every_public_name_has_a_page(site: Path, name: str) -> None:
 
 
 def test_the_table_of_formats() -> None:
-    """Every format, with the bytes, bits and kernels that it has."""
+    """Every format, with its bytes and bits, and where it is quantized."""
     table = (DOCS / "formats/README.md").read_text(encoding="utf-8")
     for name in cq.formats.names():
         fmt = cq.formats.get(name)
         size = 32 * fmt.bits if fmt.whole_matrices else fmt.block_bytes  # of a tile
-        gpu = "kernels" if fmt.on_gpu else "no"
-        row = rf"^\| {name} \|.*\| {gpu} \| {size} \| {fmt.bits_per_weight:g} \|$"
+        where = "GPU, CPU" if fmt.encodes_on_gpu else "CPU"
+        assert fmt.on_gpu
+        row = rf"^\| {name} \|.*\| {where} \| {size} \| {fmt.bits_per_weight:g} \|$"
         assert re.search(row, table, re.MULTILINE), row
     whole = 8 * math.prod(cq.formats.get("trellis3").stored((768, 256))) / (768 * 256)
     assert f"{whole:g} for trellis3 of 768 × 256 weights" in table  # noqa: RUF001
