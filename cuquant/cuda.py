@@ -295,7 +295,7 @@ def repeat(known: Repeat, places: list[int], x: Any, out: Any) -> Any:
     start, bias, residual, to = places
     factors = 0
     if out is None:
-        out = device.cupy().empty(known.shape, known.dtype)
+        out = known.result()
         to = out.data.ptr
     if type(x) is QuantizedArray:
         start, factors = _addresses(x.blocks, x.rows)

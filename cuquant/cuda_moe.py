@@ -48,8 +48,7 @@ class Routing(NamedTuple):
 
     def again(self, known: Repeat, places: list[int]) -> tuple[Any, Any]:
         """Their ids and probabilities."""
-        empty = device.cupy().empty
-        ids, probs = empty(known.shape, known.dtype), empty(known.shape, _FLOAT)
+        ids, probs = known.result(), device.cupy().ndarray(known.shape, _FLOAT)
         self.call(places[0], ids.data.ptr, probs.data.ptr)
         return ids, probs
 
@@ -97,7 +96,7 @@ class Ready(NamedTuple):
         """Such a mixture, to `out` or, if that is None, to a new array; returns it."""
         start, ids, probs, _, to = places
         if out is None:
-            out = device.cupy().empty(known.shape, known.dtype)
+            out = known.result()
             to = out.data.ptr
         self.run((start, 0) if device.is_cuda(x) else _addresses(x), ids, probs, to)
         return out
