@@ -340,9 +340,20 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads": (
         lambda: cq.attention(Q[:, :, :3], CACHE),
         ValueError,
-        "3 heads, which cannot share 2 key heads",
+        r"q has 3 heads, which cannot share 2 key heads evenly: its shape is \(2, 3, 3, 64\); this cache "
+        r"takes \(2, q_len, heads, 64\): \(batch, queries of a sequence, heads, head_dim\)$",
     ),
-    "no heads": (lambda: cq.attention(Q[:, :, :0], CACHE), ValueError, "0 heads"),
+    "axes of another library": (
+        lambda: cq.attention(normal(2, 4, 1, 64), CACHE),
+        ValueError,
+        r"q has 1 head, which cannot share 2 key heads evenly: its shape is \(2, 4, 1, 64\); this cache",
+    ),
+    "no heads": (lambda: cq.attention(Q[:, :, :0], CACHE), ValueError, "q has 0 heads, which"),
+    "no heads for one": (
+        lambda: cq.attention(Q[:, :, :0], cq.KVCache(1, 64, 8, 2)),
+        ValueError,
+        "q has 0 heads, which cannot share 1 key head evenly",
+    ),
     "no queries": (lambda: cq.attention(Q[:, :0], CACHE), ValueError, "q has 0 queries"),
     "65 queries": (lambda: cq.attention(normal(2, 65, 4, 64), CACHE), ValueError, "65 queries .* 1 to 64"),
     "scale": (lambda: cq.attention(Q, CACHE, float("nan")), ValueError, "scale is nan; a finite number"),

@@ -67,7 +67,7 @@ def test_a_record_is_continued(header: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"r\.json has been changed by another process since"):
         record.add(cell(M=4))
     assert [c["M"] for c in Record.read(path).cells] == [1, 2, 3]
-    with pytest.raises(FileNotFoundError, match="is no folder"):
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none: r\.json cannot"):
         Record.start(tmp_path / "none" / "r.json")
 
 
@@ -280,7 +280,7 @@ def test_help_has_contexts_as_they_are_given(run: Run) -> None:
         (("--peers", "marlin"), "peers are tinygemm, gemlite, or none"),
         (("--shapes", "5"), "a shape is NxK, as 14336x4096"),
         (("--shapes", "axb"), "argument --shapes: invalid"),
-        (("--batches", "4k"), "argument --batches: '4k' is no list of positive whole numbers"),
+        (("--batches", "4k"), "argument --batches: '4k' is not a list of positive whole numbers"),
         (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),

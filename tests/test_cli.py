@@ -57,7 +57,7 @@ import cuquant as cq
         (("dump",), "the following arguments are required: MODEL.gguf"),
         (("bench", "--shapes", "1x"), "--shapes: invalid shapes '1x': a shape is NxK, as 14336x4096"),
         (("bench", "--shapes", "0x32"), "--shapes: invalid shapes '0x32': a shape is NxK, as 14336x4096"),
-        (("bench", "moe", "--experts", "x"), "argument --experts: 'x' is no positive whole number"),
+        (("bench", "moe", "--experts", "x"), "argument --experts: 'x' is not a positive whole number"),
         (("info", "more"), "unrecognized arguments: more\n"),
         (("info", "q4_0"), "unrecognized arguments: q4_0\n"),
         (("convert",), "invalid choice: 'convert'"),

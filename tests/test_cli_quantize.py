@@ -43,6 +43,14 @@ def test_quantize_by_a_recipe(run: Run, tmp_path: Path) -> None:
         ("=q4_k", "'=q4_k' in '=q4_k' is no PATTERN=FORMAT"),
         ("blk.[0,1].*=q4_k", "is no PATTERN=FORMAT (patterns have no commas here)"),
         ("*=q4_7", "unknown format 'q4_7': did you mean"),
+        (
+            "*down*=Q4_K_M,*=q4_k",
+            "'Q4_K_M' is a mixture of formats for a whole file, to be given alone; the ",
+        ),
+        (
+            "*=q4_k,b=int4-256",
+            "unknown format 'int4-256'; on the command line only formats that have names can",
+        ),
     ],
 )
 def test_quantize_by_what_is_no_recipe(run: Run, tmp_path: Path, recipe: str, problem: str) -> None:
@@ -79,6 +87,23 @@ def test_quantize_names_formats_that_are_near(run: Run, tmp_path: Path) -> None:
     assert "did you mean q4_k_m or q4_1" in done.err
     assert done.err.count("q8_0") == 1
     assert "q8_0" in run("quantize", "--help").out
+
+
+@pytest.mark.parametrize(
+    ("command", "format"),
+    [
+        (("quantize", NANO, "q.safetensors", "--format"), "int4-256"),
+        (("eval", NANO, "--formats"), "KBIT4-float16"),
+        (("bench", "--formats"), "trellis3-*"),
+    ],
+)
+def test_a_command_takes_named_formats_only(run: Run, command: tuple[object, ...], format: str) -> None:
+    """It gives no advice for Python."""
+    done = run(*command, format)
+    assert (done.status, done.out) == (2, "")
+    told = f"unknown format {format!r}; on the command line only formats that have names can be given; known"
+    assert told in done.err
+    assert "cuquant." not in done.err
 
 
 def test_quantize_to_a_format_of_activations(run: Run, tmp_path: Path) -> None:

@@ -299,8 +299,11 @@ def test_a_recipe_gives_each_matrix_the_first_format_that_its_name_matches(tmp_p
         ({"*": "q8_1"}, "q8_1 is a format of activations"),
         (
             {"*": "q4_k_m"},
-            "unknown format 'q4_k_m'.*; q4_k_m is llama.cpp's name of a mixture, for whole files",
+            r"^'q4_k_m' is a mixture of formats for a whole file, to be given alone; the pattern '\*' takes "
+            "one format, as q4_k$",
         ),
+        ({"*": "q4_k_x"}, "unknown format 'q4_k_x': did you mean q4_k"),
+        ({"*": "q6_k_m"}, "unknown format 'q6_k_m': did you mean q6_k"),
         ({}, "format is an empty mapping; patterns of tensor names and formats are needed"),
         (
             {"*norm*": "q4_0", "*": "q8_0"},

@@ -63,7 +63,7 @@ def test_tokens_out_of_range(model: Path, bad: int, formats: Any) -> None:
         ({"ctx": -512}, "ctx is -512"),
         ({"chunks": 0}, "chunks is 0; allowed are 1 to"),
         ({"chunks": -1}, "chunks is -1"),
-        ({"ctx": 65}, "64 tokens; one chunk of 65"),
+        ({"ctx": 65}, "64 tokens; at least one chunk of 65 tokens is needed$"),
         ({"activations": "q8_0"}, "unknown activations 'q8_0'; allowed are 'f16' and 'q8_1'"),
         ({"formats": "q4_7"}, "q4_7"),
         ({"formats": ["q4_0", "q8_1"]}, "q8_1 is a format of activations"),

@@ -47,7 +47,11 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     # The file as a whole.
     "empty": (b"", "the file is empty"),
     "magic cut": (b"GGU", "not a GGUF file"),
-    "wrong magic": (b"GGML" + gguf_file()[4:], "not a GGUF file: it starts with b'GGML'"),
+    "wrong magic": (b"GGML" + gguf_file()[4:], "not a GGUF file: it starts with b'GGML' instead of b'GGUF'$"),
+    "Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+        "not a GGUF file, but a Git LFS pointer, a small text in the file's place: git lfs pull .* file$",
+    ),
     "zip file": (b"PK\x03\x04" + bytes(60), "not a GGUF file"),
     "magic only": (b"GGUF", "version needs 4 bytes, but 0 are left"),
     "no counts": (b"GGUF" + u32(3), "counts .* need"),

@@ -205,8 +205,33 @@ def test_bytes_and_bits() -> None:
     assert cache.average_bits == (16 + 8 + 9) / 6
     assert cq.KVCache(1, 64, 1).average_bits == 0
     assert repr(cache) == (
-        "KVCache(n_kv_heads=2, head_dim=64, capacity=24, batch=3, tokens={16: 3, 4: 6, 3: 9}, "
+        "KVCache(n_kv_heads=2, head_dim=64, capacity={16: 4, 4: 10, 3: 10}, batch=3, "
+        "fullest_buckets={16: 1, 4: 2, 3: 3}, longest_sequence=6, "
         f"average_bits=5.5, nbytes={cache.nbytes})"
+    )
+
+
+def test_a_cache_shows_the_arguments_that_make_it() -> None:
+    empty = cq.KVCache(2, 64, 24)
+    assert repr(empty) == (
+        "KVCache(n_kv_heads=2, head_dim=64, capacity=24, batch=1, bits=(8, 4, 3, 2), "
+        f"tokens={{8: 0, 4: 0, 3: 0, 2: 0}}, average_bits=0, nbytes={empty.nbytes})"
+    )
+    cache = cq.KVCache(2, 32, {4: 9, 16: 3}, key_scales="pairs", rotate=True, track_attention=True)
+    cache.append(*tokens(1, 5, 2, 32), [16, 4, 4, 4, 4])
+    options = "key_scales='pairs', rotate=True, track_attention=True"
+    for same in (cache, cache.copy()):
+        assert f"capacity={{16: 3, 4: 9}}, batch=1, {options}, tokens={{16: 1, 4: 4}}, " in repr(same)
+    given = cq.KVCache(2, 64, 8, bits=(4,), key_scales=np.ones((2, 64), F))
+    assert "capacity=8, batch=1, bits=(4,), key_scales=<float32 (1, 2, 64)>, tokens={4: 0}," in repr(given)
+
+
+def test_what_sequences_hold_is_compared_with_their_room() -> None:
+    """Not a sum over sequences, nor over the fullest buckets of several."""
+    cache = cq.KVCache(2, 64, 10, 2, (8, 4))
+    cache.append(*tokens(2, 10, 2, 64), [[8] * 10, [4] * 10], lengths=[10, 9])
+    assert "capacity=10, batch=2, bits=(8, 4), fullest_buckets={8: 10, 4: 9}, longest_sequence=10," in repr(
+        cache
     )
 
 

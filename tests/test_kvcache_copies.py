@@ -147,5 +147,23 @@ def test_tiers_and_caches_show_what_they_hold() -> None:
         "{16: Tier(bits=16, batch=3, room=4, tokens=6), 4: Tier(bits=4, batch=3, room=1000, tokens=8)}"
     )
     page = cache._repr_html_()
-    for fact in ("2 of 64 channels", "3, of 1,004", "6 of 16 bits, 8 of 4 bits", f"{cache.nbytes:,}", "cpu"):
-        assert fact in page
+    facts = {
+        "key heads": "2 of 64 channels",
+        "sequences": "3",
+        "room of a sequence": "4 of 16 bits, 1,000 of 4 bits",
+        "fullest buckets": "2 of 16 bits, 3 of 4 bits",
+        "longest sequence": "5 tokens",
+        "bytes": f"{cache.nbytes:,}",
+        "device": "cpu",
+    }
+    for name, fact in facts.items():
+        assert f"<th>{name}</th><td>{fact}</td>" in page
+    assert not any(name in page for name in ("key scales", "rotated", "attention"))
+    page = rotated().copy()._repr_html_()
+    assert "<th>room of a sequence</th><td>64 tokens (8, 4, 3, 2 bits)</td>" in page
+    assert "<th>key scales</th><td>&#x27;halves&#x27;</td>" in page
+    assert "<th>rotated</th><td>keys and queries</td>" in page
+    assert "<th>attention</th><td>tracked</td>" in page
+    one = cq.KVCache(2, 64, {16: 4, 4: 1000})
+    one.append(*tokens(1, 5, 2, 64), [16, 16, 4, 4, 4])
+    assert "<th>tokens</th><td>2 of 16 bits, 3 of 4 bits</td>" in one._repr_html_()

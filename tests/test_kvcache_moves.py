@@ -238,7 +238,11 @@ def test_tokens_age() -> None:
     ("newest", "error", "message"),
     [
         ([16, 4], TypeError, "newest is a list; a mapping of bits"),
-        ({4: 2, 8: 3}, ValueError, r"newest has the widths \[4, 8\]; they are some of .* 8, 4, the widest"),
+        (
+            {4: 2, 8: 3},
+            ValueError,
+            r"newest has the widths \[4, 8\]; they must be widths of this cache \(8, 4\), the widest first$",
+        ),
         ({3: 2}, ValueError, r"newest has the widths \[3\]"),
         ({8: -1}, ValueError, r"newest\[8\] is -1"),
         ({8: 2.5}, TypeError, r"newest\[8\] is a float"),

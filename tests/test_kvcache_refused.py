@@ -96,7 +96,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "bits": (
         lambda: cq.KVCache(2, 64, 8, bits=(8, 5)),
         ValueError,
-        r"bits are \[8, 5\]; one or more of 16, 8",
+        r"bits are \[8, 5\]; one or more of 16, 8, 4, 3, 2, each once, are needed$",
+    ),
+    "bits of a mapping": (
+        lambda: cq.KVCache(2, 64, {5: 8}),
+        ValueError,
+        r"capacity has the bits \[5\]; one or more of 16, 8, 4, 3, 2, each once, are needed$",
     ),
     "bits twice": (lambda: cq.KVCache(2, 64, 8, bits=(8, 8)), ValueError, r"\[8, 8\].* each once"),
     "bits beside a mapping": (

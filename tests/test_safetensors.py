@@ -251,8 +251,11 @@ def test_a_name_of_a_gguf_file(tmp_path: Path, name: str) -> None:
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="missing is no folder: w cannot be written there"):
+    with pytest.raises(FileNotFoundError, match=r"^there is no folder .*missing: w cannot be written there$"):
         cq.save(tmp_path / "missing" / "w", {})
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=r"file is not a folder: w cannot be written there$"):
+        cq.save(tmp_path / "file" / "w", {})
     with pytest.raises(IsADirectoryError, match="is a folder"):
         cq.save(tmp_path, {})
 

@@ -143,6 +143,13 @@ def test_a_cut_file(saved: Path) -> None:
                 read(saved)
 
 
+def test_a_pointer_in_place_of_a_file(saved: Path) -> None:
+    saved.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    for read in (cq.load, cq.read_safetensors):
+        with pytest.raises(ValueError, match=r"that can be read: it is a Git LFS pointer, .*git lfs pull"):
+            read(saved)
+
+
 def test_any_damage_is_a_value_error(saved: Path) -> None:
     """Or goes unseen, as other numbers do."""
     content, g = saved.read_bytes(), np.random.default_rng(0)
@@ -165,8 +172,12 @@ def test_any_damage_is_a_value_error(saved: Path) -> None:
 
 def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
     cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
-    advice = r'wrote it, and cuquant\.load reads it; an evaluation takes the GGUF .* formats="kbit4" \(at'
-    for read in (cq.open, partial(cq.evaluate, text="some text")):
+    advice = (
+        r"w\.safetensors: not a GGUF file, but a safetensors file: cuquant wrote it, and cuquant\.load reads "
+        r"it, as a dict of arrays; evaluate and compare take GGUF files only .* formats that it is given\)$"
+    )
+    readers = (cq.open, partial(cq.evaluate, text="some text"), lambda path, device: cq.compare(path, path))
+    for read in readers:
         with pytest.raises(cq.GGUFError, match=advice):
             read(tmp_path / "w.safetensors", device="cpu")
     with pytest.raises(ValueError, match=r"cuquant\.open reads GGUF files"):

@@ -25,14 +25,18 @@ def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
     """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
     batch, heads, dim = cache
     if len(q) != 4 or (q[0], q[3]) != (batch, dim):
-        raise ValueError(
-            f"q has shape {q}; this cache takes ({batch}, q_len, heads, {dim}): "
-            "(batch, queries of a sequence, heads, head_dim)"
-        )
+        raise ValueError(f"q has shape {q}; {_taken(batch, dim)}")
     if not 1 <= q[1] <= MOST_QUERIES:
         raise ValueError(f"q has {q[1]} queries in a sequence; allowed are 1 to {MOST_QUERIES}")
     if q[2] == 0 or q[2] % heads:
-        raise ValueError(f"q has {q[2]} heads, which cannot share {heads} key heads evenly")
+        own, shared = (f"{n} {what}{'s' * (n != 1)}" for n, what in ((q[2], "head"), (heads, "key head")))
+        raise ValueError(
+            f"q has {own}, which cannot share {shared} evenly: its shape is {q}; {_taken(batch, dim)}"
+        )
+
+
+def _taken(batch: int, dim: int) -> str:
+    return f"this cache takes ({batch}, q_len, heads, {dim}): (batch, queries of a sequence, heads, head_dim)"
 
 
 def score_scale(value: Any, dim: int) -> float:

@@ -42,7 +42,8 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     if given and bits is not None and [b for b in allowed if b in widths] != _widest_first(bits):
         raise ValueError(f"bits is {bits!r}, but {what} {widths}: leave bits out beside a mapping")
     if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
-        raise ValueError(f"{what} {widths}; one or more of {', '.join(map(str, allowed))}, each once")
+        choices = ", ".join(map(str, allowed))
+        raise ValueError(f"{what} {widths}; one or more of {choices}, each once, are needed")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
     needed = "an integer is needed" + ", or a mapping of bits to tokens, as {8: 64, 4: 256}" * (not given)
     names = {b: f"capacity[{b}]" if given else "capacity" for b in allowed if b in sizes}
@@ -245,8 +246,8 @@ def ages(newest: Any, allowed: tuple[int, ...]) -> tuple[NDArray[np.int64], NDAr
     widths = [*newest]
     if not {*widths} <= {*allowed} or widths != sorted(widths, reverse=True):
         raise ValueError(
-            f"newest has the widths {widths}; they are some of this cache's, {', '.join(map(str, allowed))}, "
-            "the widest first"
+            f"newest has the widths {widths}; they must be widths of this cache "
+            f"({', '.join(map(str, allowed))}), the widest first"
         )
     counts = [count(value, f"newest[{bits}]", least=0) for bits, value in newest.items()]
     return np.array([*widths, min(allowed)], np.int64), np.cumsum(counts, dtype=np.int64)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import formats
+from ..formats.base import made_by_class
 
 
 def subcommand(
@@ -52,10 +53,23 @@ def left_at(arguments: argparse.Namespace) -> str:
 
 
 def format_list(text: str) -> list[str]:
+    made = []
+    for name in _names(text):
+        with _named(name, formats.names()):
+            made.append(str(formats.get(name)))
+    return made
+
+
+@contextmanager
+def _named(name: str, known: Sequence[str]) -> Iterator[None]:
+    """Around what looks a name up: where there is none, the error of a command, which takes no classes."""
     try:
-        return [str(formats.get(name)) for name in _names(text)]
+        yield
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        told = str(error)
+        if (hint := made_by_class(name, known)) is not None:
+            told = told.replace(hint, "; on the command line only formats that have names can be given")
+        raise argparse.ArgumentTypeError(told) from None
 
 
 def file_format_list(text: str) -> list[str]:
@@ -95,10 +109,8 @@ def _names(text: str) -> list[str]:
 def file_format(name: str) -> str:
     from ..io import mixture
 
-    try:
+    with _named(name, mixture.names()):
         return str(mixture.get(name))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def recipe_or_format(text: str) -> str | dict[str, str]:
@@ -114,10 +126,9 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
             again, none = "names a pattern again", "is no PATTERN=FORMAT (patterns have no commas here)"
             raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {again if pattern else none}")
         rules[pattern] = name
-    try:
-        mixture.get(rules)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    for pattern, name in rules.items():
+        with _named(name, mixture.weight_formats()):
+            mixture.get({pattern: name})
     return rules
 
 
@@ -127,7 +138,7 @@ def int_list(text: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive whole numbers, as 1,16,4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers, as 1,16,4096")
     return numbers
 
 
@@ -137,5 +148,5 @@ def positive_int(text: str) -> int:
     except ValueError:
         number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return number

@@ -323,7 +323,9 @@ def _cut(
         ids = np.concatenate([[bos], ids])
     count = min(len(ids) // ctx, chunks or len(ids))
     if count == 0:
-        raise ValueError(f"the text has {counted(len(ids), 'token')}; one chunk of {ctx} is the least")
+        raise ValueError(
+            f"the text has {counted(len(ids), 'token')}; at least one chunk of {ctx} tokens is needed"
+        )
     pieces = ids[: count * ctx].reshape(count, ctx).copy()
     if bos is not None:
         pieces[:, 0] = bos

@@ -258,15 +258,15 @@ def get(name: str | Format) -> Format:
     try:
         return _READ_ONLY.get(name.lower()) or _BY_NAME[name.lower()]
     except KeyError:
-        raise ValueError(unknown_format(name, names())) from None
+        raise ValueError(_unknown_format(name)) from None
 
 
-def unknown_format(name: str, known: Sequence[str]) -> str:
+def _unknown_format(name: str) -> str:
     """As `unknown`, of a name that should be that of a format, not of a mixture."""
     hint = None
     if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
         hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-    return unknown(name, known, hint, tuple(_READ_ONLY))
+    return unknown(name, names(), hint, tuple(_READ_ONLY))
 
 
 def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()) -> str:
@@ -282,14 +282,19 @@ def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequ
 
 
 def _made_by(name: str, known: Sequence[str]) -> str | None:
-    """What makes floats of that name, or formats with parameters in their names, as "int4-256"."""
-    from .parameters import FAMILIES
-
+    """What makes floats of that name, or formats with parameters in their names."""
     if name in FLOATS:
         return f"; numbers.astype({FLOATS[name]!r}) makes floats, which are not quantized"
+    return made_by_class(name, known)
+
+
+def made_by_class(name: str, known: Sequence[str]) -> str | None:
+    """What makes formats with parameters in their names, as "int4-256"."""
+    from .parameters import FAMILIES
+
     for family, (kind, given) in FAMILIES.items():
         listed = any(each.startswith(family) for each in known)
-        if listed and re.match(rf"{re.escape(family)}\d*[-*]", name):
+        if listed and re.match(rf"{re.escape(family)}\d*[-*]", name.lower()):
             return f"; cuquant.{kind.__name__}({', '.join(given)}) makes formats of other parameters"
     return None
 

@@ -92,8 +92,10 @@ def place_of(target: Path, force: bool = True) -> Path:
     if target.exists() and not force:
         raise _taken(target)
     place = Path(os.path.realpath(target)) if target.is_symlink() else target
-    if not place.parent.is_dir():
-        raise FileNotFoundError(f"{place.parent} is no folder: {place.name} cannot be written there")
+    folder = place.parent
+    if not folder.is_dir():
+        problem = f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}"
+        raise FileNotFoundError(f"{problem}: {place.name} cannot be written there")
     return place
 
 

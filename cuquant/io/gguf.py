@@ -42,6 +42,7 @@ from .header import (
     still_open,
 )
 from .safetensors import KEY, OTHER_READERS
+from .words import LFS_POINTER, of_pointer
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
@@ -60,8 +61,8 @@ _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
 _LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _OWN_READERS = {
-    KEY: "load reads it; an evaluation takes the GGUF file that it was made of, and the format, as "
-    'formats="kbit4"',
+    KEY: "load reads it, as a dict of arrays; evaluate and compare take GGUF files only (evaluate quantizes "
+    "one of floats itself, to the formats that it is given)",
     f"{KEY}.kv_cache": "KVCache.load reads it",
 }
 """Of our safetensors files, by keys of their metadata."""
@@ -138,6 +139,20 @@ def scan(buffer: Buffer, source: str) -> Header:
     return Header(version, alignment, metadata, tensors, data_offset)
 
 
+def _of_another_kind(buffer: Buffer) -> str:
+    """What a file is that is no GGUF file, as its error goes on."""
+    if pointer := of_pointer(bytes(buffer[: len(LFS_POINTER)])):
+        return f", but {pointer}"
+    header = bytes(buffer[8 : 8 + _LOOKED_AT])
+    if not header.startswith(b"{"):
+        return f": it starts with {bytes(buffer[:4])!r} instead of b'GGUF'"
+    readers = OTHER_READERS
+    for key, reader in _OWN_READERS.items():
+        if f'"{key}"'.encode() in header:
+            readers = f"cuquant wrote it, and cuquant.{reader}"
+    return f", but a safetensors file: {readers}"
+
+
 class _Scanner:
     """A cursor over the bytes of a header."""
 
@@ -184,16 +199,8 @@ class _Scanner:
 
     def version(self) -> int:
         """The version, of a file that can be read here."""
-        magic = bytes(self.buffer[:4])
-        if magic != b"GGUF":
-            other = bytes(self.buffer[8 : 8 + _LOOKED_AT])
-            if other.startswith(b"{"):
-                readers = OTHER_READERS
-                for key, reader in _OWN_READERS.items():
-                    if f'"{key}"'.encode() in other:
-                        readers = f"cuquant wrote it, and cuquant.{reader}"
-                self.fail(f"not a GGUF file, but a safetensors file: {readers}")
-            self.fail(f"not a GGUF file: it starts with {magic!r} instead of b'GGUF'")
+        if bytes(self.buffer[:4]) != b"GGUF":
+            raise GGUFError(f"{self.source}: not a GGUF file{_of_another_kind(self.buffer)}")
         self.pos = self.entry = 4
         (version,) = self.unpack(_U32, "the version")
         if version == 1:

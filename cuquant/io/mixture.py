@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import check, formats
 from ..formats import Format
-from ..formats.base import FLOATS, unknown, unknown_format
+from ..formats.base import FLOATS, unknown
 from .gguf import TensorInfo
 
 _FALLBACK = {
@@ -212,10 +212,11 @@ _MIXTURES = {
 
 def names() -> tuple[str, ...]:
     """Names of all kinds of files: mixtures, and formats of weights."""
-    return tuple(sorted({*_MIXTURES, *_of_weights()}))
+    return tuple(sorted({*_MIXTURES, *weight_formats()}))
 
 
-def _of_weights() -> list[str]:
+def weight_formats() -> list[str]:
+    """Names of what a pattern of a recipe takes."""
     return [name for name in formats.names() if not formats.get(name).for_activations]
 
 
@@ -239,7 +240,7 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
     if isinstance(name, Mapping):
         if not name:
             raise ValueError("format is an empty mapping; patterns of tensor names and formats are needed")
-        return Recipe(tuple((str(pattern), _of_rule(fmt)) for pattern, fmt in name.items()))
+        return Recipe(tuple((str(pattern), _of_rule(str(pattern), fmt)) for pattern, fmt in name.items()))
     if isinstance(name, str) and name.lower() in _MIXTURES:
         return _MIXTURES[name.lower()]
     if isinstance(name, os.PathLike) or _is_file_name(name):
@@ -259,12 +260,18 @@ def _is_file_name(name: Any) -> bool:
     )
 
 
-def _of_rule(name: str | Format) -> Format:
+def _of_rule(pattern: str, name: str | Format) -> Format:
     """A weight format of a recipe."""
     try:
         return formats.get(name)
     except ValueError:
-        raise ValueError(unknown_format(str(name), _of_weights())) from None
+        mixture = _MIXTURES.get(str(name).lower())
+    if mixture is not None:
+        raise ValueError(
+            f"{name!r} is a mixture of formats for a whole file, to be given alone; the pattern {pattern!r} "
+            f"takes one format, as {mixture.base}"
+        )
+    raise ValueError(unknown(str(name), weight_formats()))
 
 
 def _refuse_floats(name: Any) -> None:

@@ -27,7 +27,7 @@ from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
 from .atomic import replacing
-from .words import escaped
+from .words import LFS_POINTER, escaped, of_pointer
 
 KEY = "cuquant"
 VERSION = 1
@@ -69,9 +69,10 @@ class Tensor(NamedTuple):
 
 
 def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
-    """Write quantized arrays and plain ones to a safetensors file, replacing what is there.
+    """Write quantized arrays and plain ones to a safetensors file.
 
-    The file is written under a temporary name beside `path` and takes its place only when complete.
+    A file that exists is replaced without a question, as numpy.save does it. The new one is written under a
+    temporary name beside `path` and takes its place only when complete.
 
     Parameters
     ----------
@@ -201,6 +202,9 @@ def why_unreadable(path: Path, error: Exception) -> str:
     """What is wrong with a file that the safetensors package refused with that error."""
     told = escaped(str(error))  # it may cite the file
     with path.open("rb") as file:
+        if pointer := of_pointer(file.read(len(LFS_POINTER))):
+            return f"it is {pointer}"
+        file.seek(0)
         head = file.read(9)
         size = os.fstat(file.fileno()).st_size
         if head.startswith(b"GGUF"):

@@ -13,6 +13,17 @@ _SHOWN = 8
 """Items of an array that are shown."""
 _WIDTH = 72
 """Characters of a value that are shown."""
+LFS_POINTER = b"version https://git-lfs"
+"""How a Git LFS pointer begins."""
+
+
+def of_pointer(head: bytes) -> str | None:
+    """What a file is that begins so, and what to do, where it is a Git LFS pointer; None of others."""
+    if not head.startswith(LFS_POINTER):
+        return None
+    return (
+        "a Git LFS pointer, a small text in the file's place: git lfs pull in its repository fetches the file"
+    )
 
 
 def counted(number: int, thing: str) -> str:

@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import device
+from ..io.words import counted
 from ..render import html_facts
 from . import codes
+from .tiers import capacity_argument, held_of, rooms_of
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -62,25 +64,68 @@ def numbers(
 
 
 def text(cache: KVCache) -> str:
-    """For a prompt."""
-    held = ", ".join(f"{bits}: {int(tier.held.sum())}" for bits, tier in cache.tiers.items())
-    return (
-        f"KVCache(n_kv_heads={cache.n_kv_heads}, head_dim={cache.head_dim}, capacity={cache.capacity}, "
-        f"batch={cache.batch}, tokens={{{held}}}, average_bits={cache.average_bits:.4g}, "
-        f"nbytes={cache.nbytes})"
-    )
+    """For a prompt: what makes such a cache, and what it holds."""
+    capacity = capacity_argument(rooms_of(cache.tiers), cache.capacity)
+    facts: dict[str, Any] = {name: getattr(cache, name) for name in ("n_kv_heads", "head_dim")}
+    facts |= {"capacity": capacity, "batch": cache.batch}
+    if not isinstance(capacity, dict):
+        facts["bits"] = cache.bits
+    if (scales := _key_scales(cache)) is not None:
+        facts["key_scales"] = scales
+    facts |= {name: True for name in ("rotate", "track_attention") if getattr(cache, name)}
+    fullest, longest = _most_held(cache)
+    if cache.batch == 1:
+        facts["tokens"] = fullest
+    else:
+        facts |= {"fullest_buckets": fullest, "longest_sequence": longest}
+    facts |= {"average_bits": f"{cache.average_bits:.4g}", "nbytes": cache.nbytes}
+    return f"KVCache({', '.join(f'{name}={value}' for name, value in facts.items())})"
 
 
 def html(cache: KVCache) -> str:
     """For a notebook."""
-    held = (f"{int(tier.held.sum()):,} of {bits} bits" for bits, tier in cache.tiers.items())
-    return html_facts(
-        {
-            "key heads": f"{cache.n_kv_heads} of {cache.head_dim} channels",
-            "sequences": f"{cache.batch}, of {cache.capacity:,} tokens at most",
-            "tokens": ", ".join(held),
-            "average bits": f"{cache.average_bits:.4g}",
-            "bytes": f"{cache.nbytes:,}",
-            "device": cache.device,
-        }
-    )
+    capacity = capacity_argument(rooms_of(cache.tiers), cache.capacity)
+    if isinstance(capacity, dict):
+        room = _listed(capacity)
+    else:
+        room = f"{counted(capacity, 'token')} ({', '.join(map(str, cache.bits))} bits)"
+    facts = {
+        "key heads": f"{cache.n_kv_heads} of {cache.head_dim} channels",
+        "sequences": f"{cache.batch:,}",
+        "room of a sequence": room,
+    }
+    if (scales := _key_scales(cache)) is not None:
+        facts["key scales"] = scales
+    if cache.rotate:
+        facts["rotated"] = "keys and queries"
+    if cache.track_attention:
+        facts["attention"] = "tracked"
+    fullest, longest = _most_held(cache)
+    if cache.batch == 1:
+        facts["tokens"] = _listed(fullest)
+    else:
+        facts |= {"fullest buckets": _listed(fullest), "longest sequence": counted(longest, "token")}
+    facts |= {
+        "average bits": f"{cache.average_bits:.4g}",
+        "bytes": f"{cache.nbytes:,}",
+        "device": cache.device,
+    }
+    return html_facts(facts)
+
+
+def _most_held(cache: KVCache) -> tuple[dict[int, int], int]:
+    """The most tokens that a sequence holds of each width, and of all: what its rooms are compared with."""
+    held = held_of(cache.tiers)
+    return {bits: int(own.max()) for bits, own in held.items()}, int(np.sum([*held.values()], axis=0).max())
+
+
+def _key_scales(cache: KVCache) -> str | None:
+    """The argument, of an array the type and shape; None where there are none."""
+    if cache.auto_scales is not None:
+        return repr(cache.auto_scales)
+    return None if cache.key_scales is None else f"<{cache.key_scales.dtype} {cache.key_scales.shape}>"
+
+
+def _listed(tokens: dict[int, int]) -> str:
+    """Numbers of tokens by width."""
+    return ", ".join(f"{number:,} of {bits} bits" for bits, number in tokens.items())
