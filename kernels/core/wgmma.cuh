@@ -1,9 +1,9 @@
 // The wgmma core (sm_90a): larger batches, bound by the tensor cores.
 //
-// A block owns GROUPS x ROW_BLOCKS x 64 rows of W and BATCH batch rows. One warpgroup copies: every stage of the ring
-// holds 64 columns of W, as the fragment layout has them, and of x. GROUPS warpgroups compute: each dequantizes its
-// own rows in registers, operand A, two steps of 16 columns at a time, while the tensor cores work on the two before; x
-// in shared memory is operand B.
+// A block owns GROUPS x ROW_BLOCKS x 64 rows of W and BATCH batch rows. One warpgroup copies (wgmma_copies.cuh): every stage
+// of the ring (wgmma_block.cuh) holds 64 columns of W, as the fragment layout has them, and of x. GROUPS warpgroups compute:
+// each dequantizes its own rows in registers, operand A, two steps of 16 columns at a time, while the tensor cores work on
+// the two before; x in shared memory is operand B.
 //
 //      copies:         | stage 0 | stage 1 | stage 2 | ...
 //      warpgroup:      dequantize steps 2 and 3 | steps 0 and 1 of the next stage | ...
@@ -29,45 +29,33 @@
 // rows of V: its threads have what is multiplied in the same places. Of one row block two warps have 32 rows of W, and
 // two the same of V.
 #pragma once
-#include "grouped.cuh"
+#include "wgmma_copies.cuh"
 
 #if __CUDA_ARCH__ == 900
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, bool BESIDE,
           int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
 DEVICE void wgmma(const P& p) {
-    constexpr int ROWS = GROUPS * ROW_BLOCKS * 64, ROW_TILES = ROWS / 16, CONSUMERS = GROUPS * K_GROUPS * WARPGROUP;
-    constexpr int CLUSTER = SPLIT * PAIR, SUMS = ROW_BLOCKS * BATCH / 2, WIDTH = K_GROUPS * K_TILES;
-    static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
-    static_assert(!P::GROUPED || SPLIT == 1, "only the GPU knows how many tiles there are");
-    static_assert(ROW_BLOCKS <= 2, "of two that are gated, one of W and one of V");
-    static_assert(RESIDENT == 1 || (GROUPS * K_GROUPS == 2 && !STREAM), "a block of two has few registers");
-    constexpr bool ROOMY = GROUPS * K_GROUPS == 2;  // threads have registers for what spares a short product time
+    using B = WgmmaBlock<F, BATCH, ROW_BLOCKS, GROUPS, K_GROUPS, K_TILES, SPLIT, BESIDE, PAIR, STREAM, STAGES, RESIDENT, P>;
+    using Weights = typename B::Weights;
+    using Left = typename B::Left;
+    constexpr int CONSUMERS = B::CONSUMERS, CLUSTER = B::CLUSTER, SIDES = B::SIDES, SIDE_TILES = B::SIDE_TILES;
+    constexpr int SUMS = B::SUMS, WIDTH = B::WIDTH, X_BYTES = B::X_BYTES, WEIGHTS_AT = B::WEIGHTS_AT, STAGE = B::STAGE;
+    constexpr bool ROOMY = B::ROOMY, TOLD = B::TOLD;
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
-    constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && ROWS % HADAMARD == 0;
+    constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && B::ROWS % HADAMARD == 0;
     static_assert(!TURNS || ROOM == 0 || ROOM == BATCH, "all of a tile is turned at once");
     // Whether the K groups' sums are added up when results are stored, as those of a split are: if they are few. Else, and
     // if they are an expert's, are to be turned, or are left to another block, the first K group adds them up before.
     constexpr bool MEET = K_GROUPS > 1 && BATCH == 16 && !TURNS && !P::GROUPED;
     // An expert's last rows are mostly few: the tensor cores need not take as long for them.
     constexpr int NARROW = !P::GROUPED || BATCH < 96 ? BATCH : BATCH == 256 ? 64 : 32;
-    constexpr int SIDES = P::GATED ? 2 : 1, SIDE_TILES = ROW_TILES / SIDES;  // W, V
-    using Weights = WeightCopy<F, SIDE_TILES, WARPGROUP, WIDTH, SIDES>;
-    constexpr int X_BYTES = BATCH * 128, WEIGHTS_AT = WIDTH * X_BYTES;
-    constexpr int BOX = BATCH / PAIR;  // batch rows that a block copies
-    // Stages of W that are asked for before x: more of it would be in x's way, which all wait for.
-    constexpr int AHEAD = STAGES < 4 ? 2 : STAGES / 2;
-    static_assert(AHEAD < STAGES, "they do not reach the ring's end");
-    constexpr int STAGE = (WEIGHTS_AT + SIDES * Weights::SIZE + 1023) / 1024 * 1024;
-    using Left = LeftSums<GROUPS, SUMS, STAGE>;
     // After a codebook's table stages, then staged sums. Of a split they take the stages' place, but for what is sent BESIDE
     // them: then blocks need not wait until the others have read their stages.
     using Tables = Codecs<C, P::TABLES>;
     u8* const shared = dynamic_shared() + Tables::TABLE_BYTES;
     static_assert(Tables::TABLE_BYTES % 1024 == 0, "stages are swizzled");
     __shared__ __align__(8) u64 barriers[2 * STAGES], split_barrier;
-    // Where tiles are shared, or works listed, the copying warpgroup tells the others what their segments are.
-    constexpr bool TOLD = P::GROUPED || STREAM;
     __shared__ Told<STAGES> told;
     // Opaque, lest the compiler work them out anew in the inner loops.
     u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(shared);
@@ -80,11 +68,10 @@ DEVICE void wgmma(const P& p) {
     int lane = threadIdx.x % WARP;
     asm volatile("" : "+r"(lane));
     if (threadIdx.x == 0) {
-        if (P::GROUPED || p.M >= BOX) prefetch_map(p.map);
-        if (!P::GROUPED && p.M % BOX) prefetch_map(p.rest_map);
+        if (P::GROUPED || p.M >= B::BOX) prefetch_map(p.map);
+        if (!P::GROUPED && p.M % B::BOX) prefetch_map(p.rest_map);
         if (BOXES && p.straight) prefetch_map(p.out_map);
     }
-    static_assert(STAGES <= WARP, "a thread each");
     if (threadIdx.x < STAGES) {
         barrier_init(full + threadIdx.x * 8, WARPGROUP + 1);  // every copying thread, and the copies of x
         barrier_init(empty + threadIdx.x * 8, CONSUMERS / WARP * PAIR);
@@ -98,9 +85,7 @@ DEVICE void wgmma(const P& p) {
 
     const int rank = blockIdx.x % CLUSTER;  // unlike what the hardware says, known to be uniform
     const int row_tiles = (p.N + 15) / 16, tiles = (p.K + 63) / 64;  // the latter a multiple of WIDTH
-    using Tiles = typename Either<P::GROUPED, GroupSchedule<SIDE_TILES * PAIR, WIDTH, STREAM, P>,
-                                  Schedule<ROW_TILES * PAIR, BATCH, WIDTH, STREAM, ROOMY>>::Type;
-    Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
+    typename B::Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
         if constexpr (SPLIT > 1) {  // in whole turns, of which one may have one more than another
@@ -111,100 +96,13 @@ DEVICE void wgmma(const P& p) {
         return segment;
     };
 
-    // Of a place for a block's sums those of one warpgroup.
-    auto own_place = [&](int slot, int group) { return (slot * CLUSTER + rank) * GROUPS + group; };
-    auto sums_at = [&](int place) { return reinterpret_cast<float4*>(p.partials) + s64(place) * (SUMS / 4 * WARPGROUP); };
-
     if (warp >= CONSUMERS / WARP) {
         // What the copying warpgroup gives, the others get: 384 threads start with 168 registers each, or with 80 if two
         // blocks share a multiprocessor, 640 with 96.
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
         if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
         if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
-        int thread = threadIdx.x - CONSUMERS;
-        int stage = 0, parity = 1;  // the first pass over a fresh barrier does not wait
-        bool waited = false;
-        auto& shares = schedule.shares;
-        __shared__ __align__(16) int4 kept[2 * WARPGROUP / WARP];
-        if constexpr (STREAM) shares.keep(shared_address(kept + thread / WARP * 2));
-        for (int i = 0; i < shares.segments; i++) {
-            // Lest places be kept from segment to segment.
-            if constexpr (STREAM || (SPLIT * RESIDENT == 1 && K_TILES >= K_GROUPS)) asm volatile("" : "+r"(thread));
-            const auto segment = segment_of(i);
-            if constexpr (TOLD)
-                if (thread == 0) told.tell(i, segment);
-            const Matrix at = matrix_of<F>(p, segment.matrix);
-            Weights weights;
-            // Of rows beyond N (the second of a pair may have no others) the last are read instead.
-            const int first_row = PAIR > 1 ? min(segment.first_row, row_tiles - 1) : segment.first_row;
-            weights.start(at.w, first_row, row_tiles, tiles, segment.begin, thread);
-            auto copy_weights = [&](int to) {  // of the next step
-                weights.copy(stages + to * STAGE + WEIGHTS_AT, thread, 2, apart_of(p));
-                copy_arrive(full + to * 8);
-            };
-            // No box goes beyond the last batch row: the copy engine takes longer to make zeros than to copy. (Of a grouped
-            // product there are rows to read behind the last one.)
-            const int rows = P::GROUPED ? BATCH : min(p.M - segment.first_m, BATCH);
-            const int own_rows = rows - rank % PAIR * BOX;
-            auto copy_x = [&](int tile, int to) {
-                if (thread > 0) return;
-                barrier_expect(full + to * 8, WIDTH * rows * 128);
-                if (PAIR > 1 && own_rows <= 0) return;
-                const u64* const map = own_rows >= BOX ? p.map : p.rest_map;
-                if constexpr (P::GROUPED && WIDTH > 1)
-                    // All steps of a stage in one box, if K is of whole steps: every box takes its time.
-                    if (p.box_steps == WIDTH)
-                        return copy_box<1>(stages + to * STAGE, p.map, full + to * 8, 0, segment.first_m, tile, 0, 0);
-                for (int k = 0; k < WIDTH; k++)
-                    copy_box<PAIR>(stages + to * STAGE + k * X_BYTES + rank % PAIR * (X_BYTES / PAIR), map,
-                                   full + to * 8, (tile + k) * 64, segment.first_m + rank % PAIR * BOX, at.axis[2],
-                                   at.axis[1], at.axis[0]);
-            };
-            int tile = segment.begin;
-            // What a helper has left is there when the first stage of what it does next is free again.
-            const int soon = STREAM && i > 0 && i == shares.pieces ? tile + STAGES * WIDTH : -1;
-            auto tell_left = [&] {
-                if (thread == 0) set_flags<GROUPS>(p.flags + own_place(shares.first_slot(), 0), i, CLUSTER * GROUPS);
-            };
-            if (!waited) {  // W is fixed: its first stages need not wait for the kernels before this one
-                const int ahead = min(AHEAD, (segment.end - segment.begin) / WIDTH);
-                // Loops that are unrolled would take registers.
-#pragma unroll 1
-                for (int s = 0; s < ahead; s++) copy_weights(s);
-                wait_for_operands<P>();
-#pragma unroll 1
-                for (int s = 0; s < ahead; s++) copy_x(segment.begin + s * WIDTH, s);
-                tile += ahead * WIDTH, waited = true;
-                stage = ahead;  // not yet the ring's end
-            }
-#pragma unroll 1
-            for (; tile < segment.end; tile += WIDTH) {
-                barrier_wait(empty + stage * 8, parity);
-                if (STREAM && tile == soon) tell_left();
-                copy_x(tile, stage);
-                copy_weights(stage);
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-            if (STREAM && segment.end <= soon) {
-                const int first = stage - (segment.end - segment.begin) / WIDTH;
-                barrier_wait(empty + (first < 0 ? first + STAGES : first) * 8, first < 0 ? parity : parity ^ 1);
-                tell_left();
-            }
-        }
-        const int others = STREAM ? shares.others() : 0;
-        for (int j = 0; j < others; j++) {
-            const int slot = uniform(shares.first_slot()) + j;
-            for (int group = 0; group < GROUPS; group++) wait_for_flag(p.flags + own_place(slot, group));
-#pragma unroll 1
-            for (int part = 0; part < Left::PARTS; part++) {
-                const int own = thread_again() - CONSUMERS;
-                barrier_wait(empty + stage * 8, parity);
-                Left::copy(stages + stage * STAGE, sums_at(own_place(slot, 0)), part, own);
-                copy_arrive(full + stage * 8);
-                barrier_arrive(full + stage * 8, own == 0);  // no x
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-        }
+        wgmma_copies<B>(p, schedule, segment_of, told, {full, empty, stages}, rank, row_tiles, tiles);
         copy_wait<0>();
         if constexpr (SPLIT > 1 && !BESIDE) cluster_arrive();  // with the computing threads
         if constexpr (SPLIT > 1) cluster_wait();
@@ -405,13 +303,13 @@ DEVICE void wgmma(const P& p) {
                         release(stage, true);
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     }
-                    if (leads && first) p.flags[own_place(others.slot + j, group)] = 0;
+                    if (leads && first) p.flags[B::own_place(rank, others.slot + j, group)] = 0;
                 }
             }
             if (SPLIT == 1 && gathered && !first) continue;
             if (leaves) {
-                const int place = own_place(again().slot, group);
-                write_sums(acc, sums_at(place) + threadIdx.x % WARPGROUP);
+                const int place = B::own_place(rank, again().slot, group);
+                write_sums(acc, B::sums_at(p, place) + threadIdx.x % WARPGROUP);
                 if (i + 1 < schedule.shares.segments) {
                     __syncwarp();  // before this warp frees the next segment's first stage
                 } else {
