@@ -63,7 +63,7 @@ def prepared(device_id: int, plan: Plan, size: int, offsets: tuple[int, ...] = (
     key = device_id, id(plan), size, offsets
     found = known.get(key)
     if found is None:
-        if len(known) == _MOST_KNOWN:
+        if len(known) >= _MOST_KNOWN:
             known.clear()
         launch = _prepared.launch(device_id, plan, size, offsets)
         found = known[key] = launch, plan  # the plan, so that no other has its id

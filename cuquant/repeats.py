@@ -169,10 +169,12 @@ def remember(
         [0] * len(others),
         residual is not None and (residual.strides, residual.dtype) == (result.strides, result.dtype),
     )
-    if len(known) >= (FEW if isinstance(known, Some) else MOST):
-        known.clear()
-    with suppress(TypeError):
-        known[_key(words, kind, given, reads, residual, out)] = repeat
+    key = _key(words, kind, given, reads, residual, out)
+    with suppress(TypeError):  # words that no key can have
+        known.pop(key, None)
+        if len(known) >= (FEW if isinstance(known, Some) else MOST):
+            known.clear()
+        known[key] = repeat
 
 
 def _blocks(x: QuantizedArray) -> tuple[Any, Any]:

@@ -54,8 +54,8 @@ def one_of_each(arch: str, names: tuple[str, ...] = ("q4_0", "kbit3", "exl3-4-mc
 
 
 def test_tiles_of_the_wgmma_core_were_fast() -> None:
-    """Of the tiles that were measured the one that is predicted to take the least costs a call 0.2% in the
-    mean; those that were not measured would not be taken."""
+    """Of the tiles that were measured the one that is predicted to take the least costs a call less than 0.2%
+    in the mean; those that were not measured would not be taken."""
     path = Path(__file__).parent / "data" / "mixture-wgmma-tiles.txt"
     slower = []
     for line in path.read_text(encoding="utf-8").splitlines():

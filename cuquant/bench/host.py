@@ -27,8 +27,8 @@ EXPERTS, TOP_K, EXPERT = 8, 2, (768, 2048)
 CONTEXT, HEADS = 1024, (32, 8)
 """Tokens of a cache, and heads of queries and keys."""
 CALLS = 500
-"""In a row, of each of the runs that are timed: a stream's queue takes about twice as many launches, and the
-GPU is done with what these start before the host comes to the next."""
+"""In a row, of each of the runs that are timed. A stream's queue takes about twice as many launches; of calls
+that start more than two the GPU is done before the host comes to the next one."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _empty() -> Callable[[], Any]:
 
 def _product(name: str, n: int, k: int, activation: str, given: bool) -> Callable[[], Any]:
     cupy = device.cupy()
-    w, dtype = random_weights(name, n, k)[0], X_DTYPES[activation]
+    (w,), dtype = random_weights(name, n, k, 1), X_DTYPES[activation]
     x = cupy.random.standard_normal((1, k), dtype=np.float32).astype(dtype)
     out = cupy.empty((1, n), dtype)
     x_format = "q8_1" if activation == "q8_1" else None

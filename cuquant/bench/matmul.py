@@ -173,17 +173,18 @@ def some_columns(fmt: formats.Format, n: int) -> Any:
     return np.sort(rng.choice(n, min(CHECKED_COLUMNS, n), replace=False))
 
 
-def random_weights(name: str, n: int, k: int) -> list[QuantizedArray]:
-    """Different random weights, prepared, more than the L2 cache holds."""
+def random_weights(name: str, n: int, k: int, count: int | None = None) -> list[QuantizedArray]:
+    """Different random weights, prepared: so many, or more than the L2 cache holds."""
     cupy = device.cupy()
     fmt = formats.get(name)
+    count = rotation(math.prod(fmt.stored((n, k)))) if count is None else count
     if isinstance(fmt, Exl3):
-        return [random_walks(fmt, (n, k)) for _ in range(rotation(math.prod(fmt.stored((n, k)))))]
+        return [random_walks(fmt, (n, k)) for _ in range(count)]
     # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
     w = quantize(dense * np.float32(0.02), fmt)
     made = []
-    for _ in range(rotation(math.prod(fmt.stored((n, k))))):
+    for _ in range(count):
         made.append(w[cupy.random.permutation(n) % len(w)].prepare())
     return made
 

@@ -46,6 +46,10 @@ _COLUMNS = 4 * 256
 _BYTES_US, _RESULTS_US = 4.46e6, 1e6
 """Bytes in a microsecond on an H200: of weights, which are read meanwhile; and of float32 results."""
 _LAUNCH_US = 2.0
+_WIDE, _FEW_WIDE = {1: 1.1, 2: 1.03}, 3 * 256
+"""How many times as long as predicted tiles of 256 batch rows take, by the blocks that share x; of pairs where
+experts have fewer rows than so many, as expected. (96 mixtures of seven models, 64 to 4096 tokens; pairs were
+as fast as predicted where 8 experts had 1024 rows each.)"""
 _APART = 1.03
 """How many times as long both together must take for two launches, which were up to 3% slower than that."""
 
@@ -156,7 +160,8 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
         gemm, places = wgmma_grouped(fmt, tile, k, sides), places_of(gpu, tile.pair)
         if gemm is None or not places:
             continue
-        each, few = tile_us(fmt, tile, steps)
+        wide = tile.batch == 256 and (tile.pair == 1 or load.rows < load.hit * _FEW_WIDE)
+        each, few = (us * (_WIDE[tile.pair] if wide else 1) for us in tile_us(fmt, tile, steps))
         blocks_n, works = ceil(n * sides / (tile.rows * tile.pair)), load.most_works(tile.batch)
         tiles, narrow_ones = load.works(tile.batch, narrow(tile))
         streamed = 0

@@ -86,9 +86,6 @@ _TENSOR_US = 0.645 / (128 * 256)
 _PAIR_STEPS = 0.985
 """How many times as long steps take where two blocks share x. Of grouped products it was seen only where the
 tensor cores set the pace."""
-_WIDE_GROUPED = {1: 1.1, 2: 1.03}
-"""How many times as long tiles of 256 batch rows take in grouped products, by the blocks that share x: few
-experts have whole ones. (97 mixtures of seven models, 128 to 4096 tokens.)"""
 _SHADOW_US = 1.1
 """What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
 _START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.3, 4: 0.8}
@@ -169,13 +166,10 @@ WGMMA_TILES = tuple(
 
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:
-    """What an output tile of a grouped product takes, of so many steps of 64 columns, and what one of a
-    narrow batch does."""
+    """What an output tile takes, of so many steps of 64 columns, and what one of a narrow batch does."""
     few = narrow(tile)
-    longer = _WIDE_GROUPED[tile.pair] if tile.batch == 256 else 1
     stored = tile.rows * tile.batch * _TILE_US
-    whole = steps * _step_us(fmt, tile) + stored
-    return longer * whole, longer * (steps * _step_us(fmt, tile, few) + stored * few / tile.batch)
+    return steps * _step_us(fmt, tile) + stored, steps * _step_us(fmt, tile, few) + stored * few / tile.batch
 
 
 def narrow(tile: Tile) -> int:
