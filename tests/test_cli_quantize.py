@@ -106,6 +106,12 @@ def test_a_command_takes_named_formats_only(run: Run, command: tuple[object, ...
     assert "cuquant." not in done.err
 
 
+def test_a_command_makes_no_floats(run: Run) -> None:
+    done = run("bench", "--formats", "f16")
+    assert (done.status, done.out) == (2, "")
+    assert "unknown format 'f16'; it is of floats, which are not quantized; known are" in done.err
+
+
 def test_quantize_to_a_format_of_activations(run: Run, tmp_path: Path) -> None:
     done = run("quantize", NANO, tmp_path / "q.gguf", "--format", "q8_1")
     assert_one_line_error(done)

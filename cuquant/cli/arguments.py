@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import formats
-from ..formats.base import made_by_class
+from ..formats.base import UnknownFormatError
 
 
 def subcommand(
@@ -55,21 +55,20 @@ def left_at(arguments: argparse.Namespace) -> str:
 def format_list(text: str) -> list[str]:
     made = []
     for name in _names(text):
-        with _named(name, formats.names()):
+        with _named():
             made.append(str(formats.get(name)))
     return made
 
 
 @contextmanager
-def _named(name: str, known: Sequence[str]) -> Iterator[None]:
-    """Around what looks a name up: where there is none, the error of a command, which takes no classes."""
+def _named() -> Iterator[None]:
+    """Around what looks a name up: where there is none, the error of a command, which is not in Python."""
     try:
         yield
+    except UnknownFormatError as error:
+        raise argparse.ArgumentTypeError(error.of_command) from None
     except ValueError as error:
-        told = str(error)
-        if (hint := made_by_class(name, known)) is not None:
-            told = told.replace(hint, "; on the command line only formats that have names can be given")
-        raise argparse.ArgumentTypeError(told) from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def file_format_list(text: str) -> list[str]:
@@ -109,7 +108,7 @@ def _names(text: str) -> list[str]:
 def file_format(name: str) -> str:
     from ..io import mixture
 
-    with _named(name, mixture.names()):
+    with _named():
         return str(mixture.get(name))
 
 
@@ -127,7 +126,7 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
             raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {again if pattern else none}")
         rules[pattern] = name
     for pattern, name in rules.items():
-        with _named(name, mixture.weight_formats()):
+        with _named():
             mixture.get({pattern: name})
     return rules
 

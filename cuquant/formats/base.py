@@ -258,45 +258,58 @@ def get(name: str | Format) -> Format:
     try:
         return _READ_ONLY.get(name.lower()) or _BY_NAME[name.lower()]
     except KeyError:
-        raise ValueError(_unknown_format(name)) from None
+        raise _unknown_format(name) from None
 
 
-def _unknown_format(name: str) -> str:
-    """As `unknown`, of a name that should be that of a format, not of a mixture."""
+class UnknownFormatError(ValueError):
+    """A name that is none of those known, nor of `more` that are not listed.
+
+    It says a hint that is given, or what makes it in Python, or which names are near. `of_command` is what a
+    command says, which is not in Python.
+    """
+
+    def __init__(
+        self, name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()
+    ) -> None:
+        self.name, self.known = name, known
+        in_python, instead = (hint, hint) if hint else _made_by(name.lower(), known)
+        self.of_command = self._told(instead, more)
+        super().__init__(self._told(in_python, more))
+
+    def _told(self, hint: str | None, more: Sequence[str] = ()) -> str:
+        """The message with a hint, or with the names that are near."""
+        near, lower = [], self.name.lower()
+        if hint is None:
+            meant = _ELSEWHERE.get(lower)
+            near = [meant] if meant else get_close_matches(lower, [*self.known, *more], 3)
+        listed = ", ".join(self.known)
+        if near:
+            return f"unknown format {self.name!r}: did you mean {' or '.join(near)}? Known are {listed}"
+        return f"unknown format {self.name!r}{hint or ''}; known are {listed}"
+
+
+def _unknown_format(name: str) -> UnknownFormatError:
+    """Of a name that should be that of a format, not of a mixture."""
     hint = None
     if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
-        hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file)"
-    return unknown(name, names(), hint, tuple(_READ_ONLY))
+        hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file, cuquant quantize)"
+    return UnknownFormatError(name, names(), hint, tuple(_READ_ONLY))
 
 
-def unknown(name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()) -> str:
-    """What an error says of a name that is none of those known, nor of `more` that are not listed: a hint,
-    what makes it, or which are near."""
-    hint, near = hint or _made_by(name.lower(), known), []
-    if hint is None:
-        meant = _ELSEWHERE.get(name.lower())
-        near = [meant] if meant else get_close_matches(name.lower(), [*known, *more], 3)
-    if near:
-        return f"unknown format {name!r}: did you mean {' or '.join(near)}? Known are {', '.join(known)}"
-    return f"unknown format {name!r}{hint or ''}; known are {', '.join(known)}"
-
-
-def _made_by(name: str, known: Sequence[str]) -> str | None:
-    """What makes floats of that name, or formats with parameters in their names."""
-    if name in FLOATS:
-        return f"; numbers.astype({FLOATS[name]!r}) makes floats, which are not quantized"
-    return made_by_class(name, known)
-
-
-def made_by_class(name: str, known: Sequence[str]) -> str | None:
-    """What makes formats with parameters in their names, as "int4-256"."""
+def _made_by(name: str, known: Sequence[str]) -> tuple[str, str] | tuple[None, None]:
+    """What makes floats of that name, or formats with parameters in their names, as "int4-256"; and what is
+    said where nothing can be made."""
     from .parameters import FAMILIES
 
+    if name in FLOATS:
+        floats = "floats, which are not quantized"
+        return f"; numbers.astype({FLOATS[name]!r}) makes {floats}", f"; it is of {floats}"
     for family, (kind, given) in FAMILIES.items():
         listed = any(each.startswith(family) for each in known)
-        if listed and re.match(rf"{re.escape(family)}\d*[-*]", name.lower()):
-            return f"; cuquant.{kind.__name__}({', '.join(given)}) makes formats of other parameters"
-    return None
+        if listed and re.match(rf"{re.escape(family)}\d*[-*]", name):
+            made = f"; cuquant.{kind.__name__}({', '.join(given)}) makes formats of other parameters"
+            return made, "; on the command line only formats that have names can be given"
+    return None, None
 
 
 def by_ggml_type(number: int) -> Format | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import check, formats
 from ..formats import Format
-from ..formats.base import FLOATS, unknown
+from ..formats.base import FLOATS, UnknownFormatError
 from .gguf import TensorInfo
 
 _FALLBACK = {
@@ -247,11 +247,11 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
         hint = (
             "; it looks like the name of a file (quantize_file takes source, target and format in this order)"
         )
-        raise ValueError(unknown(str(name), names(), hint))
+        raise UnknownFormatError(str(name), names(), hint)
     try:
         return formats.get(name)
     except ValueError:
-        raise ValueError(unknown(str(name), names())) from None
+        raise UnknownFormatError(str(name), names()) from None
 
 
 def _is_file_name(name: Any) -> bool:
@@ -271,7 +271,7 @@ def _of_rule(pattern: str, name: str | Format) -> Format:
             f"{name!r} is a mixture of formats for a whole file, to be given alone; the pattern {pattern!r} "
             f"takes one format, as {mixture.base}"
         )
-    raise ValueError(unknown(str(name), weight_formats()))
+    raise UnknownFormatError(str(name), weight_formats())
 
 
 def _refuse_floats(name: Any) -> None:

@@ -47,9 +47,9 @@ _BYTES_US, _RESULTS_US = 4.46e6, 1e6
 """Bytes in a microsecond on an H200: of weights, which are read meanwhile; and of float32 results."""
 _LAUNCH_US = 2.0
 _WIDE, _FEW_WIDE = {1: 1.1, 2: 1.03}, 3 * 256
-"""How many times as long as predicted tiles of 256 batch rows take, by the blocks that share x; of pairs where
-experts have fewer rows than so many, as expected. (96 mixtures of seven models, 64 to 4096 tokens; pairs were
-as fast as predicted where 8 experts had 1024 rows each.)"""
+"""How many times as long as predicted tiles of 256 batch rows take, by the blocks that share x; of pairs
+where experts have fewer rows than so many, as expected. (96 mixtures of seven models, 64 to 4096 tokens.
+Pairs are as fast as predicted where 8 experts have 1024 rows each.)"""
 _APART = 1.03
 """How many times as long both together must take for two launches, which were up to 3% slower than that."""
 
