@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 
+_NUMBERS = (int, float, np.number)
+"""Scales that stay as they are: a tensor of one number, as some libraries learn it, may change."""
+
+
 class Attention(NamedTuple):
     """A checked problem: out = softmax(scale * q K^T + mask) V, over the tokens of a cache.
 
@@ -81,12 +85,13 @@ def attention(
         A CUDA graph is being captured, and memory would be taken: for a q whose last axis has gaps, or
         positions (batch, q_len) that are not contiguous int32 on the GPU.
     """
-    known = repeats.of_cache(cache) if mask is None and positions is None else None
+    known = None
+    if mask is None and positions is None and (scale is None or isinstance(scale, _NUMBERS)):
+        known = repeats.of_cache(cache)
     if known is not None:
         settings = cache.bits, cache.rotate, cache.track_attention, cache.next_slots.data.device_id
-        # 1 equals True, but is not taken for it; what is no number may change.
-        number = scale if scale is None or isinstance(scale, (int, float, np.number)) else [scale]
-        words = type(scale), number, type(causal), causal, *settings
+        # 1 equals True, but is not taken for it.
+        words = type(scale), scale, type(causal), causal, *settings
         found = repeats.find(known, words, q, out=out)
         if found is not None:
             return cache.backend.attend_again(cache, *found, out)
