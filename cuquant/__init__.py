@@ -27,11 +27,13 @@ from .formats.int4 import Int4
 from .formats.kbit import KBit, normal_float_codebook
 from .formats.nvfp4 import NvFp4
 from .formats.trellis import Trellis
-from .io.checkpoints import from_awq, from_gptq, read_safetensors
+from .io.checkpoints import read_safetensors
 from .io.convert import quantize_file
 from .io.exl3 import from_exl3
 from .io.floats import dequantize_file
+from .io.fp4 import from_mxfp4, from_nvfp4
 from .io.gguf import GGUFError
+from .io.int4 import from_awq, from_gptq, from_pack_quantized
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
 from .kv import KVCache, attention
@@ -82,6 +84,9 @@ __all__ = [
     "from_blocks",
     "from_exl3",
     "from_gptq",
+    "from_mxfp4",
+    "from_nvfp4",
+    "from_pack_quantized",
     "int4_from_parts",
     "int4_parts",
     "kbit_from_tiles",

@@ -40,8 +40,8 @@ TOPICS = {
     "UnsupportedModel",
     "Attention": "KVCache attention",
     "Formats": "Format KBit normal_float_codebook e4m4_encode e4m4_decode kbit_tiles kbit_from_tiles NvFp4 "
-    "Int4 int4_from_parts int4_parts from_gptq from_awq Exl3 from_exl3 Trellis trellis_quantize "
-    "trellis_from_parts trellis_parts",
+    "from_nvfp4 from_mxfp4 Int4 int4_from_parts int4_parts from_gptq from_awq from_pack_quantized Exl3 "
+    "from_exl3 Trellis trellis_quantize trellis_from_parts trellis_parts",
 }
 """Public names of cuquant, by what they are about."""
 MODULES = ("cuquant.formats", "cuquant.testing", "cuquant.bench")

@@ -1,4 +1,4 @@
-"""Weights of GPTQ and AWQ checkpoints: packed here a code at a time, as the layouts are published."""
+"""int4 weights of others' checkpoints: packed here a code at a time, as the layouts are published."""
 
 from __future__ import annotations
 
@@ -82,6 +82,16 @@ def assert_is(made: cq.QuantizedArray, w: Weight, *, symmetric: bool = False) ->
     np.testing.assert_array_equal(made.dequantize(), w.numbers)
 
 
+def pack_quantized(w: Weight) -> dict[str, Any]:
+    """As compressed-tensors writes them, with a zero point for each group."""
+    return {
+        "weight_packed": words(w.q, 1, IN_ORDER),
+        "weight_scale": w.scales,
+        "weight_zero_point": words(w.zeros, 0, IN_ORDER),
+        "weight_shape": np.array(w.q.shape),
+    }
+
+
 SHAPES = [(8, 32, 32), (16, 128, 32), (24, 256, 128), (8, 192, 64), (8, 160, 160)]
 
 
@@ -97,6 +107,36 @@ def test_gptq(n: int, k: int, group: int) -> None:
 def test_awq(n: int, k: int, group: int) -> None:
     w = weight(n, k, group)
     assert_is(cq.from_awq(**awq(w)), w)
+
+
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_pack_quantized(n: int, k: int, group: int) -> None:
+    w, symmetric = weight(n, k, group), weight(n + 3, k, group, (8, 9), seed=1)
+    assert_is(cq.from_pack_quantized(**pack_quantized(w)), w)
+    for order in (np.arange(k) // group, np.full(k, -1)):
+        assert_is(cq.from_pack_quantized(**pack_quantized(w), weight_g_idx=order.astype(np.int32)), w)
+    packed = words(symmetric.q, 1, IN_ORDER)
+    assert_is(cq.from_pack_quantized(packed, symmetric.scales), symmetric, symmetric=True)
+
+
+def test_pack_quantized_by_hand() -> None:
+    """Signed codes -8 to -1 of row 1 are stored 8 more: word [1, 0] is 0x76543210."""
+    packed = np.full((2, 4), 0x88888888, np.uint32).view(np.int32)
+    packed[1, 0] = 0x76543210
+    w = cq.from_pack_quantized(packed, np.full((2, 1), 0.5, ml_dtypes.bfloat16)).dequantize()
+    np.testing.assert_array_equal(w[1, :9], np.array([-8, -7, -6, -5, -4, -3, -2, -1, 0]) / 2)
+    np.testing.assert_array_equal(w[0], np.zeros(32))
+
+
+def test_scales_of_pack_quantized_become_float16() -> None:
+    """Those of bfloat16 are the same numbers, but for small ones, which are rounded."""
+    packed = np.zeros((3, 4), np.int32)
+    scales = np.array([[2.0**-14], [1.0078125], [2.0**-20 * 1.0078125]], ml_dtypes.bfloat16)
+    found = cq.int4_parts(cq.from_pack_quantized(packed, scales))[1].astype(F)
+    np.testing.assert_array_equal(found[:2], scales[:2].astype(F))
+    assert found[2, 0] == 2.0**-20
+    with pytest.raises(ValueError, match="weight_scale holds 65536.0, which is beyond float16"):
+        cq.from_pack_quantized(packed, np.full((3, 1), 65536, ml_dtypes.bfloat16))
 
 
 def test_gptq_by_hand() -> None:
@@ -213,6 +253,50 @@ def test_refuses_awq() -> None:
         cq.from_awq(given["qweight"].astype(np.int16), given["qzeros"], given["scales"])
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (
+            {"weight_packed": np.zeros((16, 16), np.uint8)},
+            TypeError,
+            "weight_packed has dtype uint8; int32 is",
+        ),
+        (
+            {"weight_scale": np.ones((16, 4))},
+            TypeError,
+            "weight_scale has dtype float64; float16, bfloat16 or",
+        ),
+        (
+            {"weight_scale": np.ones((8, 4), F)},
+            ValueError,
+            r"weight_packed \(16, 16\) and weight_scale \(8, 4\)",
+        ),
+        (
+            {"weight_scale": np.ones((16, 3), F), "weight_zero_point": None},
+            ValueError,
+            "128 weights along K are not 3 groups",
+        ),
+        ({"weight_scale": np.ones((16, 8), F)}, ValueError, "weight_zero_point has shape .* it is "),
+        (
+            {"weight_zero_point": np.zeros((16, 4), np.int32)},
+            ValueError,
+            r"it is \(2, 4\), eight of N in a word",
+        ),
+        (
+            {"weight_shape": np.array([16, 120])},
+            ValueError,
+            r"weight_shape is \(16, 120\), but .* of 4 bits$",
+        ),
+        ({"weight_shape": np.array([16, 64])}, ValueError, "codes of 8 bits cannot be read"),
+        ({"weight_g_idx": np.arange(128)[::-1] // 32}, ValueError, "weight_g_idx puts weight 0 into group 3"),
+        ({"weight_g_idx": np.zeros(64, int)}, ValueError, r"weight_g_idx has shape \(64,\); there are 128"),
+    ],
+)
+def test_refuses_pack_quantized(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        cq.from_pack_quantized(**{**pack_quantized(weight(16, 128, 32)), **change})
+
+
 # Files
 
 
@@ -235,6 +319,21 @@ def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
     assert_is(made["model.layers.1.q_proj.weight"], a)
     assert_is(made["model.layers.0.k_proj.weight"], b)
     assert_is(made["lm_head.weight"], c, symmetric=True)
+
+
+def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
+    """The zero points, shape and order of a weight are not always there."""
+    a, b = weight(16, 128, 32), weight(8, 64, 64, (8, 9), seed=1)
+    tensors = named("a", pack_quantized(a)) | named("b.q_proj", pack_quantized(b))
+    del tensors["b.q_proj.weight_zero_point"], tensors["b.q_proj.weight_shape"]
+    tensors |= {"a.weight_g_idx": np.full(128, -1, np.int32), "a.input_scale": np.ones(1, F)}
+    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert list(made) == ["a.weight", "b.q_proj.weight"]
+    assert_is(made["a.weight"], a)
+    assert_is(made["b.q_proj.weight"], b, symmetric=True)
+    part = save(tmp_path / "m-00001-of-00002.safetensors", {"a.weight_shape": np.array([16, 128])})
+    with pytest.raises(ValueError, match=r"a\.weight_shape has no weight_packed beside it; another file"):
+        cq.read_safetensors(part)
 
 
 def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
@@ -262,7 +361,7 @@ def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
 def test_a_file_without_such_weights(tmp_path: Path) -> None:
     path = save(tmp_path / "m.safetensors", {"a.weight": np.ones(3, F)})
     with pytest.raises(
-        ValueError, match=r"m\.safetensors has no weight of GPTQ, AWQ or EXL3: .* \*\.trellis$"
+        ValueError, match=r"m\.safetensors has no weight of GPTQ, AWQ, EXL3, .* \*\.trellis, .* \*_blocks$"
     ):
         cq.read_safetensors(path)
 
@@ -388,17 +487,17 @@ def test_a_type_that_numpy_lacks(tmp_path: Path) -> None:
     path = save(tmp_path / "m.safetensors", named("l", awq(weight(8, 64, 32))))
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    header["l.scales"] |= {"dtype": "F8_E4M3", "shape": [2, 16]}
+    header["l.scales"] |= {"dtype": "F8_E5M2", "shape": [2, 16]}
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + int.from_bytes(raw[:8], "little") :])
-    with pytest.raises(TypeError, match=r"m\.safetensors: l\.scales has the type F8_E4M3, which NumPy lacks"):
+    with pytest.raises(TypeError, match=r"m\.safetensors: l\.scales has the type F8_E5M2, which NumPy lacks"):
         cq.read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])
 def test_a_file_of_this_library(tmp_path: Path, name: str) -> None:
     cq.save(tmp_path / name, {"a.weight": weight(8, 64, 32)[0]})
-    with pytest.raises(ValueError, match=r"\*\.trellis; cuquant wrote it, and cuquant\.load reads it"):
+    with pytest.raises(ValueError, match=r"\*_blocks; cuquant wrote it, and cuquant\.load reads it"):
         cq.read_safetensors(tmp_path / name)
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
-from .common import array, on_cpu, one_of, typed
+from .common import FLOATS, array, on_cpu, one_of, typed
 from .formats import group_of
+
+_WITHOUT_ORDER = -1
+"""As a group, of every weight: compressed-tensors' mark that weights keep their order."""
+_ABOVE_NAN = 0x7F
+"""The least byte of E4M3 that is no finite number of sign 0."""
+_E8M0_NAN = 0xFF
 
 
 def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, Any, Any, int]:
@@ -24,6 +31,93 @@ def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, A
             f"{words}, (G, N / 8) and (G, N)"
         )
     return qweight, qzeros, scales, group_of(along_k * given[0][0], given[2][0])
+
+
+def pack_quantized(packed: Any, scales: Any, zeros: Any, extents: Any) -> tuple[Any, Any, Any, int]:
+    """Tensors of compressed-tensors' "pack-quantized" as NumPy arrays, scales as float16; the group size."""
+    packed = typed(packed, "weight_packed", np.int32)
+    scales = _float16(scales, "weight_scale")
+    if packed.ndim != 2 or scales.ndim != 2 or len(packed) != len(scales):
+        raise ValueError(
+            f"weight_packed {packed.shape} and weight_scale {scales.shape} are not of one weight: (N, K / 8) "
+            "and (N, G)"
+        )
+    n, k = len(packed), 8 * packed.shape[1]
+    if extents is not None:
+        given = tuple(int(side) for side in on_cpu(array(extents, "weight_shape", "integers"), "").ravel())
+        if given != (n, k):
+            bits = f"; codes of {4 * k // given[1]} bits cannot be read" if _wider(given, n, k) else ""
+            raise ValueError(
+                f"weight_shape is {given}, but weight_packed {packed.shape} has {(n, k)} codes of 4 bits{bits}"
+            )
+    if zeros is not None:
+        zeros = typed(zeros, "weight_zero_point", np.int32)
+        if (8 * len(zeros), *zeros.shape[1:]) != scales.shape:
+            raise ValueError(
+                f"weight_zero_point has shape {zeros.shape}; of weight_scale {scales.shape} it is "
+                f"{(n // 8, scales.shape[1])}, eight of N in a word"
+            )
+    return packed, scales, zeros, group_of(k, scales.shape[1])
+
+
+def _wider(given: tuple[int, ...], n: int, k: int) -> bool:
+    """Whether words hold fewer codes of a weight (n, ...) than eight each."""
+    return len(given) == 2 and given[0] == n and 0 < given[1] < k and 4 * k % given[1] == 0
+
+
+def _float16(value: Any, what: str) -> Any:
+    """Numbers of a float type, to the nearest of float16."""
+    given = on_cpu(array(value, what, "floats"), what)
+    if given.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {given.dtype}; float16, bfloat16 or float32 is needed")
+    with np.errstate(over="ignore"):
+        rounded = given.astype(np.float16)
+    lost = np.isinf(rounded) & np.isfinite(given)
+    if lost.any():
+        raise ValueError(f"{what} holds {given[lost][0]}, which is beyond float16 (65504)")
+    return rounded
+
+
+def nvfp4(codes: Any, scales: Any) -> tuple[Any, Any]:
+    """Codes (..., N, K / 2) and scales (..., N, K / 16) of nvfp4 as bytes."""
+    codes = typed(codes, "codes", np.uint8)
+    raw = _as_bytes(scales, "scales", ml_dtypes.float8_e4m3fn)
+    _of_one_weight(codes, raw, 16, 64)
+    if (raw >= _ABOVE_NAN).any():
+        raise ValueError("scales hold NaN or negative numbers; those of nvfp4 are from 0 to 448")
+    return codes, raw
+
+
+def mxfp4(codes: Any, scales: Any) -> tuple[Any, Any]:
+    """Codes (..., N, K / 2), or (..., N, K / 32, 16), and scales (..., N, K / 32) of mxfp4 as bytes."""
+    codes = typed(codes, "codes", np.uint8)
+    raw = _as_bytes(scales, "scales", ml_dtypes.float8_e8m0fnu)
+    if codes.ndim == raw.ndim + 1 and codes.shape[-1] == 16:
+        codes = codes.reshape(*codes.shape[:-2], -1)
+    _of_one_weight(codes, raw, 32, 32)
+    if (raw == _E8M0_NAN).any():
+        raise ValueError("scales hold 255, which is NaN in E8M0")
+    return codes, raw
+
+
+def _as_bytes(value: Any, what: str, dtype: Any) -> Any:
+    """An array of bytes, given so or as floats of 8 bits."""
+    given = on_cpu(array(value, what, f"uint8 or {np.dtype(dtype)}"), what)
+    if given.dtype not in (np.uint8, dtype):
+        raise TypeError(f"{what} has dtype {given.dtype}; uint8 or {np.dtype(dtype)} is needed")
+    return given.view(np.uint8)
+
+
+def _of_one_weight(codes: Any, scales: Any, group: int, block: int) -> None:
+    """Codes of two weights in a byte, and a scale for each `group`; rows are whole blocks."""
+    k = 2 * codes.shape[-1] if codes.ndim else 0
+    if codes.ndim < 2 or scales.shape != (*codes.shape[:-1], k // group) or k % group:
+        raise ValueError(
+            f"codes {codes.shape} and scales {scales.shape} are not of one weight: (..., N, K / 2) and "
+            f"(..., N, K / {group})"
+        )
+    if k % block:
+        raise ValueError(f"K is {k}; a multiple of {block} is needed")
 
 
 def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
@@ -58,19 +152,34 @@ def gptq_version(value: Any) -> int:
     return one_of(value, "version", (1, 2))
 
 
-def group_index(value: Any, k: int, group: int) -> None:
-    """Group of each of k weights, in their own order; None says so too."""
+def group_index(value: Any, k: int, group: int, what: str = "g_idx") -> None:
+    """Group of each of k weights, in their own order; None says so too, and so do all -1."""
     if value is None:
         return
-    g_idx = on_cpu(array(value, "g_idx", "integers"), "g_idx")
+    g_idx = on_cpu(array(value, what, "integers"), what)
     if g_idx.dtype.kind not in "iu":
-        raise TypeError(f"g_idx has dtype {g_idx.dtype}; groups are numbered by integers")
+        raise TypeError(f"{what} has dtype {g_idx.dtype}; groups are numbered by integers")
     if g_idx.shape != (k,):
-        raise ValueError(f"g_idx has shape {g_idx.shape}; there are {k} weights along K")
+        raise ValueError(f"{what} has shape {g_idx.shape}; there are {k} weights along K")
     other = g_idx != np.arange(k) // group
-    if other.any():
+    if other.any() and (g_idx != _WITHOUT_ORDER).any():
         at = int(other.argmax())
         raise ValueError(
-            f"g_idx puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
+            f"{what} puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
             "(act-order, desc_act) cannot be read"
         )
+
+
+def one_number(value: Any, what: str) -> float:
+    """The number of an array of one."""
+    if value.size != 1 or value.dtype.kind not in "fiu":
+        raise ValueError(f"{what} has dtype {value.dtype} and shape {value.shape}; it is one number")
+    return float(value.ravel()[0])
+
+
+def one_over(value: Any, what: str) -> float:
+    """1 over the number of an array of one, which is positive."""
+    number = one_number(value, what)
+    if not number > 0:
+        raise ValueError(f"{what} is {number}; a positive number is needed")
+    return float(np.float32(1) / np.float32(number))

@@ -145,6 +145,14 @@ def flag(value: Any, what: str) -> bool:
     return bool(value)
 
 
+def text(value: Any) -> str:
+    """A str that is to become tokens."""
+    if not isinstance(value, str):
+        instead = ": pass text.decode()" if isinstance(value, (bytes, bytearray)) else ""
+        raise TypeError(f"text is {a_or_an(value)}; a str is needed{instead}")
+    return value
+
+
 def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in allowed:

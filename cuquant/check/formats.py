@@ -327,24 +327,37 @@ def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) ->
             )
 
 
-def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...]) -> Any:
+def shape_of_blocks(blocks: Any, fmt: Format) -> tuple[int, ...]:
+    """Shape of the array that has these storage bytes (..., N, row bytes), whose rows are whole blocks."""
+    *lead, row_bytes = array(blocks, "blocks", "uint8").shape or (0,)
+    if fmt.whole_matrices:
+        raise ValueError(f"shape is missing: {fmt} stores whole matrices, and their bytes do not tell it")
+    if row_bytes == 0 or row_bytes % fmt.block_bytes:
+        raise ValueError(
+            f"blocks has {row_bytes} bytes along its last axis; rows of {fmt} have a positive multiple of "
+            f"{fmt.block_bytes}"
+        )
+    return (*lead, row_bytes // fmt.block_bytes * fmt.block_size)
+
+
+def raw_blocks(raw: Any, fmt: Format, shape: tuple[int, ...], what: str = "raw") -> Any:
     """Storage bytes as uint8 (..., N, row bytes) for an array of `shape`, contiguous; a view if `raw` is.
 
     On a GPU they are copied from an odd address, too: kernels read pairs of bytes.
     """
     if isinstance(raw, memoryview) and not raw.c_contiguous:
-        raise ValueError("raw is a memoryview with gaps; pass its .tobytes(), or an array")
+        raise ValueError(f"{what} is a memoryview with gaps; pass its .tobytes(), or an array")
     given = np.frombuffer(raw, np.uint8) if isinstance(raw, (bytes, bytearray, memoryview)) else raw
-    blocks = array(given, "raw", "uint8")
+    blocks = array(given, what, "uint8")
     if blocks.dtype != np.uint8:
-        raise TypeError(f"raw has dtype {blocks.dtype}; storage bytes are uint8 (raw.view(np.uint8))")
+        raise TypeError(f"{what} has dtype {blocks.dtype}; storage bytes are uint8 ({what}.view(np.uint8))")
     whole_blocks(shape, fmt)
     if fmt.lacks:
         raise ValueError(f"{fmt}: the format has no {fmt.lacks}")
     wanted = fmt.stored(shape)
     need = int(np.prod(wanted, dtype=object))
     if blocks.size != need:
-        raise ValueError(f"raw has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
+        raise ValueError(f"{what} has {blocks.size} bytes; {fmt} of shape {shape} has {need}")
     blocks = blocks.reshape(wanted)
     odd = device.is_cuda(blocks) and blocks.data.ptr % 2
     blocks = blocks.copy() if odd or not blocks.flags.c_contiguous else blocks

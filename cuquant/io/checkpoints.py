@@ -1,108 +1,50 @@
-"""Weights as GPTQ, AWQ and EXL3 checkpoints store them (the last: exl3.py).
+"""Quantized weights of checkpoints that others wrote, in safetensors files: which tensors make one.
 
-The first two keep a weight of 4 bits transposed, in three tensors: codes and zero points, eight in an int32,
-and float16 scales. With G groups along K:
+    found by           beside it                                  may be there       kind
+    .qweight           .qzeros .scales                            .g_idx             GPTQ, AWQ
+    .trellis           .suh .svh, or .su .sv                      .mcg .mul1         EXL3
+    .weight_packed     .weight_scale, of floats                   .weight_shape      compressed-tensors, int4
+                                                .weight_zero_point .weight_g_idx
+                       .weight_scale .weight_global_scale                            the same, NVFP4
+                       .weight_scale, of bytes                                       the same, MXFP4
+    .weight_scale_2    .weight .weight_scale                                         ModelOpt, NVFP4
+    _blocks            _scales                                                       gpt-oss, MXFP4
 
-            qweight     qzeros      scales    code i of a word, from its lowest bits
-    GPTQ    [K/8, N]    [G, N/8]    [G, N]    i
-    AWQ     [K, N/8]    [G, N/8]    [G, N]    column 0, 2, 4, 6, 1, 3, 5, 7 of its eight
-
-Layouts are those of AutoGPTQ and GPTQModel (qweight packed along K, qzeros along N) and of AutoAWQ's GEMM
-kernels (both along N). A weight is read as (q - zero) * scale.
+What the tensors mean is in int4.py, exl3.py and fp4.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import check
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
-from ..formats.int4 import pack_pairs, unpack_pairs
-from ..ops.int4 import int4_from_parts
 from .exl3 import from_exl3
+from .fp4 import from_mxfp4, from_nvfp4
+from .int4 import from_awq, from_gptq, from_pack_quantized
 from .safetensors import KEY
 from .shards import PART, Tensors, opened
-from .words import named_like
+from .words import escaped, named_like
 
-_PER_WORD = 8
-_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])
-_SYMMETRIC_ZERO = 8
-_MINUS_1 = np.int32(0x11111111)
-"""What version 1 takes off a word of eight zero points."""
-
-
-def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version: int = 1) -> QuantizedArray:
-    """A weight of a GPTQ checkpoint of 4 bits, without rounding.
-
-    Parameters
-    ----------
-    qweight : NumPy array of int32, shape (K / 8, N)
-        Eight codes along K in a word, the first in its lowest bits.
-    qzeros : NumPy array of int32, shape (G, N / 8)
-        Eight zero points along N in a word.
-    scales : NumPy array of float16, shape (G, N)
-    g_idx : NumPy array of integers, shape (K,), optional
-        Group of each weight along K; only k // (K / G) is taken, which is what it is without act-order.
-    version : 1 or 2
-        The checkpoint format: "gptq" (1) stores zero points minus 1, "gptq_v2" (2) stores them as they are.
-        To those of version 1 it adds 1 as GPTQModel takes it off, of the eight in a word at once: a stored 15
-        is 0, and carries 1 into the next. Some read 16 there, a zero point that no quantizer makes.
-
-    Returns
-    -------
-    QuantizedArray of shape (N, K), of the format Int4(K / G), symmetric where all zero points are 8
-
-    Raises
-    ------
-    TypeError, ValueError
-        Dtypes, devices or shapes are not those; weights are permuted (g_idx); K / G is no multiple of 32.
-    """
-    minus = np.int32(2 - check.gptq_version(version))
-    qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=_PER_WORD)
-    check.group_index(g_idx, _PER_WORD * len(qweight), group)
-    return _weight(_words_as_bytes(qweight.T), scales, _codes(qzeros + minus * _MINUS_1), group)
-
-
-def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
-    """A weight of an AWQ checkpoint of 4 bits (the GEMM layout), without rounding.
-
-    Parameters
-    ----------
-    qweight : NumPy array of int32, shape (K, N / 8)
-        Eight codes along N in a word, those of columns 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on.
-    qzeros : NumPy array of int32, shape (G, N / 8)
-        Zero points in the same order.
-    scales : NumPy array of float16, shape (G, N)
-
-    Returns
-    -------
-    QuantizedArray of shape (N, K), of the format Int4(K / G), symmetric where all zero points are 8
-
-    Raises
-    ------
-    TypeError, ValueError
-        Dtypes, devices or shapes are not those; K / G is no multiple of 32.
-    """
-    qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=1)
-    codes, zeros = (_columns_in_order(_codes(words)) for words in (qweight, qzeros))
-    return _weight(pack_pairs(np.ascontiguousarray(codes.T)), scales, zeros, group)
+READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-oss's MXFP4"
+"""What can be read."""
 
 
 def read_safetensors(
     path: str | os.PathLike[str], version: int = 1, names: str | Iterable[str] = "*"
 ) -> dict[str, Any]:
-    """The quantized weights of a GPTQ, AWQ or EXL3 checkpoint, or of one file of it.
+    """The quantized weights of a checkpoint that others wrote, or of one file of it.
 
-    Every tensor "name.qweight" makes a weight of "name.qzeros" and "name.scales", in whichever file they are;
-    which of the two layouts it has is told from the shapes. Every "name.trellis" makes one of "name.suh" and
-    "name.svh" (or "su" and "sv"), with the codebook of "name.mcg" or "name.mul1", if there is one. Other
-    tensors are left alone.
+    Read are weights of 4 bits of GPTQ, AWQ and compressed-tensors (llm-compressor's W4A16, NVFP4 and MXFP4),
+    NVFP4 of NVIDIA's ModelOpt, the experts of gpt-oss in MXFP4, and EXL3. Codes and scales are taken as they
+    are (see `from_gptq`, `from_awq`, `from_pack_quantized`, `from_nvfp4`, `from_mxfp4`, `from_exl3`). The
+    tensors of a weight are found by their names, in whichever file they are; whether GPTQ or AWQ wrote it is
+    told from the shapes. Other tensors are left alone, scales of activations among them.
 
     Parameters
     ----------
@@ -116,7 +58,8 @@ def read_safetensors(
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        Empty for one file of several (…-00002-of-00003.safetensors) that has
+        gpt-oss's experts are stacks (E, N, K), "name.gate_up_proj" and "name.down_proj"; of the former gate
+        and up have every other row. Empty for one file of several (…-00002-of-00003.safetensors) that has
         nothing of such weights.
 
     Raises
@@ -124,114 +67,171 @@ def read_safetensors(
     TypeError, ValueError
         The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a pattern
         matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; or
-        `from_gptq`, `from_awq` or `from_exl3` refuse it (the message names the file and the tensor).
+        what makes the weight refuses it (the message names the file and the tensor).
     OSError
         A file cannot be read.
     """
     path = check.path(path)
     with opened(path) as tensors:
-        found = sorted(name for name in tensors if name.endswith((".qweight", ".trellis")))
+        found = _found(tensors)
         part = PART.fullmatch(path.name) is not None  # it may have only what is not quantized
         own = any(KEY in (file.metadata() or {}) for file in tensors.files.values())
         if not found and (own or not part):
             wrote = "; cuquant wrote it, and cuquant.load reads it" if own else ""
-            kinds = "GPTQ, AWQ or EXL3: no tensor named *.qweight or *.trellis"
-            raise ValueError(f"{path} has no weight of {kinds}{wrote}")
+            ends = ", ".join(f"*{kind.found}" for kind in _KINDS)
+            raise ValueError(f"{path} has no weight of {READ}: no tensor named {ends}{wrote}")
         if part:
             _check_alone(tensors)
         hint = _ELSEWHERE * part
-        weights = {f"{name[:-7]}weight": name for name in found}
-        chosen = named_like(weights, names, f"weight of {path.name}", "names") if weights else []
-        beside = {
-            name: _beside(tensors, weights[name], hint) for name in chosen
-        }  # of all, before any is made
-        return {name: _read(tensors, weights[name], more, version) for name, more in beside.items()}
+        chosen = named_like(found, names, f"weight of {path.name}", "names") if found else []
+        for name in chosen:  # all, before any is made
+            found[name].check(tensors, hint)
+        return {name: found[name].read(tensors, version) for name in chosen}
 
 
-_BESIDE = {"qweight": (("qzeros",), ("scales",)), "trellis": (("suh", "su"), ("svh", "sv"))}
-"""What a weight has beside its codes; the second name where there is not the first."""
 _ELSEWHERE = "; another file of the checkpoint may: pass its folder, or its *.safetensors.index.json"
+
+
+class _Kind(NamedTuple):
+    """How weights are stored."""
+
+    found: str
+    """How the name of the tensor ends by which a weight is found."""
+    beside: tuple[tuple[str, ...], ...]
+    """The same of those that it needs; the second where there is not the first."""
+    make: Callable[[Tensors, str, int], QuantizedArray]
+    """Of the names' beginning, and GPTQ's version."""
+    weight: str = ".weight"
+    """How the name of the weight ends."""
+
+
+class _Stored(NamedTuple):
+    """A weight of a checkpoint."""
+
+    kind: _Kind
+    prefix: str
+
+    @property
+    def name(self) -> str:
+        """Of the tensor by which it was found."""
+        return self.prefix + self.kind.found
+
+    def check(self, tensors: Tensors, hint: str) -> None:
+        """ValueError where a tensor is missing, or there are two for one."""
+        there = [[end for end in ends if self.prefix + end in tensors] for ends in self.kind.beside]
+        for twice in (found for found in there if len(found) > 1):
+            listed = " and a ".join(map(_word, twice))
+            raise ValueError(f"{tensors.named(self.name)}: there is a {listed} of this weight")
+        missing = [_word(ends[0]) for ends, found in zip(self.kind.beside, there, strict=True) if not found]
+        if missing:
+            raise ValueError(f"{tensors.named(self.name)} has no {' and no '.join(missing)} beside it{hint}")
+
+    def read(self, tensors: Tensors, version: int) -> QuantizedArray:
+        try:
+            return self.kind.make(tensors, self.prefix, version)
+        except TypeError as error:
+            raise TypeError(f"{tensors.named(self.name)}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{tensors.named(self.name)}: {error}") from None
+
+
+def _word(end: str) -> str:
+    return end[1:]
+
+
+def _found(tensors: Tensors) -> dict[str, _Stored]:
+    """The weights, by the names that they get; ValueError where one is of two kinds."""
+    weights: dict[str, _Stored] = {}
+    for name in sorted(tensors):
+        for kind in _KINDS:
+            if not name.endswith(kind.found):
+                continue
+            stored = _Stored(kind, name.removesuffix(kind.found))
+            made = stored.prefix + kind.weight
+            if made in weights:
+                both = sorted({_word(kind.found), _word(weights[made].kind.found)})
+                raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(both)} of this weight")
+            weights[made] = stored
+    return dict(sorted(weights.items()))
 
 
 def _check_alone(tensors: Tensors) -> None:
     """ValueError where a file has parts of a weight whose codes another has."""
-    kinds = {name: kind for kind, parts in _BESIDE.items() for names in parts for name in names}
     for name in tensors:
-        prefix, _, part = name.rpartition(".")
-        if part in kinds and f"{prefix}.{kinds[part]}" not in tensors:
-            raise ValueError(f"{tensors.named(name)} has no {kinds[part]} beside it{_ELSEWHERE}")
+        for end, found in _TELLING.items():
+            if not name.endswith(end) or name.removesuffix(end) + found in tensors:
+                continue
+            if end not in _FLOATS_TOO or tensors.type(name) in _FLOATS_TOO[end]:
+                raise ValueError(f"{tensors.named(name)} has no {_word(found)} beside it{_ELSEWHERE}")
 
 
-def _beside(tensors: Tensors, name: str, hint: str) -> list[str]:
-    """The names of the tensors that a weight's codes need; of EXL3 the codebook's name, too."""
-    prefix, _, kind = name.rpartition(".")
-    if all(f"{prefix}.{codes}" in tensors for codes in _BESIDE):
-        raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(_BESIDE)} of this weight")
-    there = [[part for part in parts if f"{prefix}.{part}" in tensors] for parts in _BESIDE[kind]]
-    for twice in (found for found in there if len(found) > 1):
-        raise ValueError(f"{tensors.named(name)}: there is a {' and a '.join(twice)} of this weight")
-    missing = [parts[0] for parts, found in zip(_BESIDE[kind], there, strict=True) if not found]
-    if missing:
-        raise ValueError(f"{tensors.named(name)} has no {' and no '.join(missing)} beside it{hint}")
-    beside = [f"{prefix}.{found[0]}" for found in there]
-    return [*beside, _codebook(tensors, prefix)] if kind == "trellis" else beside
+def _gptq_or_awq(tensors: Tensors, prefix: str, version: int) -> QuantizedArray:
+    qweight, qzeros, scales = (tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales"))
+    if qweight.shape[-1:] == qzeros.shape[-1:]:
+        return from_awq(qweight, qzeros, scales)
+    return from_gptq(qweight, qzeros, scales, tensors.get(f"{prefix}.g_idx"), version)
 
 
-def _read(tensors: Tensors, name: str, beside: list[str], version: int) -> Any:
-    """The weight whose codes are this tensor."""
-    prefix, _, kind = name.rpartition(".")
-    codes, one, other = (tensors[each] for each in (name, *beside[:2]))
-    try:
-        if kind == "trellis":
-            return from_exl3(codes, one, other, beside[2])
-        if codes.shape[-1:] == one.shape[-1:]:
-            return from_awq(codes, one, other)
-        return from_gptq(codes, one, other, tensors.get(f"{prefix}.g_idx"), version)
-    except TypeError as error:
-        raise TypeError(f"{tensors.named(name)}: {error}") from None
-    except ValueError as error:
-        raise ValueError(f"{tensors.named(name)}: {error}") from None
+def _exl3(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    suh, svh = (
+        tensors[f"{prefix}.{new if f'{prefix}.{new}' in tensors else old}"]
+        for new, old in (("suh", "su"), ("svh", "sv"))
+    )
+    return from_exl3(tensors[f"{prefix}.trellis"], suh, svh, _codebook(tensors, prefix))
 
 
 def _codebook(tensors: Tensors, prefix: str) -> str:
     """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
     there = [codebook for codebook in ("mcg", "mul1") if f"{prefix}.{codebook}" in tensors]
     if len(there) > 1:
-        raise ValueError(
-            f"{tensors.named(f'{prefix}.trellis')}: there is an {' and a '.join(there)} of this weight"
-        )
+        raise ValueError(f"there is an {' and a '.join(there)} of this weight")
     for codebook in there:
         name = f"{prefix}.{codebook}"
-        if tensors[name].dtype.kind not in "iu":
-            raise TypeError(f"{tensors.named(name)} has dtype {tensors[name].dtype}; an integer is needed")
-        found = [int(factor) & 0xFFFFFFFF for factor in tensors[name].flat]
+        factor = tensors[name]
+        if factor.dtype.kind not in "iu":
+            raise TypeError(f"{escaped(name)} has dtype {factor.dtype}; an integer is needed")
+        found = [int(number) & 0xFFFFFFFF for number in factor.flat]
         if found != [GENERATORS[codebook]]:
             shown, known = ", ".join(map(hex, found)) or "empty", GENERATORS[codebook]
-            raise ValueError(f"{tensors.named(name)} is {shown}; {known:#x} alone is known")
+            raise ValueError(f"{escaped(name)} is {shown}; {known:#x} alone is known")
         return codebook
     return "3inst"
 
 
-def _weight(
-    codes: NDArray[np.uint8], scales: NDArray[np.float16], zeros: NDArray[np.uint8], group: int
-) -> QuantizedArray:
-    """A weight of code bytes [N, K / 2], and of scales and zero points [G, N]."""
-    symmetric = bool((zeros == _SYMMETRIC_ZERO).all())
-    return int4_from_parts(codes, scales.T, None if symmetric else zeros.T, group)
+def _compressed(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    """Of compressed-tensors: integers in words, or E2M1 in bytes with scales of either kind."""
+    codes, scales = tensors[f"{prefix}.weight_packed"], tensors[f"{prefix}.weight_scale"]
+    if codes.dtype != np.uint8:
+        parts = ("weight_zero_point", "weight_shape", "weight_g_idx")
+        return from_pack_quantized(codes, scales, *(tensors.get(f"{prefix}.{part}") for part in parts))
+    factor = tensors.get(f"{prefix}.weight_global_scale")
+    if factor is None:
+        return from_mxfp4(codes, scales)
+    return from_nvfp4(codes, scales, check.one_over(factor, "weight_global_scale"))
 
 
-def _codes(words: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Codes [rows, 8 * columns] of words [rows, columns], from the lowest bits on."""
-    return unpack_pairs(_words_as_bytes(words))
+def _modelopt(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    codes, scales = tensors[f"{prefix}.weight"], tensors[f"{prefix}.weight_scale"]
+    return from_nvfp4(codes, scales, check.one_number(tensors[f"{prefix}.weight_scale_2"], "weight_scale_2"))
 
 
-def _words_as_bytes(words: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """Bytes [rows, 4 * columns] of words [rows, columns], low ones first."""
-    return np.ascontiguousarray(words, "<i4").view(np.uint8)
+def _gpt_oss(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    return from_mxfp4(tensors[f"{prefix}_blocks"], tensors[f"{prefix}_scales"])
 
 
-def _columns_in_order(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Codes of AWQ words [rows, N] in the order of their columns."""
-    result = np.empty_like(codes)
-    result.reshape(len(codes), -1, _PER_WORD)[..., _AWQ_COLUMNS] = codes.reshape(len(codes), -1, _PER_WORD)
-    return result
+_KINDS = (
+    _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq),
+    _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3),
+    _Kind(".weight_packed", ((".weight_scale",),), _compressed),
+    _Kind(".weight_scale_2", ((".weight",), (".weight_scale",)), _modelopt),
+    _Kind("_blocks", (("_scales",),), _gpt_oss, weight=""),
+)
+_TELLING = {end: kind.found for kind in _KINDS[:2] for ends in kind.beside for end in ends} | {
+    ".weight_shape": ".weight_packed",
+    ".weight_global_scale": ".weight_packed",
+    ".weight_scale": ".weight_scale_2",
+    "_scales": "_blocks",
+}
+"""Names' ends that tell of a weight which is found by another end."""
+_FLOATS_TOO = {".weight_scale": ("F8_E4M3",), "_scales": ("U8",)}
+"""Of those that other checkpoints have as well the types that do tell."""

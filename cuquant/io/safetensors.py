@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .. import check, formats
-from .. import device as devices
+from .. import check, device as devices, formats
 from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
@@ -32,8 +31,9 @@ from .words import LFS_POINTER, escaped, of_pointer
 KEY = "cuquant"
 VERSION = 1
 OTHER_READERS = (
-    "cuquant.read_safetensors reads weights of GPTQ, AWQ and EXL3; of a Hugging Face model llama.cpp's "
-    "convert_hf_to_gguf.py makes a GGUF file, which cuquant.open reads"
+    "cuquant.read_safetensors reads quantized weights of others' checkpoints (GPTQ, AWQ, EXL3, NVFP4 and so "
+    "on); of a Hugging Face model in floats llama.cpp's convert_hf_to_gguf.py makes a GGUF file, which "
+    "cuquant.open reads"
 )
 """What to do with a safetensors file of others."""
 _LONGEST_HEADER = 100_000_000
@@ -54,6 +54,11 @@ TYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(bool),
 }
 """Types of tensors that hold plain numbers."""
+SMALL_FLOATS: dict[str, np.dtype[Any]] = {
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+"""Those that scales of FP4 weights have, which the safetensors package does not give to NumPy."""
 
 
 class Tensor(NamedTuple):
@@ -196,6 +201,16 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     header = json.loads(buffer[8:start])
     header.pop("__metadata__", None)
     return metadata, {name: _view(path, name, buffer, start, info) for name, info in header.items()}
+
+
+def small_floats(path: Path, name: str) -> Any:
+    """A tensor of `SMALL_FLOATS` of a file that the safetensors package has found to be sound."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        info = json.loads(file.read(length))[name]
+        dtype, first = SMALL_FLOATS[info["dtype"]], info["data_offsets"][0]
+        file.seek(8 + length + first)
+        return np.fromfile(file, dtype, math.prod(info["shape"])).reshape(info["shape"])
 
 
 def why_unreadable(path: Path, error: Exception) -> str:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from .safetensors import why_unreadable
+from .safetensors import SMALL_FLOATS, small_floats, why_unreadable
 from .words import escaped
 
 _INDEX = ".safetensors.index.json"
@@ -33,12 +33,19 @@ class Tensors(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         path = self._home[name]
+        if self.type(name) in SMALL_FLOATS:
+            return small_floats(path, name)
         with _readable(path):
             try:
                 return self.files[path].get_tensor(name)
             except (AttributeError, TypeError):
-                kind = self.files[path].get_slice(name).get_dtype()
+                kind = self.type(name)
                 raise TypeError(f"{self.named(name)} has the type {kind}, which NumPy lacks") from None
+
+    def type(self, name: str) -> str:
+        """As the file calls it, "F8_E4M3"; the tensor is not read."""
+        kind: str = self.files[self._home[name]].get_slice(name).get_dtype()
+        return kind
 
     def __contains__(self, name: object) -> bool:
         return name in self._home  # without reading it

@@ -1,0 +1,195 @@
+"""FP4 weights of others' checkpoints, against ml_dtypes' floats of 4 and 8 bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cuquant as cq
+
+F = np.float32
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+TYPES = {np.dtype(np.uint8): "U8", np.dtype(F): "F32", np.dtype(E4M3): "F8_E4M3", np.dtype(E8M0): "F8_E8M0"}
+SHAPES = [(8, 64), (3, 192), (2, 5, 128)]
+
+
+def codes_of(shape: tuple[int, ...]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Random codes, two in a byte as PyTorch has them, and their numbers."""
+    q = np.random.default_rng(0).integers(0, 16, shape, np.uint8)
+    return q[..., ::2] | q[..., 1::2] << 4, q.view(ml_dtypes.float4_e2m1fn).astype(F)
+
+
+def nvfp4(shape: tuple[int, ...]) -> tuple[NDArray[np.uint8], Any, NDArray[np.float32]]:
+    """Codes, every finite scale that is not negative, and what they are read as."""
+    packed, numbers = codes_of(shape)
+    scales = np.random.default_rng(1).permutation(np.arange(numbers.size // 16) % 0x7F).astype(np.uint8)
+    scales = scales.reshape(*shape[:-1], -1).view(E4M3)
+    return packed, scales, numbers * scales.astype(F).repeat(16, axis=-1)
+
+
+def mxfp4(shape: tuple[int, ...]) -> tuple[NDArray[np.uint8], Any, NDArray[np.float32]]:
+    packed, numbers = codes_of(shape)
+    scales = np.random.default_rng(1).integers(100, 150, (*shape[:-1], shape[-1] // 32), np.uint8).view(E8M0)
+    return packed, scales, numbers * scales.astype(F).repeat(32, axis=-1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [1, 0.25, 3.1e-4])
+def test_nvfp4(shape: tuple[int, ...], scale: float) -> None:
+    packed, scales, numbers = nvfp4(shape)
+    for given in (scales, scales.view(np.uint8)):
+        w = cq.from_nvfp4(packed, given, scale)
+        assert w.format == cq.NvFp4(scale)
+        np.testing.assert_array_equal(w.dequantize(), numbers * F(scale))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_mxfp4(shape: tuple[int, ...]) -> None:
+    packed, scales, numbers = mxfp4(shape)
+    blocks = packed.reshape(*shape[:-1], -1, 16)
+    for codes, given in ((packed, scales), (blocks, scales.view(np.uint8))):
+        w = cq.from_mxfp4(codes, given)
+        assert w.format == "mxfp4"
+        np.testing.assert_array_equal(w.dequantize(), numbers)
+
+
+def test_by_hand() -> None:
+    """Byte 0 is 0x2A: weight 0 is code 10, -1, and weight 1 is code 2, 1; scales 0x38 and 127 are 1."""
+    packed = np.zeros((1, 32), np.uint8)
+    packed[0, 0] = 0x2A
+    for w in (
+        cq.from_nvfp4(packed, np.full((1, 4), 0x38, np.uint8), 0.5),
+        cq.from_mxfp4(packed, np.full((1, 2), 126, np.uint8)),
+    ):
+        np.testing.assert_array_equal(w.dequantize()[0, :3], [-0.5, 0.5, 0])
+
+
+def test_products() -> None:
+    packed, scales, numbers = nvfp4((16, 128))
+    x = np.random.default_rng(2).standard_normal((3, 128), F)
+    found = x @ cq.from_nvfp4(packed, scales, 0.01).T
+    np.testing.assert_allclose(found, x @ (numbers * F(0.01)).T, rtol=1e-5, atol=1e-3)
+
+
+CODES, SCALES = np.zeros((4, 64), np.uint8), np.zeros((4, 8), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales", "kind", "message"),
+    [
+        (CODES.view(np.int8), SCALES, TypeError, "codes has dtype int8; uint8 is needed"),
+        (CODES, SCALES.astype(F), TypeError, "scales has dtype float32; uint8 or float8_e4m3fn is needed"),
+        (CODES, SCALES[:, :4], ValueError, r"codes \(4, 64\) and scales \(4, 4\) are not of one weight"),
+        (CODES[0], SCALES[0], ValueError, "are not of one weight"),
+        (CODES[:, :16], SCALES[:, :2], ValueError, "K is 32; a multiple of 64 is needed"),
+        (CODES, SCALES + np.uint8(0x7F), ValueError, "scales hold NaN or negative numbers"),
+        (CODES, SCALES + np.uint8(0xB8), ValueError, "scales hold NaN or negative numbers"),
+    ],
+)
+def test_refuses_nvfp4(codes: Any, scales: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        cq.from_nvfp4(codes, scales)
+
+
+def test_refuses_mxfp4() -> None:
+    with pytest.raises(ValueError, match="scales hold 255, which is NaN in E8M0"):
+        cq.from_mxfp4(CODES, np.full((4, 4), 255, np.uint8))
+    with pytest.raises(ValueError, match=r"codes \(4, 64\) and scales \(4, 8\) are not of one weight"):
+        cq.from_mxfp4(CODES, SCALES)
+    with pytest.raises(TypeError, match="scales has dtype float8_e4m3fn; uint8 or float8_e8m0fnu"):
+        cq.from_mxfp4(CODES, np.ones((4, 4), E4M3))
+    with pytest.raises(ValueError, match="scale is 0; allowed are"):
+        cq.from_nvfp4(CODES, SCALES, 0)
+
+
+# Files
+
+
+def save(path: Path, tensors: dict[str, Any]) -> Path:
+    """A safetensors file by hand, as the package has no floats of 8 bits of NumPy's."""
+    header, data = {}, b""
+    for name, array in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        place = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": TYPES[array.dtype], "shape": array.shape, "data_offsets": place}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_a_checkpoint_of_modelopt(tmp_path: Path) -> None:
+    packed, scales, numbers = nvfp4((8, 64))
+    tensors = {
+        "norm.weight": np.ones(4, F),
+        "l.q_proj.weight": packed,
+        "l.q_proj.weight_scale": scales,
+        "l.q_proj.weight_scale_2": np.array(0.125, F),
+        "l.q_proj.input_scale": np.array(3, F),
+        "fp8.weight": np.ones((4, 4), E4M3),
+        "fp8.weight_scale": np.array(2, F),
+    }
+    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert list(made) == ["l.q_proj.weight"]
+    assert made["l.q_proj.weight"].format == cq.NvFp4(0.125)
+    np.testing.assert_array_equal(made["l.q_proj.weight"].dequantize(), numbers / 8)
+
+
+def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
+    """Of both kinds; the global scale divides."""
+    packed, scales, numbers = nvfp4((8, 64))
+    codes, exponents, others = mxfp4((8, 64))
+    tensors = {
+        "a.weight_packed": packed,
+        "a.weight_scale": scales,
+        "a.weight_global_scale": np.array([8], F),
+        "b.weight_packed": codes,
+        "b.weight_scale": exponents.view(np.uint8),
+    }
+    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    np.testing.assert_array_equal(made["a.weight"].dequantize(), numbers / 8)
+    np.testing.assert_array_equal(made["b.weight"].dequantize(), others)
+    for bad, problem in (
+        (np.zeros(1, F), "weight_global_scale is 0.0; a positive"),
+        (np.ones(2, F), "it is one number"),
+    ):
+        save(tmp_path / "m.safetensors", tensors | {"a.weight_global_scale": bad})
+        with pytest.raises(ValueError, match=rf"a\.weight_packed: .*{problem}"):
+            cq.read_safetensors(tmp_path / "m.safetensors")
+
+
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Stacks of experts, of which a slice takes gate and up apart."""
+    packed, scales, numbers = mxfp4((3, 8, 64))
+    tensors = {
+        "mlp.experts.gate_up_proj_blocks": packed.reshape(3, 8, 2, 16),
+        "mlp.experts.gate_up_proj_scales": scales.view(np.uint8),
+        "mlp.experts.gate_up_proj_bias": np.ones((3, 8), F),
+    }
+    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert list(made) == ["mlp.experts.gate_up_proj"]
+    w = made["mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(w.dequantize(), numbers)
+    gate = cq.from_blocks(w.blocks[:, ::2], w.format, (3, 4, 64))
+    np.testing.assert_array_equal(gate.dequantize(), numbers[:, ::2])
+
+
+def test_weights_that_lack_a_tensor(tmp_path: Path) -> None:
+    packed, scales, _ = nvfp4((8, 64))
+    tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": np.array(1, F)}
+    without = {name: array for name, array in tensors.items() if name != "a.weight"}
+    with pytest.raises(ValueError, match=r"a\.weight_scale_2 has no weight beside it$"):
+        cq.read_safetensors(save(tmp_path / "m.safetensors", without))
+    del tensors["a.weight_scale_2"]
+    part = save(tmp_path / "m-00001-of-00002.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"a\.weight_scale has no weight_scale_2 beside it; another file"):
+        cq.read_safetensors(part)
+    both = tensors | {"a.weight_packed": packed, "a.weight_scale_2": np.array(1, F)}
+    with pytest.raises(ValueError, match="there is a weight_packed and a weight_scale_2 of this weight"):
+        cq.read_safetensors(save(tmp_path / "m.safetensors", both))
