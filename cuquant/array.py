@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from . import check, device
-from .formats import Format
+from .formats import Format, get as get_format
 from .render import html_facts, html_shape
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -
         return _matmul()(*operands)
     if plain and ufunc.__name__ in ("equal", "not_equal"):
         return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
-    raise check.no_ufunc(self, ufunc.__name__, options)
+    raise check.no_ufunc(self, ufunc.__name__, method, options)
 
 
 _COMPARISONS = (np.array_equal, np.array_equiv)
@@ -76,6 +76,9 @@ class _Packed:
     __abs__ = _refused("abs")
     __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
 
+    def __bool__(self) -> NoReturn:
+        raise check.no_truth(self)
+
     def __contains__(self, value: Any) -> NoReturn:
         raise check.not_compared(self, "the operator in")
 
@@ -104,32 +107,55 @@ class QuantizedArray(_Packed):
 
     Parameters
     ----------
-    format : Format
+    format : str or Format
         What the bytes mean.
     blocks : NumPy or CuPy uint8 array, shape `format.stored(shape)`
-        The storage bytes, kept as they are: (..., N, K / format.block_size * format.block_bytes) for most
-        formats, K / format.block_size being rounded up.
-    rows : optional
-        Of activations on the GPU: the float16 rows made with the blocks, for the product that follows.
+        The storage bytes, shared where they are contiguous: (..., N, K / format.block_size *
+        format.block_bytes) for most formats, K / format.block_size being rounded up.
     shape : tuple of int, optional
         Shape of the array, where the last block of a row is not full or the format stores whole matrices.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `cuquant.from_blocks`; or there is no shape, and the bytes do not tell it.
     """
 
     __slots__ = ("_blocks", "_format", "_fragments", "_shape", "rows")
     is_quantized_array = True
 
-    def __init__(
-        self, format: Format, blocks: Any, rows: Rows | None = None, shape: tuple[int, ...] | None = None
-    ) -> None:
+    _format: Format
+    _shape: tuple[int, ...]
+    _blocks: Any
+    """One of the two is there: on a GPU the first product replaces blocks by fragments."""
+    _fragments: Fragments | None
+    rows: Rows | None
+    """Of activations on the GPU: the float16 rows made with the blocks, for the product that follows."""
+
+    def __new__(
+        cls, format: str | Format, blocks: Any, shape: tuple[int, ...] | None = None
+    ) -> QuantizedArray:
+        fmt = get_format(format)
+        shape = check.shape_of_blocks(blocks, fmt) if shape is None else check.shape(shape)
+        fmt = check.whole_blocks(shape, fmt)
+        return cls.made(fmt, check.raw_blocks(blocks, fmt, shape, "blocks"), shape=shape)
+
+    @classmethod
+    def made(
+        cls, format: Format, blocks: Any, rows: Rows | None = None, shape: tuple[int, ...] | None = None
+    ) -> QuantizedArray:
+        """An array of blocks that are known to fit, as those just made: every call of a loop makes some, and
+        checks would take longer than the rest."""
         if shape is None:
             *lead, row_bytes = blocks.shape
             shape = (*lead, row_bytes // format.block_bytes * format.block_size)
-        self._format = format
-        self._shape = shape
-        # One of the two is there: on a GPU the first product replaces blocks by fragments.
-        self._blocks: Any = blocks
-        self._fragments: Fragments | None = None
-        self.rows = rows
+        array = object.__new__(cls)
+        array._format = format
+        array._shape = shape
+        array._blocks = blocks
+        array._fragments = None
+        array.rows = rows
+        return array
 
     @property
     def format(self) -> Format:
@@ -283,7 +309,7 @@ class QuantizedArray(_Packed):
         """What an index of all axes but the last selects of this array, given its `blocks`, which may have to
         be made."""
         chosen, shape = self._format.select(blocks, self._shape, index)
-        return QuantizedArray(self._format, chosen, shape=shape)
+        return QuantizedArray.made(self._format, chosen, shape=shape)
 
     def of_stack(self, number: int) -> QuantizedArray | None:
         """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
@@ -292,18 +318,18 @@ class QuantizedArray(_Packed):
             return None
         from .cuda_exl3 import matrix
 
-        made = QuantizedArray(self._format, None, shape=self._shape[1:])
+        made = QuantizedArray.made(self._format, None, shape=self._shape[1:])
         made._fragments = matrix(self.fragments(), number)
         return made
 
     def __copy__(self) -> QuantizedArray:
-        made = QuantizedArray(self._format, self._blocks, self.rows, self._shape)
+        made = QuantizedArray.made(self._format, self._blocks, self.rows, self._shape)
         made._fragments = self._fragments
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of pickles and deep copies: the storage bytes, since prepared weights know their own addresses."""
-        return QuantizedArray, (self._format, self.blocks, None, self._shape)
+        return QuantizedArray.made, (self._format, self.blocks, None, self._shape)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -28,18 +28,23 @@ Columns = dict[str, tuple[str, str]]
 """Titles and number formats by key; numbers are right-aligned, what has no format is text."""
 
 
-def table_format_of(style: str) -> str:
-    """What tabulate calls one of TABLE_STYLES; ValueError for another."""
+def table_format_of(style: str, *others: str) -> str:
+    """What tabulate calls one of TABLE_STYLES; ValueError for another, which is none of the caller's `others`
+    either."""
     if style not in TABLE_STYLES:
-        raise ValueError(f"unknown style {style!r}; allowed are {', '.join(TABLE_STYLES)}, csv, json")
+        allowed = ", ".join([*TABLE_STYLES, *others])
+        raise ValueError(f"unknown style {style!r}; allowed are {allowed}")
     return TABLE_STYLES[style]
 
 
-def render_records(records: list[dict[str, Any]], columns: Columns, style: str) -> str:
-    """Records as a table in one of TABLE_STYLES, or as "csv" in full precision; None is an empty cell."""
+def render_records(records: list[dict[str, Any]], columns: Columns, style: str, *others: str) -> str:
+    """Records as a table in one of TABLE_STYLES, or as "csv" in full precision; None is an empty cell.
+
+    ValueError for a style that is neither of these; `others` are those that the caller has beside them.
+    """
     if style == "csv":
         return rows_to_csv(records, list(columns))
-    table_format = table_format_of(style)
+    table_format = table_format_of(style, "csv", *others)
     from tabulate import tabulate
 
     cells = [

@@ -10,8 +10,7 @@ from typing import Any
 from . import device, formats, plan
 from .array import QuantizedArray
 from .formats import Format
-from .io.model import Model
-from .io.model import open as open_model
+from .io.model import Model, open as open_model
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows of x that are prepared for, unless others are asked for: decoding and a prompt."""

@@ -19,8 +19,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Before they are imported: their asserts then explain themselves as those of test files do.
 pytest.register_assert_rewrite("commands", "mixtures", "pictures", "products", "scoring")
 
-from commands import Done, Run  # noqa: E402
-from commands import run as run_here  # noqa: E402
+from commands import (  # noqa: E402
+    Done,
+    Run,
+    run as run_here,
+)
 from synthetic import Spec, write  # noqa: E402
 
 import cuquant as cq  # noqa: E402

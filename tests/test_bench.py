@@ -15,8 +15,7 @@ from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
 from cuquant import device
-from cuquant.bench import AttentionCell, Record, WeightCell
-from cuquant.bench import record as records
+from cuquant.bench import AttentionCell, Record, WeightCell, record as records
 from cuquant.bench.attention import CONTEXTS
 
 
@@ -302,6 +301,7 @@ def test_bench_without_a_gpu_says_why(run: Run) -> None:
     done = run("bench", "--peers", "none")
     assert_one_line_error(done)
     assert "no CUDA device can be used" in done.err
+    assert "; --from RECORD.json shows a record of another machine's GPU\n" in done.err
 
 
 def test_records_in_a_notebook() -> None:

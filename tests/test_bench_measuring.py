@@ -15,8 +15,7 @@ import pytest
 from cells import cell
 
 from cuquant import device
-from cuquant.bench import Record, host, matmul, moe, peers, timing, weights
-from cuquant.bench import record as records
+from cuquant.bench import Record, host, matmul, moe, peers, record as records, timing, weights
 from cuquant.fragments import from_fragments
 
 # What is measured next to what.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from commands import FEW, Run, finish, start
 from gguf_files import NANO, write
 
 import cuquant as cq
+from cuquant import cli
 
 
 @pytest.mark.parametrize(
@@ -25,10 +29,17 @@ import cuquant as cq
         ),
         (("eval", NANO, *FEW, "--formats", "q4_0,"), "argument --formats: 'q4_0,' has an empty name; names"),
         (("eval", NANO, *FEW, "--formats", ""), "argument --formats: '' has an empty name"),
-        (("eval", NANO, *FEW, "--formats", "f16,q4_0"), "argument --formats: 'f16' is no format to quantize"),
+        (
+            ("eval", NANO, *FEW, "--formats", "f16,q4_0"),
+            "--formats: 'f16' is no format to quantize to: the first row is of the original as it is\n",
+        ),
         (
             ("quantize", NANO, "out.gguf", "--format", "F16"),
-            "'F16' is no format to quantize to: tensors that",
+            "'F16' is no format to quantize to: tensors that --keep names, or no PATTERN matches, are copied",
+        ),
+        (
+            ("quantize", NANO, "out.gguf", "--format", "*up*=q4_0,*=bf16"),
+            "'bf16' is no format to quantize to: tensors that --keep names, or no PATTERN matches, are ",
         ),
         (
             ("eval", NANO, *FEW, "--formats", "q4_0", "kbit4"),
@@ -43,7 +54,7 @@ import cuquant as cq
         (("eval", NANO, *FEW, "other.gguf"), "unrecognized arguments: other.gguf\n"),
         (
             ("eval", NANO, *FEW, "--kv-bits", "16,4"),
-            'several evaluations are kv_bits=["16", "4"], or --kv-bits 16 --kv-bits 4\n',
+            "; several evaluations are --kv-bits 16 --kv-bits 4\n",
         ),
         (("eval", NANO), "one of the arguments --text --tokens is required"),
         (("eval", NANO, *FEW, "--tokens", "ids.npy"), "--tokens: not allowed with argument --text"),
@@ -102,6 +113,18 @@ def test_no_memory_is_told_in_one_line(
 
     monkeypatch.setattr("cuquant.io.dump.as_text", fails)
     assert run("dump", NANO) == (1, "", f"cuquant: error: {said}\n")
+
+
+def test_the_caller_s_output_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a program that calls main: how warnings are shown, and what its streams do with characters."""
+    shown = warnings.showwarning
+    for name in ("stdout", "stderr"):
+        stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="xmlcharrefreplace")
+        monkeypatch.setattr(sys, name, stream)
+    for words, status in ((["info"], 0), (["dump", "none.gguf"], 1)):
+        assert cli.main(words) == status
+        assert warnings.showwarning is shown
+        assert sys.stdout.errors == sys.stderr.errors == "xmlcharrefreplace"
 
 
 # Processes

@@ -10,8 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from commands import Run, assert_one_line_error
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFValueType as Value
+from gguf import GGMLQuantizationType as Type, GGUFValueType as Value
 from gguf_files import NANO, array, entry, gguf_file, string, tensor, write
 from safetensors.numpy import save_file
 

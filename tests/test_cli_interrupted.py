@@ -15,8 +15,7 @@ from commands import FEW, Run, assert_interrupted, finish, interrupted, python
 from gguf_files import NANO
 
 import cuquant as cq
-from cuquant.bench import Cell, Record
-from cuquant.bench import record as records
+from cuquant.bench import Cell, Record, record as records
 
 
 @pytest.mark.parametrize("suffix", ["gguf", "safetensors"])

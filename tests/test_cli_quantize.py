@@ -35,6 +35,41 @@ def test_quantize_by_a_recipe(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ("*ffn_down*=q6_k",),
+            "copied, no PATTERN matches: 26 matrices ('*=FORMAT' at the end takes them)\n",
+        ),
+        (("*blk*=q6_k", "--keep", "output.*"), "no PATTERN matches: 1 matrix ("),
+        (("*ffn_down*=q6_k,*=q4_k",), ""),
+        (("q4_0", "--keep", "*blk*"), ""),
+    ],
+)
+def test_quantize_counts_what_no_pattern_matches(
+    run: Run, tmp_path: Path, options: tuple[str, ...], told: str
+) -> None:
+    """Not what is kept on purpose."""
+    done = run("quantize", NANO, tmp_path / "q.gguf", "--format", *options)
+    assert done.status == 0
+    assert told in done.err
+    assert ("no PATTERN" in done.err) == bool(told)
+
+
+@pytest.mark.parametrize("command", [("quantize", "--format", "q8_0"), ("dequantize",)])
+@pytest.mark.parametrize("name", ["typo.safetensor", "y", "-", "model.gguf.part"])
+def test_a_target_by_any_other_name(run: Run, tmp_path: Path, command: tuple[str, ...], name: str) -> None:
+    """Would be a GGUF file that nothing takes for one."""
+    verb, *options = command
+    source = tmp_path / "s.gguf"
+    cq.quantize_file(NANO, source, "q4_0", device="cpu")
+    done = run(verb, NANO if verb == "quantize" else source, tmp_path / name, *options, "--device", "cpu")
+    assert_one_line_error(done)
+    assert f"{name}'; its name must end in .gguf or .safetensors" in done.err
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.parametrize(
     ("recipe", "problem"),
     [
         ("*ffn_down*=q6_k,q4_k", "'q4_k' in '*ffn_down*=q6_k,q4_k' is no PATTERN=FORMAT"),

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import run
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFValueType as Value
-from gguf import quants
+from gguf import GGMLQuantizationType as Type, GGUFValueType as Value, quants
 from gguf_files import NANO, entry, gguf_file, string, tensor, write
 from numpy.typing import NDArray
 

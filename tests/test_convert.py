@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import NAMES, random_blocks
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFValueType as Value
+from gguf import GGMLQuantizationType as Type, GGUFValueType as Value
 from gguf_files import NANO, Stored, array, entry, gguf_file, string, tensor, u32, write
 from numpy.typing import NDArray
 

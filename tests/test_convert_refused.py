@@ -39,9 +39,9 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("q8_1", ValueError, "q8_1 is a format of activations, not of weights"),
         ("q9_9", ValueError, "unknown format 'q9_9'; known are .*q4_0, q4_1"),
-        ("BF16", ValueError, r"'BF16' is no format to quantize to: tensors that keep \(--keep\) names"),
+        ("BF16", ValueError, r"'BF16' is no format to quantize to: tensors that keep names, or no pattern"),
         ({"output.weight": "f16", "*": "q4_0"}, ValueError, "'f16' is no .* no pattern of a mapping matches"),
-        (4, TypeError, "a format is a name or a Format, not int"),
+        (4, TypeError, "format is an int; a format is a name or a Format"),
         *(
             (
                 name,
@@ -179,9 +179,34 @@ def test_a_target_in_a_missing_folder(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_work")
 def test_a_folder_is_no_target(tmp_path: Path) -> None:
     source = small(tmp_path / "s.gguf")
-    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.gguf").mkdir()
     with untouched(tmp_path), pytest.raises(OSError, match="folder"):
-        quantize_file(source, tmp_path / "folder", "q4_0", force=True)
+        quantize_file(source, tmp_path / "folder.gguf", "q4_0", force=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "problem"),
+    [
+        (None, TypeError, "target is None; the path of the new file is needed"),
+        (4, TypeError, "target is an int; the path of the new file is needed"),
+        ("", FileNotFoundError, "the path is empty"),
+        ("t", ValueError, r"target is 't'; its name must end in \.gguf or \.safetensors"),
+    ],
+)
+@pytest.mark.usefixtures("no_work")
+def test_what_is_no_target(tmp_path: Path, target: Any, error: type[Exception], problem: str) -> None:
+    source = small(tmp_path / "s.gguf")
+    with pytest.raises(error, match=problem):
+        quantize_file(source, target, "q4_0")
+    with pytest.raises(error, match=problem):
+        cq.dequantize_file(source, target)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_target_and_format_are_swapped(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    with pytest.raises(ValueError, match="takes source, target and format in this order"):
+        quantize_file(source, "q4_0", "t.gguf")
 
 
 # Failures in the middle.
@@ -259,7 +284,8 @@ def test_a_file_that_is_replaced_gives_its_mode(tmp_path: Path, mode: int) -> No
 
 @pytest.mark.parametrize("letter", ["n", "ü", "𝄞"])
 def test_the_longest_names(tmp_path: Path, letter: str) -> None:
-    name = letter * (255 // len(letter.encode()))
+    count, rest = divmod(255 - len(".gguf"), len(letter.encode()))
+    name = f"{letter * count}{'_' * rest}.gguf"
     quantize_file(small(tmp_path / "s.gguf"), tmp_path / name, "q4_0")
     assert cq.open(tmp_path / name)["output.weight"].format == "q4_0"
 

@@ -284,3 +284,18 @@ def test_command(run: Run, tmp_path: Path) -> None:
     assert again.err.endswith("t.gguf exists; --force replaces it\n")
     run("dequantize", source, target, "--force", "--keep", "output*", "--type", "float16")
     assert cq.open(target, "cpu").tensors["blk.0.attn_q.weight"].type_name == "F16"
+
+
+def test_a_file_of_arrays(run: Run, tmp_path: Path) -> None:
+    """What its error says gives their numbers."""
+    source = tmp_path / "w.safetensors"
+    w = cq.quantize(np.ones((2, 32), F), "kbit4")
+    cq.save(source, {"w": w, "norm": np.ones(3, F)})
+    done = run("dequantize", source, tmp_path / "t.gguf")
+    assert_one_line_error(done)
+    assert "w.safetensors is no GGUF file, which is all that dequantize takes" in done.err
+    assert "evaluate" not in done.err
+    told = done.err.partition("in Python, ")[2].partition(" has their numbers")[0]
+    numbers = eval(told, {"cuquant": cq})
+    np.testing.assert_array_equal(numbers["w"], w.dequantize())
+    assert numbers.keys() == {"w", "norm"}

@@ -222,6 +222,36 @@ def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Pat
         assert results.read_text(encoding="utf-8") == wrong
 
 
+def test_results_of_another_version_are_refused(
+    models: list[Path], tmp_path: Path, calls: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose numbers may be others."""
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    cq.evaluate_files(models[:1], **options)
+    monkeypatch.setattr(cq, "__version__", "0.0.1")
+    with pytest.raises(ValueError, match=r"other settings \(cuquant version\): remove it, or name another"):
+        cq.evaluate_files(models[:1], **options)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("given", [{"device": None}, {"device": "cpu"}])
+def test_the_device_that_was_used_is_kept(
+    models: list[Path], tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuquant.eval.files.default_device", lambda: "cpu")
+    results = tmp_path / "results.json"
+    cq.evaluate_files(models[:1], results=results, **OPTIONS | given)
+    assert json.loads(results.read_text(encoding="utf-8"))["settings"]["device"] == "cpu"
+    monkeypatch.setattr("cuquant.eval.files.default_device", lambda: "cuda")
+    cq.evaluate_files(cq.open(models[0], "cpu"), results=results, **OPTIONS)  # on its own device
+    with pytest.raises(ValueError, match=r"other settings \(device\)"):
+        cq.evaluate_files(models[:1], results=results, **OPTIONS)
+
+
+def test_models_that_are_given_once_only(models: list[Path]) -> None:
+    assert cq.evaluate_files(iter(models), **OPTIONS) == cq.evaluate_files(models, **OPTIONS)
+
+
 def test_a_recipe_is_known_by_its_formats_too(models: list[Path], tmp_path: Path) -> None:
     options = OPTIONS | {"results": tmp_path / "results.json"}
     cq.evaluate_files(models[:1], **options | {"formats": {"*": "q8_0"}})

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from commands import Run
 from gguf_files import HELD_OUT, NANO
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from llama_oracle import error
 from scoring import same
 from synthetic import QWEN3, Spec, some_tokens, write
@@ -172,7 +171,13 @@ def test_what_is_no_width(model: Path, run: Run, text: str) -> None:
         evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits=text)
     done = run("eval", model, "--text", HELD_OUT, f"--kv-bits={text}")
     assert done.status == 2
-    assert "kv_bits is" in done.err
+    assert f"--kv-bits: {text!r} is not a width of 16, 8, 4, 3, 2, or widths with how" in done.err
+    assert "kv_bits" not in done.err.partition("error:")[2]
+
+
+def test_several_evaluations(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"may follow; several evaluations are kv_bits=\['16', '4'\]$"):
+        evaluate(model, tokens=some_tokens(64), ctx=32, kv_bits="16,4")
 
 
 @pytest.mark.parametrize("given", [4.0, True, None])

@@ -102,7 +102,8 @@ def test_weights_whose_inputs_are_no_whole_blocks(
 
 def test_rows_that_are_looked_up_need_no_blocks(folder: Path) -> None:
     path, recipe = write(folder / "ragged.gguf", Spec(d_model=80)), {"token_embd.weight": "trellis4"}
-    evaluate(path, tokens=some_tokens(64), ctx=32, formats=[recipe], activations="q8_1")
+    result = evaluate(path, tokens=some_tokens(64), ctx=32, formats=[recipe], activations="q8_1")
+    assert [row.activations for row in result.rows] == ["f16", "f16"]
 
 
 def test_quantized_models_are_not_quantized_again(q4_0: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 import cuquant as cq
+from cuquant.formats import base
+from cuquant.formats.base import UnknownFormatError
 
 F = np.float32
 
@@ -16,8 +19,21 @@ F = np.float32
 def test_what_is_no_format() -> None:
     with pytest.raises(ValueError, match="unknown format 'zz'; known are " + ", ".join(cq.formats.names())):
         cq.quantize(np.zeros(32, F), "zz")
-    with pytest.raises(TypeError, match="a format is a name or a Format, not int"):
-        cq.quantize(np.zeros(32, F), 4)  # type: ignore[arg-type]
+    given: list[tuple[Any, str]] = [(4, "an int"), (None, "None"), (b"q4_0", "a bytes")]
+    for value, said in given:
+        with pytest.raises(
+            TypeError, match=f"^format is {said}; a format is a name or a Format; names: int4"
+        ):
+            cq.quantize(np.zeros(32, F), value)
+
+
+@pytest.mark.parametrize("name", ["q4_0", cq.KBit(4)])
+def test_format_and_array_are_swapped(name: Any) -> None:
+    message = rf"x is {re.escape(repr(name))}, format an ndarray: they are swapped; quantize\(x, format\)"
+    with pytest.raises(TypeError, match=message):
+        cq.quantize(name, np.zeros(32, F))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x is a str; a NumPy or CuPy array"):
+        cq.quantize("q4_0", "q4_0")
 
 
 @pytest.mark.parametrize("kind", [cq.KBit, cq.Int4])
@@ -57,12 +73,70 @@ def test_what_unknown_names_stand_for(name: str, advice: str) -> None:
         cq.quantize(np.zeros(32, F), name)
 
 
+@pytest.mark.parametrize("name", ["q4_7", "int4-256", "q4_k_m"])
+def test_the_error_comes_through_a_pickle(name: str) -> None:
+    """As processes of a pool hand it on."""
+    with pytest.raises(UnknownFormatError) as caught:
+        cq.formats.get(name)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    assert vars(again) == vars(caught.value)
+    assert (again.name, again.known) == (name, cq.formats.names())
+
+
 def test_names_of_mixtures_are_told_from_others() -> None:
     with pytest.raises(
         ValueError,
         match=r"; q4_k_m is llama\.cpp's name of a mixture, for whole files "
-        r"\(quantize_file, cuquant quantize\); known are",
+        r"\(quantize_file, cuquant quantize\), and an array takes one format, as q4_k; known are",
     ):
         cq.formats.get("q4_k_m")
     with pytest.raises(ValueError, match=r": did you mean q4_1"):
         cq.formats.get("q4_1_m")
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are forgotten after the test."""
+    monkeypatch.setattr(base, "_BY_NAME", dict(base._BY_NAME))
+
+
+def defined(name: Any, **attributes: Any) -> type[cq.Format]:
+    """A class like q4_0's, but of that name."""
+    return type("Own", (type(cq.formats.get("q4_0")),), {"name": name, **attributes})
+
+
+@pytest.mark.parametrize("name", ["Own4", "own 4", "own,4", "*=own", "", None, 4])
+def test_names_that_nobody_could_give(registry: None, name: Any) -> None:
+    known = cq.formats.names()
+    message = rf"class tests?[\w.]*\.Own has the name {re.escape(repr(name))}; names are lower-case letters"
+    with pytest.raises(ValueError, match=message):
+        defined(name, __module__="tests")
+    assert cq.formats.names() == known
+
+
+def test_a_name_that_is_taken(registry: None) -> None:
+    builtin = cq.formats.get("q8_0")
+    with pytest.raises(ValueError, match=r"'q8_0', which is that of cuquant\.formats\.q8_0\.Q8_0: give it"):
+        defined("q8_0")
+    with pytest.raises(ValueError, match=r"'exl3-3', which is that of cuquant\.formats\.exl3\.Exl3: give it"):
+        defined("exl3-3")
+    assert cq.formats.get("q8_0") is builtin
+
+
+def test_a_class_may_be_defined_again(registry: None) -> None:
+    """As a notebook's cell does that is run twice."""
+    for formula in ("W = 1", "W = 2"):
+        made = defined("own4", formula=formula)
+        assert type(cq.formats.get("own4")) is made
+    assert cq.quantize(np.ones((1, 32), F), "own4").format.formula == "W = 2"
+
+
+def test_what_every_format_has(registry: None) -> None:
+    def coded(self: Any, x: Any) -> Any:
+        return x
+
+    parts = {"name": "own", "encode": coded, "decode": coded}
+    with pytest.raises(TypeError, match=r"\.Own has no formula and no storage: see cuquant\.Format"):
+        type("Own", (cq.Format,), parts | {"bits": 4})
+    type("Own", (cq.Format,), parts | {"bits": 4, "formula": "W = q", "whole_matrices": True})

@@ -27,8 +27,7 @@ from formats_table import (
     random_blocks,
 )
 from gguf_files import assert_reads_as_gguf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 import cuquant as cq
@@ -328,8 +327,16 @@ def test_refuses_other_things(value: Any, error: str) -> None:
 
 
 def test_refuses_scalars() -> None:
-    with pytest.raises(ValueError, match="not a scalar"):
+    with pytest.raises(ValueError, match="x is a scalar; q4_0 needs an array of at least one axis"):
         cq.quantize(np.array(1, F), "q4_0")
+
+
+def test_rows_of_no_whole_blocks_are_named() -> None:
+    problem = (
+        r"^x has shape \(2, 40\): q4_0 stores blocks of 32 .* has 40 elements .a positive multiple of 32"
+    )
+    with pytest.raises(ValueError, match=problem):
+        cq.quantize(np.zeros((2, 40), F), "q4_0")
 
 
 @pytest.mark.parametrize("name", NAMES)

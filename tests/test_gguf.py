@@ -9,10 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFValueType as Value
-from gguf_files import array, entry, gguf_file, string, tensor, u32
-from gguf_files import write as write_tensors
+from gguf import GGMLQuantizationType as Type, GGUFValueType as Value
+from gguf_files import array, entry, gguf_file, string, tensor, u32, write as write_tensors
 
 import cuquant as cq
 from cuquant.io.gguf import File, GGUFError, scan

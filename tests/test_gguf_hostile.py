@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFValueType as Value
+from gguf import GGMLQuantizationType as Type, GGUFValueType as Value
 from gguf_files import array, entry, gguf_file, string, tensor, u32, u64
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cuquant.io import gguf as scanner
 from cuquant.io.gguf import File, GGUFError, scan

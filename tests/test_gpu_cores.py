@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 F = np.float32
 
 
-@pytest.mark.parametrize("capability", [80, 86])
+@pytest.mark.parametrize("capability", [75, 80, 86])
 def test_the_cores_of_older_gpus(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
     """What a GPU without wgmma and clusters takes, with the tiles that fit its shared memory."""
     cupy = device.cupy()
@@ -72,19 +72,48 @@ MMA_TILES += [(8, 2, 1, 2, 2), (8, 4, 1, 2, 3), (8, 4, 2, 1, 2), (8, 4, 2, 1, 4)
 def test_every_tile_of_the_mma_core(
     monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, ...]
 ) -> None:
-    """Whatever shape asks for it, where there is no wgmma."""
+    """Whatever shape asks for it, where there is no wgmma; with columns that blocks share and without."""
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: 80)
-    monkeypatch.setattr(mma_core, "_tile", lambda *a: mma_core.MmaTile(*tile))
+    several = (3,) if tile[1] < 4 else ()
+    for parts in (1, *several):
+        monkeypatch.setattr(mma_core, "_choice", lambda *a, of=parts: (mma_core.MmaTile(*tile), of))
+        plan_anew()
+        # Few steps along K, fewer than blocks; and many times those of a ring, with some left over.
+        for (n, k), m in product(((70, 256), (300, 2816)), (17, 150)):
+            w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
+            bias, residual = cupy.asarray(gauss((n,), 2)), cupy.asarray(gauss((m, n), 3))
+            expected = testing.linear(x, w, bias=bias, activation="relu", residual=residual)
+            y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
+            assert nmse(y, expected) < 1e-6, (n, m, parts)
+            assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (n, m, parts)
+    monkeypatch.undo()
     plan_anew()
-    # Few steps along K, and many times those of a ring, with some left over.
-    for (n, k), m in product(((70, 256), (300, 2816)), (17, 150)):
-        w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
-        bias, residual = cupy.asarray(gauss((n,), 2)), cupy.asarray(gauss((m, n), 3))
-        expected = testing.linear(x, w, bias=bias, activation="relu", residual=residual)
-        y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=F)
-        assert nmse(y, expected) < 1e-6, (n, m)
-        assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, (n, m)
+
+
+def test_blocks_that_share_columns_make_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes last: in calls of several streams and in a graph that is replayed, too."""
+    cupy = device.cupy()
+    monkeypatch.setattr(jit, "capability", lambda: 80)
+    plan_anew()
+    w, x = cuda_weight("q4_0", (520, 8192)), cupy.asarray(gauss((40, 8192), 1).astype(np.float16))
+    assert plan.gemm(w.format, 40, 520, 8192, 1, True, jit.gpu()).streamed > 3
+    first = cq.matmul(x, w.T)
+    assert nmse(first, testing.linear(x, w)) < 1e-6
+    for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):
+        with stream:
+            out = cupy.empty_like(first)
+            for _ in range(20):
+                cq.matmul(x, w.T, out=out)
+                assert (out == first).all()
+            stream.begin_capture()
+            cq.matmul(x, w.T, out=out)
+            graph = stream.end_capture()
+            for _ in range(20):
+                out[...] = 0
+                graph.launch(stream)
+                assert (out == first).all()
+            stream.synchronize()
     monkeypatch.undo()
     plan_anew()
 

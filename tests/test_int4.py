@@ -118,9 +118,12 @@ def test_every_pair_of_codes(group: int) -> None:
     assert w.format == cq.Int4(group)
     np.testing.assert_array_equal(w.dequantize(), (q - 8) * scales.astype(F)[:, None])
     for zero in (0, 1, 7, 8, 15, 16, 255):
-        zeros = np.full((4, count), zero, np.uint8)
+        zeros = np.full((4, count), min(zero, 15), np.uint8)
         w = cq.int4_from_parts(codes, np.tile(scales[:, None], count), zeros)
         assert w.format == cq.Int4(group, symmetric=False)
+        records = w.blocks.copy().view(w.format.storage)
+        records["zero"] = zero  # bytes of which no code is 0 have a meaning, too
+        w = cq.from_blocks(records.view(np.uint8), w.format, w.shape)
         np.testing.assert_array_equal(w.dequantize(), (q - zero) * scales.astype(F)[:, None])
 
 
@@ -305,6 +308,7 @@ def test_parts_of_any_strides_are_copied() -> None:
         ({"scales": np.zeros((4, 4), F)}, TypeError, "scales has dtype float32; float16 is needed"),
         ({"zeros": np.zeros((4, 4), np.int32)}, TypeError, "zeros has dtype int32; uint8 is needed"),
         ({"zeros": np.zeros((4, 2), np.uint8)}, ValueError, r"zeros has shape \(4, 2\); that of scales is"),
+        ({"zeros": np.full((4, 4), 16, np.uint8)}, ValueError, "zeros holds 16; zero points are codes, 0 to"),
         (
             {"scales": np.zeros((3, 4), np.float16)},
             ValueError,

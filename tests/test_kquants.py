@@ -214,6 +214,11 @@ def test_formats_that_take_no_importance(name: str) -> None:
 @pytest.mark.parametrize(
     ("importance", "error", "message"),
     [
+        (
+            [1.0] * 256,
+            TypeError,
+            r"importance is a list; .*: pass numpy\.asarray\(importance, numpy\.float32\)",
+        ),
         (np.ones(255), ValueError, r"importance has shape \(255,\); \(256,\) is needed"),
         (np.ones((2, 256)), ValueError, r"shape \(2, 256\)"),
         (np.full(256, -1), ValueError, "finite, not negative, and above 0"),

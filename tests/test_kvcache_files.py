@@ -131,6 +131,29 @@ def test_a_file_of_another_kind(tmp_path: Path) -> None:
         cq.load(tmp_path / "cache")
 
 
+def test_files_are_told_apart(tmp_path: Path) -> None:
+    """As cuquant.load tells them: what a file is, and what reads it."""
+    filled().save(tmp_path / "cut")
+    os.truncate(tmp_path / "cut", 900)
+    (tmp_path / "empty").touch()
+    (tmp_path / "pointer").write_text("version https://git-lfs.github.com/spec/v1\n")
+    (tmp_path / "gguf").write_bytes(b"GGUF" + bytes(20))
+    cq.save(tmp_path / "arrays", {"w": cq.quantize(np.ones((2, 32), F), "q4_0")})
+    for name, problem in (
+        ("cut", r"900 bytes of [\d,]+ or more are there: it is cut short"),
+        ("empty", "it is empty"),
+        ("pointer", "it is a Git LFS pointer"),
+        ("gguf", r"\(cuquant\.open reads GGUF files\)"),
+        ("arrays", r"it has the arrays that cuquant\.save wrote, and cuquant\.load reads them"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name} is no cache that cuquant saved: .*{problem}"):
+            cq.KVCache.load(tmp_path / name)
+    with pytest.raises(IsADirectoryError, match="is a folder, not a file"):
+        cq.KVCache.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="the path is empty"):
+        cq.KVCache.load("")
+
+
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_key_scales_survive_a_file(order: Any, batch: int, tmp_path: Path) -> None:

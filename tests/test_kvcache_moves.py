@@ -8,15 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from test_kvcache import WIDTHS, F, filled, state, tokens, widths
 
 import cuquant as cq
 from cuquant import cpu
-from cuquant.kv import codes, moves, plan
-from cuquant.kv import cpu as kv_cpu
+from cuquant.kv import codes, cpu as kv_cpu, moves, plan
 
 
 def placed(buckets: list[str], targets: list[str]) -> tuple[list[str], int]:

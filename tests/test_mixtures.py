@@ -14,8 +14,7 @@ import pytest
 from commands import Run
 from formats_table import K_QUANTS, Row, random_blocks
 from gguf_files import HELD_OUT, NANO, write, write_blocks
-from synthetic import EXPERTS, some_tokens
-from synthetic import write as write_model
+from synthetic import EXPERTS, some_tokens, write as write_model
 from test_kquants import DATA, F, rng
 
 import cuquant as cq

@@ -173,6 +173,13 @@ def test_nan_in_metadata_is_equal_to_nan() -> None:
     assert first != dict(first) | {"b": np.zeros(2, np.float32)}
 
 
+@pytest.mark.parametrize("style", ["json", "latex"])
+def test_metadata_has_no_other_styles(style: str) -> None:
+    message = f"^unknown style '{style}'; allowed are table, md, html, csv$"
+    with pytest.raises(ValueError, match=message):
+        cq.open(NANO, "cpu").metadata.render(style)
+
+
 def test_metadata_shows_its_table_with_long_arrays_cut() -> None:
     metadata = cq.open(NANO).metadata
     text = repr(metadata)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from test_matmul import weight
 
@@ -81,7 +80,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "x of no whole blocks": (
         lambda: cq.linear(np.zeros((2, 40), F), np.zeros((6, 40), F), x_format="q8_1"),
         ValueError,
-        "q8_1 stores blocks of 32 along the last axis, which has 40 elements",
+        r"x has shape \(2, 40\): q8_1 stores blocks of 32 along the last axis, which has 40 elements",
     ),
     "plain @ plain": (
         lambda: cq.matmul(X, X.T),

@@ -12,8 +12,7 @@ import pytest
 from cells import RECORD, cell
 from commands import Run, assert_interrupted, assert_one_line_error, interrupted
 
-from cuquant.bench import Record
-from cuquant.bench import record as records
+from cuquant.bench import Record, record as records
 
 pytest.importorskip("matplotlib")
 PNG = b"\x89PNG\r\n\x1a\n"

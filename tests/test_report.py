@@ -39,7 +39,7 @@ def test_json_has_the_documented_keys(result: Evaluation) -> None:
     assert read == result.to_dict()
     assert list(read) == KEYS
     for row, original in zip(read["rows"], result.rows, strict=True):
-        assert sorted(row) == sorted([*COLUMNS, "kv_bits", "tensors"])
+        assert sorted(row) == sorted([*COLUMNS, "activations", "kv_bits", "tensors"])
         assert row["ppl"] == original.ppl
         for error in row["tensors"]:
             assert sorted(error) == sorted(TENSOR_COLUMNS)
@@ -139,14 +139,16 @@ def test_columns_with_a_value_in_some_rows_are_shown(result: Evaluation) -> None
 def test_quantized_activations_are_a_column(result: Evaluation) -> None:
     """As quantized caches are: where there are some; JSON says it always."""
     assert json.loads(result.render("json"))["activations"] == "f16"
-    rounded = replace(result, activations="q8_1")
+    first, *others = result.rows
+    rows = [first, *(replace(row, activations="q8_1") for row in others)]
+    rounded = replace(result, rows=rows, activations="q8_1")
     assert Evaluation.from_dict(json.loads(rounded.render("json"))) == rounded
-    header, *rows = cells(rounded, "md")
+    header, *shown = cells(rounded, "md")
     assert header[:3] == ["format", "activations", "bits/weight"]
-    assert {row[1] for row in rows} == {"q8_1"}
+    assert [row[1] for row in shown] == ["f16", "q8_1", "q8_1"]
     several = Evaluations([result, rounded]).render("csv")
     read = list(csv.DictReader(io.StringIO(several)))
-    assert [row["activations"] for row in read] == [""] * 3 + ["q8_1"] * 3
+    assert [row["activations"] for row in read] == [""] * 3 + ["f16", "q8_1", "q8_1"]
     assert cells(rounded, "md", tensors=True) == cells(result, "md", tensors=True)
 
 

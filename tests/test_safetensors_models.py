@@ -41,7 +41,7 @@ def test_kept_matrices_may_be_quantized_already(tmp_path: Path) -> None:
 def test_a_model_for_gguf_needs_a_gguf_type(tmp_path: Path) -> None:
     source = small(tmp_path / "s.gguf")
     message = r"kbit4 has no GGUF type: .* \(in one named \*\.safetensors they can\)"
-    for name in ("t.gguf", "t", "safetensors"):
+    for name in ("t.gguf", "t.GGUF", "safetensors.gguf"):
         with untouched(tmp_path), pytest.raises(ValueError, match=message):
             cq.quantize_file(source, tmp_path / name, "kbit4", device="cpu")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import combinations, pairwise
@@ -11,9 +12,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+import cuquant as cq
 from cuquant.eval.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
@@ -97,6 +98,46 @@ def test_real_file_gives_the_known_number_of_tokens_and_reads_back() -> None:
     assert read_back([tokens[i] for i in ids]) == HELD_OUT
     assert tokenizer.decode(ids) == HELD_OUT
     assert (tokenizer.vocab_size, tokenizer.add_bos, tokenizer.bos_id) == (4096, False, 0)
+
+
+def test_a_model_stands_for_its_metadata() -> None:
+    model = cq.open(DATA / "nano-llama-f16.gguf", "cpu")
+    text = HELD_OUT[:1000]
+    expected = Tokenizer.from_metadata(model.metadata).encode(text)
+    np.testing.assert_array_equal(Tokenizer.from_metadata(model).encode(text), expected)
+
+
+@pytest.mark.parametrize("kind", [*PRE_TOKENIZERS, "sentencepiece"])
+def test_pickled_tokenizers_do_the_same(kind: str) -> None:
+    """As processes of a pool take them."""
+    if kind == "sentencepiece":
+        tokenizer = Tokenizer.from_metadata(sentencepiece(random_scores(0, tied=False)))
+    else:
+        tokenizer = nano_llama_as(kind)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    text = HELD_OUT[:20000] + "don't 12345 HTTPServer \t\n"
+    np.testing.assert_array_equal(again.encode(text), tokenizer.encode(text))
+    assert again.decode(again.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+    assert (again.vocab_size, again.add_bos, again.bos_id) == (
+        tokenizer.vocab_size,
+        tokenizer.add_bos,
+        tokenizer.bos_id,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (5, "an int; a str is needed$"),
+        (b"12", r"a bytes; a str is needed: pass text\.decode\(\)"),
+        (np.array([1, 2]), "an ndarray; a str is needed$"),
+        (None, "None; a str is needed$"),
+    ],
+)
+def test_what_is_no_text(text: Any, said: str) -> None:
+    for metadata in (nano_llama(), sentencepiece({"a": 0.0})):
+        with pytest.raises(TypeError, match=f"^text is {said}"):
+            Tokenizer.from_metadata(metadata).encode(text)
 
 
 @given(text=st.text(), pre=st.sampled_from(PRE_TOKENIZERS))

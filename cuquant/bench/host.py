@@ -12,8 +12,7 @@ import numpy as np
 from .. import device
 from ..kv import KVCache, attention
 from ..ops.matmul import matmul as product_of
-from ..ops.moe import moe as mixture_of
-from ..ops.moe import route
+from ..ops.moe import moe as mixture_of, route
 from ..testing import as_numpy
 from .attention import HEAD_DIM, WIDTHS, random_cache, rooms_of, sampled_error
 from .matmul import X_DTYPES, random_weights, sample_error

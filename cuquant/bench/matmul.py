@@ -196,7 +196,7 @@ def random_walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
     _, suh, svh = fmt.parts(blocks, shape)
     for side, size in ((suh, 1), (svh, 0.02)):
         side[...] = random.choice(np.array([-size, size]), side.shape) * random.uniform(0.5, 2, side.shape)
-    return QuantizedArray(fmt, blocks, shape=shape).prepare()
+    return QuantizedArray.made(fmt, blocks, shape=shape).prepare()
 
 
 def _cublas_us(m: int, n: int, k: int) -> float | None:

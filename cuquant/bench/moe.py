@@ -12,8 +12,7 @@ import numpy as np
 from .. import device, formats, jit, plan, testing
 from ..array import QuantizedArray
 from ..formats.exl3 import Exl3
-from ..ops.moe import Experts, route
-from ..ops.moe import moe as mixture_of
+from ..ops.moe import Experts, moe as mixture_of, route
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
 from .matmul import X_DTYPES, floor_us, random_walks, some_columns
@@ -119,7 +118,7 @@ def _stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
     dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
     w = quantize(dense * np.float32(k**-0.5), fmt)
     experts = [w[cupy.random.permutation(n) % len(w)].blocks for _ in range(count)]
-    return QuantizedArray(w.format, cupy.stack(experts), shape=(count, n, k)).prepare()
+    return QuantizedArray.made(w.format, cupy.stack(experts), shape=(count, n, k)).prepare()
 
 
 def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us: float | None) -> MoeCell:

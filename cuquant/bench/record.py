@@ -227,7 +227,7 @@ class Record:
         columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
         if style == "csv":
             return rows_to_csv(self.cells, columns)
-        table_format = table_format_of(style)
+        table_format = table_format_of(style, "csv", "json")
         from tabulate import tabulate
 
         shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]

@@ -67,6 +67,7 @@ from .common import (
     is_transposed as is_transposed,
     may_take_memory as may_take_memory,
     model_path as model_path,
+    model_target as model_target,
     not_a_folder as not_a_folder,
     not_pickled as not_pickled,
     on_cpu as on_cpu,
@@ -83,6 +84,8 @@ from .common import (
     typed as typed,
 )
 from .formats import (
+    array_first as array_first,
+    can_be_registered as can_be_registered,
     codebook as codebook,
     codes as codes,
     column_importance as column_importance,
@@ -129,6 +132,7 @@ from .products import (
     may_prepare as may_prepare,
     no_arithmetic as no_arithmetic,
     no_rows as no_rows,
+    no_truth as no_truth,
     no_ufunc as no_ufunc,
     not_a_product as not_a_product,
     not_compared as not_compared,

@@ -48,7 +48,7 @@ def pack_quantized(packed: Any, scales: Any, zeros: Any, extents: Any) -> tuple[
         if given != (n, k):
             bits = f"; codes of {4 * k // given[1]} bits cannot be read" if _wider(given, n, k) else ""
             raise ValueError(
-                f"weight_shape is {given}, but weight_packed {packed.shape} has {(n, k)} codes of 4 bits{bits}"
+                f"weight_shape is {given}; weight_packed {packed.shape} has {(n, k)} codes of 4 bits{bits}"
             )
     if zeros is not None:
         zeros = typed(zeros, "weight_zero_point", np.int32)

@@ -64,7 +64,7 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = Fals
     raise TypeError(f"{what} is {given}; a NumPy or CuPy array of {of} is needed{remedy}")
 
 
-_ASARRAY = {FLOAT_NAMES: ", numpy.float32", "integers": ""}
+_ASARRAY = {FLOAT_NAMES: ", numpy.float32", "numbers": ", numpy.float32", "integers": ""}
 """What numpy.asarray takes beside a list, to make an array of these."""
 
 
@@ -237,6 +237,18 @@ def model_path(value: Any) -> Path:
             f"a model is the path of a GGUF file, or a cuquant.Model that is open, not {a_or_an(value)}"
         )
     return path(value)
+
+
+def model_target(value: Any) -> Path:
+    """Where a model is to be written: its name says as what."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"target is {a_or_an(value)}; the path of the new file is needed")
+    target = path(value)
+    if target.suffix.lower() not in (".gguf", ".safetensors"):
+        raise ValueError(
+            f"target is {str(target)!r}; its name must end in .gguf or .safetensors, and says what is written"
+        )
+    return target
 
 
 def not_pickled(value: Any, contents: str) -> TypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,30 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..formats import Format
+
+
+def can_be_registered(fmt: Format, known: Format | None) -> None:
+    """A format that has what arrays of it need, and a name that can be given, and is no other class's;
+    `known` is the format that has the name now."""
+    kind = _full_name(fmt)
+    needed = ("bits", "formula", *(() if fmt.whole_matrices else ("storage",)))
+    lacking = [name for name in needed if not hasattr(fmt, name)]
+    if lacking:
+        raise TypeError(f"the format class {kind} has no {' and no '.join(lacking)}: see cuquant.Format")
+    if not isinstance(fmt.name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", fmt.name):
+        raise ValueError(
+            f"the format class {kind} has the name {fmt.name!r}; names are lower-case letters, digits, ._-"
+        )
+    if known is not None and _full_name(known) != kind:
+        raise ValueError(
+            f"the format class {kind} has the name {fmt.name!r}, which is that of {_full_name(known)}: "
+            "give it another"
+        )
+
+
+def _full_name(fmt: Format) -> str:
+    """A format's class and its module."""
+    return f"{type(fmt).__module__}.{type(fmt).__qualname__}"
 
 
 def codes(value: Any) -> Any:
@@ -262,19 +287,27 @@ def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
     return result.astype(np.int8)
 
 
-def whole_blocks(shape: tuple[int, ...], fmt: Format) -> Format:
+def array_first(x: Any, fmt: Any) -> None:
+    """What is to be quantized is no format: that comes second."""
+    if hasattr(x, "encode") and not hasattr(fmt, "encode"):  # as names and formats have, and no array
+        raise TypeError(
+            f"x is {x!r}, format {a_or_an(fmt)}: they are swapped; quantize(x, format) has the array first"
+        )
+
+
+def whole_blocks(shape: tuple[int, ...], fmt: Format, of: str = "the array") -> Format:
     """A quantized shape has at least one axis, and a last one of whole blocks; the format of such rows.
 
-    A vector may end within a block in some formats.
+    A vector may end within a block in some formats. `of` is the argument that has the shape.
     """
     if not shape:
-        raise ValueError(f"{fmt} needs an array of at least one axis, not a scalar")
+        raise ValueError(f"{of} is a scalar; {fmt} needs an array of at least one axis")
     k = shape[-1]
     multiple = 1 if len(shape) == 1 and fmt.ragged_vectors else fmt.block_size
     if k == 0 or k % multiple:
         raise ValueError(
-            f"{fmt} stores blocks of {fmt.block_size} along the last axis, which has {k} elements "
-            f"(shape {shape}): a positive multiple of {multiple} is needed"
+            f"{of} has shape {shape}: {fmt} stores blocks of {fmt.block_size} along the last axis, which has "
+            f"{k} elements (a positive multiple of {multiple} is needed)"
         )
     return fmt.for_row(k)
 
@@ -377,6 +410,8 @@ def int4_parts(codes: Any, scales: Any, zeros: Any, group: Any) -> tuple[Any, An
         )
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(f"zeros has shape {zeros.shape}; that of scales is {scales.shape}")
+    if zeros is not None and (zeros > 15).any():
+        raise ValueError(f"zeros holds {zeros.max()}; zero points are codes, 0 to 15")
     size = group_of(2 * codes.shape[-1], scales.shape[-1])
     wanted = size if group is None else group_size(group)
     if wanted not in (size, -1) or (wanted == -1 and scales.shape[-1] > 1):

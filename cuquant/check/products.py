@@ -171,7 +171,7 @@ def activation_format(x: Any, given: Any, fmt: Format) -> None:
         raise ValueError(f"x_format is {str(given)!r}; for activations there is '{fmt}'")
     if is_quantized(x):
         raise TypeError(f"x is quantized to {x.format} already: x_format is for floats")
-    whole_blocks(x.shape, fmt)
+    whole_blocks(x.shape, fmt, "x")
 
 
 def result_dtype(x: Any, out: Any, dtype: Any, quantizes: bool = False) -> np.dtype[Any]:
@@ -291,8 +291,20 @@ def not_compared(w: Any, name: str) -> TypeError:
     )
 
 
-def no_ufunc(w: Any, name: str, options: Iterable[str]) -> TypeError:
-    """The error for a function of NumPy's elements; for `x @= W.T` and numpy.matmul with options, too."""
+def no_truth(w: Any) -> ValueError:
+    """The error for a quantized array, or its transpose, as a condition: NumPy's for arrays of numbers."""
+    return ValueError(
+        f"the truth value of a {type(w).__name__} ({w.format}) is ambiguous: compare with None (W is None), "
+        "or call .any() or .all() of what .dequantize() gives"
+    )
+
+
+def no_ufunc(w: Any, name: str, method: str, options: Iterable[str]) -> TypeError:
+    """The error for a function of NumPy's elements, called or by another method (`reduce`, `outer`); for
+    `x @= W.T` and numpy.matmul with options, too."""
+    if method != "__call__":
+        reduces = method == "reduce" and name in _REDUCTIONS
+        return no_arithmetic(w, f"numpy.{_REDUCTIONS[name] if reduces else f'{name}.{method}'}")
     if name == "matmul":
         taken = [option for option in ("out", "dtype") if option in options] or ["out"]
         return TypeError(
@@ -308,6 +320,9 @@ def no_ufunc(w: Any, name: str, options: Iterable[str]) -> TypeError:
 _SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%"}
 _SIGNS |= {"power": "**", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
 """Operators of NumPy's functions."""
+_REDUCTIONS = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
+_REDUCTIONS |= {"logical_or": "any", "logical_and": "all"}
+"""What people call to reduce by these."""
 _INSTEAD = {
     "dtype": ".format says how it is stored; .dequantize(dtype) makes float32, float16 or bfloat16",
     "astype": "call .dequantize(dtype), or quantize the numbers to another format",

@@ -27,10 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = _parsed(given)
     arguments.before = stamp(replaced(arguments))
-    warnings.showwarning = _show_warning
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a pipe may have an encoding that lacks a character
-            stream.reconfigure(errors="backslashreplace")
+    with _own_output():
+        return _run(arguments, given)
+
+
+def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    """Run what the words say; the exit status."""
     try:
         with _signals_interrupt():
             arguments.run(arguments)
@@ -61,6 +63,25 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
     if rest:
         made.error(f"unrecognized arguments: {' '.join(rest)}{of_spaced_formats(given, rest)}")
     return arguments
+
+
+@contextmanager
+def _own_output() -> Iterator[None]:
+    """What is printed inside is a command's: a warning is a line, and characters that the encoding of a pipe
+    lacks are escapes. Whoever calls `main` finds the process as it was."""
+    show = warnings.showwarning
+    streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
+    errors = [stream.errors for stream in streams]
+    warnings.showwarning = _show_warning
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+        for stream, before in zip(streams, errors, strict=True):
+            with suppress(OSError, ValueError):  # a full disk, or a stream that is closed
+                stream.reconfigure(errors=before)
 
 
 _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

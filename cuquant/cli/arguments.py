@@ -73,12 +73,17 @@ def _named() -> Iterator[None]:
 
 def file_format_list(text: str) -> list[str]:
     """Formats or mixtures, each once; a recipe has commas of its own."""
+    from ..io import mixture
+
     if "=" in text:
         raise argparse.ArgumentTypeError(
             f"{text!r} is a recipe: make a file by cuquant quantize --format, and evaluate that, or call "
             'cuquant.evaluate(formats={"*": "q4_k"})'
         )
-    return list(dict.fromkeys(file_format(name) for name in _names(text)))
+    names = _names(text)
+    with _named():
+        mixture.refuse_floats(names, "the first row is of the original as it is")
+    return list(dict.fromkeys(file_format(name) for name in names))
 
 
 def of_spaced_formats(given: Sequence[str], rest: Sequence[str]) -> str:
@@ -116,7 +121,11 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
     """PATTERN=FORMAT, several separated by commas, or the name of a format or mixture."""
     from ..io import mixture
 
+    kept = "tensors that --keep names, or no PATTERN matches, are copied as they are; "
+    kept += "cuquant dequantize makes a file of floats"
     if "=" not in text:
+        with _named():
+            mixture.refuse_floats([text], kept)
         return file_format(text)
     rules: dict[str, str] = {}
     for rule in text.split(","):
@@ -125,6 +134,8 @@ def recipe_or_format(text: str) -> str | dict[str, str]:
             again, none = "names a pattern again", "is no PATTERN=FORMAT (patterns have no commas here)"
             raise argparse.ArgumentTypeError(f"{rule!r} in {text!r} {again if pattern else none}")
         rules[pattern] = name
+    with _named():
+        mixture.refuse_floats(rules.values(), kept)
     for pattern, name in rules.items():
         with _named():
             mixture.get({pattern: name})

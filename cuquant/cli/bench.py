@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import formats
+from .. import device, formats
 from ..io.words import counted
 from .arguments import format_list, int_list, left_at, positive_int, subcommand
 
@@ -228,7 +228,12 @@ def _measured(arguments: argparse.Namespace) -> Any:
     from tqdm import tqdm
 
     _, cells_of = _KINDS[arguments.what or _DEFAULT]
-    record, cells, count = cells_of(arguments)
+    try:
+        record, cells, count = cells_of(arguments)
+    except RuntimeError as error:
+        if device.gpu_problem() is None:
+            raise
+        raise RuntimeError(f"{error}; --from RECORD.json shows a record of another machine's GPU") from None
     with tqdm(cells, total=count, unit="cell", disable=None) as bar:
         for cell in bar:
             tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)
@@ -237,7 +242,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
 def _kept() -> str:
     """What is kept of tuning."""
-    from .. import device, jit
+    from .. import jit
 
     count = len(jit.gpu().tuned or ())
     return (

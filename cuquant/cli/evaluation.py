@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
         metavar="FILE.json",
         type=Path,
         help="write each model's result there at once; models that it holds are not evaluated again: all "
-        "options but MODEL.gguf must be the same then, formats too",
+        "options but MODEL.gguf must be the same then, formats too, and the version of cuquant",
     )
     command.add_argument(
         "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
@@ -132,9 +132,9 @@ def _load_ids(path: Path) -> Any:
 
 
 def _kv_bits(text: str) -> str:
-    from ..eval.kv import KVBits
+    from ..eval.kv import KVBits, UnknownWidthsError
 
     try:
         return KVBits(text).text
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    except UnknownWidthsError as error:
+        raise argparse.ArgumentTypeError(error.of_command) from None

@@ -80,6 +80,10 @@ def _quantize(arguments: argparse.Namespace) -> None:
         f"file of {done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
+    if done.unmatched:
+        count = len(done.unmatched)
+        matrices = f"{count:,} matri{'x' if count == 1 else 'ces'}"
+        print(f"copied, no PATTERN matches: {matrices} ('*=FORMAT' at the end takes them)", file=sys.stderr)
     if done.ragged:
         print(f"kept in float, rows are not whole blocks: {_listed(done.ragged)}", file=sys.stderr)
     if done.replaced:

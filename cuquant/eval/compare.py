@@ -12,8 +12,7 @@ import numpy as np
 
 from ..io.gguf import PLAIN_TYPES, Metadata, TensorInfo
 from ..io.header import same_value
-from ..io.model import Model
-from ..io.model import open as open_model
+from ..io.model import Model, open as open_model
 from ..io.words import counted, escaped
 from ..ops.quantize import from_blocks
 from ..render import Columns, render_records, to_json, to_pandas
@@ -109,7 +108,7 @@ class Comparison:
         if style == "json":
             return to_json(self.to_dict())
         shown = [record | {"name": escaped(record["name"])} for record in self._records()]
-        return render_records(shown, _COLUMNS, style)
+        return render_records(shown, _COLUMNS, style, "json")
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame of the tensors; pandas comes with the notebook extra."""

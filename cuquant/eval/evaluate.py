@@ -5,24 +5,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check
-from .. import device as device_info
+from .. import check, device as device_info
 from ..array import QuantizedArray
-from ..formats import Format
-from ..formats import get as get_format
+from ..formats import Format, get as get_format
 from ..io import convert, mixture
 from ..io.gguf import PLAIN_TYPES
 from ..io.header import same_value
 from ..io.mixture import FormatLike
-from ..io.model import Model
-from ..io.model import open as open_model
+from ..io.model import Model, open as open_model
 from ..io.rewrite import scales_of
 from ..io.words import counted
 from ..ops.quantize import quantize
@@ -132,6 +129,7 @@ def evaluate(
             bits_per_weight=c.bits_per_weight,
             tensors=c.errors(original),
             kv_bits=None if c.kv is None else c.kv.text,
+            activations=activations if c.has_quantized_products else "f16",
         )
         for c, s in zip(contenders, scores, strict=True)
     ]
@@ -209,6 +207,14 @@ class _Contender:
         stored += [infos[scale].nbytes for scale in scales_of(self.model, self.tensors)]
         return 8 * sum(stored) / sum(t.size for t in self.tensors.values())
 
+    @property
+    def has_quantized_products(self) -> bool:
+        """Whether some product has a quantized weight."""
+        return any(
+            isinstance(tensor, QuantizedArray) and not _is_looked_up(name, self.tensors)
+            for name, tensor in self.tensors.items()
+        )
+
     def errors(self, original: _Contender) -> list[TensorError]:
         """Errors of the quantized tensors against the original's of the same name and shape.
 
@@ -263,12 +269,17 @@ def _numbered(labels: Sequence[str]) -> list[str]:
 def _check_blocks(source: Model, chosen: convert.Selection) -> None:
     """The inputs of all products with weights that will be quantized are whole blocks of q8_1."""
     for name, fmt in chosen.formats.items():
-        if name == "token_embd.weight" and "output.weight" in source:
-            continue  # its rows are looked up
+        if _is_looked_up(name, source):
+            continue
         try:
             check.whole_blocks(source.tensors[name].shape, get_format("q8_1"))
         except ValueError as error:
             raise ValueError(f"tensor {name!r} in {fmt} has no q8_1 activations: {error}") from None
+
+
+def _is_looked_up(name: str, names: Container[str]) -> bool:
+    """Whether a tensor of a model of these is in no product: an embedding that is not the output too."""
+    return name == "token_embd.weight" and "output.weight" in names
 
 
 def _own_type(model: Model) -> str:

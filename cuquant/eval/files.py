@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
+from ..device import default as default_device
 from ..io import mixture
 from ..io.atomic import replacing
 from ..io.model import Model, opened
@@ -47,7 +49,8 @@ def evaluate_files(
     results : path, optional
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
         holds, by path, size and time of change of all their files, are not evaluated again: run the same call
-        once more after an interruption, or with more models.
+        once more after an interruption, or with more models. Settings are in it, too, among them the device
+        that was used and cuquant's version.
     text, tokens, base, formats, ctx, chunks, activations, kv_bits, device, progress
         As in `evaluate`.
 
@@ -59,19 +62,24 @@ def evaluate_files(
     ------
     OSError, ValueError
         Before any evaluation: there can be no file `results`, it is no such file, or one of another text,
-        base or options (which, it says); a model's file is missing or damaged.
+        base, version or options (which, it says); a model's file is missing or damaged.
     UnsupportedModel, GGUFError, TypeError, ValueError
         As `evaluate`. Results so far stay on disk.
     """
+    from .. import __version__  # which the package has once its modules are there
+
     # A Model is a mapping; another is refused as a model is.
     one = isinstance(models, (str, bytes, os.PathLike, Mapping)) or not isinstance(models, Iterable)
-    several: Any = [models] if one else models
+    listed: Any = [models] if one else models
+    several = list(listed)
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:
         _check_place(target)
-    options: dict[str, Any] = {"ctx": ctx, "chunks": chunks, "activations": activations, "device": device}
+    options: dict[str, Any] = {"ctx": ctx, "chunks": chunks, "activations": activations}
     settings = {
+        "cuquant version": __version__,
+        "device": _devices(several, device),
         "text": _fingerprint(given),
         "base": None if base is None else _stamp(base),
         "formats": [_spelled(f) for f in formats],
@@ -88,6 +96,7 @@ def evaluate_files(
                 base=base,
                 formats=formats,
                 kv_bits=widths,
+                device=device,
                 progress=progress,
                 **options,
             )
@@ -95,6 +104,12 @@ def evaluate_files(
                 _write(target, settings, known)
         done.append(known[stamp])
     return Evaluations(done)
+
+
+def _devices(models: Iterable[Any], device: str | None) -> str:
+    """Where they are evaluated: models that are open on their own device."""
+    asked = default_device() if device is None else check.device_name(device)
+    return "+".join(sorted({model.device if isinstance(model, Model) else asked for model in models}))
 
 
 def _stamp(path: str | os.PathLike[str] | Model) -> list[Any]:
@@ -158,9 +173,7 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
 
 
 def _write(path: Path, settings: dict[str, Any], known: dict[str, Evaluation]) -> None:
-    from .. import __version__
-
     evaluations = [{"file": json.loads(stamp), "evaluation": e.to_dict()} for stamp, e in known.items()]
-    stored = {"kind": _KIND, "cuquant": __version__, "settings": settings, "evaluations": evaluations}
+    stored = {"kind": _KIND, "settings": settings, "evaluations": evaluations}
     with replacing(path) as part:
         part.write_text(to_json(stored) + "\n", encoding="utf-8")

@@ -19,6 +19,30 @@ STEP = 16
 _SPEC = re.compile(r"(?P<widths>\d+(:\d+)?(,\d+(:\d+)?)*)(?P<options>(\+(scales|rotate))*)")
 
 
+class UnknownWidthsError(ValueError):
+    """A text that is no widths of a cache. `of_command` is what a command says, which is not in Python."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        widths = text.split(",")
+        self._several = widths if len(widths) > 1 and {*widths} <= {*map(str, BITS)} else []
+
+    def __str__(self) -> str:
+        several = f"; several evaluations are kv_bits={self._several}" if self._several else ""
+        return f"kv_bits is {self.args[0]!r}; it is {_ALLOWED}{several}"
+
+    @property
+    def of_command(self) -> str:
+        options = " ".join(f"--kv-bits {width}" for width in self._several)
+        return f"{self.args[0]!r} is not {_ALLOWED}" + f"; several evaluations are {options}" * bool(options)
+
+
+_ALLOWED = (
+    f"a width of {', '.join(map(str, BITS))}, or widths with how many of the newest tokens have them, as "
+    '"8:64,4:256,2": narrower with age, the last without a number; "+scales" and "+rotate" may follow'
+)
+
+
 class KVBits:
     """Bit widths of a cache's tokens, parsed from a text.
 
@@ -44,14 +68,7 @@ class KVBits:
         fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
         fits = fits and bool((np.diff(self.widths) < 0).all()) and {*self.widths.tolist()} <= {*BITS}
         if not match or not fits:
-            several = "," in self.text and {*self.text.split(",")} <= {*map(str, BITS)}
-            raise ValueError(
-                f"kv_bits is {self.text!r}; it is a width of {', '.join(map(str, BITS))}, or widths with how "
-                'many of the newest tokens have them, as "8:64,4:256,2": narrower with age, the last without '
-                'a number; "+scales" and "+rotate" may follow'
-                + '; several evaluations are kv_bits=["16", "4"], or --kv-bits 16 --kv-bits 4'
-                * several
-            )
+            raise UnknownWidthsError(self.text)
         self._newest = dict(zip(self.widths.tolist(), counts, strict=False))
         self._ages = np.cumsum(counts)
         self._scales, self._rotate = "+scales" in match["options"], "+rotate" in match["options"]

@@ -50,6 +50,8 @@ class Row:
     """Errors of the quantized tensors against the base model's; empty where there is nothing to compare."""
     kv_bits: str | None = None
     """Widths of the cached keys and values, as they were asked for; None where they are not quantized."""
+    activations: str = "f16"
+    """What inputs of products with quantized weights were: "f16" where there is no such product."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +71,8 @@ class Evaluation:
     base : str or None
         The file of a base model, whose row the first is.
     activations : str
-        "f16", or "q8_1", a column then: inputs of products with quantized weights were quantized too.
+        "f16", or "q8_1", a column then, which says so of rows with products of quantized weights: their
+        inputs were quantized too.
     """
 
     model: str
@@ -130,10 +133,7 @@ class Evaluation:
         usual = {"activations"} if self.activations == "f16" else set()
         usual |= {"kv_bits"} if all(row.kv_bits is None for row in self.rows) else set()
         columns = {key: column for key, column in columns.items() if key not in usual}
-        of_all = {"activations": self.activations}
-        return [
-            {key: of_all[key] if key in of_all else getattr(item, key) for key in columns} for item in items
-        ], columns
+        return [{key: getattr(item, key) for key in columns} for item in items], columns
 
     def __str__(self) -> str:
         return self.render()
@@ -202,7 +202,7 @@ def _rendered(records: list[dict[str, Any]], columns: Columns, style: str) -> st
     if records and style in TABLE_STYLES:
         filled = {key for record in records for key, value in record.items() if value is not None}
         columns = {key: column for key, column in columns.items() if key in filled}
-    return render_records(records, columns, style)
+    return render_records(records, columns, style, "json")
 
 
 def _error(stored: dict[str, Any]) -> TensorError:

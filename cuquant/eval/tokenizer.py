@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from ..io.model import Model
 from ..io.words import short
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -76,11 +77,13 @@ class Tokenizer:
     """What stands before every text that is encoded."""
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Build from the `tokenizer.ggml.*` keys of a GGUF file.
+    def from_metadata(cls, metadata: Mapping[str, Any] | Model) -> Tokenizer:
+        """Build from the `tokenizer.ggml.*` keys of a GGUF file; of a Model those of its metadata.
 
         Raises ValueError for a vocabulary that is malformed or of a kind not known here.
         """
+        if isinstance(metadata, Model):
+            metadata = metadata.metadata
         model = metadata.get("tokenizer.ggml.model")
         if not isinstance(model, str) or model not in ("gpt2", "llama"):
             raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
@@ -120,9 +123,11 @@ class Tokenizer:
 
         User-defined tokens written in the text are taken whole; control tokens, and what llama.cpp makes
         such, are read as plain text.
+
+        Raises TypeError for what is no str.
         """
         ids: list[int] = []
-        for part in self._partition(text):
+        for part in self._partition(check.text(text)):
             ids += self._encode_plain(part) if isinstance(part, str) else [part]
         return np.array(ids, dtype=np.int32)
 
@@ -302,7 +307,13 @@ def _byte_level_bpe(
     splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
-    return lambda text: bpe.encode(text, add_special_tokens=False).ids
+    return partial(_encoded, bpe)
+
+
+def _encoded(bpe: Any, text: str) -> list[int]:
+    """Token ids of a text by an encoder of the tokenizers package."""
+    ids: list[int] = bpe.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 @cache

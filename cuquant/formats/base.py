@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import check
+
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
 """Those that only others quantize to."""
@@ -45,7 +47,7 @@ class Format(ABC):
     """
 
     name: str
-    """Lower-case name, as in ``cq.quantize(w, "q4_0")``."""
+    """Lower-case name, as in ``cq.quantize(w, "q4_0")``; letters, digits and ``._-``."""
     bits: int
     """Bits of a weight's code."""
     block_size: int = 32
@@ -236,7 +238,12 @@ class Format(ABC):
 
 
 def register(fmt: Format, listed: bool = True) -> None:
-    """Make a format known by its name; `listed` are those that weights or activations are quantized to."""
+    """Make a format known by its name; `listed` are those that weights or activations are quantized to.
+
+    TypeError where it lacks what every format has; ValueError where nobody could give its name, or a format
+    of another class has it. One that is defined again, as by a notebook's cell, takes its own place.
+    """
+    check.can_be_registered(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
     (_BY_NAME if listed else _READ_ONLY)[fmt.name] = fmt
 
 
@@ -252,9 +259,8 @@ def get(name: str | Format) -> Format:
     if not isinstance(name, str):
         if isinstance(name, type) and issubclass(name, Format):
             raise TypeError(f"format is the class {name.__name__}: call it, as in KBit(4) or Int4(128)")
-        raise TypeError(
-            f"a format is a name or a Format, not {type(name).__name__}; names: {', '.join(names())}"
-        )
+        given = check.a_or_an(name)
+        raise TypeError(f"format is {given}; a format is a name or a Format; names: {', '.join(names())}")
     try:
         return _READ_ONLY.get(name.lower()) or _BY_NAME[name.lower()]
     except KeyError:
@@ -272,9 +278,14 @@ class UnknownFormatError(ValueError):
         self, name: str, known: Sequence[str], hint: str | None = None, more: Sequence[str] = ()
     ) -> None:
         self.name, self.known = name, known
+        self._given = name, known, hint, more
         in_python, instead = (hint, hint) if hint else _made_by(name.lower(), known)
         self.of_command = self._told(instead, more)
         super().__init__(self._told(in_python, more))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Of pickles, as processes hand errors on: an exception's own has only the message."""
+        return UnknownFormatError, self._given, self.__dict__
 
     def _told(self, hint: str | None, more: Sequence[str] = ()) -> str:
         """The message with a hint, or with the names that are near."""
@@ -293,6 +304,7 @@ def _unknown_format(name: str) -> UnknownFormatError:
     hint = None
     if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
         hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file, cuquant quantize)"
+        hint += f", and an array takes one format, as {name.lower()[:-2]}"
     return UnknownFormatError(name, names(), hint, tuple(_READ_ONLY))
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
+from .. import check
 from ..formats import Format
 from ..ops.quantize import quantize
 from . import mixture, safetensors
@@ -68,6 +68,8 @@ class Selection:
     """Copied as they are."""
     ragged: frozenset[str]
     """Those of `kept` that stay float only because K is not a multiple of the block size."""
+    unmatched: frozenset[str]
+    """Weight matrices of `kept` that no pattern of a mapping matches."""
     replaced: frozenset[str]
     """Those of `formats` that have another format because K is not a multiple of the block size."""
     source_bytes: int
@@ -148,6 +150,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         made,
         kept=frozenset(model.tensors) - made.keys(),
         ragged=frozenset(given) - made.keys(),
+        unmatched=frozenset(info.name for info in matrices) - asked.keys() - kept,
         replaced=frozenset(name for name, fmt in made.items() if fmt != asked[name]),
         source_bytes=sum(path.stat().st_size for path in model.paths),
     )
@@ -216,7 +219,7 @@ def quantize_file(
     ----------
     source : path or Model
     target : path
-        A target whose name ends in .safetensors becomes such a file, any other a GGUF file.
+        Of a GGUF file, *.gguf, or a safetensors file, *.safetensors.
     format : str, Format, or mapping of str to either
         A weight format, one with a GGUF type for a GGUF file; one of llama.cpp's mixtures ("q2_k", "q3_k_s",
         "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"); or formats by
@@ -240,19 +243,19 @@ def quantize_file(
     ------
     FileExistsError
         `target` exists and `force` is false; so too where it has appeared meanwhile.
-    GGUFError, ValueError
-        See `cuquant.open`; a matrix is quantized already; a pattern matches no tensor, or decides nothing, as
-        all that it matches is taken before it, or never quantized; the format has no GGUF type; a tensor
-        cannot be quantized (its name and row are in the message).
+    GGUFError, TypeError, ValueError
+        See `cuquant.open`; the target's name has another ending; a matrix is quantized already; a pattern
+        matches no tensor, or decides nothing, as all that it matches is taken before it, or never quantized;
+        the format has no GGUF type; a tensor cannot be quantized (its name and row are in the message).
 
     Warns
     -----
     FallbackWarning
         Tensors of types without a format here go into a safetensors file, as float16 numbers.
     """
-    target = Path(target)
     with opened(source, device) as model:
-        todo = select(model, format, keep)
+        todo = select(model, format, keep)  # first: where it is swapped with the target, this error says so
+        target = check.model_target(target)
         to_gguf = target.suffix.lower() != ".safetensors"
         if not to_gguf:
             warn_of_fallback(model)

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from .. import check
 from ..formats.base import FLOATS
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
-from .gguf import PLAIN_TYPES, TensorInfo
+from .gguf import PLAIN_TYPES, GGUFError, SavedArraysError, TensorInfo
 from .model import Model, opened
 from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
 from .words import counted
@@ -63,8 +62,8 @@ def dequantize_file(
     Parameters
     ----------
     source, target : path
-        A split model becomes one file. A target whose name ends in .safetensors becomes such a file, of the
-        tensors only; any other a GGUF file.
+        A split model becomes one file. The target is a GGUF file, *.gguf, or a safetensors file of the
+        tensors only, *.safetensors.
     dtype : float16, bfloat16 or float32, or "f16", "bf16" or "f32"
     keep : str, or several
         Shell patterns of tensor names to copy unchanged.
@@ -86,13 +85,13 @@ def dequantize_file(
     FileExistsError
         `target` exists and `force` is false; so too where it has appeared meanwhile.
     GGUFError, TypeError, ValueError
-        See `cuquant.open`; the dtype is none of these; a pattern matches no tensor, or the scale of one that
-        is not kept; nothing is left to do; a type cannot be read; or a number is beyond the dtype's range
-        (its tensor is named).
+        See `cuquant.open`; the dtype is none of these; the target's name has another ending; a pattern
+        matches no tensor, or the scale of one that is not kept; nothing is left to do; a type cannot be read;
+        or a number is beyond the dtype's range (its tensor is named).
     """
     wanted = check.float_dtype(FLOATS.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
-    target = Path(target)
-    with opened(source, device) as model:
+    target = check.model_target(target)
+    with _opened(source, device) as model:
         kept = copied(model, keep)
         made = [i for i in model.tensors.values() if i.name not in kept and _changes(i, wanted)]
         if not made:
@@ -122,6 +121,18 @@ def dequantize_file(
                 write_safetensors(temporary, model, made_of, progress, left_out)
         others = model.tensors.keys() - changed.keys() - left_out.keys()
     return Dequantized(wanted, frozenset(changed), frozenset(others), frozenset(left_out))
+
+
+def _opened(source: str | os.PathLike[str] | Model, device: str | None) -> Model:
+    """The model; of arrays that `cuquant.save` wrote, the error says how they are made floats."""
+    try:
+        return opened(source, device)
+    except SavedArraysError:
+        raise GGUFError(
+            f"{source} is no GGUF file, which is all that dequantize takes, but one of arrays that cuquant "
+            "wrote: in Python, {name: w.dequantize() if isinstance(w, cuquant.QuantizedArray) else w "
+            f"for name, w in cuquant.load({str(source)!r}).items()}} has their numbers"
+        ) from None
 
 
 def _changes(info: TensorInfo, dtype: np.dtype[Any]) -> bool:

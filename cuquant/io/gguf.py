@@ -82,6 +82,10 @@ PLAIN_TYPES: dict[int, tuple[str, np.dtype[Any]]] = {
 """Types of tensors that hold plain numbers: name and NumPy type."""
 
 
+class SavedArraysError(GGUFError):
+    """It is a file of arrays that `cuquant.save` wrote."""
+
+
 class File:
     """A GGUF file, mapped into memory read-only, and its header.
 
@@ -139,18 +143,19 @@ def scan(buffer: Buffer, source: str) -> Header:
     return Header(version, alignment, metadata, tensors, data_offset)
 
 
-def _of_another_kind(buffer: Buffer) -> str:
-    """What a file is that is no GGUF file, as its error goes on."""
+def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
+    """The error for a file that is no GGUF file, but something else."""
+    no = f"{source}: not a GGUF file"
     if pointer := of_pointer(bytes(buffer[: len(LFS_POINTER)])):
-        return f", but {pointer}"
+        return GGUFError(f"{no}, but {pointer}")
     header = bytes(buffer[8 : 8 + _LOOKED_AT])
     if not header.startswith(b"{"):
-        return f": it starts with {bytes(buffer[:4])!r} instead of b'GGUF'"
-    readers = OTHER_READERS
+        return GGUFError(f"{no}: it starts with {bytes(buffer[:4])!r} instead of b'GGUF'")
     for key, reader in _OWN_READERS.items():
         if f'"{key}"'.encode() in header:
-            readers = f"cuquant wrote it, and cuquant.{reader}"
-    return f", but a safetensors file: {readers}"
+            kind = SavedArraysError if key == KEY else GGUFError
+            return kind(f"{no}, but a safetensors file: cuquant wrote it, and cuquant.{reader}")
+    return GGUFError(f"{no}, but a safetensors file: {OTHER_READERS}")
 
 
 class _Scanner:
@@ -200,7 +205,7 @@ class _Scanner:
     def version(self) -> int:
         """The version, of a file that can be read here."""
         if bytes(self.buffer[:4]) != b"GGUF":
-            raise GGUFError(f"{self.source}: not a GGUF file{_of_another_kind(self.buffer)}")
+            raise _of_another_kind(self.buffer, self.source)
         self.pos = self.entry = 4
         (version,) = self.unpack(_U32, "the version")
         if version == 1:

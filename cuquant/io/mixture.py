@@ -235,8 +235,7 @@ def get(name: FormatLike) -> Format | Mixture | Recipe:
             f"format is {check.a_or_an(name)}; one format is needed, or a mapping of patterns of tensor "
             'names to formats: {"*ffn_down*": "q6_k", "*": "q4_k"}'
         )
-    for each in name.values() if isinstance(name, Mapping) else [name]:
-        _refuse_floats(each)
+    refuse_floats(name.values() if isinstance(name, Mapping) else [name])
     if isinstance(name, Mapping):
         if not name:
             raise ValueError("format is an empty mapping; patterns of tensor names and formats are needed")
@@ -274,13 +273,17 @@ def _of_rule(pattern: str, name: str | Format) -> Format:
     raise UnknownFormatError(str(name), weight_formats())
 
 
-def _refuse_floats(name: Any) -> None:
-    if isinstance(name, str) and name.lower() in FLOATS:
-        raise ValueError(
-            f"{name!r} is no format to quantize to: tensors that keep (--keep) names, or no pattern of a "
-            "mapping matches, are copied as they are; dequantize_file (cuquant dequantize) makes a file of "
-            "floats; an evaluation has the original's row first"
-        )
+_KEPT = (
+    "tensors that keep names, or no pattern of a mapping matches, are copied as they are; dequantize_file "
+    "makes a file of floats; an evaluation has the original's row first"
+)
+
+
+def refuse_floats(names: Iterable[Any], instead: str = _KEPT) -> None:
+    """ValueError for a name of floats, to which nothing is quantized; `instead` is what there is for them."""
+    for name in names:
+        if isinstance(name, str) and name.lower() in FLOATS:
+            raise ValueError(f"{name!r} is no format to quantize to: {instead}")
 
 
 def listed(weights: Counter[str]) -> str:

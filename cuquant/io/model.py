@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from .. import check, cpu
 from ..array import QuantizedArray
-from ..device import as_numpy, cupy
-from ..device import default as default_device
+from ..device import as_numpy, cupy, default as default_device
 from ..formats import Format, by_ggml_type
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
@@ -96,7 +95,7 @@ class Model(Mapping[str, Any]):
         fmt = self._format(info)
         if fmt is not None:
             fmt = self._scaled(fmt, info)
-            return QuantizedArray(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
+            return QuantizedArray.made(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
         plain = info.ggml_type in PLAIN_TYPES
         array = self._plain(info) if plain else self.floats(name, np.float16)
         return array if self._device == "cpu" else cupy().asarray(array)

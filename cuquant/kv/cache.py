@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check, repeats
-from .. import device as gpu
+from .. import check, device as gpu, repeats
 from ..plan import MOST_BLOCKS
 from . import allocator, codes, contents, copies, cpu, file, moves
 from .contents import CachedTokens

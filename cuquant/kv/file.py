@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import check, device
 from ..io.atomic import replacing
+from ..io.safetensors import KEY as ARRAYS_KEY, why_unreadable
 from .tiers import Bucket, capacity_argument, rooms_of
 
 if TYPE_CHECKING:
@@ -73,15 +73,23 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
     """See KVCache.load."""
     from safetensors import SafetensorError, safe_open
 
+    path = check.path(path)
+    check.not_a_folder(path)
     try:
-        with Path(path).open("rb"), safe_open(path, framework="numpy") as stored:
-            settings = json.loads((stored.metadata() or {})[KEY])
+        with path.open("rb"), safe_open(path, framework="numpy") as stored:
+            metadata = stored.metadata() or {}
+            if ARRAYS_KEY in metadata:
+                raise ValueError("it has the arrays that cuquant.save wrote, and cuquant.load reads them")
+            settings = json.loads(metadata[KEY])
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         return restored(kind, (settings, arrays), where)
     except KeyError as error:
-        raise ValueError(f"{path} is no cache that cuquant saved: it has no {error}") from None
-    except (SafetensorError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no cache that cuquant saved: {error}") from None
+        problem = f"it has no {error}"
+    except SafetensorError as error:
+        problem = why_unreadable(path, error)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    raise ValueError(f"{path} is no cache that cuquant saved: {problem}")
 
 
 def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:

@@ -26,7 +26,7 @@ def int4_from_parts(
     scales : NumPy array of float16, shape (..., N, K / group_size)
         NaN and infinity give NaN and infinity in their own group.
     zeros : NumPy array of uint8, shape of scales, optional
-        W = (q - zero) * scale; without, W = (q - 8) * scale.
+        0 to 15: W = (q - zero) * scale; without, W = (q - 8) * scale.
     group_size : int, optional
         Weights of a scale, a multiple of 32; -1 for K. By default what the shapes say.
 
@@ -37,7 +37,8 @@ def int4_from_parts(
     Raises
     ------
     TypeError, ValueError
-        Dtypes, devices or shapes are not those; K is not a multiple of the group, or the group not of 32.
+        Dtypes, devices or shapes are not those; K is not a multiple of the group, or the group not of 32; a
+        zero point is beyond 15.
     """
     codes, scales, zeros, size = check.int4_parts(codes, scales, zeros, group_size)
     fmt = Int4(size, symmetric=zeros is None)
@@ -46,7 +47,7 @@ def int4_from_parts(
     records["codes"] = codes.reshape(records["codes"].shape)
     if zeros is not None:
         records["zero"] = zeros
-    return QuantizedArray(fmt, records.view(np.uint8))
+    return QuantizedArray.made(fmt, records.view(np.uint8))
 
 
 def int4_parts(w: QuantizedArray) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.uint8] | None]:

@@ -79,4 +79,5 @@ def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, in
         return raw.transpose(1, 2, 0, 3, 4).reshape(n_tiles * tile_n, k_tiles * blocks, width)
 
     whole = np.concatenate([rows(packed), rows(absmax[..., None])], axis=2)
-    return QuantizedArray(fmt, np.ascontiguousarray(whole[:n, : k // _BLOCK]).reshape(n, fmt.row_bytes(k)))
+    blocks = np.ascontiguousarray(whole[:n, : k // _BLOCK]).reshape(n, fmt.row_bytes(k))
+    return QuantizedArray.made(fmt, blocks)

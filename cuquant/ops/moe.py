@@ -251,5 +251,5 @@ def _taken(rows: Any, numbers: Any) -> Any:
 def _rows(x: Any) -> Any:
     """Activations (..., K) as rows [n, K]."""
     if check.is_quantized(x):
-        return QuantizedArray(x.format, x.blocks.reshape(-1, x.blocks.shape[-1]))
+        return QuantizedArray.made(x.format, x.blocks.reshape(-1, x.blocks.shape[-1]))
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -46,27 +46,28 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         if found is not None:
             how, fmt = found[0].work
             blocks, rows = device.backend(True).quantize_again(how, x)
-            return QuantizedArray(fmt, blocks, rows, x.shape)
+            return QuantizedArray.made(fmt, blocks, rows, x.shape)
+    check.array_first(x, format)
     fmt = formats.get(format)
     x = check.floats(x, "x")
-    fmt = check.whole_blocks(x.shape, fmt).fitted(x)
+    fmt = check.whole_blocks(x.shape, fmt, "x").fitted(x)
     on_gpu = check.same_device(x=x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
         blocks = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
-        return QuantizedArray(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
+        return QuantizedArray.made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
         blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
         if how is not None:
             repeats.remember(repeats.quantized, (fmt.name,), (how, fmt), x, result=blocks)
-        return QuantizedArray(fmt, blocks, rows)
+        return QuantizedArray.made(fmt, blocks, rows)
     backend = device.backend(on_gpu)
     *_, k = shape = x.shape
     if missing := -k % fmt.block_size:
         filled = backend.empty((k + missing,), x.dtype)
         filled[:k], filled[k:] = x, 0
         x = filled
-    return QuantizedArray(fmt, backend.quantize(x, fmt), shape=shape)
+    return QuantizedArray.made(fmt, backend.quantize(x, fmt), shape=shape)
 
 
 @shown
@@ -90,7 +91,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     """
     shape = check.shape(shape)
     fmt = check.whole_blocks(shape, formats.get(format))
-    return QuantizedArray(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
+    return QuantizedArray.made(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
 
 
 @shown
@@ -125,4 +126,4 @@ def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
         blocks = own.copy() if name == "cuda" else device.as_numpy(own)
         if name == "cuda":
             device.wait_for(blocks)  # before the memory of `own` is used again
-    return QuantizedArray(w.format, blocks, shape=w.shape)
+    return QuantizedArray.made(w.format, blocks, shape=w.shape)

@@ -57,7 +57,7 @@ def trellis_from_parts(
     blocks = np.zeros(fmt.stored(shape), np.uint8)
     for field, given in zip(fmt.parts(blocks, shape), (packed, scales, su, sv), strict=True):
         field[...] = given
-    return QuantizedArray(fmt, blocks, shape=shape)
+    return QuantizedArray.made(fmt, blocks, shape=shape)
 
 
 def trellis_parts(w: QuantizedArray) -> tuple[Any, Any, Any, Any, Any]:
@@ -119,7 +119,7 @@ def trellis_quantize(
     """
     fmt = check.of_kind(formats.get(format), Trellis)
     w = check.floats(w, "w")
-    check.whole_blocks(w.shape, fmt)
+    check.whole_blocks(w.shape, fmt, "w")
     k, n = w.shape[-1], w.shape[-2] if w.ndim > 1 else 1
     moments = check.moments(moments, k)
     drawn = random_signs(n, k, check.count(seed, "seed", 0))
@@ -130,6 +130,6 @@ def trellis_quantize(
     if device.is_cuda(w):
         from .. import cuda_trellis
 
-        return QuantizedArray(fmt, cuda_trellis.quantize(w, fmt, (su, sv), moments), shape=w.shape)
+        return QuantizedArray.made(fmt, cuda_trellis.quantize(w, fmt, (su, sv), moments), shape=w.shape)
     blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, su, sv, moments))
-    return QuantizedArray(fmt, blocks, shape=w.shape)
+    return QuantizedArray.made(fmt, blocks, shape=w.shape)

@@ -27,10 +27,9 @@ from .blocks import (
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
 from .decode_core import Work
 from .decode_plain import decode
-from .launch import LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
-from .mma_core import mma
+from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
+from .mma_core import mma, wins_over_decode
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
-from .wgmma_core import FLAGS
 from .wgmma_timed import few_rows, least_batch, wgmma
 
 __all__ = [
@@ -105,9 +104,9 @@ def gemm(
             return wgmma(fmt, m, n, k, matrices, gpu)
         if m >= least_batch(fmt, n * k * matrices):
             return decode_or_wgmma(fmt, m, n, k, matrices, gpu, converted)
-    if not half or repeats or m <= DECODE_BATCH:
+    if not half or repeats or (m <= DECODE_BATCH and not wins_over_decode(m, n, k, matrices, gpu)):
         return decode(fmt, m, n, k, matrices, gpu, half, converted=converted)
-    return mma(fmt, m, n, matrices, gpu)
+    return mma(fmt, m, n, k, matrices, gpu)
 
 
 def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, converted: bool) -> Gemm:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 WARP = 32
 LARGE_GPU = 132
 """Multiprocessors of an H200, on which what plans go by was measured."""
+FLAGS = 4 * LARGE_GPU
+"""Flags in global memory of what blocks leave to each other: of warpgroups, or of tiles whose columns are
+shared."""
 MOST_BLOCKS = 65_535
 """Of a launch, along its second and third axes."""
 

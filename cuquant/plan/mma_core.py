@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import WARP, Gpu, Kernel, Plan, shared_limit
+from .launch import FLAGS, WARP, Gpu, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 
 _ROW_WARPS = 4
@@ -23,6 +23,43 @@ _COSTS, _COSTS_8 = {(4, 2): 1.0, (4, 1): 0.98, (2, 1): 1.05}, {(4, 2): 1.0, (4, 
 """Of an output, by row tiles of a warp and how many times four warps stand beside each other: what an H200
 takes, relative to 256 rows of W by 128 batch rows; the latter of codes of 8 bits, of which operands of few
 outputs cost the L2 cache more."""
+
+
+_STEP_US: dict[str, dict[tuple[int, int, int], tuple[float, ...]]] = {
+    "masks": {
+        (4, 1, 1): (0.157, 0.280),
+        (4, 2, 1): (0.366, 0.477, 0.698, 1.07),
+        (8, 1, 1): (0.269, 0.500),
+        (8, 2, 1): (0.458, 0.752, 1.20),
+        (8, 2, 2): (0.686,),
+    },
+    "bytes": {
+        (4, 1, 1): (0.163, 0.325),
+        (4, 2, 1): (0.400, 0.605, 0.910, 1.35),
+        (8, 1, 1): (0.287, 0.554),
+        (8, 2, 1): (0.502, 0.852, 1.31),
+        (8, 2, 2): (0.715,),
+    },
+    "lookups": {
+        (4, 1, 1): (0.220, 0.398),
+        (4, 2, 1): (0.395, 0.720, 1.17, 1.70),
+        (8, 1, 1): (0.359, 0.668),
+        (8, 2, 1): (0.530, 0.986, 1.51),
+        (8, 2, 2): (0.816,),
+    },
+}
+"""What 64 columns take blocks of groups, row tiles and warps beside each other (`MmaTile`), one on a
+multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200 without
+wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the same
+ratios."""
+_MEET_US, _PART_US = 1.5, 0.52
+"""Until blocks that share columns have added up their sums, and for each but the first, if a tile has 8192
+outputs."""
+_PARTS, _LEAST_STEPS = (1, 2, 3, 4, 6, 8, 12, 16), 8
+"""How many blocks may share columns, and the steps of 64 that each has at least."""
+_FEW_ROWS, _LONG_ROW = 40, 4096
+"""Rows of W for each multiprocessor up to which, and weights of a row from which on this core wins over the
+decode core at 9 to 16 rows."""
 
 
 class MmaTile(NamedTuple):
@@ -52,21 +89,88 @@ class MmaTile(NamedTuple):
     def outputs(self) -> int:
         return self.batch * self.row_tiles * TILE_ROWS
 
+    def blocks(self, m: int, n: int, matrices: int) -> int:
+        """Tiles of a product."""
+        return ceil(n / (self.row_tiles * TILE_ROWS)) * ceil(m / self.batch) * matrices
 
-def mma(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
+
+def mma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
+    tile, parts = _choice(fmt, m, n, k, matrices, gpu)
+    return _of_tile(fmt, m, n, matrices, gpu, tile, parts)
+
+
+def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
+    """From 9 rows on, where blocks of this core can share long columns, and those of the decode core cannot,
+    as there are no clusters: of 4096 x 14336 16 rows take 21 to 28 us in place of 32 to 35, of 1024 x 8192 9
+    in place of 13 to 17."""
+    few = n * matrices <= _FEW_ROWS * gpu.multiprocessors
+    return gpu.capability >= 80 and m > 8 and k >= _LONG_ROW and few
+
+
+def mma_grouped(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
+    """The same for rows that are sorted by their matrix of W, at most m of each."""
     return _of_tile(fmt, m, n, matrices, gpu, _tile(fmt, m, n, matrices, gpu))
 
 
-def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile) -> Gemm:
+def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[MmaTile, int]:
+    """A tile, and how many blocks share its columns: what is fastest of all that run at once, if there are
+    too few tiles for the multiprocessors."""
+    usual = _tile(fmt, m, n, matrices, gpu)
+    if usual.blocks(m, n, matrices) > usual.resident * gpu.multiprocessors:
+        return usual, 1
+    known = _STEP_US[_kind(fmt)]
+    found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile[:3] in known and tile.stages > 1]
+    return min(
+        (
+            (_us(fmt, tile, parts, tile.blocks(m, n, matrices), k, gpu), tile != usual, tile, parts)
+            for tile in dict.fromkeys(found)
+            for parts in _parts(tile, tile.blocks(m, n, matrices), k, gpu)
+        ),
+        default=(0.0, False, usual, 1),
+    )[2:]
+
+
+def _parts(tile: MmaTile, tiles: int, k: int, gpu: Gpu) -> Iterator[int]:
+    """How many blocks may share the columns of each of so many tiles, so that all run at once."""
+    for parts in _PARTS:
+        whole = parts == 1 or (tiles <= FLAGS and _steps(k, parts) >= _LEAST_STEPS)
+        if whole and tiles * parts <= tile.resident * gpu.multiprocessors:
+            yield parts
+
+
+def _us(fmt: Format, tile: MmaTile, parts: int, tiles: int, k: int, gpu: Gpu) -> float:
+    """Of an H200 without wgmma, but for what all launches take."""
+    steps = _STEP_US[_kind(fmt)][tile[:3]]
+    together = ceil(tiles * parts / gpu.multiprocessors)
+    meeting = (parts > 1) * _MEET_US + (parts - 1) * _PART_US * tile.outputs / 8192
+    return _steps(k, parts) * steps[together - 1] + meeting
+
+
+def _steps(k: int, parts: int) -> int:
+    """Of 64 columns, that the block with the most of them has: whole numbers of 256."""
+    return ceil(ceil(k / 256) / parts) * 4
+
+
+def _kind(fmt: Format) -> str:
+    if fmt.lookup or fmt.walks:
+        return "lookups"
+    return "bytes" if fmt.bits == 8 else "masks"
+
+
+def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile, parts: int = 1) -> Gemm:
+    """Of a tile, whose columns so many blocks share."""
     copies, fixed = _table_and_factors(fmt, tile, gpu.capability)
     sums = tile.beside * 16 * (tile.row_tiles * TILE_ROWS + 4) * 4
     shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), sums)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": _ROW_WARPS, "WARPS": tile.warps}
-    constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident}
-    grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices)
+    constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident, "SPLITS": int(parts > 1)}
+    rows, batches = ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch)
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
-    return Gemm(Plan(kernel, grid, tile.warps * WARP, shared, overlaps=True))
+    made = Plan(kernel, (rows * parts, batches, matrices), tile.warps * WARP, shared, overlaps=True)
+    if parts == 1:
+        return Gemm(made)
+    return Gemm(made, streamed=parts, partials=prod(made.grid) * tile.outputs * 4)
 
 
 def batch_of(kernel: Kernel) -> int:
@@ -112,25 +216,37 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
     small blocks hide each other's latencies.
     """
     groups = 4 if m <= 32 else 8
-
-    def blocks(tile: MmaTile) -> int:
-        return ceil(n / (tile.row_tiles * TILE_ROWS)) * ceil(m / tile.batch) * matrices
-
     if gpu.capability < 80:
-        return MmaTile(groups, 2, 1, 2, 2)
+        return _old_tile(groups)
     deep, square, *large = _tiles(fmt, groups, gpu.capability)
     for tile, most in (
         (deep, groups // 4 * gpu.multiprocessors),
         (square, gpu.multiprocessors if m > 64 else 0),
     ):
-        if blocks(tile) <= most and tile.stages >= _LEAST_RING:
+        if tile.blocks(m, n, matrices) <= most and tile.stages >= _LEAST_RING:
             return tile
     costs = _COSTS_8 if fmt.bits == 8 else _COSTS
 
     def work(tile: MmaTile) -> float:
-        return ceil(blocks(tile) / gpu.multiprocessors) * tile.outputs * costs[tile.rows, tile.beside]
+        waves = ceil(tile.blocks(m, n, matrices) / gpu.multiprocessors)
+        return waves * tile.outputs * costs[tile.rows, tile.beside]
 
     return min(large, key=work)
+
+
+def _old_tile(groups: int) -> MmaTile:
+    """The one before sm_80."""
+    return MmaTile(groups, 2, 1, 2, 2)
+
+
+def _small_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
+    """Those of which several blocks may share the columns: the one with a deep ring, the square one and the
+    small one."""
+    groups = 4 if m <= 32 else 8
+    if gpu.capability < 80:
+        return [_old_tile(groups)]
+    deep, square, small, *_ = _tiles(fmt, groups, gpu.capability)
+    return [deep, small, square] if m > 64 else [deep, small]
 
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
@@ -149,12 +265,17 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     return tiles
 
 
-def variants(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
+def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
     """Every way of this core that may be fastest."""
     groups = (4, 8) if m > 16 else (4,)
     if gpu.capability < 80:
-        tiles = [MmaTile(count, 2, 1, 2, 2) for count in groups]
+        tiles = [_old_tile(count) for count in groups]
     else:
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
     for tile in dict.fromkeys(tiles):
         yield _of_tile(fmt, m, n, matrices, gpu, tile)
+        if tile[:3] in _STEP_US[_kind(fmt)]:
+            blocks = tile.blocks(m, n, matrices)
+            by_time = [(_us(fmt, tile, p, blocks, k, gpu), p) for p in _parts(tile, blocks, k, gpu) if p > 1]
+            if by_time:
+                yield _of_tile(fmt, m, n, matrices, gpu, tile, min(by_time)[1])

@@ -18,7 +18,7 @@ from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
 from .decode_core import Hits
 from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan, places_of
-from .mma_core import batch_of, mma
+from .mma_core import batch_of, mma_grouped
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 from .wgmma_core import sum_bytes
 from .wgmma_timed import (
@@ -146,7 +146,7 @@ def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gp
     elif gated:
         return None
     else:
-        gemm = mma(fmt, rows, n, load.experts, gpu)
+        gemm = mma_grouped(fmt, rows, n, load.experts, gpu)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
     return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works, us)

@@ -154,4 +154,4 @@ def _variants(
     if core in (None, Core.DECODE) and m <= DECODE_BATCH:
         yield from decode_plain.variants(fmt, m, n, k, matrices, gpu)
     if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_BATCH:
-        yield from mma_core.variants(fmt, m, n, matrices, gpu)
+        yield from mma_core.variants(fmt, m, n, k, matrices, gpu)

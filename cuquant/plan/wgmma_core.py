@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
 from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import LARGE_GPU, WARP, Plan, lone, shared_limit
+from .launch import WARP, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 
 
@@ -48,8 +48,6 @@ _BESIDE, _ENOUGH = 32, 4
 many stages."""
 _BOXED_BATCH = 128
 """Batch rows of a tile from which on the copy engine stores its results."""
-FLAGS = 4 * LARGE_GPU
-"""Flags of warpgroups that leave sums to another block's."""
 
 
 def _shared_room(tile: Tile) -> int:

@@ -7,10 +7,58 @@
 // Operands are made a turn ahead, or the tensor cores would wait for them: while they multiply 16 columns of one row
 // tile, A of the next row tile is made, and while they do so with all of a warp's row tiles, B of the next 16 columns
 // is loaded. So it goes on from stage to stage: behind the barrier both are there.
+//
+// Where tiles are few, blocks share their columns (SPLITS): each leaves its sums in global memory, and the one that comes
+// last adds up all of them, in the order of their columns, and finishes the tile.
 #pragma once
 #include "epilogue.cuh"
 
-template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int STAGES, class P>
+// The steps of 64 columns that a block has, of `parts` that share a tile: whole numbers of 256 columns, as scales have them.
+struct Columns {
+    int first, end;
+
+    DEVICE Columns(int tiles, int part, int parts) {
+        const int fours = (tiles + 3) / 4;
+        first = fours * part / parts * 4, end = min(fours * (part + 1) / parts * 4, tiles);
+    }
+};
+
+// Sums of a tile that `parts` blocks of THREADS threads share, added up: false of all blocks but the last one to come. Each
+// thread's sums are its own, so all are read as they were written. The counter is zero again when the last block has come.
+template <int THREADS, int ROW_TILES, int GROUPS>
+DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* counter, int tile, int part, int parts) {
+    constexpr int FOURS = ROW_TILES * GROUPS;  // of a thread
+    float4* const all = reinterpret_cast<float4*>(partials) + s64(tile) * parts * (FOURS * THREADS) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < FOURS; i++) {
+        const float(&v)[4] = acc[i / GROUPS][i % GROUPS];
+        __stcg(all + (part * FOURS + i) * THREADS, make_float4(v[0], v[1], v[2], v[3]));
+    }
+    __syncthreads();
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        last = is_last(counter + tile, parts);
+        if (last) read_all(), counter[tile] = 0;
+    }
+    __syncthreads();
+    if (!last) return false;
+#pragma unroll
+    for (int i = 0; i < FOURS; i++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) acc[i / GROUPS][i % GROUPS][e] = 0;
+    constexpr int AT_ONCE = 16 / FOURS;  // parts that are on their way together
+#pragma unroll AT_ONCE
+    for (int from = 0; from < parts; from++)
+#pragma unroll
+        for (int i = 0; i < FOURS; i++) {
+            float(&sum)[4] = acc[i / GROUPS][i % GROUPS];
+            const float4 v = __ldcg(all + (from * FOURS + i) * THREADS);
+            sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+        }
+    return true;
+}
+
+template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int STAGES, int SPLITS, class P>
 DEVICE void mma(const P& p) {
     constexpr int BESIDE = WARPS / ROW_WARPS, BATCH = BESIDE * GROUPS * 8, THREADS = WARPS * WARP;
     constexpr int TILES = ROW_WARPS * ROW_TILES, ROWS = TILES * 16;
@@ -31,30 +79,37 @@ DEVICE void mma(const P& p) {
     wait_for_operands<P>();
     const Matrix at = matrix_of<F>(p, span.matrix);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
-    const int first_tile = blockIdx.x * TILES, first_m = span.first;
+    const int parts = SPLITS ? p.streamed : 1, part = blockIdx.x % parts, row_block = blockIdx.x / parts;
+    const int first_tile = row_block * TILES, first_m = span.first;
+    const Columns own_columns(tiles, part, parts);
+    const int end = SPLITS ? own_columns.end : tiles, start = SPLITS ? own_columns.first : 0;
 
     Weights weights;
-    weights.start(at.w, first_tile, row_tiles, tiles, 0, threadIdx.x);
+    weights.start(at.w, first_tile, row_tiles, tiles, start, threadIdx.x);
     // Pieces of 16 bytes of x per thread and step: the same 8 columns of OWN rows.
     constexpr int OWN = BATCH * 8 / THREADS, APART = THREADS / 8;
     static_assert(OWN * THREADS == BATCH * 8, "every thread has as many");
     const int column = threadIdx.x % 8 * 8;
+    const int rows = span.end - first_m - int(threadIdx.x) / 8;  // from the thread's first on
     const u16* x_from[OWN];
 #pragma unroll
-    for (int j = 0; j < OWN; j++) {  // of batch rows beyond M the last is read instead
-        const int m = min(first_m + int(threadIdx.x) / 8 + j * APART, span.end - 1);
-        x_from[j] = at.x + m * p.x_row + (column < p.K ? column : 0);
+    for (int j = 0; j < OWN; j++) {
+        const int m = first_m + int(threadIdx.x) / 8 + min(j * APART, rows - 1), first = start * 64 + column;
+        x_from[j] = at.x + m * p.x_row + (first < p.K ? first : 0);
     }
-    auto copy = [&](int tile, int to) {  // of columns beyond K nothing is read: there is no branch for it
-        const bool exists = tile * 64 + column < p.K;
+    // Of columns beyond K, and of rows beyond M, nothing is read: there is no branch for it. (If all blocks read the last
+    // row instead, again and again, 16 rows take longer than 32.)
+    auto copy = [&](int tile, int to) {
+        const bool exists = (!SPLITS || tile < end) && tile * 64 + column < p.K;
+        const int there = exists ? rows : 0;
         const int on = (tile + 1) * 64 + column < p.K ? 64 : 0;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             copy_async(shared_address(shared) + to + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, x_from[j],
-                       exists);
+                       j * APART < there);
             x_from[j] += on;
         }
-        weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, tiles - tile);
+        weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, end - tile);
         copy_commit();
     };
     // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
@@ -64,7 +119,7 @@ DEVICE void mma(const P& p) {
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
     }
 #pragma unroll
-    for (int tile = 0; tile < STAGES - 1; tile++) copy(tile, tile * STAGE);
+    for (int i = 0; i < STAGES - 1; i++) copy(start + i, i * STAGE);
 
     float acc[ROW_TILES][GROUPS][4] = {};
     Tile<F> w[ROW_TILES];
@@ -86,7 +141,7 @@ DEVICE void mma(const P& p) {
     for (int r = 0; r < ROW_TILES; r++) load_w(0, r);
     codec.weights(w[0], 0, a[0]);
     int stage = 0, free = (STAGES - 1) * STAGE;  // where this tile is, and the next copy goes
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = start; tile < end; tile++) {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             if (h == 3) {
@@ -110,6 +165,10 @@ DEVICE void mma(const P& p) {
         }
     }
     copy_wait<0>();
+    if constexpr (SPLITS) {
+        const int tile = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / parts) + row_block;
+        if (!add_parts<THREADS>(acc, p.partials, p.flags, tile, part, parts)) return;
+    }
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows of a warp at a time
     constexpr int SHARERS = THREADS / BESIDE;

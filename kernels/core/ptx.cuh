@@ -287,6 +287,9 @@ DEVICE bool is_last(u32* counter, u32 blocks) {
     return others == blocks - 1;
 }
 
+// After it, by the thread that knows: what others have written may be read, by threads too that meet it at a barrier.
+DEVICE void read_all() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Until it is at least `count`.
 DEVICE void wait_for_counter(const u32* counter, u32 count) {
     u32 value;

@@ -273,6 +273,8 @@ inline u32 __dp4a(u32 a, u32 b, u32 c) {
 
 template <class T>
 inline T __ldcg(const T* p) { return *p; }
+template <class T>
+inline void __stcg(T* p, T v) { *p = v; }
 inline void __threadfence() {}
 
 template <class T, class V>
