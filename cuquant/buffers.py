@@ -118,7 +118,7 @@ class Scratch:
 
         They are made on a stream of their own, so that they are there also while this one is captured.
         """
-        if not self._flags or self._flags[-1].size < count:
+        if not self._flags or self._flags[-1].size < max(count, 1):  # what `restored` leaves is empty
             cupy = device.cupy()
             grown = max(count, plan.FLAGS, 2 * self._flags[-1].size if self._flags else 0)
             with cupy.cuda.Stream(non_blocking=True) as stream:

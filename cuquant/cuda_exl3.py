@@ -49,7 +49,7 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     planes, size = plan.layout(fmt).offsets(*plan.tiles(matrices, n, k))
     stored = fmt.parts(blocks, shape)
     kept = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
-    # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products times 2^-lift are float16.
+    # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products over 2^lift are float16.
     made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), kept=kept)
     _repack("to_fragments", made, blocks)
     stream.synchronize()  # other streams may use it

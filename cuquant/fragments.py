@@ -92,7 +92,7 @@ class Fragments:
     """Whether float16 holds the weights, times 2^lift, or over the factors of their rows, with all their bits
     or about as well."""
     lift: int = 0
-    """Exponent of the power of two by which the weights are multiplied."""
+    """Exponent of the power of two by which sums are divided: `problem.Weight` has what for."""
     values: int = 0
     """Device address of the codebook in float16."""
     offset: int = 0

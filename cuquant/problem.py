@@ -40,8 +40,11 @@ def whole_pieces(k: int) -> int:
 class Weight(NamedTuple):
     """A weight (..., N, K) in the fragment layout.
 
-    `half` tells whether its numbers fit float16, `lift` that they have been multiplied by 2^lift; `scale` is
-    what they are to be multiplied by.
+    `half` tells whether its numbers fit float16; `scale` is what they are to be multiplied by. Sums are
+    divided by 2^`lift`, for one of two reasons. Either what kernels read are the numbers times 2^lift, so
+    that float16 keeps their bits: that is taken back. Or, of walks (EXL3), numbers are as they are, but their
+    sums become float16 before they are turned, which might not hold them: what turns them multiplies by
+    2^lift.
     """
 
     format: Format
@@ -52,7 +55,7 @@ class Weight(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What results are multiplied by."""
+        """What sums are multiplied by."""
         return 2.0**-self.lift * self.scale
 
     @property
@@ -131,8 +134,8 @@ _STRAIGHT_AT = _MAPS * 128 + _ADDRESSES.size + _NUMBERS.size
 
 
 def fill(argument: memoryview, known: bytes, *addresses: int) -> None:
-    """Write a kernel's argument, with addresses of x, its row factors, out, bias, residual, partial sums and
-    their flags."""
+    """Write a kernel's argument, with addresses of x, of `unscale` of its rows, out, bias, residual, partial
+    sums and their flags."""
     argument[:] = known
     _OPERANDS.pack_into(argument, _OPERANDS_AT, *addresses)
 
@@ -159,10 +162,10 @@ class Group(NamedTuple):
 
     def members(self, map: Any, w: Planes, values: int, signs: int, addresses: Any, *group: Any) -> Any:
         """The kernel's argument, as types and values; addresses of W's planes, its codebook, its columns'
-        signs (or 0), of x, its row factors, out, a factor, partial sums and their flags (or 0), then what
-        `struct Grouped` adds."""
-        x, rows, out, factor, partials, flags = addresses
-        ends = (w.low, w.high, w.scale, x, rows, out, 0, factor, partials, flags, values, w.group)
+        signs (or 0), of x, of `unscale` of its rows, out, a factor, partial sums and their flags (or 0), then
+        what `struct Grouped` adds."""
+        x, unscale, out, factor, partials, flags = addresses
+        ends = (w.low, w.high, w.scale, x, unscale, out, 0, factor, partials, flags, values, w.group)
         return _GROUP, (map, NO_MAP, NO_MAP, *ends, self.numbers, 0, signs, w.row, b"", *group, b"")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import cuquant.streams
@@ -17,7 +17,7 @@ class Streams:
 
     def __init__(self) -> None:
         self.current = SimpleNamespace(ptr=0, id=0, capturing=False)
-        self.ids, self.waits = 0, 0
+        self.ids, self.waits, self.addresses = 0, 0, 0
 
     def enter(self, handle: int, capturing: bool = False) -> Any:
         self.ids += 1
@@ -31,8 +31,14 @@ class Streams:
             ptr=own.ptr, is_capturing=lambda: own.capturing, synchronize=lambda: self.wait(own)
         )
         return SimpleNamespace(
-            get_current_stream=lambda: stream, runtime=SimpleNamespace(getDevice=lambda: 0)
+            get_current_stream=lambda: stream,
+            runtime=SimpleNamespace(getDevice=lambda: 0),
+            Stream=lambda non_blocking: nullcontext(stream),
         )
+
+    def zeros(self, count: int, dtype: Any) -> Any:
+        self.addresses += 256
+        return SimpleNamespace(size=count, data=SimpleNamespace(ptr=self.addresses))
 
     def id_of(self, handle: int) -> int:
         assert not self.current.capturing
@@ -127,9 +133,13 @@ def test_nothing_goes_where_streams_cannot_be_waited_for(
     assert not any(own.retired for own in buffers._scratches.values())
 
 
-def test_flags_that_a_failed_launch_left_are_not_given_again() -> None:
+@pytest.mark.parametrize("count", [0, 4])
+def test_flags_that_a_failed_launch_left_are_not_given_again(streams: Streams, count: int) -> None:
     own = buffers.Scratch()
-    own._flags.append(np.zeros(4, np.uint32))
+    before = own.flags(count)
+    assert own.flags(count) == before
     with pytest.raises(RuntimeError), own.restored():
         raise RuntimeError
-    assert own._flags[-1].size == 0
+    after = own.flags(count)
+    assert after != before
+    assert own.flags(count) == after

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import testing
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights became 0")
 F = np.float32
 NAMES = [row.name for row in FP4]
 BYTES = np.arange(256, dtype=np.uint8)
@@ -302,6 +303,27 @@ def test_a_scale_of_a_tensor_makes_small_weights_precise() -> None:
     assert repr(scaled).startswith(f"QuantizedArray(shape=(64, 1024), format=nvfp4*{scaled.format.scale:.9g}")  # type: ignore[attr-defined]
     assert "* d *" in scaled._repr_html_()
     scaled.validate()
+
+
+@pytest.mark.filterwarnings("default")
+def test_weights_that_are_too_small_for_scales() -> None:
+    """A warning that tells what to do; not for groups that are 0 anyway, or a few of many."""
+    w = rng().standard_normal((64, 1024), F) * F(0.001)
+    with pytest.warns(
+        UserWarning, match=r"\d\d% of the weights became 0 in nvfp4, .* use cuquant\.NvFp4\(\)"
+    ):
+        cq.quantize(w.astype(ml_dtypes.bfloat16)[::-1], "nvfp4")
+    with pytest.warns(UserWarning, match=r"100% of the weights .* kbit4, .* cuquant\.KBit\(\.\.\., absmax="):
+        cq.quantize(w * F(0.001), "kbit4")
+    ordinary = rng().standard_normal((64, 1024), F)
+    ordinary[:32] = 0
+    ordinary[40, :64] = 1e-5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for fmt in (cq.NvFp4(), cq.KBit(4, absmax="float16"), "q4_0"):
+            cq.quantize(w, fmt)
+        for fmt in ("nvfp4", "kbit4"):
+            cq.quantize(ordinary, fmt)
 
 
 def test_a_fitted_scale_leaves_those_of_blocks_to_nearest() -> None:

@@ -12,7 +12,10 @@ import cuquant as cq
 from cuquant import device, testing
 from cuquant.testing import as_numpy, nmse
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.* of the weights became 0"),
+]
 F = np.float32
 INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, 192, 256, -1) for symmetric in (True, False)]
 FORMATS = [cq.formats.get("mxfp4"), cq.formats.get("nvfp4"), cq.NvFp4(0.003), *INT4]

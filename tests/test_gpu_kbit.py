@@ -16,7 +16,10 @@ import cuquant as cq
 from cuquant import device, testing
 from cuquant.testing import as_numpy, nmse
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.* of the weights became 0"),
+]
 F = np.float32
 SKEWED = np.array([-0.1, -0.02, 0.0, 1e-3, 0.2, 0.5, 0.9, 1.0], F)
 SCALES: list[Literal["absmax", "decoded"]] = ["absmax", "decoded"]

@@ -64,6 +64,21 @@ def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> No
     """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
     f32, total = np.float32, budget * batch
     for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
-        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + 2**-15)
+        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + kv_plan.SLACK)
         counts = batch * int(np.ceil(f32(cost) / part))
         assert batch <= counts <= total + batch - 1
+
+
+@pytest.mark.parametrize("cost", [1131 * 15.0, 7475 * 4.4, 1915 * 4.3, 3895 * 8.4])
+def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
+    """Of lengths for which the float32 sums of a warp's lanes are furthest off."""
+    f32, batch = np.float32, plan.MOST_BLOCKS
+    lanes = np.zeros(32, np.float32)
+    for base in range(0, batch, 32):
+        lanes[: batch - base] += f32(cost)
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    assert abs(lanes[0] / (cost * batch) - 1) > 3e-5
+    for splits in (1, 2, 8):
+        part = lanes[0] * f32((1 + kv_plan.SLACK) / (batch * splits))
+        assert np.ceil(f32(cost) * (1 / part)) == splits

@@ -1,4 +1,5 @@
-"""Every kernel under compute-sanitizer: no access out of bounds, no race. Minutes; run with -m sanitizer.
+"""Kernels of every kind under compute-sanitizer: no access out of bounds, no race. Minutes; run with
+-m sanitizer.
 
 racecheck does not see that copies arrive at a barrier in shared memory on their own
 (cp.async.mbarrier.arrive), and takes every stage of the wgmma core for a race: it checks the cores of other
@@ -8,6 +9,7 @@ GPUs alone.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -52,6 +54,32 @@ x = cupy.asarray(generator.standard_normal((2400, 1024)).astype(numpy.float16))
 for _ in range(2):
     cq.linear(x, W)
     cq.linear(cq.quantize(x, "q8_1"), W)
+# Few tiles with long columns, which blocks of the mma core share.
+W = cq.quantize(cupy.asarray(generator.standard_normal((200, 6144)).astype(numpy.float32)), "q4_0")
+for m in (12, 20, 70):
+    cq.linear(cupy.asarray(generator.standard_normal((m, 6144)).astype(numpy.float16)), W)
+# Caches: appended to, moved, evicted from, attended to.
+k, v = cupy.asarray(generator.standard_normal((2, 2, 60, 2, 64)).astype(numpy.float16))
+room = {16: 8, 8: 64, 4: 64, 3: 64, 2: 64}
+cache = cq.KVCache(2, 64, room, batch=2, device="cuda", track_attention=True)
+cache.append(k, v, bits=8)
+cache.append(k[:, :1], v[:, :1], lengths=[1, 0])
+for bits in (2, 3, 4):
+    cache.assign(list(range(10 * bits, 10 * bits + 9)), bits)
+cache.evict([7, 50])
+for queries in (1, 5):
+    q = cupy.asarray(generator.standard_normal((2, queries, 8, 64)).astype(numpy.float16))
+    cq.attention(q, cache)
+    cq.attention(q, cache, mask=cupy.ones((queries, 61), bool))
+# Mixtures of experts, of few tokens and of many.
+gate, up, down = (
+    cq.quantize(cupy.asarray(generator.standard_normal((4, 96, 96)).astype(numpy.float32)), "q4_0")
+    for _ in range(3)
+)
+for tokens in (1, 7, 70):
+    x = cupy.asarray(generator.standard_normal((tokens, 96)).astype(numpy.float16))
+    logits = cupy.asarray(generator.standard_normal((tokens, 4)).astype(numpy.float32))
+    cq.moe(x, cq.Experts(gate, up, down), *cq.route(logits, 2))
 cupy.cuda.Device().synchronize()
 print("done")
 """
@@ -71,4 +99,4 @@ def test_kernels_are_clean(tool: str, tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "done" in done.stdout
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards" in done.stdout
+    assert re.search(r"ERROR SUMMARY: 0 errors|\b0 hazards", done.stdout), done.stdout[-4000:]

@@ -144,6 +144,11 @@ class Format(ABC):
         """The format for the weights x: this one, unless parameters that it lacks follow from them."""
         return self
 
+    def zero_scales(self, blocks: Any) -> Any:
+        """Which scales of blocks (..., row bytes) are 0, bool (..., scales of a row); None of formats whose
+        scales are fine enough for any weights that there may be."""
+        return None
+
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the storage bytes of an array of that shape: (..., N, K) -> (..., N, bytes of a row)."""
         *lead, k = shape

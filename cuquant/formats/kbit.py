@@ -149,6 +149,11 @@ class KBit(Format):
         exact = [Fraction(float(c)) for c in self.codebook]
         return _frozen(_flushed(np.array([_rounded_down((a + b) / 2) for a, b in pairwise(exact)])))
 
+    def zero_scales(self, blocks: Any) -> Any:
+        if self.absmax == "float16":
+            return None
+        return blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)[..., -1] == 0
+
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1)
         stored = e4m4.codes(peak) if self.absmax == "e4m4" else peak.astype(np.float16)

@@ -114,6 +114,10 @@ class NvFp4(Format):
         above = scale if peak / scale <= _FITTED else np.nextafter(scale, np.float32(np.inf))
         return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
+    def zero_scales(self, blocks: Any) -> Any:
+        records = blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)
+        return (records[..., :4] == 0).reshape(*blocks.shape[:-1], -1)
+
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         groups = x.reshape(-1, _GROUP) / np.float32(self.tensor_scale)
         d = _codes(np.abs(groups).max(axis=1, keepdims=True) / np.float32(e2m1.LARGEST))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import buffers, check, device, jit
-from ..plan import MOST_BLOCKS, Plan
+from ..plan import MOST_BLOCKS, Gpu, Plan
 from ..problem import DTYPES
 from . import plan
 from .appender import Appender
@@ -50,7 +50,7 @@ class _Given(NamedTuple):
     bits: tuple[int, ...]
     rotate: bool
     track: bool
-    device_id: int
+    gpu: Gpu
 
 
 class _Planned(NamedTuple):
@@ -69,13 +69,12 @@ class _Planned(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _planned(given: _Given) -> _Planned:
-    """For the current device, which is the one given."""
     batch, q_len, heads, dim = given.q
     masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
     halves = 2 if given.q_dtype == np.float32 else 1
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
-    multiprocessors = jit.gpu().multiprocessors
-    launch = plan.attention(shape, jit.capability(), multiprocessors)
+    capability, multiprocessors, _ = given.gpu
+    launch = plan.attention(shape, capability, multiprocessors)
     check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
     rows, blocks = heads * q_len, launch.attention.grid[0]
     parts = launch.merge.grid[2]
@@ -94,7 +93,7 @@ def _planned(given: _Given) -> _Planned:
         *(batch, q_len, heads, given.kv_heads, DTYPES[given.q_dtype], DTYPES[given.out_dtype]),
         *(mask_number, columns, int(given.causal), int(given.rotate)),
         given.scale * LOG2_E,
-        (1 + 2**-15) / launch.budget,
+        (1 + plan.SLACK) / launch.budget,
         launch.least,
         heads // given.kv_heads,
         parts,
@@ -128,7 +127,7 @@ def attend(p: Attention, out: Any) -> _Planned | None:
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)
-    flags = (cache.rotate, cache.track_attention, here)
+    flags = (cache.rotate, cache.track_attention, jit.gpu())
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
     _start(how, cache, q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions))
     return None if copied else how

@@ -33,6 +33,12 @@ LEAST, BOX_LEAST = 64, 128
 """Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
 so far. 1024 tokens of 4 bits take an H200 6.9 us, and 7.8 with twice as much; 4096 of 2 bits, in boxes, 9.0
 and 11.5 with half as much."""
+SLACK = 2**-12
+"""By how much more than its part of what all tokens cost a block may be given, lest rounding make more shares
+than there are blocks. kernels/attention/split.cuh sums float32 costs, a lane one after the other's of up to
+MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the sum at most, are 2^-13. (Of equal
+sequences, whose shares fill the grid, as many were off by 3.06e-5, a little more than 2^-15.) A few more
+roundings have the rest. Up to 4096 shares a sequence are as many as without."""
 BOX_HEADS = 8
 """Key heads of which the copy engine takes rows at once, for as many warps."""
 MANY_HEADS = 32
@@ -212,9 +218,9 @@ def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[
 
 @lru_cache(maxsize=64)
 def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
-    """A warp for a token at a time."""
+    """A team of a warp's lanes for several tokens at a time."""
     kernel = Kernel("importance", "importance", None, (("DIM", head_dim),))
-    return Plan(kernel, (4 * multiprocessors, batch, 1), 8 * WARP, overlaps=True)
+    return Plan(kernel, (2 * multiprocessors, batch, 1), 8 * WARP, overlaps=True)
 
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:

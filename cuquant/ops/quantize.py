@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
+
+import numpy as np
 
 from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
@@ -40,6 +43,12 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         K is not a multiple of the block size; importance does not fit, or the format takes none; or, for
         weight formats, x holds NaN or infinity or needs a scale that overflows its type (the message names
         the first such row). q8_1 propagates them instead.
+
+    Warns
+    -----
+    UserWarning
+        More than a hundredth of the weights became 0, because scales of 8 bits (nvfp4, k-bit) are too coarse
+        for them.
     """
     if importance is None:
         found = repeats.find(repeats.quantized, (format,), x)
@@ -48,9 +57,10 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
             blocks, rows = device.backend(True).quantize_again(how, x)
             return QuantizedArray.made(fmt, blocks, rows, x.shape)
     check.array_first(x, format)
-    fmt = formats.get(format)
+    given = formats.get(format)
     x = check.floats(x, "x")
-    fmt = check.whole_blocks(x.shape, fmt, "x").fitted(x)
+    given = check.whole_blocks(x.shape, given, "x")
+    fmt = given.fitted(x)
     on_gpu = check.same_device(x=x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
@@ -67,7 +77,29 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         filled = backend.empty((k + missing,), x.dtype)
         filled[:k], filled[k:] = x, 0
         x = filled
-    return QuantizedArray.made(fmt, backend.quantize(x, fmt), shape=shape)
+    blocks = backend.quantize(x, fmt)
+    if fmt is given:
+        _warn_of_lost(x, blocks, fmt)
+    return QuantizedArray.made(fmt, blocks, shape=shape)
+
+
+def _warn_of_lost(x: Any, blocks: Any, fmt: Format) -> None:
+    """Where weights became 0 with their scales."""
+    zero = fmt.zero_scales(blocks) if blocks.size else None
+    if zero is None or not zero.any():
+        return
+    bits = x.view(np.dtype(f"u{x.itemsize}")) << 1  # without signs
+    lost = zero & (bits != 0).reshape(*zero.shape, -1).any(axis=-1)
+    share = float(lost.mean())
+    if share > _MANY:
+        warnings.warn(
+            f"{share:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: {fmt.beyond}",
+            stacklevel=4,  # of who called `quantize`, which `shown` wraps
+        )
+
+
+_MANY = 0.01
+"""Of all weights: single groups that are nearly 0 are no reason to warn."""
 
 
 @shown

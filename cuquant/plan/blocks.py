@@ -134,7 +134,7 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     each, most = (16, 1024) if entry in _BY_16 else (8, _ROW_THREADS)
     if entry in _WITHOUT_PEAK:
         parts = ceil(k / (each * 256))
-        threads = _threads(k, each * parts, most)
+        threads = threads_of(k, each * parts, most)
     else:
         parts, threads = 1, row_threads(rows, k, each, most)
     return Plan(per_format("activations", entry, fmt), (rows, parts, 1), threads, overlaps=True)
@@ -144,10 +144,11 @@ def row_threads(rows: int, k: int, each: int = 8, most: int = _ROW_THREADS) -> i
     """Threads of a block that has a row of k numbers, of so many rows: each takes so many numbers, or up to
     four times as many if a large GPU could not hold so many threads."""
     each *= next((n for n in (1, 2) if rows * k <= n * each * LARGE_GPU * 1024), 4)
-    return _threads(k, each, most)
+    return threads_of(k, each, most)
 
 
-def _threads(k: int, each: int, most: int) -> int:
+def threads_of(k: int, each: int, most: int) -> int:
+    """Threads of a block, whole warps of them, that take so many of k numbers `each`."""
     return min(most, max(128, ceil(k / (each * WARP)) * WARP))
 
 

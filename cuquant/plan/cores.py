@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from ..formats import Format
 from .launch import Kernel, Plan, shared_limit
@@ -67,8 +68,22 @@ def gemm_kernel(
     return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
 
 
-_TABLE_AT = 2048
-"""Bytes before a table with rows of 256 bytes: AT of kernels/core/codebook.cuh."""
+class _Table(NamedTuple):
+    """A codebook's table in shared memory: `Codebook` in kernels/core/codebook.cuh."""
+
+    copies: int
+    """With so many lanes (almost) never wait for another: COPIES, at most."""
+    entries: int
+    """One for each pair of codes, of 2 bits for each two pairs: 2^PAIR_BITS."""
+    size: int
+    """Bytes of a copy of an entry: ENTRY."""
+
+
+_TABLES = {2: _Table(16, 256, 8), 3: _Table(32, 64, 4), 4: _Table(32, 256, 4), 5: _Table(16, 1024, 4)}
+"""By the bits of a code that are looked up."""
+_ROW, _ROWS, _TABLE_AT = 256, 256, 2048
+"""Bytes of a table's rows where an index is a byte of an address (BYTES in codebook.cuh), how many there are,
+and bytes before the first (AT)."""
 
 
 def tables(fmt: Format, sides: int) -> int:
@@ -80,18 +95,17 @@ def table_of(fmt: Format, capability: int, roomy: bool = False, sides: int = 1) 
     """Copies of a codebook's table in shared memory (kernels/core/codebook.cuh), and the bytes of all that a
     product needs; or 0, 0.
 
-    So many copies that lanes (almost) never wait for another, in at most a third of the room. Where there is
-    `roomy` shared memory, instructions are spared by rows of 256 bytes, twice the copies' size, that start at
-    the same place in every kernel.
+    As many as are of use, in at most a third of the room; those of an entry take 16 bytes at least, which is
+    a store. Where there is `roomy` shared memory, instructions are spared by rows of 256 bytes, twice the
+    copies' size, that start at the same place in every kernel; two tables share these.
     """
     if not fmt.lookup:
         return 0, 0
-    sizes = {2: (16, 256, 8), 3: (32, 64, 4), 4: (32, 256, 4), 5: (16, 1024, 4)}
-    (copies, entries, size), count = sizes[looked_up(fmt)], tables(fmt, sides)
+    (copies, entries, size), count = _TABLES[looked_up(fmt)], tables(fmt, sides)
     while copies * size > 16 and copies * entries * size * count > shared_limit(capability) // 3:
         copies //= 2
-    if entries <= 256 and (roomy or (entries == 256 and copies * size * count == 256)):
-        return 256 // size, _TABLE_AT + 256 * 256
+    if entries <= _ROWS and (roomy or (entries == _ROWS and copies * size * count == _ROW)):
+        return _ROW // size, _TABLE_AT + _ROWS * _ROW
     return copies, copies * entries * size * count
 
 

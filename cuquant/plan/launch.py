@@ -82,7 +82,8 @@ class Plan:
     cluster: int = 1
     """Blocks along x that share their shared memory (sm_90)."""
     overlaps: bool = False
-    """Whether the kernel itself waits for what comes before it in the stream, and may start earlier."""
+    """Whether the kernel itself waits for what comes before it in the stream, and may start earlier
+    (kernels/core/ptx.cuh has the rules)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.kernel, self.grid, self.block, self.shared)))

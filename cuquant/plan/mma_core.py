@@ -104,7 +104,7 @@ def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
     """From 9 rows on, where blocks of this core can share long columns, and those of the decode core cannot,
     as there are no clusters: of 4096 x 14336 16 rows take 21 to 28 us in place of 32 to 35, of 1024 x 8192 9
     in place of 13 to 17."""
-    few = n * matrices <= _FEW_ROWS * gpu.multiprocessors
+    few = matrices == 1 and n <= _FEW_ROWS * gpu.multiprocessors
     return gpu.capability >= 80 and m > 8 and k >= _LONG_ROW and few
 
 
@@ -115,17 +115,17 @@ def mma_grouped(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
 
 def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[MmaTile, int]:
     """A tile, and how many blocks share its columns: what is fastest of all that run at once, if there are
-    too few tiles for the multiprocessors."""
+    too few tiles of one matrix for the multiprocessors."""
     usual = _tile(fmt, m, n, matrices, gpu)
-    if usual.blocks(m, n, matrices) > usual.resident * gpu.multiprocessors:
+    if matrices > 1 or usual.blocks(m, n, 1) > usual.resident * gpu.multiprocessors:
         return usual, 1
     known = _STEP_US[_kind(fmt)]
     found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile[:3] in known and tile.stages > 1]
     return min(
         (
-            (_us(fmt, tile, parts, tile.blocks(m, n, matrices), k, gpu), tile != usual, tile, parts)
+            (_us(fmt, tile, parts, tile.blocks(m, n, 1), k, gpu), tile != usual, tile, parts)
             for tile in dict.fromkeys(found)
-            for parts in _parts(tile, tile.blocks(m, n, matrices), k, gpu)
+            for parts in _parts(tile, tile.blocks(m, n, 1), k, gpu)
         ),
         default=(0.0, False, usual, 1),
     )[2:]
@@ -165,12 +165,12 @@ def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile
     shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), sums)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": _ROW_WARPS, "WARPS": tile.warps}
     constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident, "SPLITS": int(parts > 1)}
-    rows, batches = ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch)
+    grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices * parts)
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
-    made = Plan(kernel, (rows * parts, batches, matrices), tile.warps * WARP, shared, overlaps=True)
+    made = Plan(kernel, grid, tile.warps * WARP, shared, overlaps=True)
     if parts == 1:
         return Gemm(made)
-    return Gemm(made, streamed=parts, partials=prod(made.grid) * tile.outputs * 4)
+    return Gemm(made, streamed=parts, partials=prod(grid) * tile.outputs * 4)
 
 
 def batch_of(kernel: Kernel) -> int:
@@ -274,8 +274,8 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
     for tile in dict.fromkeys(tiles):
         yield _of_tile(fmt, m, n, matrices, gpu, tile)
-        if tile[:3] in _STEP_US[_kind(fmt)]:
-            blocks = tile.blocks(m, n, matrices)
+        if matrices == 1 and tile[:3] in _STEP_US[_kind(fmt)]:
+            blocks = tile.blocks(m, n, 1)
             by_time = [(_us(fmt, tile, p, blocks, k, gpu), p) for p in _parts(tile, blocks, k, gpu) if p > 1]
             if by_time:
                 yield _of_tile(fmt, m, n, matrices, gpu, tile, min(by_time)[1])

@@ -14,6 +14,7 @@ from math import ceil, erfc, exp, floor, sqrt
 from typing import NamedTuple
 
 from ..formats import Format
+from .blocks import threads_of
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
 from .decode_core import Hits
 from .decode_grouped import decode_grouped
@@ -198,26 +199,22 @@ def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, gpu: Gpu) -
     return None if both is None or both.us > _APART * 2 * (single.us + results) else both
 
 
-def _threads(k: int, each: int, most: int) -> int:
-    return min(most, max(128, ceil(k / (each * WARP)) * WARP))
-
-
 @lru_cache(maxsize=1024)
 def gather(load: Load, k: int) -> Plan:
     """A block for every entry, and one for the lists of works."""
-    return Plan(Kernel("moe", "gather"), (load.rows + 1, 1, 1), _threads(k, 16, 512), overlaps=True)
+    return Plan(Kernel("moe", "gather"), (load.rows + 1, 1, 1), threads_of(k, 16, 512), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def change_signs(rows: int, k: int) -> Plan:
     """A block for every entry."""
-    return Plan(Kernel("moe", "change_signs"), (rows, 1, 1), _threads(k, 8, 256), overlaps=True)
+    return Plan(Kernel("moe", "change_signs"), (rows, 1, 1), threads_of(k, 8, 256), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def hidden(rows: int, k: int) -> Plan:
     """A block for every row."""
-    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), _threads(k, 32, 512), overlaps=True)
+    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), threads_of(k, 32, 512), overlaps=True)
 
 
 @lru_cache(maxsize=1024)

@@ -101,11 +101,11 @@ struct Copies {
     DEVICE Copies(const Attention& p, const Maps& maps, const Share& share, int number)
         : p(p), maps(maps), share(share), number(number), place(number) {}
 
-    // Maps are asked for ahead; a bucket without room has none.
-    static DEVICE void prefetch_maps(const Attention& p, const Maps& maps) {
+    // Maps are asked for ahead.
+    static DEVICE void prefetch_maps(const Maps& maps) {
 #pragma unroll
         for (int t = 0; t < TIERS; t++) {
-            if (!has_tier(t) || p.tiers[t].room == 0) continue;
+            if (!has_tier(t)) continue;
 #pragma unroll
             for (int m = 0; m < (t == 0 ? 2 : 4); m++) prefetch_map(&maps.maps[maps_before(t)][m]);
         }

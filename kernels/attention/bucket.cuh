@@ -85,7 +85,7 @@ struct Bucket {
                     for (int m = 0; m < PAIRS * 4; m++)
 #pragma unroll
                         for (int h = 0; h < 2; h++)
-                            q.o[n][m][h * 2 + c] -= excess[n][c] * exact_power(shift<BITS>(m % 4 * 2 + h));
+                            q.o[n][m][h * 2 + c] -= excess[n][c] * power_of_two(shift<BITS>(m % 4 * 2 + h));
                 }
     }
 

@@ -25,8 +25,6 @@ DEVICE constexpr int shift(int j) {
 template <int BITS>
 constexpr float UNSCALE = BITS == 16 ? 1.f : 16777216.f;
 
-DEVICE float exact_power(int n) { return __int_as_float((127 + n) << 23); }
-
 // COUNT consecutive units of a token, from shared memory.
 template <int BITS, int COUNT>
 struct Units {

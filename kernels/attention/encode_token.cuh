@@ -61,14 +61,32 @@ DEVICE u16 away_from_zero(float x) {
     return nearest + (magnitude(half_to_float(nearest)) < magnitude(x) && magnitude(x) <= 0x7f800000);
 }
 
+// Eight codes of as many bits, which are as many bytes. Of 2, 4 and 8 bits they lie at a multiple of their size, as rows are
+// whole numbers of eights.
+DEVICE u64 load_codes(const u8* from, int bits) {
+    if (bits == 8) return *reinterpret_cast<const u64*>(from);
+    if (bits == 4) return *reinterpret_cast<const u32*>(from);
+    if (bits == 2) return *reinterpret_cast<const u16*>(from);
+    return from[0] | u32(from[1]) << 8 | u32(from[2]) << 16;
+}
+
+DEVICE void store_codes(u8* to, int bits, u64 codes) {
+    if (bits == 8)
+        *reinterpret_cast<u64*>(to) = codes;
+    else if (bits == 4)
+        *reinterpret_cast<u32*>(to) = u32(codes);
+    else if (bits == 2)
+        *reinterpret_cast<u16*>(to) = u16(codes);
+    else
+        to[0] = u8(codes), to[1] = u8(codes >> 8), to[2] = u8(codes >> 16);
+}
+
 // Codes at `to`, `bits` bytes of each lane, and the scale; float16 numbers for 16 bits.
 DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, u16* scale) {
     const bool own = lane * UNIT < dim;
     if (bits == 16) {
-        u16* const halves = reinterpret_cast<u16*>(to) + lane * UNIT;
-        if (own)
-#pragma unroll
-            for (int e = 0; e < UNIT; e++) halves[e] = float_to_half(x[e]);
+        auto two = [&](int e) { return float_to_half(x[e]) | u32(float_to_half(x[e + 1])) << 16; };
+        if (own) reinterpret_cast<uint4*>(to)[lane] = make_uint4(two(0), two(2), two(4), two(6));
         return;
     }
     const int least = -(1 << (bits - 1));
@@ -84,24 +102,38 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, 
         q = min(max(q, least), -1 - least);
         packed |= u64(u32(bits == 8 ? q : q - least) & ((1u << bits) - 1)) << (bits * e);
     }
-#pragma unroll 1
-    for (int i = 0; i < bits; i++) to[lane * bits + i] = u8(packed >> (8 * i));
+    store_codes(to + lane * bits, bits, packed);
 }
 
-// The numbers of codes, exact products, or float16 numbers; zeros beyond `dim`.
-DEVICE void decode(const u8* from, const u16* scale, int bits, int dim, int lane, float (&x)[UNIT]) {
+// A lane's part of what encode leaves: eight codes and the scale, or eight float16 numbers; zeros beyond `dim`.
+struct Stored {
+    u64 codes;
+    uint4 halves;
+    u16 scale;
+};
+
+DEVICE Stored load_stored(const u8* from, const u16* scale, int bits, int dim, int lane) {
     const bool own = lane * UNIT < dim;
-    from += lane * bits;
-    u64 packed = 0;
-    if (own && bits < 16)
-        for (int i = 0; i < bits; i++) packed |= u64(from[i]) << (8 * i);
-    const float step = bits < 16 ? half_to_float(*scale) : 0;
+    Stored s = {};
+    if (bits == 16) {
+        if (own) s.halves = reinterpret_cast<const uint4*>(from)[lane];
+    } else {
+        s.scale = *scale;
+        if (own) s.codes = load_codes(from + lane * bits, bits);
+    }
+    return s;
+}
+
+// Its numbers: of codes exact products.
+DEVICE void decode(const Stored& s, int bits, int dim, int lane, float (&x)[UNIT]) {
+    const u32 words[4] = {s.halves.x, s.halves.y, s.halves.z, s.halves.w};
+    const float step = lane * UNIT < dim ? half_to_float(s.scale) : 0;
 #pragma unroll
     for (int e = 0; e < UNIT; e++) {
-        const int code = int(packed >> (bits * e)) & ((1 << bits) - 1);
+        const int code = int(s.codes >> (bits * e)) & ((1 << bits) - 1);
         if (bits == 16)
-            x[e] = own ? half_to_float(reinterpret_cast<const u16*>(from)[e]) : 0;
+            x[e] = half_to_float(u16(words[e / 2] >> (e % 2 * 16)));
         else
-            x[e] = own ? float(bits == 8 ? int(s8(code)) : code - (1 << (bits - 1))) * step : 0;
+            x[e] = float(bits == 8 ? int(s8(code)) : code - (1 << (bits - 1))) * step;
     }
 }

@@ -7,7 +7,7 @@
 //   attention   16 warps x 112 registers   57344
 //   merge        4 warps x  64 registers    8192
 //
-// What they wait for comes: none of them starts before all of attention's blocks have (`let_successor_start`).
+// What they wait for comes: none of them starts before all of attention's blocks have (core/ptx.cuh).
 //
 // Of boxes (boxes.cuh) there are four times as many, or many sequences: a block of several warps for each row, or part of
 // it, asks for all of them at a time. There is room for it when attention is done, which it waits for. That has left the
@@ -175,6 +175,6 @@ extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP, MERGES)
     merge(const __grid_constant__ Attention p) {
     let_successor_start();
     merge_part(p);
-    // Who waits for this kernel relies on attention's end, too.
+    // Every grid has a thread that waits (core/ptx.cuh).
     if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_for_predecessor();
 }

@@ -71,7 +71,8 @@ struct Queries {
             });
     }
 
-    // Codes of a width have powers of two that queries take back, or bytes in an order of their own.
+    // Ready for codes of a width (`to`), or as before again: codes have powers of two that queries take back, or are bytes in
+    // an order of their own.
     template <int BITS>
     DEVICE void turn(bool to) {
         if constexpr (INTEGER<BITS>) {
@@ -102,7 +103,7 @@ struct Queries {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const int n = shift<BITS>(m % 4 * 2 + c / 2) - (BITS == 16 ? 0 : 24);
-                const float power = exact_power(to ? n : -n);
+                const float power = power_of_two(to ? n : -n);
 #pragma unroll
                 for (int g = 0; g < GROUPS; g++) o[g][m][c] *= power;
             }
@@ -198,7 +199,8 @@ private:
         const bool as_given = HALVES == 1 && p.q_dtype == FLOAT16 && !p.key_scales && !p.rotate && !writes;
         const u32 peak = as_given ? take_halves(n, lane, raw) : take_floats(p, sequence, head, first, n, writes, lane, raw);
         // A row that is not finite has no integers: all its scores are NaN.
-        const float factor = peak < 0x7f800000 ? __fmul_rn(p.scale, exact_power(-lift_of(peak))) : __int_as_float(0x7fffffff);
+        const float factor =
+            peak < 0x7f800000 ? __fmul_rn(p.scale, power_of_two(-query_lift_of(peak))) : __int_as_float(0x7fffffff);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             scale[n][c] = __shfl_sync(~0u, factor, (lane % 4 * 2 + c) * 4);
@@ -210,7 +212,7 @@ private:
     // The power of two by which a row's largest channel is to be multiplied, from 2^14 to 2^15, or half as much where it, or
     // the float16 number that it is rounded to, in steps of 16, would be more than 127 * 256 + 127: from 32632 on. `peak` is
     // its bits.
-    static DEVICE int lift_of(u32 peak) {
+    static DEVICE int query_lift_of(u32 peak) {
         const int exponent = int(peak >> 23) - 127, over = (peak & 0x7fffff) >= 0x7ef000;
         return exponent == -127 || exponent == 128 ? 0 : min(14 - over - exponent, 126);
     }
@@ -248,9 +250,9 @@ private:
 #pragma unroll
         for (int k = 0; k < OWN / 2; k++) peaks = __vmaxu2(peaks, word(raw, k) & 0x7fff7fff);
         const u32 peak = __float_as_int(half_to_float(u16(largest_of_row(max(peaks & 0xffff, peaks >> 16)))));
-        const int lift = lift_of(peak);
+        const int lift = query_lift_of(peak);
         if constexpr (BYTES_FIRST)
-            take_bytes(n, lane, exact_power(lift), [&](int e) { return number(raw, e, false); });
+            take_bytes(n, lane, power_of_two(lift), [&](int e) { return number(raw, e, false); });
         else
             take_lifted(n, lift, raw);
         return peak;
@@ -309,7 +311,7 @@ private:
 #pragma unroll
         for (int e = 0; e < OWN; e++) peak = max(peak, magnitude(x[e]));
         peak = largest_of_row(peak);
-        const float power = exact_power(lift_of(peak));
+        const float power = power_of_two(query_lift_of(peak));
         if constexpr (BYTES_FIRST)
             take_bytes(n, lane, power, [&](int e) { return x[e]; });
         else

@@ -18,8 +18,8 @@
 #include "staging.cuh"
 #include "turned.cuh"
 
-// CONVERTS: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers, its one row is to be turned, with
-// p.signs for factors, and out is float32.
+// CONVERTS: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers (EXL3), its one row is to be multiplied by
+// suh, which p.signs has, and turned (turned.cuh), and out is float32.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
           int TOGETHER, bool CONVERTS, class P>
 DEVICE void decode(const P& p) {
@@ -202,9 +202,12 @@ DEVICE void decode(const P& p) {
 #pragma unroll
             for (int j = 0; j < 4; j += 2) {
                 const int n = r * 16 + lane / 4 + j * 4, m = group * 8 + lane % 4 * 2;
-                float unscale = codec.unscale(j / 2) * turned;
-                if constexpr (ROW_FACTORS<F>) unscale = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
-                float2 pair = make_float2(acc[r][group][j] * unscale, acc[r][group][j + 1] * unscale);
+                float factor;
+                if constexpr (ROW_FACTORS<F>)
+                    factor = factors[(warp / K_WARPS * ROW_TILES + r) * 8 + lane / 4][j / 2];
+                else
+                    factor = codec.unscale(j / 2) * turned;
+                float2 pair = make_float2(acc[r][group][j] * factor, acc[r][group][j + 1] * factor);
                 *reinterpret_cast<float2*>(mine + place(n, m)) = pair;
             }
     __syncthreads();

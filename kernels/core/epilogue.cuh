@@ -68,7 +68,7 @@ template <bool GATED, int TABLES>
 DEVICE void finish(const Grouped<GATED, TABLES>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
     const float unscale = at.unscale ? at.unscale[x_m] : 1;
     auto result = [&](float sum, bool second) {
-        const float2 factors = safe_factors(unscale, lift_of(p, second));
+        const float2 factors = safe_factors(unscale, side_lift_of(p, second));
         return sum * factors.x * factors.y;
     };
     float one[1] = {result(value, false)};

@@ -101,10 +101,10 @@ DEVICE void store_gated(const P& p, const u16* signs, float (&v)[2][SUMS], int m
         store_leveled(p, signs, results[0], m, end_m, warp_n);
 }
 
-// Brings the factors of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes:
-// `store_group` would wait for them, chunk by chunk, as long as it takes to store a chunk and longer.
+// Brings `unscale` of a tile's batch rows, but for up to seven at its end, to the L1 cache, a lane 32 bytes:
+// `store_group` would wait for it, chunk by chunk, as long as it takes to store a chunk and longer.
 template <int BATCH, class P>
-DEVICE void fetch_factors(const P& p, const Segment& own) {
+DEVICE void fetch_unscale(const P& p, const Segment& own) {
     static_assert(BATCH <= WARP * 8, "all rows at once");
     const int row = own.first_m + threadIdx.x % WARP * 8;
     if (p.unscale && row < own.end_m) touch(p.unscale + row);
@@ -132,7 +132,7 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
     auto unscale_of = [&](int m) { return at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1; };
     float unscale = unscale_of(first_m), next;
     auto scale = [&](float (&sums)[SIDES][EACH], bool second, int from) {
-        const float lift = lift_of(p, second), both = unscale * lift;
+        const float lift = side_lift_of(p, second), both = unscale * lift;
         const float2 factors = safe_factors(unscale, lift);
         // Mostly both at once: neither they nor a sum times them leave the range.
         const bool safe = !__any_sync(~0u, !(both > 0x1p-60f && both < 0x1p60f));

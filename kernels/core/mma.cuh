@@ -8,25 +8,19 @@
 // tile, A of the next row tile is made, and while they do so with all of a warp's row tiles, B of the next 16 columns
 // is loaded. So it goes on from stage to stage: behind the barrier both are there.
 //
-// Where tiles are few, blocks share their columns (SPLITS): each leaves its sums in global memory, and the one that comes
-// last adds up all of them, in the order of their columns, and finishes the tile.
+// Where tiles are few, of one matrix, blocks along z share their columns (SPLITS): each leaves its sums in global memory,
+// and the one that comes last adds up all of them, in the order of their columns, and finishes the tile.
 #pragma once
 #include "epilogue.cuh"
 
-// The steps of 64 columns that a block has, of `parts` that share a tile: whole numbers of 256 columns, as scales have them.
-struct Columns {
-    int first, end;
+// Where a block's columns begin, of those that share `tiles` steps of 64: at whole numbers of 256, as scales have them.
+DEVICE int first_step(int tiles, int part, int parts) { return min((tiles + 3) / 4 * part / parts * 4, tiles); }
 
-    DEVICE Columns(int tiles, int part, int parts) {
-        const int fours = (tiles + 3) / 4;
-        first = fours * part / parts * 4, end = min(fours * (part + 1) / parts * 4, tiles);
-    }
-};
-
-// Sums of a tile that `parts` blocks of THREADS threads share, added up: false of all blocks but the last one to come. Each
-// thread's sums are its own, so all are read as they were written. The counter is zero again when the last block has come.
+// Sums of a tile that blocks of THREADS threads share, added up: false of all blocks but the last one to come. Each thread's
+// sums are its own, so all are read as they were written. The counter is zero again when the last block has come.
 template <int THREADS, int ROW_TILES, int GROUPS>
-DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* counter, int tile, int part, int parts) {
+DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* counter) {
+    const int tile = blockIdx.y * gridDim.x + blockIdx.x, part = blockIdx.z, parts = gridDim.z;
     constexpr int FOURS = ROW_TILES * GROUPS;  // of a thread
     float4* const all = reinterpret_cast<float4*>(partials) + s64(tile) * parts * (FOURS * THREADS) + threadIdx.x;
 #pragma unroll
@@ -70,7 +64,8 @@ DEVICE void mma(const P& p) {
     u8* const shared = dynamic_shared() + C::TABLE_BYTES + (ROW_FACTORS<F> ? ROWS * 2 : 0);
 
     begin(p);
-    const Span span = span_of<BATCH>(p);
+    Span span = span_of<BATCH>(p);
+    if (SPLITS) span.matrix = 0;
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
     const int lane = threadIdx.x % WARP, row_warp = threadIdx.x / WARP % ROW_WARPS;
     const int beside = threadIdx.x / (WARP * ROW_WARPS);
@@ -79,10 +74,9 @@ DEVICE void mma(const P& p) {
     wait_for_operands<P>();
     const Matrix at = matrix_of<F>(p, span.matrix);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
-    const int parts = SPLITS ? p.streamed : 1, part = blockIdx.x % parts, row_block = blockIdx.x / parts;
-    const int first_tile = row_block * TILES, first_m = span.first;
-    const Columns own_columns(tiles, part, parts);
-    const int end = SPLITS ? own_columns.end : tiles, start = SPLITS ? own_columns.first : 0;
+    const int first_tile = blockIdx.x * TILES, first_m = span.first;
+    const int start = SPLITS ? first_step(tiles, blockIdx.z, gridDim.z) : 0;
+    const int end = SPLITS ? first_step(tiles, blockIdx.z + 1, gridDim.z) : tiles;
 
     Weights weights;
     weights.start(at.w, first_tile, row_tiles, tiles, start, threadIdx.x);
@@ -90,23 +84,21 @@ DEVICE void mma(const P& p) {
     constexpr int OWN = BATCH * 8 / THREADS, APART = THREADS / 8;
     static_assert(OWN * THREADS == BATCH * 8, "every thread has as many");
     const int column = threadIdx.x % 8 * 8;
-    const int rows = span.end - first_m - int(threadIdx.x) / 8;  // from the thread's first on
     const u16* x_from[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        const int m = first_m + int(threadIdx.x) / 8 + min(j * APART, rows - 1), first = start * 64 + column;
-        x_from[j] = at.x + m * p.x_row + (first < p.K ? first : 0);
+        // Of batch rows beyond M others are read instead. (If it were the last one, which all blocks read again and again, 16
+        // rows would take longer than 32.)
+        const int m = first_m + int(threadIdx.x) / 8 + j * APART, first = start * 64 + column;
+        x_from[j] = at.x + (m < span.end ? m : m % span.end) * p.x_row + (first < p.K ? first : 0);
     }
-    // Of columns beyond K, and of rows beyond M, nothing is read: there is no branch for it. (If all blocks read the last
-    // row instead, again and again, 16 rows take longer than 32.)
-    auto copy = [&](int tile, int to) {
+    auto copy = [&](int tile, int to) {  // of columns beyond K nothing is read: there is no branch for it
         const bool exists = (!SPLITS || tile < end) && tile * 64 + column < p.K;
-        const int there = exists ? rows : 0;
         const int on = (tile + 1) * 64 + column < p.K ? 64 : 0;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             copy_async(shared_address(shared) + to + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, x_from[j],
-                       j * APART < there);
+                       exists);
             x_from[j] += on;
         }
         weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, end - tile);
@@ -165,10 +157,7 @@ DEVICE void mma(const P& p) {
         }
     }
     copy_wait<0>();
-    if constexpr (SPLITS) {
-        const int tile = (blockIdx.z * gridDim.y + blockIdx.y) * (gridDim.x / parts) + row_block;
-        if (!add_parts<THREADS>(acc, p.partials, p.flags, tile, part, parts)) return;
-    }
+    if (SPLITS && !add_parts<THREADS>(acc, p.partials, p.flags)) return;
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows of a warp at a time
     constexpr int SHARERS = THREADS / BESIDE;

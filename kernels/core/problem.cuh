@@ -34,9 +34,9 @@ struct Problem {
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed, passing; // output tiles that blocks share, and steps of 64 columns that passing sums on takes (wgmma core)
-    float lift;            // the power of two by which the weights were multiplied, taken back; times a tensor's scale
+    float lift;            // what sums are multiplied by: 2^-lift (see `Weight` in problem.py) times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
-    const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core)
+    const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by; of EXL3 suh (decode core)
     const u32* rows;       // W's row plane, if its format has one; of EXL3 svh, float16
 };
 
@@ -76,7 +76,8 @@ struct Routing {
 // works there are, only the GPU knows; those beyond have no rows. Results lie in rows of N.
 //
 // Plain, act(x W^T), times what `residual` has in the same place, float32. Gated, act(x W^T) * (x V^T) at once, where V
-// has the format and the shape of W, and of two TABLES a codebook of its own; float32, or (wgmma core) float16 in levels.
+// has the format and the shape of W, and of two TABLES a codebook of its own; float32, or (wgmma core) float16 over powers
+// of two, levels (levels.cuh).
 //
 // Without a list of works, for at most a warp's lanes of ids (entries), blocks find their work themselves: rows of out
 // are those of the entries, rows of x every `share` entries'.
@@ -88,7 +89,7 @@ struct Grouped : Problem {
     s64 apart;          // bytes from W to V
     Routing routing;
     int batch, share;  // rows of a work, at most; entries of a row of x
-    int early;         // whether the works are there before the kernel before this one is done
+    int early;         // whether the works, or ids, are there before the kernel before this one is done (`begin`)
     int box_steps;     // steps of 64 columns that a copy of x brings: one, or a stage's (wgmma core)
     u8* levels;        // of results of 16 bits (core/levels.cuh)
     const u16* out_signs;    // or null: of their columns, as `signs` has those of x
@@ -106,9 +107,9 @@ DEVICE const u16* values_of_v(const P& p) {
         return p.values;
 }
 
-// What W's results, or V's, are multiplied by.
+// What sums with W, or those with V, are multiplied by.
 template <class P>
-DEVICE float lift_of(const P& p, bool second) {
+DEVICE float side_lift_of(const P& p, bool second) {
     if constexpr (P::GATED)
         return second ? p.lift_of_v : p.lift;
     else
@@ -185,8 +186,8 @@ DEVICE Span span_of(const P& p, int* entries = nullptr) {
     }
 }
 
-// A kernel's beginning. Of a grouped product it must know the works; its own successor may rely on that: when that
-// starts, whatever came before this kernel is done.
+// A kernel's beginning, before it asks for W (the rules are in ptx.cuh). A grouped product must know the works first; its
+// successor starts only when it has waited, so that this knows them, too.
 template <class P>
 DEVICE void begin(const P& p) {
     if constexpr (!P::GROUPED)
@@ -211,7 +212,7 @@ struct Matrix {
     int axis[BATCH_AXES];     // index along each axis that x has, else 0
 };
 
-// Indices along the leading axes of the matrix of this number.
+// Indices along the leading axes of the matrix of this number. (By way of these matrix_of would take 60 instructions more.)
 DEVICE void indices_of(const Problem& p, u32 matrix, u32 (&index)[BATCH_AXES]) {
 #pragma unroll
     for (int axis = BATCH_AXES - 1; axis >= 0; axis--) {

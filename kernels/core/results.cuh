@@ -53,7 +53,7 @@ struct LeftSums {
     }
 };
 
-// Sums of WARP batch rows (or of all, if they are fewer), from the `first` of a thread on, times the rows' factors, of
+// Sums of WARP batch rows (or of all, if they are fewer), from the `first` of a thread on, times a number for each row, of
 // which lanes have one each, from lane `from` on.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor, int from = 0) {
@@ -68,8 +68,8 @@ DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor, 
         }
 }
 
-// Sums times the factors of their batch rows, of which `last_m` is the last; a lane loads one of every 32. Of two
-// factors with the same product (epilogue.cuh) the first or the `second`.
+// Sums times `unscale` of their batch rows and p.lift: times the first or the `second` of two factors with that product
+// (`safe_factors`). `last_m` is the last batch row; a lane loads what one of every 32 has.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int last_m,
                        bool second) {
@@ -106,7 +106,7 @@ DEVICE void stage_boxes(const float (&acc)[ROW_BLOCKS][SUMS], int first, u32 own
 }
 
 // Sums x' V turned along the rows of W, 128 of one warpgroup or of two, and times svh, which is W's row plane. The tensor
-// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (p.lift brings it there)
+// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (times p.lift it fits),
 // in boxes at `shared`. Row 16 u + r of the matrix has in column 16 s + c the sign of the bits that u and s, and r and c,
 // have in common.
 template <int GROUPS, bool BOXES, int ROW_BLOCKS, int SUMS>
@@ -116,7 +116,8 @@ DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int firs
     static_assert(GROUPS * ROW_BLOCKS * 64 % HADAMARD == 0, "whole turns");
     const int warp = threadIdx.x % WARPGROUP / WARP, lane = threadIdx.x % WARP, r = lane / 4, c = lane % 4 * 2;
     const u32 boxes = shared_address(shared) + group * ROW_BLOCKS * BOX;
-    const float lift = p.lift, up = TURNED / (lift * lift);  // of which what follows takes one back
+    // Sums are multiplied by p.lift here, before they are float16, and again by what follows, as all results are.
+    const float lift = p.lift, up = TURNED / (lift * lift);
     float factors[ROW_BLOCKS][2];
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++)

@@ -1,4 +1,4 @@
-// Rows times factors, turned, to float16 rows over powers of two: a block has a row.
+// Rows times numbers for their columns (EXL3's suh), turned, to float16 rows over powers of two: a block has a row.
 #pragma once
 #include "turned.cuh"
 
@@ -13,15 +13,15 @@ DEVICE void fetch_pieces(const u16* from, int pieces, int first, uint4 (&to)[KEP
     }
 }
 
-// Those of a row that `numbers` gives, times factors, turned.
+// Those of a row that `numbers` gives, times those of `suh`, turned.
 template <class Numbers>
-DEVICE void turned_pieces(int pieces, int first, const uint4 (&factors)[KEPT], Numbers numbers, float (&to)[KEPT][8]) {
+DEVICE void turned_pieces(int pieces, int first, const uint4 (&suh)[KEPT], Numbers numbers, float (&to)[KEPT][8]) {
 #pragma unroll
     for (int p = 0; p < KEPT; p++) {
         const int i = first + p * blockDim.x + threadIdx.x;
         if (i - threadIdx.x % WARP >= pieces) continue;  // 16 lanes have a turn to themselves, but shuffles are warps'
         float factor[8];
-        to_floats(factors[p], factor);
+        to_floats(suh[p], factor);
         numbers(min(i, pieces - 1), to[p]);
 #pragma unroll
         for (int j = 0; j < 8; j++) to[p][j] *= factor[j] * TURNED;

@@ -15,7 +15,8 @@
 // on a multiprocessor (RESIDENT): one's start and end are in the other's shadow.
 // A warpgroup stores its own rows of the result, so that the others may go on meanwhile; those of a split, and few sums of K
 // groups, are stored by all together.
-// Sums of EXL3's numbers are turned before, where a block has all of K and rows for whole turns.
+// Sums with EXL3's numbers are turned before that, which takes 128 rows of W (turned.cuh), where a block has all of K and
+// whole 128s of rows.
 //
 // Blocks of a cluster either split K (SPLIT): they share their rows, and their sums meet in shared memory, in a fixed
 // order. Or they share x (PAIR): one has the rows of W below the other's, and each copies half of x to both. Without
@@ -35,7 +36,7 @@
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, bool BESIDE,
           int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
 DEVICE void wgmma(const P& p) {
-    using B = WgmmaBlock<F, BATCH, ROW_BLOCKS, GROUPS, K_GROUPS, K_TILES, SPLIT, BESIDE, PAIR, STREAM, STAGES, RESIDENT, P>;
+    using B = WgmmaBlock<F, BATCH, ROW_BLOCKS, GROUPS, K_GROUPS, K_TILES, SPLIT, PAIR, STREAM, STAGES, RESIDENT, P>;
     using Weights = typename B::Weights;
     using Left = typename B::Left;
     constexpr int CONSUMERS = B::CONSUMERS, CLUSTER = B::CLUSTER, SIDES = B::SIDES, SIDE_TILES = B::SIDE_TILES;
@@ -88,7 +89,7 @@ DEVICE void wgmma(const P& p) {
     typename B::Tiles schedule(p, blockIdx.x / CLUSTER, gridDim.x / CLUSTER);
     auto segment_of = [&](int i) {
         auto segment = schedule[i];
-        if constexpr (SPLIT > 1) {  // in whole turns, of which one may have one more than another
+        if constexpr (SPLIT > 1) {  // in whole turns of the loop, of which one may have one more than another
             const int turns = tiles / WIDTH;
             segment.begin = turns * rank / SPLIT * WIDTH, segment.end = turns * (rank + 1) / SPLIT * WIDTH;
         }
@@ -137,7 +138,7 @@ DEVICE void wgmma(const P& p) {
         for (int i = 0; i < schedule.shares.segments; i++) {
             if constexpr (TOLD) barrier_wait(shared_address(barriers + stage), parity);  // it has been told
             const auto segment = own_segment(i);
-            if constexpr (P::GROUPED) fetch_factors<BATCH>(p, segment);
+            if constexpr (P::GROUPED) fetch_unscale<BATCH>(p, segment);
             float acc[ROW_BLOCKS][BATCH / 2];
 #pragma unroll
             for (int b = 0; b < ROW_BLOCKS; b++)

@@ -3,13 +3,13 @@
 #include "grouped.cuh"
 
 #if __CUDA_ARCH__ == 900
-template <class F_, int BATCH_, int ROW_BLOCKS_, int GROUPS_, int K_GROUPS_, int K_TILES_, int SPLIT_, bool BESIDE_,
-          int PAIR_, bool STREAM_, int STAGES_, int RESIDENT_, class P>
+template <class F_, int BATCH_, int ROW_BLOCKS_, int GROUPS_, int K_GROUPS_, int K_TILES_, int SPLIT_, int PAIR_,
+          bool STREAM_, int STAGES_, int RESIDENT_, class P>
 struct WgmmaBlock {
     using F = F_;
     static constexpr int BATCH = BATCH_, ROW_BLOCKS = ROW_BLOCKS_, GROUPS = GROUPS_, K_GROUPS = K_GROUPS_;
     static constexpr int K_TILES = K_TILES_, SPLIT = SPLIT_, PAIR = PAIR_, STAGES = STAGES_, RESIDENT = RESIDENT_;
-    static constexpr bool BESIDE = BESIDE_, STREAM = STREAM_;
+    static constexpr bool STREAM = STREAM_;
     static_assert(SPLIT == 1 || (PAIR == 1 && !STREAM), "a cluster shares either rows or x");
     static_assert(!P::GROUPED || SPLIT == 1, "only the GPU knows how many tiles there are");
     static_assert(ROW_BLOCKS <= 2, "of two that are gated, one of W and one of V");
@@ -33,7 +33,9 @@ struct WgmmaBlock {
     static_assert(AHEAD < STAGES, "they do not reach the ring's end");
     static_assert(STAGES <= WARP, "a thread initializes each one's barriers");
 
-    // Sums that are left to another block: those of one warpgroup, of a place for a block's.
+    // Sums that a block leaves to another in global memory (STREAM), [slot of the schedule][block of the cluster][warpgroup]:
+    // each warpgroup has a place, with a flag and SUMS float32 numbers of each of its threads. `Left` brings all of a block's
+    // to stages of the ring.
     using Left = LeftSums<GROUPS, SUMS, STAGE>;
     static DEVICE int own_place(int rank, int slot, int group) { return (slot * CLUSTER + rank) * GROUPS + group; }
     static DEVICE float4* sums_at(const P& p, int place) {

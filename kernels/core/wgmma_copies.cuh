@@ -3,6 +3,9 @@
 #include "wgmma_block.cuh"
 
 #if __CUDA_ARCH__ == 900
+// B: the block (WgmmaBlock). `segment_of(i)`: segment i of the `schedule`, of this block of the cluster, whose number is
+// `rank`; where the others cannot work it out themselves (TOLD), they find it in `told`. `row_tiles` and `tiles`: of 16 rows
+// of W, and of 64 columns.
 template <class B, class P, class SegmentOf>
 DEVICE void wgmma_copies(const P& p, typename B::Tiles& schedule, const SegmentOf& segment_of, Told<B::STAGES>& told,
                          const WgmmaRing& ring, int rank, int row_tiles, int tiles) {

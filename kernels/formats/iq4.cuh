@@ -1,6 +1,7 @@
 // IQ4: nibbles that are looked up in 16 levels. Of each 32 weights byte j holds codes j and j + 16.
 #pragma once
 #include "fields.cuh"
+#include "pairs.cuh"
 
 // The pairs of a lane's codes of block b of row g + 8 j, as core/codebook.cuh has them: byte m of a word is pair m.
 struct NibblePairs {
@@ -9,26 +10,13 @@ struct NibblePairs {
     // `codes`: 16 bytes of nibbles.
     static DEVICE u32 gather(const u8* codes, int i) {
         const u32 first = Nibbles::gather(codes, 0, i), last = Nibbles::gather(codes, 16, i);
-        return spread(__byte_perm(first, last, 0x5410)) | spread(__byte_perm(first, last, 0x7632)) << 1;
+        return spread_bits(__byte_perm(first, last, 0x5410)) | spread_bits(__byte_perm(first, last, 0x7632)) << 1;
     }
 
     static DEVICE void scatter(u8* codes, int i, u32 pairs) {
-        const u32 even = joined(pairs), odd = joined(pairs >> 1);
+        const u32 even = gather_bits(pairs), odd = gather_bits(pairs >> 1);
         Nibbles::scatter(codes, 0, i, __byte_perm(even, odd, 0x5410));
         Nibbles::scatter(codes, 16, i, __byte_perm(even, odd, 0x7632));
-    }
-
-private:
-    // Bits of nibbles in bytes to every other bit, and back.
-    static DEVICE u32 spread(u32 x) {
-        x = (x | x << 2) & 0x33333333;
-        return (x | x << 1) & 0x55555555;
-    }
-
-    static DEVICE u32 joined(u32 x) {
-        x &= 0x55555555;
-        x = (x | x >> 1) & 0x33333333;
-        return (x | x >> 2) & 0x0f0f0f0f;
     }
 };
 

@@ -1,4 +1,5 @@
-// By how much the scales of a row are multiplied, in formats with ROW_FACTORS (the picture is in core/tile.cuh), and how.
+// How the scales of a row are lifted, in formats with ROW_FACTORS: multiplied by a power of two, 2^L, that follows from the
+// greatest of them, so that weights are normal float16 numbers (the picture is in core/tile.cuh).
 #pragma once
 #include "../core/types.cuh"
 
@@ -9,7 +10,7 @@ constexpr bool MINIMUMS = F::HAS_MIN && F::SCALING != HALF_AND_ZERO;
 // The magnitude of a float16 number, 0 if it is not finite.
 DEVICE float finite_half(u32 bits) { return (bits & 0x7c00) < 0x7c00 ? half_to_float(u16(bits & 0x7fff)) : 0; }
 
-// What decides it, of a word of scales, as the bits of a float: the greatest finite one. A minimum counts as 2^-18 times as
+// What decides L, of a word of scales, as the bits of a float: the greatest finite one. A minimum counts as 2^-18 times as
 // much, so that 2^-19 times as much is finite.
 template <class F>
 DEVICE u32 peak_to_lift(u32 word) {
@@ -34,7 +35,7 @@ DEVICE u32 group_peak_to_lift(u32 bits, int row8, bool minimum) {
 }
 
 // The L of a row with this peak; 40 if it is 0.
-DEVICE int lift_of(u32 peak) { return min(15 + 127 - int(peak >> 23), 40); }
+DEVICE int row_lift_of(u32 peak) { return min(15 + 127 - int(peak >> 23), 40); }
 
 // The C of row g, or g + 8.
 template <class F>

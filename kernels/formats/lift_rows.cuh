@@ -9,7 +9,7 @@
 template <class F>
 DEVICE void store_factors(u32* factors, const u32* peaks) {
     const int g = threadIdx.x;
-    if (g < 8) factors[g] = factor_of<F>(lift_of(peaks[g]), 0) | factor_of<F>(lift_of(peaks[g + 8]), 1) << 16;
+    if (g < 8) factors[g] = factor_of<F>(row_lift_of(peaks[g]), 0) | factor_of<F>(row_lift_of(peaks[g + 8]), 1) << 16;
 }
 
 // Whether a block with these bits has weights that would lack bits: float16's steps of 2^-24 are then 1/128 or more of
@@ -36,7 +36,7 @@ struct Lift {
         auto row8 = [](int w) { return w / (F::HAS_MIN ? 2 : 1) % 2; };
         int L[OWN];
 #pragma unroll
-        for (int w = 0; w < OWN; w++) L[w] = lift_of(peaks[(threadIdx.x * OWN + w) % WORDS / (WORDS / 8) + row8(w) * 8]);
+        for (int w = 0; w < OWN; w++) L[w] = row_lift_of(peaks[(threadIdx.x * OWN + w) % WORDS / (WORDS / 8) + row8(w) * 8]);
         bool lossy = false, lacking = false;
         for (int piece = threadIdx.x; piece < tiles_k * WORDS / OWN; piece += THREADS) {
             uint4 v = given[piece];
@@ -67,7 +67,7 @@ struct Lift<F, THREADS, true, false> {
     static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
         u32* const words = reinterpret_cast<u32*>(group);
-        const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
+        const int g = threadIdx.x % 8, L[2] = {row_lift_of(peaks[g]), row_lift_of(peaks[g + 8])};
         bool lossy = false, lacking = false;
         for (int at = threadIdx.x; at < records * 8; at += THREADS) {
             const u32 own = words[at * OWN], zeros = F::HAS_MIN ? words[at * OWN + 1] : 0;
@@ -103,7 +103,7 @@ struct Lift<F, THREADS, true, true> {
     static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
         u32* const words = reinterpret_cast<u32*>(group);
-        const int g = threadIdx.x % 8, L[2] = {lift_of(peaks[g]), lift_of(peaks[g + 8])};
+        const int g = threadIdx.x % 8, L[2] = {row_lift_of(peaks[g]), row_lift_of(peaks[g + 8])};
         bool lacking = min(L[0], L[1]) < 0;
         for (int at = threadIdx.x; at < records * 8; at += THREADS) {
             u32 made[2] = {};

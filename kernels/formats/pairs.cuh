@@ -2,6 +2,19 @@
 #pragma once
 #include "share.cuh"
 
+// Codes of up to 4 bits, a byte each, to every second bit of their bytes, and back: a pair's first codes, and `<< 1` its
+// second ones.
+DEVICE u32 spread_bits(u32 codes) {
+    codes = (codes | codes << 2) & 0x33333333;
+    return (codes | codes << 1) & 0x55555555;
+}
+
+DEVICE u32 gather_bits(u32 codes) {
+    codes &= 0x55555555;
+    codes = (codes | codes >> 1) & 0x33333333;
+    return (codes | codes >> 2) & 0x0f0f0f0f;
+}
+
 template <class F>
 struct Pairs {
     // Byte m of `pairs` to pair 8 b + 4 j + m; of 5 bits without the fifth ones, which are byte m of `fifths`.

@@ -1,4 +1,7 @@
 // Activations as float16 rows, and as q8_1 blocks.
+//
+// Kernels that stand in for each other, of float16 and of other rows, have the same parameters, which cuquant/activations.py
+// packs alike: those of float16 rows are told a dtype, and a place for `unscale`, though they may have no use for them.
 #include "../core/rounded.cuh"
 #include "../formats/encode.cuh"
 #include "../formats/q8_1.cuh"
@@ -21,7 +24,7 @@ struct RowSigns {
 };
 
 // Float16 rows of any length to rows of the next multiple of 8, ended by zeros, with signs. A thread has a piece of 8.
-// Without `unscale` rows may become themselves. (Kernels that have no use for a type, or factors, are told them, too.)
+// Without `unscale` rows may become themselves.
 extern "C" __global__ void __launch_bounds__(256)
 prepare_halves(const void* x, int, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
                const u16* signs, int each) {
@@ -37,10 +40,10 @@ prepare_halves(const void* x, int, s64 row_stride, s64 column_stride, int K, uin
 }
 
 // Blocks of a multiprocessor that keep pieces of rows: code for sm_100 and later takes more registers.
-constexpr int ROW_BLOCKS = __CUDA_ARCH__ >= 1000 ? 1 : 2;
+constexpr int RESIDENT = __CUDA_ARCH__ >= 1000 ? 1 : 2;
 
 // The same of bfloat16 and float32 rows, divided by powers of two.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, ROW_BLOCKS)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, RESIDENT)
 prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
              const u16* signs, int each) {
     let_successor_start();
@@ -118,7 +121,7 @@ DEVICE u32* block_at(u8* blocks, s64 number) {
 // two is needed, since codes times a float16 scale are exact where they are subnormal. Blocks y share a row. A product
 // that the rounded scale carries just beyond float16's range becomes the last number in it; infinity and NaN stay.
 extern "C" __global__ void __launch_bounds__(256)
-quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
+quantize_half(const void* x, int, s64 row_stride, s64 column_stride, int K, u8* blocks, u16* out,
               float* unscale) {
     __shared__ __align__(16) u32 staged[256 / 2 * Format::BLOCK_BYTES / 4];
     let_successor_start();
@@ -128,7 +131,7 @@ quantize_half(const void* x, int dtype, s64 row_stride, s64 column_stride, int K
     const int half = threadIdx.x % 2, mine = min(int(threadIdx.x) / 2, count - 1);
     const int column = (first + mine) * 32 + half * 8;
     float values[MINE];
-    load_elements(x, row * row_stride + column * column_stride, row_stride, column_stride, dtype, values);
+    load_elements(x, row * row_stride + column * column_stride, row_stride, column_stride, FLOAT16, values);
     u32 words[4];
     const float d = store_blocks(values, half, mine, count, staged, block_at(blocks, row * (K / 32) + first), words);
     const float most = is_finite(d) ? 65504.f : __int_as_float(0x7f800000);

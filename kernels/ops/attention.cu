@@ -20,8 +20,8 @@ static_assert(WARPS * WARP * COMPUTING_REGISTERS + 4 * WARP * COPYING_REGISTERS 
 static_assert(BLOCK_HEADS == BOX_HEADS, "a ring's warps have different heads");
 
 // By one thread, before any waits for copies.
-DEVICE void begin(const Attention& p, const Maps& maps) {
-    Copies::prefetch_maps(p, maps);
+DEVICE void begin(const Attention&, const Maps& maps) {
+    Copies::prefetch_maps(maps);
     Place::init();
 }
 
@@ -208,8 +208,8 @@ DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps
 }
 #endif
 
-// `merge` is let start when the kernel before is done, since it does not wait for that, and when all lengths have been read:
-// it reads them, too.
+// `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when all
+// lengths have been read: it reads them, too.
 //
 // Grid: blocks that share the tokens, groups of ROWS rows, groups of key heads. Warp w has key head w % BLOCK_HEADS of
 // its group, and the steps of stream w / BLOCK_HEADS.

@@ -11,8 +11,8 @@
 // entries' places get them from `change_signs`; a product that finds its rows itself gives them theirs
 // (core/decode.cuh).
 //
-// Products let their successor start only when `gather` is done, so that those after them may read the works and fetch
-// weights while what they multiply is still being made (`early` in core/problem.cuh).
+// Products after the first read the works and fetch weights while what they multiply is still being made (`early` in
+// core/problem.cuh; why they may says core/ptx.cuh).
 #include "../core/levels.cuh"
 #include "../core/problem.cuh"
 #include "../formats/rows.cuh"
@@ -333,7 +333,7 @@ combine(const float* results, int columns, const int* places, const void* ids, i
     __shared__ int chosen[MOST_SLOTS], sorted[MOST_SLOTS];
     __shared__ float weights[MOST_SLOTS];
     let_successor_start();
-    // Routing was there before the product that this kernel waits for.
+    // Routing was there before the product that this kernel waits for (core/ptx.cuh).
     const s64 token = blockIdx.x, first_entry = token * top_k;
     const int own = threadIdx.x;
     if (own < top_k) chosen[own] = Routing{ids, wide, tokens, top_k, experts}.fresh(int(first_entry) + own);

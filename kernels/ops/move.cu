@@ -39,7 +39,7 @@ DEVICE void move_token(const Moving& p, const Move& move) {
             if (lane == 0 && bits < 16) *to_scale = *scale;
         } else {
             float x[UNIT];
-            decode(codes, scale, bits, p.dim, lane, x);
+            decode(load_stored(codes, scale, bits, p.dim, lane), bits, p.dim, lane, x);
             encode(x, to_bits, p.dim, lane, to_codes, to_scale);
         }
     }

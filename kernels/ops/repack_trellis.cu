@@ -12,8 +12,7 @@ constexpr int THREADS = 256, WARPS = THREADS / WARP, RUN = 4;
 
 // s * 2^e, in two steps: either factor is a normal number for |e| up to 252.
 DEVICE float scaled(float s, int e) {
-    auto power = [](int x) { return __int_as_float(u32(x + 127) << 23); };
-    return ieee_mul(ieee_mul(s, power(e / 2)), power(e - e / 2));
+    return ieee_mul(ieee_mul(s, power_of_two(e / 2)), power_of_two(e - e / 2));
 }
 
 // Of all matrices: found[0] and [1] become the bits of the greatest scale's magnitude and of the least one's that is not
@@ -107,18 +106,6 @@ DEVICE void load_two(const u8* row, u32 (&words)[2][2]) {
         words[0][0] = v[0], words[0][1] = __funnelshift_r(v[0], v[1], 24);
         words[1][0] = __funnelshift_r(v[1], v[2], 16), words[1][1] = v[2] >> 8;
     }
-}
-
-// Bits of indices, a byte each, to every second place, and back.
-DEVICE u32 spread_bits(u32 bytes) {
-    bytes = (bytes | bytes << 2) & 0x33333333;
-    return (bytes | bytes << 1) & 0x55555555;
-}
-
-DEVICE u32 gather_bits(u32 bytes) {
-    bytes &= 0x55555555;
-    bytes = (bytes | bytes >> 1) & 0x33333333;
-    return (bytes | bytes >> 2) & 0x0f0f0f0f;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
