@@ -84,11 +84,13 @@ DEVICE void mma(const P& p) {
     constexpr int OWN = BATCH * 8 / THREADS, APART = THREADS / 8;
     static_assert(OWN * THREADS == BATCH * 8, "every thread has as many");
     const int column = threadIdx.x % 8 * 8;
+    // Of batch rows beyond M nothing is read, or others are, where there is no register to know them by. (If it were the last
+    // one, which all blocks would read again and again, 16 rows would take longer than 32.)
+    constexpr bool SKIPS = ROW_TILES * GROUPS <= 8;
+    const int rows = SKIPS ? span.end - first_m - int(threadIdx.x) / 8 : BATCH;  // from the thread's first on
     const u16* x_from[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
-        // Of batch rows beyond M others are read instead. (If it were the last one, which all blocks read again and again, 16
-        // rows would take longer than 32.)
         const int m = first_m + int(threadIdx.x) / 8 + j * APART, first = start * 64 + column;
         x_from[j] = at.x + (m < span.end ? m : m % span.end) * p.x_row + (first < p.K ? first : 0);
     }
@@ -98,7 +100,7 @@ DEVICE void mma(const P& p) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             copy_async(shared_address(shared) + to + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, x_from[j],
-                       exists);
+                       exists && j * APART < rows);
             x_from[j] += on;
         }
         weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, end - tile);
