@@ -263,12 +263,12 @@ DEVICE u32 warp_max(u32 value) {
 //   - Before a thread has waited it stores nothing in global memory, and reads only what no kernel before may still write:
 //     weights and what belongs to them, for which the host has waited when they were made (cuquant/fragments.py).
 //   - Every grid has a thread that waits, even if there is nothing to do. So a kernel is never done before the one before
-//     it, and who has waited for one has waited for all.
-//   - Most kernels let their successor start at once. Grouped products (`begin` in problem.cuh) and attention do when
-//     they have waited. So what starts behind one of these, or behind others that have started so, finds all kernels before
-//     it done, and need not wait for what they have left: a mixture's ids and works, lengths of a cache. It reads that
-//     from the L2 cache (`__ldcg`), since an L1 cache may have what was there before. `merge`, behind attention, may store
-//     before it waits, too (attention/merge.cuh).
+//     it, and who has waited for one has waited for all. (A launch that does not overlap need not: it starts late enough.)
+//   - Most kernels let their successor start at once. Grouped products (`begin` in problem.cuh) and attention do when they
+//     have waited. What starts behind one of these, or behind others that have started so, finds all kernels before that
+//     one done, and need not wait for what they have left: a mixture's ids and works, lengths of a cache. It reads that from
+//     the L2 cache (`__ldcg`), since an L1 cache may have what was there before. `merge`, behind attention, may store before
+//     it waits, too (attention/merge.cuh).
 DEVICE void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
