@@ -84,7 +84,11 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 
 
 def _warn_of_lost(x: Any, blocks: Any, fmt: Format) -> None:
-    """Where weights became 0 with their scales."""
+    """Where weights became 0 with their scales. Of large ones some rows are looked at: all would take a GPU
+    as long as quantizing them."""
+    if x.ndim > 1:
+        every = max(1, x.size // _LOOKED_AT)
+        x, blocks = x[..., ::every, :], blocks[..., ::every, :]
     zero = fmt.zero_scales(blocks) if blocks.size else None
     if zero is None or not zero.any():
         return
@@ -93,13 +97,13 @@ def _warn_of_lost(x: Any, blocks: Any, fmt: Format) -> None:
     share = float(lost.mean())
     if share > _MANY:
         warnings.warn(
-            f"{share:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: {fmt.beyond}",
+            f"about {share:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: {fmt.beyond}",
             stacklevel=4,  # of who called `quantize`, which `shown` wraps
         )
 
 
-_MANY = 0.01
-"""Of all weights: single groups that are nearly 0 are no reason to warn."""
+_MANY, _LOOKED_AT = 0.01, 1 << 20
+"""Of all weights, as single groups that are nearly 0 are no reason to warn; weights that are looked at."""
 
 
 @shown
