@@ -42,7 +42,7 @@ CHOSEN = {
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
         " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
     ),
-    "test_gpu_cores.py": (9, "tile_of_the_mma and q4_0"),
+    "test_gpu_cores.py": (10, "(tile_of_the_mma and q4_0) or share_columns"),
     "test_gpu_x_format.py": (14, "not every_scale and not every_codec"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (

@@ -180,6 +180,39 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     np.testing.assert_array_equal(gate.dequantize(), numbers[:, ::2])
 
 
+@pytest.mark.parametrize("kind", ["modelopt", "compressed", "mxfp4", "gpt-oss"])
+def test_one_of_several_files(tmp_path: Path, kind: str) -> None:
+    """Alone, if it has all of its weights; others' names that end alike do not matter."""
+    packed, scales, numbers = nvfp4((8, 64))
+    codes, exponents, others = mxfp4((3, 8, 64))
+    tensors, expected = {
+        "modelopt": (
+            {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": np.array(1, F)},
+            numbers,
+        ),
+        "compressed": (
+            {"a.weight_packed": packed, "a.weight_scale": scales, "a.weight_global_scale": np.ones(1, F)},
+            numbers,
+        ),
+        "mxfp4": ({"a.weight_packed": codes[0], "a.weight_scale": exponents[0].view(np.uint8)}, others[0]),
+        "gpt-oss": ({"a_blocks": codes.reshape(3, 8, 2, 16), "a_scales": exponents.view(np.uint8)}, others),
+    }[kind]
+    more = {"n_blocks": np.ones(3, F), "more_scales": np.ones(3, F), "b.scales": np.zeros(4, np.uint8)}
+    path = save(tmp_path / "m-00001-of-00002.safetensors", tensors | more)
+    (made,) = cq.read_safetensors(path).values()
+    np.testing.assert_array_equal(made.dequantize(), expected)
+
+
+def test_inputs_that_are_scaled_before(tmp_path: Path) -> None:
+    packed, scales, _ = nvfp4((8, 64))
+    tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": np.array(1, F)}
+    path = save(tmp_path / "m.safetensors", tensors | {"a.pre_quant_scale": np.ones(64, F)})
+    assert list(cq.read_safetensors(path)) == ["a.weight"]
+    save(path, tensors | {"a.pre_quant_scale": np.full(64, F(0.5))})
+    with pytest.raises(ValueError, match=r"a\.weight_scale_2: there is a pre_quant_scale, by which inputs"):
+        cq.read_safetensors(path)
+
+
 def test_weights_that_lack_a_tensor(tmp_path: Path) -> None:
     packed, scales, _ = nvfp4((8, 64))
     tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": np.array(1, F)}
@@ -188,7 +221,7 @@ def test_weights_that_lack_a_tensor(tmp_path: Path) -> None:
         cq.read_safetensors(save(tmp_path / "m.safetensors", without))
     del tensors["a.weight_scale_2"]
     part = save(tmp_path / "m-00001-of-00002.safetensors", tensors)
-    with pytest.raises(ValueError, match=r"a\.weight_scale has no weight_scale_2 beside it; another file"):
+    with pytest.raises(ValueError, match=r"a\.weight_scale has no weight_scale_2 or weight_packed beside"):
         cq.read_safetensors(part)
     both = tensors | {"a.weight_packed": packed, "a.weight_scale_2": np.array(1, F)}
     with pytest.raises(ValueError, match="there is a weight_packed and a weight_scale_2 of this weight"):

@@ -38,6 +38,18 @@ def test_tiles_are_those_that_were_fastest() -> None:
     assert np.mean(slower[False]) < 1.05
 
 
+def test_tuning_tries_the_likeliest_first() -> None:
+    """Whatever is cut off behind them."""
+    for (name, m, n, k), times in measured("mma-tiles.txt"):
+        if m > plan.DECODE_BATCH:
+            fmt, gpu = cq.formats.get(name).for_kernels, plan.Gpu(80)
+            tried = [tile_of(each) for each in mma_core.variants(fmt, m, n, k, 1, gpu)][: plan.tuning.MOST]
+            fastest = min(times, key=lambda tile: times[tile])
+            close = {tile for tile, us in times.items() if us < 1.13 * times[fastest]}
+            assert close & {*tried}, (name, m, n, k)
+            assert len(set(tried)) == len(tried)
+
+
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 100, 120])
 @pytest.mark.parametrize("multiprocessors", [20, 46, 108, 132, 188])
 def test_blocks_that_share_columns_run_at_once(capability: int, multiprocessors: int) -> None:

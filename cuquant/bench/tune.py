@@ -95,10 +95,12 @@ def tune(record: Record, keys: Iterable[dict[str, Any]]) -> Iterator[TunedCell]:
 
 
 def _is_lost(record: Record, key: dict[str, Any]) -> bool:
-    """Whether a launch that the record tells of is not among those that are kept: their file was removed."""
+    """Whether a launch that the record tells of is not among those that are kept: their file was removed, or
+    plans do not have it any more."""
     held = record.only(**{name: [value] for name, value in key.items()}).cells
-    problem = tuning.Problem.of(formats.get(key["format"]).for_kernels, *_asked(key), 1)
-    return any(cell["tile"] for cell in held) and problem not in (jit.gpu().tuned or tuning.Tuned())
+    gpu, fmt = jit.gpu(), formats.get(key["format"]).for_kernels
+    kept = (gpu.tuned or tuning.Tuned()).choice(fmt, *_asked(key), 1, gpu)
+    return any(cell["tile"] for cell in held) and kept is None
 
 
 def _asked(key: dict[str, Any]) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@
                                                 .weight_zero_point .weight_g_idx
                        .weight_scale .weight_global_scale                            the same, NVFP4
                        .weight_scale, of bytes                                       the same, MXFP4
-    .weight_scale_2    .weight .weight_scale                                         ModelOpt, NVFP4
+    .weight_scale_2    .weight .weight_scale                      (.pre_quant_scale of 1)    ModelOpt, NVFP4
     _blocks            _scales                                                       gpt-oss, MXFP4
 
 What the tensors mean is in int4.py, exl3.py and fp4.py.
@@ -103,6 +103,8 @@ class _Kind(NamedTuple):
     """Of the names' beginning, and GPTQ's version."""
     weight: str = ".weight"
     """How the name of the weight ends."""
+    type: str = ""
+    """Of the tensor by which it is found, where others' names may end so."""
 
 
 class _Stored(NamedTuple):
@@ -144,7 +146,7 @@ def _found(tensors: Tensors) -> dict[str, _Stored]:
     weights: dict[str, _Stored] = {}
     for name in sorted(tensors):
         for kind in _KINDS:
-            if not name.endswith(kind.found):
+            if not name.endswith(kind.found) or (kind.type and tensors.type(name) != kind.type):
                 continue
             stored = _Stored(kind, name.removesuffix(kind.found))
             made = stored.prefix + kind.weight
@@ -158,11 +160,13 @@ def _found(tensors: Tensors) -> dict[str, _Stored]:
 def _check_alone(tensors: Tensors) -> None:
     """ValueError where a file has parts of a weight whose codes another has."""
     for name in tensors:
-        for end, found in _TELLING.items():
-            if not name.endswith(end) or name.removesuffix(end) + found in tensors:
+        for end, found, types in _TELLING:
+            prefix = name.removesuffix(end)
+            if prefix == name or any(prefix + each in tensors for each in found):
                 continue
-            if end not in _FLOATS_TOO or tensors.type(name) in _FLOATS_TOO[end]:
-                raise ValueError(f"{tensors.named(name)} has no {_word(found)} beside it{_ELSEWHERE}")
+            if not types or tensors.type(name) in types:
+                missing = " or ".join(map(_word, found))
+                raise ValueError(f"{tensors.named(name)} has no {missing} beside it{_ELSEWHERE}")
 
 
 def _gptq_or_awq(tensors: Tensors, prefix: str, version: int) -> QuantizedArray:
@@ -211,6 +215,12 @@ def _compressed(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
 
 
 def _modelopt(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    before = tensors.get(f"{prefix}.pre_quant_scale")
+    if before is not None and (before.astype(np.float32) != 1).any():
+        raise ValueError(
+            "there is a pre_quant_scale, by which inputs of this weight are multiplied (NVFP4_AWQ): it "
+            "cannot be read"
+        )
     codes, scales = tensors[f"{prefix}.weight"], tensors[f"{prefix}.weight_scale"]
     return from_nvfp4(codes, scales, check.one_number(tensors[f"{prefix}.weight_scale_2"], "weight_scale_2"))
 
@@ -224,14 +234,16 @@ _KINDS = (
     _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3),
     _Kind(".weight_packed", ((".weight_scale",),), _compressed),
     _Kind(".weight_scale_2", ((".weight",), (".weight_scale",)), _modelopt),
-    _Kind("_blocks", (("_scales",),), _gpt_oss, weight=""),
+    _Kind("_blocks", (("_scales",),), _gpt_oss, weight="", type="U8"),
 )
-_TELLING = {end: kind.found for kind in _KINDS[:2] for ends in kind.beside for end in ends} | {
-    ".weight_shape": ".weight_packed",
-    ".weight_global_scale": ".weight_packed",
-    ".weight_scale": ".weight_scale_2",
-    "_scales": "_blocks",
-}
-"""Names' ends that tell of a weight which is found by another end."""
-_FLOATS_TOO = {".weight_scale": ("F8_E4M3",), "_scales": ("U8",)}
-"""Of those that other checkpoints have as well the types that do tell."""
+_TELLING: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (".qzeros", (".qweight",), ()),
+    (".scales", (".qweight",), ("F16", "BF16", "F32")),
+    *((end, (".trellis",), ()) for end in (".suh", ".su", ".svh", ".sv")),
+    (".weight_shape", (".weight_packed",), ()),
+    (".weight_global_scale", (".weight_packed",), ()),
+    (".weight_scale", (".weight_scale_2", ".weight_packed"), ("F8_E4M3",)),
+    ("_scales", ("_blocks",), ("U8",)),
+)
+"""Names' ends that tell of a weight, those by one of which it would be found, and types, where tensors of
+others have such names as well."""

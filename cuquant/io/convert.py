@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -294,6 +295,11 @@ def _changed(model: Model, name: str, fmt: Format) -> Changed:
 def _quantized(model: Model, name: str, fmt: Format) -> Any:
     """Storage bytes of a tensor in that format."""
     try:
-        return quantize(model[name], fmt).blocks
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            blocks = quantize(model[name], fmt).blocks
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
+    for each in said:
+        warnings.warn(f"tensor {name!r}: {each.message}", each.category, stacklevel=2)
+    return blocks

@@ -203,13 +203,26 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     return metadata, {name: _view(path, name, buffer, start, info) for name, info in header.items()}
 
 
-def small_floats(path: Path, name: str) -> Any:
-    """A tensor of `SMALL_FLOATS` of a file that the safetensors package has found to be sound."""
+class Header(NamedTuple):
+    """What a file says of its tensors, and where their bytes begin."""
+
+    tensors: Mapping[str, Any]
+    end: int
+
+
+def header_of(path: Path) -> Header:
+    """Of a file that the safetensors package has found to be sound."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        info = json.loads(file.read(length))[name]
-        dtype, first = SMALL_FLOATS[info["dtype"]], info["data_offsets"][0]
-        file.seek(8 + length + first)
+        return Header(json.loads(file.read(length)), 8 + length)
+
+
+def small_floats(path: Path, name: str, header: Header) -> Any:
+    """A tensor of `SMALL_FLOATS`."""
+    info = header.tensors[name]
+    dtype, first = SMALL_FLOATS[info["dtype"]], header.end + info["data_offsets"][0]
+    with path.open("rb") as file:
+        file.seek(first)
         return np.fromfile(file, dtype, math.prod(info["shape"])).reshape(info["shape"])
 
 

@@ -48,7 +48,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     -----
     UserWarning
         More than a hundredth of the weights became 0, because scales of 8 bits (nvfp4, k-bit) are too coarse
-        for them.
+        for them; of large ones a sample tells.
     """
     if importance is None:
         found = repeats.find(repeats.quantized, (format,), x)
@@ -86,9 +86,11 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 def _warn_of_lost(x: Any, blocks: Any, fmt: Format) -> None:
     """Where weights became 0 with their scales. Of large ones some rows are looked at: all would take a GPU
     as long as quantizing them."""
-    if x.ndim > 1:
-        every = max(1, x.size // _LOOKED_AT)
-        x, blocks = x[..., ::every, :], blocks[..., ::every, :]
+    every, steps = max(1, x.size // _LOOKED_AT), list[slice]()
+    for extent in x.shape[-2::-1]:
+        steps.insert(0, slice(None, None, min(every, extent) or 1))
+        every = max(1, every // max(1, extent))
+    x, blocks = x[tuple(steps)], blocks[tuple(steps)]
     zero = fmt.zero_scales(blocks) if blocks.size else None
     if zero is None or not zero.any():
         return

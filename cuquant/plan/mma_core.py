@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, prod
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from ..formats import Format
@@ -120,6 +120,8 @@ def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tup
     if matrices > 1 or usual.blocks(m, n, 1) > usual.resident * gpu.multiprocessors:
         return usual, 1
     known = _STEP_US[_kind(fmt)]
+    if usual[:3] not in known:
+        return usual, 1
     found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile[:3] in known and tile.stages > 1]
     return min(
         (
@@ -266,16 +268,19 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
 
 
 def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
-    """Every way of this core that may be fastest."""
+    """Every way of this core that may be fastest, the likeliest first."""
     groups = (4, 8) if m > 16 else (4,)
     if gpu.capability < 80:
         tiles = [_old_tile(count) for count in groups]
     else:
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
+    known, found = _STEP_US[_kind(fmt)], list[tuple[float, MmaTile, int]]()
     for tile in dict.fromkeys(tiles):
-        yield _of_tile(fmt, m, n, matrices, gpu, tile)
-        if matrices == 1 and tile[:3] in _STEP_US[_kind(fmt)]:
-            blocks = tile.blocks(m, n, 1)
-            by_time = [(_us(fmt, tile, p, blocks, k, gpu), p) for p in _parts(tile, blocks, k, gpu) if p > 1]
-            if by_time:
-                yield _of_tile(fmt, m, n, matrices, gpu, tile, min(by_time)[1])
+        blocks = tile.blocks(m, n, 1)
+        fits = list(_parts(tile, blocks, k, gpu)) if matrices == 1 and tile[:3] in known else []
+        times = {parts: _us(fmt, tile, parts, blocks, k, gpu) for parts in fits}
+        found.append((times.pop(1, inf), tile, 1))
+        if times:
+            found.append((min(times.values()), tile, min(times, key=lambda parts: times[parts])))
+    for _, tile, parts in sorted(found, key=lambda each: each[0]):  # as before where times are not known
+        yield _of_tile(fmt, m, n, matrices, gpu, tile, parts)

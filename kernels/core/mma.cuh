@@ -159,7 +159,9 @@ DEVICE void mma(const P& p) {
         }
     }
     copy_wait<0>();
-    if (SPLITS && !add_parts<THREADS>(acc, p.partials, p.flags)) return;
+    if constexpr (SPLITS) {
+        if (!add_parts<THREADS>(acc, p.partials, p.flags)) return;
+    }
 
     constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows of a warp at a time
     constexpr int SHARERS = THREADS / BESIDE;
