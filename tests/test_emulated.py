@@ -42,7 +42,10 @@ CHOSEN = {
         "bytes_of_numpy or same_words or numbers_of_numpy or repack or picture or beyond_float16"
         " or (two_steps and bfloat16) or minimums_that_lose or (small_blocks and (q4_1 or q8_0))",
     ),
-    "test_gpu_cores.py": (10, "(tile_of_the_mma and q4_0) or share_columns"),
+    "test_gpu_cores.py": (
+        4,
+        "(tile_of_the_mma and q4_0 and (4x1x1x2x8 or 8x2x1x3x3 or 8x4x2x1x4)) or share_columns",
+    ),
     "test_gpu_x_format.py": (14, "not every_scale and not every_codec"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),
     "test_gpu_kquants.py": (
@@ -92,7 +95,7 @@ CHOSEN = {
     "test_gpu_kv_moves.py": (135, "not many_elements"),
     "test_gpu_evaluate.py": (3, "small_model"),
     "test_gpu_kv_repeats.py": (21, "test"),
-    "test_tuning.py": (5, "(right and (q4_0 or kbit4) and (8 or 40)) or keeps"),
+    "test_tuning.py": (3, "(right and ((q4_0 and 40) or (kbit4 and 8))) or keeps"),
     "test_gpu_attention.py": (
         93,
         "(types and (64 or 40) and not (64 and bfloat16)) or (masks and True) or positions or bad or seen"
@@ -121,7 +124,7 @@ CHOSEN_OF_SM_90 = {
     ),
     "test_gpu_moe_exl3.py": (5, "tokens and (60 or 300) and (2 or 4) or graph"),
     "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
-    "test_tuning.py": (2, "right and (q4_0 or kbit4) and 8"),
+    "test_tuning.py": (1, "right and kbit4 and 8"),
     "test_matmul.py": (37, "strided or leading or nan or infin"),
     "test_epilogue.py": (58, "test"),
 }
