@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
-
-import numpy as np
 
 from . import check, device
 from .formats import Format, get as get_format
+from .packed import Packed
 from .render import html_facts, html_shape
 
 if TYPE_CHECKING:
@@ -23,81 +21,7 @@ if TYPE_CHECKING:
 _preparing = threading.Lock()
 
 
-@cache
-def _matmul() -> Callable[..., Any]:
-    """The product, which needs arrays to be defined; an import at each call would take a microsecond."""
-    from .ops.matmul import matmul
-
-    return matmul
-
-
-def _refused(operator: str) -> Any:
-    def method(self: Any, *others: Any) -> Any:
-        raise check.no_arithmetic(self, operator)
-
-    return method
-
-
-def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -> Any:
-    """What NumPy's functions make of it: of `numpy.matmul`, and so of `x @ W.T`, the product; of
-    `x == W` whether both are one."""
-    plain = method == "__call__" and not options
-    if plain and ufunc.__name__ == "matmul":
-        return _matmul()(*operands)
-    if plain and ufunc.__name__ in ("equal", "not_equal"):
-        return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
-    raise check.no_ufunc(self, ufunc.__name__, method, options)
-
-
-_COMPARISONS = (np.array_equal, np.array_equiv)
-"""Functions of NumPy's that answer False where `__array__` raises an error."""
-
-
-class _OfTheClass:
-    """NumPy looks `__array_ufunc__` up in a class, and gets the function; CuPy in an array, where it is None:
-    that leaves `x @ W.T` to __rmatmul__."""
-
-    def __get__(self, array: Any, kind: type) -> Any:
-        return _ufunc if array is None else None
-
-
-class _Packed:
-    """Operators that numbers have and packed blocks have not: without them NumPy's errors lead astray."""
-
-    __array_ufunc__ = _OfTheClass()
-    __slots__ = ()
-    __add__ = __radd__ = _refused("+")
-    __sub__ = __rsub__ = __neg__ = _refused("-")
-    __mul__ = __rmul__ = _refused("*")
-    __truediv__ = __rtruediv__ = _refused("/")
-    __floordiv__ = __rfloordiv__ = _refused("//")
-    __mod__ = __rmod__ = _refused("%")
-    __pow__ = __rpow__ = _refused("**")
-    __abs__ = _refused("abs")
-    __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
-
-    def __bool__(self) -> NoReturn:
-        raise check.no_truth(self)
-
-    def __contains__(self, value: Any) -> NoReturn:
-        raise check.not_compared(self, "the operator in")
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What NumPy's functions make of it: errors of `__array__`, which two of them hide."""
-        if func in _COMPARISONS:
-            raise check.not_compared(self, f"numpy.{func.__name__}")
-        if hasattr(func, "_implementation") and all(issubclass(t, (np.ndarray, _Packed)) for t in types):
-            return func._implementation(*args, **kwargs)
-        return NotImplemented
-
-    if not TYPE_CHECKING:  # which would take any attribute for one
-
-        def __getattr__(self, name: str) -> Any:
-            check.is_no_attribute(self, name)
-            return object.__getattribute__(self, name)  # what a property has raised, or Python's own error
-
-
-class QuantizedArray(_Packed):
+class QuantizedArray(Packed):
     """A quantized array of shape (..., N, K), stored as the format's blocks along K.
 
     Made by `cuquant.quantize`, `cuquant.from_blocks` and `cuquant.open`. Immutable: no operation changes
@@ -350,12 +274,6 @@ class QuantizedArray(_Packed):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise check.immutable(self)
 
-    def __matmul__(self, other: Any) -> Any:
-        return _matmul()(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _matmul()(other, self)
-
     def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
         raise TypeError(
             f"a QuantizedArray ({self._format}) holds packed blocks, not numbers: "
@@ -372,7 +290,7 @@ class QuantizedArray(_Packed):
         return _html(self, self.bits_per_weight)
 
 
-class Transposed(_Packed):
+class Transposed(Packed):
     """The transpose of a QuantizedArray, shape (..., K, N): the right operand of ``x @ W.T``."""
 
     __slots__ = ("_base",)
@@ -428,12 +346,6 @@ class Transposed(_Packed):
     def dequantize(self, dtype: DTypeLike = "float32") -> Any:
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""
         return self._base.dequantize(dtype).swapaxes(-1, -2)
-
-    def __matmul__(self, other: Any) -> Any:
-        return _matmul()(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return _matmul()(other, self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
         return self._base.__array__(*args, **kwargs)

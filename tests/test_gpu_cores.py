@@ -97,7 +97,7 @@ def test_blocks_that_share_columns_make_the_same_bits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(jit, "capability", lambda: 80)
     plan_anew()
     w, x = cuda_weight("q4_0", (70, 4096)), cupy.asarray(gauss((20, 4096), 1).astype(np.float16))
-    assert plan.gemm(w.format, 20, 70, 4096, 1, True, jit.gpu()).streamed > 3
+    assert plan.gemm(w.format, 20, 70, 4096, 1, True, jit.gpu()).plan.grid[2] > 3
     first = cq.matmul(x, w.T)
     assert nmse(first, testing.linear(x, w)) < 1e-6
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):

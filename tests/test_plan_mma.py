@@ -22,7 +22,7 @@ def tile_of(gemm: plan.Gemm) -> str:
     if plan.core_of(gemm.plan.kernel) == "decode":
         return "decode"
     tile = (c["GROUPS"], c["ROW_TILES"], c["WARPS"] // c["ROW_WARPS"], c["RESIDENT"], c["STAGES"])
-    return f"{'x'.join(map(str, tile))}.{max(gemm.streamed, 1)}"
+    return f"{'x'.join(map(str, tile))}.{gemm.plan.grid[2]}"
 
 
 def test_tiles_are_those_that_were_fastest() -> None:
@@ -66,7 +66,8 @@ def test_blocks_that_share_columns_run_at_once(capability: int, multiprocessors:
                 (14336, 4096, 1),
             ):
                 gemm = plan.mma(fmt, m, n, k, matrices, gpu)
-                c, parts = dict(gemm.plan.kernel.constants), max(gemm.streamed, 1)
+                c = dict(gemm.plan.kernel.constants)
+                parts = gemm.plan.grid[2] // matrices
                 assert c["SPLITS"] == (parts > 1)
                 blocks, outputs = (
                     np.prod(gemm.plan.grid),

@@ -18,11 +18,11 @@ class Gemm:
     `box` are the batch rows that the copy engine brings at a time (wgmma core), of a grouped product of
     `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
     a time; 0 for other cores. Blocks of the wgmma core share the last `streamed` output tiles (of a grouped
-    product, of which only the GPU knows the tiles, if so many or fewer are left), for which it needs
-    `partials` bytes; to pass sums on takes as long as `passing` steps of 64 columns. `out_box` are the batch
-    rows of a box of results, where the kernel can store them so. `converts_x` tells whether the kernel itself
-    makes of x what q8_1 blocks of it stand for, or turns it for walks; `turns_sums` whether it turns their
-    sums, so that it stores results.
+    product, of which only the GPU knows the tiles, if so many or fewer are left); to pass sums on takes as
+    long as `passing` steps of 64 columns. They, and blocks of the mma core that share columns, need
+    `partials` bytes for sums. `out_box` are the batch rows of a box of results, where the kernel can store
+    them so. `converts_x` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or
+    turns it for walks; `turns_sums` whether it turns their sums, so that it stores results.
     """
 
     plan: Plan

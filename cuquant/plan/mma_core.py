@@ -172,7 +172,7 @@ def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile
     made = Plan(kernel, grid, tile.warps * WARP, shared, overlaps=True)
     if parts == 1:
         return Gemm(made)
-    return Gemm(made, streamed=parts, partials=prod(grid) * tile.outputs * 4)
+    return Gemm(made, partials=prod(grid) * tile.outputs * 4)
 
 
 def batch_of(kernel: Kernel) -> int:
