@@ -91,25 +91,28 @@ def test_every_tile_of_the_mma_core(
     plan_anew()
 
 
-def test_blocks_that_share_columns_make_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("m", "n", "k", "times"), [(40, 520, 8192, 20), (20, 70, 4096, 5)])
+def test_blocks_that_share_columns_make_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, m: int, n: int, k: int, times: int
+) -> None:
     """Whichever comes last: in calls of several streams and in a graph that is replayed, too."""
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: 80)
     plan_anew()
-    w, x = cuda_weight("q4_0", (70, 4096)), cupy.asarray(gauss((20, 4096), 1).astype(np.float16))
-    assert plan.gemm(w.format, 20, 70, 4096, 1, True, jit.gpu()).plan.grid[2] > 3
+    w, x = cuda_weight("q4_0", (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
+    assert plan.gemm(w.format, m, n, k, 1, True, jit.gpu()).plan.grid[2] > 3
     first = cq.matmul(x, w.T)
     assert nmse(first, testing.linear(x, w)) < 1e-6
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):
         with stream:
             out = cupy.empty_like(first)
-            for _ in range(5):
+            for _ in range(times):
                 cq.matmul(x, w.T, out=out)
                 assert (out == first).all()
             stream.begin_capture()
             cq.matmul(x, w.T, out=out)
             graph = stream.end_capture()
-            for _ in range(5):
+            for _ in range(times):
                 out[...] = 0
                 graph.launch(stream)
                 assert (out == first).all()

@@ -5,6 +5,7 @@
 // is TOKENS tokens: keys, with the scales of both, then values. Rings take steps in turn, and one warp more for each asks
 // for its copies, over the borders of buckets.
 #pragma once
+#include "../core/ptx_90.cuh"
 #include "ring.cuh"
 #include "split.cuh"
 

@@ -13,6 +13,7 @@
 // Gated, the first half of the warps along N has rows of W and the second half the same rows of V.
 #pragma once
 #include "epilogue.cuh"
+#include "ptx_90.cuh"
 #include "rounded.cuh"
 #include "slots.cuh"
 #include "staging.cuh"

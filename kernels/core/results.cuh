@@ -1,5 +1,6 @@
 // From a warpgroup's registers to memory: sums for others, and results (wgmma core).
 #pragma once
+#include "ptx_90.cuh"
 #include "schedule.cuh"
 #include "turned.cuh"
 
