@@ -40,17 +40,18 @@ empty = np.empty
 
 def quantize(
     x: NDArray[Any], fmt: Format, importance: NDArray[np.float32] | None = None
-) -> NDArray[np.uint8]:
-    """Storage bytes of floats (..., N, K); weights are checked, activations are not.
+) -> tuple[NDArray[np.uint8], int]:
+    """Storage bytes of floats (..., N, K), and how many became 0 with their scale; weights are checked,
+    activations are not.
 
     `importance` [K] is that of every row, for formats that take it.
     """
     if fmt.whole_matrices:
-        return quantize_matrices(x, fmt, fmt.encode)
+        return quantize_matrices(x, fmt, fmt.encode), 0
     k = x.shape[-1] if x.ndim > 1 else fmt.block_size  # a vector may be long: block by block
     rows = x.reshape(-1, k)
     weights = None if importance is None else np.broadcast_to(importance.reshape(-1, k), rows.shape)
-    blocks = np.empty((len(rows), fmt.row_bytes(k)), np.uint8)
+    blocks, lost = np.empty((len(rows), fmt.row_bytes(k)), np.uint8), 0
     for part in slabs(len(rows), k):
         values = np.ascontiguousarray(rows[part], np.float32)
         if not fmt.for_activations:
@@ -62,7 +63,17 @@ def quantize(
         if not fmt.for_activations:
             check.scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)
-    return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1]))
+        lost += _lost(values, blocks[part], fmt)
+    return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1])), lost
+
+
+def _lost(values: NDArray[np.float32], blocks: NDArray[np.uint8], fmt: Format) -> int:
+    """Weights whose scale is 0 though they are not all 0."""
+    zero = fmt.zero_scales(blocks)
+    if zero is None or not zero.any():
+        return 0
+    groups = values.reshape(*zero.shape, -1)
+    return int((zero & groups.any(axis=-1)).sum()) * groups.shape[-1]
 
 
 def quantize_matrices(

@@ -45,30 +45,41 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     return device.cupy().empty(shape, dtype)
 
 
-def quantize(x: Any, fmt: Format) -> Any:
-    """Blocks (..., N, row bytes) of floats (..., N, K); weights are checked (one synchronisation)."""
+def quantize(x: Any, fmt: Format) -> tuple[Any, int]:
+    """Blocks (..., N, row bytes) of floats (..., N, K), and how many became 0 with their scale; weights are
+    checked (one synchronisation)."""
     cupy = device.cupy()
     if isinstance(fmt, Trellis):
-        return cuda_trellis.quantize(x, fmt)
+        return cuda_trellis.quantize(x, fmt), 0
     if not fmt.encodes_on_gpu:
-        return cupy.asarray(cpu.quantize(cupy.asnumpy(x), fmt))
+        blocks, lost = cpu.quantize(cupy.asnumpy(x), fmt)
+        return cupy.asarray(blocks), lost
     rows = buffers.as_rows(x)
     out = cupy.empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), np.uint8)
     if out.size == 0:
-        return out
-    bad = None if fmt.for_activations else cupy.full(1, np.iinfo(np.uint64).max, np.uint64)
-    encode(rows, fmt, out, bad)
-    if bad is not None:
-        _raise_for(int(buffers.read(bad)[0]), rows, fmt, x.shape)
-    return out
+        return out, 0
+    found = None if fmt.for_activations else cupy.full(2, _NONE_FOUND, np.uint64)
+    encode(rows, fmt, out, found)
+    if found is None:
+        return out, 0
+    first_bad, count = map(int, buffers.read(found))
+    _raise_for(first_bad, rows, fmt, x.shape)
+    return out, (count - _NONE_FOUND) % 2**64 * _COUNTED
 
 
-def encode(rows: Any, fmt: Format, out: Any, bad: Any) -> None:
-    """Write the blocks of rows of floats; `bad` becomes the number of the first row without one, if less."""
+_NONE_FOUND = 2**64 - 1
+"""What `encode` has nothing to add to: no row that is bad, and a count that starts at -1."""
+_COUNTED = 16
+"""Weights that kernels count as one."""
+
+
+def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
+    """Write the blocks of rows of floats. Of `found`, if given, the first becomes the number of the first row
+    without a block, if less; to the second is added what became 0 (kernels/ops/quantize.cu)."""
     blocks_per_row = rows.shape[1] // fmt.block_size
     step = plan.quantize(fmt, len(rows) * blocks_per_row)
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(step, *buffers.float_rows(rows), *sizes, out, bad, *_encoder(fmt))
+    jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt))
 
 
 def _encoder(fmt: Format) -> tuple[Any, ...]:
@@ -90,7 +101,7 @@ def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Blocks 
     rows = buffers.as_rows(x)
     how = activations.to_blocks(rows, x.shape, fmt)
     if how is None:
-        return quantize(x, fmt), None, None
+        return quantize(x, fmt)[0], None, None
     return *activations.quantize(how, rows), how if rows.data.ptr == x.data.ptr else None
 
 

@@ -316,7 +316,7 @@ def test_weights_that_are_too_small_for_scales() -> None:
     with pytest.warns(UserWarning, match=r"100% of the weights .* kbit4, .* cuquant\.KBit\(\.\.\., absmax="):
         cq.quantize(w * F(0.001), "kbit4")
     with pytest.warns(UserWarning, match="about 100% of the weights became 0 in nvfp4"):
-        cq.quantize(np.full((3, 2048, 512), F(1e-4)), "nvfp4")  # some rows are looked at
+        cq.quantize(np.full((3, 2048, 512), F(1e-4)), "nvfp4")
     ordinary = rng().standard_normal((64, 1024), F)
     ordinary[:32] = 0
     ordinary[40, :64] = 1e-5

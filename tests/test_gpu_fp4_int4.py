@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from formats_table import FLOATS, random_blocks
 from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back, cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import device, testing
+from cuquant import cpu, cuda, device, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
@@ -44,6 +46,27 @@ def test_bytes_and_numbers_are_those_of_the_cpu(fmt: cq.Format) -> None:
         np.testing.assert_array_equal(
             as_numpy(cq.quantize(cupy.asarray(gauss(shape, 1)), fmt).blocks), w.blocks
         )
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", cq.NvFp4(1e30), "kbit2", "kbit5", "mxfp4", "q4_0"], ids=str)
+def test_weights_that_became_0_are_counted_as_on_the_cpu(fmt: str | cq.Format) -> None:
+    """In every group but those of zeros, whatever the strides; a last block of threads is not full."""
+    cupy, found = device.cupy(), cq.formats.get(fmt)
+    x = gauss((37, 320)) * np.geomspace(1e-7, 1, 320, dtype=F)
+    x[5:9], x[20, ::64], x[30] = 0, -0.0, 1e-40
+    for dtype in FLOATS:
+        for given in (x.astype(dtype), x.astype(dtype)[::-2]):
+            blocks, lost = cpu.quantize(given, found)
+            assert (lost > 0) == (found.beyond != "")
+            for source in (cupy.asarray(given), cupy.asarray(given.repeat(2, axis=1))[:, ::2]):
+                made, count = cuda.quantize(source, found)
+                np.testing.assert_array_equal(as_numpy(made), blocks)
+                assert count == lost
+    if found.beyond:
+        with pytest.warns(
+            UserWarning, match=f"about 100% of the weights became 0 in {re.escape(str(found))}"
+        ):
+            cq.quantize(cupy.full((8, 64), F(1e-7)), found)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

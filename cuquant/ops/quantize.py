@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
-
 from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
 from ..debug import shown
@@ -48,7 +46,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     -----
     UserWarning
         More than a hundredth of the weights became 0, because scales of 8 bits (nvfp4, k-bit) are too coarse
-        for them; of large ones a sample tells.
+        for them.
     """
     if importance is None:
         found = repeats.find(repeats.quantized, (format,), x)
@@ -64,7 +62,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     on_gpu = check.same_device(x=x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
-        blocks = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
+        blocks, _ = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
         return QuantizedArray.made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
         blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
@@ -77,35 +75,18 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         filled = backend.empty((k + missing,), x.dtype)
         filled[:k], filled[k:] = x, 0
         x = filled
-    blocks = backend.quantize(x, fmt)
-    if fmt is given:
-        _warn_of_lost(x, blocks, fmt)
+    blocks, lost = backend.quantize(x, fmt)
+    if fmt is given and lost > _MANY * x.size:
+        warnings.warn(
+            f"about {lost / x.size:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: "
+            f"{fmt.beyond}",
+            stacklevel=3,  # of who called `quantize`, which `shown` wraps
+        )
     return QuantizedArray.made(fmt, blocks, shape=shape)
 
 
-def _warn_of_lost(x: Any, blocks: Any, fmt: Format) -> None:
-    """Where weights became 0 with their scales. Of large ones some rows are looked at: all would take a GPU
-    as long as quantizing them."""
-    every, steps = max(1, x.size // _LOOKED_AT), list[slice]()
-    for extent in x.shape[-2::-1]:
-        steps.insert(0, slice(None, None, min(every, extent) or 1))
-        every = max(1, every // max(1, extent))
-    x, blocks = x[tuple(steps)], blocks[tuple(steps)]
-    zero = fmt.zero_scales(blocks) if blocks.size else None
-    if zero is None or not zero.any():
-        return
-    bits = x.view(np.dtype(f"u{x.itemsize}")) << 1  # without signs
-    lost = zero & (bits != 0).reshape(*zero.shape, -1).any(axis=-1)
-    share = float(lost.mean())
-    if share > _MANY:
-        warnings.warn(
-            f"about {share:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: {fmt.beyond}",
-            stacklevel=4,  # of who called `quantize`, which `shown` wraps
-        )
-
-
-_MANY, _LOOKED_AT = 0.01, 1 << 20
-"""Of all weights, as single groups that are nearly 0 are no reason to warn; weights that are looked at."""
+_MANY = 0.01
+"""Of all weights, as single groups that are nearly 0 are no reason to warn."""
 
 
 @shown

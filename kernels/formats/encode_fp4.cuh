@@ -84,14 +84,13 @@ DEVICE u32 ue4m3_of_sixth(float peak) {
     return code >= 0x78 ? 0x7e : code;
 }
 
-// A thread's half of 32 elements with this peak, part `part` of a block, to its place; false where an element is no
-// number or beyond the greatest scale.
+// A thread's half of 32 elements whose scale is of this peak, part `part` of a block, to its place; false where an
+// element is no number or beyond the greatest scale (`stored`).
 template <class F>
-DEVICE bool encode_e2m1(float (&x)[MINE], float peak, int part, int half, u8* block) {
+DEVICE bool encode_e2m1(float (&x)[MINE], float peak, int part, int half, u8* block, u32& stored) {
     u32 words[2];
     float unit;
     if constexpr (F::SCALING == E8M0) {
-        peak = ieee_max(peak, __shfl_xor_sync(~0u, peak, 1));
         const int e = e8m0_of(__float_as_int(peak));
         if (half == 0) block[0] = u8(e);
         int exponent = min(e, 238);  // those that wrapped around: of numbers that become 0
@@ -103,7 +102,7 @@ DEVICE bool encode_e2m1(float (&x)[MINE], float peak, int part, int half, u8* bl
         }
         unit = __int_as_float((127 - 14 + 127 - exponent << 23) - 1);
     } else {
-        const u32 d = peak <= 2688.f ? ue4m3_of_sixth(peak) : 0;
+        const u32 d = stored = peak <= 2688.f ? ue4m3_of_sixth(peak) : 0;
         block[part * 2 + half] = u8(d);
         unit = d ? __int_as_float(__float_as_int(ieee_div(0x1p-15f, F::half_of(d))) - 1) : 0;
     }

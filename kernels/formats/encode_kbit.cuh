@@ -194,14 +194,13 @@ DEVICE float times(float t, float d) {
     return r;
 }
 
-// A thread's half of a block with this peak to its place; false where the block's scale cannot hold its magnitude, or
-// an element is no number. With `decoded` elements are divided by what the scale reads as, else by the greatest
-// magnitude itself.
+// A thread's half of a block with this peak to its place; false where the block's scale (`stored`) cannot hold its
+// magnitude, or an element is no number. With `decoded` elements are divided by what the scale reads as, else by the
+// greatest magnitude itself.
 template <class F>
 DEVICE bool encode_lookup(float (&x)[MINE], float peak, int dtype, int half, u8* to, const Thresholds& thresholds,
-                          bool decoded) {
-    peak = ieee_max(peak, __shfl_xor_sync(~0u, peak, 1));
-    const u32 stored = F::SCALING == E4M4 ? e4m4_of(peak) : float_to_half(peak);
+                          bool decoded, u32& stored) {
+    stored = F::SCALING == E4M4 ? e4m4_of(peak) : float_to_half(peak);
     const float d = fmaxf(decoded ? F::scale(stored) : peak, 1e-8f);
     if constexpr (F::BITS == 2) {
         if (dtype != FLOAT16) divide(x, d, dtype);

@@ -21,12 +21,17 @@ DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8*
     return (scale & 0x7c00) != 0x7c00 && (scale >> 16 & 0x7c00) != 0x7c00;
 }
 
-// Rows of K floats, with strides in elements, to blocks. `first_bad`, if given, becomes the lowest row that holds
-// NaN or infinity or has a scale that overflows (it starts as the greatest u64). `thresholds` and `decoded`: of a
-// codebook (encode_kbit.cuh); `scale`: what the elements of a tensor are divided by first (nvfp4).
+// What blocks are not as their elements were.
+struct Found {
+    u64 first_bad;  // the lowest row that holds NaN or infinity or has a scale that overflows, if it is less than before
+    u64 lost;       // sixteens of elements are added that became 0 with a scale of 8 bits
+};
+
+// Rows of K floats, with strides in elements, to blocks; `found` may be null. `thresholds` and `decoded`: of a codebook
+// (encode_kbit.cuh); `scale`: what the elements of a tensor are divided by first (nvfp4).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
-    u64* first_bad, const Thresholds* thresholds, int decoded, float scale) {
+    Found* found, const Thresholds* thresholds, int decoded, float scale) {
     let_successor_start();
     wait_for_predecessor();
     // Through shared memory: a block's bytes are neither aligned nor whole sectors, those of many are.
@@ -50,6 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         const s64 at = row * row_stride + (block * Format::COLUMNS + within) * column_stride;
         extent = load_elements<APART, SIGNED>(x, at, row_stride, column_stride, dtype, values);
     }
+    if constexpr (Format::CODING != INTEGERS && APART == 16)
+        extent.high = ieee_max(extent.high, __shfl_xor_sync(~0u, extent.high, 1));
+    const bool is_zero = extent.high == 0;
     if (Format::SCALING == E4M3 && scale != 1) {
 #pragma unroll
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
@@ -57,14 +65,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     u8* const to = staged + own * Format::BLOCK_BYTES;
     bool good;
+    u32 stored = 1;
     if constexpr (LOOKED_UP<Format>) {
-        good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded);
+        good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded, stored);
     } else if constexpr (Format::CODING == E2M1) {
-        good = encode_e2m1<Format>(values, extent.high, part, half, to);
+        good = encode_e2m1<Format>(values, extent.high, part, half, to, stored);
     } else {
         good = encode_integers<Format>(values, extent, half, to);
     }
-    if (!good && first_bad) atomicMin(first_bad, u64((first + mine) / blocks_per_row));
+    if (!good && found) atomicMin(&found->first_bad, u64((first + mine) / blocks_per_row));
+    if constexpr (Format::SCALING == E4M4 || Format::SCALING == E4M3) {
+        const u32 lost = __ballot_sync(~0u, stored == 0 && !is_zero && own < count);
+        if (lost && found && threadIdx.x % WARP == 0) atomicAdd(&found->lost, u64(__popc(lost)));
+    }
     constexpr int MOST = BLOCKS * Format::BLOCK_BYTES;
     u8* const all = out + first * Format::BLOCK_BYTES;
     if (last)
