@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     }
     if constexpr (Format::CODING != INTEGERS && APART == 16)
         extent.high = ieee_max(extent.high, __shfl_xor_sync(~0u, extent.high, 1));
-    const bool is_zero = extent.high == 0;
+    const bool is_zero = __float_as_int(extent.high) == 0;  // subnormal numbers are not
     if (Format::SCALING == E4M3 && scale != 1) {
 #pragma unroll
         for (int j = 0; j < MINE; j++) values[j] = ieee_div(values[j], scale);
