@@ -44,7 +44,7 @@ CHOSEN = {
     ),
     "test_gpu_cores.py": (
         4,
-        "(tile_of_the_mma and q4_0 and (4x1x1x2x8 or 8x2x1x3x3 or 8x4x2x1x4)) or (share_columns and 70)",
+        "(tile_of_the_mma and q4_0 and (4x1x4x1 or 8x2x4x1x3 or 16x2x8x1x1x4)) or (share_columns and 70)",
     ),
     "test_gpu_x_format.py": (14, "not every_scale and not every_codec"),
     "test_gpu_convert.py": (12, "places and (E2m1 or U4 or Pairs or Int8)"),

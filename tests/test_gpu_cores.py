@@ -63,8 +63,20 @@ def test_the_decode_core_with_as_many_rows_as_models_have(name: str) -> None:
             assert nmse(x @ w.T, as_numpy(x).astype(np.float64) @ expected.T) < 1e-6, (n, k, m)
 
 
-MMA_TILES = [(4, 1, 1, 2, 8), (8, 1, 1, 2, 7), (8, 2, 1, 2, 5), (4, 2, 1, 4, 3), (8, 2, 1, 3, 3)]
-MMA_TILES += [(8, 2, 1, 2, 2), (8, 4, 1, 2, 3), (8, 4, 2, 1, 2), (8, 4, 2, 1, 4)]
+MMA_TILES = [
+    (4, 1, 4, 1, 2, 8),
+    (8, 1, 4, 1, 2, 7),
+    (8, 2, 4, 1, 2, 5),
+    (4, 2, 4, 1, 4, 3),
+    (8, 2, 4, 1, 3, 3),
+]
+MMA_TILES += [
+    (8, 2, 4, 1, 2, 2),
+    (8, 2, 4, 2, 1, 4),
+    (8, 4, 4, 1, 2, 3),
+    (16, 2, 8, 1, 1, 2),
+    (16, 2, 8, 1, 1, 4),
+]
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "mxfp4"])
@@ -75,7 +87,7 @@ def test_every_tile_of_the_mma_core(
     """Whatever shape asks for it, where there is no wgmma; with columns that blocks share and without."""
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: 80)
-    several = (3,) if tile[1] < 4 else ()
+    several = (3,) if tile[0] * tile[1] < 32 else ()
     for parts in (1, *several):
         monkeypatch.setattr(mma_core, "_choice", lambda *a, of=parts: (mma_core.MmaTile(*tile), of))
         plan_anew()

@@ -175,8 +175,9 @@ def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
         fmt = cq.formats.get(name).for_kernels
         gemm = mma_core.mma_grouped(fmt, m, n, 1, plan.Gpu(capability))
         c, batch = dict(gemm.plan.kernel.constants), mma_core.batch_of(gemm.plan.kernel)
-        assert gemm.plan.grid == (ceil(n / (64 * c["ROW_TILES"])), ceil(m / batch), 1)
-        if c["STAGES"] < 4 or c["ROW_TILES"] == 4:
+        rows = 16 * c["ROW_TILES"] * c["ROW_WARPS"]
+        assert gemm.plan.grid == (ceil(n / rows), ceil(m / batch), 1)
+        if c["STAGES"] < 4 or rows == 256:
             assert c["STAGES"] in ((2,) if capability < 80 else (2, 3, 4))
             continue
         deep.add((name, m, n))
@@ -197,16 +198,17 @@ def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
 def test_large_products_have_large_tiles(capability: int) -> None:
-    """Of 256 rows of W, where that leaves few multiprocessors idle; but before sm_80. Of codes of 8 bits by
-    128 batch rows."""
+    """Of 256 rows of W by 128 batch rows, or by 64, where that leaves few multiprocessors idle; but before
+    sm_80."""
     for name, (m, n, large) in combinations(
         ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
         ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (384, 4096, False)),
     ):
         gemm = mma_core.mma_grouped(cq.formats.get(name).for_kernels, m, n, 1, plan.Gpu(capability))
         c = dict(gemm.plan.kernel.constants)
-        assert (c["ROW_TILES"] == 4) == (large and capability >= 80), (name, m, n)
-        assert name != "q8_0" or c["ROW_TILES"] < 4 or c["WARPS"] == 8
+        is_large = c["ROW_TILES"] * c["ROW_WARPS"] == 16
+        assert is_large == (large and capability >= 80), (name, m, n)
+        assert not is_large or mma_core.batch_of(gemm.plan.kernel) == (64 if m == 256 and n == 8192 else 128)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90])

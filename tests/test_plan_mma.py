@@ -21,7 +21,8 @@ def tile_of(gemm: plan.Gemm) -> str:
     c = dict(gemm.plan.kernel.constants)
     if plan.core_of(gemm.plan.kernel) == "decode":
         return "decode"
-    tile = (c["GROUPS"], c["ROW_TILES"], c["WARPS"] // c["ROW_WARPS"], c["RESIDENT"], c["STAGES"])
+    warps = (c["ROW_WARPS"], c["WARPS"] // c["ROW_WARPS"])
+    tile = (c["GROUPS"], c["ROW_TILES"], *warps, c["RESIDENT"], c["STAGES"])
     return f"{'x'.join(map(str, tile))}.{gemm.plan.grid[2]}"
 
 
@@ -69,12 +70,10 @@ def test_blocks_that_share_columns_run_at_once(capability: int, multiprocessors:
                 c = dict(gemm.plan.kernel.constants)
                 parts = gemm.plan.grid[2] // matrices
                 assert c["SPLITS"] == (parts > 1)
-                blocks, outputs = (
-                    np.prod(gemm.plan.grid),
-                    mma_core.batch_of(gemm.plan.kernel) * c["ROW_TILES"] * 64,
-                )
+                blocks, rows = np.prod(gemm.plan.grid), 16 * c["ROW_TILES"] * c["ROW_WARPS"]
+                outputs = mma_core.batch_of(gemm.plan.kernel) * rows
                 assert blocks % parts == 0
-                assert gemm.plan.grid[::2] == (ceil(n / (64 * c["ROW_TILES"])), parts * matrices)
+                assert gemm.plan.grid[::2] == (ceil(n / rows), parts * matrices)
                 assert gemm.partials == (parts > 1) * blocks * outputs * 4
                 if parts > 1:
                     shared += 1

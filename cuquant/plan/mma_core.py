@@ -11,47 +11,49 @@ from .cores import Core, Gemm, gemm_kernel, table_of
 from .launch import FLAGS, WARP, Gpu, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 
-_ROW_WARPS = 4
 _LEAST_RING, _LARGEST_RING = 4, 8
 """Stages from which on a ring hides the latency of memory, and those that are enough."""
-_LEAST_STAGES = {2: 2, 1: 3}
-"""Of the ring of tiles of 256 rows of W, by how many times four warps stand beside each other. Copies have
-three quarters of a step of 64 columns to arrive in with two stages, the fewest there can be, and a step more
-with three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes of W for as many outputs
-as one of 128; where they have room for two stages only, it has room for three."""
-_COSTS, _COSTS_8 = {(4, 2): 1.0, (4, 1): 0.98, (2, 1): 1.05}, {(4, 2): 1.0, (4, 1): 1.08, (2, 1): 1.15}
-"""Of an output, by row tiles of a warp and how many times four warps stand beside each other: what an H200
-takes, relative to 256 rows of W by 128 batch rows; the latter of codes of 8 bits, of which operands of few
-outputs cost the L2 cache more."""
+_LEAST_STAGES = {1: 2, 2: 3}
+"""Of the ring of tiles of 256 rows of W, by how many blocks a multiprocessor has. Copies have a half to three
+quarters of a step of 64 columns to arrive in with two stages, the fewest there can be, and a step more with
+three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes of W for as many outputs as
+one of 128; where they have room for two stages only, it has room for three."""
 
 
-_STEP_US: dict[str, dict[tuple[int, int, int], tuple[float, ...]]] = {
+_STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
     "masks": {
-        (4, 1, 1): (0.157, 0.280),
-        (4, 2, 1): (0.366, 0.477, 0.698, 1.07),
-        (8, 1, 1): (0.269, 0.500),
-        (8, 2, 1): (0.458, 0.752, 1.20),
-        (8, 2, 2): (0.686,),
+        (4, 1, 4, 1): (0.157, 0.280),
+        (4, 2, 4, 1): (0.366, 0.477, 0.698, 1.07),
+        (8, 1, 4, 1): (0.269, 0.500),
+        (8, 2, 4, 1): (0.458, 0.752, 1.20),
+        (8, 2, 4, 2): (0.686,),
     },
     "bytes": {
-        (4, 1, 1): (0.163, 0.325),
-        (4, 2, 1): (0.400, 0.605, 0.910, 1.35),
-        (8, 1, 1): (0.287, 0.554),
-        (8, 2, 1): (0.502, 0.852, 1.31),
-        (8, 2, 2): (0.715,),
+        (4, 1, 4, 1): (0.163, 0.325),
+        (4, 2, 4, 1): (0.400, 0.605, 0.910, 1.35),
+        (8, 1, 4, 1): (0.287, 0.554),
+        (8, 2, 4, 1): (0.502, 0.852, 1.31),
+        (8, 2, 4, 2): (0.715,),
     },
     "lookups": {
-        (4, 1, 1): (0.220, 0.398),
-        (4, 2, 1): (0.395, 0.720, 1.17, 1.70),
-        (8, 1, 1): (0.359, 0.668),
-        (8, 2, 1): (0.530, 0.986, 1.51),
-        (8, 2, 2): (0.816,),
+        (4, 1, 4, 1): (0.220, 0.398),
+        (4, 2, 4, 1): (0.395, 0.720, 1.17, 1.70),
+        (8, 1, 4, 1): (0.359, 0.668),
+        (8, 2, 4, 1): (0.530, 0.986, 1.51),
+        (8, 2, 4, 2): (0.816,),
     },
 }
-"""What 64 columns take blocks of groups, row tiles and warps beside each other (`MmaTile`), one on a
-multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200 without
-wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the same
+"""What 64 columns take blocks of groups, row tiles, and warps below and beside each other (`MmaTile`), one
+on a multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200
+without wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the same
 ratios."""
+_COSTS = {
+    "masks": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.05, (8, 2, 4, 1): 1.11},
+    "bytes": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.07, (8, 2, 4, 1): 1.17},
+    "lookups": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.09, (8, 2, 4, 1): 1.16},
+}
+"""Of an output in a large product, of the same tiles, on an H200: operands are made once for all batch rows of
+a warp, and the fewer these are the more they cost."""
 _MEET_US, _PART_US = 1.5, 0.52
 """Until blocks that share columns have added up their sums, and for each but the first, if a tile has 8192
 outputs."""
@@ -63,18 +65,24 @@ decode core at 9 to 16 rows."""
 
 
 class MmaTile(NamedTuple):
-    """Groups of 8 batch rows and row tiles of a warp, four of which stand one below the other; how many times
-    four stand beside each other; blocks of a multiprocessor, stages of a block's ring."""
+    """Groups of 8 batch rows and row tiles of a warp; warps one below the other along the rows of W, and
+    beside each other along the batch rows; blocks of a multiprocessor, stages of a block's ring."""
 
     groups: int
     rows: int
+    below: int
     beside: int
     resident: int
     stages: int
 
     @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What a block has to do."""
+        return self[:4]
+
+    @property
     def warps(self) -> int:
-        return _ROW_WARPS * self.beside
+        return self.below * self.beside
 
     @property
     def batch(self) -> int:
@@ -83,11 +91,17 @@ class MmaTile(NamedTuple):
     @property
     def row_tiles(self) -> int:
         """Of all warps, one below the other."""
-        return _ROW_WARPS * self.rows
+        return self.below * self.rows
 
     @property
     def outputs(self) -> int:
         return self.batch * self.row_tiles * TILE_ROWS
+
+    @property
+    def staged(self) -> int:
+        """Bytes of sums that are staged at a time."""
+        together = 4 if self.groups == 16 else 2
+        return self.beside * 8 * together * (self.row_tiles * TILE_ROWS + 4) * 4
 
     def blocks(self, m: int, n: int, matrices: int) -> int:
         """Tiles of a product."""
@@ -120,9 +134,9 @@ def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tup
     if matrices > 1 or usual.blocks(m, n, 1) > usual.resident * gpu.multiprocessors:
         return usual, 1
     known = _STEP_US[_kind(fmt)]
-    if usual[:3] not in known:
+    if usual.shape not in known:
         return usual, 1
-    found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile[:3] in known and tile.stages > 1]
+    found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile.shape in known and tile.stages > 1]
     return min(
         (
             (_us(fmt, tile, parts, tile.blocks(m, n, 1), k, gpu), tile != usual, tile, parts)
@@ -143,7 +157,7 @@ def _parts(tile: MmaTile, tiles: int, k: int, gpu: Gpu) -> Iterator[int]:
 
 def _us(fmt: Format, tile: MmaTile, parts: int, tiles: int, k: int, gpu: Gpu) -> float:
     """Of an H200 without wgmma, but for what all launches take."""
-    steps = _STEP_US[_kind(fmt)][tile[:3]]
+    steps = _STEP_US[_kind(fmt)][tile.shape]
     together = ceil(tiles * parts / gpu.multiprocessors)
     meeting = (parts > 1) * _MEET_US + (parts - 1) * _PART_US * tile.outputs / 8192
     return _steps(k, parts) * steps[together - 1] + meeting
@@ -163,9 +177,8 @@ def _kind(fmt: Format) -> str:
 def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile, parts: int = 1) -> Gemm:
     """Of a tile, whose columns so many blocks share."""
     copies, fixed = _table_and_factors(fmt, tile, gpu.capability)
-    sums = tile.beside * 16 * (tile.row_tiles * TILE_ROWS + 4) * 4
-    shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), sums)
-    constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": _ROW_WARPS, "WARPS": tile.warps}
+    shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), tile.staged)
+    constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": tile.below, "WARPS": tile.warps}
     constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident, "SPLITS": int(parts > 1)}
     grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices * parts)
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
@@ -227,18 +240,18 @@ def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
     ):
         if tile.blocks(m, n, matrices) <= most and tile.stages >= _LEAST_RING:
             return tile
-    costs = _COSTS_8 if fmt.bits == 8 else _COSTS
+    costs = _COSTS[_kind(fmt)]
 
     def work(tile: MmaTile) -> float:
         waves = ceil(tile.blocks(m, n, matrices) / gpu.multiprocessors)
-        return waves * tile.outputs * costs[tile.rows, tile.beside]
+        return waves * tile.outputs * costs.get(tile.shape, 1)
 
     return min(large, key=work)
 
 
 def _old_tile(groups: int) -> MmaTile:
     """The one before sm_80."""
-    return MmaTile(groups, 2, 1, 2, 2)
+    return MmaTile(groups, 2, 4, 1, 2, 2)
 
 
 def _small_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
@@ -255,14 +268,14 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     """From sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
     # From sm_100 on the same code takes more registers: those of walks leave room for two blocks.
     three = 2 if fmt.walks and capability >= 100 else 3
-    small = MmaTile(groups, 2, 1, 4 if groups == 4 else three, 3)
+    small = MmaTile(groups, 2, 4, 1, 4 if groups == 4 else three, 3)
     # Two small blocks have room: GPUs with fewer multiprocessors need it.
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
-    square = _with_ring(fmt, MmaTile(8, 2, 2, 1, 0), _LEAST_RING, capability)
+    square = _with_ring(fmt, MmaTile(8, 2, 4, 2, 1, 0), _LEAST_RING, capability)
     tiles = [deep, square, small]
-    for beside in (2, 1) if groups == 8 else ():
-        tile = _with_ring(fmt, MmaTile(8, 4, beside, 2 // beside, 0), _LEAST_RING, capability)
-        if tile.stages >= _LEAST_STAGES[beside]:
+    for large in (MmaTile(16, 2, 8, 1, 1, 0), MmaTile(8, 4, 4, 1, 2, 0)) if groups == 8 else ():
+        tile = _with_ring(fmt, large, _LEAST_RING, capability)
+        if tile.stages >= _LEAST_STAGES[tile.resident]:
             tiles.append(tile)
     return tiles
 
@@ -277,7 +290,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
     known, found = _STEP_US[_kind(fmt)], list[tuple[float, MmaTile, int]]()
     for tile in dict.fromkeys(tiles):
         blocks = tile.blocks(m, n, 1)
-        fits = list(_parts(tile, blocks, k, gpu)) if matrices == 1 and tile[:3] in known else []
+        fits = list(_parts(tile, blocks, k, gpu)) if matrices == 1 and tile.shape in known else []
         times = {parts: _us(fmt, tile, parts, blocks, k, gpu) for parts in fits}
         found.append((times.pop(1, inf), tile, 1))
         if times:

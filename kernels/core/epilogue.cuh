@@ -81,13 +81,13 @@ DEVICE void finish(const Grouped<GATED, TABLES>& p, const Matrix& at, int x_m, i
     static_cast<float*>(p.out)[to] = one[0];
 }
 
-// COLUMNS columns of 16 of its batch rows, from (first_m, first_n) on, by THREADS threads: `load(row, column)` gives an
+// COLUMNS columns of BATCH of its batch rows, from (first_m, first_n) on, by THREADS threads: `load(row, column)` gives an
 // accumulator.
-template <int COLUMNS, int THREADS, class Load>
+template <int COLUMNS, int BATCH, int THREADS, class Load>
 DEVICE void finish_group(const Grouped<false, 1>& p, const Matrix& at, int first_m, int end_m, int first_n, int thread,
                          const Load& load) {
 #pragma unroll 1
-    for (int i = thread; i < 16 * COLUMNS; i += THREADS) {
+    for (int i = thread; i < BATCH * COLUMNS; i += THREADS) {
         const int row = i / COLUMNS, column = i % COLUMNS;
         if (first_m + row < end_m && first_n + column < p.N)
             finish(p, at, first_m + row, first_m + row, first_n + column, load(row, column), 0);

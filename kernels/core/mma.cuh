@@ -94,16 +94,15 @@ DEVICE void mma(const P& p) {
         const int m = first_m + int(threadIdx.x) / 8 + j * APART, first = start * 64 + column;
         x_from[j] = at.x + (m < span.end ? m : m % span.end) * p.x_row + (first < p.K ? first : 0);
     }
-    auto copy = [&](int tile, int to) {  // of columns beyond K nothing is read: there is no branch for it
+    const u32 own_x_to = shared_address(shared) + threadIdx.x / 8 * X_ROW + column * 2;
+    const u32 own_w_to = shared_address(shared) + WEIGHTS_AT + threadIdx.x * 16;
+    auto copy_x = [&](int tile, int to, int j) {  // of columns beyond K nothing is read: there is no branch for it
         const bool exists = (!SPLITS || tile < end) && tile * 64 + column < p.K;
-        const int on = (tile + 1) * 64 + column < p.K ? 64 : 0;
-#pragma unroll
-        for (int j = 0; j < OWN; j++) {
-            copy_async(shared_address(shared) + to + (threadIdx.x / 8 + j * APART) * X_ROW + column * 2, x_from[j],
-                       exists && j * APART < rows);
-            x_from[j] += on;
-        }
-        weights.copy(shared_address(shared) + to + WEIGHTS_AT, threadIdx.x, end - tile);
+        copy_async(own_x_to + to + j * APART * X_ROW, x_from[j], exists && j * APART < rows);
+        x_from[j] += 64;
+    };
+    auto copy_w = [&](int tile, int to) {
+        weights.copy(own_w_to + to, threadIdx.x, end - tile);
         copy_commit();
     };
     // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
@@ -113,7 +112,11 @@ DEVICE void mma(const P& p) {
             copy_async(factors + i * 4, at.w.rows + min(first_tile + i / 2, row_tiles - 1) * 8 + i % 2 * 4, true);
     }
 #pragma unroll
-    for (int i = 0; i < STAGES - 1; i++) copy(start + i, i * STAGE);
+    for (int i = 0; i < STAGES - 1; i++) {
+#pragma unroll
+        for (int j = 0; j < OWN; j++) copy_x(start + i, i * STAGE, j);
+        copy_w(start + i, i * STAGE);
+    }
 
     float acc[ROW_TILES][GROUPS][4] = {};
     Tile<F> w[ROW_TILES];
@@ -144,7 +147,10 @@ DEVICE void mma(const P& p) {
                 free = stage, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
             }
             load_x(stage, h + 1);
-            if (h == 0) copy(tile + STAGES - 1, free);
+            if (h == 0)
+#pragma unroll
+                for (int j = 0; j < OWN; j++) copy_x(tile + STAGES - 1, free, j);
+            if (h == (STAGES > 2)) copy_w(tile + STAGES - 1, free);
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
                 if (h == 3) load_w(stage, r);
@@ -163,28 +169,29 @@ DEVICE void mma(const P& p) {
         if (!add_parts<THREADS>(acc, p.partials, p.flags)) return;
     }
 
-    constexpr int LINE = ROWS + 4;  // [batch row][row of W], 16 batch rows of a warp at a time
+    // [batch row][row of W], of a warp the batch rows of so many groups at a time.
+    constexpr int LINE = ROWS + 4, TOGETHER = GROUPS == 16 ? 4 : 2, OF_A_WARP = TOGETHER * 8;
     constexpr int SHARERS = THREADS / BESIDE;
-    float* const staged = reinterpret_cast<float*>(shared) + beside * 16 * LINE;
+    float* const staged = reinterpret_cast<float*>(shared) + beside * OF_A_WARP * LINE;
     const int thread = threadIdx.x % SHARERS, own_m = first_m + beside * GROUPS * 8;
     auto factor = [&](int n) { return ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
     // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
 #pragma unroll 1
-    for (int first = 0; first < GROUPS; first += 2) {
+    for (int first = 0; first < GROUPS; first += TOGETHER) {
         __syncthreads();
         float* const own = staged + lane % 4 * 2 * LINE + row_warp * ROW_TILES * 16 + lane / 4;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
-            if (first == group / 2 * 2)
+            if (first == group / TOGETHER * TOGETHER)
 #pragma unroll
                 for (int r = 0; r < ROW_TILES; r++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        own[(group % 2 * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
+                        own[(group % TOGETHER * 8 + e % 2) * LINE + r * 16 + e / 2 * 8] = acc[r][group][e];
         __syncthreads();
         if constexpr (P::GROUPED) {
             auto load = [&](int row, int column) { return staged[row * LINE + column] * factor(column); };
-            finish_group<ROWS, SHARERS>(p, at, own_m + first * 8, span.end, first_tile * 16, thread, load);
+            finish_group<ROWS, OF_A_WARP, SHARERS>(p, at, own_m + first * 8, span.end, first_tile * 16, thread, load);
         } else {
             auto load = [&](int row, int column) {
                 const float4 v = *reinterpret_cast<const float4*>(staged + row * LINE + column);
@@ -192,7 +199,7 @@ DEVICE void mma(const P& p) {
                 return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
                                    v.w * factor(column + 3));
             };
-            finish_rows<ROWS, SHARERS, true>(p, at, own_m + first * 8, 16, first_tile * 16, thread, load);
+            finish_rows<ROWS, SHARERS, true>(p, at, own_m + first * 8, OF_A_WARP, first_tile * 16, thread, load);
         }
     }
 }
