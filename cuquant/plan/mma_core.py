@@ -27,6 +27,7 @@ _STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
         (8, 1, 4, 1): (0.269, 0.500),
         (8, 2, 4, 1): (0.458, 0.752, 1.20),
         (8, 2, 4, 2): (0.686,),
+        (16, 2, 8, 1): (1.13,),
     },
     "bytes": {
         (4, 1, 4, 1): (0.163, 0.325),
@@ -34,6 +35,7 @@ _STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
         (8, 1, 4, 1): (0.287, 0.554),
         (8, 2, 4, 1): (0.502, 0.852, 1.31),
         (8, 2, 4, 2): (0.715,),
+        (16, 2, 8, 1): (1.25,),
     },
     "lookups": {
         (4, 1, 4, 1): (0.220, 0.398),
@@ -41,19 +43,20 @@ _STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
         (8, 1, 4, 1): (0.359, 0.668),
         (8, 2, 4, 1): (0.530, 0.986, 1.51),
         (8, 2, 4, 2): (0.816,),
+        (16, 2, 8, 1): (1.27,),
     },
 }
 """What 64 columns take blocks of groups, row tiles, and warps below and beside each other (`MmaTile`), one
 on a multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200
-without wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the same
-ratios."""
+without wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the
+same ratios."""
 _COSTS = {
     "masks": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.05, (8, 2, 4, 1): 1.11},
     "bytes": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.07, (8, 2, 4, 1): 1.17},
     "lookups": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.09, (8, 2, 4, 1): 1.16},
 }
-"""Of an output in a large product, of the same tiles, on an H200: operands are made once for all batch rows of
-a warp, and the fewer these are the more they cost."""
+"""Of an output in a large product, of the same tiles, on an H200: operands are made once for all batch rows
+of a warp, and the fewer these are the more they cost."""
 _MEET_US, _PART_US = 1.5, 0.52
 """Until blocks that share columns have added up their sums, and for each but the first, if a tile has 8192
 outputs."""
@@ -136,7 +139,9 @@ def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tup
     known = _STEP_US[_kind(fmt)]
     if usual.shape not in known:
         return usual, 1
-    found = [tile for tile in (usual, *_small_tiles(fmt, m, gpu)) if tile.shape in known and tile.stages > 1]
+    found = [
+        tile for tile in (usual, *_sharing_tiles(fmt, m, gpu)) if tile.shape in known and tile.stages > 1
+    ]
     return min(
         (
             (_us(fmt, tile, parts, tile.blocks(m, n, 1), k, gpu), tile != usual, tile, parts)
@@ -254,14 +259,13 @@ def _old_tile(groups: int) -> MmaTile:
     return MmaTile(groups, 2, 4, 1, 2, 2)
 
 
-def _small_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
-    """Those of which several blocks may share the columns: the one with a deep ring, the square one and the
-    small one."""
+def _sharing_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
+    """Those of which several blocks may share the columns, if what they take is known."""
     groups = 4 if m <= 32 else 8
     if gpu.capability < 80:
         return [_old_tile(groups)]
-    deep, square, small, *_ = _tiles(fmt, groups, gpu.capability)
-    return [deep, small, square] if m > 64 else [deep, small]
+    deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
+    return [deep, small, square, *large] if m > 64 else [deep, small]
 
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:

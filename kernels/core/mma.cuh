@@ -40,7 +40,7 @@ DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* 
     for (int i = 0; i < FOURS; i++)
 #pragma unroll
         for (int e = 0; e < 4; e++) acc[i / GROUPS][i % GROUPS][e] = 0;
-    constexpr int AT_ONCE = 16 / FOURS;  // parts that are on their way together
+    constexpr int AT_ONCE = FOURS < 16 ? 16 / FOURS : 1;  // parts that are on their way together
 #pragma unroll AT_ONCE
     for (int from = 0; from < parts; from++)
 #pragma unroll
