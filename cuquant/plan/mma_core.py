@@ -57,9 +57,9 @@ _COSTS = {
 }
 """Of an output in a large product, of the same tiles, on an H200: operands are made once for all batch rows
 of a warp, and the fewer these are the more they cost."""
-_MEET_US, _PART_US = 1.5, 0.52
-"""Until blocks that share columns have added up their sums, and for each but the first, if a tile has 8192
-outputs."""
+_MEET_US, _LARGE_MEET_US, _PART_US = 1.5, 8.5, 0.52
+"""Until blocks that share columns have added up their sums: any; of the largest tile, of which a thread has
+too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
 _PARTS, _LEAST_STEPS = (1, 2, 3, 4, 6, 8, 12, 16), 8
 """How many blocks may share columns, and the steps of 64 that each has at least."""
 _FEW_ROWS, _LONG_ROW = 40, 4096
@@ -164,8 +164,11 @@ def _us(fmt: Format, tile: MmaTile, parts: int, tiles: int, k: int, gpu: Gpu) ->
     """Of an H200 without wgmma, but for what all launches take."""
     steps = _STEP_US[_kind(fmt)][tile.shape]
     together = ceil(tiles * parts / gpu.multiprocessors)
-    meeting = (parts > 1) * _MEET_US + (parts - 1) * _PART_US * tile.outputs / 8192
-    return _steps(k, parts) * steps[together - 1] + meeting
+    work = _steps(k, parts) * steps[together - 1]
+    if parts == 1:
+        return work
+    meeting = _LARGE_MEET_US if tile.groups == 16 else _MEET_US
+    return work + meeting + (parts - 1) * _PART_US * tile.outputs / 8192
 
 
 def _steps(k: int, parts: int) -> int:
@@ -265,7 +268,7 @@ def _sharing_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
     if gpu.capability < 80:
         return [_old_tile(groups)]
     deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
-    return [deep, small, square, *large] if m > 64 else [deep, small]
+    return [deep, small, *([square] if m > 64 else ()), *(large if m > 128 else ())]
 
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
@@ -277,7 +280,9 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
     square = _with_ring(fmt, MmaTile(8, 2, 4, 2, 1, 0), _LEAST_RING, capability)
     tiles = [deep, square, small]
-    for large in (MmaTile(16, 2, 8, 1, 1, 0), MmaTile(8, 4, 4, 1, 2, 0)) if groups == 8 else ():
+    # Then masks of 2 bits leave too few for the largest, too.
+    largest = () if fmt.masked and capability >= 100 else (MmaTile(16, 2, 8, 1, 1, 0),)
+    for large in (*largest, MmaTile(8, 4, 4, 1, 2, 0)) if groups == 8 else ():
         tile = _with_ring(fmt, large, _LEAST_RING, capability)
         if tile.stages >= _LEAST_STAGES[tile.resident]:
             tiles.append(tile)

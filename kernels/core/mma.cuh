@@ -120,13 +120,17 @@ DEVICE void mma(const P& p) {
 
     float acc[ROW_TILES][GROUPS][4] = {};
     Tile<F> w[ROW_TILES];
-    u32 a[2][4], b[2][GROUPS / 2][4];  // of row tiles, and of steps h, in turn
+    // Of row tiles, and of steps h, in turn; of many groups one step's, which the next one's follow as they were used.
+    constexpr int STEPS = GROUPS == 16 ? 1 : 2, PAIRS = GROUPS / 2;
+    u32 a[2][4], b[STEPS][PAIRS][4];
     // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.
     const u32 own_x = (beside * GROUPS * 8 + lane % 8 + lane / 16 * 8) * X_ROW + lane / 8 % 2 * 16;
+    auto load_pair = [&](int from, int h, int pair) {
+        load_matrices(b[h % STEPS][pair], shared_address(shared) + from + own_x + pair * 16 * X_ROW + h % 4 * 32);
+    };
     auto load_x = [&](int from, int h) {
 #pragma unroll
-        for (int pair = 0; pair < GROUPS / 2; pair++)
-            load_matrices(b[h % 2][pair], shared_address(shared) + from + own_x + pair * 16 * X_ROW + h % 4 * 32);
+        for (int pair = 0; pair < PAIRS; pair++) load_pair(from, h, pair);
     };
     const typename Weights::Reader reader(shared_address(shared) + WEIGHTS_AT, row_warp * ROW_TILES, 0, lane);
     auto load_w = [&](int from, int r) { reader.moved(from).load(w[r], r, 0); };
@@ -146,7 +150,7 @@ DEVICE void mma(const P& p) {
                 __syncthreads();  // the next tile has arrived, and everyone has read this one, whose place is free
                 free = stage, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
             }
-            load_x(stage, h + 1);
+            if (STEPS == 2) load_x(stage, h + 1);
             if (h == 0)
 #pragma unroll
                 for (int j = 0; j < OWN; j++) copy_x(tile + STAGES - 1, free, j);
@@ -158,8 +162,9 @@ DEVICE void mma(const P& p) {
                 codec.weights(w[(r + 1) % ROW_TILES], (h + (r + 1) / ROW_TILES) % 4, a[1 - now]);
 #pragma unroll
                 for (int group = 0; group < GROUPS; group++) {
-                    const u32* const x = b[h % 2][group / 2] + group % 2 * 2;
+                    const u32* const x = b[h % STEPS][group / 2] + group % 2 * 2;
                     mma_half(acc[r][group], a[now], x[0], x[1], acc[r][group]);
+                    if (STEPS == 1 && r == ROW_TILES - 1 && group % 2) load_pair(stage, h + 1, group / 2);
                 }
             }
         }
