@@ -175,7 +175,7 @@ def test_tiles_are_told_in_time(tile: Tile, tiled_by: Plans, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("format", ["q4_0", "kbit3", "q4_k"])
-@pytest.mark.parametrize("tile", [(8, 2, 1, 3, 3), (8, 4, 1, 2, 3), (8, 4, 2, 1, 3)], ids=str)
+@pytest.mark.parametrize("tile", [(8, 2, 4, 1, 3, 3), (8, 4, 4, 1, 2, 3), (16, 2, 8, 1, 1, 3)], ids=str)
 def test_rows_of_experts_by_the_mma_core(tile: tuple[int, ...], format: str, planned_by: Plans) -> None:
     """As many as a tile has, and more or fewer, where there is no wgmma."""
     planned_by(jit, capability=lambda: 80)
