@@ -102,7 +102,7 @@ DEVICE void mma(const P& p) {
         x_from[j] += 64;
     };
     auto copy_w = [&](int tile, int to) {
-        weights.copy(own_w_to + to, threadIdx.x, end - tile);
+        weights.template copy<true>(own_w_to + to, threadIdx.x, end - tile);
         copy_commit();
     };
     // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also

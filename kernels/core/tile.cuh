@@ -283,21 +283,22 @@ struct PlaneCopy {
         }
     }
 
-    // The next step, if it `exists`, to shared memory, where the thread's first piece goes to address `own`; the one after
-    // it is `advance` bytes further.
-    DEVICE void copy(u32 own, int thread, int advance, bool exists, s64 apart) {
+    // The next step, if it `exists`, to shared address `to`, which is that of the thread's own first piece if it is its
+    // OWN_PLACE; the one after it is `advance` bytes further.
+    template <bool OWN_PLACE>
+    DEVICE void copy(u32 to, int thread, int advance, bool exists, s64 apart) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             const u8*& row = from[j / SAME_ROW];
             if (PIECES % THREADS == 0 || thread + j * THREADS < PIECES) {
 #pragma unroll
                 for (int side = 0; side < SIDES; side++) {
-                    const u32 to = own + j * THREADS * 16 + side * SIDE_BYTES;
-                    const u8* const piece = row + j % SAME_ROW * THREADS * 16 + side * apart;
+                    const u32 piece = to + ((OWN_PLACE ? 0 : thread) + j * THREADS) * 16 + side * SIDE_BYTES;
+                    const u8* const own = row + j % SAME_ROW * THREADS * 16 + side * apart;
                     if constexpr (AGAIN)
-                        copy_async_again(to, piece, exists);
+                        copy_async_again(piece, own, exists);
                     else
-                        copy_async(to, piece, exists);
+                        copy_async(piece, own, exists);
                 }
             }
             if (j % SAME_ROW == SAME_ROW - 1) row += advance;
@@ -339,17 +340,18 @@ struct WeightCopy {
         }
     }
 
-    // The next step, one of `left`, to the place of one in shared memory: `own` is its address and 16 bytes for each thread
-    // before this one. Beyond the last nothing is read: there is no branch for it.
-    DEVICE void copy(u32 own, int thread, int left = 2, s64 apart = 0) {
+    // The next step, one of `left`. Beyond the last nothing is read: there is no branch for it. `to`: as above; with its own
+    // place a thread keeps one register, and calculates nothing.
+    template <bool OWN_PLACE = false>
+    DEVICE void copy(u32 to, int thread, int left = 2, s64 apart = 0) {
         const bool exists = left > 0;
         const int on = left > 1;
-        low.copy(own, thread, on * LOW, exists, apart);
-        if constexpr (F::HIGH_BYTES > 0) high.copy(own + HIGH_AT, thread, on * HIGH, exists, apart);
-        if constexpr (F::SCALE_BYTES > 0) scale.copy(own + SCALE_AT, thread, on * SCALE, exists, apart);
+        low.template copy<OWN_PLACE>(to, thread, on * LOW, exists, apart);
+        if constexpr (F::HIGH_BYTES > 0) high.template copy<OWN_PLACE>(to + HIGH_AT, thread, on * HIGH, exists, apart);
+        if constexpr (F::SCALE_BYTES > 0) scale.template copy<OWN_PLACE>(to + SCALE_AT, thread, on * SCALE, exists, apart);
         if constexpr (F::GROUP_BYTES > 0) {
             next += WIDTH;
-            group.copy(own + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : on * GROUP, exists, apart);
+            group.template copy<OWN_PLACE>(to + GROUP_AT, thread, next % F::GROUP_TILES ? 0 : on * GROUP, exists, apart);
         }
     }
 

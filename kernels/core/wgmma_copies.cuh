@@ -31,7 +31,7 @@ DEVICE void wgmma_copies(const P& p, typename B::Tiles& schedule, const SegmentO
         const int first_row = PAIR > 1 ? min(segment.first_row, row_tiles - 1) : segment.first_row;
         weights.start(at.w, first_row, row_tiles, tiles, segment.begin, thread);
         auto copy_weights = [&](int to) {  // of the next step
-            weights.copy(ring.stages + to * STAGE + B::WEIGHTS_AT + thread * 16, thread, 2, apart_of(p));
+            weights.copy(ring.stages + to * STAGE + B::WEIGHTS_AT, thread, 2, apart_of(p));
             copy_arrive(ring.full + to * 8);
         };
         // No box goes beyond the last batch row: the copy engine takes longer to make zeros than to copy. (Of a grouped
