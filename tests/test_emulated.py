@@ -54,8 +54,9 @@ CHOSEN = {
         " and not (every_step and not q4_k)",
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
+    "test_gpu_grids.py": (7, "numbers or rows or (experts and iq3_s)"),
     "test_gpu_fp4_int4.py": (
-        47,
+        50,
         "(mxfp4 or nvfp4 or int4-32 or int4-128-zeros or together or beyond) and not products and not 1e",
     ),
     "test_gpu_random.py": (9, "(caches and 2) or (mixtures and 3) or (products and 5)"),

@@ -19,8 +19,7 @@ from cuquant import FallbackWarning, GGUFError
 from cuquant.formats import kquant
 
 # The bytes of a block are random below 60, which keeps scales small.
-FOREIGN = [Type.TQ1_0, Type.TQ2_0, Type.IQ1_S, Type.IQ1_M, Type.IQ2_XXS, Type.IQ2_XS, Type.IQ2_S]
-FOREIGN += [Type.IQ3_XXS, Type.IQ3_S]
+FOREIGN = [Type.TQ1_0, Type.IQ1_M, Type.IQ2_XS, Type.IQ2_S]
 
 
 def foreign_rows(kind: Type, rows: int, blocks: int = 1) -> NDArray[np.uint8]:
@@ -44,14 +43,14 @@ def test_a_foreign_type_is_float16_of_the_gguf_package_s_numbers(tmp_path: Path,
 
 def test_a_foreign_tensor_of_many_slabs(tmp_path: Path) -> None:
     """5000 rows of 256 weights are more than are converted at a time."""
-    raw = foreign_rows(Type.TQ2_0, 5000)
+    raw = foreign_rows(Type.IQ2_S, 5000)
     with pytest.warns(FallbackWarning):
-        model = cq.open(write(tmp_path / "m.gguf", {"w": (raw, Type.TQ2_0)}))
-    assert np.array_equal(model["w"], gguf.quants.dequantize(raw, Type.TQ2_0).astype(np.float16))
+        model = cq.open(write(tmp_path / "m.gguf", {"w": (raw, Type.IQ2_S)}))
+    assert np.array_equal(model["w"], gguf.quants.dequantize(raw, Type.IQ2_S).astype(np.float16))
 
 
 def test_one_warning_names_types_and_tensors(tmp_path: Path) -> None:
-    tensors: dict[str, Stored] = {f"k.{i}": (foreign_rows(Type.TQ2_0, 1), Type.TQ2_0) for i in range(5)}
+    tensors: dict[str, Stored] = {f"k.{i}": (foreign_rows(Type.IQ2_S, 1), Type.IQ2_S) for i in range(5)}
     tensors |= {"six": (foreign_rows(Type.TQ1_0, 1), Type.TQ1_0), "native": np.zeros(3)}
     path = write(tmp_path / "m.gguf", tensors)
     with pytest.warns(FallbackWarning) as record:
@@ -59,7 +58,7 @@ def test_one_warning_names_types_and_tensors(tmp_path: Path) -> None:
     (warning,) = record
     assert warning.filename == __file__
     text = str(warning.message)
-    assert "TQ2_0: k.0, k.1, k.2 and 2 more; TQ1_0: six" in text
+    assert "IQ2_S: k.0, k.1, k.2 and 2 more; TQ1_0: six" in text
     assert "m.gguf" in text
     assert text.count("native") == 1  # the tensor of that name is not listed
     with warnings.catch_warnings():
@@ -145,9 +144,9 @@ def test_values_beyond_float16_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_warning_only_where_numbers_are_written(tmp_path: Path) -> None:
     """A GGUF file has the bytes; the warning is of the line that called."""
-    raw = foreign_rows(Type.IQ2_XXS, 6, 2)
+    raw = foreign_rows(Type.IQ2_XS, 6, 2)
     tensors: dict[str, Stored] = {
-        "x\x1b[2J.weight": (raw, Type.IQ2_XXS),
+        "x\x1b[2J.weight": (raw, Type.IQ2_XS),
         "a.weight": np.ones((2, 32), np.float32),
     }
     source = write(tmp_path / "m.gguf", tensors)
@@ -155,6 +154,6 @@ def test_a_warning_only_where_numbers_are_written(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         cq.quantize_file(source, tmp_path / "t.gguf", "q8_0", keep="x*")
     assert raw.tobytes() in (tmp_path / "t.gguf").read_bytes()
-    with pytest.warns(FallbackWarning, match=r"\(IQ2_XXS: x\\x1b\[2J\.weight\)") as record:
+    with pytest.warns(FallbackWarning, match=r"\(IQ2_XS: x\\x1b\[2J\.weight\)") as record:
         cq.quantize_file(source, tmp_path / "t.safetensors", "q8_0", keep="x*")
     assert [warning.filename for warning in record] == [__file__]

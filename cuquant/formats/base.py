@@ -68,6 +68,8 @@ class Format(ABC):
     """Type number in GGUF files; None where GGUF has no such type."""
     file_type: int | None = None
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
+    read_only: ClassVar[bool] = False
+    """True for a format that only others quantize to."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
     on_gpu: ClassVar[bool] = True
@@ -115,7 +117,7 @@ class Format(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
-            register(cls())
+            register(cls(), listed=not cls.read_only)
 
     @property
     def header(self) -> str:
@@ -331,4 +333,4 @@ def _made_by(name: str, known: Sequence[str]) -> tuple[str, str] | tuple[None, N
 
 def by_ggml_type(number: int) -> Format | None:
     """The format with that GGUF type number, or None."""
-    return next((f for f in _BY_NAME.values() if f.ggml_type == number), None)
+    return next((f for f in (*_BY_NAME.values(), *_READ_ONLY.values()) if f.ggml_type == number), None)

@@ -49,5 +49,5 @@ class IQ4_XS(KQuant):
     def decode(self, records: NDArray[Any]) -> Floats:
         upper = ((records["scales_h"][:, None] >> _SHIFTS) & 3).astype(np.uint8) << 4
         s = (unpack_pairs(records["scales_l"]) | upper).astype(np.int8) - np.int8(32)
-        levels = iq4_nl.LEVELS[ggml.unpack_nibbles(records["qs"].reshape(-1, 16))].reshape(-1, 256)
+        levels = self.codebook[ggml.unpack_nibbles(records["qs"].reshape(-1, 16))].reshape(-1, 256)
         return kquant.read(levels, kquant.scaled(records["d"], s))

@@ -1,0 +1,58 @@
+"""Weights of grids on a GPU: numbers and bytes as on the CPU, products of every core, rows, mixtures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from formats_table import random_blocks
+from products import assert_products, assert_read_back, gauss
+from test_grids import NAMES
+
+import cuquant as cq
+from cuquant import device, testing
+from cuquant.testing import as_numpy, nmse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_and_bytes_are_those_of_the_cpu(name: str) -> None:
+    for shape in ((1, 256), (33, 768), (3, 17, 512)):
+        for finite in (False, True):
+            assert_read_back(random_blocks(name, shape, finite=finite), cq.formats.get(name), shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products(name: str) -> None:
+    for shape in ((70, 512), (200, 1792)):
+        w = cq.from_blocks(random_blocks(name, shape, finite=True), name, shape).to_device("cuda")
+        assert w.fragments().half
+        assert_products(w)
+        assert w.fragments().buffer.nbytes * 8 < 5 * w.size or shape[0] % 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts(name: str) -> None:
+    """Both projections of a mixture, as gpt-oss-like files have them."""
+    cupy, (experts, hidden, inner, tokens) = device.cupy(), (4, 512, 256, 9)
+
+    def weight(n: int, k: int, seed: int) -> cq.QuantizedArray:
+        raw = random_blocks(name, (experts, n, k), seed, finite=True)
+        return cq.from_blocks(raw, name, (experts, n, k))
+
+    gate, up, down = weight(inner, hidden, 1), weight(inner, hidden, 2), weight(hidden, inner, 3)
+    x, logits = gauss((tokens, hidden), 4) * np.float32(0.01), gauss((tokens, experts), 5)
+    ids, probs = cq.route(logits, 2)
+    expected = cq.moe(x, cq.Experts(gate, up, down), ids, probs)
+    there = cq.Experts(*(w.to_device("cuda") for w in (gate, up, down)))
+    y = cq.moe(cupy.asarray(x), there, cupy.asarray(ids), cupy.asarray(probs))
+    assert nmse(y, expected) < 1e-5
+
+
+def test_rows_are_taken() -> None:
+    """As a model takes those of its tokens."""
+    shape = (100, 512)
+    w = cq.from_blocks(random_blocks("iq3_s", shape, finite=True), "iq3_s", shape)
+    there, ids = w.to_device("cuda").prepare(), [3, 99, 3, 0]
+    np.testing.assert_array_equal(as_numpy(there[ids].dequantize()), w.dequantize()[ids])
+    assert testing.nmse(as_numpy(there.dequantize()), w.dequantize()) == 0
