@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,24 @@ def test_types_without_a_format_here(folder: Path) -> None:
     """They are dequantized, so no error is theirs; their size is what the file stores."""
     spec = Spec(d_model=256, head_dim=64, n_ff=256)
     base = write(folder / "large.gguf", spec)
-    path = write(folder / "ternary.gguf", replace(spec, matrices=Type.TQ2_0))
-    with pytest.warns(cq.FallbackWarning, match="TQ2_0"):
+    path = write(folder / "digits.gguf", replace(spec, matrices=Type.TQ1_0))
+    with pytest.warns(cq.FallbackWarning, match="TQ1_0"):
         row = evaluate(path, base=base, tokens=some_tokens(64), ctx=32).rows[1]
-    assert (row.format, row.tensors) == ("tq2_0", [])
+    assert (row.format, row.tensors) == ("tq1_0", [])
+    assert row.bits_per_weight == pytest.approx(bits_per_weight(path), rel=1e-12)
+
+
+def test_formats_that_are_only_read(folder: Path) -> None:
+    """They are formats as others: what they lose is theirs."""
+    spec = Spec(d_model=256, head_dim=64, n_ff=256)
+    base = write(folder / "before.gguf", spec)
+    path = write(folder / "ternary.gguf", replace(spec, matrices=Type.TQ2_0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        row = evaluate(path, base=base, tokens=some_tokens(64), ctx=32).rows[1]
+    assert row.format == "tq2_0"
+    assert len(row.tensors) > 10
+    assert all(0.1 < error.nmse < 1 for error in row.tensors)
     assert row.bits_per_weight == pytest.approx(bits_per_weight(path), rel=1e-12)
 
 
