@@ -21,13 +21,19 @@ def facts() -> dict[str, str]:
         "NumPy": f"{np.__version__}, BLAS {_blas()}",
         "gguf": _version("gguf"),
         "formats": ", ".join(formats.names()),
-        "only read": "exl3-1 to exl3-8, exl3-*-mcg, exl3-*-mul1",
+        "only read": ", ".join(_read_only()),
         "kernels": str(sources.folder()),
     }
     problem = device.gpu_problem()
     found |= _gpu() if problem is None else {"GPU": f"none: {problem}"}
     found["x @ W.T runs on"] = "NumPy" if problem else "NumPy for NumPy arrays, CUDA kernels for CuPy arrays"
     return found
+
+
+def _read_only() -> list[str]:
+    """Names, those of EXL3 in short."""
+    others = [name for name in formats.names_of_read_only() if not name.startswith("exl3")]
+    return ["exl3-1 to exl3-8", "exl3-*-mcg", "exl3-*-mul1", *others]
 
 
 def as_text() -> str:

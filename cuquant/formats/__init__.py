@@ -3,10 +3,19 @@
 from importlib import import_module as _import_module
 from pkgutil import iter_modules as _iter_modules
 
-from .base import Format, by_ggml_type, get, names, register
+from .base import Format, by_ggml_type, get, names, names_of_read_only, register
 from .parameters import describe, described
 
 for _module in _iter_modules(__path__):
     _import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["Format", "by_ggml_type", "describe", "described", "get", "names", "register"]
+__all__ = [
+    "Format",
+    "by_ggml_type",
+    "describe",
+    "described",
+    "get",
+    "names",
+    "names_of_read_only",
+    "register",
+]

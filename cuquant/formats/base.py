@@ -117,7 +117,7 @@ class Format(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:
-            register(cls(), listed=not cls.read_only)
+            register(cls())
 
     @property
     def header(self) -> str:
@@ -244,19 +244,24 @@ class Format(ABC):
         return hash(self.name)
 
 
-def register(fmt: Format, listed: bool = True) -> None:
-    """Make a format known by its name; `listed` are those that weights or activations are quantized to.
+def register(fmt: Format) -> None:
+    """Make a format known by its name.
 
     TypeError where it lacks what every format has; ValueError where nobody could give its name, or a format
     of another class has it. One that is defined again, as by a notebook's cell, takes its own place.
     """
     check.can_be_registered(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
-    (_BY_NAME if listed else _READ_ONLY)[fmt.name] = fmt
+    (_READ_ONLY if fmt.read_only else _BY_NAME)[fmt.name] = fmt
 
 
 def names() -> tuple[str, ...]:
     """Names of all formats that arrays are quantized to, sorted."""
     return tuple(sorted(_BY_NAME))
+
+
+def names_of_read_only() -> tuple[str, ...]:
+    """Names of those that are only read, sorted."""
+    return tuple(sorted(_READ_ONLY))
 
 
 def get(name: str | Format) -> Format:

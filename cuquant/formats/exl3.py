@@ -76,6 +76,7 @@ class Exl3(Format):
     block_size = 1
     whole_matrices = True
     rows_together = HADAMARD
+    read_only = True
     encodes_on_gpu = False
     walks = True
     scaling = "none"
@@ -244,4 +245,4 @@ def states(generator: str) -> F32:
 
 for _bits in BITS:
     for _generator in GENERATORS:
-        register(Exl3(_bits, _generator), listed=False)
+        register(Exl3(_bits, _generator))

@@ -118,7 +118,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     for fmt in [wanted_format, *rules.values()]:
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
-        if isinstance(fmt, Format) and fmt.walks:
+        if isinstance(fmt, Format) and fmt.read_only:
             raise ValueError(f"nothing here quantizes to {fmt}: it is only read")
     kept = copied(model, keep)
     named_like(model, rules, f"tensor of {model.path.name}", "format")
