@@ -51,7 +51,7 @@ def tables(fmt: Format) -> Tables:
         rows[0, : len(fmt.codebook)] = fmt.codebook
         rows[1] = np.inf
         if fmt.lookup:
-            if fmt.encoder[0] == "quantize":
+            if fmt.encodes_on_gpu and fmt.encoder[0] == "quantize":
                 rows[1, : len(fmt.thresholds)] = fmt.thresholds
             for lift in range(_MOST_LIFT + 1) if fmt.masked else (0, _LIFT):
                 halves = _halves(fmt, lift)

@@ -24,16 +24,16 @@ def test_numbers_and_bytes_are_those_of_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_products(name: str) -> None:
-    for shape in ((70, 512), (200, 1792)):
+    for shape in ((70, 512), (208, 1792)):
         w = cq.from_blocks(random_blocks(name, shape, finite=True), name, shape).to_device("cuda")
         assert w.fragments().half
         assert_products(w)
-        assert w.fragments().buffer.nbytes * 8 < 5 * w.size or shape[0] % 16
+    assert 4.3125 <= w.fragments().buffer.nbytes * 8 / w.size < 4.33
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts(name: str) -> None:
-    """Both projections of a mixture, as gpt-oss-like files have them."""
+    """All projections of a mixture."""
     cupy, (experts, hidden, inner, tokens) = device.cupy(), (4, 512, 256, 9)
 
     def weight(n: int, k: int, seed: int) -> cq.QuantizedArray:

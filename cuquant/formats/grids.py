@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kquant
+from . import ggml, kquant
 from .base import Format
+from .int4 import pack_pairs
 from .iq4_xs import IQ4_XS
 from .kquant import F, Floats
 
@@ -37,7 +38,6 @@ class Grid(Format):
     lookup = True
     read_only = True
     encodes_on_gpu = False
-    encoder = ("", 0)
     formula = "W = d * (2 s + 1) * level[q]"
     magnitudes: ClassVar[tuple[float, ...]]
     """Of levels, ascending."""
@@ -47,18 +47,6 @@ class Grid(Format):
         upper = np.array([*self.magnitudes, *self.magnitudes[-1:] * missing], F)
         self.codebook = np.concatenate([-upper[::-1], upper])
         self.codebook.flags.writeable = False
-
-    @property
-    def kernel_block_size(self) -> int:
-        return self.for_kernels.kernel_block_size
-
-    @property
-    def kernel_scale_bytes(self) -> int:
-        return self.for_kernels.kernel_scale_bytes
-
-    @property
-    def kernel_group_bytes(self) -> int:
-        return self.for_kernels.kernel_group_bytes
 
     @property
     def for_kernels(self) -> Format:
@@ -83,11 +71,10 @@ class Grid(Format):
         made = xp.empty((len(blocks), IQ4_XS.storage.itemsize), np.uint8)
         scales = s * 2 + (_ZERO + 1)
         upper = (scales >> 4).reshape(-1, 2, 4) << xp.arange(0, 8, 2, dtype=np.uint8)
-        halves = codes.reshape(-1, _SCALES, 2, 16)
         made[:, :2] = d
         made[:, 2:4] = upper[..., 0] | upper[..., 1] | upper[..., 2] | upper[..., 3]
-        made[:, 4:8] = (scales[:, ::2] & 15) | (scales[:, 1::2] & 15) << 4
-        made[:, 8:] = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(-1, 128)
+        made[:, 4:8] = pack_pairs(scales & 15)
+        made[:, 8:] = ggml.pack_nibbles(codes.reshape(-1, 32)).reshape(-1, 128)
         return made
 
     def _from_iq4_xs(self, blocks: Any, xp: Any) -> Any:
@@ -118,7 +105,6 @@ class _AsIq4Xs(IQ4_XS):
         self.codebook, self.name = levels, name
 
     header = "iq4_xs"
-    encodes_on_gpu = False
 
 
 @cache
@@ -146,10 +132,6 @@ _AT_ONCE = 1 << 16
 def _nibbles(raw: Any, xp: Any) -> Any:
     """Bytes [n, m] -> the nibbles of each, the lower one first: [n, 2 m]."""
     return xp.stack([raw & 15, raw >> 4], axis=2).reshape(len(raw), -1)
-
-
-def _paired(nibbles: Any) -> Any:
-    return nibbles[:, ::2] | nibbles[:, 1::2] << 4
 
 
 def _bits(raw: Any, xp: Any) -> Any:
@@ -213,22 +195,24 @@ def _unsigned(codes: Any, xp: Any) -> tuple[Any, Any]:
     return levels.astype(np.uint8), negative.astype(np.uint8)
 
 
-def _sign_bytes(words: Any, xp: Any) -> Any:
-    """Words [n, m] of four times 7 signs, the last bits first -> bytes [n, 4 m] of 8, of which an even number
-    are set."""
+def _from_words(grid: str, numbers: Any, words: Any, xp: Any) -> tuple[Any, Any]:
+    """Scales and codes: of bytes of numbers of points, and words [n, 8] of four times 7 signs, the last bits
+    first, and a scale. The eighth sign is such that an even number are negative."""
     sevens = (words[:, :, None] >> xp.arange(0, 28, 7, dtype=np.uint32) & 127).astype(np.uint8)
     parity = sevens ^ sevens >> 4
     parity ^= parity >> 2
     parity ^= parity >> 1
-    return (sevens | (parity & 1) << 7).reshape(len(words), -1)
+    signs = (sevens | (parity & 1) << 7).reshape(len(words), -1)
+    codes = _signed(_points(grid).of(numbers, xp), _bits(signs, xp), xp)
+    return (words >> 28).astype(np.uint8), codes
 
 
-def _sign_words(signs: Any, s: Any, xp: Any) -> Any:
-    """The way back, with scales of 4 bits [n, m] in front."""
-    sevens = (signs & 127).reshape(len(signs), -1, 4).astype(np.uint32)
-    return (sevens << xp.arange(0, 28, 7, dtype=np.uint32)).sum(axis=2, dtype=np.uint32) | s.astype(
-        np.uint32
-    ) << 28
+def _to_words(grid: str, s: Any, codes: Any, xp: Any) -> tuple[Any, Any]:
+    """The way back."""
+    levels, negative = _unsigned(codes, xp)
+    sevens = (_bytes(negative, xp) & 127).reshape(len(codes), -1, 4).astype(np.uint32)
+    signs = (sevens << xp.arange(0, 28, 7, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
+    return _points(grid).numbers(levels, xp).astype(np.uint8), signs | s.astype(np.uint32) << 28
 
 
 class IQ3_S(Grid):
@@ -258,7 +242,7 @@ class IQ3_S(Grid):
         numbers = _points("IQ3_S").numbers(levels, xp)
         upper = _bytes((numbers >> 8).astype(np.uint8), xp)
         lower = (numbers & 255).astype(np.uint8)
-        return xp.concatenate([d, lower, upper, _bytes(negative, xp), _paired(s)], axis=1)
+        return xp.concatenate([d, lower, upper, _bytes(negative, xp), pack_pairs(s)], axis=1)
 
 
 class IQ3_XXS(Grid):
@@ -271,14 +255,10 @@ class IQ3_XXS(Grid):
 
     def split(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
         words = _words(blocks[:, 66:], np.uint32, xp)
-        levels = _points("IQ3_XXS").of(blocks[:, 2:66], xp)
-        codes = _signed(levels, _bits(_sign_bytes(words, xp), xp), xp)
-        return blocks[:, :2], (words >> 28).astype(np.uint8), codes
+        return blocks[:, :2], *_from_words("IQ3_XXS", blocks[:, 2:66], words, xp)
 
     def joined(self, d: Any, s: Any, codes: Any, xp: Any) -> Any:
-        levels, negative = _unsigned(codes, xp)
-        numbers = _points("IQ3_XXS").numbers(levels, xp).astype(np.uint8)
-        words = _sign_words(_bytes(negative, xp), s, xp)
+        numbers, words = _to_words("IQ3_XXS", s, codes, xp)
         return xp.concatenate([d, numbers, _words(words, np.uint8, xp)], axis=1)
 
 
@@ -293,15 +273,10 @@ class IQ2_XXS(Grid):
     def split(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
         pairs = _words(blocks[:, 2:], np.uint32, xp).reshape(-1, _SCALES, 2)
         numbers = _words(pairs[:, :, 0], np.uint8, xp)
-        words = pairs[:, :, 1]
-        levels = _points("IQ2_XXS").of(numbers, xp)
-        codes = _signed(levels, _bits(_sign_bytes(words, xp), xp), xp)
-        return blocks[:, :2], (words >> 28).astype(np.uint8), codes
+        return blocks[:, :2], *_from_words("IQ2_XXS", numbers, pairs[:, :, 1], xp)
 
     def joined(self, d: Any, s: Any, codes: Any, xp: Any) -> Any:
-        levels, negative = _unsigned(codes, xp)
-        numbers = _points("IQ2_XXS").numbers(levels, xp).astype(np.uint8)
-        words = _sign_words(_bytes(negative, xp), s, xp)
+        numbers, words = _to_words("IQ2_XXS", s, codes, xp)
         pairs = xp.stack([_words(numbers, np.uint32, xp), words], axis=2).reshape(len(d), -1)
         return xp.concatenate([d, _words(pairs, np.uint8, xp)], axis=1)
 

@@ -48,15 +48,15 @@ _STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
 }
 """What 64 columns take blocks of groups, row tiles, and warps below and beside each other (`MmaTile`), one
 on a multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200
-without wgmma, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they are taken to stand in the
-same ratios."""
+without wgmma, the largest tile on an H100, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they
+are taken to stand in the same ratios."""
 _COSTS = {
     "masks": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.05, (8, 2, 4, 1): 1.11},
     "bytes": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.07, (8, 2, 4, 1): 1.17},
     "lookups": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.09, (8, 2, 4, 1): 1.16},
 }
-"""Of an output in a large product, of the same tiles, on an H200: operands are made once for all batch rows
-of a warp, and the fewer these are the more they cost."""
+"""Of an output in a large product, of the same tiles, on an H200 or an H100: operands are made once
+for all batch rows of a warp, and the fewer these are the more they cost."""
 _MEET_US, _LARGE_MEET_US, _PART_US = 1.5, 8.5, 0.52
 """Until blocks that share columns have added up their sums: any; of the largest tile, of which a thread has
 too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
@@ -280,7 +280,7 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
     square = _with_ring(fmt, MmaTile(8, 2, 4, 2, 1, 0), _LEAST_RING, capability)
     tiles = [deep, square, small]
-    # Then masks of 2 bits leave too few for the largest, too.
+    # There masks of 2 bits have too few for the largest.
     largest = () if fmt.masked and capability >= 100 else (MmaTile(16, 2, 8, 1, 1, 0),)
     for large in (*largest, MmaTile(8, 4, 4, 1, 2, 0)) if groups == 8 else ():
         tile = _with_ring(fmt, large, _LEAST_RING, capability)
