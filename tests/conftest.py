@@ -57,6 +57,13 @@ def untuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def foreign_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some types of GGUF files have no format, as a new one of the gguf package would not."""
+    for name in ("iq1_m", "iq2_xs", "iq2_s", "tq1_0"):
+        monkeypatch.delitem(cq.formats.base._READ_ONLY, name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Of xdist's processes one compiles a kernel; others that need it wait, and find it in CuPy's cache."""

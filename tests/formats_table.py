@@ -53,12 +53,20 @@ FLOATS = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 def random_blocks(
     name: str | cq.Format, shape: tuple[int, ...], seed: int = 0, *, finite: bool = False
 ) -> np.ndarray[Any, Any]:
-    """Random bytes; with `finite`, float16 scales are kept between 2^-8 and 2^-3 (and of both signs)."""
+    """Random bytes (of tq1_0 those that ggml writes); with `finite`, float16 scales are kept between 2^-8
+    and 2^-3 (and of both signs)."""
     fmt = cq.formats.get(name)
     raw = np.random.default_rng(seed).integers(0, 256, (*shape[:-1], fmt.row_bytes(shape[-1])), np.uint8)
+    records = raw.view(fmt.storage)
+    if fmt == "tq1_0":
+        for field, least in (("qs", 1), ("qh", 3)):
+            number = records[field] * np.uint16(243) >> 8
+            records[field] = (number // least * least * np.uint32(256) + 242) // 243
     if finite:
-        records = raw.view(fmt.storage)
         for field in (field for field in fmt.scales if fmt.storage[field] == np.float16):
             bits = np.ascontiguousarray(records[field]).view(np.uint16)
             records[field] = ((bits & 0x83FF) | (0x1C00 + (bits & 0x0C00))).view(np.float16)
+        if fmt == "iq1_m":  # of d the first four bits are in front of the last word
+            words = records["scales"]
+            words[..., 3] = (words[..., 3] & 0x8FFF) | 0x2000
     return raw

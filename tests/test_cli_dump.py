@@ -30,6 +30,7 @@ def test_dump_shows_every_key_and_tensor(run: Run) -> None:
     assert lines[-1] == "39 tensors, 10,494,976 bytes"
 
 
+@pytest.mark.usefixtures("foreign_types")
 def test_dump_of_a_foreign_file_does_not_warn(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "k.gguf", {"w": (np.zeros((2, 54), np.uint8), Type.TQ1_0)})
     done = run("dump", path)

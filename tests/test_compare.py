@@ -135,6 +135,7 @@ def test_slabs_hide_no_difference_of_one_another(monkeypatch: pytest.MonkeyPatch
     assert np.isnan(largest)
 
 
+@pytest.mark.usefixtures("foreign_types")
 def test_foreign_types_are_not_rounded(tmp_path: Path) -> None:
     """Numbers that float16 lacks, and others that are beyond it."""
     raw = np.random.default_rng(0).integers(0, 256, (2, 74), np.uint8)

@@ -145,6 +145,7 @@ def test_scales_of_kept_tensors_are_in_a_safetensors_file_once(tmp_path: Path) -
     assert not both.left_out
 
 
+@pytest.mark.usefixtures("foreign_types")
 @pytest.mark.filterwarnings("ignore::cuquant.FallbackWarning")
 def test_types_that_have_no_format_here(tmp_path: Path) -> None:
     raw = np.random.default_rng(0).integers(0, 256, (2, 74), np.uint8)

@@ -54,7 +54,7 @@ CHOSEN = {
         " and not (every_step and not q4_k)",
     ),
     "test_gpu_kbit.py": (40, "not variant and not magnitudes and not large_ones and not many"),
-    "test_gpu_grids.py": (7, "numbers or rows or (experts and iq3_s)"),
+    "test_gpu_grids.py": (15, "numbers or rows or does_not_hold or (experts and (iq3_s or iq1_m))"),
     "test_gpu_fp4_int4.py": (
         50,
         "(mxfp4 or nvfp4 or int4-32 or int4-128-zeros or together or beyond) and not products and not 1e",

@@ -90,6 +90,7 @@ def test_ragged_matrices_stay_float(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("foreign_types")
 def test_types_without_a_format_here(folder: Path) -> None:
     """They are dequantized, so no error is theirs; their size is what the file stores."""
     spec = Spec(d_model=256, head_dim=64, n_ff=256)

@@ -1,5 +1,4 @@
-"""iq1_s, iq2_xxs, iq3_xxs, iq3_s and tq2_0: numbers are the gguf package's, and bytes come back from what
-kernels read."""
+"""Grids and ternary numbers: numbers are the gguf package's, and bytes come back from what kernels read."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import formats, testing
 
-NAMES = ["iq1_s", "iq2_xxs", "iq3_xxs", "iq3_s", "tq2_0"]
+NAMES = ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "tq1_0", "tq2_0"]
 SHAPE = (37, 768)
 
 
@@ -54,9 +53,25 @@ def test_kernels_have_the_same_numbers_and_give_the_bytes_back(
     np.testing.assert_array_equal(cq.from_blocks(given, own, shape).dequantize(), expected)
 
 
-def test_codes_of_ternary_weights() -> None:
-    raw = gguf.quants.quantize(np.array([[0.5, -0.5, 0, 0.5] * 64], np.float32), Type.TQ2_0)
-    assert cq.from_blocks(raw, "tq2_0", (1, 256)).dequantize()[0, :4].tolist() == [0.5, -0.5, 0, 0.5]
+@pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
+def test_ternary_weights(name: str) -> None:
+    """As the gguf package writes them."""
+    w = np.random.default_rng(0).integers(-1, 2, (3, 512)).astype(np.float32) / 2
+    raw, fmt = gguf.quants.quantize(w, Type[name.upper()]), formats.get(name)
+    np.testing.assert_array_equal(cq.from_blocks(raw, name, w.shape).dequantize(), w)
+    np.testing.assert_array_equal(fmt.from_kernels(fmt.to_kernels(raw, np), np), raw)
+
+
+def test_every_byte_of_digits_keeps_them() -> None:
+    """Those that ggml does not write become others of the same digits."""
+    fmt, raw = formats.get("tq1_0"), np.zeros((256, 54), np.uint8)
+    raw[:, :52] = np.arange(256)[:, None]
+    raw[:, 52:] = np.array([1], np.float16).view(np.uint8)
+    back = fmt.from_kernels(fmt.to_kernels(raw, np), np)
+    assert (back[:, 0] != raw[:, 0]).sum() == 13
+    expected = gguf.quants.dequantize(raw, Type.TQ1_0)
+    np.testing.assert_array_equal(gguf.quants.dequantize(back, Type.TQ1_0), expected)
+    np.testing.assert_array_equal(cq.from_blocks(raw, fmt, (256, 256)).dequantize(), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,8 +18,9 @@ import cuquant.io.model
 from cuquant import FallbackWarning, GGUFError
 from cuquant.formats import kquant
 
-# The bytes of a block are random below 60, which keeps scales small.
+pytestmark = pytest.mark.usefixtures("foreign_types")
 FOREIGN = [Type.TQ1_0, Type.IQ1_M, Type.IQ2_XS, Type.IQ2_S]
+"""Bytes of a block are random below 60, which keeps scales small."""
 
 
 def foreign_rows(kind: Type, rows: int, blocks: int = 1) -> NDArray[np.uint8]:

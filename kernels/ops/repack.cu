@@ -216,6 +216,18 @@ struct RunningExtremes {
     }
 };
 
+// What bounds the weights of a block, or of both whose scales a lane has, where it has two.
+template <class F>
+DEVICE void add_peaks(const LaneShare<F>& share, RunningExtremes& peaks) {
+    auto add = [&](float peak) {
+        if (peak != 0) peaks.add(__float_as_int(peak));
+    };
+    if constexpr (F::CODING == CODEBOOK && F::SCALING == STEP_BYTES)
+        add(F::peak(share, 0)), add(F::peak(share, 1));
+    else
+        add(F::peak(share));
+}
+
 // Whether the block whose scale a lane has, of tile t of a run, is the matrix's.
 DEVICE bool is_there(const Run& run, int t, int lane) {
     const int block = t / SPAN_TILES * SPAN_BLOCKS + (SPAN_BLOCKS > 1 ? lane % 2 : 0);
@@ -258,9 +270,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
         for_tiles(run, [&](int, int t, int at, int part) {
             const s64 tile = run.first_tile + t;
             LaneShare<Format> share = gather<Format>(rows[0] + at, rows[1] + at, part, lane);
-            const u32 peak = __float_as_int(Format::peak(share));
+            add_peaks(share, peaks);
             make_canonical(share);
-            if (peak) peaks.add(peak);
             if constexpr (Format::SCALING == E8M0)
                 if (is_there(run, t, lane)) exponents.add(share.scale);
             if constexpr (ROW_FACTORS<Format> && GROUPED)
