@@ -36,7 +36,7 @@ class Tables(NamedTuple):
 
 _ROW = 128
 """Bytes of one of these arrays."""
-_tables: dict[tuple[int, Format], tuple[Tables, Any]] = {}
+_tables: dict[tuple[int, Format, bytes], tuple[Tables, Any]] = {}
 
 
 def tables(fmt: Format) -> Tables:
@@ -44,7 +44,7 @@ def tables(fmt: Format) -> Tables:
     if fmt.codebook is None:
         return Tables()
     cupy = device.cupy()
-    key = (cupy.cuda.runtime.getDevice(), fmt)
+    key = (cupy.cuda.runtime.getDevice(), fmt, fmt.codebook.tobytes())  # formats may be defined again
     found = _tables.get(key)
     if found is None:
         rows = np.zeros((2 + _MOST_LIFT + 1, _ROW // 4), np.float32)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import __version__, device, formats, sources
+from .formats.exl3 import BITS, GENERATORS, Exl3
 from .plan.tuning import Tuned
 
 
@@ -32,8 +33,9 @@ def facts() -> dict[str, str]:
 
 def _read_only() -> list[str]:
     """Names, those of EXL3 in short."""
-    others = [name for name in formats.names_of_read_only() if not name.startswith("exl3")]
-    return ["exl3-1 to exl3-8", "exl3-*-mcg", "exl3-*-mul1", *others]
+    _, *generators = GENERATORS
+    others = [name for name in formats.names_of_read_only() if not isinstance(formats.get(name), Exl3)]
+    return [f"{Exl3(BITS[0])} to {Exl3(BITS[-1])}", *(f"exl3-*-{each}" for each in generators), *others]
 
 
 def as_text() -> str:

@@ -122,6 +122,16 @@ def test_the_bytes_of_every_block_are_pictured() -> None:
             assert f"{name}   {fmt.block_bytes} bytes = {fields}" in pages
 
 
+def test_the_bytes_of_grids_are_pictured() -> None:
+    page = (DOCS / "formats/grids.md").read_text(encoding="utf-8")
+    grids = [cq.formats.get(name) for name in cq.formats.names_of_read_only() if not name.startswith("exl3")]
+    for fmt in grids:
+        fields = " | ".join(f"{field} {fmt.storage[field].itemsize}" for field in fmt.storage.names or ())
+        row = rf"^{fmt} +{fmt.block_bytes} = {re.escape(fields)} +{fmt.bits_per_weight:.2f} "
+        assert re.search(row, page, re.MULTILINE), row
+        assert f"{fmt}" in page.splitlines()[0] or fmt == "tq1_0"
+
+
 @pytest.mark.parametrize("page", ["docs/formats/kv.md"])
 def test_code_of_pages_runs(page: str, tmp_path: Path) -> None:
     """All of a page's, one after another."""

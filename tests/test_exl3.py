@@ -273,7 +273,7 @@ def test_nothing_here_quantizes_to_it(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"nothing here quantizes to exl3-4(-mcg)?: exllamav3 does"):
             cq.quantize(np.ones((128, 128), F), fmt)
     model = Path(__file__).parent.parent / "examples/data/nano-llama-f16.gguf"
-    with pytest.raises(ValueError, match="nothing here quantizes to exl3-4: it is only read"):
+    with pytest.raises(ValueError, match="nothing here quantizes to exl3-4: exllamav3 does"):
         cq.quantize_file(model, tmp_path / "w.safetensors", {"*attn*": "exl3-4"})
     with pytest.raises(ValueError, match=r"multiples of 128, not \(128, 64\)"):
         cq.from_blocks(np.zeros(128 * 64 // 2 + 384, np.uint8), "exl3-4", (128, 64))

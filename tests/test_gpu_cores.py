@@ -84,12 +84,17 @@ MMA_TILES += [
 def test_every_tile_of_the_mma_core(
     monkeypatch: pytest.MonkeyPatch, name: str, tile: tuple[int, ...]
 ) -> None:
-    """Whatever shape asks for it, where there is no wgmma; with columns that blocks share and without."""
+    """Whatever shape asks for it, where there is no wgmma; without columns that blocks share, with those of
+    all tiles, and of the last one."""
     cupy = device.cupy()
     monkeypatch.setattr(jit, "capability", lambda: 80)
-    several = (3,) if tile[:4] in mma_core._STEP_US["masks"] else ()
-    for parts in (1, *several):
-        monkeypatch.setattr(mma_core, "_choice", lambda *a, of=parts: (mma_core.MmaTile(*tile), of))
+    own = mma_core.MmaTile(*tile)
+    for parts, least in ((1, 0), (3, 99), (2, 1)):
+
+        def choice(fmt: cq.Format, m: int, n: int, *_: Any, parts: int = parts, least: int = least) -> Any:
+            return mma_core.Choice(own, min(least, own.blocks(m, n, 1)), parts)
+
+        monkeypatch.setattr(mma_core, "_choice", choice)
         plan_anew()
         # Few steps along K, fewer than blocks; and many times those of a ring, with some left over.
         for (n, k), m in product(((70, 256), (300, 2816)), (17, 150)):
@@ -112,7 +117,8 @@ def test_blocks_that_share_columns_make_the_same_bits(
     monkeypatch.setattr(jit, "capability", lambda: 80)
     plan_anew()
     w, x = cuda_weight("q4_0", (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
-    assert plan.gemm(w.format, m, n, k, 1, True, jit.gpu()).plan.grid[2] > 3
+    gemm = plan.gemm(w.format, m, n, k, 1, True, jit.gpu())
+    assert gemm.plan.grid[0] > 3 * gemm.streamed > 0
     first = cq.matmul(x, w.T)
     assert nmse(first, testing.linear(x, w)) < 1e-6
     for stream in (cupy.cuda.Stream(non_blocking=True), cupy.cuda.Stream(non_blocking=True)):

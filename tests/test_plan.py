@@ -163,45 +163,29 @@ def test_large_weights_go_to_the_wgmma_core_sooner() -> None:
             assert plan.core_of(gemm.plan.kernel) == expected, (name, n, m)
 
 
-@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 120])
-def test_few_blocks_of_the_mma_core_have_deep_rings(capability: int) -> None:
-    """As deep as shared memory allows two of them, up to eight stages, if that is four; or four, of a block
-    of twice the rows and the batch rows; of others three, or four where tiles are large."""
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 120])
+def test_rings_of_the_mma_core_are_as_deep_as_there_is_room(capability: int) -> None:
+    """For as many blocks as a multiprocessor is to have; up to eight stages of the small tile for few
+    blocks, four of larger ones."""
     room = {80: 164, 86: 100, 89: 100, 120: 100}.get(capability, 228) << 10
-    few = {(17, 4096): 1, (32, 8448): 1, (64, 4096): 1, (256, 4096): 1, (512, 4096): 2, (256, 8192): 2}
-    names = ("q4_0", "q8_0", "q4_k", "kbit4", "mxfp4", "trellis3")
-    deep = set()
-    for name, (m, n) in combinations(names, (*few, (33, 1 << 16), (2048, 14336))):
+    for name, groups in combinations(("q4_0", "q8_0", "q4_k", "kbit4", "mxfp4", "trellis3"), (4, 8)):
         fmt = cq.formats.get(name).for_kernels
-        gemm = mma_core.mma_grouped(fmt, m, n, 1, plan.Gpu(capability))
-        c, batch = dict(gemm.plan.kernel.constants), mma_core.batch_of(gemm.plan.kernel)
-        rows = 16 * c["ROW_TILES"] * c["ROW_WARPS"]
-        assert gemm.plan.grid == (ceil(n / rows), ceil(m / batch), 1)
-        if c["STAGES"] < 4 or rows == 256:
-            assert c["STAGES"] in ((2,) if capability < 80 else (2, 3, 4))
-            continue
-        deep.add((name, m, n))
-        square = c["ROW_TILES"] == 2
-        assert c["ROW_TILES"] == few[m, n] or capability not in (80, 90)
-        assert batch == (128 if square else 32 if m <= 32 else 64)
-        assert (c["RESIDENT"], c["WARPS"]) == ((1, 8) if square else (2, 4))
-        assert gemm.plan.grid[0] * gemm.plan.grid[1] <= plan.LARGE_GPU * c["RESIDENT"]
-        assert c["RESIDENT"] * (gemm.plan.shared + (1 << 10)) <= room
-        own = batch * 144 + 4 * c["ROW_TILES"] * plan.layout(fmt).step(1)
-        most = 4 if square else 8
-        assert c["STAGES"] == most or c["RESIDENT"] * (gemm.plan.shared + own + (3 << 10)) > room
-    if capability in (80, 90):
-        assert deep == {(name, *cell) for name, cell in combinations(names, few)}
-    else:
-        assert (("q4_0", 64, 4096) in deep) == (capability > 80)
+        deep, square, small, *large = mma_core._tiles(fmt, groups, capability)
+        assert (small.stages, deep.rows, square.batch) == (3, 1, 128)
+        for tile, most in ((deep, 8), (square, 4), (small, 3), *((tile, 4) for tile in large)):
+            gemm = mma_core._of_way(fmt, 512, 4096, 1, plan.Gpu(capability), mma_core.Choice(tile))
+            own = tile.batch * 144 + tile.row_tiles * plan.layout(fmt).step(1)
+            assert tile.resident * (gemm.plan.shared + (1 << 10)) <= room
+            assert tile.stages == most or tile.resident * (gemm.plan.shared + own + (3 << 10)) > room
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
 def test_large_products_have_large_tiles(capability: int) -> None:
-    """Of 256 rows of W by 128 batch rows, where that leaves few multiprocessors idle; but before sm_80."""
+    """Of 256 rows of W by 128 batch rows, where that leaves few multiprocessors idle; but before sm_80.
+    Of a mixture, whose rows its GPU alone counts."""
     for name, (m, n, large) in combinations(
         ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
-        ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (384, 4096, False)),
+        ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (128, 4096, False)),
     ):
         gemm = mma_core.mma_grouped(cq.formats.get(name).for_kernels, m, n, 1, plan.Gpu(capability))
         c = dict(gemm.plan.kernel.constants)

@@ -15,8 +15,9 @@ from ..ops.matmul import matmul as product_of
 from ..ops.moe import moe as mixture_of, route
 from ..testing import as_numpy
 from .attention import HEAD_DIM, WIDTHS, random_cache, rooms_of, sampled_error
-from .matmul import X_DTYPES, random_weights, sample_error
+from .matmul import X_DTYPES, sample_error
 from .moe import mixture_error, random_experts
+from .operands import random_weights
 from .record import Record, rounded
 from .timing import REPEATS, host_us, warm_up
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,11 +11,12 @@ import numpy as np
 
 from .. import check, device, formats, jit, plan
 from ..array import QuantizedArray
-from ..formats.exl3 import HADAMARD, Exl3
+from ..formats.exl3 import HADAMARD
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse
 from . import peers
+from .operands import random_weights
 from .record import Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
@@ -171,32 +171,6 @@ def some_columns(fmt: formats.Format, n: int) -> Any:
     if fmt.walks:
         return rng.integers(n // HADAMARD) * HADAMARD + np.arange(HADAMARD)
     return np.sort(rng.choice(n, min(CHECKED_COLUMNS, n), replace=False))
-
-
-def random_weights(name: str, n: int, k: int, count: int | None = None) -> list[QuantizedArray]:
-    """Different random weights, prepared: so many, or more than the L2 cache holds."""
-    cupy = device.cupy()
-    fmt = formats.get(name)
-    count = rotation(math.prod(fmt.stored((n, k)))) if count is None else count
-    if isinstance(fmt, Exl3):
-        return [random_walks(fmt, (n, k)) for _ in range(count)]
-    # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
-    dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
-    w = quantize(dense * np.float32(0.02), fmt)
-    made = []
-    for _ in range(count):
-        made.append(w[cupy.random.permutation(n) % len(w)].prepare())
-    return made
-
-
-def random_walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
-    """A weight (..., N, K) of random steps, which are all numbers, prepared."""
-    random = device.cupy().random
-    blocks = random.randint(0, 256, fmt.stored(shape), dtype=np.uint8)
-    _, suh, svh = fmt.parts(blocks, shape)
-    for side, size in ((suh, 1), (svh, 0.02)):
-        side[...] = random.choice(np.array([-size, size]), side.shape) * random.uniform(0.5, 2, side.shape)
-    return QuantizedArray.made(fmt, blocks, shape=shape).prepare()
 
 
 def _cublas_us(m: int, n: int, k: int) -> float | None:

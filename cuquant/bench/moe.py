@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, formats, jit, plan, testing
-from ..array import QuantizedArray
-from ..formats.exl3 import Exl3
+from .. import device, jit, plan, testing
 from ..ops.moe import Experts, moe as mixture_of, route
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
-from .matmul import X_DTYPES, floor_us, random_walks, some_columns
+from .matmul import X_DTYPES, floor_us, some_columns
+from .operands import random_stack
 from .record import Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
@@ -106,19 +105,7 @@ def _routings(tokens: int, experts: int, top_k: int, size: int) -> list[Routing]
 
 def random_experts(name: str, count: int, n: int, k: int) -> Experts:
     """Stacks of which every expert has the same rows in another order, prepared."""
-    return Experts(*(_stack(name, count, *shape) for shape in ((n, k), (n, k), (k, n))))
-
-
-def _stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
-    cupy = device.cupy()
-    fmt = formats.get(name)
-    if isinstance(fmt, Exl3):
-        return random_walks(fmt, (count, n, k))
-    # Formats without a kernel that quantizes: a few rows by NumPy, again and again in random order.
-    dense = cupy.random.standard_normal((n if fmt.encodes_on_gpu else 256, k), dtype=np.float32)
-    w = quantize(dense * np.float32(k**-0.5), fmt)
-    experts = [w[cupy.random.permutation(n) % len(w)].blocks for _ in range(count)]
-    return QuantizedArray.made(w.format, cupy.stack(experts), shape=(count, n, k)).prepare()
+    return Experts(*(random_stack(name, count, *shape) for shape in ((n, k), (n, k), (k, n))))
 
 
 def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us: float | None) -> MoeCell:

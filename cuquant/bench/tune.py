@@ -15,7 +15,8 @@ from ..io.atomic import alone, replacing
 from ..ops.matmul import Product
 from ..plan import tuning
 from ..problem import whole_pieces
-from .matmul import SHAPES, random_weights, sample_error
+from .matmul import SHAPES, sample_error
+from .operands import random_weights
 from .record import Record, rounded
 from .timing import graph_us, warm_up
 

@@ -16,12 +16,13 @@ from ..formats.trellis import Trellis
 from ..fragments import fill, from_fragments, nothing_found
 from ..ops.quantize import quantize
 from .matmul import floor_us
+from .operands import random_weight
 from .record import Record, rounded
 from .timing import call_us, graph_us, warm_up
 
 SHAPES = ((32768, 8192),)
 """2^28 numbers: many times what an L2 cache holds."""
-CHECKED_ROWS = 32
+CHECKED_ROWS = 128
 KERNELS = ("encode", "repack")
 """Work that is measured in a replayed graph."""
 
@@ -75,9 +76,10 @@ def weights(
 
 
 def works(fmt: formats.Format) -> tuple[str, ...]:
-    """What is measured of a format."""
+    """What is measured of a format; no kernel alone repacks walks, or grids."""
     encoding = ("quantize", "encode") if _quantizes(fmt) else ()
-    return (*encoding, "dequantize", "prepare", "repack", "restore")
+    repacking = () if fmt.read_only else ("repack",)
+    return (*encoding, "dequantize", "prepare", *repacking, "restore")
 
 
 def _quantizes(fmt: formats.Format) -> bool:
@@ -86,17 +88,17 @@ def _quantizes(fmt: formats.Format) -> bool:
 
 
 class _Given:
-    """What is worked on: float16 numbers, the weight that they make, and the same weight, prepared."""
+    """What is worked on: a weight, the float16 numbers that it was made of, if it was, and the same weight,
+    prepared."""
 
     def __init__(self, fmt: formats.Format, n: int, k: int) -> None:
-        random = device.cupy().random.default_rng(0)
-        rows = n if _quantizes(fmt) or fmt.whole_matrices else min(n, 256)  # a few by NumPy, again and again
-        dense = random.standard_normal((rows, k), dtype=np.float32) * np.float32(0.02)
-        self.dense = dense.astype(np.float16)
-        made = quantize(self.dense, fmt)
-        if rows < n:
-            made = made[random.random(n, dtype=np.float32).argsort() % rows]
-        self.weight = made
+        if _quantizes(fmt):
+            random = device.cupy().random.default_rng(0)
+            dense = random.standard_normal((n, k), dtype=np.float32) * np.float32(0.02)
+            self.dense = dense.astype(np.float16)
+            self.weight = quantize(self.dense, fmt)
+        else:
+            self.weight = random_weight(fmt.name, n, k)
         self.prepared = self.prepare()
 
     def prepare(self) -> QuantizedArray:

@@ -95,6 +95,7 @@ from .formats import (
     group_size as group_size,
     hadamard_sides as hadamard_sides,
     int4_parts as int4_parts,
+    is_quantized_to as is_quantized_to,
     kbit_matrix as kbit_matrix,
     kbit_tiled as kbit_tiled,
     moments as moments,

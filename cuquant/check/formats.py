@@ -53,6 +53,12 @@ def _full_name(fmt: Format) -> str:
     return f"{type(fmt).__module__}.{type(fmt).__qualname__}"
 
 
+def is_quantized_to(fmt: Format) -> None:
+    """A format that is not only read."""
+    if fmt.read_only:
+        raise ValueError(f"nothing here quantizes to {fmt}: {fmt.made_by}")
+
+
 def codes(value: Any) -> Any:
     """`array`, of dtype uint8."""
     result = array(value, "codes", "uint8")

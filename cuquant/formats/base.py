@@ -68,8 +68,8 @@ class Format(ABC):
     """Type number in GGUF files; None where GGUF has no such type."""
     file_type: int | None = None
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
-    read_only: ClassVar[bool] = False
-    """True for a format that only others quantize to."""
+    made_by: ClassVar[str] = ""
+    """Of a format that only others quantize to (`ReadOnly`): who does, and what reads it, for people."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
     on_gpu: ClassVar[bool] = True
@@ -123,6 +123,11 @@ class Format(ABC):
     def header(self) -> str:
         """Name of the format's file in kernels/formats."""
         return self.name
+
+    @property
+    def read_only(self) -> bool:
+        """Whether only others quantize to it."""
+        return bool(self.made_by)
 
     @property
     def block_bytes(self) -> int:
@@ -244,6 +249,16 @@ class Format(ABC):
         return hash(self.name)
 
 
+class ReadOnly(Format):
+    """A format that only others quantize to."""
+
+    encodes_on_gpu = False
+    made_by = "it is only read"
+
+    def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
+        raise TypeError(f"{self} is only read")  # check.is_quantized_to says so before
+
+
 def register(fmt: Format) -> None:
     """Make a format known by its name.
 
@@ -251,7 +266,9 @@ def register(fmt: Format) -> None:
     of another class has it. One that is defined again, as by a notebook's cell, takes its own place.
     """
     check.can_be_registered(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
-    (_READ_ONLY if fmt.read_only else _BY_NAME)[fmt.name] = fmt
+    own, other = (_READ_ONLY, _BY_NAME) if fmt.read_only else (_BY_NAME, _READ_ONLY)
+    own[fmt.name] = fmt
+    other.pop(fmt.name, None)
 
 
 def names() -> tuple[str, ...]:

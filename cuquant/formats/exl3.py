@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import Format, register
+from .base import ReadOnly, register
 
 F32 = NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class Exl3Parts(NamedTuple):
     """float16 (..., N)"""
 
 
-class Exl3(Format):
+class Exl3(ReadOnly):
     """Steps of 1 to 8 bits, 256 in a ring: W.T = diag(suh) H V H diag(svh), V made of windows of 16 bits.
 
     A matrix (N, K), whose sides are multiples of 128, is one record: the tensors of `Exl3Parts` back to back.
@@ -76,8 +76,7 @@ class Exl3(Format):
     block_size = 1
     whole_matrices = True
     rows_together = HADAMARD
-    read_only = True
-    encodes_on_gpu = False
+    made_by = "exllamav3 does, and from_exl3 and read_safetensors read it"
     walks = True
     scaling = "none"
     formula = "W.T = suh * H V H * svh"
@@ -109,14 +108,6 @@ class Exl3(Format):
     @property
     def kernel_scale_bytes(self) -> int:
         return 0
-
-    def fitted(self, x: Any) -> Format:
-        raise ValueError(
-            f"nothing here quantizes to {self}: exllamav3 does, and from_exl3 and read_safetensors read it"
-        )
-
-    def encode(self, x: F32) -> NDArray[np.uint8]:
-        raise TypeError(f"{self} is only read: see fitted()")
 
     def decode(self, records: NDArray[Any]) -> F32:
         raise TypeError(f"{self} has no blocks along K: a matrix is read by rows()")

@@ -8,14 +8,14 @@ Nothing is rounded, and the stored bytes come back.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant
-from .base import Format
+from .base import Format, ReadOnly
 from .int4 import pack_pairs
 from .iq4_xs import IQ4_XS
 from .kquant import F, Floats, KQuant
@@ -23,7 +23,7 @@ from .kquant import F, Floats, KQuant
 _BLOCK = 256
 
 
-class Grid(Format):
+class Grid(ReadOnly):
     """256 weights in a block: W = d * (2 s + 1) * level[q], with s per 16 or 32 weights; d is a float16.
 
     A format says how its bytes hold d, s and q (`split`), and how these become its bytes (`joined`), of
@@ -32,8 +32,7 @@ class Grid(Format):
 
     block_size = _BLOCK
     lookup = True
-    read_only = True
-    encodes_on_gpu = False
+    made_by = "llama.cpp does, and GGUF files of it are read"
     formula = "W = d * (2 s + 1) * level[q]"
     magnitudes: ClassVar[tuple[float, ...]]
     """Of levels, ascending."""
@@ -54,9 +53,10 @@ class Grid(Format):
     def for_kernels(self) -> Format:
         return self._kept
 
-    @property
+    @cached_property
     def _kept(self) -> _SixteenLevels | _EightLevels:
-        return _kept(self)
+        assert self.codebook is not None
+        return (_EightLevels if self.bits == 3 else _SixteenLevels)(self.codebook, f"{self.name}-by-levels")
 
     def split(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
         """Bytes [n, bytes of a block] -> bytes of d [n, 2], s [n, 8 or 16] and codes q [n, 256], of uint8."""
@@ -79,12 +79,6 @@ class Grid(Format):
             return self.joined(d, scales[:, :: scales.shape[1] * self.scale_size // _BLOCK] >> 1, codes, xp)
 
         return _by_parts(blocks, self._kept.block_bytes, self.block_bytes, xp, made_of)
-
-    def encode(self, x: Floats) -> NDArray[Any]:
-        raise TypeError(f"{self} is only read: see fitted()")
-
-    def fitted(self, x: Any) -> Format:
-        raise ValueError(f"nothing here quantizes to {self}: llama.cpp does, and GGUF files of it are read")
 
     def decode(self, records: NDArray[Any]) -> Floats:
         raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
@@ -177,14 +171,6 @@ class _EightLevels(KQuant):
         return _read(self, *self.unpacked(raw, np))
 
 
-@cache
-def _kept(fmt: Grid) -> _SixteenLevels | _EightLevels:
-    assert fmt.codebook is not None
-    if fmt.bits == 3:
-        return _EightLevels(fmt.codebook, f"{fmt.name}-by-levels")
-    return _SixteenLevels(fmt.codebook, f"{fmt.name}-by-levels")
-
-
 def _by_parts(blocks: Any, size: int, made_size: int, xp: Any, made_of: Any) -> Any:
     """Blocks (..., row bytes) to others of another size, as many at a time as need little meanwhile."""
     *lead, row_bytes = blocks.shape
@@ -197,8 +183,8 @@ def _by_parts(blocks: Any, size: int, made_size: int, xp: Any, made_of: Any) -> 
     return made.reshape(*lead, per_row * made_size)
 
 
-_AT_ONCE = 1 << 16
-"""Blocks, of which each needs a few kilobytes meanwhile."""
+_AT_ONCE = 1 << 15
+"""Blocks, of which each needs a few kilobytes meanwhile, and a GPU some twenty launches."""
 
 
 def _nibbles(raw: Any, xp: Any) -> Any:
@@ -224,8 +210,8 @@ def _bytes(bits: Any, xp: Any) -> Any:
 
 
 def _words(raw: Any, dtype: type, xp: Any) -> Any:
-    """Bytes [n, m] as little-endian words."""
-    return xp.ascontiguousarray(raw).view(dtype)
+    """Bytes [n, m] as little-endian words, which a GPU must have in places of their own."""
+    return xp.array(raw, order="C").view(dtype)
 
 
 class _Points:
@@ -237,25 +223,26 @@ class _Points:
         kind = getattr(quants, name)
         kind.init_grid()
         values = kind.grid.reshape(kind.grid_shape)
+        assert set(np.unique(values)) == set(kind.grid_map), f"another grid of {name} than is known here"
         self.levels = np.searchsorted(sorted(kind.grid_map), values).astype(np.uint8)
         """[points, weights of a point]"""
         self._weights = self.levels.shape[1]
         self._base = len(kind.grid_map)
-        keys = self.levels.astype(np.int64) @ self._powers(np)
+        keys = self.levels.astype(np.uint16) @ self._powers(np)
         self._numbers = np.zeros(self._base**self._weights, np.uint16)
         self._numbers[keys] = np.arange(len(keys))
 
     def _powers(self, xp: Any) -> Any:
-        return xp.asarray(np.int64(self._base) ** np.arange(self._weights))
+        return xp.asarray(self._base ** np.arange(self._weights), np.uint16)
 
     def of(self, numbers: Any, xp: Any) -> Any:
         """Numbers [n, m] of points -> levels [n, m * weights of a point]."""
-        return xp.asarray(self.levels)[numbers.astype(np.int32)].reshape(len(numbers), -1)
+        return xp.asarray(self.levels)[numbers].reshape(len(numbers), -1)
 
     def numbers(self, levels: Any, xp: Any) -> Any:
         """The way back, uint16."""
-        groups = levels.reshape(len(levels), -1, self._weights).astype(np.int64)
-        return xp.asarray(self._numbers)[(groups * self._powers(xp)).sum(axis=2)]
+        groups = levels.reshape(len(levels), -1, self._weights)
+        return xp.asarray(self._numbers)[(groups * self._powers(xp)).sum(axis=2, dtype=np.uint16)]
 
 
 _points = cache(_Points)

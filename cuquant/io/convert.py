@@ -118,8 +118,8 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     for fmt in [wanted_format, *rules.values()]:
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
-        if isinstance(fmt, Format) and fmt.read_only:
-            raise ValueError(f"nothing here quantizes to {fmt}: it is only read")
+        if isinstance(fmt, Format):
+            check.is_quantized_to(fmt)
     kept = copied(model, keep)
     named_like(model, rules, f"tensor of {model.path.name}", "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]

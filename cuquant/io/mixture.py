@@ -294,7 +294,8 @@ def listed(weights: Counter[str]) -> str:
 def of_file(base: str, file_type: Any) -> str | None:
     """The name of the mixture, or else of the format, whose files have most weights in this format and this
     `general.file_type`, if any."""
-    plain = (fmt for fmt in map(formats.get, formats.names()) if fmt.file_type is not None)
+    every = map(formats.get, (*formats.names(), *formats.names_of_read_only()))
+    plain = (fmt for fmt in every if fmt.file_type is not None)
     known = {(fmt.name, fmt.file_type): fmt.name for fmt in plain}
     known |= {(m.base.name, m.file_type): m.name for m in _MIXTURES.values()}
     return known.get((base, file_type))

@@ -57,6 +57,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     check.array_first(x, format)
     given = formats.get(format)
     x = check.floats(x, "x")
+    check.is_quantized_to(given)
     given = check.whole_blocks(x.shape, given, "x")
     fmt = given.fitted(x)
     on_gpu = check.same_device(x=x)

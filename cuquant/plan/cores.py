@@ -17,10 +17,10 @@ class Gemm:
 
     `box` are the batch rows that the copy engine brings at a time (wgmma core), of a grouped product of
     `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
-    a time; 0 for other cores. Blocks of the wgmma core share the last `streamed` output tiles (of a grouped
-    product, of which only the GPU knows the tiles, if so many or fewer are left); to pass sums on takes as
-    long as `passing` steps of 64 columns. They, and blocks of the mma core that share columns, need
-    `partials` bytes for sums. `out_box` are the batch rows of a box of results, where the kernel can store
+    a time; 0 for other cores. Blocks share the last `streamed` output tiles (of a grouped product, of which
+    only the GPU knows the tiles, if so many or fewer are left), and need `partials` bytes for sums. To pass
+    these on takes the wgmma core as long as `passing` steps of 64 columns; of the mma core so many blocks
+    share each tile. `out_box` are the batch rows of a box of results, where the kernel can store
     them so. `converts_x` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or
     turns it for walks; `turns_sums` whether it turns their sums, so that it stores results.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, inf, prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
@@ -20,47 +20,46 @@ three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes o
 one of 128; where they have room for two stages only, it has room for three."""
 
 
-_STEP_US: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
+_PACE: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
     "masks": {
-        (4, 1, 4, 1): (0.157, 0.280),
-        (4, 2, 4, 1): (0.366, 0.477, 0.698, 1.07),
-        (8, 1, 4, 1): (0.269, 0.500),
-        (8, 2, 4, 1): (0.458, 0.752, 1.20),
-        (8, 2, 4, 2): (0.686,),
-        (16, 2, 8, 1): (1.13,),
+        (4, 1, 4, 1): (3.14, 0.166, 0.288),
+        (4, 2, 4, 1): (3.44, 0.372, 0.483, 0.697, 1.05),
+        (8, 1, 4, 1): (3.95, 0.260, 0.496),
+        (8, 2, 4, 1): (5.94, 0.408, 0.680, 0.969),
+        (8, 2, 4, 2): (5.74, 0.643),
+        (8, 4, 4, 1): (2.72, 0.663, 1.23),
+        (16, 2, 8, 1): (6.30, 1.09),
     },
     "bytes": {
-        (4, 1, 4, 1): (0.163, 0.325),
-        (4, 2, 4, 1): (0.400, 0.605, 0.910, 1.35),
-        (8, 1, 4, 1): (0.287, 0.554),
-        (8, 2, 4, 1): (0.502, 0.852, 1.31),
-        (8, 2, 4, 2): (0.715,),
-        (16, 2, 8, 1): (1.25,),
+        (4, 1, 4, 1): (2.93, 0.180, 0.338),
+        (4, 2, 4, 1): (3.09, 0.433, 0.626, 0.919, 1.33),
+        (8, 1, 4, 1): (3.43, 0.293, 0.562),
+        (8, 2, 4, 1): (5.73, 0.465, 0.748, 1.09),
+        (8, 2, 4, 2): (4.87, 0.674),
+        (8, 4, 4, 1): (2.30, 0.724, 1.30),
+        (16, 2, 8, 1): (5.96, 1.15),
     },
     "lookups": {
-        (4, 1, 4, 1): (0.220, 0.398),
-        (4, 2, 4, 1): (0.395, 0.720, 1.17, 1.70),
-        (8, 1, 4, 1): (0.359, 0.668),
-        (8, 2, 4, 1): (0.530, 0.986, 1.51),
-        (8, 2, 4, 2): (0.816,),
-        (16, 2, 8, 1): (1.27,),
+        (4, 1, 4, 1): (2.79, 0.229, 0.411),
+        (4, 2, 4, 1): (3.17, 0.404, 0.726, 1.16, 1.67),
+        (8, 1, 4, 1): (3.95, 0.344, 0.646),
+        (8, 2, 4, 1): (5.33, 0.503, 0.911, 1.33),
+        (8, 2, 4, 2): (6.04, 0.768),
+        (8, 4, 4, 1): (3.20, 0.866, 1.48),
+        (16, 2, 8, 1): (5.03, 1.26),
     },
 }
-"""What 64 columns take blocks of groups, row tiles, and warps below and beside each other (`MmaTile`), one
-on a multiprocessor, two, three, and four, by how codes become numbers: q4_0, q8_0 and kbit4 on an H200
-without wgmma, the largest tile on an H100, fitted to 1100 products (tests/data/mma-tiles.txt). Elsewhere they
-are taken to stand in the same ratios."""
-_COSTS = {
-    "masks": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.05, (8, 2, 4, 1): 1.11},
-    "bytes": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.07, (8, 2, 4, 1): 1.17},
-    "lookups": {(16, 2, 8, 1): 1.0, (8, 4, 4, 1): 1.09, (8, 2, 4, 1): 1.16},
-}
-"""Of an output in a large product, of the same tiles, on an H200 or an H100: operands are made once
-for all batch rows of a warp, and the fewer these are the more they cost."""
-_MEET_US, _LARGE_MEET_US, _PART_US = 1.5, 8.5, 0.52
-"""Until blocks that share columns have added up their sums: any; of the largest tile, of which a thread has
-too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
-_PARTS, _LEAST_STEPS = (1, 2, 3, 4, 6, 8, 12, 16), 8
+"""What blocks of groups, row tiles, and warps below and beside each other (`MmaTile`) take, in microseconds,
+by how codes become numbers: whatever columns they have, and for 64 columns, with one on a multiprocessor,
+two, three, and four. Fitted to 1900 times of q4_0, q8_0 and kbit4 on an H100 and an H200 without wgmma
+(tests/data/mma-tiles.txt): in the mean 3 to 5% from what was measured. Elsewhere they are taken to stand in
+the same ratios."""
+_MEET_US, _LARGE_MEET_US, _PART_US = 2.4, 8.3, 0.44
+"""Until blocks that share columns have added up their sums: any; of tiles of 256 rows of W, of which a thread
+has too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
+_USUAL_K = 4096
+"""Columns of weights where a plan does not know them."""
+_PARTS, _LEAST_STEPS = (2, 3, 4, 6, 8, 12, 16), 8
 """How many blocks may share columns, and the steps of 64 that each has at least."""
 _FEW_ROWS, _LONG_ROW = 40, 4096
 """Rows of W for each multiprocessor up to which, and weights of a row from which on this core wins over the
@@ -101,10 +100,14 @@ class MmaTile(NamedTuple):
         return self.batch * self.row_tiles * TILE_ROWS
 
     @property
+    def together(self) -> int:
+        """Groups of a warp whose sums are staged at a time: half as many barriers for the largest tile."""
+        return 4 if self.groups == 16 else 2
+
+    @property
     def staged(self) -> int:
-        """Bytes of sums that are staged at a time."""
-        together = 4 if self.groups == 16 else 2
-        return self.beside * 8 * together * (self.row_tiles * TILE_ROWS + 4) * 4
+        """Bytes of these sums."""
+        return self.beside * 8 * self.together * (self.row_tiles * TILE_ROWS + 4) * 4
 
     def blocks(self, m: int, n: int, matrices: int) -> int:
         """Tiles of a product."""
@@ -113,8 +116,7 @@ class MmaTile(NamedTuple):
 
 def mma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
-    tile, parts = _choice(fmt, m, n, k, matrices, gpu)
-    return _of_tile(fmt, m, n, matrices, gpu, tile, parts)
+    return _of_way(fmt, m, n, matrices, gpu, _choice(fmt, m, n, k, matrices, gpu))
 
 
 def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
@@ -127,48 +129,71 @@ def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
 
 def mma_grouped(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
     """The same for rows that are sorted by their matrix of W, at most m of each."""
-    return _of_tile(fmt, m, n, matrices, gpu, _tile(fmt, m, n, matrices, gpu))
+    tiles = _usable(fmt, m, gpu)
+    best = min(tiles, key=lambda tile: _us(fmt, Choice(tile), tile.blocks(m, n, matrices), _USUAL_K, gpu))
+    return _of_way(fmt, m, n, matrices, gpu, Choice(best))
 
 
-def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[MmaTile, int]:
-    """A tile, and how many blocks share its columns: what is fastest of all that run at once, if there are
-    too few tiles of one matrix for the multiprocessors."""
-    usual = _tile(fmt, m, n, matrices, gpu)
-    if matrices > 1 or usual.blocks(m, n, 1) > usual.resident * gpu.multiprocessors:
-        return usual, 1
-    known = _STEP_US[_kind(fmt)]
-    if usual.shape not in known:
-        return usual, 1
-    found = [
-        tile for tile in (usual, *_sharing_tiles(fmt, m, gpu)) if tile.shape in known and tile.stages > 1
-    ]
-    return min(
-        (
-            (_us(fmt, tile, parts, tile.blocks(m, n, 1), k, gpu), tile != usual, tile, parts)
-            for tile in dict.fromkeys(found)
-            for parts in _parts(tile, tile.blocks(m, n, 1), k, gpu)
-        ),
-        default=(0.0, False, usual, 1),
-    )[2:]
+class Choice(NamedTuple):
+    """A tile, and of how many of the last ones the columns are shared, by how many blocks each."""
+
+    tile: MmaTile
+    shared: int = 0
+    parts: int = 1
 
 
-def _parts(tile: MmaTile, tiles: int, k: int, gpu: Gpu) -> Iterator[int]:
-    """How many blocks may share the columns of each of so many tiles, so that all run at once."""
+def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Choice:
+    """What is fastest."""
+    ways = (way for tile in _usable(fmt, m, gpu) for way in _ways(tile, m, n, k, matrices, gpu))
+    return min(ways, key=lambda way: _us(fmt, way, way.tile.blocks(m, n, matrices), k, gpu))
+
+
+def _with_room(fmt: Format, tile: MmaTile, capability: int) -> MmaTile:
+    """The tile with as many blocks on a multiprocessor as have room with their rings."""
+    table, factors = _smallest_table(fmt, capability)[1], tile.row_tiles * layout(fmt).row
+    shared = table + factors + tile.stages * _stage_bytes(fmt, tile)
+    while tile.resident > 1 and shared > shared_limit(capability, tile.resident):
+        tile = tile._replace(resident=tile.resident - 1)
+    return tile
+
+
+def _usable(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
+    """Tiles for so many batch rows. Before sm_80 nothing is copied meanwhile: small blocks hide each other's
+    latencies."""
+    groups = 4 if m <= 32 else 8
+    if gpu.capability < 80:
+        return [_old_tile(groups)]
+    deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
+    tiles = [small, deep, *([square, *large] if m > 64 else ())]
+    return [tile for tile in tiles if tile.stages > 1]
+
+
+def _ways(tile: MmaTile, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
+    """With the columns shared of no tiles, or of those that the last round has of one matrix, so that all of
+    their blocks run at once."""
+    yield Choice(tile)
+    tiles, places = tile.blocks(m, n, matrices), tile.resident * gpu.multiprocessors
+    last = tiles % places if tiles > places else tiles
+    if matrices > 1 or not 0 < last <= FLAGS:
+        return
     for parts in _PARTS:
-        whole = parts == 1 or (tiles <= FLAGS and _steps(k, parts) >= _LEAST_STEPS)
-        if whole and tiles * parts <= tile.resident * gpu.multiprocessors:
-            yield parts
+        if _steps(k, parts) >= _LEAST_STEPS and last * parts <= places:
+            yield Choice(tile, last, parts)
 
 
-def _us(fmt: Format, tile: MmaTile, parts: int, tiles: int, k: int, gpu: Gpu) -> float:
-    """Of an H200 without wgmma, but for what all launches take."""
-    steps = _STEP_US[_kind(fmt)][tile.shape]
-    together = ceil(tiles * parts / gpu.multiprocessors)
-    work = _steps(k, parts) * steps[together - 1]
-    if parts == 1:
-        return work
-    meeting = _LARGE_MEET_US if tile.groups == 16 else _MEET_US
-    return work + meeting + (parts - 1) * _PART_US * tile.outputs / 8192
+def _us(fmt: Format, way: Choice, tiles: int, k: int, gpu: Gpu) -> float:
+    """Of so many tiles, but for what all launches take."""
+    tile = way.tile
+    start, *steps = _PACE[_kind(fmt)][tile.shape]
+    rounds, last = divmod(tiles, tile.resident * gpu.multiprocessors)
+    us = rounds * (start + _steps(k, 1) * steps[tile.resident - 1])
+    if last:
+        together = ceil(last * way.parts / gpu.multiprocessors)
+        us += start + _steps(k, way.parts) * steps[together - 1]
+    if way.shared:
+        us += _LARGE_MEET_US if tile.row_tiles == 16 else _MEET_US
+        us += (way.parts - 1) * _PART_US * tile.outputs / 8192
+    return us
 
 
 def _steps(k: int, parts: int) -> int:
@@ -182,18 +207,20 @@ def _kind(fmt: Format) -> str:
     return "bytes" if fmt.bits == 8 else "masks"
 
 
-def _of_tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, tile: MmaTile, parts: int = 1) -> Gemm:
-    """Of a tile, whose columns so many blocks share."""
+def _of_way(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, way: Choice) -> Gemm:
+    tile, shared_tiles, parts = way
     copies, fixed = _table_and_factors(fmt, tile, gpu.capability)
     shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), tile.staged)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": tile.below, "WARPS": tile.warps}
-    constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident, "SPLITS": int(parts > 1)}
-    grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices * parts)
+    constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident}
+    constants |= {"TOGETHER": tile.together, "SPLITS": int(shared_tiles > 0)}
+    grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices)
+    if shared_tiles:
+        grid = (prod(grid) + shared_tiles * (parts - 1), 1, 1)
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
     made = Plan(kernel, grid, tile.warps * WARP, shared, overlaps=True)
-    if parts == 1:
-        return Gemm(made)
-    return Gemm(made, partials=prod(grid) * tile.outputs * 4)
+    partials = shared_tiles * parts * tile.outputs * 4
+    return Gemm(made, streamed=shared_tiles, passing=parts if shared_tiles else 0, partials=partials)
 
 
 def batch_of(kernel: Kernel) -> int:
@@ -231,51 +258,16 @@ def _with_ring(fmt: Format, tile: MmaTile, most: int, capability: int) -> MmaTil
     return tile._replace(stages=min(most, room // _stage_bytes(fmt, tile)))
 
 
-def _tile(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> MmaTile:
-    """Small tiles with a deep ring, where there are up to two for each multiprocessor, or one of twice
-    the rows and the batch rows; else those of which the busiest multiprocessor has the least work.
-
-    The deep ring hides the latency of memory (docs/tuning.md). Before sm_80 nothing is copied meanwhile:
-    small blocks hide each other's latencies.
-    """
-    groups = 4 if m <= 32 else 8
-    if gpu.capability < 80:
-        return _old_tile(groups)
-    deep, square, *large = _tiles(fmt, groups, gpu.capability)
-    for tile, most in (
-        (deep, groups // 4 * gpu.multiprocessors),
-        (square, gpu.multiprocessors if m > 64 else 0),
-    ):
-        if tile.blocks(m, n, matrices) <= most and tile.stages >= _LEAST_RING:
-            return tile
-    costs = _COSTS[_kind(fmt)]
-
-    def work(tile: MmaTile) -> float:
-        waves = ceil(tile.blocks(m, n, matrices) / gpu.multiprocessors)
-        return waves * tile.outputs * costs.get(tile.shape, 1)
-
-    return min(large, key=work)
-
-
 def _old_tile(groups: int) -> MmaTile:
     """The one before sm_80."""
     return MmaTile(groups, 2, 4, 1, 2, 2)
-
-
-def _sharing_tiles(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
-    """Those of which several blocks may share the columns, if what they take is known."""
-    groups = 4 if m <= 32 else 8
-    if gpu.capability < 80:
-        return [_old_tile(groups)]
-    deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
-    return [deep, small, *([square] if m > 64 else ()), *(large if m > 128 else ())]
 
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     """From sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
     # From sm_100 on the same code takes more registers: those of walks leave room for two blocks.
     three = 2 if fmt.walks and capability >= 100 else 3
-    small = MmaTile(groups, 2, 4, 1, 4 if groups == 4 else three, 3)
+    small = _with_room(fmt, MmaTile(groups, 2, 4, 1, 4 if groups == 4 else three, 3), capability)
     # Two small blocks have room: GPUs with fewer multiprocessors need it.
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
     square = _with_ring(fmt, MmaTile(8, 2, 4, 2, 1, 0), _LEAST_RING, capability)
@@ -296,13 +288,11 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
         tiles = [_old_tile(count) for count in groups]
     else:
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
-    known, found = _STEP_US[_kind(fmt)], list[tuple[float, MmaTile, int]]()
+    found, times = list[Choice](), dict[Choice, float]()
     for tile in dict.fromkeys(tiles):
-        blocks = tile.blocks(m, n, 1)
-        fits = list(_parts(tile, blocks, k, gpu)) if matrices == 1 and tile.shape in known else []
-        times = {parts: _us(fmt, tile, parts, blocks, k, gpu) for parts in fits}
-        found.append((times.pop(1, inf), tile, 1))
-        if times:
-            found.append((min(times.values()), tile, min(times, key=lambda parts: times[parts])))
-    for _, tile, parts in sorted(found, key=lambda each: each[0]):  # as before where times are not known
-        yield _of_tile(fmt, m, n, matrices, gpu, tile, parts)
+        blocks = tile.blocks(m, n, matrices)
+        times |= {way: _us(fmt, way, blocks, k, gpu) for way in _ways(tile, m, n, k, matrices, gpu)}
+        shared = [way for way in times if way.tile == tile and way.shared]
+        found += [Choice(tile), *sorted(shared, key=lambda way: times[way])[:1]]
+    for way in sorted(found, key=lambda way: times[way]):
+        yield _of_way(fmt, m, n, matrices, gpu, way)

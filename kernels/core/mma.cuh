@@ -8,21 +8,40 @@
 // tile, A of the next row tile is made, and while they do so with all of a warp's row tiles, B of the next 16 columns
 // is loaded. So it goes on from stage to stage: behind the barrier both are there.
 //
-// Where tiles are few, of one matrix, blocks along z share their columns (SPLITS): each leaves its sums in global memory,
-// and the one that comes last adds up all of them, in the order of their columns, and finishes the tile.
+// Where tiles of one matrix are few, or those of the last round, blocks share their columns (SPLITS): each leaves its sums in
+// global memory, and the one that comes last adds up all of them, in the order of their columns, and finishes the tile.
 #pragma once
 #include "epilogue.cuh"
 
 // Where a block's columns begin, of those that share `tiles` steps of 64: at whole numbers of 256, as scales have them.
 DEVICE int first_step(int tiles, int part, int parts) { return min((tiles + 3) / 4 * part / parts * 4, tiles); }
 
+// What a block has: a tile, or, of the last `streamed` ones, one of `passing` parts of its columns. (Blocks with parts come last:
+// the first part of each tile, the second of each, and so on.)
+template <int BATCH, int TILES, int SPLITS, class P>
+struct Own {
+    Span span;
+    int first_tile;                        // row tile
+    int shared = 0, part = 0, parts = 1;  // shared: the tile's number among those
+
+    DEVICE explicit Own(const P& p) : span(span_of<BATCH>(p)), first_tile(blockIdx.x * TILES) {
+        if constexpr (SPLITS) {
+            const int whole = int(gridDim.x) - p.streamed * p.passing, block = block_again(), own = block - whole;
+            if (own >= 0) shared = own % p.streamed, part = own / p.streamed, parts = p.passing;
+            const int tiles_n = (p.N + TILES * 16 - 1) / (TILES * 16), tile = own < 0 ? block : whole + shared;
+            span = {tile / tiles_n * BATCH, p.M, 0};
+            first_tile = tile % tiles_n * TILES;
+        }
+    }
+};
+
 // Sums of a tile that blocks of THREADS threads share, added up: false of all blocks but the last one to come. Each thread's
 // sums are its own, so all are read as they were written. The counter is zero again when the last block has come.
 template <int THREADS, int ROW_TILES, int GROUPS>
-DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* counter) {
-    const int tile = blockIdx.y * gridDim.x + blockIdx.x, part = blockIdx.z, parts = gridDim.z;
+DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], int tile, int part, int parts, float* partials, u32* counters) {
     constexpr int FOURS = ROW_TILES * GROUPS;  // of a thread
-    float4* const all = reinterpret_cast<float4*>(partials) + s64(tile) * parts * (FOURS * THREADS) + threadIdx.x;
+    const int thread = thread_again();
+    float4* const all = reinterpret_cast<float4*>(partials) + s64(tile) * parts * (FOURS * THREADS) + thread;
 #pragma unroll
     for (int i = 0; i < FOURS; i++) {
         const float(&v)[4] = acc[i / GROUPS][i % GROUPS];
@@ -30,9 +49,9 @@ DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* 
     }
     __syncthreads();
     __shared__ bool last;
-    if (threadIdx.x == 0) {
-        last = is_last(counter + tile, parts);
-        if (last) read_all(), counter[tile] = 0;
+    if (thread == 0) {
+        last = is_last(counters + tile, parts);
+        if (last) read_all(), counters[tile] = 0;
     }
     __syncthreads();
     if (!last) return false;
@@ -52,7 +71,9 @@ DEVICE bool add_parts(float (&acc)[ROW_TILES][GROUPS][4], float* partials, u32* 
     return true;
 }
 
-template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int STAGES, int SPLITS, class P>
+// TOGETHER: groups of a warp whose sums are staged at a time.
+template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int STAGES, int TOGETHER, int SPLITS,
+          class P>
 DEVICE void mma(const P& p) {
     constexpr int BESIDE = WARPS / ROW_WARPS, BATCH = BESIDE * GROUPS * 8, THREADS = WARPS * WARP;
     constexpr int TILES = ROW_WARPS * ROW_TILES, ROWS = TILES * 16;
@@ -64,8 +85,9 @@ DEVICE void mma(const P& p) {
     u8* const shared = dynamic_shared() + C::TABLE_BYTES + (ROW_FACTORS<F> ? ROWS * 2 : 0);
 
     begin(p);
-    Span span = span_of<BATCH>(p);
-    if (SPLITS) span.matrix = 0;
+    using Here = Own<BATCH, TILES, SPLITS, P>;
+    const Here here(p);
+    const Span span = here.span;
     if (P::GROUPED && span.first == span.end) return wait_for_predecessor();
     const int lane = threadIdx.x % WARP, row_warp = threadIdx.x / WARP % ROW_WARPS;
     const int beside = threadIdx.x / (WARP * ROW_WARPS);
@@ -74,9 +96,10 @@ DEVICE void mma(const P& p) {
     wait_for_operands<P>();
     const Matrix at = matrix_of<F>(p, span.matrix);
     const int tiles = (p.K + 63) / 64, row_tiles = (p.N + 15) / 16;
-    const int first_tile = blockIdx.x * TILES, first_m = span.first;
-    const int start = SPLITS ? first_step(tiles, blockIdx.z, gridDim.z) : 0;
-    const int end = SPLITS ? first_step(tiles, blockIdx.z + 1, gridDim.z) : tiles;
+    const int first_tile = here.first_tile, first_m = span.first;
+    const int start = SPLITS ? first_step(tiles, here.part, here.parts) : 0;
+    const int end = SPLITS ? first_step(tiles, here.part + 1, here.parts) : tiles;
+    const int columns = SPLITS ? min(end * 64, p.K) : p.K;
 
     Weights weights;
     weights.start(at.w, first_tile, row_tiles, tiles, start, threadIdx.x);
@@ -96,13 +119,14 @@ DEVICE void mma(const P& p) {
     }
     const u32 own_x_to = shared_address(shared) + threadIdx.x / 8 * X_ROW + column * 2;
     const u32 own_w_to = shared_address(shared) + WEIGHTS_AT + threadIdx.x * 16;
-    auto copy_x = [&](int tile, int to, int j) {  // of columns beyond K nothing is read: there is no branch for it
-        const bool exists = (!SPLITS || tile < end) && tile * 64 + column < p.K;
-        copy_async(own_x_to + to + j * APART * X_ROW, x_from[j], exists && j * APART < rows);
+    auto copy_x = [&](int tile, int to, int j) {  // of columns beyond the last nothing is read: there is no branch for it
+        const bool exists = tile * 64 + column < columns && j * APART < rows;
+        copy_async(own_x_to + to + j * APART * X_ROW, x_from[j], exists);
         x_from[j] += 64;
     };
     auto copy_w = [&](int tile, int to) {
-        weights.template copy<true>(own_w_to + to, threadIdx.x, end - tile);
+        const int left = SPLITS ? (tile * 64 < columns) + (tile * 64 + 64 < columns) : end - tile;  // a register fewer
+        weights.template copy<true>(own_w_to + to, threadIdx.x, left);
         copy_commit();
     };
     // The braces are needed. Without them, where the condition is false, NVRTC 12.9 drops not only this loop but also
@@ -142,7 +166,7 @@ DEVICE void mma(const P& p) {
     for (int r = 0; r < ROW_TILES; r++) load_w(0, r);
     codec.weights(w[0], 0, a[0]);
     int stage = 0, free = (STAGES - 1) * STAGE;  // where this tile is, and the next copy goes
-    for (int tile = start; tile < end; tile++) {
+    for (int tile = start; SPLITS ? tile * 64 < columns : tile < end; tile++) {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             if (h == 3) {
@@ -171,20 +195,25 @@ DEVICE void mma(const P& p) {
     }
     copy_wait<0>();
     if constexpr (SPLITS) {
-        if (!add_parts<THREADS>(acc, p.partials, p.flags)) return;
+        const Here again(p);
+        if (again.parts > 1 && !add_parts<THREADS>(acc, again.shared, again.part, again.parts, p.partials, p.flags)) return;
     }
+    // Where registers are scarce, asked for again.
+    const Here still = SPLITS ? Here(p) : here;
+    const int own_thread = SPLITS ? thread_again() : threadIdx.x, own_lane = own_thread % WARP;
+    const int own_beside = own_thread / (WARP * ROW_WARPS), own_row_warp = own_thread / WARP % ROW_WARPS;
 
     // [batch row][row of W], of a warp the batch rows of so many groups at a time.
-    constexpr int LINE = ROWS + 4, TOGETHER = GROUPS == 16 ? 4 : 2, OF_A_WARP = TOGETHER * 8;
+    constexpr int LINE = ROWS + 4, OF_A_WARP = TOGETHER * 8;
     constexpr int SHARERS = THREADS / BESIDE;
-    float* const staged = reinterpret_cast<float*>(shared) + beside * OF_A_WARP * LINE;
-    const int thread = threadIdx.x % SHARERS, own_m = first_m + beside * GROUPS * 8;
+    float* const staged = reinterpret_cast<float*>(shared) + own_beside * OF_A_WARP * LINE;
+    const int thread = own_thread % SHARERS, own_m = still.span.first + own_beside * GROUPS * 8;
     auto factor = [&](int n) { return ROW_FACTORS<F> ? factors[n / 16 * 8 + n % 8][n / 8 % 2] : 1; };
     // One copy of the code in the instruction cache: registers of all groups stand in it, under a condition.
 #pragma unroll 1
     for (int first = 0; first < GROUPS; first += TOGETHER) {
         __syncthreads();
-        float* const own = staged + lane % 4 * 2 * LINE + row_warp * ROW_TILES * 16 + lane / 4;
+        float* const own = staged + own_lane % 4 * 2 * LINE + own_row_warp * ROW_TILES * 16 + own_lane / 4;
 #pragma unroll
         for (int group = 0; group < GROUPS; group++)
             if (first == group / TOGETHER * TOGETHER)
@@ -196,7 +225,7 @@ DEVICE void mma(const P& p) {
         __syncthreads();
         if constexpr (P::GROUPED) {
             auto load = [&](int row, int column) { return staged[row * LINE + column] * factor(column); };
-            finish_group<ROWS, OF_A_WARP, SHARERS>(p, at, own_m + first * 8, span.end, first_tile * 16, thread, load);
+            finish_group<ROWS, OF_A_WARP, SHARERS>(p, at, own_m + first * 8, span.end, still.first_tile * 16, thread, load);
         } else {
             auto load = [&](int row, int column) {
                 const float4 v = *reinterpret_cast<const float4*>(staged + row * LINE + column);
@@ -204,7 +233,7 @@ DEVICE void mma(const P& p) {
                 return make_float4(v.x * factor(column), v.y * factor(column + 1), v.z * factor(column + 2),
                                    v.w * factor(column + 3));
             };
-            finish_rows<ROWS, SHARERS, true>(p, at, own_m + first * 8, OF_A_WARP, first_tile * 16, thread, load);
+            finish_rows<ROWS, SHARERS, true>(p, at, own_m + first * 8, OF_A_WARP, still.first_tile * 16, thread, load);
         }
     }
 }

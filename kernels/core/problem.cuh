@@ -33,7 +33,8 @@ struct Problem {
     int M, N, K, chunk;          // chunk: tiles of 64 columns that the decode core stages at a time
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
-    int streamed, passing; // output tiles that blocks share, and steps of 64 columns that passing sums on takes (wgmma core)
+    int streamed, passing; // output tiles that blocks share, and how many share each (mma core), or the steps of 64 columns that
+                           // passing sums on takes (wgmma core)
     float lift;            // what sums are multiplied by: 2^-lift (see `Weight` in problem.py) times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by; of EXL3 suh (decode core)

@@ -33,6 +33,12 @@ DEVICE int thread_again() {
     return thread;
 }
 
+DEVICE int block_again() {
+    int block;
+    asm volatile("mov.b32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+}
+
 // Brings 32 bytes to the L1 cache, for loads to come.
 DEVICE void touch(const void* p) {
     u32 bits;

@@ -29,7 +29,7 @@ gemm(const __grid_constant__ Argument problem) {
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Argument problem) {
     mma<Format, Values, CUQUANT_GROUPS, CUQUANT_ROW_TILES, CUQUANT_ROW_WARPS, CUQUANT_WARPS, CUQUANT_STAGES,
-        CUQUANT_SPLITS>(problem);
+        CUQUANT_TOGETHER, CUQUANT_SPLITS>(problem);
 }
 #elif __CUDA_ARCH__ == 900
 extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, CUQUANT_RESIDENT)

@@ -219,8 +219,8 @@ struct RunningExtremes {
 // What bounds the weights of a block, or of both whose scales a lane has, where it has two.
 template <class F>
 DEVICE void add_peaks(const LaneShare<F>& share, RunningExtremes& peaks) {
-    auto add = [&](float peak) {
-        if (peak != 0) peaks.add(__float_as_int(peak));
+    auto add = [&](float peak) {  // which may be the bits of a small integer
+        if (__float_as_int(peak)) peaks.add(__float_as_int(peak));
     };
     if constexpr (F::CODING == CODEBOOK && F::SCALING == STEP_BYTES)
         add(F::peak(share, 0)), add(F::peak(share, 1));

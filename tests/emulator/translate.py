@@ -112,7 +112,8 @@ def _call(instruction: str) -> str:
     if predicate:
         return f"if ({predicate[1]}) {_call(instruction[predicate.end() :])}"
     opcode, _, operands = instruction.partition(" ")
-    operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands)).replace("%%tid.", "threadIdx.")
+    operands = re.sub(r"%(\d+)", r"a\1", re.sub(r"[\[\]{}]", " ", operands))
+    operands = operands.replace("%%tid.", "threadIdx.").replace("%%ctaid.", "blockIdx.")
     operands = operands.replace("|", ",")  # two results
     if opcode == ".reg":
         kind, _, names = operands.partition(" ")
