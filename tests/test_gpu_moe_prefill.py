@@ -179,5 +179,5 @@ def test_tiles_are_told_in_time(tile: Tile, tiled_by: Plans, monkeypatch: pytest
 def test_rows_of_experts_by_the_mma_core(tile: tuple[int, ...], format: str, planned_by: Plans) -> None:
     """As many as a tile has, and more or fewer, where there is no wgmma."""
     planned_by(jit, capability=lambda: 80)
-    planned_by(mma_core, _tile=lambda *a: mma_core.MmaTile(*tile))
+    planned_by(mma_core, _usable=lambda *a: [mma_core.MmaTile(*tile)])
     check(format, (1, 64, 65, 127, 128, 129), k=256, hidden=512, n=72)

@@ -164,17 +164,18 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
             cq.read_safetensors(tmp_path / "m.safetensors")
 
 
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """Stacks of experts, of which a slice takes gate and up apart."""
+@pytest.mark.parametrize(("name", "end"), [("mlp.experts.gate_up_proj", "_"), ("mlp.mlp1_weight", ".")])
+def test_experts_of_gpt_oss(tmp_path: Path, name: str, end: str) -> None:
+    """Stacks of experts, of which a slice takes gate and up apart; by Hugging Face's names and OpenAI's."""
     packed, scales, numbers = mxfp4((3, 8, 64))
     tensors = {
-        "mlp.experts.gate_up_proj_blocks": packed.reshape(3, 8, 2, 16),
-        "mlp.experts.gate_up_proj_scales": scales.view(np.uint8),
+        f"{name}{end}blocks": packed.reshape(3, 8, 2, 16),
+        f"{name}{end}scales": scales.view(np.uint8),
         "mlp.experts.gate_up_proj_bias": np.ones((3, 8), F),
     }
     made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
-    assert list(made) == ["mlp.experts.gate_up_proj"]
-    w = made["mlp.experts.gate_up_proj"]
+    assert list(made) == [name]
+    w = made[name]
     np.testing.assert_array_equal(w.dequantize(), numbers)
     gate = cq.from_blocks(w.blocks[:, ::2], w.format, (3, 4, 64))
     np.testing.assert_array_equal(gate.dequantize(), numbers[:, ::2])

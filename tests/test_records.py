@@ -34,11 +34,16 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
     assert len(records) == 13
-    for name, record in records.items():
+    others = {f"h100-{name}" for name in ("grids", "weights")}
+    paths = sorted((ROOT / "examples/benchmarks").glob("*.json"))
+    assert {path.stem for path in paths} == others | {f"h200-{name}" for name in records}
+    for path in paths:
+        record = json.loads(path.read_text())
+        assert record["device"].startswith(f"NVIDIA {path.stem[:4].upper()}")
         (line,) = (
             line
             for line in PERFORMANCE.split("\n")
-            if line.startswith(f"| [JSON](../examples/benchmarks/h200-{name}.json)")
+            if line.startswith(f"| [JSON](../examples/benchmarks/{path.name})")
         )
         assert line.endswith(f"`{record['commit'][:12]}` |")
         assert all(cell["nmse"] <= 5e-6 for cell in record["cells"] if "nmse" in cell)
@@ -87,6 +92,17 @@ def test_times_of_weights_of_models(records: dict[str, Any]) -> None:
     text += f"{min(faster):.1f} to {max(faster):.1f} times as fast as dense cuBLAS."
     assert text in " ".join(PERFORMANCE.split())
     assert f"({min(faster):.1f} to {max(faster):.1f} times as fast)" in " ".join(README.split())
+
+
+def test_times_of_grids() -> None:
+    record = json.loads((ROOT / "examples/benchmarks/h100-grids.json").read_text())
+    cells = {(c["format"], c["M"]): c for c in record["cells"] if c["N"] == 14336}
+    batches = (1, 4, 16, 64, 512, 4096)
+    rows = table(PERFORMANCE, f"| format | M = {' | '.join(map(str, batches))} |")
+    assert len(rows) == 9
+    for name, times in rows.items():
+        kind, like = ("cublas_us", "q2_k") if name.startswith("cuBLAS") else ("us", name)
+        assert times == pytest.approx([cells[like, m][kind] for m in batches], abs=0.051)
 
 
 def test_how_many_times_as_fast_as_tinygemm(records: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@
                        .weight_scale, of bytes                                       the same, MXFP4
     .weight_scale_2    .weight .weight_scale                      (.pre_quant_scale of 1)    ModelOpt, NVFP4
     _blocks            _scales                                                       gpt-oss, MXFP4
+    .blocks            .scales                                                       the same, OpenAI's names
 
 What the tensors mean is in int4.py, exl3.py and fp4.py.
 """
@@ -58,9 +59,9 @@ def read_safetensors(
     Returns
     -------
     dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
-        gpt-oss's experts are stacks (E, N, K), "name.gate_up_proj" and "name.down_proj"; of the former gate
-        and up have every other row. Empty for one file of several (…-00002-of-00003.safetensors) that has
-        nothing of such weights.
+        gpt-oss's experts are stacks (E, N, K), "name.gate_up_proj" and "name.down_proj" (in OpenAI's files
+        "name.mlp1_weight" and "name.mlp2_weight"); of the former gate and up have every other row. Empty for
+        one file of several (…-00002-of-00003.safetensors) that has nothing of such weights.
 
     Raises
     ------
@@ -229,12 +230,17 @@ def _gpt_oss(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
     return from_mxfp4(tensors[f"{prefix}_blocks"], tensors[f"{prefix}_scales"])
 
 
+def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+    return from_mxfp4(tensors[f"{prefix}.blocks"], tensors[f"{prefix}.scales"])
+
+
 _KINDS = (
     _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq),
     _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3),
     _Kind(".weight_packed", ((".weight_scale",),), _compressed),
     _Kind(".weight_scale_2", ((".weight",), (".weight_scale",)), _modelopt),
     _Kind("_blocks", (("_scales",),), _gpt_oss, weight="", type="U8"),
+    _Kind(".blocks", ((".scales",),), _gpt_oss_of_openai, weight="", type="U8"),
 )
 _TELLING: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (".qzeros", (".qweight",), ()),

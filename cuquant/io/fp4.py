@@ -5,6 +5,7 @@
     compressed-tensors    weight_packed [N, K/2]       weight_scale [N, K/16] E4M3    1 / weight_global_scale
                           weight_packed [N, K/2]       weight_scale [N, K/32] E8M0
     gpt-oss               _blocks [E, N, K/32, 16]     _scales [E, N, K/32] E8M0
+    OpenAI's gpt-oss      .blocks, of that shape       .scales
 
 Everywhere byte j of a row holds weight 2 j in its low nibble and weight 2 j + 1 in its high one. Blocks here
 have ggml's order of nibbles, so bytes change and numbers do not.

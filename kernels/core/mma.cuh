@@ -200,8 +200,12 @@ DEVICE void mma(const P& p) {
     }
     // Where registers are scarce, asked for again.
     const Here still = SPLITS ? Here(p) : here;
-    const int own_thread = SPLITS ? thread_again() : threadIdx.x, own_lane = own_thread % WARP;
-    const int own_beside = own_thread / (WARP * ROW_WARPS), own_row_warp = own_thread / WARP % ROW_WARPS;
+    const auto own_thread = [] {
+        if constexpr (SPLITS) return thread_again();
+        else return threadIdx.x;
+    }();
+    const int own_lane = own_thread % WARP, own_row_warp = own_thread / WARP % ROW_WARPS;
+    const int own_beside = own_thread / (WARP * ROW_WARPS);
 
     // [batch row][row of W], of a warp the batch rows of so many groups at a time.
     constexpr int LINE = ROWS + 4, OF_A_WARP = TOGETHER * 8;
