@@ -98,7 +98,8 @@ def test_names_of_mixtures_are_told_from_others() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that are forgotten after the test."""
-    monkeypatch.setattr(base, "_BY_NAME", dict(base._BY_NAME))
+    for names in ("_BY_NAME", "_READ_ONLY"):
+        monkeypatch.setattr(base, names, dict(getattr(base, names)))
 
 
 def defined(name: Any, **attributes: Any) -> type[cq.Format]:
@@ -140,3 +141,20 @@ def test_what_every_format_has(registry: None) -> None:
     with pytest.raises(TypeError, match=r"\.Own has no formula and no storage: see cuquant\.Format"):
         type("Own", (cq.Format,), parts | {"bits": 4})
     type("Own", (cq.Format,), parts | {"bits": 4, "formula": "W = q", "whole_matrices": True})
+
+
+def test_a_format_that_others_alone_quantize_to(registry: None) -> None:
+    """It is listed apart; defined again as one that is not, it is like others, and the other way around."""
+    for made_by in ("nobody does", "", "others do"):
+        fmt = defined("own4", __module__="tests", made_by=made_by)()
+        assert ("own4" in cq.formats.names(), "own4" in cq.formats.names_of_read_only()) == (
+            not made_by,
+            bool(made_by),
+        )
+        assert cq.formats.get("own4").made_by == fmt.made_by
+        w = np.ones((2, 32), np.float32)
+        if made_by:
+            with pytest.raises(ValueError, match=f"^nothing here quantizes to own4: {made_by}$"):
+                cq.quantize(w, "own4")
+        else:
+            assert cq.quantize(w, "own4").format == "own4"

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import formats, testing
+from cuquant.io import mixture
 
 NAMES = ["iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "tq1_0", "tq2_0"]
 SHAPE = (37, 768)
@@ -102,3 +103,10 @@ def test_nothing_quantizes_to_them(tmp_path: Path, name: str) -> None:
             cq.quantize_file(source, tmp_path / "t.gguf", given)
     with pytest.raises(ValueError, match=f"nothing here quantizes to {name}: llama.cpp does"):
         cq.quantize(np.ones((2, 256), np.float32), name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_type_that_llama_cpp_has_for_them(name: str) -> None:
+    fmt, kind = formats.get(name), f"MOSTLY_{name.upper()}"
+    assert gguf.LlamaFileType[kind] == fmt.file_type
+    assert mixture.of_file(name, fmt.file_type) == name
