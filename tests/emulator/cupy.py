@@ -59,7 +59,7 @@ class ndarray(np.ndarray[Any, Any]):
 
 def _modulo(part: Any, extent: int) -> Any:
     integers = isinstance(part, np.ndarray) and part.dtype.kind in "iu"
-    return np.asarray(part) % extent if integers and extent else part
+    return np.asarray(part).astype(np.int64) % extent if integers and extent else part
 
 
 def asarray(array: Any, dtype: Any = None) -> ndarray:
