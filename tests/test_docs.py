@@ -129,7 +129,7 @@ def test_the_bytes_of_grids_are_pictured() -> None:
         fields = " | ".join(f"{field} {fmt.storage[field].itemsize}" for field in fmt.storage.names or ())
         row = rf"^{fmt} +{fmt.block_bytes} = {re.escape(fields)} +{fmt.bits_per_weight:.2f} "
         assert re.search(row, page, re.MULTILINE), row
-        assert f"{fmt}" in page.splitlines()[0] or fmt == "tq1_0"
+        assert f"{fmt}" in page.splitlines()[0]
 
 
 @pytest.mark.parametrize("page", ["docs/formats/kv.md"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,17 @@ def test_one_of_several_files(tmp_path: Path, kind: str) -> None:
         "mxfp4": ({"a.weight_packed": codes[0], "a.weight_scale": exponents[0].view(np.uint8)}, others[0]),
         "gpt-oss": ({"a_blocks": codes.reshape(3, 8, 2, 16), "a_scales": exponents.view(np.uint8)}, others),
     }[kind]
-    more = {"n_blocks": np.ones(3, F), "more_scales": np.ones(3, F), "b.scales": np.zeros(4, np.uint8)}
+    more = {"n_blocks": np.ones(3, F), "more_scales": np.ones(3, F), "b.scales": np.zeros(4, np.int32)}
     path = save(tmp_path / "m-00001-of-00002.safetensors", tensors | more)
     (made,) = cq.read_safetensors(path).values()
     np.testing.assert_array_equal(made.dequantize(), expected)
+
+
+@pytest.mark.parametrize("end", ["_", "."])
+def test_a_part_that_lacks_blocks(tmp_path: Path, end: str) -> None:
+    path = save(tmp_path / "m-00002-of-00002.safetensors", {f"a{end}scales": np.ones((3, 8, 2), np.uint8)})
+    with pytest.raises(ValueError, match=rf"a{re.escape(end)}scales has no blocks beside it"):
+        cq.read_safetensors(path)
 
 
 def test_inputs_that_are_scaled_before(tmp_path: Path) -> None:

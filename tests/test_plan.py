@@ -187,7 +187,7 @@ def test_large_products_have_large_tiles(capability: int) -> None:
         ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
         ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (128, 4096, False)),
     ):
-        gemm = mma_core.mma_grouped(cq.formats.get(name).for_kernels, m, n, 1, plan.Gpu(capability))
+        gemm = mma_core.mma_grouped(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(capability))
         c = dict(gemm.plan.kernel.constants)
         is_large = c["ROW_TILES"] * c["ROW_WARPS"] == 16
         assert is_large == (large and capability >= 80), (name, m, n)
@@ -199,7 +199,7 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
     """For every lane where there is much shared memory; never fewer than a quarter of that."""
     for name, (m, n) in combinations(("kbit2", "kbit3", "kbit4", "iq4_xs"), ((64, 4096), (512, 14336))):
         fmt = cq.formats.get(name).for_kernels
-        gemm = mma_core.mma_grouped(fmt, m, n, 1, plan.Gpu(capability))
+        gemm = mma_core.mma_grouped(fmt, m, n, 4096, 1, plan.Gpu(capability))
         copies, most = dict(gemm.plan.kernel.constants)["COPIES"], table_of(fmt, capability)[0]
         assert most // 4 <= copies <= most
         assert copies == most or capability != 90 or m == 64

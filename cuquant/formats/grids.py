@@ -184,7 +184,7 @@ def _by_parts(blocks: Any, size: int, made_size: int, xp: Any, made_of: Any) -> 
 
 
 _AT_ONCE = 1 << 15
-"""Blocks, of which each needs a few kilobytes meanwhile, and a GPU some twenty launches."""
+"""Blocks, of which each needs a few kilobytes meanwhile, and a GPU some thirty launches."""
 
 
 def _nibbles(raw: Any, xp: Any) -> Any:

@@ -250,6 +250,7 @@ _TELLING: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (".weight_global_scale", (".weight_packed",), ()),
     (".weight_scale", (".weight_scale_2", ".weight_packed"), ("F8_E4M3",)),
     ("_scales", ("_blocks",), ("U8",)),
+    (".scales", (".blocks",), ("U8",)),
 )
 """Names' ends that tell of a weight, those by one of which it would be found, and types, where tensors of
 others have such names as well."""

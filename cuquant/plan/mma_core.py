@@ -57,10 +57,8 @@ the same ratios."""
 _MEET_US, _LARGE_MEET_US, _PART_US = 2.4, 8.3, 0.44
 """Until blocks that share columns have added up their sums: any; of tiles of 256 rows of W, of which a thread
 has too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
-_USUAL_K = 4096
-"""Columns of weights where a plan does not know them."""
 _PARTS, _LEAST_STEPS = (2, 3, 4, 6, 8, 12, 16), 8
-"""How many blocks may share columns, and the steps of 64 that each has at least."""
+"""How many blocks may share columns, and the steps of 64 that the one with the most of them has at least."""
 _FEW_ROWS, _LONG_ROW = 40, 4096
 """Rows of W for each multiprocessor up to which, and weights of a row from which on this core wins over the
 decode core at 9 to 16 rows."""
@@ -127,10 +125,10 @@ def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
     return gpu.capability >= 80 and m > 8 and k >= _LONG_ROW and few
 
 
-def mma_grouped(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu) -> Gemm:
+def mma_grouped(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
     """The same for rows that are sorted by their matrix of W, at most m of each."""
     tiles = _usable(fmt, m, gpu)
-    best = min(tiles, key=lambda tile: _us(fmt, Choice(tile), tile.blocks(m, n, matrices), _USUAL_K, gpu))
+    best = min(tiles, key=lambda tile: _us(fmt, Choice(tile), tile.blocks(m, n, matrices), k, gpu))
     return _of_way(fmt, m, n, matrices, gpu, Choice(best))
 
 
@@ -162,7 +160,7 @@ def _usable(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
     latencies."""
     groups = 4 if m <= 32 else 8
     if gpu.capability < 80:
-        return [_old_tile(groups)]
+        return [_with_room(fmt, _old_tile(groups), gpu.capability)]
     deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
     tiles = [small, deep, *([square, *large] if m > 64 else ())]
     return [tile for tile in tiles if tile.stages > 1]
@@ -285,7 +283,7 @@ def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> It
     """Every way of this core that may be fastest, the likeliest first."""
     groups = (4, 8) if m > 16 else (4,)
     if gpu.capability < 80:
-        tiles = [_old_tile(count) for count in groups]
+        tiles = [_with_room(fmt, _old_tile(count), gpu.capability) for count in groups]
     else:
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
     found, times = list[Choice](), dict[Choice, float]()

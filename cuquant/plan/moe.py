@@ -147,7 +147,7 @@ def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gp
     elif gated:
         return None
     else:
-        gemm = mma_grouped(fmt, rows, n, load.experts, gpu)
+        gemm = mma_grouped(fmt, rows, n, k, load.experts, gpu)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
     return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works, us)

@@ -23,7 +23,7 @@ MOST = 8
 _LEAST_BATCH = 5
 """Batch rows from which on other cores than decode are candidates: for fewer they are the faster one for very
 large weights alone, which plans know."""
-_VERSION = 3
+_VERSION = 4
 
 Mark = tuple[tuple[tuple[str, int], ...], bool]
 """The constants of a kernel, and whether blocks share out the last tiles."""
@@ -122,8 +122,12 @@ class Tuned:
 
 
 def mark(gemm: Gemm) -> Mark:
-    """What tells a launch from the other candidates of its problem."""
-    return gemm.plan.kernel.constants, gemm.streamed > 0
+    """What tells a launch from the other candidates of its problem. Of the mma core that is the tile alone:
+    whether blocks share columns depends on the very number of tiles, which other problems' differ in."""
+    constants = gemm.plan.kernel.constants
+    if dict(constants)["CORE"] == Core.MMA:
+        return tuple(each for each in constants if each[0] != "SPLITS"), False
+    return constants, gemm.streamed > 0
 
 
 def candidates(usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> list[Gemm]:
