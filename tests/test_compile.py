@@ -105,8 +105,8 @@ ALIKE_BLOCKS = {("int4", 18), *(("trellis", size) for size in (12, 16, 20, 68))}
 q4_0; trellis weights of 2 and 3 bits with scales of 128 columns take more registers than others."""
 SLIGHT = ("DEPTH", "STAGES", "ROOM", "TOGETHER", "PAIR")
 """What matters little to a tile's registers: slots of rings, room for results, the pieces of x (decode core)
-or sums (mma core) that a thread has at once, whether a pair of blocks shares x. With most of the latter two it
-takes most."""
+or sums (mma core) that a thread has at once, whether a pair of blocks shares x. With most of the latter two
+it takes most."""
 
 
 def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:

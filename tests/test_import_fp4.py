@@ -199,7 +199,11 @@ def test_one_of_several_files(tmp_path: Path, kind: str) -> None:
         "mxfp4": ({"a.weight_packed": codes[0], "a.weight_scale": exponents[0].view(np.uint8)}, others[0]),
         "gpt-oss": ({"a_blocks": codes.reshape(3, 8, 2, 16), "a_scales": exponents.view(np.uint8)}, others),
     }[kind]
-    more = {"n_blocks": np.ones(3, F), "more_scales": np.ones(3, F), "b.scales": np.zeros(4, np.int32)}
+    more = {
+        "n_blocks": np.ones(3, F),
+        "more_scales": np.ones(3, F),
+        "b.scales": np.zeros(4, ml_dtypes.float8_e4m3fn),
+    }
     path = save(tmp_path / "m-00001-of-00002.safetensors", tensors | more)
     (made,) = cq.read_safetensors(path).values()
     np.testing.assert_array_equal(made.dequantize(), expected)
