@@ -45,7 +45,7 @@ def test_kernels_have_the_same_numbers_and_give_the_bytes_back(
     """Of any bytes, and of more blocks than are taken at a time."""
     fmt, shape = formats.get(name), (3, 5, 512)
     own = fmt.for_kernels
-    monkeypatch.setattr("cuquant.formats.grids._AT_ONCE", 7)
+    monkeypatch.setattr("cuquant.formats.grid._AT_ONCE", 7)
     for raw in (random_blocks(name, shape), random_blocks(name, shape, finite=True)):
         given = fmt.to_kernels(raw, np)
         np.testing.assert_array_equal(fmt.from_kernels(given, np), raw)

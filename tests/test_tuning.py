@@ -99,6 +99,19 @@ def test_a_choice_stands_for_all_batches_up_to_a_power_of_two() -> None:
         assert plan.gemm(*batch, True, tuned) == plan.gemm(*batch, True, gpu)
 
 
+def test_a_tuned_tile_shares_columns_by_the_very_number_of_tiles() -> None:
+    """384 rows stand for as many as 512, of which the same tile leaves no round nearly empty."""
+    gpu, of_512, of_384 = plan.Gpu(80), problem("kbit4", 512, 14336, 4096), problem("kbit4", 384, 14336, 4096)
+    assert tuning.Problem.of(*of_512) == tuning.Problem.of(*of_384)
+    usual = plan.gemm(*of_512, True, gpu)
+    assert usual.streamed == 0
+    tuned = gpu._replace(tuned=tuning.Tuned().with_one(tuning.Problem.of(*of_512), usual))
+    for given, shared in ((of_512, 0), (of_384, 36)):
+        gemm = plan.gemm(*given, True, tuned)
+        assert tuning.mark(gemm) == tuning.mark(usual)
+        assert gemm.streamed == shared
+
+
 def test_files(tmp_path: Path) -> None:
     tuned, gpu = tuning.Tuned(), plan.Gpu(90)
     for given in (problem("q4_0", 1, 4096, 4096), problem("kbit4", 64, 14336, 4096)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from .. import device, formats
 from ..array import QuantizedArray
 from ..formats import Format
 from ..formats.exl3 import Exl3
-from ..formats.grids import Grid
+from ..formats.grid import Grid
 from ..ops.quantize import quantize
 from .timing import rotation
 
@@ -18,48 +19,40 @@ _ROWS = 256
 """Rows that are made of formats that no kernel quantizes to: again and again, in random order."""
 
 
-def random_weight(name: str, n: int, k: int, size: float = 0.02) -> QuantizedArray:
-    """A weight of n x k random numbers, of about that size."""
-    return _shuffled(_rows(formats.get(name), n, k, size), n)
+def random_weight(name: str, n: int, k: int) -> QuantizedArray:
+    """A weight of n x k random numbers."""
+    return _maker(formats.get(name), n, k)()
 
 
 def random_weights(name: str, n: int, k: int, count: int | None = None) -> list[QuantizedArray]:
     """Different random weights, prepared: so many, or more than the L2 cache holds."""
     fmt = formats.get(name)
-    count = rotation(math.prod(fmt.stored((n, k)))) if count is None else count
-    if isinstance(fmt, Exl3):
-        return [_walks(fmt, (n, k)).prepare() for _ in range(count)]
-    rows = _rows(fmt, n, k, 0.02)
-    made = []
-    for _ in range(count):
-        made.append(_shuffled(rows, n).prepare())
+    make = _maker(fmt, n, k)
+    made = []  # one by one, as what is prepared leaves its blocks' memory to the next
+    for _ in range(rotation(math.prod(fmt.stored((n, k)))) if count is None else count):
+        made.append(make().prepare())
     return made
 
 
 def random_stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
-    """A stack of weights with the same rows in another order, prepared."""
-    fmt = formats.get(name)
-    if isinstance(fmt, Exl3):
-        return _walks(fmt, (count, n, k)).prepare()
-    rows = _rows(fmt, n, k, k**-0.5)
-    blocks = device.cupy().stack([_shuffled(rows, n).blocks for _ in range(count)])
-    return QuantizedArray.made(rows.format, blocks, shape=(count, n, k)).prepare()
+    """A stack of random weights, prepared."""
+    make = _maker(formats.get(name), n, k, k**-0.5)
+    made = [make() for _ in range(count)]
+    blocks = device.cupy().stack([each.blocks for each in made])
+    return QuantizedArray.made(made[0].format, blocks, shape=(count, n, k)).prepare()
 
 
-def _rows(fmt: Format, n: int, k: int, size: float) -> QuantizedArray:
-    """As many rows as can be had at once."""
-    random = device.cupy().random
+def _maker(fmt: Format, n: int, k: int, size: float = 0.02) -> Callable[[], QuantizedArray]:
+    """What makes weights of random numbers of about that size: walks, or the same rows in another order."""
+    cupy = device.cupy()
     if isinstance(fmt, Exl3):
-        return _walks(fmt, (n, k))
-    if not fmt.encodes_on_gpu:
-        n = min(n, _ROWS)
+        return lambda: _walks(fmt, (n, k))
+    count = n if fmt.encodes_on_gpu else min(n, _ROWS)
     if isinstance(fmt, Grid):
-        return _points(fmt, n, k, size)
-    return quantize(random.standard_normal((n, k), dtype=np.float32) * np.float32(size), fmt)
-
-
-def _shuffled(rows: QuantizedArray, n: int) -> QuantizedArray:
-    return rows if rows.format.walks else rows[device.cupy().random.permutation(n) % len(rows)]
+        rows = _points(fmt, count, k, size)
+    else:
+        rows = quantize(cupy.random.standard_normal((count, k), dtype=np.float32) * np.float32(size), fmt)
+    return lambda: rows[cupy.random.permutation(n) % count]
 
 
 def _points(fmt: Grid, n: int, k: int, size: float) -> QuantizedArray:
@@ -75,7 +68,7 @@ def _points(fmt: Grid, n: int, k: int, size: float) -> QuantizedArray:
 
 
 def _walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
-    """A weight (..., N, K) of random steps, which are all numbers."""
+    """A weight (N, K) of random steps, which are all numbers."""
     random = device.cupy().random
     blocks = random.randint(0, 256, fmt.stored(shape), dtype=np.uint8)
     _, suh, svh = fmt.parts(blocks, shape)

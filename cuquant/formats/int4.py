@@ -142,9 +142,8 @@ def pack_pairs(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def unpack_pairs(raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Bytes (..., k / 2) -> codes (..., k) (see pack_pairs)."""
-    q = np.empty((*raw.shape[:-1], 2 * raw.shape[-1]), np.uint8)
-    q[..., ::2], q[..., 1::2] = raw & _NIBBLE, raw >> _SHIFT
-    return q
+    pairs = np.stack([raw & _NIBBLE, raw >> _SHIFT], axis=-1)
+    return pairs.reshape(*raw.shape[:-1], 2 * raw.shape[-1])
 
 
 def _rounded_quotient(x: NDArray[np.float32], scale: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -142,8 +142,17 @@ class Choice(NamedTuple):
 
 def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Choice:
     """What is fastest."""
-    ways = (way for tile in _usable(fmt, m, gpu) for way in _ways(tile, m, n, k, matrices, gpu))
-    return min(ways, key=lambda way: _us(fmt, way, way.tile.blocks(m, n, matrices), k, gpu))
+    ways = (_best_way(fmt, tile, m, n, k, matrices, gpu) for tile in _usable(fmt, m, gpu))
+    return min(ways, key=lambda each: each[0])[1]
+
+
+def _best_way(
+    fmt: Format, tile: MmaTile, m: int, n: int, k: int, matrices: int, gpu: Gpu
+) -> tuple[float, Choice]:
+    """Of a tile what is fastest, and what that takes."""
+    tiles = tile.blocks(m, n, matrices)
+    ways = ((_us(fmt, way, tiles, k, gpu), way) for way in _ways(tile, m, n, k, matrices, gpu))
+    return min(ways, key=lambda each: each[0])
 
 
 def _with_room(fmt: Format, tile: MmaTile, capability: int) -> MmaTile:
@@ -280,17 +289,12 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
 
 
 def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
-    """Every way of this core that may be fastest, the likeliest first."""
+    """Every tile of this core that may be fastest, the likeliest first."""
     groups = (4, 8) if m > 16 else (4,)
     if gpu.capability < 80:
         tiles = [_with_room(fmt, _old_tile(count), gpu.capability) for count in groups]
     else:
         tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
-    found, times = list[Choice](), dict[Choice, float]()
-    for tile in dict.fromkeys(tiles):
-        blocks = tile.blocks(m, n, matrices)
-        times |= {way: _us(fmt, way, blocks, k, gpu) for way in _ways(tile, m, n, k, matrices, gpu)}
-        shared = [way for way in times if way.tile == tile and way.shared]
-        found += [Choice(tile), *sorted(shared, key=lambda way: times[way])[:1]]
-    for way in sorted(found, key=lambda way: times[way]):
+    ways = [_best_way(fmt, tile, m, n, k, matrices, gpu) for tile in dict.fromkeys(tiles)]
+    for _, way in sorted(ways, key=lambda each: each[0]):
         yield _of_way(fmt, m, n, matrices, gpu, way)

@@ -20,7 +20,7 @@ struct Problem {
     void* out;
     const void* bias;      // or null
     const void* residual;  // or null
-    float* partials;       // sums that a block leaves for another (wgmma core), and whether they are there: zeros
+    float* partials;       // sums that a block leaves for another, and whether they are there, or how many are: zeros
     u32* flags;
     const u16* values;  // of a codebook
     const u8* group;    // of W's planes the one of groups

@@ -1,5 +1,5 @@
 // Codes of 3 bits that are looked up, in nibbles as iq4 has them, and for each 16 weights a scale, an integer of a byte times a
-// float16 number of the block: see cuquant/formats/grids.py.
+// float16 number of the block: see cuquant/formats/grid.py.
 #pragma once
 #include "iq4.cuh"
 
