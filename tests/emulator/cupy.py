@@ -49,6 +49,11 @@ class ndarray(np.ndarray[Any, Any]):
         )
         return out[0] if out else _wrapped(result)
 
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """As np.concatenate: of arrays of the GPU it makes one of the GPU."""
+        result = super().__array_function__(function, types, args, kwargs)
+        return result.view(ndarray) if type(result) is np.ndarray else result
+
     def __getitem__(self, index: Any) -> Any:
         """As CuPy has it, which takes integers of arrays modulo an axis' extent."""
         parts = index if isinstance(index, tuple) else (index,)
