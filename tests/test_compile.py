@@ -27,7 +27,9 @@ from cuquant.plan.decode_grouped import decode_grouped
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 WALKS = [cq.Exl3(2, "mcg"), cq.Exl3(4), cq.Exl3(6, "mcg"), cq.Exl3(8, "mul1")]
-FORMATS = [*(cq.formats.get(name) for name in (*cq.formats.names(), "iq2_s")), *WALKS]
+READ_ONLY = ("iq2_s", "q2_0", "q2_0-128", "tq2_0")
+"""As whose kernels all of that kind are multiplied."""
+FORMATS = [*map(cq.formats.get, (*cq.formats.names(), *READ_ONLY)), *WALKS]
 UNUSUAL = [
     cq.Int4(96),
     cq.Int4(96, symmetric=False),
@@ -98,9 +100,22 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         assert kernel.max_shared <= SHARED.get(arch, 227 << 10), f"{kernel} on {arch}"
 
 
-ALIKE = {"q4_1", "q5_0", "kbit2", "kbit3", "kbit4", "nvfp4", "q3_k", "q5_k", "iq4_nl", "iq4_xs", "grid"}
+ALIKE = {
+    "q4_1",
+    "q5_0",
+    "kbit2",
+    "kbit3",
+    "kbit4",
+    "nvfp4",
+    "q3_k",
+    "q5_k",
+    "iq4_nl",
+    "iq4_xs",
+    "grid",
+    "tq2_0",
+}
 """Headers of formats that differ in widths alone from others, or take fewer registers than one like them."""
-ALIKE_BLOCKS = {("int4", 18), *(("trellis", size) for size in (12, 16, 20, 68))}
+ALIKE_BLOCKS = {("int4", 18), ("q2_0", 34), *(("trellis", size) for size in (12, 16, 20, 68))}
 """The same of headers that several formats share, with the bytes of blocks: to products symmetric int4 is
 q4_0; trellis weights of 2 and 3 bits with scales of 128 columns take more registers than others."""
 SLIGHT = ("DEPTH", "STAGES", "ROOM", "TOGETHER", "PAIR")

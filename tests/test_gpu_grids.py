@@ -1,4 +1,4 @@
-"""Weights of grids on a GPU: numbers and bytes as on the CPU, products of every core, rows, mixtures."""
+"""Weights of grids, and of one and two bits, on a GPU: numbers and bytes of the CPU, products, mixtures."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from formats_table import random_blocks
 from products import assert_products, assert_read_back, gauss
-from test_grids import NAMES
+from test_grids import NAMES as GRIDS
 
 import cuquant as cq
 from cuquant import device, testing
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
+NAMES = [*GRIDS, "q1_0", "q2_0", "q2_0-128"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -28,7 +29,8 @@ def test_products(name: str) -> None:
         w = cq.from_blocks(random_blocks(name, shape, finite=True), name, shape).to_device("cuda")
         assert w.fragments().half
         assert_products(w)
-    bits = 3.5625 if w.format.bits == 3 else 4.3125
+    own = w.format.for_kernels
+    bits = {2: 2 + 16 / own.block_size, 3: 3.5625, 4: 4.3125}[own.bits]
     assert bits <= w.fragments().buffer.nbytes * 8 / w.size < bits + 0.02
 
 

@@ -1,4 +1,4 @@
-"""Grids and ternary numbers: numbers are the gguf package's, and bytes come back from what kernels read."""
+"""Grids, and digits: numbers are the gguf package's, and bytes come back from what kernels read."""
 
 from __future__ import annotations
 
@@ -45,34 +45,13 @@ def test_kernels_have_the_same_numbers_and_give_the_bytes_back(
     """Of any bytes, and of more blocks than are taken at a time."""
     fmt, shape = formats.get(name), (3, 5, 512)
     own = fmt.for_kernels
-    monkeypatch.setattr("cuquant.formats.grid._AT_ONCE", 7)
+    monkeypatch.setattr("cuquant.formats.chunks._AT_ONCE", 7)
     for raw in (random_blocks(name, shape), random_blocks(name, shape, finite=True)):
         given = fmt.to_kernels(raw, np)
         np.testing.assert_array_equal(fmt.from_kernels(given, np), raw)
     assert given.shape == (3, 5, own.row_bytes(512))
     expected = cq.from_blocks(raw, fmt, shape).dequantize()
     np.testing.assert_array_equal(cq.from_blocks(given, own, shape).dequantize(), expected)
-
-
-@pytest.mark.parametrize("name", ["tq1_0", "tq2_0"])
-def test_ternary_weights(name: str) -> None:
-    """As the gguf package writes them."""
-    w = np.random.default_rng(0).integers(-1, 2, (3, 512)).astype(np.float32) / 2
-    raw, fmt = gguf.quants.quantize(w, Type[name.upper()]), formats.get(name)
-    np.testing.assert_array_equal(cq.from_blocks(raw, name, w.shape).dequantize(), w)
-    np.testing.assert_array_equal(fmt.from_kernels(fmt.to_kernels(raw, np), np), raw)
-
-
-def test_every_byte_of_digits_keeps_them() -> None:
-    """Those that ggml does not write become others of the same digits."""
-    fmt, raw = formats.get("tq1_0"), np.zeros((256, 54), np.uint8)
-    raw[:, :52] = np.arange(256)[:, None]
-    raw[:, 52:] = np.array([1], np.float16).view(np.uint8)
-    back = fmt.from_kernels(fmt.to_kernels(raw, np), np)
-    assert (back[:, 0] != raw[:, 0]).sum() == 13
-    expected = gguf.quants.dequantize(raw, Type.TQ1_0)
-    np.testing.assert_array_equal(gguf.quants.dequantize(back, Type.TQ1_0), expected)
-    np.testing.assert_array_equal(cq.from_blocks(raw, fmt, (256, 256)).dequantize(), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)

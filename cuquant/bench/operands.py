@@ -50,6 +50,8 @@ def _maker(fmt: Format, n: int, k: int, size: float = 0.02) -> Callable[[], Quan
     count = n if fmt.encodes_on_gpu else min(n, _ROWS)
     if isinstance(fmt, Grid):
         rows = _points(fmt, count, k, size)
+    elif fmt.read_only:
+        rows = _codes(fmt, count, k, size)
     else:
         rows = quantize(cupy.random.standard_normal((count, k), dtype=np.float32) * np.float32(size), fmt)
     return lambda: rows[cupy.random.permutation(n) % count]
@@ -64,6 +66,17 @@ def _points(fmt: Grid, n: int, k: int, size: float) -> QuantizedArray:
         size / float(2 * scales.mean() + 1) / fmt.magnitudes[-1]
     )
     blocks = fmt.joined(d.astype(np.float16).view(np.uint8), scales, codes, cupy)
+    return QuantizedArray.made(fmt, blocks.reshape(n, -1), shape=(n, k))
+
+
+def _codes(fmt: Format, n: int, k: int, size: float) -> QuantizedArray:
+    """Random codes of a format whose blocks have one scale."""
+    cupy = device.cupy()
+    blocks = cupy.random.randint(0, 256, (n * k // fmt.block_size, fmt.block_bytes), dtype=np.uint8)
+    assert fmt.storage.fields is not None
+    _, at, *_ = fmt.storage.fields["d"]
+    d = cupy.random.uniform(0.5, 2, (len(blocks), 1)) * size
+    blocks[:, at : at + 2] = d.astype(np.float16).view(np.uint8)
     return QuantizedArray.made(fmt, blocks.reshape(n, -1), shape=(n, k))
 
 

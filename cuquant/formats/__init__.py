@@ -3,7 +3,7 @@
 from importlib import import_module as _import_module
 from pkgutil import iter_modules as _iter_modules
 
-from .base import Format, by_ggml_type, get, names, names_of_read_only, register
+from .base import Format, by_ggml_type, by_type_name, get, names, names_of_read_only, of_forks, register
 from .parameters import describe, described
 
 for _module in _iter_modules(__path__):
@@ -12,10 +12,12 @@ for _module in _iter_modules(__path__):
 __all__ = [
     "Format",
     "by_ggml_type",
+    "by_type_name",
     "describe",
     "described",
     "get",
     "names",
     "names_of_read_only",
+    "of_forks",
     "register",
 ]

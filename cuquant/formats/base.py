@@ -66,6 +66,8 @@ class Format(ABC):
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
     ggml_type: int | None = None
     """Type number in GGUF files; None where GGUF has no such type."""
+    ggml_type_elsewhere: int | None = None
+    """The number that files of a fork of llama.cpp have for it, which is another format's in llama.cpp's."""
     file_type: int | None = None
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
     made_by: ClassVar[str] = ""
@@ -356,3 +358,15 @@ def _made_by(name: str, known: Sequence[str]) -> tuple[str, str] | tuple[None, N
 def by_ggml_type(number: int) -> Format | None:
     """The format with that GGUF type number, or None."""
     return next((f for f in (*_BY_NAME.values(), *_READ_ONLY.values()) if f.ggml_type == number), None)
+
+
+def by_type_name(name: str) -> Format | None:
+    """The format of tensors of GGUF files whose type has that name (any case), or None."""
+    fmt = _READ_ONLY.get(name.lower()) or _BY_NAME.get(name.lower())
+    is_type = fmt is not None and (fmt.ggml_type is not None or fmt.ggml_type_elsewhere is not None)
+    return fmt if is_type else None
+
+
+def of_forks() -> tuple[Format, ...]:
+    """Formats for which only forks of llama.cpp have a type number, that of another format."""
+    return tuple(f for f in (*_BY_NAME.values(), *_READ_ONLY.values()) if f.ggml_type_elsewhere is not None)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from . import ggml, kquant
 from .base import Format, ReadOnly
+from .chunks import by_parts
 from .grid_points import bits_of, bytes_of, points_of, with_eighth
 from .int4 import pack_pairs, unpack_pairs
 from .iq4_xs import IQ4_XS
@@ -65,14 +66,14 @@ class Grid(ReadOnly):
             d, s, codes = self.split(part, xp)
             return self.for_kernels.packed(d, 2 * s + 1, codes, xp)
 
-        return _by_parts(blocks, self.block_bytes, self.for_kernels.block_bytes, xp, made_of)
+        return by_parts(blocks, self.block_bytes, self.for_kernels.block_bytes, xp, made_of)
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             d, scales, codes = self.for_kernels.unpacked(part, xp)
             return self.joined(d, scales[:, :: scales.shape[1] * self.scale_size // SUPER] >> 1, codes, xp)
 
-        return _by_parts(blocks, self.for_kernels.block_bytes, self.block_bytes, xp, made_of)
+        return by_parts(blocks, self.for_kernels.block_bytes, self.block_bytes, xp, made_of)
 
     def decode(self, records: NDArray[Any]) -> Floats:
         raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
@@ -185,19 +186,3 @@ class _EightLevels(KQuant):
     def decode(self, records: NDArray[Any]) -> Floats:
         raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
         return _read(self, *self.unpacked(raw, np))
-
-
-def _by_parts(blocks: Any, size: int, made_size: int, xp: Any, made_of: Any) -> Any:
-    """Blocks (..., row bytes) to others of another size, as many at a time as need little meanwhile."""
-    *lead, row_bytes = blocks.shape
-    per_row = row_bytes // size
-    flat = xp.ascontiguousarray(blocks).reshape(-1, size)
-    made = xp.empty((len(flat), made_size), np.uint8)
-    for start in range(0, len(flat), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        made[part] = made_of(flat[part])
-    return made.reshape(*lead, per_row * made_size)
-
-
-_AT_ONCE = 1 << 15
-"""Blocks, of which each needs a few kilobytes meanwhile, and a GPU some thirty launches."""

@@ -5,74 +5,100 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .grid import Grid
+from . import ggml
+from .base import ReadOnly
+from .chunks import by_parts
 from .kquant import SUPER
 
 
-class _Digits(Grid):
-    """W = d * (q - 1)."""
+class _Digits(ReadOnly):
+    """W = d * (q - 1). Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
 
+    bits = 2
+    block_size = SUPER
     formula = "W = d * (q - 1)"
+    header = "tq2_0"
+    made_by = "llama.cpp does, and GGUF files of it are read"
+    kernel_scale_bytes = 0
+    kernel_group_bytes = 2
 
-    def _codes(self, digits: Any, xp: Any) -> tuple[Any, Any]:
-        """Scales, which are 1, and codes: q - 1 of -1 is the second magnitude, negative, and that of 0 is the
-        first."""
-        codes = digits + (self.middle - 2) + (digits > 0).astype(np.uint8)
-        return xp.zeros((len(digits), 8), np.uint8), codes
+    def digits(self, blocks: Any, xp: Any) -> Any:
+        """Digits q [n, 256], uint8, of blocks [n, bytes]."""
+        raise NotImplementedError
 
-    def _digits(self, codes: Any) -> Any:
-        """The way back."""
-        return codes - (self.middle - 2) - (codes >= self.middle).astype(np.uint8)
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
+        return (self.digits(raw, np).astype(np.float32) - np.float32(1)) * ggml.scale_of(records)
 
 
 class TQ2_0(_Digits):
-    """66 bytes: 64 of four codes of 2 bits, each of another 32 weights, then d."""
+    """66 bytes: 64 of four codes of 2 bits, each of another 32 weights, then d. (A code of 3 reads 2 d.)"""
 
     name = "tq2_0"
     ggml_type, file_type = 35, 37
     storage = np.dtype([("qs", "u1", (64,)), ("d", "<f2")])
-    magnitudes = (0, 1, 2)
 
-    def split(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
+    def digits(self, blocks: Any, xp: Any) -> Any:
         shifts = xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
-        quarters = (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, SUPER)
-        return blocks[:, 64:], *self._codes(quarters, xp)
+        return (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, SUPER)
 
-    def joined(self, d: Any, s: Any, codes: Any, xp: Any) -> Any:
-        quarters = self._digits(codes).reshape(-1, 2, 4, 32) << xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    def joined(self, digits: Any, d: Any, xp: Any) -> Any:
+        """The way back, of bytes of d [n, 2]."""
+        quarters = digits.reshape(-1, 2, 4, 32) << xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
         return xp.concatenate([quarters.sum(axis=2, dtype=np.uint8).reshape(-1, 64), d], axis=1)
+
+
+_TWO_BITS = TQ2_0()
 
 
 class TQ1_0(_Digits):
     """54 bytes: 32, 16 and 4 of five digits of another 32, 16 or 4 weights each, the last 4 of four; then d.
 
     A byte is 256/243 of the number whose digits to the base 3 these are, the first in front, rounded up. (13
-    of 256 bytes, which ggml does not write, stand for the digits of others, and come back as these.)
+    of 256 bytes, which ggml does not write, stand for the digits of others, and come back as these.) On a GPU
+    it is kept as tq2_0.
     """
 
     name = "tq1_0"
     ggml_type, file_type = 34, 36
     storage = np.dtype([("qs", "u1", (48,)), ("qh", "u1", (4,)), ("d", "<f2")])
-    magnitudes = (0, 1)
 
-    def split(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
+    @property
+    def for_kernels(self) -> TQ2_0:
+        return _TWO_BITS
+
+    def digits(self, blocks: Any, xp: Any) -> Any:
         parts = []
         for start, size, digits in _PARTS:
             left = (
                 blocks[:, None, start : start + size] * xp.asarray(3 ** np.arange(digits), np.uint8)[:, None]
             )
             parts.append((left.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(len(blocks), -1))
-        return blocks[:, 52:], *self._codes(xp.concatenate(parts, axis=1), xp)
+        return xp.concatenate(parts, axis=1)
 
-    def joined(self, d: Any, s: Any, codes: Any, xp: Any) -> Any:
-        left, parts = self._digits(codes), []
-        for _, size, digits in _PARTS:
-            own, left = left[:, : size * digits], left[:, size * digits :]
-            places = xp.asarray(3 ** (4 - np.arange(digits)), np.uint16)[:, None]
-            numbers = (own.reshape(-1, digits, size) * places).sum(axis=1, dtype=np.uint16)
+    def joined(self, digits: Any, d: Any, xp: Any) -> Any:
+        """The way back, of bytes of d [n, 2]."""
+        left, parts = digits, []
+        for _, size, places in _PARTS:
+            own, left = left[:, : size * places], left[:, size * places :]
+            powers = xp.asarray(3 ** (4 - np.arange(places)), np.uint16)[:, None]
+            numbers = (own.reshape(-1, places, size) * powers).sum(axis=1, dtype=np.uint16)
             parts.append(((numbers.astype(np.uint32) * 256 + 242) // 243).astype(np.uint8))
         return xp.concatenate([*parts, d], axis=1)
+
+    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+        def made_of(part: Any) -> Any:
+            return _TWO_BITS.joined(self.digits(part, xp), part[:, 52:], xp)
+
+        return by_parts(blocks, self.block_bytes, _TWO_BITS.block_bytes, xp, made_of)
+
+    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+        def made_of(part: Any) -> Any:
+            return self.joined(_TWO_BITS.digits(part, xp), part[:, 64:], xp)
+
+        return by_parts(blocks, _TWO_BITS.block_bytes, self.block_bytes, xp, made_of)
 
 
 _PARTS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))

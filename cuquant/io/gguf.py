@@ -18,6 +18,7 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from ..formats import by_ggml_type
+from ..formats import Format, by_ggml_type, of_forks
 from .header import (
     LENGTH,
     Buffer,
@@ -139,6 +140,7 @@ def scan(buffer: Buffer, source: str) -> Header:
     tensors = scanner.tensors(tensor_count, alignment)
     data_offset = -(-scanner.pos // alignment) * alignment
     tensors = {name: replace(info, offset=data_offset + info.offset) for name, info in tensors.items()}
+    tensors = _with_types_of_forks(tensors, len(buffer), alignment)
     scanner.check_places(tensors)
     return Header(version, alignment, metadata, tensors, data_offset)
 
@@ -356,6 +358,30 @@ class _Scanner:
                     f"tensor {quote(previous)} ends at byte {end}, the file at {len(self.buffer)}: "
                     "it is cut short, perhaps an incomplete download"
                 )
+
+
+def _with_types_of_forks(
+    tensors: dict[str, TensorInfo], file_bytes: int, alignment: int
+) -> dict[str, TensorInfo]:
+    """The tensors, those whose type's number a fork of llama.cpp has for blocks of another length as such, if
+    that is how far they are apart: as llama.cpp's own one would reach into the next, or beyond the file."""
+    starts = sorted({info.offset for info in tensors.values()})
+    room = {start: end - start for start, end in pairwise([*starts, file_bytes])}
+    for fmt in of_forks():
+        own = [info for info in tensors.values() if info.ggml_type == fmt.ggml_type_elsewhere]
+        made = [
+            replace(info, type_name=fmt.name.upper(), nbytes=_nbytes(info.shape, fmt))
+            for info in own
+            if info.shape and info.shape[-1] % fmt.block_size == 0
+        ]
+        fit = all(0 <= room[info.offset] - info.nbytes < alignment for info in made)
+        if fit and len(made) == len(own) and any(info.nbytes > room[info.offset] for info in own):
+            tensors = tensors | {info.name: info for info in made}
+    return tensors
+
+
+def _nbytes(shape: tuple[int, ...], fmt: Format) -> int:
+    return math.prod(shape) // fmt.block_size * fmt.block_bytes
 
 
 def _type_of(ggml_type: int) -> tuple[str, int, int] | None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .. import check, cpu
 from ..array import QuantizedArray
 from ..device import as_numpy, cupy, default as default_device
-from ..formats import Format, by_ggml_type
+from ..formats import Format, by_type_name
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
@@ -156,7 +156,7 @@ class Model(Mapping[str, Any]):
 
     def _of_blocks(self, info: TensorInfo) -> Format | None:
         """The format of a tensor's blocks, before its scale."""
-        fmt, scales = by_ggml_type(info.ggml_type), self._scales(info)
+        fmt, scales = by_type_name(info.type_name), self._scales(info)
         return fmt if scales is None or scales.shape in ((), (1,)) else None
 
     def _format(self, info: TensorInfo) -> Format | None:
@@ -170,7 +170,7 @@ class Model(Mapping[str, Any]):
         llama.cpp's names: "blk.0.ffn_up.weight" has "blk.0.ffn_up.scale".
         """
         scales = self.tensors.get(f"{info.name.removesuffix('weight')}scale")
-        if scales is None or by_ggml_type(info.ggml_type) != "nvfp4":
+        if scales is None or by_type_name(info.type_name) != "nvfp4":
             return None
         if scales.type_name != "F32" or scales.shape not in ((), (1,), info.shape[:-2]):
             kind = f"{scales.type_name} {scales.shape}"
