@@ -41,7 +41,7 @@ empty = np.empty
 def quantize(
     x: NDArray[Any], fmt: Format, importance: NDArray[np.float32] | None = None
 ) -> tuple[NDArray[np.uint8], int]:
-    """Storage bytes of floats (..., N, K), and how many became 0 with their scale; weights are checked,
+    """Storage bytes of floats (..., N, K), and how many have a scale that is too coarse; weights are checked,
     activations are not.
 
     `importance` [K] is that of every row, for formats that take it.
@@ -68,12 +68,14 @@ def quantize(
 
 
 def _lost(values: NDArray[np.float32], blocks: NDArray[np.uint8], fmt: Format) -> int:
-    """Weights whose scale is 0 though they are not all 0."""
-    zero = fmt.zero_scales(blocks)
-    if zero is None or not zero.any():
+    """Weights whose scale is too coarse, though they are not all 0, or, beside a minimum, the same."""
+    coarse = None if fmt.for_activations else fmt.coarse_scales(blocks)
+    if coarse is None or not coarse.any():
         return 0
-    groups = values.reshape(*zero.shape, -1)
-    return int((zero & groups.any(axis=-1)).sum()) * groups.shape[-1]
+    groups = values.reshape(*coarse.shape, -1, min(fmt.scale_size, values.size // coarse.size))
+    first = groups[..., :1] if len(fmt.scales) > 1 else np.float32(0)
+    needed = (groups != first).any(axis=(-2, -1))
+    return int((coarse & needed).sum()) * (values.size // coarse.size)
 
 
 def quantize_matrices(

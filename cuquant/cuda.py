@@ -46,8 +46,8 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
 
 
 def quantize(x: Any, fmt: Format) -> tuple[Any, int]:
-    """Blocks (..., N, row bytes) of floats (..., N, K), and how many became 0 with their scale; weights are
-    checked (one synchronisation)."""
+    """Blocks (..., N, row bytes) of floats (..., N, K), and how many have a scale that is too coarse; weights
+    are checked (one synchronisation)."""
     cupy = device.cupy()
     if isinstance(fmt, Trellis):
         return cuda_trellis.quantize(x, fmt), 0
@@ -75,7 +75,7 @@ _COUNTED = 16
 
 def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
     """Write the blocks of rows of floats. Of `found`, if given, the first becomes the number of the first row
-    without a block, if less; to the second is added what became 0 (kernels/ops/quantize.cu)."""
+    without a block, if less; to the second is added what is lost (`Found` in kernels/formats/encode.cuh)."""
     blocks_per_row = rows.shape[1] // fmt.block_size
     step = plan.quantize(fmt, len(rows) * blocks_per_row)
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))

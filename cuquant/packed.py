@@ -78,9 +78,14 @@ class Packed:
         raise check.not_compared(self, "the operator in")
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What NumPy's functions make of it: errors of `__array__`, which two of them hide."""
+        """What NumPy's functions make of it: `stack` and `concatenate` one array, others errors of
+        `__array__`, which two of them hide."""
         if func in _COMPARISONS:
             raise check.not_compared(self, f"numpy.{func.__name__}")
+        if func in (np.concatenate, np.stack) and set(kwargs) <= {"axis"}:
+            from .ops.join import FUNCTIONS
+
+            return FUNCTIONS[func](*args, **kwargs)
         if hasattr(func, "_implementation") and all(issubclass(t, (np.ndarray, Packed)) for t in types):
             return func._implementation(*args, **kwargs)
         return NotImplemented

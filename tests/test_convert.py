@@ -45,7 +45,8 @@ def test_a_warning_names_the_tensor(tmp_path: Path) -> None:
     """Of weights that are too small for the format."""
     source = small(tmp_path / "s.gguf", tiny__weight=weights(8, 64) * np.float32(1e-4))
     with pytest.warns(
-        UserWarning, match=r"^tensor 'tiny\.weight': about 100% of the weights became 0 in nvfp4"
+        UserWarning,
+        match=r"^tensor 'tiny\.weight': about 100% of the weights are too small for the scales of nvfp4",
     ):
         cq.quantize_file(source, tmp_path / "q.gguf", "nvfp4", keep="output.weight")
 

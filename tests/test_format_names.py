@@ -63,6 +63,7 @@ def test_near_names_are_offered() -> None:
         ("exl3-9", r": did you mean exl3-"),
         ("kbit9", r": did you mean kbit"),
         ("int8", r": did you mean q8_0\? Known are int4"),
+        ("int4", r": did you mean int4-128\? Known are int4"),
         ("F16", r"; numbers\.astype\('float16'\) makes floats, which are not quantized; known are int4"),
         ("f32", r"; numbers\.astype\('float32'\) makes"),
         ("bf16", r"; numbers\.astype\('bfloat16'\) makes"),

@@ -16,7 +16,7 @@ from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.* of the weights became 0"),
+    pytest.mark.filterwarnings("ignore:.* of the weights are too small"),
 ]
 F = np.float32
 INT4 = [cq.Int4(group, symmetric) for group in (32, 64, 128, 96, 192, 256, -1) for symmetric in (True, False)]
@@ -48,25 +48,47 @@ def test_bytes_and_numbers_are_those_of_the_cpu(fmt: cq.Format) -> None:
         )
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", cq.NvFp4(1e30), "kbit2", "kbit5", "mxfp4", "q4_0"], ids=str)
-def test_weights_that_became_0_are_counted_as_on_the_cpu(fmt: str | cq.Format) -> None:
+SCALED = [
+    "nvfp4",
+    cq.NvFp4(1e30),
+    "kbit2",
+    "kbit5",
+    cq.KBit(4, absmax="float16"),
+    "mxfp4",
+    "q4_0",
+    "q5_1",
+    "q8_0",
+]
+SCALED += [
+    "int4-32",
+    "int4-128-zeros",
+    cq.Int4(160),
+    cq.Int4(1280, symmetric=False),
+    "q4_k",
+    "q5_k",
+    "q6_k",
+    "iq4_nl",
+]
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=str)
+def test_weights_that_are_too_small_are_counted_as_on_the_cpu(fmt: str | cq.Format) -> None:
     """In every group but those of zeros, whatever the strides; a last block of threads is not full."""
     cupy, found = device.cupy(), cq.formats.get(fmt)
-    x = gauss((37, 320)) * np.geomspace(1e-7, 1, 320, dtype=F)
+    x = gauss((37, 1280)) * np.geomspace(1e-9, 1, 1280, dtype=F)
     x[5:9], x[20, ::64], x[30] = 0, -0.0, 1e-40
     for dtype in FLOATS:
         for given in (x.astype(dtype), x.astype(dtype)[::-2]):
             blocks, lost = cpu.quantize(given, found)
-            assert (lost > 0) == (found.beyond != "")
+            assert (lost > 0) == (found != "mxfp4")
             for source in (cupy.asarray(given), cupy.asarray(given.repeat(2, axis=1))[:, ::2]):
                 made, count = cuda.quantize(source, found)
                 np.testing.assert_array_equal(as_numpy(made), blocks)
                 assert count == lost
-    if found.beyond:
-        with pytest.warns(
-            UserWarning, match=f"about 100% of the weights became 0 in {re.escape(str(found))}"
-        ):
-            cq.quantize(cupy.full((8, 64), F(1e-7)), found)
+    if lost:
+        said = f"about 100% of the weights are too small for the scales of {re.escape(str(found))}"
+        with pytest.warns(UserWarning, match=said):
+            cq.quantize(cupy.asarray(gauss((8, 1280)) * F(1e-9)), found)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -18,7 +18,7 @@ from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.* of the weights became 0"),
+    pytest.mark.filterwarnings("ignore:.* of the weights are too small"),
 ]
 F = np.float32
 SKEWED = np.array([-0.1, -0.02, 0.0, 1e-3, 0.2, 0.5, 0.9, 1.0], F)

@@ -43,6 +43,54 @@ def test_copies_of_arrays(xp: ModuleType, fmt: Any, how: str) -> None:
     assert (COPIES[how](q) @ w.T == q @ w.T).all()
 
 
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_arrays_are_joined_by_numpy(xp: ModuleType, fmt: Any) -> None:
+    """Prepared ones, too; what is stored whole along the axes of a stack alone."""
+    if xp is not np and not formats.get(fmt).on_gpu:
+        pytest.skip("no kernels")
+    fmt = formats.get(fmt).fitted(W)
+    parts: Any = [cq.quantize(xp.asarray(W * np.float32(i)), fmt) for i in (1, 2, 3)]
+    numbers = [w.dequantize() for w in parts]
+    assert (xp.ones((1, 256), np.float16) @ parts[0].T).shape == (1, 32)
+    stacked: Any = np.stack(parts)
+    assert (stacked.format, stacked.shape, stacked.device) == (fmt, (3, 32, 256), parts[0].device)
+    assert (stacked.dequantize() == xp.stack(numbers)).all()
+    both: Any = np.concatenate([stacked, stacked[:1]])
+    assert (both.dequantize() == xp.stack([*numbers, numbers[0]])).all()
+    if fmt.whole_matrices:
+        with pytest.raises(ValueError, match="cannot be joined along axis 0, as matrices are stored whole"):
+            np.concatenate(parts)
+        return
+    rows: Any = np.concatenate((parts[0], parts[1][:5]))
+    assert (rows.dequantize() == xp.concatenate([numbers[0], numbers[1][:5]])).all()
+    assert np.stack([stacked, stacked], axis=-3).shape == (3, 2, 32, 256)
+    with pytest.raises(ValueError, match="axis 1, as the last axis is packed in blocks"):
+        np.concatenate(parts, axis=-1)
+
+
+def test_what_cannot_be_joined() -> None:
+    w: Any = cq.quantize(W, "q4_0")
+    other = np.linspace(-1, 1, 16)
+    refused: list[tuple[Any, type[Exception], str]] = [
+        ([w, cq.quantize(W, "q8_0")], ValueError, r"of one format; number 1 is q8_0, the first q4_0"),
+        ([w, W], TypeError, r"number 1 is an ndarray, and quantized arrays hold packed"),
+        ([w.T, w], TypeError, r"number 0 is a transpose, of which .T is the array"),
+        ([w, w[0]], ValueError, r"one shape.*; number 1 is \(256,\), the first \(32, 256\)"),
+        ([w, cq.quantize(W[:, :128], "q4_0")], ValueError, r"one shape.*; number 1 is \(32, 128\)"),
+    ]
+    for arrays, error, message in refused:
+        for join in (np.stack, np.concatenate):
+            with pytest.raises(error, match=message):
+                join(arrays)
+    grids: Any = [cq.trellis_quantize(W, cq.Trellis(3, grid=grid)) for grid in (other[::2], other[1::2])]
+    with pytest.raises(ValueError, match=r"number 1 is trellis3.*, the first trellis3.*"):
+        np.stack(grids)
+    with pytest.raises(ValueError, match="axis 3 is out of range for arrays of 2 axes"):
+        np.stack([w, w], axis=3)
+    with pytest.raises(TypeError, match="holds packed blocks, not numbers"):
+        np.stack([w, w], out=np.empty(1))
+
+
 def test_a_matrix_and_a_record_array_are_arrays() -> None:
     for kind in (np.matrix, np.recarray):
         given: Any = W.view(kind)

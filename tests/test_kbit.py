@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import testing
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights became 0")
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights are too small")
 F = np.float32
 BITS = (2, 3, 4, 5)
 VARIANTS: list[dict[str, Any]] = [

@@ -105,6 +105,8 @@ def test_a_model_stands_for_its_metadata() -> None:
     text = HELD_OUT[:1000]
     expected = Tokenizer.from_metadata(model.metadata).encode(text)
     np.testing.assert_array_equal(Tokenizer.from_metadata(model).encode(text), expected)
+    for path in (model.path, str(model.path)):
+        np.testing.assert_array_equal(Tokenizer.from_metadata(path).encode(text), expected)
 
 
 @pytest.mark.parametrize("kind", [*PRE_TOKENIZERS, "sentencepiece"])

@@ -116,6 +116,7 @@ from .formats import (
     trellis_scales as trellis_scales,
     whole_blocks as whole_blocks,
 )
+from .joined import joined as joined
 from .products import (
     ACTIVATIONS as ACTIVATIONS,
     activation as activation,

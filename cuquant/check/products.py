@@ -113,7 +113,9 @@ def weights(w: Any, what: str = "W") -> Any:
             f"x @ W.T itself: pass W of shape {w.T.shape}, or write x @ W.T"
         )
     elif isinstance(w, (list, tuple)):
-        raise TypeError(f"{what} is a {type(w).__name__}; an array is needed, of several weights a stack")
+        raise TypeError(
+            f"{what} is a {type(w).__name__}; an array is needed, of several weights a stack (numpy.stack)"
+        )
     else:
         w = floats(w, what)
     if w.ndim < 2:

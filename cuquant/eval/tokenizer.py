@@ -5,6 +5,7 @@ The rules are llama.cpp's (src/llama-vocab.cpp): perplexities compare only betwe
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from ..io.model import Model
+from ..io.model import Model, open as open_model
 from ..io.words import short
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -77,11 +78,14 @@ class Tokenizer:
     """What stands before every text that is encoded."""
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any] | Model) -> Tokenizer:
-        """Build from the `tokenizer.ggml.*` keys of a GGUF file; of a Model those of its metadata.
+    def from_metadata(cls, metadata: Mapping[str, Any] | Model | str | os.PathLike[str]) -> Tokenizer:
+        """Build from the `tokenizer.ggml.*` keys of a GGUF file: its metadata, a Model, or the file's path.
 
-        Raises ValueError for a vocabulary that is malformed or of a kind not known here.
+        Raises ValueError for a vocabulary that is malformed or of a kind not known here, and what
+        `cuquant.open` raises of a path.
         """
+        if isinstance(metadata, (str, os.PathLike)):
+            metadata = open_model(metadata, "cpu")
         if isinstance(metadata, Model):
             metadata = metadata.metadata
         model = metadata.get("tokenizer.ggml.model")

@@ -24,7 +24,7 @@ _READ_ONLY: dict[str, Format] = {}
 FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
 FLOATS |= {name: name for name in FLOATS.values()}
 """Names under which people ask for what is not quantized, and NumPy's."""
-_ELSEWHERE = {"int8": "q8_0"}
+_ELSEWHERE = {"int8": "q8_0", "int4": "int4-128", "nf4": "kbit4", "fp4": "mxfp4"}
 """What formats are called by others, where no name is near."""
 
 
@@ -61,7 +61,7 @@ class Format(ABC):
     largest: float | None = None
     """The largest magnitude of a weight that it takes; None where only its float16 scales set a limit."""
     beyond: str = ""
-    """What to do about larger ones."""
+    """What to do about larger ones, and about those too small for its scales."""
     formula: str
     """How a weight is read back, for people: ``W = d * (q - 8)``."""
     ggml_type: int | None = None
@@ -153,10 +153,19 @@ class Format(ABC):
         """The format for the weights x: this one, unless parameters that it lacks follow from them."""
         return self
 
-    def zero_scales(self, blocks: Any) -> Any:
-        """Which scales of blocks (..., row bytes) are 0, bool (..., scales of a row); None of formats whose
-        scales are fine enough for any weights that there may be."""
-        return None
+    def coarse_scales(self, blocks: Any) -> Any:
+        """Which scales of blocks (..., row bytes) are 0, or have so few bits that weights are lost with them,
+        bool (..., scales of a row); None of formats whose scales are fine enough for any weights.
+
+        Of float16 numbers those below 2^-21, which are a multiple of 2^-24.
+        """
+        field = self.scales[0] if self.scales else ""
+        if not field or self.storage[field] != np.float16:
+            return None
+        assert self.storage.fields is not None
+        _, at, *_ = self.storage.fields[field]
+        bits = blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)[..., at : at + 2]
+        return (bits[..., 0] < 8) & (bits[..., 1] & 0x7F == 0)
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the storage bytes of an array of that shape: (..., N, K) -> (..., N, bytes of a row)."""

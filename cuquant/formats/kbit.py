@@ -113,6 +113,7 @@ class KBit(Format):
         self.divides_by_stored = self.scale == "decoded"
         if self.absmax == "e4m4":
             self.largest, self.scale_unit = e4m4.LARGEST, 2.0**-4
+            self.beyond = 'use cuquant.KBit(..., absmax="float16")'
         if self.bits == 5:  # where it makes a table small
             own = self._own
             self.sign_bits = int(own is None or np.array_equal(own[:16], -own[:15:-1]))
@@ -122,7 +123,6 @@ class KBit(Format):
         self.name = "-".join(parts)
 
     scales = ("absmax",)
-    beyond = 'use cuquant.KBit(..., absmax="float16")'
     formula = "W = codebook[q] * absmax"
     lookup = ragged_vectors = True
 
@@ -149,9 +149,9 @@ class KBit(Format):
         exact = [Fraction(float(c)) for c in self.codebook]
         return _frozen(_flushed(np.array([_rounded_down((a + b) / 2) for a, b in pairwise(exact)])))
 
-    def zero_scales(self, blocks: Any) -> Any:
+    def coarse_scales(self, blocks: Any) -> Any:
         if self.absmax == "float16":
-            return None
+            return super().coarse_scales(blocks)
         return blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)[..., -1] == 0
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:

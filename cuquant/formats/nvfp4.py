@@ -114,7 +114,7 @@ class NvFp4(Format):
         above = scale if peak / scale <= _FITTED else np.nextafter(scale, np.float32(np.inf))
         return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
-    def zero_scales(self, blocks: Any) -> Any:
+    def coarse_scales(self, blocks: Any) -> Any:
         records = blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)
         return (records[..., :4] == 0).reshape(*blocks.shape[:-1], -1)
 

@@ -45,8 +45,9 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     Warns
     -----
     UserWarning
-        More than a hundredth of the weights became 0, because scales of 8 bits (nvfp4, k-bit) are too coarse
-        for them.
+        More than a hundredth of the weights are too small for the format: their scales became 0, or, as
+        float16 numbers below 2^-21, have four bits at most. (mxfp4 and trellis formats take weights of any
+        size.)
     """
     if importance is None:
         found = repeats.find(repeats.quantized, (format,), x)
@@ -63,7 +64,8 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     on_gpu = check.same_device(x=x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
-        blocks, _ = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
+        blocks, lost = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
+        _warn_of(lost, x.size, fmt)
         return QuantizedArray.made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
         blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
@@ -77,13 +79,18 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         filled[:k], filled[k:] = x, 0
         x = filled
     blocks, lost = backend.quantize(x, fmt)
-    if fmt is given and lost > _MANY * x.size:
-        warnings.warn(
-            f"about {lost / x.size:.0%} of the weights became 0 in {fmt}, as its scales are too coarse: "
-            f"{fmt.beyond}",
-            stacklevel=3,  # of who called `quantize`, which `shown` wraps
-        )
+    if fmt is given:
+        _warn_of(lost, x.size, fmt)
     return QuantizedArray.made(fmt, blocks, shape=shape)
+
+
+def _warn_of(lost: int, size: int, fmt: Format) -> None:
+    if lost > _MANY * size:
+        warnings.warn(
+            f"about {lost / size:.0%} of the weights are too small for the scales of {fmt}, and read as 0 or "
+            f"far from what they were: {fmt.beyond or 'mxfp4 and trellis formats take weights of any size'}",
+            stacklevel=4,  # of who called `quantize`, which `shown` wraps
+        )
 
 
 _MANY = 0.01

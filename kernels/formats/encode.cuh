@@ -178,6 +178,30 @@ struct Scales {
     float d, m;  // not finite where an element is not
 };
 
+// What blocks are not as their elements were.
+struct Found {
+    u64 first_bad;  // the lowest row that holds NaN or infinity or has a scale that overflows, if it is less than before
+    u64 lost;       // sixteens of elements are added whose scale is too coarse for them
+};
+
+// Whether a float16 number below 2^-21, of four bits at most, stands for a scale that is not 0.
+DEVICE bool is_coarse(u32 half) { return (half & 0x7fff) < 8; }
+
+// By whole warps: so many sixteens of each lane's.
+DEVICE void add_lost(Found* found, bool lost, int sixteens = 1) {
+    const u32 lanes = __ballot_sync(~0u, lost);
+    if (lanes && found && threadIdx.x % WARP == 0) atomicAdd(&found->lost, u64(__popc(lanes) * sixteens));
+}
+
+// Whether numbers are not all 0, or, beside a minimum, all the same.
+template <bool MINIMUM, int N>
+DEVICE bool need_scale(const float (&x)[N]) {
+    u32 any = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) any |= MINIMUM ? x[j] != x[0] : magnitude(x[j]);
+    return any != 0;
+}
+
 // Codes of a thread's elements, of which this sets the scale, and the float32 scale and minimum of the block. A code of
 // 4 bits may be 16 for 15.
 template <class F>

@@ -122,9 +122,10 @@ DEVICE int of_largest(float own, float& d) {
 // Whether these bits are a float16 number's.
 DEVICE bool fits_half(u32 bits) { return (bits & 0x7c00) != 0x7c00; }
 
-// A thread's 32 weights of a block of q4_k or q5_k, `block` in shared memory; false where a scale overflows.
+// A thread's 32 weights of a block of q4_k or q5_k, `block` in shared memory, and the bits of d; false where a scale
+// overflows.
 template <int BITS, class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, const float (&x)[OWN], u8* block) {
+DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
     constexpr int MOST = (1 << BITS) - 1;
     const int group = threadIdx.x % 8;
     float w[OWN], square = NOTHING;
@@ -137,7 +138,8 @@ DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, co
     const Fit fit = affine<MOST, BITS == 4 ? 20 : 15>(x, w, BITS == 4 ? -1 : -0.5f, q);
     float d, dmin;
     const int s = of_largest(fit.scale, d), m = of_largest(fit.minimum, dmin);
-    const u32 d_bits = float_to_half(d), dmin_bits = float_to_half(dmin);
+    const u32 dmin_bits = float_to_half(dmin);
+    d_bits = float_to_half(d);
     const float step = ieee_mul(half_to_float(u16(d_bits)), float(s));
     requantize<OWN>(x, ieee_mul(half_to_float(u16(dmin_bits)), float(m)), step, 0, MOST, q);
 
@@ -199,7 +201,7 @@ DEVICE float symmetric(const float* x, int* q) {
 
 // The same for a block of q6_k.
 template <class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN], u8* block) {
+DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
     const int group = threadIdx.x % 8;
     int q[OWN];
     float scale[2];
@@ -207,7 +209,7 @@ DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const fl
     for (int part = 0; part < 2; part++) scale[part] = symmetric(x + 16 * part, q + 16 * part);
     const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-128, top);
     const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
-    const u32 d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
+    d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         const int s = zero ? 0 : int(ieee_min(ieee_rint(ieee_mul(inverse, scale[part])), 127));
@@ -257,7 +259,7 @@ struct Levels {
 };
 
 // A thread's block of iq4_nl: iq4_nl.search with the weights' squares.
-DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block) {
+DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
     __shared__ Levels levels;
     levels.fill(threadIdx.x, blockDim.x);
     __syncthreads();
@@ -282,7 +284,7 @@ DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block) {
     }
     if (!is_finite(scale)) scale = ieee_div(peak, -127);
     if (ieee_less(absolute(peak), NEGLIGIBLE)) scale = 0;
-    const u32 d_bits = float_to_half(scale);
+    d_bits = float_to_half(scale);
     store_u16(block, d_bits);
     const float inverse_scale = inverse(scale);
 #pragma unroll

@@ -8,9 +8,10 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int THREADS = 256;
 constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
-// A thread's half of a block of integer codes to its place; false where a scale overflows float16.
+// A thread's half of a block of integer codes to its place; false where a scale overflows float16. `lost`: whether it is
+// too coarse.
 template <class F>
-DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8* to) {
+DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8* to, bool& lost) {
     int q[MINE];
     u32 words[4];
     const Scales scales = encode<F>(x, extent, half, q);
@@ -18,14 +19,9 @@ DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8*
     const u32 scale = scale_bits<F>(scales, words);
     store_codes<F>(to, half, words);
     if (half == 0) F::store_scale_bits(to, scale);
+    lost = is_coarse(scale) && magnitude(scales.d);
     return (scale & 0x7c00) != 0x7c00 && (scale >> 16 & 0x7c00) != 0x7c00;
 }
-
-// What blocks are not as their elements were.
-struct Found {
-    u64 first_bad;  // the lowest row that holds NaN or infinity or has a scale that overflows, if it is less than before
-    u64 lost;       // sixteens of elements are added that became 0 with a scale of 8 bits
-};
 
 // Rows of K floats, with strides in elements, to blocks; `found` may be null. `thresholds` and `decoded`: of a codebook
 // (encode_kbit.cuh); `scale`: what the elements of a tensor are divided by first (nvfp4).
@@ -64,20 +60,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
         extent = extent_of<SIGNED>(values);
     }
     u8* const to = staged + own * Format::BLOCK_BYTES;
-    bool good;
+    bool good, lost = false;
     u32 stored = 1;
     if constexpr (LOOKED_UP<Format>) {
         good = encode_lookup<Format>(values, extent.high, dtype, half, to, *thresholds, decoded, stored);
     } else if constexpr (Format::CODING == E2M1) {
         good = encode_e2m1<Format>(values, extent.high, part, half, to, stored);
     } else {
-        good = encode_integers<Format>(values, extent, half, to);
+        good = encode_integers<Format>(values, extent, half, to, lost);
     }
     if (!good && found) atomicMin(&found->first_bad, u64((first + mine) / blocks_per_row));
-    if constexpr (Format::SCALING == E4M4 || Format::SCALING == E4M3) {
-        const u32 lost = __ballot_sync(~0u, stored == 0 && !is_zero && own < count);
-        if (lost && found && threadIdx.x % WARP == 0) atomicAdd(&found->lost, u64(__popc(lost)));
-    }
+    if constexpr (Format::SCALING == E4M4 || Format::SCALING == E4M3) lost = stored == 0 && !is_zero;
+    if constexpr (Format::CODING != INTEGERS && Format::SCALING == HALF) lost = is_coarse(stored) && !is_zero;
+    if constexpr (Format::SCALING != E8M0) add_lost(found, lost && own < count);
     constexpr int MOST = BLOCKS * Format::BLOCK_BYTES;
     u8* const all = out + first * Format::BLOCK_BYTES;
     if (last)

@@ -7,11 +7,10 @@ constexpr int CODES_AT = ASYMMETRIC ? 3 : 2;
 constexpr int GROUP = CUQUANT_GROUP;  // weights of a group, 16 for each of a power of two of lanes; or 0
 
 // Rows of floats, with strides in elements, to groups of GROUP weights; if that is 0, of `any_group` weights, of
-// `any_lanes` lanes each (a power of two, at most what the weights of a group need). `first_bad` becomes the lowest row
-// that holds NaN or infinity or has a scale that overflows (it starts as the greatest u64).
+// `any_lanes` lanes each (a power of two, at most what the weights of a group need).
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 groups_per_row, u8* out,
-    u64* first_bad, int any_group, int any_lanes) {
+    Found* found, int any_group, int any_lanes) {
     let_successor_start();
     wait_for_predecessor();
     // Groups of which a thread has one piece go through shared memory: their bytes are neither aligned nor whole
@@ -49,10 +48,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
         range.high = ieee_max(range.high, __shfl_xor_sync(~0u, range.high, step));
     }
     if (ASYMMETRIC) range = {ieee_min(range.low, 0), ieee_max(range.high, 0)};
-    const u32 stored = float_to_half(int4_scale<ASYMMETRIC>(range.low, range.high));
+    const float exact = int4_scale<ASYMMETRIC>(range.low, range.high);
+    const u32 stored = float_to_half(exact);
     const float scale = half_to_float(u16(stored)), inverse = scale > 0 ? ieee_div(1, scale) : 0;
     const int zero = int4_zero<ASYMMETRIC>(range.low, scale, inverse);
-    if (lane == 0 && (stored & 0x7c00) == 0x7c00) atomicMin(first_bad, u64(index / groups_per_row));
+    if (lane == 0 && (stored & 0x7c00) == 0x7c00) atomicMin(&found->first_bad, u64(index / groups_per_row));
+    const bool own = lane == 0 && int(threadIdx.x >> lane_bits) < count;
+    add_lost(found, own && is_coarse(stored) && magnitude(exact), pieces);
     auto store_scale = [&](u8* to) {
         if (lane) return;
         to[0] = u8(stored), to[1] = u8(stored >> 8);

@@ -9,7 +9,7 @@ constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
 
 // As `quantize` in quantize.cu.
 extern "C" __global__ void __launch_bounds__(THREADS) search(
-    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, u64* first_bad) {
+    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found) {
     let_successor_start();
     wait_for_predecessor();
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
@@ -27,8 +27,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) search(
     }
 #pragma unroll
     for (int j = 0; j < OWN; j++) good &= is_finite(values[j]);
-    good &= encode_block(Format(), values, staged + mine * Format::BLOCK_BYTES);
-    if (!good && first_bad) atomicMin(first_bad, u64(row));
+    u32 d = 0;
+    good &= encode_block(Format(), values, staged + mine * Format::BLOCK_BYTES, d);
+    if (!good && found) atomicMin(&found->first_bad, u64(row));
+    // If any of the block's threads needs its scale.
+    const u32 lanes = __ballot_sync(~0u, need_scale<Format::HAS_MIN>(values)) >> threadIdx.x % WARP / PARTS * PARTS;
+    const bool needed = lanes & ((1 << PARTS) - 1);
+    add_lost(found, is_coarse(d) && needed && int(threadIdx.x) / PARTS < count, OWN / 16);
     store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,
                                                         count * Format::BLOCK_BYTES);
 }

@@ -1,0 +1,74 @@
+"""Weights that are too small for the scales of a format: nothing is lost without a word."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_files import write
+from numpy.typing import NDArray
+
+import cuquant as cq
+from cuquant import formats, testing
+
+F = np.float32
+TAKE_ANY = {"mxfp4", *(name for name in formats.names() if name.startswith("trellis"))}
+LIMITED = [name for name in formats.names() if name not in TAKE_ANY and not formats.get(name).for_activations]
+
+
+def gauss(size: float, shape: tuple[int, ...] = (16, 256)) -> NDArray[np.float32]:
+    return np.random.default_rng(0).standard_normal(shape).astype(F) * F(size)
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_what_is_far_from_the_weights_is_said(name: str) -> None:
+    """Wherever the error is four times that of ordinary weights, and a hundredth."""
+    usual = testing.nmse(cq.quantize(gauss(0.02), name).dequantize(), gauss(0.02))
+    said = f"of the weights are too small for the scales of {re.escape(name)}, and read as 0 or far from what"
+    for exponent in range(-10, -1):
+        x = gauss(10.0**exponent)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            error = testing.nmse(cq.quantize(x, name).dequantize(), x)
+        assert all(re.search(said, str(each.message)) for each in found)
+        assert found or error < max(4 * usual, 1 / 100), (exponent, error)
+        assert not found or exponent < -2
+        assert all(Path(each.filename) == Path(__file__) for each in found)
+
+
+@pytest.mark.parametrize("name", sorted(TAKE_ANY))
+def test_formats_that_take_weights_of_any_size(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (1e-9, 1e-5, 1):
+            assert testing.nmse(cq.quantize(gauss(size), name).dequantize(), gauss(size)) < 0.2
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_zeros_and_constant_blocks_are_not_too_small(name: str) -> None:
+    """Nor is a hundredth of the weights, or less, a reason to warn."""
+    x = gauss(0.02, (200, 256))
+    x[::2] = 0
+    x[2::4] = np.copysign(x[2::4], gauss(1, x[2::4].shape))
+    x[1] *= F(1e-9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cq.quantize(x, name)
+        if len(formats.get(name).scales) > 1:
+            x[::2] = 0.5
+            w = cq.quantize(x, name)
+            assert testing.nmse(w[::2].dequantize(), x[::2]) < 1e-2
+
+
+def test_importance_and_files(tmp_path: Path) -> None:
+    x = gauss(1e-6)
+    with pytest.warns(UserWarning, match="about 100% of the weights are too small for the scales of q4_k"):
+        cq.quantize(x, "q4_k", importance=np.ones(256, F))
+    source = write(tmp_path / "s.gguf", {"tiny.weight": x})
+    with pytest.warns(
+        UserWarning, match=r"^tensor 'tiny\.weight': about 100% of the weights are too small for the"
+    ):
+        cq.quantize_file(source, tmp_path / "t.gguf", formats.get("q6_k"))
