@@ -162,6 +162,18 @@ def test_arrays_of_another_gpu_than_the_current_one(monkeypatch: pytest.MonkeyPa
     assert state(cache) == before
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_mask_between_multiples_of_its_size_is_refused(dtype: Any) -> None:
+    """Numbers of it, and strides."""
+    cupy, cache, size = device.cupy(), cache_of(), np.dtype(dtype).itemsize
+    cache.append(*some())
+    q, raw = some(1)[0], cupy.zeros(2 * (8 * size + 1), np.uint8)
+    stepping = cupy.lib.stride_tricks.as_strided(raw[: 16 * size].view(dtype), (2, 8), (8 * size + 1, size))
+    for odd in (raw[1 : 1 + 8 * size].view(dtype), stepping[:, None, None]):
+        with pytest.raises(ValueError, match=f"mask has numbers of {size} bytes that start between"):
+            cq.attention(q, cache, mask=odd)
+
+
 APART: dict[str, Callable[[cq.KVCache, Callable[..., Any]], Any]] = {
     "k": lambda cache, there: cache.append(there((2, 2, 2, 64), F), some()[1]),
     "v": lambda cache, there: cache.append(some()[0], there((2, 2, 2, 64), F)),

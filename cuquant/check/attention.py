@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import device
 from .caches import broadcast, in_cache, int32_on_gpu, integers, number_of, on_gpu_integers
-from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array
+from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array, readable
 
 MOST_QUERIES = 64
 LARGEST_SCALE = 2e38
@@ -57,6 +57,7 @@ def attention_mask(value: Any, q: tuple[int, ...], slots: int, place: str) -> An
     if mask.dtype != bool and mask.dtype not in FLOATS:
         remedy = ": pass mask != 0" if mask.dtype.kind in "iu" else ""
         raise TypeError(f"mask has dtype {mask.dtype}; allowed are bool, {FLOAT_NAMES}{remedy}")
+    readable(mask, "mask")
     lead = (q[0], q[2], q[1])
     if mask.ndim == 0 or mask.shape[-1] < slots:
         raise ValueError(

@@ -1,11 +1,14 @@
 // E8M0 scales e, of weights E2M1 * 2^(e - 127), in the range of float16's exponents, if they fit there: kernels take the
 // last five bits of bytes up to LAST for a float16 number's exponent (core/tile.cuh). Where they do not fit, they are
-// normal float32 exponents. Blocks of zeros have no say, and become what others may be.
+// float32 exponents up to TOP, of which 0 is that of 0: sums of float32 numbers stay finite, in the units that they have
+// (core/e2m1.cuh), and a block that is lost is 2^-TOP of the greatest. Blocks of zeros have no say, and become what others
+// may be.
 #include "../core/ptx.cuh"
 
 constexpr int FIRST = 96, LAST = 126;
 // How far below the last one E2M1 numbers, in float16 2^-14 times themselves, times such a scale are exact.
 constexpr int EXACT = 24;
+constexpr int TOP = 220;
 
 // All `bytes` of a scale plane, a multiple of 16. `found`: of the blocks that are not zeros, [0] is the greatest e + 1,
 // ~[1] the least, 0 and ~0 where there are none, of all blocks [5] is the greatest e and ~[6] the least; [2] becomes 1
@@ -15,8 +18,8 @@ extern "C" __global__ void __launch_bounds__(256) center(u8* scale, s64 bytes, u
     // At least 4, so that the power of two that products are multiplied by is a normal number.
     const int greatest = max(4, int(found[0]) - 1), least = found[0] ? int(~found[1]) - 1 : greatest;
     const bool fit = greatest - least <= EXACT;
-    const int offset = fit ? LAST - greatest : greatest == 255 ? -1 : least == 0;
-    const int low = fit ? FIRST : 1, high = fit ? LAST : 254;
+    const int offset = fit ? LAST - greatest : min(TOP - greatest, int(least == 0));
+    const int low = fit ? FIRST : 0, high = fit ? LAST : TOP;
     const s64 thread = s64(blockIdx.x) * 256 + threadIdx.x;
     if (thread == 0) {
         found[2] = int(found[5]) + offset > high || int(~found[6]) + offset < low;
