@@ -188,15 +188,28 @@ extern "C" __global__ void copied(const u32* in, u32* out, u32 to, int waits) {
 extern "C" __global__ void divided() {
     if (threadIdx.x % 2) __syncwarp();
 }
+extern "C" __global__ void subnormal(const float* in, float* out, u32 flushed) {
+    const float a = in[threadIdx.x], b = in[threadIdx.x ^ 1];
+    float exact;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(exact) : "f"(a), "f"(b));
+    u32 less;
+    asm("{.reg .pred p; setp.lt.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}" : "=r"(less) : "f"(a), "f"(b));
+    out[threadIdx.x] = threadIdx.x < flushed ? a + b : exact;
+    out[64 + threadIdx.x] = threadIdx.x < flushed ? a < b : less;
+}
+extern "C" __global__ void words(const uint4* in, uint4* out, u32 bytes) {
+    out[threadIdx.x] = *(const uint4*)((const char*)(in + threadIdx.x % 4) + bytes);
+}
 """
 
 
 @needs_compiler
 def test_the_emulator_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Barriers and waits that are missing, addresses that are not there, lanes that do not come."""
+    """Barriers and waits that are missing, addresses that are not there, lanes that do not come; and what
+    a GPU does that CPUs do not."""
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     library = driver.build(SOURCE, ("-std=c++17",))
-    given, out = (ctypes.c_uint * 64)(*range(64)), (ctypes.c_uint * 128)()
+    given, out = (ctypes.c_uint * 64)(*range(64)), (ctypes.c_uint * 256)()
 
     def launch(name: str, *values: Any) -> None:
         arrays = [ctypes.c_void_p(ctypes.addressof(a)) for a in (given, out)] if values else []
@@ -205,7 +218,7 @@ def test_the_emulator_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
         driver.Function(library, name).launch(config, pointers)
 
     launch("turn", ctypes.c_bool(True))
-    assert list(out) == [*range(63, -1, -1), *range(32, 64), *range(32)]
+    assert list(out[:128]) == [*range(63, -1, -1), *range(32, 64), *range(32)]
     launch("turn", ctypes.c_bool(False))
     assert list(out[:64]) != list(range(63, -1, -1))
     launch("copied", ctypes.c_uint(256), ctypes.c_int(1))
@@ -216,6 +229,14 @@ def test_the_emulator_sees_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mon
         launch("copied", ctypes.c_uint(260), ctypes.c_int(1))
     with pytest.raises(RuntimeError, match="32 threads wait for what never comes"):
         launch("divided")
+    launch("subnormal", ctypes.c_uint(32))  # these words are floats of less than 2^-126
+    assert list(out[:64]) == [0] * 32 + [i + (i ^ 1) for i in range(32, 64)]
+    one = np.float32(1).view(np.uint32)
+    assert list(out[64:128]) == [0] * 32 + [one, 0] * 16
+    launch("words", ctypes.c_uint(0))
+    assert list(out[:16]) == list(range(16))
+    with pytest.raises(RuntimeError, match=r"line \d+: 16 bytes at .*4"):
+        launch("words", ctypes.c_uint(4))
     with pytest.raises(driver.CompileError, match="clz_b32"):
         driver.build('__global__ void f(int v) { asm("clz.b32 %0, %0;" : "+r"(v)); }', ())
 

@@ -123,6 +123,13 @@ template <class... Values>
     leave();
 }
 
+// Where a word of several bytes is read or written that is not at a multiple of them (driver.py has g++ ask).
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const void* what, u64 address) {
+    struct { const char* file; u32 line, column; const void* type; u8 bits; } place;
+    memcpy(&place, what, sizeof place);
+    fail("line %u: %u bytes at %llx", place.line, 1u << place.bits, address);
+}
+
 inline void wait_until_changed(const u32& counter, u32 seen) {
     Fiber& fiber = fibers[current];
     fiber.awaited = &counter, fiber.seen = seen;
@@ -461,6 +468,19 @@ static void run_blocks(Dim index, bool backward) {
     enter(0);
 }
 
+// Whether operations of floats take subnormal numbers, given or made, for zeros, as CuPy has them compiled (-ftz=true);
+// PTX that is written out takes them as they are.
+inline void flush(bool on) {
+    constexpr u32 BOTH = 0x8040;
+    const u32 others = __builtin_ia32_stmxcsr() & ~BOTH;
+    __builtin_ia32_ldmxcsr(on ? others | BOTH : others);
+}
+
+struct Unflushed {
+    Unflushed() { flush(false); }
+    ~Unflushed() { flush(true); }
+};
+
 static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared, u32 cluster, char* stacks) {
     kernel = body, shared_bytes = shared, block_count = cluster, all_stacks = stacks, failure[0] = 0;
     grid_dim = {grid[0], grid[1], grid[2]}, block_dim = {threads, 1, 1};
@@ -470,10 +490,12 @@ static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared,
     for (u32 i = 0; i < cluster && cluster > 1; i++)
         if (!blocks[i].kept) blocks[i].kept = static_cast<u8*>(malloc(SHARED + sizeof fixed_memory));
     bool backward = false;
+    flush(true);
     for (u32 z = 0; z < grid[2]; z++)
         for (u32 y = 0; y < grid[1]; y++)
             for (u32 x = 0; x < grid[0] && !failure[0]; x += cluster, backward = !backward)
                 run_blocks({x, y, z}, backward);
+    flush(false);
     return failure[0] ? failure : nullptr;
 }
 

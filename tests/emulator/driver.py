@@ -20,7 +20,12 @@ from .translate import translate
 
 HERE = Path(__file__).parent
 FLAGS = ["-Og", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
-FLAGS.append("-fno-threadsafe-statics")
+FLAGS += [
+    "-fno-exceptions",
+    "-fno-threadsafe-statics",
+    "-fsanitize=alignment",
+    "-nodefaultlibs",
+]  # device.h has the sanitizer's part
 STACKS = 4096 * (256 << 10)
 """Bytes of the stacks of a cluster's threads (device.h)."""
 CLUSTERS = 4
@@ -52,7 +57,7 @@ def build(source: str, options: tuple[str, ...]) -> ctypes.CDLL:
     flags = (f"-D__CUDA_ARCH__={arch}", *(option for option in options if not option.startswith("-arch")))
     expanded = _output(["g++", "-x", "c++", "-E", *flags, "-"], source)
     text = f'#include "ptx.h"\nnamespace {{\n{translate(expanded)}\n}}\n'
-    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *flags, "-", "-o"]
+    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *flags, "-", "-lm", "-lc", "-o"]
     headers = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h"))]
     key = hashlib.sha256("\0".join((text, *command, *headers)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or _own_folder().name)

@@ -224,6 +224,7 @@ inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(ma
 inline void st_relaxed_gpu_global_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) = v; }
 
 inline void mul_bf16x2(u32& r, u32 a, u32 b) {
+    const emulated::Unflushed guard;
     r = 0;
     for (int i = 0; i < 32; i += 16)
         r |= u32(narrowed_bfloat(widened_bfloat(a >> i) * widened_bfloat(b >> i))) << i;
@@ -382,6 +383,7 @@ inline void wgmma_wait_group_sync_aligned(u32 pending) {
 // they are waited for is not seen.
 __attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words words, u32 n) {
     using namespace emulated;
+    const Unflushed guard;
     const u64 described = words[0][2];
     if (described >> 46 != 1 << 16 || (described >> 32 & 0x3fff) != 64) fail("not such a descriptor: %llx", described);
     const u32 start = u32(described & 0x3fff) << 4, warp = current / WARP;

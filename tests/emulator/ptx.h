@@ -72,6 +72,7 @@ inline void max_NaN_f16x2(u32& r, u32 a, u32 b) {
 }
 inline void neg_f16x2(u32& r, u32 a) { r = a ^ 0x80008000; }
 inline void fma_rn_bf16x2(u32& r, u32 a, u32 b, u32 c) {
+    const emulated::Unflushed guard;
     r = 0;
     for (int i = 0; i < 32; i += 16) {
         const double product = double(widened_bfloat(a >> i)) * widened_bfloat(b >> i);
@@ -106,36 +107,43 @@ inline void cvt_pack_sat_u4_s32_b32(u32& r, u32 a, u32 b, u32 c) {
     r = c << 8 | packed(a) << 4 | packed(b);
 }
 
-// Floats
+// Floats. Those without .ftz see subnormal numbers.
 
-inline void add_rn_f32(float& r, float a, float b) { r = a + b; }
-inline void sub_rn_f32(float& r, float a, float b) { r = a - b; }
-inline void mul_rn_f32(float& r, float a, float b) { r = a * b; }
+template <class Function>
+inline auto unflushed(Function function) {
+    const emulated::Unflushed guard;
+    return function();
+}
+
+inline void add_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a + b; }); }
+inline void sub_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a - b; }); }
+inline void mul_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a * b; }); }
 inline float toward_zero_of(double exact) {
     const float near = float(exact);
     return fabs(near) > fabs(exact) ? __int_as_float(__float_as_int(near) - 1) : near;
 }
-inline void mul_rz_f32(float& r, float a, float b) { r = toward_zero_of(double(a) * b); }
+inline void mul_rz_f32(float& r, float a, float b) { r = unflushed([=] { return toward_zero_of(double(a) * b); }); }
 // Of numbers of one sign; what double loses of their sum is not seen.
-inline void add_rz_f32(float& r, float a, float b) { r = toward_zero_of(double(a) + b); }
+inline void add_rz_f32(float& r, float a, float b) { r = unflushed([=] { return toward_zero_of(double(a) + b); }); }
 inline void fma_rm_f32(float& r, float a, float b, float c) {
+    const emulated::Unflushed guard;
     const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
     const double part = sum - product, lost = (product - (sum - part)) + (c - part);
     r = float(sum);
     if (r > sum || (r == sum && lost < 0)) r = nextafterf(r, -HUGE_VALF);
 }
-inline void div_rn_f32(float& r, float a, float b) { r = a / b; }
+inline void div_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a / b; }); }
 inline void rcp_approx_ftz_f32(float& r, float a) { r = 1 / a; }
-inline void rcp_rn_f32(float& r, float a) { r = 1 / a; }
-inline void sqrt_rn_f32(float& r, float a) { r = sqrtf(a); }
-inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }
-inline void cvt_rmi_f32_f32(float& r, float a) { r = floorf(a); }
+inline void rcp_rn_f32(float& r, float a) { r = unflushed([=] { return 1 / a; }); }
+inline void sqrt_rn_f32(float& r, float a) { r = unflushed([=] { return sqrtf(a); }); }
+inline void cvt_rni_f32_f32(float& r, float a) { r = unflushed([=] { return rintf(a); }); }
+inline void cvt_rmi_f32_f32(float& r, float a) { r = unflushed([=] { return floorf(a); }); }
 inline void ex2_approx_ftz_f32(float& r, float a) { r = exp2f(a); }
 inline void lg2_approx_ftz_f32(float& r, float a) { r = log2f(a); }
-inline void min_NaN_f32(float& r, float a, float b) { r = a != a ? a : b != b ? b : fminf(a, b); }
-inline void max_NaN_f32(float& r, float a, float b) { r = a != a ? a : b != b ? b : fmaxf(a, b); }
-inline void setp_lt_f32(bool& r, float a, float b) { r = a < b; }
-inline void setp_gt_f32(bool& r, float a, float b) { r = a > b; }
+inline void min_NaN_f32(float& r, float a, float b) { r = unflushed([=] { return a != a ? a : b != b ? b : fminf(a, b); }); }
+inline void max_NaN_f32(float& r, float a, float b) { r = unflushed([=] { return a != a ? a : b != b ? b : fmaxf(a, b); }); }
+inline void setp_lt_f32(bool& r, float a, float b) { r = unflushed([=] { return a < b; }); }
+inline void setp_gt_f32(bool& r, float a, float b) { r = unflushed([=] { return a > b; }); }
 inline void selp_u32(u32& r, u32 a, u32 b, bool first) { r = first ? a : b; }
 
 // Memory
@@ -187,11 +195,11 @@ inline void ld_acquire_gpu_global_u32(u32& r, u64 address) {
     if (!flag) emulated::wait_until_changed(flag, 0);
     r = flag;
 }
-inline void ld_global_nc_u32(u32& r, u64 address) { memcpy(&r, reinterpret_cast<const void*>(address), sizeof r); }
+inline void ld_global_nc_u32(u32& r, u64 address) { r = *reinterpret_cast<const u32*>(address); }
 inline void ld_global_ca_u32(u32& r, u64 address) { ld_global_nc_u32(r, address); }
 inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
-    const auto* v = reinterpret_cast<const u32*>(address);
-    x = v[0], y = v[1], z = v[2], w = v[3];
+    const auto& v = *reinterpret_cast<const uint4*>(address);
+    x = v.x, y = v.y, z = v.z, w = v.w;
 }
 
 inline emulated::Copy& one_more_copy() {
@@ -255,6 +263,7 @@ inline Four widened_four(u64 halves) {
 // a[16 x 16] b[16 x 8] + c, in the lanes' first words; given are their registers of a (its quarters, rows first), b (its
 // halves, transposed) and c (its halves). By one lane for all: each would widen what others do.
 inline void multiply(emulated::Words words) {
+    const emulated::Unflushed guard;
     float a[16][16], b[16][8];
     Eight sums[16];
     for (u32 lane = 0; lane < emulated::WARP; lane++) {
