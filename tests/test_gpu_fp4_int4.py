@@ -170,7 +170,7 @@ def test_mxfp4_scales_that_are_far_apart(exponents: tuple[int, int]) -> None:
             y, exact = as_numpy(cq.matmul(x, there.T)), testing.linear(x, w)
             assert np.isfinite(y).all()
             for rows in (slice(16), slice(16, 32)):
-                lost = np.abs(exact[:, rows]).max() < 1e-36  # float32's steps are as large
+                lost = np.abs(exact[:, rows]).max() < 1e-30  # parts of it are not normal
                 assert lost or nmse(y[:, rows], exact[:, rows]) < 1e-6, (size, m)
 
 
