@@ -221,3 +221,41 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     found = cq.compare(a, a)
     assert "<table>" in found._repr_html_()
     assert list(found.to_pandas()["name"]) == ["w.weight"]
+
+
+@pytest.mark.parametrize("fmt", ["kbit4", "q4_0", "int4-32-zeros", "trellis3", cq.NvFp4(), "nvfp4"], ids=str)
+def test_files_of_saved_arrays(tmp_path: Path, fmt: str | cq.Format) -> None:
+    """With the float original, with themselves, and, of types that GGUF has, with a GGUF file."""
+    source = write(tmp_path / "s.gguf", {"w.weight": W, "norm.weight": NORM})
+    target, gguf_target = tmp_path / "t.safetensors", tmp_path / "t.gguf"
+    cq.quantize_file(source, target, fmt)
+    found = cq.compare(source, target)
+    first, second = found.tensors
+    w = cq.load(target, "cpu")["w.weight"]
+    expected = tensor_error("w.weight", W, w)
+    assert (first.nmse, first.max_abs_error) == (expected.nmse, expected.max_abs_error)
+    assert (first.a, first.b, second.identical) == (
+        "F32",
+        w.format.name.upper(),
+        True,
+    )
+    assert first.b_bits == pytest.approx(8 * w.nbytes / W.size)
+    assert not found.metadata
+    assert cq.compare(target, target).identical
+    if fmt in ("q4_0", "nvfp4"):
+        cq.quantize_file(source, gguf_target, fmt)
+        assert cq.compare(gguf_target, target).identical
+
+
+def test_saved_arrays_of_other_parameters(tmp_path: Path) -> None:
+    """Equal bytes of other codebooks, or scales, are no equal tensors."""
+    for number, factor in enumerate((1, 2)):
+        codebook = np.linspace(-1, 1, 16) ** 3 * factor / 2
+        kbit = cq.quantize(W * np.float32(factor), cq.KBit(4, codebook=codebook, absmax="float16"))
+        cq.save(
+            tmp_path / f"{number}.safetensors",
+            {"x": cq.quantize(W * np.float32(factor), cq.NvFp4()), "y": kbit},
+        )
+    found = cq.compare(tmp_path / "0.safetensors", tmp_path / "1.safetensors")
+    assert not any(tensor.identical for tensor in found.tensors)
+    assert found.tensors[0].nmse == pytest.approx(1)

@@ -33,6 +33,8 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant.testing import nmse
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights are too small")
+
 ROOT = Path(__file__).parent.parent
 F = np.float32
 

@@ -315,6 +315,7 @@ def test_weights_beyond_float16(name: str) -> None:
         assert nmse(y, testing.linear(x, large)) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
 @pytest.mark.parametrize("name", NAMES)
 def test_small_blocks_beside_large_ones(name: str) -> None:
     """Activations that meet one block alone get all its bits, however much greater the others of its row are:
@@ -356,6 +357,7 @@ def test_minimums_that_lose_bits_come_back(name: str) -> None:
     assert np.array_equal(as_numpy(again), stored)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_and_blocks_of_any_magnitude(name: str) -> None:
     """Every row is as exact as it would be alone, whatever the others are; blocks come back as they were."""

@@ -137,6 +137,7 @@ def test_scales_at_both_ends(name: str) -> None:
                 assert worst_element(y, exact) < 0.01, (factor, m)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
 @pytest.mark.parametrize("name", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k"])
 def test_small_blocks_beside_large_ones(name: str) -> None:
     """Activations that meet one block alone get its bits, however much greater the others of its row are:
@@ -244,6 +245,7 @@ def hard_weights() -> NDArray[np.float32]:
     return x
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
 @pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "iq4_nl"])
 def test_quantizing_as_on_the_cpu(name: str) -> None:
     cupy = device.cupy()

@@ -17,6 +17,8 @@ from products import assert_stack_products
 import cuquant as cq
 from cuquant import testing
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights are too small")
+
 F = np.float32
 FORMATS = [cq.Int4(group, symmetric) for symmetric in (True, False) for group in (32, 64, 128, 96, -1)]
 CODES = np.arange(256, dtype=np.uint8)

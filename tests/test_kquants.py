@@ -20,6 +20,8 @@ import cuquant as cq
 from cuquant import testing
 from cuquant.formats import kquant
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* of the weights are too small")
+
 F = np.float32
 NAMES = [row.name for row in K_QUANTS]
 DATA = Path(__file__).parent / "data"

@@ -167,7 +167,7 @@ def _add_compare(commands: Any) -> None:
         commands,
         "compare",
         _compare,
-        "Compare two GGUF files: types, sizes and numbers of every tensor, and the metadata.",
+        "Compare two files (GGUF, or what `quantize` wrote): types, sizes, numbers of tensors; metadata.",
     )
     command.add_argument("a", metavar="A.gguf", help="the reference, usually the float original")
     command.add_argument("b", metavar="B.gguf")

@@ -1,18 +1,23 @@
-"""Comparing two model files, tensor by tensor."""
+"""Comparing two files of weights, tensor by tensor."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..io.gguf import PLAIN_TYPES, Metadata, TensorInfo
+from ..array import QuantizedArray
+from ..formats import describe
+from ..formats.nvfp4 import NvFp4
+from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
 from ..io.header import same_value
 from ..io.model import Model, open as open_model
+from ..io.safetensors import load
 from ..io.words import counted, escaped
 from ..ops.quantize import from_blocks
 from ..render import Columns, render_records, to_json, to_pandas
@@ -59,7 +64,7 @@ class Difference:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """Differences of two GGUF files.
+    """Differences of two files.
 
     Attributes
     ----------
@@ -70,7 +75,8 @@ class Comparison:
     tensors : list of Difference
         In A's order, then those that only B has.
     metadata : dict of str to (str, str)
-        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key.
+        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key. Files of
+        `cuquant.save` have none: next to one nothing is said of the other's.
     """
 
     a: str
@@ -132,86 +138,177 @@ class Comparison:
 def compare(
     a: str | os.PathLike[str] | Model, b: str | os.PathLike[str] | Model, *, progress: bool = False
 ) -> Comparison:
-    """What two GGUF files have in common: types, sizes and numbers of every tensor, and their metadata.
+    """What two files have in common: types, sizes and numbers of every tensor, and their metadata.
 
     Paths are opened on the CPU; tensors of the same type and bytes are not dequantized.
 
     Parameters
     ----------
     a, b : path or Model
-        The numbers of `a` are the reference that errors are relative to: usually the float original.
+        GGUF files, or safetensors files that `cuquant.save` or `cuquant.quantize_file` wrote. The numbers of
+        `a` are the reference that errors are relative to: usually the float original.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
     Raises
     ------
     GGUFError, ValueError
-        A file is damaged, or no GGUF file.
+        A file is damaged, or of another kind.
     """
     from tqdm import tqdm
 
     with ExitStack() as opened:
-        first, second = (_opened(model, opened) for model in (a, b))
-        names = list(dict.fromkeys([*first.tensors, *second.tensors]))
+        first, second = (_side(given, opened) for given in (a, b))
+        names = list(dict.fromkeys([*first.names, *second.names]))
         bar = opened.enter_context(tqdm(names, unit="tensor", disable=None if progress else True))
+        both = first.metadata, second.metadata
         return Comparison(
             str(first.path),
             str(second.path),
             first.nbytes,
             second.nbytes,
             [_difference(name, first, second) for name in bar],
-            _metadata(first.metadata, second.metadata),
+            {} if both[0] is None or both[1] is None else _metadata(both[0], both[1]),
         )
 
 
-def _opened(model: str | os.PathLike[str] | Model, opened: ExitStack) -> Model:
-    return model if isinstance(model, Model) else opened.enter_context(open_model(model, "cpu"))
+class _Tensor(NamedTuple):
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    type_name: str
+    nbytes: int
+
+    @property
+    def bits(self) -> float | None:
+        """Of one of its numbers."""
+        count = int(np.prod(self.shape, dtype=object))
+        return 8 * self.nbytes / count if count else None
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.shape)) or "scalar"
 
 
-def _difference(name: str, a: Model, b: Model) -> Difference:
-    first, second = a.tensors.get(name), b.tensors.get(name)
-    shapes = list(dict.fromkeys(_shape(info) for info in (first, second) if info is not None))
+class _Side(Protocol):
+    """A file, as it is compared."""
+
+    path: Any
+    nbytes: int
+    metadata: Metadata | None
+
+    @property
+    def names(self) -> Iterable[str]: ...
+
+    def tensor(self, name: str) -> _Tensor | None:
+        """None where the file has no such tensor."""
+
+    def stored(self, name: str) -> tuple[Any, Any]:
+        """A tensor's bytes, and what beside its type decides what they stand for."""
+
+    def numbers(self, name: str) -> Any:
+        """A tensor with two axes at least: quantized, or an array of the numbers that the file has, none
+        rounded to less than float32."""
+
+
+class _OfModel:
+    """A GGUF file."""
+
+    def __init__(self, model: Model) -> None:
+        self.path, self.nbytes, self._model = model.path, model.nbytes, model
+        self.metadata: Metadata | None = model.metadata
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._model.tensors
+
+    def tensor(self, name: str) -> _Tensor | None:
+        info = self._model.tensors.get(name)
+        return None if info is None else _Tensor(info.shape, info.type_name, info.nbytes)
+
+    def stored(self, name: str) -> tuple[Any, Any]:
+        scale = self._model.scale_of(name)
+        return self._model.raw(name), b"" if scale is None else self._model.raw(scale).tobytes()
+
+    def numbers(self, name: str) -> Any:
+        model = self._model
+        info, fmt = model.tensors[name], model.format(name)
+        if fmt is not None and len(info.shape) > 1:
+            return from_blocks(model.raw(name), fmt, info.shape)
+        return _in_rows(model[name] if info.ggml_type in PLAIN_TYPES else model.floats(name))
+
+
+class _OfArrays:
+    """A file of `cuquant.save`."""
+
+    metadata: Metadata | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._arrays = path, load(path, "cpu")
+        self.nbytes = sum(array.nbytes for array in self._arrays.values())
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._arrays
+
+    def tensor(self, name: str) -> _Tensor | None:
+        array = self._arrays.get(name)
+        if array is None:
+            return None
+        kind = str(array.format) if isinstance(array, QuantizedArray) else _TYPE_NAMES.get(array.dtype)
+        return _Tensor(array.shape, (kind or str(array.dtype)).upper(), array.nbytes)
+
+    def stored(self, name: str) -> tuple[Any, Any]:
+        array = self._arrays[name]
+        if not isinstance(array, QuantizedArray):
+            return np.ascontiguousarray(array).reshape(-1).view(np.uint8), b""
+        fmt = array.format
+        if isinstance(fmt, NvFp4) or fmt.ggml_type is not None:
+            return array.blocks, np.float32(fmt.tensor_scale).tobytes() if fmt.tensor_scale != 1 else b""
+        return array.blocks, describe(fmt)
+
+    def numbers(self, name: str) -> Any:
+        array = self._arrays[name]
+        if isinstance(array, QuantizedArray):
+            return array if array.ndim > 1 else array.dequantize().reshape(1, -1)
+        return _in_rows(array)
+
+
+_TYPE_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.values()}
+
+
+def _in_rows(numbers: Any) -> Any:
+    return numbers if numbers.ndim > 1 else numbers.reshape(1, -1)
+
+
+def _side(given: str | os.PathLike[str] | Model, opened: ExitStack) -> _Side:
+    if isinstance(given, Model):
+        return _OfModel(given)
+    try:
+        return _OfModel(opened.enter_context(open_model(given, "cpu")))
+    except SavedArraysError:
+        return _OfArrays(Path(given))
+
+
+def _difference(name: str, a: _Side, b: _Side) -> Difference:
+    first, second = a.tensor(name), b.tensor(name)
+    shapes = list(dict.fromkeys(str(tensor) for tensor in (first, second) if tensor is not None))
     told = Difference(
         name,
         " / ".join(shapes),
         None if first is None else first.type_name,
         None if second is None else second.type_name,
-        None if first is None else _bits(first),
-        None if second is None else _bits(second),
+        None if first is None else first.bits,
+        None if second is None else second.bits,
         identical=False,
     )
     if first is None or second is None or len(shapes) > 1:
         return told
-    same = told.a == told.b and _scale(a, name) == _scale(b, name)
-    if same and np.array_equal(a.raw(name), b.raw(name)):
-        return replace(told, identical=True, nmse=0.0, max_abs_error=0.0)
-    nmse, sqnr, largest = error_of(_numbers(a, name), _numbers(b, name))
+    if told.a == told.b:
+        (bytes_a, beside_a), (bytes_b, beside_b) = a.stored(name), b.stored(name)
+        if beside_a == beside_b and np.array_equal(np.ravel(bytes_a), np.ravel(bytes_b)):
+            return replace(told, identical=True, nmse=0.0, max_abs_error=0.0)
+    nmse, sqnr, largest = error_of(a.numbers(name), b.numbers(name))
     return replace(told, nmse=nmse, sqnr_db=sqnr, max_abs_error=largest)
-
-
-def _scale(model: Model, name: str) -> bytes | None:
-    """What multiplies a tensor's blocks, as the file has it."""
-    scale = model.scale_of(name)
-    return None if scale is None else model.raw(scale).tobytes()
-
-
-def _shape(info: TensorInfo) -> str:
-    return "x".join(map(str, info.shape)) or "scalar"
-
-
-def _bits(info: TensorInfo) -> float | None:
-    count = int(np.prod(info.shape, dtype=object))
-    return 8 * info.nbytes / count if count else None
-
-
-def _numbers(model: Model, name: str) -> Any:
-    """A tensor with two axes at least: quantized, or an array of the numbers that the file has, none rounded
-    to less than float32."""
-    info, fmt = model.tensors[name], model.format(name)
-    if fmt is not None and len(info.shape) > 1:
-        return from_blocks(model.raw(name), fmt, info.shape)
-    numbers = model[name] if info.ggml_type in PLAIN_TYPES else model.floats(name)
-    return numbers if numbers.ndim > 1 else numbers.reshape(1, -1)
 
 
 def _metadata(a: Metadata, b: Metadata) -> dict[str, tuple[str, str]]:
