@@ -47,6 +47,7 @@ class Spec:
 
 QWEN3 = Spec(architecture="qwen3", qk_norms=True)
 EXPERTS = Spec(n_experts=4, n_experts_used=2)
+QWEN3_MOE = Spec(architecture="qwen3moe", qk_norms=True, n_experts=4, n_experts_used=2)
 LINEAR = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 """Keys that stretch rotary embeddings."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from llama_oracle import Oracle, error
-from synthetic import EXPERTS, LINEAR, QWEN3, YARN, Spec, some_tokens, write
+from synthetic import EXPERTS, LINEAR, QWEN3, QWEN3_MOE, YARN, Spec, some_tokens, write
 
 import cuquant as cq
 from cuquant.eval import config, llama
@@ -41,6 +41,7 @@ MODELS = {
     "biases everywhere": Spec(biases=EVERYWHERE),
     "tied output": Spec(tied=True),
     "two of four experts": EXPERTS,
+    "qwen3moe": QWEN3_MOE,
     "one expert": replace(EXPERTS, n_experts_used=1),
     "all experts": replace(EXPERTS, n_experts_used=4),
     "rotary base": Spec(keys={"rope.freq_base": 5e5}),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import EXPERTS, LINEAR, QWEN3, YARN, Spec, metadata, tensors
+from synthetic import EXPERTS, LINEAR, QWEN3, QWEN3_MOE, YARN, Spec, metadata, tensors
 
 from cuquant.eval import config
 from cuquant.eval.config import UnsupportedModel
@@ -181,6 +181,7 @@ def build(spec: Spec, **changes: Any) -> Llama:
         (EXPERTS, "blk.0.ffn_down_exps.weight"),
         (QWEN3, "blk.0.attn_q_norm.weight"),
         (QWEN3, "blk.1.attn_k_norm.weight"),
+        (QWEN3_MOE, "blk.1.attn_q_norm.weight"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

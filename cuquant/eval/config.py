@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ARCHITECTURES = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}
+ARCHITECTURES = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 """Known architectures, and whether their rotary embedding turns interleaved pairs (x[2i], x[2i+1])
 rather than halves (x[i], x[i + d/2])."""
 

@@ -189,7 +189,7 @@ class _Block:
             pair("attn_v", kv_rows, d),
         )
         self._o = pair("attn_output", d, q_rows)
-        norm = model._need if c.architecture == "qwen3" else model._get
+        norm = model._need if c.architecture in ("qwen3", "qwen3moe") else model._get
         self._q_norm = norm(f"{prefix}attn_q_norm.weight", c.head_dim)
         self._k_norm = norm(f"{prefix}attn_k_norm.weight", c.head_dim)
         if c.n_experts:
