@@ -62,7 +62,7 @@ _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
 _LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _OWN_READERS = {
-    KEY: "load reads it, as a dict of arrays; evaluate and compare take GGUF files only (evaluate quantizes "
+    KEY: "load reads it, as a dict of arrays; evaluate takes GGUF files only (it quantizes "
     "one of floats itself, to the formats that it is given)",
     f"{KEY}.kv_cache": "KVCache.load reads it",
 }
