@@ -73,8 +73,8 @@ def _planned(given: _Given) -> _Planned:
     masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
     halves = 2 if given.q_dtype == np.float32 else 1
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
-    capability, multiprocessors, _ = given.gpu
-    launch = plan.attention(shape, capability, multiprocessors)
+    multiprocessors = given.gpu.multiprocessors
+    launch = plan.attention(shape, given.gpu.capability, multiprocessors)
     check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
     rows, blocks = heads * q_len, launch.attention.grid[0]
     parts = launch.merge.grid[2]

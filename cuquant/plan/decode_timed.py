@@ -3,7 +3,8 @@
 It was fitted to 20,000 times of ordinary products and 4000 of mixtures of experts on an H200: 29 formats,
 1 to 8 rows, weights of many models, up to 20 tiles for each product. Times are microseconds, of launches in
 a row, each of which starts while the one before it ends. Other GPUs of sm_90 have other memory and clocks:
-their tiles go by an H200's times and their own number of multiprocessors.
+their tiles go by an H200's times, how fast their memory is next to it, and their own number of
+multiprocessors; clusters of theirs by 871 times of an H100, too.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ _BESIDE_US = 1.19
 """The same where half of the GPU is free, so that the next launch's blocks start there."""
 _AGAIN_US = (2.5, 0.5)
 """Of each round of blocks after the first."""
-_CLUSTER_US = 0.7
-"""Until the blocks of a cluster have met."""
+_CLUSTER_US, _HIDDEN_CLUSTER_US = 0.7, 0.4
+"""Until the blocks of a cluster have met; and where another block is on the multiprocessor meanwhile, and the
+memory is no faster than an H100's, on which that was measured."""
+_SLOW_MEMORY = 0.8
 _TABLE_US = 0.1
 """To fill a codebook's table of 64 KB."""
 _BYTES_PER_US, _OWN_BYTES_PER_US = 4.69e6, 41e3
@@ -274,8 +277,9 @@ def _us(
     instructions = counted * _step_us(work.fmt, table) * (1 + _ONCE / rows)
     waits = rounds * turns * _SLOT_US
     all_steps = work.row_tiles * work.steps * work.batch_tiles * matrices
-    block_us = all_steps / made * work.step_bytes / _BYTES_PER_US
-    read = (made - left) * block_us + max(left * block_us, last * own * work.step_bytes / _OWN_BYTES_PER_US)
+    block_us = all_steps / made * work.step_bytes / (_BYTES_PER_US * work.gpu.memory)
+    alone_us = last * own * work.step_bytes / (_OWN_BYTES_PER_US * work.gpu.memory)
+    read = (made - left) * block_us + max(left * block_us, alone_us)
     main = (instructions**_SHARPNESS + waits**_SHARPNESS + read**_SHARPNESS) ** (1 / _SHARPNESS)
     # x: what a block gets, how often its threads ask for that, and how often it stages it.
     staged = min(room.chunk, steps)
@@ -284,6 +288,7 @@ def _us(
     x += rounds * ((asks - 1) * _ASK_US + (ceil(steps / room.chunk) - 1) * _CHUNK_US)
     beside = made <= together // 2
     start = _BESIDE_US if beside else _START_US[two] + _TABLE_US * table / (64 << 10)
-    start += (rounds - 1) * _AGAIN_US[two] + (rounds * _CLUSTER_US if cluster > 1 else 0)
+    meeting = _HIDDEN_CLUSTER_US if two and work.gpu.memory <= _SLOW_MEMORY else _CLUSTER_US
+    start += (rounds - 1) * _AGAIN_US[two] + (rounds * meeting if cluster > 1 else 0)
     end = rows * ceil(batch / 2) * (busiest * _RESULT_US + blocks.warps * _SUM_US)
     return start + main + x + end

@@ -26,6 +26,8 @@ class Gpu(NamedTuple):
     multiprocessors: int = LARGE_GPU
     tuned: Tuned | None = None
     """What was measured on it, if anything was."""
+    memory: float = 1.0
+    """How fast its memory is, next to an H200's."""
 
 
 def places_of(gpu: Gpu, cluster: int = 1) -> int:
