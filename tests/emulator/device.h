@@ -236,8 +236,8 @@ inline u32 min(int a, u32 b) { return min(u32(a), b); }
 inline u32 max(u32 a, int b) { return max(a, u32(b)); }
 inline u32 max(int a, u32 b) { return max(u32(a), b); }
 
-inline float __int_as_float(int v) { return emulated::bits_of<float>(v); }
-inline int __float_as_int(float v) { return emulated::bits_of<int>(v); }
+inline float __int_as_float(int v) { return __builtin_bit_cast(float, v); }
+inline int __float_as_int(float v) { return __builtin_bit_cast(int, v); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -470,11 +470,9 @@ static void run_blocks(Dim index, bool backward) {
 
 // Whether operations of floats take subnormal numbers, given or made, for zeros, as CuPy has them compiled (-ftz=true);
 // PTX that is written out takes them as they are.
-inline void flush(bool on) {
-    constexpr u32 BOTH = 0x8040;
-    const u32 others = __builtin_ia32_stmxcsr() & ~BOTH;
-    __builtin_ia32_ldmxcsr(on ? others | BOTH : others);
-}
+static u32 modes[2];  // of the processor: without, and so
+
+inline void flush(bool on) { __builtin_ia32_ldmxcsr(modes[on]); }
 
 struct Unflushed {
     Unflushed() { flush(false); }
@@ -490,6 +488,7 @@ static const char* run(void (*body)(), const u32* grid, u32 threads, u32 shared,
     for (u32 i = 0; i < cluster && cluster > 1; i++)
         if (!blocks[i].kept) blocks[i].kept = static_cast<u8*>(malloc(SHARED + sizeof fixed_memory));
     bool backward = false;
+    modes[0] = __builtin_ia32_stmxcsr(), modes[1] = modes[0] | 0x8040;
     flush(true);
     for (u32 z = 0; z < grid[2]; z++)
         for (u32 y = 0; y < grid[1]; y++)

@@ -224,10 +224,12 @@ inline void vote_sync_all_pred(bool& r, bool p, u32 mask) { r = __ballot_sync(ma
 inline void st_relaxed_gpu_global_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) = v; }
 
 inline void mul_bf16x2(u32& r, u32 a, u32 b) {
-    const emulated::Unflushed guard;
+    const auto rounded = [](float a, float b) { return widened_bfloat(narrowed_bfloat(a * b)); };
     r = 0;
-    for (int i = 0; i < 32; i += 16)
-        r |= u32(narrowed_bfloat(widened_bfloat(a >> i) * widened_bfloat(b >> i))) << i;
+    for (int i = 0; i < 32; i += 16) {
+        const float product = unflushed(rounded, false, widened_bfloat(a >> i), widened_bfloat(b >> i));
+        r |= u32(__float_as_int(product)) >> 16 << i;
+    }
 }
 
 inline void stmatrix_sync_aligned_m8n8_x4_trans_shared_b16(u32 address, u32 x, u32 y, u32 z, u32 w) {

@@ -5,6 +5,39 @@
 
 namespace ptx {
 
+// Operations of floats without .ftz see subnormal numbers. Where numbers are ordinary that makes no difference; else, if one
+// is subnormal, or a result is 0 that may have been flushed, they are done again without. (To change that takes long.)
+
+__attribute__((always_inline)) inline bool ordinary(float v) {  // from 2^-100 on, and finite
+    return (__builtin_bit_cast(u32, v) & 0x7fffffff) - 0x0d800000 < 0x7f800000 - 0x0d800000;
+}
+
+inline bool subnormal(float v) {
+    const u32 bits = u32(__float_as_int(v)) & 0x7fffffff;
+    return bits && bits < 0x00800000;
+}
+
+// A number of which the compiler does not know that it is another's, as it takes operations for the same in both modes.
+inline float afresh(float v) {
+    asm volatile("" : "+x"(v));
+    return v;
+}
+
+template <class Function, class... Floats>
+inline auto again(Function function, Floats... given) {
+    const emulated::Unflushed guard;
+    const auto result = function(afresh(given)...);
+    asm volatile("" ::"g"(result));
+    return result;
+}
+
+// `zero`: whether a result of 0 is right.
+template <class Function, class... Floats>
+__noinline__ auto unflushed(Function function, bool zero, Floats... given) {
+    const auto result = function(given...);
+    return !(subnormal(given) || ...) && (result != 0 || zero) ? result : again(function, given...);
+}
+
 // Halves and bfloats
 
 inline float widened(u16 half) {
@@ -72,11 +105,13 @@ inline void max_NaN_f16x2(u32& r, u32 a, u32 b) {
 }
 inline void neg_f16x2(u32& r, u32 a) { r = a ^ 0x80008000; }
 inline void fma_rn_bf16x2(u32& r, u32 a, u32 b, u32 c) {
-    const emulated::Unflushed guard;
+    const auto rounded = [](float a, float b, float c) {
+        return widened_bfloat(narrowed_bfloat(to_odd(double(a) * b + c)));
+    };
     r = 0;
     for (int i = 0; i < 32; i += 16) {
-        const double product = double(widened_bfloat(a >> i)) * widened_bfloat(b >> i);
-        r |= u32(narrowed_bfloat(to_odd(product + widened_bfloat(c >> i)))) << i;
+        const float sum = unflushed(rounded, false, widened_bfloat(a >> i), widened_bfloat(b >> i), widened_bfloat(c >> i));
+        r |= u32(__float_as_int(sum)) >> 16 << i;
     }
 }
 
@@ -107,43 +142,52 @@ inline void cvt_pack_sat_u4_s32_b32(u32& r, u32 a, u32 b, u32 c) {
     r = c << 8 | packed(a) << 4 | packed(b);
 }
 
-// Floats. Those without .ftz see subnormal numbers.
+// Floats
 
-template <class Function>
-inline auto unflushed(Function function) {
-    const emulated::Unflushed guard;
-    return function();
-}
-
-inline void add_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a + b; }); }
-inline void sub_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a - b; }); }
-inline void mul_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a * b; }); }
 inline float toward_zero_of(double exact) {
     const float near = float(exact);
     return fabs(near) > fabs(exact) ? __int_as_float(__float_as_int(near) - 1) : near;
 }
-inline void mul_rz_f32(float& r, float a, float b) { r = unflushed([=] { return toward_zero_of(double(a) * b); }); }
-// Of numbers of one sign; what double loses of their sum is not seen.
-inline void add_rz_f32(float& r, float a, float b) { r = unflushed([=] { return toward_zero_of(double(a) + b); }); }
+
+// Sums, products and quotients, and the lesser or the greater of two, are right if they are ordinary.
+#define UNFLUSHED(NAME, RESULT, ZERO)                                                                 \
+    __attribute__((always_inline)) inline void NAME(float& r, float a, float b) {                     \
+        r = RESULT;                                                                                   \
+        if (!ordinary(r)) r = unflushed([](float a, float b) { return RESULT; }, ZERO, a, b);         \
+    }
+UNFLUSHED(add_rn_f32, a + b, a == -b)
+UNFLUSHED(sub_rn_f32, a - b, a == b)
+UNFLUSHED(mul_rn_f32, a * b, !a || !b)
+UNFLUSHED(mul_rz_f32, toward_zero_of(double(a) * b), !a || !b)
+UNFLUSHED(add_rz_f32, toward_zero_of(double(a) + b), a == -b)  // of one sign; what double loses is not seen
+UNFLUSHED(div_rn_f32, a / b, !a)
+UNFLUSHED(min_NaN_f32, a != a ? a : b != b ? b : fminf(a, b), true)
+UNFLUSHED(max_NaN_f32, a != a ? a : b != b ? b : fmaxf(a, b), true)
+
 inline void fma_rm_f32(float& r, float a, float b, float c) {
-    const emulated::Unflushed guard;
-    const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
-    const double part = sum - product, lost = (product - (sum - part)) + (c - part);
-    r = float(sum);
-    if (r > sum || (r == sum && lost < 0)) r = nextafterf(r, -HUGE_VALF);
+    const auto rounded_down = [](float a, float b, float c) {
+        const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
+        const double part = sum - product, lost = (product - (sum - part)) + (c - part);
+        const float near = float(sum);
+        return near > sum || (near == sum && lost < 0) ? nextafterf(near, -HUGE_VALF) : near;
+    };
+    r = unflushed(rounded_down, false, a, b, c);
 }
-inline void div_rn_f32(float& r, float a, float b) { r = unflushed([=] { return a / b; }); }
 inline void rcp_approx_ftz_f32(float& r, float a) { r = 1 / a; }
-inline void rcp_rn_f32(float& r, float a) { r = unflushed([=] { return 1 / a; }); }
-inline void sqrt_rn_f32(float& r, float a) { r = unflushed([=] { return sqrtf(a); }); }
-inline void cvt_rni_f32_f32(float& r, float a) { r = unflushed([=] { return rintf(a); }); }
-inline void cvt_rmi_f32_f32(float& r, float a) { r = unflushed([=] { return floorf(a); }); }
+inline void rcp_rn_f32(float& r, float a) { r = unflushed([](float a) { return 1 / a; }, false, a); }
+inline void sqrt_rn_f32(float& r, float a) { r = unflushed([](float a) { return sqrtf(a); }, !a, a); }
+inline void cvt_rni_f32_f32(float& r, float a) { r = rintf(a); }
+inline void cvt_rmi_f32_f32(float& r, float a) {
+    r = floorf(a);
+    if (!ordinary(a)) r = unflushed([](float a) { return floorf(a); }, true, a);
+}
 inline void ex2_approx_ftz_f32(float& r, float a) { r = exp2f(a); }
 inline void lg2_approx_ftz_f32(float& r, float a) { r = log2f(a); }
-inline void min_NaN_f32(float& r, float a, float b) { r = unflushed([=] { return a != a ? a : b != b ? b : fminf(a, b); }); }
-inline void max_NaN_f32(float& r, float a, float b) { r = unflushed([=] { return a != a ? a : b != b ? b : fmaxf(a, b); }); }
-inline void setp_lt_f32(bool& r, float a, float b) { r = unflushed([=] { return a < b; }); }
-inline void setp_gt_f32(bool& r, float a, float b) { r = unflushed([=] { return a > b; }); }
+inline void setp_lt_f32(bool& r, float a, float b) {
+    r = a < b;
+    if (!ordinary(a) && !ordinary(b)) r = unflushed([](float a, float b) { return a < b; }, true, a, b);
+}
+inline void setp_gt_f32(bool& r, float a, float b) { setp_lt_f32(r, b, a); }
 inline void selp_u32(u32& r, u32 a, u32 b, bool first) { r = first ? a : b; }
 
 // Memory
