@@ -85,6 +85,9 @@ def test_what_cannot_be_joined() -> None:
     grids: Any = [cq.trellis_quantize(W, cq.Trellis(3, grid=grid)) for grid in (other[::2], other[1::2])]
     with pytest.raises(ValueError, match=r"number 1 is trellis3.*, the first trellis3.*"):
         np.stack(grids)
+    ragged: Any = cq.quantize(W[0, :40], "kbit3")
+    with pytest.raises(ValueError, match=r"shape \(2, 40\): kbit3 stores blocks of 32"):
+        np.stack([ragged, ragged])
     with pytest.raises(ValueError, match="axis 3 is out of range for arrays of 2 axes"):
         np.stack([w, w], axis=3)
     with pytest.raises(TypeError, match="holds packed blocks, not numbers"):

@@ -4,6 +4,18 @@ Each function says what was given and what is allowed, before any work starts. T
 thing is, ValueError about the values and shapes it has, as in NumPy.
 """
 
+from .arrays import (
+    can_iterate as can_iterate,
+    can_transpose as can_transpose,
+    immutable as immutable,
+    is_no_attribute as is_no_attribute,
+    no_arithmetic as no_arithmetic,
+    no_rows as no_rows,
+    no_truth as no_truth,
+    no_ufunc as no_ufunc,
+    not_compared as not_compared,
+    row_index as row_index,
+)
 from .attention import (
     MOST_QUERIES as MOST_QUERIES,
     attention_mask as attention_mask,
@@ -117,6 +129,11 @@ from .formats import (
     whole_blocks as whole_blocks,
 )
 from .joined import joined as joined
+from .mixtures import (
+    experts as experts,
+    routing as routing,
+    top_k as top_k,
+)
 from .products import (
     ACTIVATIONS as ACTIVATIONS,
     activation as activation,
@@ -124,28 +141,15 @@ from .products import (
     activations as activations,
     batch_axes as batch_axes,
     bias as bias,
-    can_iterate as can_iterate,
-    can_transpose as can_transpose,
-    experts as experts,
-    immutable as immutable,
-    is_no_attribute as is_no_attribute,
     is_weight as is_weight,
     launch_size as launch_size,
     may_prepare as may_prepare,
-    no_arithmetic as no_arithmetic,
-    no_rows as no_rows,
-    no_truth as no_truth,
-    no_ufunc as no_ufunc,
     not_a_product as not_a_product,
-    not_compared as not_compared,
     output as output,
     output_shape as output_shape,
     product_shape as product_shape,
     residual as residual,
     result_dtype as result_dtype,
     right_operand as right_operand,
-    routing as routing,
-    row_index as row_index,
-    top_k as top_k,
     weights as weights,
 )

@@ -1,26 +1,21 @@
-"""Operands of products and of mixtures of experts."""
+"""Operands of products."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import device, memory
+from .. import memory
 from .common import (
     FLOAT_NAMES,
     FLOATS,
-    a_or_an,
-    array,
-    count,
     described,
     float_dtype,
     floats,
     is_quantized,
     is_transposed,
-    readable,
 )
 from .formats import whole_blocks
 
@@ -28,59 +23,6 @@ if TYPE_CHECKING:
     from ..formats import Format
 
 ACTIVATIONS = ("relu", "gelu", "gelu_erf", "silu")
-
-
-def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ...]:
-    """An index of every axis but the last, which must stay whole."""
-    parts = tuple(map(_index_part, index if isinstance(index, tuple) else (index,)))
-    if any(p is None for p in parts):
-        raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")
-    dots = [i for i, p in enumerate(parts) if p is Ellipsis]
-    used = sum(
-        p.ndim if getattr(p, "dtype", None) == np.dtype(bool) else 1 for p in parts if p is not Ellipsis
-    )
-    reaches_last = used >= len(shape) or bool(dots and dots[-1] != len(parts) - 1)
-    if reaches_last and not (isinstance(parts[-1], slice) and parts[-1] == slice(None)):
-        raise IndexError(
-            f"the last axis of shape {shape} is stored in blocks and cannot be indexed: "
-            "index the axes before it, or dequantize first"
-        )
-    if on_gpu and not all(p is Ellipsis or isinstance(p, slice) for p in parts):
-        _within(parts, shape)
-    return parts
-
-
-def _index_part(part: Any) -> Any:
-    """One axis' index: lists and CUDA arrays of other libraries are arrays here."""
-    if isinstance(part, list):
-        return np.asarray(part, None if part else np.intp)
-    if hasattr(part, "__cuda_array_interface__") and not device.is_cuda(part):
-        return device.cupy().asarray(part)
-    return part
-
-
-def _within(parts: tuple[Any, ...], shape: tuple[int, ...]) -> None:
-    """IndexError for integers beyond an axis, in NumPy's words: CuPy takes those of arrays modulo its extent.
-    CuPy's own are read for it, but not while a graph is captured."""
-    if any(map(device.is_cuda, parts)) and device.is_capturing():
-        return
-    nothing = np.broadcast_to(np.empty((), bool), (*shape[:-1], 1))  # an axis' elements are all one byte
-    nothing[tuple(device.as_numpy(p) if device.is_cuda(p) else p for p in parts)]
-
-
-def can_iterate(shape: tuple[int, ...]) -> None:
-    """At least two axes: rows to go through."""
-    if len(shape) < 2:
-        raise TypeError(
-            f"a QuantizedArray of shape {shape} has no rows to iterate over, and its numbers are packed in "
-            "blocks: iterate over .dequantize()"
-        )
-
-
-def can_transpose(shape: tuple[int, ...]) -> None:
-    """At least two axes."""
-    if len(shape) < 2:
-        raise ValueError(f"shape {shape} has no rows and columns to swap")
 
 
 def activations(x: Any, w: Any = None) -> Any:
@@ -277,97 +219,6 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *shape[:-3:-1])
 
 
-def no_arithmetic(w: Any, operator: str) -> TypeError:
-    """The error for an operator other than @ on a quantized array, or its transpose."""
-    return TypeError(
-        f"a {type(w).__name__} ({w.format}) holds packed blocks, which have no {operator}: "
-        "call .dequantize() for the numbers"
-    )
-
-
-def not_compared(w: Any, name: str) -> TypeError:
-    """The error for what would find nothing equal, where numbers may be."""
-    return TypeError(
-        f"a {type(w).__name__} ({w.format}) holds packed blocks, which {name} does not compare: "
-        f"compare what .dequantize() or {'.T' * is_transposed(w)}.blocks gives"
-    )
-
-
-def no_truth(w: Any) -> ValueError:
-    """The error for a quantized array, or its transpose, as a condition: NumPy's for arrays of numbers."""
-    return ValueError(
-        f"the truth value of a {type(w).__name__} ({w.format}) is ambiguous: compare with None (W is None), "
-        "or call .any() or .all() of what .dequantize() gives"
-    )
-
-
-def no_ufunc(w: Any, name: str, method: str, options: Iterable[str]) -> TypeError:
-    """The error for a function of NumPy's elements, called or by another method (`reduce`, `outer`); for
-    `x @= W.T` and numpy.matmul with options, too."""
-    if method != "__call__":
-        reduces = method == "reduce" and name in _REDUCTIONS
-        return no_arithmetic(w, f"numpy.{_REDUCTIONS[name] if reduces else f'{name}.{method}'}")
-    if name == "matmul":
-        taken = [option for option in ("out", "dtype") if option in options] or ["out"]
-        return TypeError(
-            f"numpy.matmul with options, and @=, cannot write a product with a {type(w).__name__} "
-            f"({w.format}): write x @ W.T, or "
-            f"cuquant.matmul(x, W.T, {', '.join(f'{option}={option}' for option in taken)})"
-        )
-    if name in ("vecdot", "matvec", "vecmat"):
-        return TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): write x @ W.T, or W @ x")
-    return no_arithmetic(w, _SIGNS.get(name, f"numpy.{name}"))
-
-
-_SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%"}
-_SIGNS |= {"power": "**", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
-"""Operators of NumPy's functions."""
-_REDUCTIONS = {"add": "sum", "multiply": "prod", "maximum": "max", "minimum": "min"}
-_REDUCTIONS |= {"logical_or": "any", "logical_and": "all"}
-"""What people call to reduce by these."""
-_INSTEAD = {
-    "dtype": ".format says how it is stored; .dequantize(dtype) makes float32, float16 or bfloat16",
-    "astype": "call .dequantize(dtype), or quantize the numbers to another format",
-    "reshape": "reshape numbers before they are quantized, or .dequantize()",
-    "transpose": ".T swaps the last two axes, of a stack too",
-    "swapaxes": ".T swaps the last two axes, of a stack too",
-    "copy": "it never changes, and needs none; .dequantize() makes numbers that may",
-    "to": "W.to_device(device) moves W; .dequantize(dtype) makes numbers",
-    "cpu": "W.to_device('cpu') moves W",
-    "cuda": "W.to_device('cuda') moves W",
-    "numpy": "W.to_device('cpu').dequantize() makes NumPy's numbers",
-    "get": "W.to_device('cpu') moves W; W.to_device('cpu').dequantize() makes NumPy's numbers",
-}
-"""Of attributes that arrays have; of others, .dequantize()."""
-
-
-def is_no_attribute(w: Any, name: str) -> None:
-    """AttributeError for what arrays of numbers have, and a quantized one, or its transpose, has not."""
-    if name.startswith("_") or hasattr(type(w), name):
-        return
-    instead = _INSTEAD.get(name)
-    if instead is None and is_transposed(w) and hasattr(type(w.T), name):
-        instead = f"W has, of which it is the transpose: .T.{name}"
-    elif instead is None and hasattr(np.ndarray, name):
-        instead = "call .dequantize() for the numbers"
-    if instead is not None:
-        raise AttributeError(f"a {type(w).__name__} has no {name}: {instead}", name=name, obj=w)
-
-
-def no_rows(w: Any) -> TypeError:
-    """The error for an index of a transpose: blocks run along what are its columns."""
-    return TypeError(
-        f"a {type(w).__name__} ({w.format}) has no rows of blocks: index W, its .T, or .dequantize()"
-    )
-
-
-def immutable(w: Any) -> TypeError:
-    """The error for an assignment to a part of a quantized array."""
-    return TypeError(
-        f"a {type(w).__name__} ({w.format}) cannot be changed: change numbers, and quantize them"
-    )
-
-
 def not_a_product(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{described(a)} @ {described(b)}"
@@ -404,48 +255,3 @@ def _along_k(a: Any, b: Any) -> str:
     )
     other = "" if instead is None else f"x @ W.T is another product, of shape {instead}; "
     return f"{other}for {meant} write {dense}, or quantize the transpose of W"
-
-
-def experts(value: Any) -> tuple[Any, Any, Any]:
-    """Stacks gate (E, F, K), up (E, F, K) and down (E, N, F) of weights, as an `Experts` has them."""
-    if not all(hasattr(value, name) for name in ("gate", "up", "down")):
-        raise TypeError(f"experts is {a_or_an(value)}; a cuquant.Experts(gate, up, down) is needed")
-    gate, up, down = (weights(getattr(value, name), f"experts.{name}") for name in ("gate", "up", "down"))
-    shapes = gate.shape, up.shape, down.shape
-    if any(len(s) != 3 for s in shapes) or up.shape != gate.shape or down.shape[::2] != gate.shape[:2]:
-        raise ValueError(
-            f"experts have gate {shapes[0]}, up {shapes[1]} and down {shapes[2]}; "
-            "(E, F, K), (E, F, K) and (E, N, F) are needed"
-        )
-    return gate, up, down
-
-
-def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> tuple[Any, Any]:
-    """Ids and probabilities (..., top_k) of the tokens x (..., K), which gates (E, F, K) take."""
-    ids = readable(array(ids, "expert_ids", "integers", in_place=True), "expert_ids")
-    given = array(probs, "expert_probs", in_place=True)
-    if ids.dtype.kind not in "iub" and given.dtype.kind in "iu":
-        raise TypeError(
-            f"expert_ids has dtype {ids.dtype}, expert_probs {given.dtype}: they are swapped; "
-            "moe(x, experts, expert_ids, expert_probs) has the ids first"
-        )
-    probs = floats(given, "expert_probs")
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"expert_ids has dtype {ids.dtype}; experts are numbered by integers")
-    if not x or x[-1] != gate[-1]:
-        raise ValueError(f"x {x} and experts.gate {gate} differ in K, their last axis")
-    if ids.shape[:-1] != x[:-1] or ids.ndim != len(x) or probs.shape != ids.shape:
-        raise ValueError(
-            f"expert_ids {ids.shape} and expert_probs {probs.shape} do not fit x {x}: both are (..., top_k), "
-            "with the leading axes of x"
-        )
-    return ids, probs
-
-
-def top_k(value: Any, logits: tuple[int, ...]) -> None:
-    """An integer from 1 to the number of experts."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"top_k is {value}; an integer is needed")
-    if not logits:
-        raise ValueError("logits is a scalar; (..., E) is needed")
-    count(value, "top_k", most=logits[-1])

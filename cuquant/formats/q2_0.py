@@ -1,4 +1,7 @@
-"""q2_0: codes of 2 bits around zero with one scale (ggml type 42), of ternary models; only read."""
+"""q2_0: codes of 2 bits around zero with one scale (ggml type 42), of ternary models; only read.
+
+And what tq1_0 and tq2_0 share with it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,25 @@ from numpy.typing import NDArray
 from . import ggml
 from .base import ReadOnly, register
 
-_PLACES = np.arange(0, 8, 2, dtype=np.uint8)
-"""Bits of a byte from which on its codes are."""
+
+class TwoBits(ReadOnly):
+    """Integers q of 2 bits with a float16 scale d for a block, of which the group plane has one, too."""
+
+    bits = 2
+    formula = "W = d * (q - 1)"
+    kernel_scale_bytes = 0
+    kernel_group_bytes = 2
+
+    def codes(self, blocks: Any, xp: Any) -> Any:
+        """q [n, block_size], uint8, of blocks [n, bytes]; `xp` is the module of these arrays."""
+        raise NotImplementedError
+
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
+        return (self.codes(raw, np).astype(np.float32) - np.float32(1)) * ggml.scale_of(records)
 
 
-class Q2_0(ReadOnly):
+class Q2_0(TwoBits):
     """Groups of weights with a scale: float16 d, then bytes of four codes each, the first in the lowest bits.
 
     W = d * (q - 1), of which models with the weights -d, 0 and d never use 3. Of llama.cpp groups are of 64
@@ -30,16 +47,11 @@ class Q2_0(ReadOnly):
         else:
             self.name, self.ggml_type_elsewhere = f"q2_0-{group_size}", 42
 
-    bits = 2
-    formula = "W = d * (q - 1)"
     header = "q2_0"
     made_by = "those who train such models do, and GGUF files of it are read"
-    kernel_scale_bytes = 0
-    kernel_group_bytes = 2
 
-    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
-        codes = (records["qs"][..., None] >> _PLACES & 3).reshape(len(records), -1)
-        return (codes.astype(np.float32) - np.float32(1)) * ggml.scale_of(records)
+    def codes(self, blocks: Any, xp: Any) -> Any:
+        return (blocks[:, 2:, None] >> xp.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(len(blocks), -1)
 
 
 register(Q2_0())

@@ -5,32 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from . import ggml
-from .base import ReadOnly
 from .chunks import by_parts
 from .kquant import SUPER
+from .q2_0 import TwoBits
 
 
-class _Digits(ReadOnly):
-    """W = d * (q - 1). Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
+class _Digits(TwoBits):
+    """Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
 
-    bits = 2
     block_size = SUPER
-    formula = "W = d * (q - 1)"
     header = "tq2_0"
     made_by = "llama.cpp does, and GGUF files of it are read"
-    kernel_scale_bytes = 0
-    kernel_group_bytes = 2
-
-    def digits(self, blocks: Any, xp: Any) -> Any:
-        """Digits q [n, 256], uint8, of blocks [n, bytes]."""
-        raise NotImplementedError
-
-    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
-        raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
-        return (self.digits(raw, np).astype(np.float32) - np.float32(1)) * ggml.scale_of(records)
 
 
 class TQ2_0(_Digits):
@@ -40,7 +26,7 @@ class TQ2_0(_Digits):
     ggml_type, file_type = 35, 37
     storage = np.dtype([("qs", "u1", (64,)), ("d", "<f2")])
 
-    def digits(self, blocks: Any, xp: Any) -> Any:
+    def codes(self, blocks: Any, xp: Any) -> Any:
         shifts = xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
         return (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, SUPER)
 
@@ -69,7 +55,7 @@ class TQ1_0(_Digits):
     def for_kernels(self) -> TQ2_0:
         return _TWO_BITS
 
-    def digits(self, blocks: Any, xp: Any) -> Any:
+    def codes(self, blocks: Any, xp: Any) -> Any:
         parts = []
         for start, size, digits in _PARTS:
             left = (
@@ -90,13 +76,13 @@ class TQ1_0(_Digits):
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
-            return _TWO_BITS.joined(self.digits(part, xp), part[:, 52:], xp)
+            return _TWO_BITS.joined(self.codes(part, xp), part[:, 52:], xp)
 
         return by_parts(blocks, self.block_bytes, _TWO_BITS.block_bytes, xp, made_of)
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
-            return self.joined(_TWO_BITS.digits(part, xp), part[:, 64:], xp)
+            return self.joined(_TWO_BITS.codes(part, xp), part[:, 64:], xp)
 
         return by_parts(blocks, _TWO_BITS.block_bytes, self.block_bytes, xp, made_of)
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from ..formats import Format, by_ggml_type, of_forks
+from ..formats import by_ggml_type, of_forks
 from .header import (
     LENGTH,
     Buffer,
@@ -369,19 +369,16 @@ def _with_types_of_forks(
     room = {start: end - start for start, end in pairwise([*starts, file_bytes])}
     for fmt in of_forks():
         own = [info for info in tensors.values() if info.ggml_type == fmt.ggml_type_elsewhere]
+        whole = [info for info in own if info.shape and info.shape[-1] % fmt.block_size == 0]
+        sizes = [math.prod(fmt.stored(info.shape)) for info in whole]
         made = [
-            replace(info, type_name=fmt.name.upper(), nbytes=_nbytes(info.shape, fmt))
-            for info in own
-            if info.shape and info.shape[-1] % fmt.block_size == 0
+            replace(info, type_name=fmt.name.upper(), nbytes=nbytes)
+            for info, nbytes in zip(whole, sizes, strict=True)
         ]
         fit = all(0 <= room[info.offset] - info.nbytes < alignment for info in made)
         if fit and len(made) == len(own) and any(info.nbytes > room[info.offset] for info in own):
             tensors = tensors | {info.name: info for info in made}
     return tensors
-
-
-def _nbytes(shape: tuple[int, ...], fmt: Format) -> int:
-    return math.prod(shape) // fmt.block_size * fmt.block_bytes
 
 
 def _type_of(ggml_type: int) -> tuple[str, int, int] | None:

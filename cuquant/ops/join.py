@@ -37,5 +37,6 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., QuantizedArray]] = {
 def _made(
     given: Sequence[QuantizedArray], join: Callable[..., Any], axis: int, shape: tuple[int, ...]
 ) -> QuantizedArray:
+    fmt = check.whole_blocks(shape, given[0].format)  # a vector's last block may be a part, a matrix's not
     own = join if given[0].device == "cpu" else getattr(device.cupy(), join.__name__)
-    return QuantizedArray.made(given[0].format, own([w.blocks for w in given], axis=axis), shape=shape)
+    return QuantizedArray.made(fmt, own([w.blocks for w in given], axis=axis), shape=shape)
