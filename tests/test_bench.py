@@ -17,6 +17,7 @@ from commands import Run, assert_one_line_error
 from cuquant import device
 from cuquant.bench import AttentionCell, Record, WeightCell, record as records
 from cuquant.bench.attention import CONTEXTS
+from cuquant.bench.ceilings import Ceilings
 
 
 @pytest.fixture
@@ -95,6 +96,10 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
         {"versions": ["cupy"]},
         {"commit": 5},
         {"verdict": 5},
+        {"ceilings": 5},
+        {"ceilings": {"read_gbps": 1}},
+        {"ceilings": {"read_gbps": 0, "tflops": 1}},
+        {"ceilings": {"read_gbps": "1", "tflops": 1}},
         *(
             {"cells": [asdict(cell()) | wrong]}
             for wrong in (
@@ -182,6 +187,31 @@ def test_a_gpu_of_unknown_ceilings_has_no_floor() -> None:
     assert "floor" not in record.render("table")
 
 
+def test_ceilings_are_measured_once_for_a_record(
+    header: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = []
+
+    def measured() -> Ceilings:
+        asked.append(True)
+        return Ceilings(1000.0, 100.0)
+
+    monkeypatch.setattr(records, "measured", measured)
+    record = Record.start(tmp_path / "r.json")
+    assert record.ceilings is None
+    assert record.floor_us(1e6) == 1 + 2.4
+    assert record.floor_us(1e6, 1e9) == 10 + 2.4
+    record.add(cell())
+    again = Record.start(tmp_path / "r.json")
+    assert again.ceilings == (1000.0, 100.0)
+    assert again.floor_us(2e6) == 2 + 2.4
+    assert len(asked) == 1
+    assert "floors by 1000 GB/s, 100 TFLOP/s" in again.origin
+    assert Record.read(RECORD).ceilings == (4460.0, 770.0)
+    h200 = Record(None, {"device": "NVIDIA H200", "versions": {}, "commit": None})
+    assert h200.floor_us(4.46e9) == pytest.approx(1000 + 2.4)
+
+
 # The command, for a record.
 
 
@@ -191,7 +221,7 @@ def test_bench_shows_a_record(run: Run) -> None:
     assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert done.err == (
         f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 1bec69ca2085 (cuquant 0.1.0, CuPy 14.2.0, "
-        "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3)\n"
+        "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3); floors by 4460 GB/s, 770 TFLOP/s\n"
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 from cells import cell
 
 from cuquant import device
-from cuquant.bench import Record, host, matmul, moe, peers, record as records, timing, weights
+from cuquant.bench import Record, ceilings, host, matmul, moe, peers, record as records, timing, weights
 from cuquant.fragments import from_fragments
 
 # What is measured next to what.
@@ -36,7 +36,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         "_compile": lambda keys: None,
         "_cublas_us": lambda m, n, k: 100.0 + m,
         "random_weights": lambda name, n, k: [],
-        "_cell": lambda key, weights, cublas_us: cell(**key, cublas_us=cublas_us),
+        "_cell": lambda key, weights, cublas_us, floor_us: cell(**key, cublas_us=cublas_us),
     }.items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(peers, "measure", measure)
@@ -174,6 +174,21 @@ def test_a_wrong_pass_over_weights_is_no_cell(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="wrong result: restore of q8_0, 64x64"):
         list(weights(record, ["q8_0"], [(64, 64)]))
     assert [c["work"] for c in record.cells] == ["quantize", "encode", "dequantize", "prepare", "repack"]
+
+
+@pytest.mark.gpu
+def test_floors_go_by_what_this_gpu_reaches() -> None:
+    """And numbers that are read can come no faster than it reads."""
+    reached = ceilings.measured()
+    record = Record(None, records.environment() | {"device": "another"})
+    (made,) = matmul(record, ["q8_0"], ["f16"], [(4096, 4096)], [1])
+    rates = record.ceilings
+    assert rates is not None
+    assert rates == pytest.approx(reached, rel=0.1)
+    moved = made.gbps * made.us * 1e3
+    assert made.floor_us == pytest.approx(moved / rates.read_gbps * 1e-3 + ceilings.LAUNCH_US, rel=1e-3)
+    assert made.us > moved / rates.read_gbps * 1e-3
+    assert Record(None, record.header).origin.endswith(f"{rates.tflops:.0f} TFLOP/s")
 
 
 @pytest.mark.gpu

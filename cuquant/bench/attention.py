@@ -14,8 +14,7 @@ from .. import check, device
 from ..kv import KVCache, attention, codes
 from ..testing import BOUNDS, as_numpy, nmse
 from . import peers
-from .matmul import floor_us
-from .record import Record, rounded
+from .record import Floor, Record, rounded
 from .timing import graph_us, rotation, warm_up
 
 HEAD_DIM = 128
@@ -75,13 +74,13 @@ def attend(
             continue
         others = {name: _peer_us(name, call, shape) for name, call in _PEERS.items()}
         for key in todo:
-            cell = _cell(key, others)
+            cell = _cell(key, others, record.floor_us)
             if cell is not None:
                 record.add(cell)
                 yield cell
 
 
-def _cell(key: dict[str, Any], others: dict[str, float | None]) -> AttentionCell | None:
+def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor) -> AttentionCell | None:
     cupy = device.cupy()
     batch, heads, kv_heads, context = (key[name] for name in ("batch", "heads", "kv_heads", "context"))
     rooms = rooms_of(key["bits"], context)

@@ -13,8 +13,7 @@ from .. import device, formats, jit, plan, problem, testing
 from ..formats.kbit import KBit
 from ..plan.cores import table_of
 from .conversions import CONVERSIONS, Conversion
-from .matmul import floor_us
-from .record import Record, rounded
+from .record import Floor, Record, rounded
 from .sass import hot_loop
 from .timing import graph_us, rotation, warm_up
 
@@ -78,7 +77,7 @@ def dequant(
             for m in batches:
                 key = _key("decode", conversion, m, n, k)
                 if key not in record:
-                    cell = _in_decode(key, conversion, m, n, k)
+                    cell = _in_decode(key, conversion, m, n, k, record.floor_us)
                     record.add(cell)
                     yield cell
     record.conclude(verdict(record.cells))
@@ -180,7 +179,9 @@ def _format(conversion: Conversion) -> formats.Format:
     return formats.get(KBit(4, absmax="float16") if conversion.copied else "q4_0")
 
 
-def _in_decode(key: dict[str, Any], conversion: Conversion, m: int, n: int, k: int) -> DequantCell:
+def _in_decode(
+    key: dict[str, Any], conversion: Conversion, m: int, n: int, k: int, floor_us: Floor
+) -> DequantCell:
     cupy = device.cupy()
     x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
     out = cupy.empty((m, n), np.float16)

@@ -17,13 +17,9 @@ from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse
 from . import peers
 from .operands import random_weights
-from .record import Record, rounded
+from .record import Floor, Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
-CEILINGS = {"NVIDIA H200": (4.46e12, 770e12)}
-"""Measured bytes per second of reading, and float16 operations per second of cuBLAS."""
-LAUNCH_US = 2.4
-"""What a kernel costs beyond its bytes, in a replayed graph."""
 CHECKED_COLUMNS = 64
 X_DTYPES = dict(zip(("f16", "bf16", "f32", "q8_1"), (*check.FLOATS, check.FLOATS[0]), strict=True))
 """What x is before the product; quantizing it to q8_1 is part of what is measured."""
@@ -35,8 +31,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 class Cell:
     """One measurement; times in microseconds.
 
-    `mhz` is the GPU's mean clock meanwhile. `floor_us` is there where the GPU's ceilings are
-    known; times of peers where they are installed and take the shape, for formats of 4 bits and 16-bit x.
+    `mhz` is the GPU's mean clock meanwhile. Times of peers are there where they are installed and take the
+    shape, for formats of 4 bits and 16-bit x; older records lack the floor of some GPUs.
     """
 
     op: str
@@ -90,7 +86,7 @@ def matmul(
             todo = [key for key in missing if key["format"] == name]
             weights = random_weights(name, n, k) if todo else []
             for key in todo:
-                cell = _cell(key, weights, dense[key["M"]])
+                cell = _cell(key, weights, dense[key["M"]], record.floor_us)
                 if _has_peers(key):
                     found = {name: rounded(by_batch.get(key["M"])) for name, by_batch in times.items()}
                     cell = replace(cell, **found)
@@ -119,7 +115,9 @@ def _has_peers(key: dict[str, Any]) -> bool:
     return formats.get(key["format"]).bits == peers.BITS and key["activation"] != "f32"
 
 
-def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float | None) -> Cell:
+def _cell(
+    key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float | None, floor_us: Floor
+) -> Cell:
     cupy = device.cupy()
     m, n, k = key["M"], key["N"], key["K"]
     dtype = X_DTYPES[key["activation"]]
@@ -141,14 +139,6 @@ def _cell(key: dict[str, Any], weights: list[QuantizedArray], cublas_us: float |
 
 
 _RATES = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops")
-
-
-def floor_us(moved: float, operations: float = 0) -> float | None:
-    """The least time of a launch that moves so many bytes, on a GPU whose ceilings are known."""
-    ceilings = CEILINGS.get(device.name("cuda"))
-    if ceilings is None:
-        return None
-    return max(moved / ceilings[0], operations / ceilings[1]) * 1e6 + LAUNCH_US
 
 
 def sample_error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str) -> float:

@@ -13,9 +13,9 @@ from .. import device, jit, plan, testing
 from ..ops.moe import Experts, moe as mixture_of, route
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse
-from .matmul import X_DTYPES, floor_us, some_columns
+from .matmul import X_DTYPES, some_columns
 from .operands import random_stack
-from .record import Record, rounded
+from .record import Floor, Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
 SHAPES = ((14336, 4096),)
@@ -86,7 +86,7 @@ def moe(
             todo = [key for key in missing if key["format"] == name]
             stacks = random_experts(name, experts, n, k) if todo else None
             for key in todo:
-                cell = _cell(key, stacks, routings[key["M"]], dense[key["M"]])
+                cell = _cell(key, stacks, routings[key["M"]], dense[key["M"]], record.floor_us)
                 record.add(cell)
                 yield cell
 
@@ -108,7 +108,13 @@ def random_experts(name: str, count: int, n: int, k: int) -> Experts:
     return Experts(*(random_stack(name, count, *shape) for shape in ((n, k), (n, k), (k, n))))
 
 
-def _cell(key: dict[str, Any], experts: Any, routings: list[Routing], cublas_us: float | None) -> MoeCell:
+def _cell(
+    key: dict[str, Any],
+    experts: Any,
+    routings: list[Routing],
+    cublas_us: float | None,
+    floor_us: Floor,
+) -> MoeCell:
     cupy = device.cupy()
     m, n, k, top_k = key["M"], key["N"], key["K"], key["top_k"]
     dtype = X_DTYPES[key["activation"]]

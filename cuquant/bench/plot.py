@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from ..picture import COLOURS, Picture
-from .matmul import CEILINGS, LAUNCH_US
+from .ceilings import LAUNCH_US, Ceilings
 from .peers import BITS_PER_WEIGHT, PEERS
 from .record import Record
 
@@ -66,7 +66,7 @@ def figure(record: Record) -> Picture:
     commit = (record.header["commit"] or "unknown")[:12]
     made.suptitle(f"x @ W.T on {record.header['device']}, commit {commit}")
     grid = made.subplots(2, len(shapes), squeeze=False, sharey="row")
-    ceilings = CEILINGS.get(record.header["device"])
+    ceilings = record.ceilings
     for (n, k), above, below in zip(shapes, *grid, strict=True):
         cells = [cell for cell in products if (cell["N"], cell["K"]) == (n, k)]
         lines = _own(cells, formats) | _others(cells)
@@ -128,7 +128,7 @@ def _unit(cell: dict[str, Any]) -> float:
     return float(cell["floor_us"] or cell["cublas_us"])
 
 
-def _roofline(axes: Axes, lines: Lines, ceilings: tuple[float, float] | None) -> None:
+def _roofline(axes: Axes, lines: Lines, ceilings: Ceilings | None) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte of memory")
@@ -138,7 +138,7 @@ def _roofline(axes: Axes, lines: Lines, ceilings: tuple[float, float] | None) ->
     for label, (style, points) in lines.items():
         axes.plot([p.intensity for p in points], [p.tflops for p in points], label=label, **_LINE | style)
     if ceilings is not None:
-        _ceilings(axes, lines, *ceilings)
+        _ceilings(axes, lines, ceilings.read_gbps * 1e9, ceilings.tflops * 1e12)
     _name_batches(axes, lines)
 
 

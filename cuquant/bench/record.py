@@ -18,7 +18,11 @@ import numpy as np
 from .. import __version__, device, info, jit, sources
 from ..io.atomic import alone, place_of, replacing
 from ..render import missing, rows_to_csv, table_format_of, to_pandas
+from .ceilings import Ceilings, measured, told_by
 from .peers import PEERS
+
+Floor = Callable[..., float]
+"""Microseconds of so many bytes, and so many operations: `Record.floor_us`."""
 
 
 def environment(packages: Iterable[str] = (), by_tuned: bool = True) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class Record:
         if path is None or not path.exists():
             return cls(path, header)
         record = cls.read(path)
-        if record.header != header:
+        if {name: told for name, told in record.header.items() if name != "ceilings"} != header:
             raise ValueError(
                 f"{path} is a record of another device, version, tuning or commit: remove it, or name another"
             )
@@ -105,6 +109,8 @@ class Record:
             cells, said = header.pop("cells"), header.pop("verdict", None)
             typed = isinstance(cells, list) and isinstance(said, (str, type(None)))
             typed = typed and all(isinstance(header[name], types) for name, types in _HEADER.items())
+            rates = told_by(header)
+            typed = typed and (rates is None or min(rates) > 0)
             if not (typed and all(map(_is_whole, cells))):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -125,7 +131,21 @@ class Record:
             f"{_TITLES.get(name, name)} {info.cuda_version(found) if isinstance(found, int) else found}"
             for name, found in self.header["versions"].items()
         ]
-        return f"{self.header['device']}, {source} ({', '.join(versions)})"
+        told = self.ceilings
+        rates = "" if told is None else f"; floors by {told.read_gbps:.0f} GB/s, {told.tflops:.0f} TFLOP/s"
+        return f"{self.header['device']}, {source} ({', '.join(versions)}){rates}"
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """Rates of the GPU that the floors go by; None where they are not known."""
+        return told_by(self.header)
+
+    def floor_us(self, moved: float, operations: float = 0) -> float:
+        """The least time of a launch that moves so many bytes and computes so much, on this GPU: where its
+        ceilings are not known yet, they are measured, and the record has them from then on."""
+        found = self.ceilings or measured()
+        self.header["ceilings"] = found._asdict()
+        return found.floor_us(moved, operations)
 
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.

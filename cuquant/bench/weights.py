@@ -15,9 +15,8 @@ from ..array import QuantizedArray
 from ..formats.trellis import Trellis
 from ..fragments import fill, from_fragments, nothing_found
 from ..ops.quantize import quantize
-from .matmul import floor_us
 from .operands import random_weight
-from .record import Record, rounded
+from .record import Floor, Record, rounded
 from .timing import call_us, graph_us, warm_up
 
 SHAPES = ((32768, 8192),)
@@ -70,7 +69,7 @@ def weights(
             continue
         given = _Given(fmt, n, k)
         for key in todo:
-            cell = _cell(key, given)
+            cell = _cell(key, given, record.floor_us)
             record.add(cell)
             yield cell
 
@@ -137,7 +136,7 @@ class _Given:
         return self.weight.dequantize(np.float16)
 
 
-def _cell(key: dict[str, Any], given: _Given) -> WeightCell:
+def _cell(key: dict[str, Any], given: _Given, floor_us: Floor) -> WeightCell:
     run: Callable[[], Any] = getattr(given, key["work"])
     _CHECKS[key["work"]](key, given, run())
     us = graph_us([run]).us if key["work"] in KERNELS else call_us(run)

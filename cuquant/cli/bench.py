@@ -94,11 +94,12 @@ def add(commands: Any) -> None:
     command.set_defaults(wrong_usage=command.error)
     command.epilog = (
         "In tables us are microseconds, as is all that ends so: floor_us, the time to move the bytes or to "
-        "compute, whichever is longer, and to launch; cublas_us, dense float16 by cuBLAS, and other "
-        "libraries' times. gbps and tflops are 10^9 bytes and 10^12 operations a second, nmse is the error "
-        "against float64, core the kernel that was chosen, mhz the mean clock meanwhile. time / floor is "
-        "better the less it is, speed / cuBLAS the more. Of tuning, us is the launch that is used now, of so "
-        "many tried, usual_us the one before, and tile the constants in which they differ."
+        "compute, whichever is longer, at rates that the GPU was measured to have, and to launch; "
+        "cublas_us, dense float16 by cuBLAS, and other libraries' times. gbps and tflops are 10^9 bytes and "
+        "10^12 operations a second, nmse is the error against float64, core the kernel that was chosen, mhz "
+        "the mean clock meanwhile. time / floor is better the less it is, speed / cuBLAS the more. Of "
+        "tuning, us is the launch that is used now, of so many tried, usual_us the one before, and tile the "
+        "constants in which they differ."
     )
 
 

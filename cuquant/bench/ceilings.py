@@ -1,0 +1,67 @@
+"""What a GPU reaches at best, and the floor of a time that follows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import device
+from .timing import stream_us
+
+LAUNCH_US = 2.4
+"""What a kernel costs beyond its bytes, in a replayed graph."""
+MOST_BYTES = 4 << 30
+"""Read at a time, where the GPU has so much: several hundred times what an L2 cache holds."""
+SIDE = 8192
+"""Of the square matrices whose product is timed."""
+
+
+class Ceilings(NamedTuple):
+    """Rates of a GPU."""
+
+    read_gbps: float
+    """10^9 bytes per second that it reads."""
+    tflops: float
+    """10^12 float16 operations per second of cuBLAS."""
+
+    def floor_us(self, moved: float, operations: float = 0) -> float:
+        """Microseconds that a launch takes at least which moves so many bytes and computes so much."""
+        return max(moved / self.read_gbps * 1e-3, operations / self.tflops * 1e-6) + LAUNCH_US
+
+
+KNOWN = {"NVIDIA H200": Ceilings(4460.0, 770.0)}
+"""By the GPU's name, measured once: floors of records that were made at different times are the same."""
+
+
+def told_by(header: dict[str, Any]) -> Ceilings | None:
+    """What a record's header says; None where that is nothing, and its GPU is none of those known."""
+    told = header.get("ceilings")
+    return KNOWN.get(header.get("device", "")) if told is None else Ceilings(**told)
+
+
+def measured() -> Ceilings:
+    """Those of the current GPU: summing up numbers that its caches cannot hold, and a product of float16
+    matrices by cuBLAS."""
+    cupy = device.cupy()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    numbers = cupy.ones(min(MOST_BYTES, free // 4) // 4, np.float32)
+    if not abs(float(numbers.sum()) / numbers.size - 1) < 1e-3:
+        raise RuntimeError(f"wrong result: {float(numbers.sum())} is the sum of {numbers.size} ones")
+    read_us, nbytes = _median_us(numbers.sum), numbers.nbytes
+    del numbers
+    a, b = (cupy.random.standard_normal((SIDE, SIDE), np.float32).astype(np.float16) for _ in range(2))
+    c = cupy.empty_like(a)
+    product_us = _median_us(lambda: cupy.matmul(a, b, out=c))
+    return Ceilings(_five_digits(nbytes / read_us * 1e-3), _five_digits(2 * SIDE**3 / product_us * 1e-6))
+
+
+def _median_us(call: Any) -> float:
+    us = stream_us([call])
+    if us is None:
+        raise RuntimeError("the ceilings of this GPU cannot be measured: the host is too busy")
+    return us
+
+
+def _five_digits(value: float) -> float:
+    return float(f"{value:.5g}")
