@@ -113,8 +113,7 @@ def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
             return _weights(model)
     top_k = TOP_K
     if isinstance(source, Model):
-        types = ((formats.by_type_name(t.type_name), t.shape) for t in source.tensors.values())
-        found = [(fmt, shape) for fmt, shape in types if fmt is not None]
+        found = [(t.format, t.shape) for t in source.tensors.values() if t.format is not None]
         used = source.metadata.get(f"{source.metadata.get('general.architecture')}.expert_used_count")
         top_k = used if isinstance(used, int) and used > 0 else TOP_K
     else:

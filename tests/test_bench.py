@@ -221,7 +221,8 @@ def test_bench_shows_a_record(run: Run) -> None:
     assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert done.err == (
         f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 1bec69ca2085 (cuquant 0.1.0, CuPy 14.2.0, "
-        "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3); floors by 4460 GB/s, 770 TFLOP/s\n"
+        "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3); "
+        "floors by 4460 GB/s, 770 TFLOP/s\n"
     )
 
 

@@ -294,7 +294,7 @@ def test_a_file_of_arrays(run: Run, tmp_path: Path) -> None:
     cq.save(source, {"w": w, "norm": np.ones(3, F)})
     done = run("dequantize", source, tmp_path / "t.gguf")
     assert_one_line_error(done)
-    assert "w.safetensors is no GGUF file, which is all that dequantize takes" in done.err
+    assert "w.safetensors is no model, which is what dequantize takes" in done.err
     assert "evaluate" not in done.err
     told = done.err.partition("in Python, ")[2].partition(" has their numbers")[0]
     numbers = eval(told, {"cuquant": cq})

@@ -173,8 +173,8 @@ def test_any_damage_is_a_value_error(saved: Path) -> None:
 def test_files_of_the_other_kind_say_so(tmp_path: Path) -> None:
     cq.save(tmp_path / "w.safetensors", {"w": cq.quantize(np.ones((2, 32), np.float32), "q4_0")})
     advice = (
-        r"w\.safetensors: not a GGUF file, but a safetensors file: cuquant wrote it, and cuquant\.load reads "
-        r"it, as a dict of arrays; evaluate takes GGUF files only .* formats that it is given\)$"
+        r"w\.safetensors: not a model, but arrays that cuquant wrote, and cuquant\.load reads: it has no "
+        r"metadata \(what cuquant\.quantize_file writes has them, and cuquant\.save can be given them\)$"
     )
     for read in (cq.open, partial(cq.evaluate, text="some text")):
         with pytest.raises(cq.GGUFError, match=advice):

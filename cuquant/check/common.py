@@ -209,8 +209,8 @@ def shape(value: Any) -> tuple[int, ...]:
     return result
 
 
-def tensors(value: Any) -> Mapping[str, Any]:
-    """A mapping whose keys are names that tensors can have in a safetensors file."""
+def tensors(value: Any, taken: str) -> Mapping[str, Any]:
+    """A mapping whose keys are names that tensors can have in a safetensors file, of which one is taken."""
     if not isinstance(value, Mapping):
         raise TypeError(
             f"tensors is {a_or_an(value)}; a mapping of names to arrays is needed: save(path, tensors)"
@@ -218,7 +218,8 @@ def tensors(value: Any) -> Mapping[str, Any]:
     for name in value:
         if not isinstance(name, str):
             raise TypeError(f"a tensor is named {name!r}; names are str")
-        if name == "__metadata__" or any("\ud800" <= c <= "\udfff" for c in name):  # reserved; no UTF-8
+        in_utf8 = not any("\ud800" <= c <= "\udfff" for c in name)
+        if name in ("__metadata__", taken) or not in_utf8:
             raise ValueError(f"a safetensors file can have no tensor named {name!r}")
     return value
 

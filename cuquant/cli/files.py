@@ -26,12 +26,15 @@ def _add_quantize(commands: Any) -> None:
         commands,
         "quantize",
         _quantize,
-        "Quantize a float model to a GGUF file that llama.cpp loads, or its tensors to a safetensors file.",
+        "Quantize a float model to a GGUF file that llama.cpp loads, or to a safetensors file, which can "
+        "have formats that GGUF lacks.",
         left_at,
         replaces="target",
     )
     command.add_argument("source", metavar="IN.gguf")
-    command.add_argument("target", metavar="OUT", help="OUT.gguf, or OUT.safetensors for cuquant.load")
+    command.add_argument(
+        "target", metavar="OUT", help="OUT.gguf, or OUT.safetensors, which all commands take"
+    )
     command.add_argument(
         "--format",
         required=True,
@@ -119,11 +122,11 @@ def _add_dequantize(commands: Any) -> None:
         commands,
         "dequantize",
         _dequantize,
-        "Write the numbers that a quantized GGUF file stands for to one of floats, GGUF or safetensors.",
+        "Write the numbers that a quantized model stands for to a file of floats, GGUF or safetensors.",
         left_at,
         replaces="target",
     )
-    command.add_argument("source", metavar="IN.gguf")
+    command.add_argument("source", metavar="IN", help="IN.gguf, or IN.safetensors that quantize wrote")
     command.add_argument("target", metavar="OUT", help="OUT.gguf or OUT.safetensors")
     command.add_argument("--type", choices=tuple(FLOATS), default="f16", help="of the matrices (f16)")
     _add_how(command, "dequantize")
@@ -142,23 +145,25 @@ def _dequantize(arguments: argparse.Namespace) -> None:
 
 
 def _add_dump(commands: Any) -> None:
-    command = subcommand(
-        commands, "dump", _dump, "Show what is in a GGUF file, or a safetensors file of cuquant's."
-    )
-    command.add_argument("model", metavar="MODEL.gguf", help="or what quantize and cuquant.save wrote")
+    command = subcommand(commands, "dump", _dump, "Show what is in a GGUF file, or a safetensors file.")
+    command.add_argument("model", metavar="MODEL", help="MODEL.gguf or MODEL.safetensors")
     command.add_argument("--json", action="store_true", help="one JSON object, arrays in full")
 
 
 def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
+    from ..io.gguf import GGUFError
     from ..io.model import opened
 
     path = Path(arguments.model)
-    saved = dump.of_safetensors(path, arguments.json) if path.is_file() else None
-    if saved is not None:
-        print(saved)
+    try:
+        model = opened(path, "cpu")  # no tensor is read
+    except GGUFError:
+        listed = dump.of_safetensors(path, arguments.json) if path.is_file() else None
+        if listed is None:
+            raise
+        print(listed)
         return
-    model = opened(path, "cpu")  # no tensor is read
     print(dump.as_json(model) if arguments.json else dump.as_text(model))
 
 
@@ -167,7 +172,8 @@ def _add_compare(commands: Any) -> None:
         commands,
         "compare",
         _compare,
-        "Compare two files (GGUF, or what `quantize` wrote): types, sizes, numbers of tensors; metadata.",
+        "Compare two files (GGUF, or safetensors that quantize or cuquant.save wrote): types, sizes, numbers "
+        "of tensors; metadata.",
     )
     command.add_argument("a", metavar="A.gguf", help="the reference, usually the float original")
     command.add_argument("b", metavar="B.gguf")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..array import QuantizedArray
-from ..formats import describe
+from ..formats import Format, describe
 from ..formats.nvfp4 import NvFp4
 from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
 from ..io.header import same_value
@@ -75,8 +75,8 @@ class Comparison:
     tensors : list of Difference
         In A's order, then those that only B has.
     metadata : dict of str to (str, str)
-        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key. Files of
-        `cuquant.save` have none: next to one nothing is said of the other's.
+        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key. Arrays
+        that `cuquant.save` wrote without metadata have none: next to them nothing is said of the other's.
     """
 
     a: str
@@ -226,8 +226,10 @@ class _OfModel:
         return None if info is None else _Tensor(info.shape, info.type_name, info.nbytes)
 
     def stored(self, name: str) -> tuple[Any, Any]:
-        scale = self._model.scale_of(name)
-        return self._model.raw(name), b"" if scale is None else self._model.raw(scale).tobytes()
+        fmt, scale = self._model.format(name), self._model.scale_of(name)
+        if fmt is None:  # with a scale for each expert, if any
+            return self._model.raw(name), b"" if scale is None else self._model.raw(scale).tobytes()
+        return self._model.raw(name), _parameters(fmt)
 
     def numbers(self, name: str) -> Any:
         model = self._model
@@ -238,7 +240,7 @@ class _OfModel:
 
 
 class _OfArrays:
-    """A file of `cuquant.save`."""
+    """A file of `cuquant.save` that is no model."""
 
     metadata: Metadata | None = None
 
@@ -261,16 +263,19 @@ class _OfArrays:
         array = self._arrays[name]
         if not isinstance(array, QuantizedArray):
             return np.ascontiguousarray(array).reshape(-1).view(np.uint8), b""
-        fmt = array.format
-        if isinstance(fmt, NvFp4) or fmt.ggml_type is not None:
-            return array.blocks, np.float32(fmt.tensor_scale).tobytes() if fmt.tensor_scale != 1 else b""
-        return array.blocks, describe(fmt)
+        return array.blocks, _parameters(array.format)
 
     def numbers(self, name: str) -> Any:
         array = self._arrays[name]
         if isinstance(array, QuantizedArray):
             return array if array.ndim > 1 else array.dequantize().reshape(1, -1)
         return _in_rows(array)
+
+
+def _parameters(fmt: Format) -> Any:
+    """What decides, beside a type's name and bytes, which numbers they stand for."""
+    by_type = isinstance(fmt, NvFp4) or fmt.ggml_type is not None
+    return fmt.tensor_scale if by_type else describe(fmt)
 
 
 _TYPE_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.values()}

@@ -212,9 +212,9 @@ def quantize_file(
     """Quantize a GGUF model into a new file: GGUF that llama.cpp loads, or safetensors.
 
     Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
-    its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file has
-    the tensors only, for `cuquant.load`; of types without a format here it has float16 numbers, and of nvfp4
-    the tensor's scale in its format, not beside it.
+    its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file can
+    be opened, evaluated and dequantized as a GGUF file can, or read by `cuquant.load`; of types without a
+    format here it has float16 numbers, and of nvfp4 the tensor's scale in its format, not beside it.
 
     Parameters
     ----------
@@ -274,7 +274,7 @@ def quantize_file(
                 write_gguf(temporary, model, changed, todo.format.file_type, progress)
             else:
                 made = {name: _fitted(model, name, fmt) for name, fmt in todo.formats.items()}
-                write_safetensors(temporary, model, made, progress, todo.left_out)
+                write_safetensors(temporary, model, made, todo.format.file_type, progress, todo.left_out)
     return todo
 
 

@@ -1,5 +1,5 @@
-"""What is in a model's file, for people and for programs: the header of a GGUF file, and the tensors of a
-safetensors file that this library wrote."""
+"""What is in a file, for people and for programs: metadata and tensors of a model, or tensors of another
+safetensors file."""
 
 from __future__ import annotations
 
@@ -30,24 +30,44 @@ def as_json(model: Model) -> str:
 
 
 def of_safetensors(path: Path, json: bool) -> str | None:
-    """The same of a safetensors file: its tensors as a table, or in an object; None of any other file.
+    """The same of a safetensors file that is no model: its tensors as a table, or in an object; None of any
+    other file.
 
-    ValueError where `cuquant.load` does not read it, which says what does.
+    ValueError where it is damaged.
     """
     with path.open("rb") as file:
         head = file.read(9)
     if head[8:] != b"{" or head.startswith(b"GGUF"):
         return None
+    told = safetensors.metadata_of(path)
+    if safetensors.KEY not in told:
+        tensors = _of_others(path)
+        return (
+            to_json({"files": [str(path)], "metadata": told, "tensors": tensors}) if json else _table(tensors)
+        )
+    saved = safetensors.load(path, "cpu").items()
     tensors = [
-        {
-            "name": name,
-            "type": str(tensor.format) if check.is_quantized(tensor) else tensor.dtype.name,
-            "shape": tensor.shape,
-            "nbytes": tensor.nbytes,
-        }
-        for name, tensor in safetensors.load(path, "cpu").items()
+        {"name": name, "type": _kind(tensor), "shape": tensor.shape, "nbytes": tensor.nbytes}
+        for name, tensor in saved
     ]
     return to_json({"files": [str(path)], "tensors": tensors}) if json else _table(tensors)
+
+
+def _kind(tensor: Any) -> str:
+    return str(tensor.format) if check.is_quantized(tensor) else str(tensor.dtype.name)
+
+
+def _of_others(path: Path) -> list[dict[str, Any]]:
+    """Tensors as the header of a file says."""
+    infos = {
+        name: info for name, info in safetensors.header_of(path).tensors.items() if name != "__metadata__"
+    }
+    ends = {name: info["data_offsets"] for name, info in infos.items()}
+    return [
+        {"name": name, "type": info["dtype"], "shape": tuple(info["shape"]), "nbytes": end - start}
+        for name, info in infos.items()
+        for start, end in [ends[name]]
+    ]
 
 
 def _tensors(model: Model) -> list[dict[str, Any]]:

@@ -51,7 +51,7 @@ def dequantize_file(
     device: str | None = None,
     progress: bool = False,
 ) -> Dequantized:
-    """Write the numbers that a quantized GGUF file stands for to one of floats: GGUF, or safetensors.
+    """Write the numbers that a quantized model stands for to a file of floats: GGUF, or safetensors.
 
     Quantized tensors, and weight matrices of other floats (but float64), get this dtype, each number rounded
     once; norms and all else are copied, the metadata too. (What `keep` names of types without a format here
@@ -62,8 +62,8 @@ def dequantize_file(
     Parameters
     ----------
     source, target : path
-        A split model becomes one file. The target is a GGUF file, *.gguf, or a safetensors file of the
-        tensors only, *.safetensors.
+        A split model becomes one file. The target is a GGUF file, *.gguf, or a safetensors file,
+        *.safetensors, which has the metadata, too.
     dtype : float16, bfloat16 or float32, or "f16", "bf16" or "f32"
     keep : str, or several
         Shell patterns of tensor names to copy unchanged.
@@ -97,7 +97,8 @@ def dequantize_file(
         if not made:
             left = " that is not to be kept"
             if not kept:  # all are plain
-                own = {PLAIN_TYPES[i.ggml_type][1] for i in model.tensors.values() if is_weight_matrix(i)}
+                matrices = {i.type_name for i in model.tensors.values() if is_weight_matrix(i)}
+                own = {dtype for name, dtype in PLAIN_TYPES.values() if name in matrices}
                 left = ": its own are already" if own == {wanted} else ""
             raise ValueError(f"{model.path.name} has no matrix to turn into {wanted}{left}")
         number, kind = next((number, name) for number, (name, own) in PLAIN_TYPES.items() if own == wanted)
@@ -118,7 +119,7 @@ def dequantize_file(
                     name: safetensors.Tensor(kind, model.tensors[name].shape, new.make)
                     for name, new in changed.items()
                 }
-                write_safetensors(temporary, model, made_of, progress, left_out)
+                write_safetensors(temporary, model, made_of, _FILE_TYPES[number], progress, left_out)
         others = model.tensors.keys() - changed.keys() - left_out.keys()
     return Dequantized(wanted, frozenset(changed), frozenset(others), frozenset(left_out))
 
@@ -129,8 +130,8 @@ def _opened(source: str | os.PathLike[str] | Model, device: str | None) -> Model
         return opened(source, device)
     except SavedArraysError:
         raise GGUFError(
-            f"{source} is no GGUF file, which is all that dequantize takes, but one of arrays that cuquant "
-            "wrote: in Python, {name: w.dequantize() if isinstance(w, cuquant.QuantizedArray) else w "
+            f"{source} is no model, which is what dequantize takes, but arrays that cuquant wrote, without "
+            "metadata: in Python, {name: w.dequantize() if isinstance(w, cuquant.QuantizedArray) else w "
             f"for name, w in cuquant.load({str(source)!r}).items()}} has their numbers"
         ) from None
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from ..formats import by_ggml_type, of_forks
+from ..formats import by_ggml_type, by_type_name, of_forks
 from .header import (
     LENGTH,
     Buffer,
@@ -42,12 +42,13 @@ from .header import (
     quote,
     still_open,
 )
+from .metadata import DEFAULT_ALIGNMENT
 from .safetensors import KEY, OTHER_READERS
 from .words import LFS_POINTER, of_pointer
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
-DEFAULT_ALIGNMENT, MIN_ALIGNMENT, MAX_ALIGNMENT = 32, 8, 1 << 20
+MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20
 MAX_RANK = 4
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 63  # ggml keeps a tensor's name in 64 bytes, the terminator included
@@ -62,8 +63,7 @@ _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
 _LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _OWN_READERS = {
-    KEY: "load reads it, as a dict of arrays; evaluate takes GGUF files only (it quantizes "
-    "one of floats itself, to the formats that it is given)",
+    KEY: "load reads it, as a dict of arrays",
     f"{KEY}.kv_cache": "KVCache.load reads it",
 }
 """Of our safetensors files, by keys of their metadata."""
@@ -343,7 +343,7 @@ class _Scanner:
         if offset % alignment:
             self.fail(f"{what} has the offset {offset}, not a multiple of the alignment {alignment}")
         nbytes = math.prod(shape) // block_size * block_bytes
-        return TensorInfo(name, shape, ggml_type, type_name, offset, nbytes)
+        return TensorInfo(name, shape, ggml_type, type_name, offset, nbytes, by_type_name(type_name))
 
     def check_places(self, tensors: dict[str, TensorInfo]) -> None:
         """All data lies inside the file, and no two tensors share a byte."""
@@ -372,7 +372,7 @@ def _with_types_of_forks(
         whole = [info for info in own if info.shape and info.shape[-1] % fmt.block_size == 0]
         sizes = [math.prod(fmt.stored(info.shape)) for info in whole]
         made = [
-            replace(info, type_name=fmt.name.upper(), nbytes=nbytes)
+            replace(info, type_name=fmt.name.upper(), nbytes=nbytes, format=fmt)
             for info, nbytes in zip(whole, sizes, strict=True)
         ]
         fit = all(0 <= room[info.offset] - info.nbytes < alignment for info in made)

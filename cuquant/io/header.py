@@ -6,7 +6,7 @@ import html
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from ..formats import Format
 from ..render import Columns, html_facts, html_shape, render_records
 from .words import counted, escaped, missing, short
 
@@ -69,16 +70,18 @@ _COLUMNS: Columns = {key: (key, "") for key in ("key", "type", "value")}
 class TensorInfo:
     """Where a tensor lies in the file, and what it is.
 
-    The shape is in NumPy's order, slowest axis first. `type_name` is "F32", "Q4_0", "Q4_K", ...; `offset`
-    counts from the file's start, in bytes.
+    The shape is in NumPy's order, slowest axis first. `type_name` is "F32", "Q4_0", "Q4_K", ..., or in a
+    safetensors file a format that GGUF lacks ("KBIT4"): then `ggml_type` is None. `offset` counts from the
+    file's start, in bytes; `format` is that of the blocks, if there is one here.
     """
 
     name: str
     shape: tuple[int, ...]
-    ggml_type: int
+    ggml_type: int | None
     type_name: str
     offset: int
     nbytes: int
+    format: Format | None = field(default=None, repr=False)
 
     def _repr_html_(self) -> str:
         return html_facts(

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from .. import check, cpu
 from ..array import QuantizedArray
 from ..device import as_numpy, cupy, default as default_device
-from ..formats import Format, by_type_name
+from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
-from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
+from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, SavedArraysError, TensorInfo
+from .saved import SavedFile
 from .words import counted, escaped, missing, short
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -48,7 +49,7 @@ class Model(Mapping[str, Any]):
         Name, shape, type, offset and bytes of every tensor, in file order.
     """
 
-    def __init__(self, files: list[File], device: str) -> None:
+    def __init__(self, files: list[File | SavedFile], device: str) -> None:
         self._files = files
         self._device = device
         self._home = {name: f for f in files for name in f.header.tensors}
@@ -91,11 +92,9 @@ class Model(Mapping[str, Any]):
         return self._home[name].bytes_of(info)
 
     def __getitem__(self, name: str) -> Any:
-        info, raw = self._info(name), self.raw(name)
-        fmt = self._format(info)
-        if fmt is not None:
-            fmt = self._scaled(fmt, info)
-            return QuantizedArray.made(fmt, check.raw_blocks(raw, fmt, info.shape)).to_device(self._device)
+        info = self._info(name)
+        if self._format(info) is not None:
+            return self._quantized(info).to_device(self._device)
         plain = info.ggml_type in PLAIN_TYPES
         array = self._plain(info) if plain else self.floats(name, np.float16)
         return array if self._device == "cpu" else cupy().asarray(array)
@@ -118,7 +117,8 @@ class Model(Mapping[str, Any]):
         made = self._numbers(info, dtype)
         lost = ~np.isfinite(made)
         if lost.any():
-            beyond = self._exact(info)[lost].astype(np.float64)
+            with np.errstate(invalid="ignore"):  # of a signaling NaN
+                beyond = self._exact(info)[lost].astype(np.float64)
             beyond = np.abs(beyond[np.isfinite(beyond)])
             if beyond.size:
                 half = dtype == check.FLOATS[0]
@@ -136,14 +136,18 @@ class Model(Mapping[str, Any]):
 
     def _numbers(self, info: TensorInfo, dtype: np.dtype[Any]) -> NDArray[Any]:
         """As `floats`, but infinite where they are beyond the dtype's range."""
-        if info.ggml_type not in PLAIN_TYPES and self._format(info) is None:
+        plain = info.ggml_type in PLAIN_TYPES
+        if not plain and self._of_blocks(info) is None:
             scales = self._scales(info)
             of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
             return _fallback(self.raw(info.name), info, of_experts, dtype)
         with np.errstate(over="ignore"):
-            if info.ggml_type in PLAIN_TYPES:
+            if plain:
                 return _rounded(self._plain(info), dtype)
-            return as_numpy(self[info.name].dequantize(dtype))
+            made = self._quantized(info)
+            if self._format(info) is not None:
+                made = made.to_device(self._device)
+            return as_numpy(made.dequantize(dtype))
 
     def _exact(self, info: TensorInfo) -> NDArray[Any]:
         """A tensor's numbers before they are rounded, as the file has them or in float32."""
@@ -152,12 +156,21 @@ class Model(Mapping[str, Any]):
 
     def _plain(self, info: TensorInfo) -> NDArray[Any]:
         """The numbers of a plain type: a read-only view of the file."""
+        assert info.ggml_type is not None
         return self.raw(info.name).view(PLAIN_TYPES[info.ggml_type][1]).reshape(info.shape)
+
+    def _quantized(self, info: TensorInfo) -> QuantizedArray:
+        """A tensor of blocks that have a format, on the CPU."""
+        fmt = self._of_blocks(info)
+        assert fmt is not None
+        fmt = self._scaled(fmt, info)
+        blocks = check.raw_blocks(self.raw(info.name), fmt, info.shape)
+        return QuantizedArray.made(fmt, blocks, shape=info.shape)
 
     def _of_blocks(self, info: TensorInfo) -> Format | None:
         """The format of a tensor's blocks, before its scale."""
-        fmt, scales = by_type_name(info.type_name), self._scales(info)
-        return fmt if scales is None or scales.shape in ((), (1,)) else None
+        scales = self._scales(info)
+        return info.format if scales is None or scales.shape in ((), (1,)) else None
 
     def _format(self, info: TensorInfo) -> Format | None:
         """The same, where arrays of it can be used on the model's device."""
@@ -170,7 +183,7 @@ class Model(Mapping[str, Any]):
         llama.cpp's names: "blk.0.ffn_up.weight" has "blk.0.ffn_up.scale".
         """
         scales = self.tensors.get(f"{info.name.removesuffix('weight')}scale")
-        if scales is None or by_type_name(info.type_name) != "nvfp4":
+        if scales is None or info.format != "nvfp4":
             return None
         if scales.type_name != "F32" or scales.shape not in ((), (1,), info.shape[:-2]):
             kind = f"{scales.type_name} {scales.shape}"
@@ -311,11 +324,15 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return Model(parts, target)
 
 
-def _open_parts(path: Path, mapped: ExitStack) -> list[File]:
+def _open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
     """The file, or all files of the split model that it belongs to, in order; `mapped` can close them."""
 
-    def file(path: Path) -> File:
-        made = File(path)
+    def file(path: Path) -> File | SavedFile:
+        made: File | SavedFile
+        try:
+            made = File(path)
+        except SavedArraysError:
+            made = SavedFile(path)
         mapped.callback(made.close)
         return made
 
@@ -346,7 +363,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _check_parts(parts: list[File]) -> None:
+def _check_parts(parts: list[File | SavedFile]) -> None:
     """The parts number themselves as they are named, share no tensor name and are complete."""
     seen: set[str] = set()
     for number, part in enumerate(parts):
@@ -391,6 +408,7 @@ def _check_type(info: TensorInfo) -> None:
     """GGUFError where the gguf package does not know what the blocks of a tensor stand for."""
     import gguf
 
+    assert info.ggml_type is not None
     kind = gguf.GGMLQuantizationType(info.ggml_type)
     try:
         gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
@@ -406,7 +424,7 @@ def _fallback(
     import gguf
 
     _check_type(info)
-    kind = gguf.GGMLQuantizationType(info.ggml_type)
+    kind = gguf.GGMLQuantizationType[info.type_name]
     rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
     out = np.empty((len(rows), info.shape[-1]), dtype)
     for part in cpu.slabs(len(rows), info.shape[-1]):

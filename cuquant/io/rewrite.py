@@ -11,14 +11,11 @@ import numpy as np
 
 from .. import check
 from ..device import as_numpy
-from . import safetensors
+from . import metadata, safetensors
 from .atomic import replacing
-from .gguf import PLAIN_TYPES
+from .gguf import PLAIN_TYPES, GGUFError
 from .model import Model
 from .words import escaped
-
-QUANTIZATION_VERSION = 2
-"""ggml's version of the block formats, stored as general.quantization_version."""
 
 
 class Changed(NamedTuple):
@@ -54,8 +51,11 @@ def write_gguf(
 ) -> None:
     """Write the header, then each tensor as it is made; `file_type` is the new general.file_type."""
     names = [name for name in model if name not in left_out]
-    with closing(_writer(path, model)) as writer:
-        _copy_metadata(model, file_type, writer)
+    foreign = [name for name in names if name not in changed and model.tensors[name].ggml_type is None]
+    if foreign:
+        kind = model.format(foreign[0])
+        raise GGUFError(f"tensor {foreign[0]!r} is in {kind}, which has no GGUF type: it cannot be copied")
+    with closing(metadata.writer(path, model.metadata, model.alignment, file_type)) as writer:
         for name in names:
             _announce(model, name, changed.get(name), writer)
         writer.write_header_to_file()
@@ -70,12 +70,14 @@ def write_safetensors(
     path: Path,
     model: Model,
     changed: Mapping[str, safetensors.Tensor],
+    file_type: int | None,
     progress: bool,
     left_out: Collection[str],
 ) -> None:
-    """The same to a safetensors file, which has no metadata; `left_out` are `scales_of` all tensors."""
+    """The same to a safetensors file; `left_out` are `scales_of` all tensors."""
     tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
-    safetensors.write(path, tensors, lambda names: _shown(names, progress))
+    described = metadata.as_gguf(model.metadata, model.alignment, file_type)
+    safetensors.write(path, tensors, described, lambda names: _shown(names, progress))
 
 
 def scales_of(model: Model, names: Iterable[str]) -> dict[str, str]:
@@ -106,48 +108,13 @@ def _shown(names: Iterable[str], progress: bool) -> Iterator[str]:
             yield name
 
 
-def _writer(path: Path, model: Model) -> Any:
-    """The gguf package's writer, with the model's alignment, and made to write empty arrays too."""
-    import gguf
-
-    class Writer(gguf.GGUFWriter):
-        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
-            if vtype == gguf.GGUFValueType.ARRAY and len(val) == 0:
-                head = self._pack("I", vtype) if add_vtype else b""
-                return bytes(head + self._pack("I", sub_type) + self._pack("Q", 0))
-            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
-
-    writer = Writer(path, arch=str(model.metadata.get("general.architecture", "unknown")))
-    writer.data_alignment = model.alignment
-    return writer
-
-
 def _announce(model: Model, name: str, new: Changed | None, writer: Any) -> None:
     """Name, shape and type of a tensor."""
     import gguf
 
     info = model.tensors[name]
     number, nbytes = (info.ggml_type, info.nbytes) if new is None else (new.ggml_type, new.nbytes)
+    assert number is not None
     kind = gguf.GGMLQuantizationType(number)
     # Shapes of uint8 tensors would be taken for bytes; of any other type they are the elements'.
     writer.add_tensor_info(name, info.shape, np.dtype(np.void), nbytes, kind)
-
-
-def _copy_metadata(model: Model, file_type: int | None, writer: Any) -> None:
-    """All keys with their types; those that speak of the file itself are the new file's."""
-    import gguf
-
-    own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
-    for key in model.metadata:
-        if key.startswith("split.") or key in own:
-            continue
-        kind, element = model.metadata.value_type(key)
-        value = model.metadata[key]
-        value = value.tolist() if isinstance(value, np.ndarray) else value
-        sub = None if element is None else gguf.GGUFValueType(element)
-        writer.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
-    if model.alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
-        writer.add_custom_alignment(model.alignment)
-    if file_type is not None:
-        writer.add_file_type(file_type)
-    writer.add_quantization_version(QUANTIZATION_VERSION)

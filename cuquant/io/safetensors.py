@@ -5,7 +5,8 @@ entry of ours, "cuquant", which is JSON:
 
     {"version": 1, "weights": {tensor name: {"shape": [N, K], "format": {"name": "kbit", "bits": 4, ...}}}}
 
-with all parameters of the formats, entries of codebooks too. Other tensors are arrays of numbers.
+with all parameters of the formats, entries of codebooks too. Other tensors are arrays of numbers. A file
+that is a model has one more, whose name is the entry's "metadata": the bytes of a GGUF file of no tensors.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
 from .atomic import replacing
+from .header import Metadata
+from .metadata import DEFAULT_ALIGNMENT, as_gguf
 from .words import LFS_POINTER, escaped, of_pointer
 
 KEY = "cuquant"
 VERSION = 1
+METADATA = "cuquant.metadata"
+"""The tensor that is a model's metadata."""
 OTHER_READERS = (
     "cuquant.read_safetensors reads quantized weights of others' checkpoints (GPTQ, AWQ, EXL3, NVFP4 and so "
     "on); of a Hugging Face model in floats llama.cpp's convert_hf_to_gguf.py makes a GGUF file, which "
@@ -73,7 +78,7 @@ class Tensor(NamedTuple):
     """What the metadata says of a quantized array."""
 
 
-def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
+def save(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Metadata | None = None) -> None:
     """Write quantized arrays and plain ones to a safetensors file.
 
     A file that exists is replaced without a question, as numpy.save does it. The new one is written under a
@@ -85,6 +90,9 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
         By any name that does not end in .gguf.
     tensors : mapping of str to QuantizedArray or array
         Quantized arrays of any format; plain ones of floats, integers or bools; NumPy's or CuPy's.
+    metadata : Metadata, optional
+        Those of a GGUF file, as `cuquant.open` gives them: with them the file is a model, which
+        `cuquant.open` opens and `cuquant.evaluate` evaluates.
 
     Raises
     ------
@@ -94,10 +102,15 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
     OSError
         The file cannot be written.
     """
-    tensors, target = check.tensors(tensors), check.safetensors_path(path)
+    tensors, target = check.tensors(tensors, METADATA), check.safetensors_path(path)
     entries = {name: entry(name, tensor) for name, tensor in tensors.items()}
+    described = None
+    if metadata is not None:
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"metadata are those of a model, model.metadata, not {check.a_or_an(metadata)}")
+        described = as_gguf(metadata, DEFAULT_ALIGNMENT, metadata.get("general.file_type"))
     with replacing(target) as temporary:
-        write(temporary, entries)
+        write(temporary, entries, described)
 
 
 def entry(name: str, tensor: Any) -> Tensor:
@@ -121,22 +134,30 @@ def quantized(fmt: Format, shape: tuple[int, ...], make: Callable[[], Any]) -> T
 
 
 def write(
-    path: Path, tensors: Mapping[str, Tensor], shown: Callable[[Iterable[str]], Iterable[str]] = iter
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    described: bytes | None,
+    shown: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
-    """Write a file, a tensor at a time as each is made; their names pass through `shown`."""
+    """Write a file, a tensor at a time as each is made, with a model's metadata, if that is what it is; names
+    of tensors pass through `shown`."""
+    weights = {name: tensor.weight for name, tensor in tensors.items() if tensor.weight is not None}
+    note: dict[str, Any] = {"version": VERSION, "weights": weights}
+    if described is not None:
+        held = np.frombuffer(described, np.uint8)
+        tensors = {**tensors, METADATA: Tensor("U8", held.shape, lambda: held)}
+        note["metadata"] = METADATA
     # Wide types first: then no number lies across its alignment.
     order = sorted(tensors, key=lambda name: -TYPES[tensors[name].type].itemsize)
     places, end = {}, 0
     for name in order:
         start, end = end, end + math.prod(tensors[name].shape) * TYPES[tensors[name].type].itemsize
         places[name] = start, end
-    weights = {name: tensor.weight for name, tensor in tensors.items() if tensor.weight is not None}
-    note = json.dumps({"version": VERSION, "weights": weights})
     infos = {
         name: {"dtype": tensor.type, "shape": tensor.shape, "data_offsets": places[name]}
         for name, tensor in tensors.items()
     }
-    text = json.dumps({"__metadata__": {KEY: note}} | infos).encode()
+    text = json.dumps({"__metadata__": {KEY: json.dumps(note)}} | infos).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -170,14 +191,12 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     to_device = devices.cupy().asarray if target == "cuda" else _itself
     path = check.path(path)
     check.not_a_folder(path)
-    metadata, arrays = _read(path)
-    weights = _weights(path, metadata)
-    missing = weights.keys() - arrays.keys()
-    if missing:
-        raise ValueError(f"{path}: the weight {min(missing)!r} is listed, but there is no such tensor")
+    saved = read(path)
     return {
-        name: _weight(path, name, to_device(array), weights[name]) if name in weights else to_device(array)
-        for name, array in arrays.items()
+        name: _weight(path, name, to_device(array), saved.weights[name])
+        if name in saved.weights
+        else to_device(array)
+        for name, array in saved.arrays.items()
     }
 
 
@@ -185,22 +204,51 @@ def _itself(array: Any) -> Any:
     return array
 
 
-def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
-    """Metadata, and tensors as views of the file."""
-    import safetensors
+class Saved(NamedTuple):
+    """What is in a file that `save` wrote."""
 
+    arrays: dict[str, Any]
+    """Tensors as views of the file."""
+    offsets: dict[str, int]
+    """Where each begins in the file."""
+    weights: dict[str, Any]
+    """What is said of those that are storage bytes."""
+    metadata: Any
+    """A model's, as the bytes of a GGUF file; None of other arrays."""
+
+
+def read(path: Path) -> Saved:
+    """What is in the file; ValueError where it is none of these."""
     with path.open("rb") as stream:
-        try:
-            with safetensors.safe_open(path, "np") as file:  # validates the header
-                metadata = file.metadata() or {}
-        except safetensors.SafetensorError as error:
-            problem = why_unreadable(path, error)
-            raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
+        note = _note(path, metadata_of(path))
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     start = 8 + int.from_bytes(buffer[:8], "little")
     header = json.loads(buffer[8:start])
     header.pop("__metadata__", None)
-    return metadata, {name: _view(path, name, buffer, start, info) for name, info in header.items()}
+    arrays = {name: _view(path, name, buffer, start, info) for name, info in header.items()}
+    offsets = {name: start + info["data_offsets"][0] for name, info in header.items()}
+    weights, described = note["weights"], None
+    if "metadata" in note:
+        described = arrays.pop(note["metadata"], None)
+        if described is None or described.dtype != np.uint8 or described.ndim != 1:
+            raise ValueError(f"{path}: it has no metadata under the name {note['metadata']!r}: it is damaged")
+        offsets.pop(note["metadata"])
+    missing = weights.keys() - arrays.keys()
+    if missing:
+        raise ValueError(f"{path}: the weight {min(missing)!r} is listed, but there is no such tensor")
+    return Saved(arrays, offsets, weights, described)
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a file says of itself; ValueError where the safetensors package refuses it."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "np") as file:
+            return file.metadata() or {}
+    except safetensors.SafetensorError as error:
+        problem = why_unreadable(path, error)
+        raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
 
 
 class Header(NamedTuple):
@@ -268,8 +316,13 @@ def _view(path: Path, name: str, buffer: mmap.mmap, start: int, info: Mapping[st
     return np.frombuffer(buffer, dtype, math.prod(info["shape"]), offset).reshape(info["shape"])
 
 
-def _weights(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What the file's metadata says of its quantized arrays, by name."""
+def type_of(array: Any) -> str:
+    """The type of a tensor of plain numbers."""
+    return next(name for name, dtype in TYPES.items() if dtype == array.dtype)
+
+
+def _note(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the entry of ours says."""
     if f"{KEY}.kv_cache" in metadata:
         raise ValueError(f"{path} is a cache that KVCache.save wrote: cuquant.KVCache.load reads it")
     if KEY not in metadata:
@@ -279,18 +332,31 @@ def _weights(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     try:
         note = json.loads(metadata[KEY])
-        version, weights = note["version"], dict(note["weights"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        version, _ = note["version"], note["weights"].keys()
+        name = note.get("metadata", METADATA)
+        if not isinstance(name, str):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path}: the metadata {KEY!r} is damaged: {metadata[KEY][:80]!r}") from None
     if version != VERSION:
         raise ValueError(f"{path} has version {version!r}; this cuquant reads version {VERSION}")
-    return weights
+    return dict(note)
 
 
 def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:
     """The quantized array of a tensor's bytes."""
+    fmt, shape = described(path, name, weight)
     try:
-        return from_blocks(raw, formats.described(weight["format"]), tuple(weight["shape"]))
+        return from_blocks(raw, fmt, shape)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: the weight {name!r} is damaged: {error}") from None
+
+
+def described(path: Path, name: str, weight: Any) -> tuple[Format, tuple[int, ...]]:
+    """Format and shape of a weight, as the file says; ValueError where it says what cannot be."""
+    try:
+        shape = check.shape(tuple(weight["shape"]))
+        return check.whole_blocks(shape, formats.described(weight["format"])), shape
     except KeyError as error:
         raise ValueError(f"{path}: the weight {name!r} is damaged: no {error} is given") from None
     except (ValueError, TypeError, OverflowError) as error:

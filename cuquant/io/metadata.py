@@ -1,0 +1,58 @@
+"""Metadata of a GGUF file for another one, which may have nothing else."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from .header import Metadata
+
+DEFAULT_ALIGNMENT = 32
+"""Bytes, of a file that says nothing else."""
+QUANTIZATION_VERSION = 2
+"""ggml's version of the block formats, stored as general.quantization_version."""
+
+
+def writer(path: Path, metadata: Metadata, alignment: int, file_type: int | None) -> Any:
+    """The gguf package's writer, with all of the metadata; those that speak of the file itself are the new
+    one's, whose general.file_type, if it has any, is given. It writes empty arrays, too."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val: Any, vtype: Any, add_vtype: bool, sub_type: Any = None) -> bytes:
+            if vtype == gguf.GGUFValueType.ARRAY and len(val) == 0:
+                head = self._pack("I", vtype) if add_vtype else b""
+                return bytes(head + self._pack("I", sub_type) + self._pack("Q", 0))
+            return bytes(super()._pack_val(val, vtype, add_vtype, sub_type))
+
+    made = Writer(path, arch=str(metadata.get("general.architecture", "unknown")))
+    made.data_alignment = alignment
+    own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
+    for key in metadata:
+        if key.startswith("split.") or key in own:
+            continue
+        kind, element = metadata.value_type(key)
+        value = metadata[key]
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        sub = None if element is None else gguf.GGUFValueType(element)
+        made.add_key_value(key, value, gguf.GGUFValueType(kind), sub_type=sub)
+    if alignment != gguf.GGUF_DEFAULT_ALIGNMENT:
+        made.add_custom_alignment(alignment)
+    if file_type is not None:
+        made.add_file_type(file_type)
+    made.add_quantization_version(QUANTIZATION_VERSION)
+    return made
+
+
+def as_gguf(metadata: Metadata, alignment: int, file_type: int | None) -> bytes:
+    """A GGUF file of no tensors."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "metadata.gguf"
+        with closing(writer(path, metadata, alignment, file_type)) as made:
+            made.write_header_to_file()
+            made.write_kv_data_to_file()
+        return path.read_bytes()

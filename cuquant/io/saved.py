@@ -1,0 +1,78 @@
+"""A model in a safetensors file: weights for which GGUF has no types, beside the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..formats import Format
+from ..formats.nvfp4 import NvFp4
+from . import safetensors
+from .gguf import PLAIN_TYPES, GGUFError, Header, SavedArraysError, TensorInfo, scan
+
+_NUMBERS = {name: number for number, (name, _) in PLAIN_TYPES.items()}
+
+
+class SavedFile:
+    """A file that `safetensors.save` wrote with metadata, read as a GGUF file is (`gguf.File`).
+
+    Raises SavedArraysError where it has no metadata, GGUFError where it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            saved = safetensors.read(path)
+        except ValueError as error:
+            raise GGUFError(str(error)) from None
+        if saved.metadata is None:
+            raise SavedArraysError(
+                f"{path}: not a model, but arrays that cuquant wrote, and cuquant.load reads: it has no "
+                "metadata (what cuquant.quantize_file writes has them, and cuquant.save can be given them)"
+            )
+        described = scan(memoryview(saved.metadata), f"{path}: metadata")
+        self._arrays: dict[str, Any] | None = saved.arrays
+        tensors = {
+            name: self._info(name, array, saved.weights.get(name), saved.offsets[name])
+            for name, array in saved.arrays.items()
+        }
+        self.header = Header(
+            described.version, described.alignment, described.metadata, tensors, min(saved.offsets.values())
+        )
+
+    def _info(self, name: str, array: NDArray[Any], weight: Any, offset: int) -> TensorInfo:
+        """What the file says of a tensor."""
+        if weight is None:
+            kind = safetensors.type_of(array)
+            if kind not in _NUMBERS:
+                raise GGUFError(f"{self.path}: tensor {name!r} has the type {kind}, which no model has")
+            return TensorInfo(name, array.shape, _NUMBERS[kind], kind, offset, array.nbytes)
+        try:
+            fmt, shape = safetensors.described(self.path, name, weight)
+        except ValueError as error:
+            raise GGUFError(str(error)) from None
+        need = math.prod(fmt.stored(shape))
+        if array.dtype != np.uint8 or array.size != need:
+            held = f"{array.size} of {array.dtype} are there, {fmt} of shape {shape} has {need} bytes"
+            raise GGUFError(f"{self.path}: the weight {name!r} is damaged: {held}")
+        return TensorInfo(name, shape, _ggml_type(fmt), fmt.name.upper(), offset, array.nbytes, fmt)
+
+    def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, a read-only view; ValueError where the file is closed."""
+        if self._arrays is None:
+            raise ValueError(f"{self.path}: tensor {tensor.name!r}: the file is closed")
+        return self._arrays[tensor.name].reshape(-1).view(np.uint8)
+
+    def close(self) -> None:
+        """Unmap the file, unless views of it are alive: they keep it mapped."""
+        self._arrays = None
+
+
+def _ggml_type(fmt: Format) -> int | None:
+    """The GGUF type of which a tensor in that format could be, by its bytes alone."""
+    scaled = isinstance(fmt, NvFp4) and fmt.tensor_scale != 1
+    return None if scaled else fmt.ggml_type
