@@ -1,4 +1,4 @@
-"""Formats that GGUF has no type for are kept in safetensors files, codebooks included."""
+"""Formats that GGUF has no type for are kept in safetensors files: arrays, and whole models."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,3 +20,10 @@ with TemporaryDirectory() as folder:
     print(f"{file.stat().st_size:,} bytes")
     for name, array in cq.load(file).items():
         print(f"{name}: {array if isinstance(array, cq.QuantizedArray) else array.shape}")
+
+    file = Path(folder) / "model.safetensors"
+    cq.quantize_file(model, file, cq.KBit(3))  # with the model's metadata
+    with cq.open(file, "cpu") as quantized:
+        print(quantized)
+        text = Path(__file__).parent / "data/heldout-public.txt"
+        print(cq.evaluate(quantized, text=text, base=model, ctx=128, chunks=4))

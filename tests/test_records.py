@@ -15,6 +15,17 @@ ROOT = Path(__file__).parent.parent
 README, PERFORMANCE = ((ROOT / f).read_text(encoding="utf-8") for f in ("README.md", "docs/performance.md"))
 
 
+OF_H100 = ("matmul", "kbit", "fp4-int4", "trellis", "moe", "attention")
+"""Records with floors of an H100's own."""
+
+
+@pytest.fixture(scope="module")
+def h100() -> dict[str, list[dict[str, Any]]]:
+    """Their cells."""
+    path = ROOT / "examples/benchmarks"
+    return {name: json.loads((path / f"h100-{name}.json").read_text())["cells"] for name in OF_H100}
+
+
 @pytest.fixture(scope="module")
 def records() -> dict[str, Any]:
     """Committed records, by what their files are called."""
@@ -34,7 +45,7 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
     assert len(records) == 13
-    others = {f"h100-{name}" for name in ("grids", "matmul", "two-bits", "weights")}
+    others = {f"h100-{name}" for name in (*OF_H100, "grids", "two-bits", "weights")}
     paths = sorted((ROOT / "examples/benchmarks").glob("*.json"))
     assert {path.stem for path in paths} == others | {f"h200-{name}" for name in records}
     for path in paths:
@@ -110,6 +121,42 @@ def test_times_on_an_h100(name: str, label: str, count: int) -> None:
         assert times == pytest.approx([cells[like, m][kind] for m in batches], abs=0.051)
 
 
+def test_aims_on_an_h100(h100: dict[str, list[dict[str, Any]]]) -> None:
+    kinds = {"q4_0 to q8_0": "matmul", "k-bit": "kbit", "FP4, int4": "fp4-int4", "trellis": "trellis"}
+    own = {kind: [c for c in h100[name] if c["activation"] == "f16"] for kind, name in kinds.items()}
+    aims = {"1 to 16": 1.1, "32": 1.2, "64": 1.3, "128": 1.15, "256, 512": 1.08, "1024 and more": 1.05}
+    last = [16, 32, 64, 128, 512, 4096]
+    for (rows, aim), first, most in zip(aims.items(), [0, *last], last, strict=False):
+        found = [c for c in itertools.chain(*own.values()) if first < c["M"] <= most]
+        reached = sum(c["us"] <= aim * c["floor_us"] for c in found)
+        faster = sum(c["us"] <= c["cublas_us"] for c in found)
+        assert f"| {rows} | {aim} | {reached} of {len(found)} | {faster} of {len(found)} |" in PERFORMANCE
+    for kind, cells in own.items():
+        assert f"| {kind} | {ranges(cells)} |" in PERFORMANCE
+
+
+def test_mixtures_and_attention_on_an_h100(h100: dict[str, list[dict[str, Any]]]) -> None:
+    mixtures = {(c["format"], c["M"]): c for c in h100["moe"]}
+    batches = (1, 2, 4, 8, 16, 64, 512, 4096)
+    rows = table(PERFORMANCE, f"| on an H100 | 1 token | {' | '.join(map(str, batches[1:]))} |")
+    assert len(rows) == 8
+    for name, times in rows.items():
+        kind = {"cuBLAS, dense": "cublas_us", "floor, q4_0": "floor_us"}.get(name, "us")
+        measured = [mixtures[name if kind == "us" else "q4_0", m][kind] for m in batches]
+        assert times == pytest.approx(measured, abs=0.51)
+    attention = {(c["bits"], c["batch"], c["context"]): c for c in h100["attention"] if c["kv_heads"] == 8}
+    rows = table(PERFORMANCE, "| bits, on an H100 | 4k tokens | 32k | 128k | 8 x 4k | 8 x 32k | 8 x 128k |")
+    assert len(rows) == 8
+    for bits, times in rows.items():
+        kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
+        sizes = itertools.product((1, 8), (4096, 32768, 131072))
+        measured = [attention[(bits if kind == "us" else "4", *size)][kind] for size in sizes]
+        assert times == pytest.approx(measured, abs=0.051)
+    long = [c for c in h100["attention"] if c["context"] >= 32768]
+    near = sum(c["us"] <= 1.2 * c["floor_us"] for c in long)
+    assert f"from 32k tokens on {near} of {len(long)} caches are within 1.2 times" in PERFORMANCE
+
+
 def test_how_many_times_as_fast_as_tinygemm(records: dict[str, Any]) -> None:
     cells = {(c["format"], f"{c['N']} x {c['K']}", c["M"]): c for c in records["peers"]["cells"]}
     batches = (1, 2, 4, 8, 16, 32, 64)
@@ -179,6 +226,11 @@ def test_ranges_over_the_floor(
         for c in records[record]["cells"]
         if (c["op"], c["activation"]) == ("matmul", "f16") and (not formats or c["format"] in formats)
     ]
+    assert f"| {family} | {ranges(cells)} |" in PERFORMANCE
+
+
+def ranges(cells: list[dict[str, Any]]) -> str:
+    """The least and the most of times over the floor's, and cuBLAS's, by rows of x: a table's row."""
     groups = [
         [c["us"] / c[other] for c in cells if first <= c["M"] <= last]
         for other, first, last in (
@@ -190,8 +242,7 @@ def test_ranges_over_the_floor(
             ("cublas_us", 1024, 4096),
         )
     ]
-    row = " | ".join(f"{min(group):.2f} to {max(group):.2f}" for group in groups)
-    assert f"| {family} | {row} |" in PERFORMANCE
+    return " | ".join(f"{min(group):.2f} to {max(group):.2f}" for group in groups)
 
 
 def test_how_many_cells_reach_their_aim(records: dict[str, Any]) -> None:
