@@ -149,8 +149,9 @@ def test_mixtures_and_attention_on_an_h100(h100: dict[str, list[dict[str, Any]]]
     assert len(rows) == 8
     for bits, times in rows.items():
         kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
-        sizes = itertools.product((1, 8), (4096, 32768, 131072))
-        measured = [attention[(bits if kind == "us" else "4", *size)][kind] for size in sizes]
+        like = [bits if kind == "us" else "4"]
+        keys = itertools.product(like, (1, 8), (4096, 32768, 131072))
+        measured = [attention[key][kind] for key in keys]
         assert times == pytest.approx(measured, abs=0.051)
     long = [c for c in h100["attention"] if c["context"] >= 32768]
     near = sum(c["us"] <= 1.2 * c["floor_us"] for c in long)
