@@ -213,3 +213,21 @@ def test_commands(run: Run, tmp_path: Path) -> None:
     assert run("dequantize", target, tmp_path / "f.gguf").status == 0
     assert "1 tensor identical" in run("compare", target, target).out
     assert "KBIT2" in run("compare", source, target).out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", CASES, ids=str)
+def test_on_a_gpu(tmp_path: Path, fmt: Any) -> None:
+    path = saved(tmp_path, fmt)
+    here, there = (cq.open(path, device) for device in ("cpu", "cuda"))
+    assert (there.device, list(there)) == ("cuda", list(here))
+    for name in here:
+        same(
+            there[name].to_device("cpu") if hasattr(there[name], "format") else there[name].get(), here[name]
+        )
+        np.testing.assert_array_equal(there.floats(name), here.floats(name))
+    w = there["blk.0.ffn_up.weight"]
+    x = weights(3, 64)
+    assert cq.testing.nmse((there.xp.asarray(x) @ w.T).get(), x @ here["blk.0.ffn_up.weight"].T) < 1e-6
+    cq.save(path, dict(there), there.metadata)
+    same(cq.open(path, "cpu")["output.weight"], here["output.weight"])
