@@ -34,7 +34,7 @@ def warmup(
 
     Parameters
     ----------
-    weights : path of a GGUF file, Model, or QuantizedArrays
+    weights : path of a model, Model, or QuantizedArrays
         Only formats and shapes count; no tensor is read.
     batches : ints
         Rows of x, all leading axes together.

@@ -65,7 +65,7 @@ from cuquant import cli
         (("quantize", NANO, "out.gguf"), "the following arguments are required: --format"),
         (("quantize", NANO, "out.gguf", "--format", "zz"), "argument --format: unknown format 'zz'; known"),
         (("quantize", NANO, "--format", "q8_0"), "the following arguments are required: OUT"),
-        (("dump",), "the following arguments are required: MODEL.gguf"),
+        (("dump",), "the following arguments are required: MODEL"),
         (("bench", "--shapes", "1x"), "--shapes: invalid shapes '1x': a shape is NxK, as 14336x4096"),
         (("bench", "--shapes", "0x32"), "--shapes: invalid shapes '0x32': a shape is NxK, as 14336x4096"),
         (("bench", "moe", "--experts", "x"), "argument --experts: 'x' is not a positive whole number"),

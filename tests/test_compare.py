@@ -236,7 +236,7 @@ def test_files_of_saved_arrays(tmp_path: Path, fmt: str | cq.Format) -> None:
     assert (first.nmse, first.max_abs_error) == (expected.nmse, expected.max_abs_error)
     assert (first.a, first.b, second.identical) == (
         "F32",
-        w.format.name.upper(),
+        "NVFP4" if isinstance(fmt, cq.NvFp4) else w.format.name.upper(),
         True,
     )
     assert first.b_bits == pytest.approx(8 * w.nbytes / W.size)

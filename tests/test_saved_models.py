@@ -16,6 +16,7 @@ from test_safetensors import same
 import cuquant as cq
 from cuquant import formats
 from cuquant.io.safetensors import KEY, METADATA
+from cuquant.io.saved import type_name
 from cuquant.warmup import _weights as matrices_of
 
 RECIPE = {"blk.0.*": cq.KBit(3, np.linspace(-1, 1, 8) ** 3), "*": "int4-32-zeros"}
@@ -55,14 +56,14 @@ def test_tensors_and_metadata(tmp_path: Path, fmt: Any) -> None:
         numbers = array.dequantize() if isinstance(array, cq.QuantizedArray) else array
         np.testing.assert_array_equal(model.floats(name), numbers)
     up = model["blk.0.ffn_up.weight"]
-    assert model.tensors["blk.0.ffn_up.weight"].type_name == up.format.name.upper()
+    assert model.tensors["blk.0.ffn_up.weight"].type_name == type_name(up.format)
     assert model.format("blk.0.ffn_up.weight") == up.format
     x = weights(3, 64)
     np.testing.assert_array_equal(x @ up.T, x @ arrays["blk.0.ffn_up.weight"].T)
     assert {k: v for k, v in model.metadata.items() if k not in REWRITTEN} == {
         k: v for k, v in source.metadata.items() if k not in REWRITTEN
     }
-    assert up.format.name.upper() in repr(model)
+    assert type_name(up.format) in repr(model)
     model.close()
     with pytest.raises(ValueError, match=r"t\.safetensors: tensor 'embd': the file is closed"):
         model["embd"]
@@ -120,7 +121,7 @@ def test_what_gguf_has_no_types_for_is_not_copied_there(tmp_path: Path) -> None:
     path = saved(tmp_path)
     with (
         untouched(tmp_path),
-        pytest.raises(cq.GGUFError, match=r"tensor 'output\.weight' is in kbit4, which has no GGUF type"),
+        pytest.raises(cq.GGUFError, match=r"tensor 'output\.weight' is in kbit4, for which GGUF has no type"),
     ):
         cq.dequantize_file(path, tmp_path / "f.gguf", keep="output.weight", device="cpu")
     with untouched(tmp_path), pytest.raises(ValueError, match=r"quantized already: .*KBIT4"):
@@ -154,6 +155,13 @@ def test_a_type_of_gguf_s_is_copied_there(tmp_path: Path) -> None:
             {},
             "'output.weight' is damaged: 68 of uint8 are there, kbit4 of shape .8, 32. has 136 bytes",
         ),
+        (
+            {"weights": {"output.weight": {"shape": [4, 32], "format": {"name": "nvfp4", "scale": None}}}},
+            {},
+            "'output.weight' is damaged: nvfp4.*: the format has no scale",
+        ),
+        ({}, {"blk.0.ffn_norm.weight": {"shape": [1] * 70 + [64]}}, "norm.weight' has the shape"),
+        ({}, {"blk.0.ffn_norm.weight": {"shape": [1, 1, 1, 1, 64]}}, "norm.weight' has the shape"),
         (
             {},
             {"blk.0.ffn_norm.weight": {"dtype": "U32"}},
@@ -213,6 +221,54 @@ def test_commands(run: Run, tmp_path: Path) -> None:
     assert run("dequantize", target, tmp_path / "f.gguf").status == 0
     assert "1 tensor identical" in run("compare", target, target).out
     assert "KBIT2" in run("compare", source, target).out
+
+
+def test_models_that_gguf_s_rules_refuse_are_not_saved(tmp_path: Path) -> None:
+    """They could be opened by nothing, or be written to no GGUF file."""
+    metadata = cq.open(small(tmp_path / "s.gguf"), "cpu").metadata
+    ones = np.ones((2, 32), np.float32)
+    for tensors, message in (
+        ({}, "a model has tensors"),
+        ({"": ones}, "tensor '' has a name of 0 bytes"),
+        ({"a" * 64: ones}, "has a name of 64 bytes; those of models have 1 to 63"),
+        ({"a": ones.reshape(1, 1, 1, 2, 32)}, "shape .1, 1, 1, 2, 32.; those of models have up to 4 dim"),
+        ({"a": ones[:0]}, "has the shape .0, 32.; .* none zero"),
+        ({"a": ones > 0}, "'a' has the type BOOL; allowed are F64, F32"),
+    ):
+        with untouched(tmp_path), pytest.raises(ValueError, match=message):
+            cq.save(tmp_path / "m.safetensors", tensors, metadata)
+        cq.save(tmp_path / "m.safetensors", tensors)
+        (tmp_path / "m.safetensors").unlink()
+
+
+@pytest.mark.parametrize("name", [METADATA, "__metadata__"])
+def test_names_that_are_taken(tmp_path: Path, name: str) -> None:
+    source = write(tmp_path / "s.gguf", {"w.weight": weights(8, 64), name: weights(3)})
+    with untouched(tmp_path), pytest.raises(ValueError, match=f"can have no tensor named '{name}'"):
+        cq.quantize_file(source, tmp_path / "t.safetensors", "kbit4", device="cpu")
+
+
+def test_metadata_that_are_a_model_themselves(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    place = 8 + int.from_bytes(content[:8], "little") + header[METADATA]["data_offsets"][0]
+    size = header[METADATA]["data_offsets"][1] - header[METADATA]["data_offsets"][0]
+    other = (tmp_path / "s.gguf").read_bytes()[:size]
+    path.write_bytes(content[:place] + other + content[place + len(other) :])
+    with pytest.raises(cq.GGUFError, match=r"t\.safetensors: metadata: "):
+        cq.open(path, "cpu")
+
+
+def test_scales_are_no_types(tmp_path: Path) -> None:
+    """A tensor of nvfp4 has the same type whatever its scale, as in a GGUF file."""
+    settings: dict[str, Any] = {"tokens": np.arange(64), "ctx": 64, "device": "cpu"}
+    cq.quantize_file(NANO, tmp_path / "m.safetensors", cq.NvFp4(), device="cpu")
+    model = cq.open(tmp_path / "m.safetensors", "cpu")
+    assert "30 NVFP4" in repr(model)
+    assert cq.evaluate(model, **settings).rows[0].format == "nvfp4"
+    with pytest.raises(cq.GGUFError, match=r"is in nvfp4\*.*, for which GGUF has no type"):
+        cq.dequantize_file(model, tmp_path / "f.gguf", keep="output.weight")
 
 
 @pytest.mark.gpu

@@ -34,8 +34,8 @@ SPARE = 4 << 30
 class AttentionCell:
     """One measurement: a query per sequence; times in microseconds.
 
-    `bits` are those of the tokens; "mixed" has MIXED of them. `floor_us` is there where the GPU's ceilings
-    are known, the others' times where they are installed. `mhz` is the GPU's mean clock meanwhile.
+    `bits` are those of the tokens; "mixed" has MIXED of them. The others' times are there where they
+    are installed. `mhz` is the GPU's mean clock meanwhile.
     """
 
     op: str

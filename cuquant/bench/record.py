@@ -21,7 +21,7 @@ from ..render import missing, rows_to_csv, table_format_of, to_pandas
 from .ceilings import Ceilings, measured, told_by
 from .peers import PEERS
 
-Floor = Callable[..., float]
+Floor = Callable[..., float | None]
 """Microseconds of so many bytes, and so many operations: `Record.floor_us`."""
 
 
@@ -140,10 +140,13 @@ class Record:
         """Rates of the GPU that the floors go by; None where they are not known."""
         return told_by(self.header)
 
-    def floor_us(self, moved: float, operations: float = 0) -> float:
+    def floor_us(self, moved: float, operations: float = 0) -> float | None:
         """The least time of a launch that moves so many bytes and computes so much, on this GPU: where its
-        ceilings are not known yet, they are measured, and the record has them from then on."""
+        ceilings are not known yet, they are measured, and the record has them from then on. None where they
+        cannot be."""
         found = self.ceilings or measured()
+        if found is None:
+            return None
         self.header["ceilings"] = found._asdict()
         return found.floor_us(moved, operations)
 

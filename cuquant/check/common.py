@@ -235,7 +235,7 @@ def model_path(value: Any) -> Path:
     """The path of a model's file."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(
-            f"a model is the path of a GGUF file, or a cuquant.Model that is open, not {a_or_an(value)}"
+            f"a model is the path of a file, or a cuquant.Model that is open, not {a_or_an(value)}"
         )
     return path(value)
 

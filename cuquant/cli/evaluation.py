@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
         "Perplexity, KL divergence and tensor errors of models, or of their quantizations.",
         _left,
     )
-    command.add_argument("models", metavar="MODEL.gguf", nargs="+")
+    command.add_argument(
+        "models", metavar="MODEL.gguf", nargs="+", help="or MODEL.safetensors that quantize wrote"
+    )
     command.add_argument(
         "--results",
         metavar="FILE.json",

@@ -33,7 +33,7 @@ def _add_quantize(commands: Any) -> None:
     )
     command.add_argument("source", metavar="IN.gguf")
     command.add_argument(
-        "target", metavar="OUT", help="OUT.gguf, or OUT.safetensors, which all commands take"
+        "target", metavar="OUT", help="OUT.gguf, or OUT.safetensors, which eval and the others take"
     )
     command.add_argument(
         "--format",
@@ -152,13 +152,13 @@ def _add_dump(commands: Any) -> None:
 
 def _dump(arguments: argparse.Namespace) -> None:
     from ..io import dump
-    from ..io.gguf import GGUFError
+    from ..io.gguf import SafetensorsError
     from ..io.model import opened
 
     path = Path(arguments.model)
     try:
         model = opened(path, "cpu")  # no tensor is read
-    except GGUFError:
+    except SafetensorsError:
         listed = dump.of_safetensors(path, arguments.json) if path.is_file() else None
         if listed is None:
             raise

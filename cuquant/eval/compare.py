@@ -18,6 +18,7 @@ from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
 from ..io.header import same_value
 from ..io.model import Model, open as open_model
 from ..io.safetensors import load
+from ..io.saved import type_name
 from ..io.words import counted, escaped
 from ..ops.quantize import from_blocks
 from ..render import Columns, render_records, to_json, to_pandas
@@ -211,7 +212,7 @@ class _Side(Protocol):
 
 
 class _OfModel:
-    """A GGUF file."""
+    """A model."""
 
     def __init__(self, model: Model) -> None:
         self.path, self.nbytes, self._model = model.path, model.nbytes, model
@@ -256,7 +257,7 @@ class _OfArrays:
         array = self._arrays.get(name)
         if array is None:
             return None
-        kind = str(array.format) if isinstance(array, QuantizedArray) else _TYPE_NAMES.get(array.dtype)
+        kind = type_name(array.format) if isinstance(array, QuantizedArray) else _TYPE_NAMES.get(array.dtype)
         return _Tensor(array.shape, (kind or str(array.dtype)).upper(), array.nbytes)
 
     def stored(self, name: str) -> tuple[Any, Any]:

@@ -50,7 +50,7 @@ def evaluate(
     device: str | None = None,
     progress: bool = False,
 ) -> Evaluation:
-    """Perplexity, divergence from the original, and tensor errors of a Llama-architecture GGUF model.
+    """Perplexity, divergence from the original, and tensor errors of a Llama-architecture model.
 
     The tokens are cut into chunks of `ctx`, each an independent context; only the second half of a chunk is
     scored (for 512: positions 256..510 predict tokens 257..511), as llama-perplexity does. Where the
@@ -59,6 +59,7 @@ def evaluate(
     Parameters
     ----------
     model : path or Model
+        What `cuquant.open` opens: a GGUF file, or a safetensors file that `cuquant.quantize_file` wrote.
     text : str or path-like
         A str is the text itself, a path object a UTF-8 file. Tokenized with the model's vocabulary.
     tokens : int array [n]

@@ -41,7 +41,7 @@ def evaluate_files(
     device: str | None = None,
     progress: bool = False,
 ) -> Evaluations:
-    """Evaluate GGUF models one after the other on the same text, each as `evaluate` does.
+    """Evaluate models one after the other on the same text, each as `evaluate` does.
 
     Parameters
     ----------

@@ -79,7 +79,7 @@ class Tokenizer:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any] | Model | str | os.PathLike[str]) -> Tokenizer:
-        """Build from the `tokenizer.ggml.*` keys of a GGUF file: its metadata, a Model, or the file's path.
+        """Build from the `tokenizer.ggml.*` keys of a model: its metadata, a Model, or its file's path.
 
         Raises ValueError for a vocabulary that is malformed or of a kind not known here, and what
         `cuquant.open` raises of a path.

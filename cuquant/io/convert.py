@@ -209,7 +209,7 @@ def quantize_file(
     device: str | None = None,
     progress: bool = False,
 ) -> Selection:
-    """Quantize a GGUF model into a new file: GGUF that llama.cpp loads, or safetensors.
+    """Quantize a model into a new file: GGUF that llama.cpp loads, or safetensors.
 
     Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
     its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file can

@@ -30,6 +30,8 @@ from .. import check
 from ..formats import by_ggml_type, by_type_name, of_forks
 from .header import (
     LENGTH,
+    MAX_NAME_BYTES,
+    MAX_RANK,
     Buffer,
     GGUFError,
     Header,
@@ -43,15 +45,13 @@ from .header import (
     still_open,
 )
 from .metadata import DEFAULT_ALIGNMENT
-from .safetensors import KEY, OTHER_READERS
+from .safetensors import KEY, LONGEST_HEADER, OTHER_READERS
 from .words import LFS_POINTER, of_pointer
 
 __all__ = ["File", "GGUFError", "Header", "Metadata", "TensorInfo", "ValueType", "scan"]
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20
-MAX_RANK = 4
 MAX_KEY_BYTES = 65535
-MAX_NAME_BYTES = 63  # ggml keeps a tensor's name in 64 bytes, the terminator included
 
 # Bounds of a whole header, far above real models; scanning up to any of them takes 0.02 to 0.2 s.
 MAX_KEYS = 1 << 12  # real: below 100
@@ -61,7 +61,6 @@ MAX_TEXT_BYTES = 1 << 20  # keys and names, decoded at once; real: below 200,000
 
 _U32, _COUNTS, _ARRAY = struct.Struct("<I"), struct.Struct("<QQ"), struct.Struct("<IQ")
 _TENSOR = {rank: struct.Struct(f"<{rank}QIQ") for rank in range(MAX_RANK + 1)}
-_LOOKED_AT = 4096  # bytes of a safetensors header, whose metadata writers put first
 _OWN_READERS = {
     KEY: "load reads it, as a dict of arrays",
     f"{KEY}.kv_cache": "KVCache.load reads it",
@@ -83,8 +82,12 @@ PLAIN_TYPES: dict[int, tuple[str, np.dtype[Any]]] = {
 """Types of tensors that hold plain numbers: name and NumPy type."""
 
 
-class SavedArraysError(GGUFError):
-    """It is a file of arrays that `cuquant.save` wrote."""
+class SafetensorsError(GGUFError):
+    """It is a safetensors file, and no model."""
+
+
+class SavedArraysError(SafetensorsError):
+    """It is a safetensors file that cuquant wrote: of arrays, or a model (`saved.SavedFile` knows)."""
 
 
 class File:
@@ -150,14 +153,15 @@ def _of_another_kind(buffer: Buffer, source: str) -> GGUFError:
     no = f"{source}: not a GGUF file"
     if pointer := of_pointer(bytes(buffer[: len(LFS_POINTER)])):
         return GGUFError(f"{no}, but {pointer}")
-    header = bytes(buffer[8 : 8 + _LOOKED_AT])
+    length = int.from_bytes(buffer[:8], "little")
+    header = bytes(buffer[8 : 8 + min(length, LONGEST_HEADER)])
     if not header.startswith(b"{"):
         return GGUFError(f"{no}: it starts with {bytes(buffer[:4])!r} instead of b'GGUF'")
     for key, reader in _OWN_READERS.items():
         if f'"{key}"'.encode() in header:
-            kind = SavedArraysError if key == KEY else GGUFError
+            kind = SavedArraysError if key == KEY else SafetensorsError
             return kind(f"{no}, but a safetensors file: cuquant wrote it, and cuquant.{reader}")
-    return GGUFError(f"{no}, but a safetensors file: {OTHER_READERS}")
+    return SafetensorsError(f"{no}, but a safetensors file: {OTHER_READERS}")
 
 
 class _Scanner:

@@ -21,6 +21,9 @@ from .words import counted, escaped, missing, short
 
 Buffer: TypeAlias = bytes | memoryview | mmap.mmap
 
+MAX_RANK = 4
+MAX_NAME_BYTES = 63
+"""ggml keeps a tensor's name in 64 bytes, the terminator included."""
 LENGTH = struct.Struct("<Q")
 """A string's length in bytes, in front of it."""
 
@@ -33,7 +36,7 @@ def still_open(buffer: Buffer, what: str) -> Buffer:
 
 
 class GGUFError(ValueError):
-    """A file is not a GGUF file that can be trusted; the message says what is wrong and where."""
+    """A file is not a model that can be trusted; the message says what is wrong and where."""
 
 
 class ValueType(IntEnum):
@@ -93,6 +96,16 @@ class TensorInfo:
                 "offset": f"{self.offset:,}",
             }
         )
+
+
+def misfit(name: str, shape: tuple[int, ...]) -> str | None:
+    """Why no model has a tensor of that name and shape; None where one may."""
+    size = len(name.encode())
+    if not 0 < size <= MAX_NAME_BYTES:
+        return f"has a name of {size} bytes; those of models have 1 to {MAX_NAME_BYTES}"
+    if len(shape) > MAX_RANK or 0 in shape:
+        return f"has the shape {shape}; those of models have up to {MAX_RANK} dimensions, none zero"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A GGUF file as a lazy mapping from tensor names to arrays."""
+"""A model's file as a lazy mapping from tensor names to arrays."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FallbackWarning(UserWarning):
 
 
 class Model(Mapping[str, Any]):
-    """Tensors and metadata of a GGUF model, read from the memory-mapped file when asked for.
+    """Tensors and metadata of a model, read from the memory-mapped file when asked for.
 
     ``model[name]`` is a QuantizedArray for the formats of this library and a plain array for F32, F16, BF16
     and the integer types, in NumPy's axis order (rows first). On the CPU both share the file's memory and
@@ -281,13 +281,14 @@ def _rounded(x: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
-    """Open a GGUF file: the header is read and validated, tensor bytes are not touched.
+    """Open a model: the header is read and validated, tensor bytes are not touched.
 
     Parameters
     ----------
     path : str or path
         A GGUF file, little-endian, version 2 or 3; for a split model (…-00001-of-00003.gguf) any of its
-        files, the others beside it.
+        files, the others beside it. Or a safetensors file that `cuquant.quantize_file` wrote, or
+        `cuquant.save` with metadata.
     device : "cpu" or "cuda", optional
         Where tensors are put when read: by default on the GPU where one can be used (see `cuquant info`).
 
@@ -298,7 +299,7 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     Raises
     ------
     GGUFError
-        The file is not a valid GGUF file, or parts of a split model are missing or do not belong together.
+        The file is no such file, or damaged, or parts of a split model are missing or do not belong together.
 
     Warns
     -----

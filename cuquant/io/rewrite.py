@@ -54,7 +54,10 @@ def write_gguf(
     foreign = [name for name in names if name not in changed and model.tensors[name].ggml_type is None]
     if foreign:
         kind = model.format(foreign[0])
-        raise GGUFError(f"tensor {foreign[0]!r} is in {kind}, which has no GGUF type: it cannot be copied")
+        raise GGUFError(
+            f"tensor {foreign[0]!r} is in {kind}, for which GGUF has no type: it cannot be copied "
+            "(into a file named *.safetensors it can)"
+        )
     with closing(metadata.writer(path, model.metadata, model.alignment, file_type)) as writer:
         for name in names:
             _announce(model, name, changed.get(name), writer)
@@ -76,8 +79,9 @@ def write_safetensors(
 ) -> None:
     """The same to a safetensors file; `left_out` are `scales_of` all tensors."""
     tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
-    described = metadata.as_gguf(model.metadata, model.alignment, file_type)
-    safetensors.write(path, tensors, described, lambda names: _shown(names, progress))
+    check.tensors(tensors, safetensors.METADATA)
+    own = metadata.as_gguf(model.metadata, model.alignment, file_type)
+    safetensors.write(path, tensors, own, lambda names: _shown(names, progress))
 
 
 def scales_of(model: Model, names: Iterable[str]) -> dict[str, str]:

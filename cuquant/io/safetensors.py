@@ -27,7 +27,7 @@ from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
 from .atomic import replacing
-from .header import Metadata
+from .header import Metadata, misfit
 from .metadata import DEFAULT_ALIGNMENT, as_gguf
 from .words import LFS_POINTER, escaped, of_pointer
 
@@ -41,7 +41,7 @@ OTHER_READERS = (
     "cuquant.open reads"
 )
 """What to do with a safetensors file of others."""
-_LONGEST_HEADER = 100_000_000
+LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors package refuses a longer one."""
 TYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
@@ -59,6 +59,8 @@ TYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(bool),
 }
 """Types of tensors that hold plain numbers."""
+OF_MODELS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")
+"""Those of them that GGUF has, too."""
 SMALL_FLOATS: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
@@ -92,7 +94,8 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Met
         Quantized arrays of any format; plain ones of floats, integers or bools; NumPy's or CuPy's.
     metadata : Metadata, optional
         Those of a GGUF file, as `cuquant.open` gives them: with them the file is a model, which
-        `cuquant.open` opens and `cuquant.evaluate` evaluates.
+        `cuquant.open` opens and `cuquant.evaluate` evaluates. Names, shapes and types are then those that a
+        GGUF file may have.
 
     Raises
     ------
@@ -104,13 +107,26 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Any], metadata: Met
     """
     tensors, target = check.tensors(tensors, METADATA), check.safetensors_path(path)
     entries = {name: entry(name, tensor) for name, tensor in tensors.items()}
-    described = None
-    if metadata is not None:
-        if not isinstance(metadata, Metadata):
-            raise TypeError(f"metadata are those of a model, model.metadata, not {check.a_or_an(metadata)}")
-        described = as_gguf(metadata, DEFAULT_ALIGNMENT, metadata.get("general.file_type"))
+    own = None if metadata is None else _of_model(entries, metadata)
     with replacing(target) as temporary:
-        write(temporary, entries, described)
+        write(temporary, entries, own)
+
+
+def _of_model(tensors: Mapping[str, Tensor], metadata: Any) -> bytes:
+    """The bytes of a model's metadata; TypeError or ValueError where no model has these tensors."""
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"metadata are those of a model, model.metadata, not {check.a_or_an(metadata)}")
+    if not tensors:
+        raise ValueError("a model has tensors: save none without metadata")
+    for name, tensor in tensors.items():
+        shape = tensor.shape if tensor.weight is None else tensor.weight["shape"]
+        problem = misfit(name, shape)
+        if tensor.weight is None and tensor.type not in OF_MODELS:
+            problem = f"has the type {tensor.type}; allowed are {', '.join(OF_MODELS)}"
+        if problem:
+            raise ValueError(f"tensor {name!r} {problem} (without metadata it can be saved)")
+    kind = metadata.get("general.file_type")
+    return as_gguf(metadata, DEFAULT_ALIGNMENT, kind if type(kind) is int and 0 <= kind < 1 << 32 else None)
 
 
 def entry(name: str, tensor: Any) -> Tensor:
@@ -136,15 +152,15 @@ def quantized(fmt: Format, shape: tuple[int, ...], make: Callable[[], Any]) -> T
 def write(
     path: Path,
     tensors: Mapping[str, Tensor],
-    described: bytes | None,
+    metadata: bytes | None,
     shown: Callable[[Iterable[str]], Iterable[str]] = iter,
 ) -> None:
     """Write a file, a tensor at a time as each is made, with a model's metadata, if that is what it is; names
     of tensors pass through `shown`."""
     weights = {name: tensor.weight for name, tensor in tensors.items() if tensor.weight is not None}
     note: dict[str, Any] = {"version": VERSION, "weights": weights}
-    if described is not None:
-        held = np.frombuffer(described, np.uint8)
+    if metadata is not None:
+        held = np.frombuffer(metadata, np.uint8)
         tensors = {**tensors, METADATA: Tensor("U8", held.shape, lambda: held)}
         note["metadata"] = METADATA
     # Wide types first: then no number lies across its alignment.
@@ -178,7 +194,8 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     Returns
     -------
     dict of str to QuantizedArray or array, in the order in which they were saved
-        On the CPU they share the memory-mapped file and are read-only.
+        On the CPU they share the memory-mapped file and are read-only. A model's metadata are not among
+        them: `cuquant.open(path).metadata` has them.
 
     Raises
     ------
@@ -227,16 +244,16 @@ def read(path: Path) -> Saved:
     header.pop("__metadata__", None)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in header.items()}
     offsets = {name: start + info["data_offsets"][0] for name, info in header.items()}
-    weights, described = note["weights"], None
-    if "metadata" in note:
-        described = arrays.pop(note["metadata"], None)
-        if described is None or described.dtype != np.uint8 or described.ndim != 1:
-            raise ValueError(f"{path}: it has no metadata under the name {note['metadata']!r}: it is damaged")
-        offsets.pop(note["metadata"])
+    weights, own = note.weights, None
+    if note.metadata is not None:
+        own = arrays.pop(note.metadata, None)
+        if own is None or own.dtype != np.uint8 or own.ndim != 1:
+            raise ValueError(f"{path}: it has no metadata under the name {note.metadata!r}: it is damaged")
+        offsets.pop(note.metadata)
     missing = weights.keys() - arrays.keys()
     if missing:
         raise ValueError(f"{path}: the weight {min(missing)!r} is listed, but there is no such tensor")
-    return Saved(arrays, offsets, weights, described)
+    return Saved(arrays, offsets, weights, own)
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -288,7 +305,7 @@ def why_unreadable(path: Path, error: Exception) -> str:
         if size == 0:
             return "it is empty"
         length = int.from_bytes(head[:8], "little")
-        if size > 8 and (head[8:] != b"{" or length > _LONGEST_HEADER):
+        if size > 8 and (head[8:] != b"{" or length > LONGEST_HEADER):
             return told
         end = 8 + length if size > 8 else 9
         if end <= size:
@@ -313,7 +330,10 @@ def _view(path: Path, name: str, buffer: mmap.mmap, start: int, info: Mapping[st
         raise ValueError(f"{path}: tensor {name!r} has the type {info['dtype']}; read are {', '.join(TYPES)}")
     dtype = TYPES[info["dtype"]]
     offset = start + info["data_offsets"][0]
-    return np.frombuffer(buffer, dtype, math.prod(info["shape"]), offset).reshape(info["shape"])
+    try:
+        return np.frombuffer(buffer, dtype, math.prod(info["shape"]), offset).reshape(info["shape"])
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: tensor {name!r} has the shape {info['shape']}: {error}") from None
 
 
 def type_of(array: Any) -> str:
@@ -321,8 +341,16 @@ def type_of(array: Any) -> str:
     return next(name for name, dtype in TYPES.items() if dtype == array.dtype)
 
 
-def _note(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+class _Note(NamedTuple):
     """What the entry of ours says."""
+
+    weights: dict[str, Any]
+    metadata: str | None
+    """The name of the tensor that is a model's."""
+
+
+def _note(path: Path, metadata: Mapping[str, str]) -> _Note:
+    """What is in a file's metadata of ours; ValueError where nothing is, or it is damaged."""
     if f"{KEY}.kv_cache" in metadata:
         raise ValueError(f"{path} is a cache that KVCache.save wrote: cuquant.KVCache.load reads it")
     if KEY not in metadata:
@@ -332,15 +360,14 @@ def _note(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     try:
         note = json.loads(metadata[KEY])
-        version, _ = note["version"], note["weights"].keys()
-        name = note.get("metadata", METADATA)
-        if not isinstance(name, str):
+        version, weights, name = note["version"], dict(note["weights"]), note.get("metadata")
+        if not isinstance(name, (str, type(None))):
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path}: the metadata {KEY!r} is damaged: {metadata[KEY][:80]!r}") from None
     if version != VERSION:
         raise ValueError(f"{path} has version {version!r}; this cuquant reads version {VERSION}")
-    return dict(note)
+    return _Note(weights, name)
 
 
 def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:
@@ -355,8 +382,10 @@ def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:
 def described(path: Path, name: str, weight: Any) -> tuple[Format, tuple[int, ...]]:
     """Format and shape of a weight, as the file says; ValueError where it says what cannot be."""
     try:
-        shape = check.shape(tuple(weight["shape"]))
-        return check.whole_blocks(shape, formats.described(weight["format"])), shape
+        shape, fmt = check.shape(tuple(weight["shape"])), formats.described(weight["format"])
+        if fmt.lacks:
+            raise ValueError(f"{fmt}: the format has no {fmt.lacks}")
+        return check.whole_blocks(shape, fmt), shape
     except KeyError as error:
         raise ValueError(f"{path}: the weight {name!r} is damaged: no {error} is given") from None
     except (ValueError, TypeError, OverflowError) as error:

@@ -13,6 +13,7 @@ from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from . import safetensors
 from .gguf import PLAIN_TYPES, GGUFError, Header, SavedArraysError, TensorInfo, scan
+from .header import misfit
 
 _NUMBERS = {name: number for number, (name, _) in PLAIN_TYPES.items()}
 
@@ -34,32 +35,44 @@ class SavedFile:
                 f"{path}: not a model, but arrays that cuquant wrote, and cuquant.load reads: it has no "
                 "metadata (what cuquant.quantize_file writes has them, and cuquant.save can be given them)"
             )
-        described = scan(memoryview(saved.metadata), f"{path}: metadata")
+        if not saved.arrays:
+            raise GGUFError(f"{path}: the model has no tensors")
+        try:
+            told = scan(bytes(saved.metadata), f"{path}: metadata")
+        except GGUFError as error:
+            raise GGUFError(str(error)) from None
+        if told.tensors:
+            raise GGUFError(f"{path}: metadata: tensors are declared there: the file is damaged")
         self._arrays: dict[str, Any] | None = saved.arrays
         tensors = {
             name: self._info(name, array, saved.weights.get(name), saved.offsets[name])
             for name, array in saved.arrays.items()
         }
         self.header = Header(
-            described.version, described.alignment, described.metadata, tensors, min(saved.offsets.values())
+            told.version, told.alignment, told.metadata, tensors, min(saved.offsets.values())
         )
 
     def _info(self, name: str, array: NDArray[Any], weight: Any, offset: int) -> TensorInfo:
         """What the file says of a tensor."""
-        if weight is None:
-            kind = safetensors.type_of(array)
-            if kind not in _NUMBERS:
-                raise GGUFError(f"{self.path}: tensor {name!r} has the type {kind}, which no model has")
-            return TensorInfo(name, array.shape, _NUMBERS[kind], kind, offset, array.nbytes)
+        kind = safetensors.type_of(array)
         try:
-            fmt, shape = safetensors.described(self.path, name, weight)
+            fmt, shape = (
+                (None, array.shape) if weight is None else safetensors.described(self.path, name, weight)
+            )
         except ValueError as error:
             raise GGUFError(str(error)) from None
+        problem = misfit(name, shape)
+        if fmt is None and kind not in safetensors.OF_MODELS:
+            problem = f"has the type {kind}, which no model has"
+        if problem:
+            raise GGUFError(f"{self.path}: tensor {name!r} {problem}")
+        if fmt is None:
+            return TensorInfo(name, shape, _NUMBERS[kind], kind, offset, array.nbytes)
         need = math.prod(fmt.stored(shape))
-        if array.dtype != np.uint8 or array.size != need:
+        if kind != "U8" or array.size != need:
             held = f"{array.size} of {array.dtype} are there, {fmt} of shape {shape} has {need} bytes"
             raise GGUFError(f"{self.path}: the weight {name!r} is damaged: {held}")
-        return TensorInfo(name, shape, _ggml_type(fmt), fmt.name.upper(), offset, array.nbytes, fmt)
+        return TensorInfo(name, shape, _ggml_type(fmt), type_name(fmt), offset, array.nbytes, fmt)
 
     def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view; ValueError where the file is closed."""
@@ -70,6 +83,11 @@ class SavedFile:
     def close(self) -> None:
         """Unmap the file, unless views of it are alive: they keep it mapped."""
         self._arrays = None
+
+
+def type_name(fmt: Format) -> str:
+    """What the type of a tensor in that format is called: of nvfp4 without the tensor's scale."""
+    return "NVFP4" if isinstance(fmt, NvFp4) else fmt.name.upper()
 
 
 def _ggml_type(fmt: Format) -> int | None:
