@@ -31,7 +31,7 @@ def test_tokens_are_a_vector_of_integers(model: Path, tokens: Any) -> None:
 
 @pytest.mark.parametrize("run", [evaluate, evaluate_files])
 def test_a_model_is_no_mapping_of_tensors(run: Any) -> None:
-    message = r"a model is the path of a GGUF file, or a cuquant\.Model that is open, not a dict"
+    message = r"a model is the path of a file, or a cuquant\.Model that is open, not a dict"
     with pytest.raises(TypeError, match=message):
         run({"w": np.zeros((2, 32))}, tokens=some_tokens(64), ctx=32)
 
