@@ -125,7 +125,8 @@ def _of_model(tensors: Mapping[str, Tensor], metadata: Any) -> bytes:
             problem = f"has the type {tensor.type}; allowed are {', '.join(OF_MODELS)}"
         if problem:
             raise ValueError(f"tensor {name!r} {problem} (without metadata it can be saved)")
-    kind = metadata.get("general.file_type")
+    plain = all(tensor.weight is None for tensor in tensors.values())
+    kind = metadata.get("general.file_type") if plain else None  # it was that of other tensors
     return as_gguf(metadata, DEFAULT_ALIGNMENT, kind if type(kind) is int and 0 <= kind < 1 << 32 else None)
 
 
