@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import device
-from .timing import TooSlowError, replay_us
+from .timing import TooSlowError, queued_us
 
 LAUNCH_US = 2.4
 """What a kernel costs beyond its bytes, in a replayed graph."""
@@ -61,20 +61,9 @@ def _measured(cupy: Any) -> Ceilings:
     numbers = cupy.ones(min(MOST_BYTES, free // 4) // 4, np.float32)
     if not abs(float(numbers.sum()) / numbers.size - 1) < 1e-3:
         raise RuntimeError(f"wrong result: {float(numbers.sum())} is the sum of {numbers.size} ones")
-    read_us, nbytes = _median_us(numbers.sum), numbers.nbytes
+    read_us, nbytes = queued_us([numbers.sum]), numbers.nbytes
     del numbers
     a, b = (cupy.random.standard_normal((SIDE, SIDE), np.float32).astype(np.float16) for _ in range(2))
     c = cupy.empty_like(a)
-    product_us = _median_us(lambda: cupy.matmul(a, b, out=c))
-    return Ceilings(_five_digits(nbytes / read_us * 1e-3), _five_digits(2 * SIDE**3 / product_us * 1e-6))
-
-
-def _median_us(call: Any) -> float:
-    stream = device.cupy().cuda.Stream(non_blocking=True)
-    with stream:
-        call()
-        return replay_us(stream, call)
-
-
-def _five_digits(value: float) -> float:
-    return float(f"{value:.5g}")
+    product_us = queued_us([lambda: cupy.matmul(a, b, out=c)])
+    return Ceilings(nbytes / read_us * 1e-3, 2 * SIDE**3 / product_us * 1e-6)

@@ -144,11 +144,12 @@ class Record:
         """The least time of a launch that moves so many bytes and computes so much, on this GPU: where its
         ceilings are not known yet, they are measured, and the record has them from then on. None where they
         cannot be."""
-        found = self.ceilings or measured()
-        if found is None:
-            return None
-        self.header["ceilings"] = found._asdict()
-        return found.floor_us(moved, operations)
+        if "ceilings" not in self.header:
+            found = self.ceilings or measured()
+            if found is None:
+                return None
+            self.header["ceilings"] = {name: rounded(rate) for name, rate in found._asdict().items()}
+        return Ceilings(**self.header["ceilings"]).floor_us(moved, operations)
 
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.

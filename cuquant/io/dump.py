@@ -40,17 +40,16 @@ def of_safetensors(path: Path, json: bool) -> str | None:
     if head[8:] != b"{" or head.startswith(b"GGUF"):
         return None
     told = safetensors.metadata_of(path)
-    if safetensors.KEY not in told:
+    content: dict[str, Any] = {"files": [str(path)]}
+    if safetensors.KEY in told:
+        tensors = [
+            {"name": name, "type": _kind(tensor), "shape": tensor.shape, "nbytes": tensor.nbytes}
+            for name, tensor in safetensors.load(path, "cpu").items()
+        ]
+    else:
         tensors = _of_others(path)
-        return (
-            to_json({"files": [str(path)], "metadata": told, "tensors": tensors}) if json else _table(tensors)
-        )
-    saved = safetensors.load(path, "cpu").items()
-    tensors = [
-        {"name": name, "type": _kind(tensor), "shape": tensor.shape, "nbytes": tensor.nbytes}
-        for name, tensor in saved
-    ]
-    return to_json({"files": [str(path)], "tensors": tensors}) if json else _table(tensors)
+        content |= {"metadata": told}
+    return to_json(content | {"tensors": tensors}) if json else _table(tensors)
 
 
 def _kind(tensor: Any) -> str:
@@ -59,14 +58,14 @@ def _kind(tensor: Any) -> str:
 
 def _of_others(path: Path) -> list[dict[str, Any]]:
     """Tensors as the header of a file says."""
-    infos = {
-        name: info for name, info in safetensors.header_of(path).tensors.items() if name != "__metadata__"
-    }
-    ends = {name: info["data_offsets"] for name, info in infos.items()}
     return [
-        {"name": name, "type": info["dtype"], "shape": tuple(info["shape"]), "nbytes": end - start}
-        for name, info in infos.items()
-        for start, end in [ends[name]]
+        {
+            "name": name,
+            "type": info["dtype"],
+            "shape": tuple(info["shape"]),
+            "nbytes": info["data_offsets"][1] - info["data_offsets"][0],
+        }
+        for name, info in safetensors.header_of(path).tensors.items()
     ]
 
 

@@ -161,9 +161,8 @@ class Model(Mapping[str, Any]):
 
     def _quantized(self, info: TensorInfo) -> QuantizedArray:
         """A tensor of blocks that have a format, on the CPU."""
-        fmt = self._of_blocks(info)
+        fmt = self.format(info.name)
         assert fmt is not None
-        fmt = self._scaled(fmt, info)
         blocks = check.raw_blocks(self.raw(info.name), fmt, info.shape)
         return QuantizedArray.made(fmt, blocks, shape=info.shape)
 

@@ -240,11 +240,9 @@ def read(path: Path) -> Saved:
     with path.open("rb") as stream:
         note = _note(path, metadata_of(path))
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    start = 8 + int.from_bytes(buffer[:8], "little")
-    header = json.loads(buffer[8:start])
-    header.pop("__metadata__", None)
-    arrays = {name: _view(path, name, buffer, start, info) for name, info in header.items()}
-    offsets = {name: start + info["data_offsets"][0] for name, info in header.items()}
+    infos, start = header_of(path)
+    arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
+    offsets = {name: start + info["data_offsets"][0] for name, info in infos.items()}
     weights, own = note.weights, None
     if note.metadata is not None:
         own = arrays.pop(note.metadata, None)
@@ -280,7 +278,9 @@ def header_of(path: Path) -> Header:
     """Of a file that the safetensors package has found to be sound."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        return Header(json.loads(file.read(length)), 8 + length)
+        infos = json.loads(file.read(length))
+    infos.pop("__metadata__", None)
+    return Header(infos, 8 + length)
 
 
 def small_floats(path: Path, name: str, header: Header) -> Any:
