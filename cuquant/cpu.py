@@ -184,9 +184,9 @@ def _gelu_erf(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _silu(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    from scipy.special import expit
-
-    return x * expit(x)
+    result = np.exp(-x)  # of numbers below -88 infinity: what divides them to 0
+    result += 1
+    return np.divide(x, result, out=result)
 
 
 _ACTIVATION: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {

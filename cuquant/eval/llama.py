@@ -144,8 +144,9 @@ class Llama:
         return self._xp.asarray(cos), self._xp.asarray(sin)
 
     def future(self, first: int, stop: int) -> Any:
-        """Which keys [stop] come after the queries first..stop - 1, [queries, keys]."""
-        return self._xp.arange(stop) > self._xp.arange(first, stop)[:, None]
+        """Of positions first..stop - 1, which keys come after which queries: [queries, keys]."""
+        positions = self._xp.arange(first, stop)
+        return positions > positions[:, None]
 
     def _get(self, name: str, *shape: int | None) -> Any:
         """A tensor of that shape (None: any extent), noted as used; None where the model has none."""
@@ -232,11 +233,11 @@ class _Block:
             block = slice(start, min(start + QUERY_BLOCK, queries))
             seen = first + block.stop
             scores = q[:, :, :, block] @ k[:, :, None, :seen].swapaxes(-1, -2)
-            scores -= self._model.future(first + block.start, seen) * np.float32(1e30)
+            own = first + block.start  # keys before these all queries see
+            scores[..., own:] -= self._model.future(own, seen) * np.float32(1e30)
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
-            scores /= scores.sum(axis=-1, keepdims=True)
-            out[:, :, :, block] = scores @ v[:, :, None, :seen]
+            out[:, :, :, block] = scores @ v[:, :, None, :seen] / scores.sum(axis=-1, keepdims=True)
         merged = out.reshape(batch, c.n_heads, queries, c.head_dim).swapaxes(1, 2)
         return self._model.project(merged.reshape(batch, queries, -1), *self._o)
 

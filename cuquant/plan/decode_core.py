@@ -4,6 +4,8 @@ decode_timed.py (on sm_90) and decode_grouped.py say."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -11,7 +13,7 @@ from typing import NamedTuple
 from ..formats import Format
 from .cores import Core, Gemm, gemm_kernel
 from .launch import WARP, Gpu, Plan, lone, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, layout, whole_lines
+from .planes import TILE_COLUMNS, TILE_ROWS, Layout, has_minimum, layout, whole_lines
 
 MOST_ROWS = 7
 """Row tiles of a warp, at most."""
@@ -32,7 +34,8 @@ _TURNED = 4 << 10
 with a kernel before, or longer."""
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True)
+class Work:
     """A product, as this core has it to do."""
 
     fmt: Format
@@ -46,36 +49,40 @@ class Work(NamedTuple):
     grouped: bool = False
     """Whether blocks find their rows and their matrix themselves."""
 
-    @property
+    @cached_property
     def row_tiles(self) -> int:
         """Of all sides of a matrix."""
         return self.sides * ceil(self.n / TILE_ROWS)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Of 64 columns."""
         return ceil(self.k / TILE_COLUMNS)
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Of eight batch rows, of a block."""
         return 1 if self.m <= 8 else 2
 
-    @property
+    @cached_property
     def batch(self) -> int:
         """Batch rows of a block, at most."""
         return min(self.m, self.groups * 8)
 
-    @property
+    @cached_property
     def batch_tiles(self) -> int:
         return ceil(self.m / (self.groups * 8))
 
-    @property
+    @cached_property
+    def layout(self) -> Layout:
+        return layout(self.fmt)
+
+    @cached_property
     def step_bytes(self) -> int:
         """Of a row tile's step of 64 columns."""
-        return layout(self.fmt).step(1)
+        return self.layout.step(1)
 
-    @property
+    @cached_property
     def large_codes(self) -> bool:
         """Whether two slots of a ring are too few."""
         return self.fmt.bits == 8 and self.groups == 1 and self.gpu.capability == 90
@@ -144,14 +151,14 @@ def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) ->
     """What these blocks make of it, with so many warps along N and row tiles of each."""
     warps, (row_warps, rows) = blocks.warps, tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot, k_warps = warps * layout(work.fmt).slot(rows), warps // row_warps
+    slot, k_warps = warps * work.layout.slot(rows), warps // row_warps
     turns = ceil(ceil(work.steps / blocks.cluster) / k_warps)
     # Half of the slots are asked for before x, which comes behind them: of two blocks, to whose places the
     # launch before holds on, not all that there is of W (8192 x 2048 took an H200 5.3 us in place of 4.5).
     behind = blocks.two and work.sides == 1 and work.gpu.capability == 90
     depth = max(2, min(8, blocks.ring // slot, turns if behind else 8))
     own = turns * k_warps
-    before = whole_lines(rows * row_warps * layout(work.fmt).row) if in_half else 0  # the rows' factors
+    before = whole_lines(rows * row_warps * work.layout.row) if in_half else 0  # the rows' factors
     if blocks.cluster > 1:  # what its blocks send each other
         before += rows * row_warps * TILE_ROWS * work.groups * 8 * 4
     left = blocks.room - before - depth * slot - work.batch * 16
@@ -176,7 +183,8 @@ def planned(
 ) -> Gemm:
     """The launch, with so many copies and bytes of a codebook's table; of these blocks, with these warps
     along N and row tiles of each."""
-    (copies, table_bytes), (fmt, m), (row_warps, rows) = table, work[:2], tile
+    (copies, table_bytes), (row_warps, rows) = table, tile
+    fmt, m = work.fmt, work.m
     cluster, warps, room = blocks.cluster, blocks.warps, room_of(work, blocks, tile, in_half)
     constants = {"GROUPS": work.groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps}
     constants |= {"DEPTH": room.depth, "CLUSTER": cluster}

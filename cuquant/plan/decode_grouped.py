@@ -8,6 +8,7 @@ are hit as expected.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil, floor, prod
 
 from ..formats import Format
@@ -27,7 +28,6 @@ from .decode_core import (
     stages_all_x,
 )
 from .launch import Gpu, shared_limit
-from .planes import layout
 
 _SHORT = {1: 1.3, 2: 1.12, 3: 1.05}
 """What a row tile takes of a warp that has so few, as all read x."""
@@ -67,7 +67,7 @@ def decode_grouped(
     found = made(work)
     if sides == 1 or not fmt.lookup:
         return launch(found[0])
-    most = 2 * _TWO_LAUNCHES * made(work._replace(sides=1))[0][0] + _LAUNCH_STEPS / work.steps
+    most = 2 * _TWO_LAUNCHES * made(replace(work, sides=1))[0][0] + _LAUNCH_STEPS / work.steps
     gemms = (launch(each) for each in found if each[0] <= most)
     return next((one for one in gemms if stages_all_x(work, one[1].chunk, one[1].plan.cluster)), None)
 
@@ -94,7 +94,7 @@ def _small(work: Work) -> bool:
 def _fits(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
     """Whether there is room for a ring of two slots and as much again; or, of two blocks, beside x or a third
     of all."""
-    slot = blocks.warps * layout(work.fmt).slot(tile[1])
+    slot = blocks.warps * work.layout.slot(tile[1])
     if not blocks.two:
         return 4 * slot <= blocks.room
     return 2 * slot <= blocks.room - min(work.x_bytes(1), blocks.room // 3)

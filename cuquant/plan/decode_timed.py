@@ -10,6 +10,7 @@ multiprocessors; clusters of theirs by 871 times of an H100, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import ceil, prod
@@ -94,7 +95,7 @@ class Choice(NamedTuple):
 
 def fastest(work: Work, in_half: bool, converted: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
-    best = _best(work._replace(gpu=work.gpu._replace(tuned=None)), converted and work.fmt.walks)
+    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), converted and work.fmt.walks)
     return best.us, launch(work, best, in_half, converted)
 
 
@@ -233,6 +234,7 @@ def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
     return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not grouped))
 
 
+@lru_cache(maxsize=256)
 def _step_us(fmt: Format, table: int) -> float:
     """What a row tile's step of 64 columns takes a busy multiprocessor's instructions."""
     if fmt.walks:

@@ -51,6 +51,8 @@ _WIDE, _FEW_WIDE = {1: 1.1, 2: 1.03}, 3 * 256
 """How many times as long as predicted tiles of 256 batch rows take, by the blocks that share x; of pairs
 where experts have fewer rows than so many, as expected. (96 mixtures of seven models, 64 to 4096 tokens.
 Pairs are as fast as predicted where 8 experts have 1024 rows each.)"""
+_FAR = 28
+"""Spreads from the mean behind which erfc is 0."""
 _APART = 1.03
 """How many times as long both together must take for two launches, which were up to 3% slower than that."""
 
@@ -92,6 +94,7 @@ class Load(NamedTuple):
         mean = self.rows / self.hit
         return min(self.tokens, ceil(mean + 2 * sqrt(max(0, mean - 1))))
 
+    @lru_cache(maxsize=1024)  # noqa: B019 -- of a tuple
     def works(self, batch: int, narrow: int) -> tuple[float, float]:
         """Batch tiles, as expected, and how many of them are last ones of `narrow` rows or fewer: of the
         normal distribution next to the binomial one."""
@@ -101,7 +104,8 @@ class Load(NamedTuple):
         def more(rows: int) -> float:  # experts that have more
             return self.experts * erfc((rows + 0.5 - mean) / spread) / 2 if rows else self.hit
 
-        tiles = [j * batch for j in range(ceil(self.rows / batch))]
+        most = min(self.rows, ceil(mean + _FAR * spread))
+        tiles = [j * batch for j in range(ceil(most / batch))]
         return sum(map(more, tiles)), sum(more(rows) - more(rows + narrow) for rows in tiles)
 
     def most_works(self, batch: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -118,6 +119,19 @@ _FEW_ROWS, _FEW_LOOKUPS = {5: 0.94, 6: 0.94, 8: 0.825}, 0.91
 bits of a code, and where 3 bits or more are looked up. Others take less time there."""
 
 
+class _Way(NamedTuple):
+    """What a tile takes of a format, whatever the product."""
+
+    tile: Tile
+    split: int
+    stages: int
+    step: float
+    store: float
+    start: float
+    turned: bool
+    """Whether the kernel itself turns a walk's sums."""
+
+
 class Choice(NamedTuple):
     """A way to run the wgmma core, with the microseconds that the measured times predict."""
 
@@ -195,22 +209,33 @@ def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
     return replace(gemm, box_steps=tile.width)
 
 
+@lru_cache(maxsize=64)
+def _ways(fmt: Format) -> list[_Way]:
+    """All tiles that a format has room for, and the splits of K that they allow."""
+    found = []
+    for tile, split in product(STEP_US, (1, 2, 4)):
+        stages = stages_of(fmt, tile, split)
+        if stages >= 3 and (split == 1 or tile.pair == 1):
+            step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
+            start = _START_US + (_PAIR_US if tile.pair > 1 else 0) + _MANY_GROUPS_US * (tile.k_groups > 2)
+            found.append(_Way(tile, split, stages, step, store, start, turns_sums(fmt, tile, split)))
+    return found
+
+
 def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
     few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
-    for tile, split in product(STEP_US, (1, 2, 4)):
-        stages, clusters = stages_of(fmt, tile, split), places_of(gpu, split * tile.pair)
-        if steps % tile.width or stages < 3 or (split > 1 and tile.pair > 1) or not clusters:
+    for tile, split, stages, step, store, start, turned in _ways(fmt):
+        clusters = places_of(gpu, split * tile.pair)
+        if steps % tile.width or not clusters:
             continue
         outputs = ceil(n / (tile.rows * tile.pair)) * ceil(m / tile.batch) * matrices
         if tile.resident > 1 and not 1 < outputs * split / places_of(gpu) <= tile.resident:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = clusters * tile.resident
-        step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
-        start = _START_US + (_PAIR_US if tile.pair > 1 else 0) + _MANY_GROUPS_US * (tile.k_groups > 2)
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
-        if fmt.walks and not turns_sums(fmt, tile, split):
+        if fmt.walks and not turned:
             start += _RESULTS_US + m * n * _RESULT_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)

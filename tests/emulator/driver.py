@@ -19,13 +19,9 @@ from typing import Any
 from .translate import translate
 
 HERE = Path(__file__).parent
-FLAGS = ["-Og", "-w", "-shared", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
-FLAGS += [
-    "-fno-exceptions",
-    "-fno-threadsafe-statics",
-    "-fsanitize=alignment",
-    "-nodefaultlibs",
-]  # device.h has the sanitizer's part
+COMPILER = ["g++", "--std=c++17", "-Og", "-w", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
+COMPILER += ["-fno-exceptions", "-fno-threadsafe-statics", "-fsanitize=alignment"]  # device.h has its part
+LIBRARY = ["-shared", "-nodefaultlibs", "-x", "c++", "-", "-lm", "-lc", "-o"]
 STACKS = 4096 * (256 << 10)
 """Bytes of the stacks of a cluster's threads (device.h)."""
 CLUSTERS = 4
@@ -53,25 +49,31 @@ class CompileError(Exception):
 
 def build(source: str, options: tuple[str, ...]) -> ctypes.CDLL:
     """The library of a kernel source; kept in CUPY_CACHE_DIR if that is set, else until the end."""
-    arch = 900 if "-arch=sm_90a" in options else 800
-    flags = (f"-D__CUDA_ARCH__={arch}", *(option for option in options if not option.startswith("-arch")))
-    expanded = _output(["g++", "-x", "c++", "-E", *flags, "-"], source)
-    text = f'#include "ptx.h"\nnamespace {{\n{translate(expanded)}\n}}\n'
-    command = ["g++", "-x", "c++", *FLAGS, f"-I{HERE}", *flags, "-", "-lm", "-lc", "-o"]
+    arch = f"-D__CUDA_ARCH__={900 if '-arch=sm_90a' in options else 800}"
+    flags = [option for option in options if not option.startswith("-arch")]
+    expanded = _output(["g++", "-x", "c++", "-E", arch, *flags, "-"], source)
+    text = f"namespace {{\n{translate(expanded)}\n}}\n"
+    header = _made(".h.gch", [*COMPILER, arch, "-x", "c++-header", str(HERE / "ptx.h"), "-o"], "")
+    command = [*COMPILER, arch, "-include", str(header.with_suffix("")), *LIBRARY]
+    return ctypes.CDLL(str(_made(".so", command, text)))
+
+
+def _made(suffix: str, command: list[str], text: str) -> Path:
+    """The file that the compiler makes of a text and the emulator's headers; kept, and made once."""
     headers = [path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.h"))]
     key = hashlib.sha256("\0".join((text, *command, *headers)).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or _own_folder().name)
-    library = folder / f"{key}.so"
-    if not library.exists():
-        file, made = tempfile.mkstemp(".so", dir=folder)
+    result = folder / f"{key}{suffix}"
+    if not result.exists():
+        file, made = tempfile.mkstemp(suffix, dir=folder)
         os.close(file)
         try:
             _output([*command, made], text)
         except CompileError:
             os.unlink(made)
             raise
-        os.replace(made, library)
-    return ctypes.CDLL(str(library))
+        os.replace(made, result)
+    return result
 
 
 def _output(command: list[str], text: str) -> str:
