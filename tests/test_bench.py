@@ -312,6 +312,7 @@ def test_help_has_contexts_as_they_are_given(run: Run) -> None:
         (("--shapes", "axb"), "argument --shapes: invalid"),
         (("--batches", "4k"), "argument --batches: '4k' is not a list of positive whole numbers"),
         (("--from", RECORD, "--record", "r.json"), "not allowed with argument --from"),
+        (("--from", RECORD, "--peers", "none"), "--peers are timed, and --from times nothing"),
         (("--from", RECORD, "--plot", "p.jpg"), r"p.jpg: a plot is a .png, .svg or .pdf file"),
         (("--from", RECORD, "--plot", "none/p.png"), "there is no folder none"),
         (("moe", "--peers", "none"), "moe takes no --peers"),

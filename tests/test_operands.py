@@ -17,6 +17,15 @@ from cuquant.testing import nmse
 
 F = np.float32
 W, X = weight("q4_0", (6, 64)), np.zeros((3, 64), F)
+
+
+class Table:
+    """As pandas has them."""
+
+    def to_numpy(self, dtype: Any = None) -> NDArray[Any]:
+        return X
+
+
 Q = cq.quantize(X, "q8_1")
 SQUARE, SQUARE_X = weight("q4_0", (64, 64)), np.zeros((64, 64), F)
 STACK = weight("q4_0", (2, 6, 64))
@@ -111,6 +120,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "x is a scalar of float32; a NumPy or CuPy array of float16, bfloat16 or float32 is needed$",
     ),
     "an integer": (lambda: cq.linear(1, W), TypeError, "x is an int; a NumPy"),
+    "a table": (
+        lambda: cq.linear(Table(), W),  # type: ignore[arg-type]
+        TypeError,
+        r"x is a Table; .* is needed: pass x\.to_numpy\(numpy\.float32\)",
+    ),
     "masked": (lambda: cq.linear(np.ma.masked_array(X), W), TypeError, "x is a masked array"),
     "a scalar": (lambda: cq.linear(np.array(1, F), W), ValueError, "x is a scalar"),
     "K differs": (lambda: X[:, :32] @ W.T, ValueError, r"x \(3, 32\) and W \(6, 64\) differ in K"),

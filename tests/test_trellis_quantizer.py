@@ -148,7 +148,7 @@ def test_moments_move_the_error_to_columns_that_matter_less() -> None:
         for w in (cq.trellis_quantize(x), cq.trellis_quantize(x, moments=moments))
     ]
     assert weighted[1] < 0.93 * weighted[0]
-    for same in (moments * F(1e-30), moments.astype(ml_dtypes.bfloat16)):
+    for same in (moments * F(1e-30), moments.astype(ml_dtypes.bfloat16), moments.astype(np.float64)):
         np.testing.assert_allclose(
             cq.trellis_quantize(x, moments=same).dequantize(),
             cq.trellis_quantize(x, moments=moments).dequantize(),
@@ -163,8 +163,9 @@ def test_arguments_of_the_quantizer() -> None:
     for message, kind, arguments in (
         ("format is q4_0; a cuquant.Trellis", TypeError, {"format": "q4_0"}),
         (r"moments has shape \(24,\); one for each of K = 64", ValueError, {"moments": np.ones(24, F)}),
-        ("moments must be finite", ValueError, {"moments": np.full(64, -1, F)}),
-        ("moments has dtype float64", TypeError, {"moments": np.ones(64)}),
+        ("moments must be not negative", ValueError, {"moments": np.full(64, -1, F)}),
+        ("and finite in float32", ValueError, {"moments": np.full(64, 1e39)}),
+        ("moments has dtype complex128", TypeError, {"moments": np.ones(64, complex)}),
         (r"su has shape \(24,\); \(64,\)", ValueError, {"su": np.ones(24)}),
         ("sv holds 3; signs are", ValueError, {"sv": np.full(24, 3)}),
         ("seed is -1", ValueError, {"seed": -1}),

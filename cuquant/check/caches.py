@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from .. import device
 from .common import (
-    FLOATS,
     LARGEST_INDEX,
     a_or_an,
     choice,
     count,
     floats,
     may_take_memory,
+    numbers,
     on_cpu,
     readable,
     same_device,
@@ -299,10 +299,8 @@ def importance(value: Any, shape: tuple[int, int]) -> Any:
     """Weights by global slot, (batch, slots) or more columns; None stays None."""
     if value is None:
         return None
-    result = np.asarray(value)
+    result = numbers(np.asarray(value), "importance")
     batch, slots = shape
-    if result.dtype.kind not in "fiu" and result.dtype not in FLOATS:
-        raise TypeError(f"importance has dtype {result.dtype}; numbers are needed")
     if result.ndim not in (1, 2) or result.shape[-1] < slots or result.shape[:-1] not in ((), (batch,)):
         raise ValueError(f"importance has shape {result.shape}; {(slots,)} or {shape} is needed, or wider")
     if not ((result >= 0) & (result < np.inf)).all():

@@ -61,6 +61,10 @@ def array(value: Any, what: str, of: str = FLOAT_NAMES, *, in_place: bool = Fals
     remedy = ": its .dequantize() is one" if is_quantized(value) or is_transposed(value) else ""
     if of in _ASARRAY and what != "out" and isinstance(value, (list, tuple)):
         remedy = f": pass numpy.asarray({what}{_ASARRAY[of]})"
+    elif hasattr(value, "to_numpy") and what != "out":  # a table of pandas, or a column
+        remedy = (
+            f": pass {what}.to_numpy(numpy.float32)" if of == FLOAT_NAMES else f": pass {what}.to_numpy()"
+        )
     raise TypeError(f"{what} is {given}; a NumPy or CuPy array of {of} is needed{remedy}")
 
 
@@ -95,6 +99,14 @@ def floats(value: Any, what: str) -> Any:
         remedy = f": {remedy}" if result.dtype.kind in "biuf" else ""
         raise TypeError(f"{what} has dtype {result.dtype}; allowed are {FLOAT_NAMES}{remedy}")
     return readable(result, what)
+
+
+def numbers(value: Any, what: str) -> Any:
+    """An array of numbers of any kind but complex ones."""
+    result = array(value, what, "numbers")
+    if result.dtype.kind not in "fiu" and result.dtype not in FLOATS:
+        raise TypeError(f"{what} has dtype {result.dtype}; numbers are needed")
+    return result
 
 
 def readable(array: Any, what: str) -> Any:

@@ -16,8 +16,8 @@ from .common import (
     array,
     count,
     described,
-    floats,
     is_quantized,
+    numbers,
     on_cpu,
     one_of,
     row_name,
@@ -273,11 +273,13 @@ def moments(value: Any, k: int) -> Any:
     """Second moments of k inputs in float32, or None."""
     if value is None:
         return None
-    result = on_cpu(floats(value, "moments"), "moments").astype(np.float32)
-    if result.shape != (k,):
-        raise ValueError(f"moments has shape {result.shape}; one for each of K = {k} inputs is needed")
+    given = on_cpu(numbers(value, "moments"), "moments")
+    if given.shape != (k,):
+        raise ValueError(f"moments has shape {given.shape}; one for each of K = {k} inputs is needed")
+    with np.errstate(over="ignore"):
+        result = given.astype(np.float32)
     if not (np.isfinite(result) & (result >= 0)).all():
-        raise ValueError("moments must be finite and not negative")
+        raise ValueError("moments must be not negative, and finite in float32")
     return result
 
 
@@ -341,9 +343,7 @@ def column_importance(value: Any, fmt: Format, k: int) -> Any:
     """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
     if not fmt.takes_importance:
         raise ValueError(f"{fmt} takes no importance; k-quants (q4_k, ...) and iq4_nl, iq4_xs do")
-    given = device.as_numpy(array(value, "importance", "numbers"))
-    if given.dtype.kind not in "fiu" and given.dtype not in FLOATS:
-        raise TypeError(f"importance has dtype {given.dtype}; numbers are needed")
+    given = device.as_numpy(numbers(value, "importance"))
     if given.shape != (k,):
         raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")
     with np.errstate(over="ignore"):

@@ -51,7 +51,8 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         return 1
     except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:
         absent = [str(error.filename)] if isinstance(error, FileNotFoundError) else []
-        print(f"cuquant: error: {error}{of_spaced_formats(given, absent)}", file=sys.stderr)
+        told = str(error).removeprefix(f"[Errno {getattr(error, 'errno', None)}] ")
+        print(f"cuquant: error: {told}{of_spaced_formats(given, absent)}", file=sys.stderr)
         return 1
     return 0
 

@@ -165,6 +165,8 @@ def _bench(arguments: argparse.Namespace) -> None:
                 "--tune measures products: it goes with neither --from nor another benchmark"
             )
         arguments.what = "tune"
+    if arguments.peers is not None and arguments.source is not None:
+        arguments.wrong_usage("--peers are timed, and --from times nothing")
     what = arguments.what or (_DEFAULT if arguments.source is None else None)
     if what is not None:
         takes, _ = _KINDS[what]

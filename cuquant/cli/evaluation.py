@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
         "options but MODEL.gguf must be the same then, formats too, and the version of cuquant",
     )
     command.add_argument(
-        "--base", metavar="BASE.gguf", help="model to compare with, usually the float original"
+        "--base", metavar="BASE.gguf", help="likewise: what to compare with, usually the float original"
     )
     command.add_argument(
         "--formats",

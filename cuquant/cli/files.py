@@ -31,7 +31,9 @@ def _add_quantize(commands: Any) -> None:
         left_at,
         replaces="target",
     )
-    command.add_argument("source", metavar="IN.gguf")
+    command.add_argument(
+        "source", metavar="IN", help="a float model: IN.gguf, or IN.safetensors that quantize wrote"
+    )
     command.add_argument(
         "target", metavar="OUT", help="OUT.gguf, or OUT.safetensors, which eval and the others take"
     )
@@ -175,8 +177,10 @@ def _add_compare(commands: Any) -> None:
         "Compare two files (GGUF, or safetensors that quantize or cuquant.save wrote): types, sizes, numbers "
         "of tensors; metadata.",
     )
-    command.add_argument("a", metavar="A.gguf", help="the reference, usually the float original")
-    command.add_argument("b", metavar="B.gguf")
+    command.add_argument(
+        "a", metavar="A", help="A.gguf or A.safetensors: the reference, usually the float original"
+    )
+    command.add_argument("b", metavar="B", help="B.gguf or B.safetensors")
     command.add_argument(
         "-o", dest="style", choices=("table", "md", "csv", "json"), default="table", help="output"
     )
@@ -189,5 +193,5 @@ def _compare(arguments: argparse.Namespace) -> None:
     print(found.render(arguments.style))
     told = sys.stdout if arguments.style in ("table", "md") else sys.stderr  # csv and json are for programs
     print(f"\n{found.summary()}" if told is sys.stdout else found.summary(), file=told)
-    for key, (a, b) in found.metadata.items():
+    for key, (a, b) in (found.metadata or {}).items():
         print(f"{escaped(key)}: {a or 'missing'} -> {b or 'missing'}", file=told)

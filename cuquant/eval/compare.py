@@ -75,9 +75,9 @@ class Comparison:
         Of their tensors.
     tensors : list of Difference
         In A's order, then those that only B has.
-    metadata : dict of str to (str, str)
-        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key. Arrays
-        that `cuquant.save` wrote without metadata have none: next to them nothing is said of the other's.
+    metadata : dict of str to (str, str), or None
+        Keys whose values differ, with both, shortened and escaped; empty where a file lacks the key. None
+        where one of the files, arrays that `cuquant.save` wrote without metadata, has none to compare.
     """
 
     a: str
@@ -85,11 +85,11 @@ class Comparison:
     a_bytes: int
     b_bytes: int
     tensors: list[Difference]
-    metadata: dict[str, tuple[str, str]]
+    metadata: dict[str, tuple[str, str]] | None
 
     @property
     def identical(self) -> bool:
-        """Whether all tensors and all metadata are the same."""
+        """Whether all tensors and all metadata that can be compared are the same."""
         return not self.metadata and all(tensor.identical for tensor in self.tensors)
 
     def summary(self) -> str:
@@ -97,12 +97,15 @@ class Comparison:
         same = sum(tensor.identical for tensor in self.tensors)
         alone = [sum(getattr(t, side) is None for t in self.tensors) for side in ("b", "a")]
         other = len(self.tensors) - same - sum(alone)
-        differ = "differs" if len(self.metadata) == 1 else "differ"
+        if self.metadata is None:
+            keys = "no metadata to compare"
+        else:
+            differ = "differs" if len(self.metadata) == 1 else "differ"
+            keys = f"{counted(len(self.metadata), 'key')} {differ}"
         return (
             f"{counted(same, 'tensor')} identical, {other} different, "
             f"{alone[0]} only in A, {alone[1]} only in B; "
-            f"{self.a_bytes:,} and {self.b_bytes:,} bytes of tensors; "
-            f"{counted(len(self.metadata), 'key')} {differ}"
+            f"{self.a_bytes:,} and {self.b_bytes:,} bytes of tensors; {keys}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def compare(
             first.nbytes,
             second.nbytes,
             [_difference(name, first, second) for name in bar],
-            {} if both[0] is None or both[1] is None else _metadata(both[0], both[1]),
+            None if both[0] is None or both[1] is None else _metadata(both[0], both[1]),
         )
 
 

@@ -301,13 +301,16 @@ def _own_type(model: Model) -> str:
 
 
 def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
-    settings = config.read(contender.model.metadata)
-    if settings.window is not None and ctx > settings.window:
-        raise config.UnsupportedModel(
-            f"attention in this model slides over {settings.window} tokens, which is not implemented: "
-            f"use a ctx of at most that, not {ctx}"
-        )
-    return Llama(settings, contender.tensors, activations, contender.kv)
+    try:
+        settings = config.read(contender.model.metadata)
+        if settings.window is not None and ctx > settings.window:
+            raise config.UnsupportedModel(
+                f"attention in this model slides over {settings.window} tokens, which is not implemented: "
+                f"use a ctx of at most that, not {ctx}"
+            )
+        return Llama(settings, contender.tensors, activations, contender.kv)
+    except config.UnsupportedModel as error:
+        raise config.UnsupportedModel(f"{contender.model.path}: {error}") from None
 
 
 def _token_ids(
