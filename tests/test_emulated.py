@@ -98,9 +98,10 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
-        80,
-        "(types and (64-3 or 128-64 or 40) and not bfloat16 and not (64 and float32)) or (masks and True)"
-        " or positions or bad or seen or (fewer and not 70000 and not 3000) or importance or hides",
+        65,
+        "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32)) or (masks and True)"
+        " or positions or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)"
+        " or (importance and not (nan-2 or nan-4 or nan-8)) or hides",
     ),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
@@ -113,9 +114,8 @@ CHOSEN_OF_SM_90 = {
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
     ),
     "test_gpu_cores.py": (
-        7,
-        "(edges and q5_1 and (256 or 128 or 32))"
-        " or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
+        6,
+        "(edges and q5_1 and (256 or 32)) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
     ),
     "test_gpu_exl3.py": (9, "graph or follows or any_place or magnitudes or (products and shape0-4-mcg)"),
     "test_gpu_launches.py": (1, "just_needs"),
@@ -126,7 +126,7 @@ CHOSEN_OF_SM_90 = {
     ),
     "test_gpu_moe_exl3.py": (3, "(tokens and 60 and (2 or 4)) or (graph and 60)"),
     "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
-    "test_matmul.py": (37, "strided or leading or (nan and not scales)"),
+    "test_matmul.py": (33, "strided or leading or (nan and 40 and not scales)"),
     "test_epilogue.py": (58, "test"),
 }
 """Likewise, of a GPU with wgmma, a copy engine and clusters."""
