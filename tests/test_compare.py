@@ -240,6 +240,7 @@ def test_files_of_saved_arrays(tmp_path: Path, fmt: str | cq.Format) -> None:
         True,
     )
     assert first.b_bits == pytest.approx(8 * w.nbytes / W.size)
+    assert found.metadata is not None
     assert found.metadata.keys() <= {"general.file_type", "general.quantization_version"}
     assert cq.compare(target, target).identical
     if fmt in ("q4_0", "nvfp4"):

@@ -45,12 +45,14 @@ ELSEWHERE = ["sm_75", "sm_80", "sm_120"]
 """sm_89 has the lines of sm_80, and sm_100a those of sm_120."""
 SIZES = (132, 46, 82, 108, 114, 170)
 """Multiprocessors of GPUs that are small, or that many people have."""
+FEW = 5
+"""Of shapes each so many-th: no divisor of how many batches, rows and columns there are."""
 ROOT = Path(__file__).parent.parent
 
 
-def kernels(arch: str, *multiprocessors: int) -> list[plan.Kernel]:
+def kernels(arch: str, *multiprocessors: int, every: int = 1) -> list[plan.Kernel]:
     """Every kernel that a plan asks for on an architecture, one of those that share a module; on GPUs with so
-    many multiprocessors, by default an H200's.
+    many multiprocessors, by default an H200's; by all shapes, or `every` so many-th.
 
     Of those that differ in the slots of decode's rings alone, which registers hardly depend on, one too.
     """
@@ -58,7 +60,7 @@ def kernels(arch: str, *multiprocessors: int) -> list[plan.Kernel]:
     gpus = [plan.Gpu(capability, count) for count in (multiprocessors or [plan.LARGE_GPU])]
     modules = {
         (k.op, k.format, *(c for c in k.constants if c[0] != "DEPTH")): k
-        for k in plan.all_kernels([*FORMATS, *UNUSUAL], gpus)
+        for k in plan.all_kernels([*FORMATS, *UNUSUAL], gpus, every)
     }
     return list(modules.values())
 
@@ -70,7 +72,7 @@ CHOSEN |= {"exl3_mcg", "exl3_mul1"}
 def one_of_each(arch: str) -> list[plan.Kernel]:
     """One tile of each core and codec: integers of 4, 5, 8 bits, scales, a codebook, E2M1, walks, none."""
     chosen = {}
-    for kernel in kernels(arch):
+    for kernel in kernels(arch, every=FEW):
         constants = dict(kernel.constants)
         route = (kernel.op, kernel.format, constants.get("CORE"))
         if kernel.format in CHOSEN:
@@ -169,7 +171,7 @@ def thinned(todo: list[plan.Kernel]) -> list[plan.Kernel]:
 @pytest.mark.long
 def test_every_core_and_format_for_the_h200() -> None:
     """In all tiles, but for formats and tiles like others."""
-    check(telling(kernels("sm_90a")), "sm_90a")
+    check(telling(kernels("sm_90a", every=FEW)), "sm_90a")
 
 
 def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
@@ -236,7 +238,7 @@ def test_every_kernel_of_every_format(arch: str) -> None:
 
 def test_sm_86_has_the_kernels_of_sm_89() -> None:
     """No line asks for anything between sm_80 and sm_90."""
-    assert kernels("sm_86") == kernels("sm_89")
+    assert kernels("sm_86", every=FEW) == kernels("sm_89", every=FEW)
     assert kv_plan.all_kernels(86) == kv_plan.all_kernels(89)
     lines = "\n".join(path.read_text(encoding="utf-8") for path in sources.folder().rglob("*.cu*"))
     asked = {int(number) for number in re.findall(r"__CUDA_ARCH__ [=<>!]+ (\d+)", lines)}

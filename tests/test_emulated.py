@@ -86,8 +86,8 @@ CHOSEN = {
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
     "test_gpu_moe_exl3.py": (
-        27,
-        "types or three_formats or nan or stay or strides or 60 and graph or fallback",
+        10,
+        "three_formats or nan or stay or strides or 60 and graph or fallback",
     ),
     "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
     "test_gpu_kv_operands.py": (23, "not another_gpu"),

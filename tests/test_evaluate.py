@@ -241,7 +241,7 @@ def test_progress_is_for_terminals(model: Path, capsys: pytest.CaptureFixture[st
 
 # A real model, on all of a real text.
 
-SCORED = ["q5_1", "q4_k_m", "kbit3"]
+SCORED = ["q4_k_m", "kbit3"]
 """Each takes 6 s, on a slow machine 25."""
 
 

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "an integer": (lambda: cq.linear(1, W), TypeError, "x is an int; a NumPy"),
     "a table": (
-        lambda: cq.linear(Table(), W),  # type: ignore[arg-type]
+        lambda: cq.linear(Table(), W),
         TypeError,
         r"x is a Table; .* is needed: pass x\.to_numpy\(numpy\.float32\)",
     ),

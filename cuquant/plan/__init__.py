@@ -124,10 +124,11 @@ def matrix_kernels(fmt: Format) -> set[Kernel]:
     return exl3.kernels(fmt) if fmt.walks else trellis.kernels(fmt)
 
 
-def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
+def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> list[Kernel]:
     """Kernels of every kind that plans ask for on GPUs of one architecture, for tests that compile them.
 
-    Of products those of many shapes: short and long rows, few and many of them, batches of every tile.
+    Of products those of many shapes: short and long rows, few and many of them, batches of every tile; or of
+    `every` so many-th of them.
     """
     found, gpus = set[Kernel](), list(gpus)
     shapes = [
@@ -148,7 +149,7 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu]) -> list[Kernel]:
         if fmt.for_activations or not fmt.in_float16:
             continue
         for batches, rows, columns in shapes:
-            for gpu, m, n, k, half in product(gpus, batches, rows, columns, (True, False)):
+            for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
                 for converted in {False, half and n == 1 << 12}:  # the same lines in all tiles
                     found.add(gemm(fmt, m, n, k, 1, half, gpu, converted=converted).plan.kernel)
     return sorted(found, key=repr)
