@@ -86,8 +86,8 @@ CHOSEN = {
         "down-70 or (signs_of and (trellis3-32 or trellis2-alike-3 or trellis4-signs-70))",
     ),
     "test_gpu_moe_exl3.py": (
-        10,
-        "three_formats or nan or stay or strides or 60 and graph or fallback",
+        21,
+        "types or three_formats or stay or strides or 60 and graph or fallback",
     ),
     "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
     "test_gpu_kv_operands.py": (23, "not another_gpu"),
@@ -114,8 +114,8 @@ CHOSEN_OF_SM_90 = {
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
     ),
     "test_gpu_cores.py": (
-        6,
-        "(edges and q5_1 and (256 or 32)) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
+        3,
+        "(edges and q5_1 and 256) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
     ),
     "test_gpu_exl3.py": (9, "graph or follows or any_place or magnitudes or (products and shape0-4-mcg)"),
     "test_gpu_launches.py": (1, "just_needs"),
