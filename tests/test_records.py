@@ -45,7 +45,8 @@ def table(text: str, header: str, labels: int = 1) -> dict[str, list[float]]:
 
 def test_records_are_listed_with_their_commits(records: dict[str, Any]) -> None:
     assert len(records) == 13
-    others = {f"h100-{name}" for name in (*OF_H100, "grids", "two-bits", "weights")}
+    more = ("exl3", "exl3-moe", "grids", "kquants", "two-bits", "weights")
+    others = {f"h100-{name}" for name in (*OF_H100, *more)}
     paths = sorted((ROOT / "examples/benchmarks").glob("*.json"))
     assert {path.stem for path in paths} == others | {f"h200-{name}" for name in records}
     for path in paths:
@@ -133,6 +134,17 @@ def test_aims_on_an_h100(h100: dict[str, list[dict[str, Any]]]) -> None:
         assert f"| {rows} | {aim} | {reached} of {len(found)} | {faster} of {len(found)} |" in PERFORMANCE
     for kind, cells in own.items():
         assert f"| {kind} | {ranges(cells)} |" in PERFORMANCE
+
+
+def test_k_quants_and_exl3_on_an_h100() -> None:
+    kquants, exl3 = (
+        json.loads((ROOT / f"examples/benchmarks/h100-{name}.json").read_text())["cells"]
+        for name in ("kquants", "exl3")
+    )
+    short = [c["us"] <= c["cublas_us"] for c in kquants if c["M"] <= 512]
+    assert f"Of k-quants and IQ4 {sum(short)} of {len(short)} products of up to 512 rows" in PERFORMANCE
+    times = [c["us"] / c["floor_us"] for c in exl3 if c["M"] <= 16]
+    assert f"EXL3's walks take {min(times):.1f} to {max(times):.1f} times the floor" in PERFORMANCE
 
 
 def test_attention_near_its_floor_on_an_h100(h100: dict[str, list[dict[str, Any]]]) -> None:
