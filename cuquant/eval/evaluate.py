@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def evaluate(
     ids, bos, label = _token_ids(source, given)
     pieces = _cut(ids, bos, ctx, chunks)
     files = [source] if base is None else [_opened(base, device), source]
-    trained = min(config.read(file.metadata).n_ctx for file in files)
+    trained = min(map(_trained, files))
     if ctx > trained:
         warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
     contenders = [_Contender(file, _own_type(file), _weights(file)) for file in files]
@@ -301,7 +302,7 @@ def _own_type(model: Model) -> str:
 
 
 def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
-    try:
+    with _told_of(contender.model):
         settings = config.read(contender.model.metadata)
         if settings.window is not None and ctx > settings.window:
             raise config.UnsupportedModel(
@@ -309,8 +310,21 @@ def _runnable(contender: _Contender, ctx: int, activations: str) -> Llama:
                 f"use a ctx of at most that, not {ctx}"
             )
         return Llama(settings, contender.tensors, activations, contender.kv)
+
+
+def _trained(model: Model) -> int:
+    """Tokens of the longest context that it was trained on."""
+    with _told_of(model):
+        return config.read(model.metadata).n_ctx
+
+
+@contextmanager
+def _told_of(model: Model) -> Iterator[None]:
+    """What is not implemented in a model is said with its file."""
+    try:
+        yield
     except config.UnsupportedModel as error:
-        raise config.UnsupportedModel(f"{contender.model.path}: {error}") from None
+        raise config.UnsupportedModel(f"{model.path}: {error}") from None
 
 
 def _token_ids(
