@@ -190,10 +190,10 @@ def tiles_of(name: str, tile: wgmma_core.Tile) -> list[plan.Kernel]:
 @pytest.mark.long
 def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -> None:
     """To the register: with fewer its warpgroups would wait for more for ever."""
-    names = ("q5_1", "q4_k", "kbit4")
+    names = ("q4_0", "q5_1", "q4_k", "q6_k", "kbit4", "trellis3")
     shared = [tile for tile in wgmma_timed.STEP_US if tile.resident > 1]
     todo = list({k for name, tile in combinations(names, shared) for k in tiles_of(name, tile)})
-    assert len(todo) >= 10
+    assert len(todo) >= 20
     with ThreadPoolExecutor(2) as pool:
         for kernel, report in zip(todo, pool.map(lambda k: nvrtc.compile(k, "sm_90a"), todo), strict=True):
             assert (report.registers, report.stack, report.spills) == (80, 0, 0), kernel
@@ -238,7 +238,7 @@ def test_every_kernel_of_every_format(arch: str) -> None:
 
 def test_sm_86_has_the_kernels_of_sm_89() -> None:
     """No line asks for anything between sm_80 and sm_90."""
-    assert kernels("sm_86", every=FEW) == kernels("sm_89", every=FEW)
+    assert kernels("sm_86") == kernels("sm_89")
     assert kv_plan.all_kernels(86) == kv_plan.all_kernels(89)
     lines = "\n".join(path.read_text(encoding="utf-8") for path in sources.folder().rglob("*.cu*"))
     asked = {int(number) for number in re.findall(r"__CUDA_ARCH__ [=<>!]+ (\d+)", lines)}
@@ -246,7 +246,7 @@ def test_sm_86_has_the_kernels_of_sm_89() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_90a", *ELSEWHERE])
+@pytest.mark.parametrize("arch", ["sm_90a", *OTHERS])
 def test_conversions(arch: str) -> None:
     """Each in registers and, where there is one, as the decode core's codec."""
     capability = int("".join(c for c in arch if c.isdigit()))
