@@ -219,8 +219,9 @@ def test_bench_shows_a_record(run: Run) -> None:
     done = run("bench", "--from", RECORD, "-o", "md")
     assert done.status == 0
     assert done.out == RECORD.with_suffix(".md").read_text(encoding="utf-8")
+    commit = json.loads(RECORD.read_text())["commit"][:12]
     assert done.err == (
-        f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit 1bec69ca2085 (cuquant 0.1.0, CuPy 14.2.0, "
+        f"{RECORD}: 650 of 650 cells, NVIDIA H200, commit {commit} (cuquant 0.1.0, CuPy 14.2.0, "
         "CUDA runtime 13.2, CUDA driver 13.0, NVRTC 13.0, NumPy 2.5.2, Python 3.12.3); "
         "floors by 4460 GB/s, 770 TFLOP/s\n"
     )
