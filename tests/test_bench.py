@@ -176,8 +176,14 @@ def test_tables_compare_with_what_was_measured() -> None:
     assert rows[1][-2:] == ["2.00", "1.50"]
     assert "gemlite" not in " ".join(shown)
     read = list(csv.DictReader(io.StringIO(record.render("csv"))))
-    assert list(read[0]) == [*KEYS, "tinygemm_us", "gemlite_us"]
+    ratios = ["time / floor", "speed / cuBLAS", "speed / tinygemm", "speed / gemlite"]
+    assert list(read[0]) == [*KEYS, "tinygemm_us", "gemlite_us", *ratios]
     assert [row["tinygemm_us"] for row in read] == ["10.0", ""]
+    assert [[row[name] for name in ratios] for row in read] == [
+        ["2.0", "1.5", "2.5", ""],
+        ["2.0", "1.5", "", ""],
+    ]
+    assert list(record.to_pandas()["speed / cuBLAS"]) == [1.5, 1.5]
     assert Record(None, {}, []).render("table") == ""
 
 

@@ -132,22 +132,52 @@ CHOSEN_OF_SM_90 = {
 """Likewise, of a GPU with wgmma, a copy engine and clusters."""
 
 
-@needs_compiler
-@pytest.mark.long
-@pytest.mark.parametrize("file", CHOSEN)
-def test_kernels(file: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(file, *CHOSEN[file], "emulator.plugin", tmp_path_factory)
+PROCESSES = {
+    "products": ("test_matmul.py", "test_gpu_cores.py", "test_gpu_x_format.py"),
+    "blocks": ("test_gpu.py", "test_gpu_convert.py", "test_gpu_grids.py", "test_tuning.py"),
+    "k-quants": ("test_gpu_kquants.py", "test_gpu_rechecks.py", "test_gpu_operands.py"),
+    "codebooks": ("test_gpu_kbit.py", "test_gpu_trellis.py", "test_gpu_exl3.py"),
+    "FP4 and int4": ("test_gpu_fp4_int4.py", "test_gpu_repeats.py"),
+    "mixtures": ("test_gpu_moe.py", "test_gpu_moe_prefill.py", "test_gpu_moe_repeats.py"),
+    "mixtures of others": ("test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py", "test_gpu_random.py"),
+    "caches": ("test_gpu_kvcache.py", "test_gpu_kv_moves.py", "test_gpu_kv_repeats.py"),
+    "operands of caches": ("test_gpu_kv_operands.py", "test_gpu_kv_refused.py", "test_gpu_kv_captured.py"),
+    "attention": ("test_gpu_attention.py", "test_gpu_attention_queries.py"),
+    "a model": ("test_gpu_evaluate.py",),
+}
+"""Files of `CHOSEN` that share a process, which takes two seconds to begin."""
+PROCESSES_OF_SM_90 = {
+    "products": ("test_matmul.py", "test_epilogue.py", "test_gpu_cores.py", "test_gpu_launches.py"),
+    "mixtures": ("test_gpu_moe_prefill.py", "test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py"),
+    "walks": ("test_gpu_exl3.py",),
+    "attention": ("test_gpu_attention.py", "test_gpu_attention_queries.py", "test_gpu_random.py"),
+}
+"""Likewise."""
 
 
 @needs_compiler
 @pytest.mark.long
-@pytest.mark.parametrize("file", CHOSEN_OF_SM_90)
-def test_kernels_of_sm_90(file: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    run(file, *CHOSEN_OF_SM_90[file], "emulator.hopper", tmp_path_factory)
+@pytest.mark.parametrize("process", PROCESSES)
+def test_kernels(process: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    chosen = {file: CHOSEN[file] for file in PROCESSES[process]}
+    run(chosen, "emulator.plugin", tmp_path_factory)
 
 
-def run(file: str, least: int, which: str, gpu: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In a process of its own, with this GPU."""
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("process", PROCESSES_OF_SM_90)
+def test_kernels_of_sm_90(process: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    chosen = {file: CHOSEN_OF_SM_90[file] for file in PROCESSES_OF_SM_90[process]}
+    run(chosen, "emulator.hopper", tmp_path_factory)
+
+
+def test_every_chosen_file_has_a_process() -> None:
+    for processes, chosen in ((PROCESSES, CHOSEN), (PROCESSES_OF_SM_90, CHOSEN_OF_SM_90)):
+        assert sorted(file for files in processes.values() for file in files) == sorted(chosen)
+
+
+def run(chosen: dict[str, tuple[int, str]], gpu: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests of some files in a process of their own, with this GPU."""
     base = tmp_path_factory.getbasetemp()  # under xdist each process has one beside the others'
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "emulated-kernels"
     folder.mkdir(exist_ok=True)
@@ -157,13 +187,17 @@ def run(file: str, least: int, which: str, gpu: str, tmp_path_factory: pytest.Te
     options = ["-m", "gpu", "-p", gpu, "--tb=short"]
     for plugin in ("xdist", "cacheprovider", "hypothesispytest", "anyio"):  # some take a second to import
         options += ["-p", f"no:{plugin}"]
-    command = [sys.executable, "-m", "pytest", *options, "--no-header", "-vv", file, "-k", which]
+    which = " or ".join(f"({file} and ({expression}))" for file, (_, expression) in chosen.items())
+    command = [sys.executable, "-m", "pytest", *options, "--no-header", "-vv", *chosen, "-k", which]
     done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     last = done.stdout.splitlines()[-1].strip("= ")
     passed = re.fullmatch(r"(\d+) passed(, \d+ deselected)? in .*", last)
     assert passed is not None, last
-    assert int(passed[1]) >= least
+    counts = {file: len(re.findall(rf"^{file}::.* PASSED ", done.stdout, re.MULTILINE)) for file in chosen}
+    assert sum(counts.values()) == int(passed[1])
+    for file, (least, _) in chosen.items():
+        assert counts[file] >= least, f"{counts[file]} tests of {file}"
 
 
 SOURCE = """

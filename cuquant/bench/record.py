@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import subprocess
@@ -238,26 +237,35 @@ class Record:
         return plotter()(self)
 
     def to_pandas(self) -> Any:
-        """A pandas DataFrame of the cells; pandas comes with the notebook extra."""
-        return to_pandas(self.cells, list(dict.fromkeys(name for cell in self.cells for name in cell)))
+        """A pandas DataFrame of the cells and their ratios; pandas comes with the notebook extra."""
+        return to_pandas(*self._with_ratios())
+
+    def _with_ratios(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The cells, each with its ratios, and all that any of them has."""
+        columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
+        titles = [title for name, title in _RATIOS.items() if name in columns]
+        return [cell | _ratios(cell) for cell in self.cells], columns + titles
 
     def _repr_html_(self) -> str:
         return self.render("html")
 
     def render(self, style: str) -> str:
-        """The cells as a "table", as "md", "html", "csv" or "json"; tables add the ratios."""
+        """The cells with their ratios as a "table", as "md", "html" or "csv"; as "json" the record itself."""
         if style == "json":
             return self.to_json()
-        columns = list(dict.fromkeys(name for cell in self.cells for name in cell))
+        cells, columns = self._with_ratios()
         if style == "csv":
-            return rows_to_csv(self.cells, columns)
+            return rows_to_csv(cells, columns)
         table_format = table_format_of(style, "csv", "json")
         from tabulate import tabulate
 
-        shown = [name for name in columns if any(cell.get(name) is not None for cell in self.cells)]
-        rows = [[cell.get(name) for name in shown] + _ratios(cell, shown) for cell in self.cells]
-        headers = shown + [title for name, title in _RATIOS.items() if name in shown]
-        table = tabulate(rows, headers, tablefmt=table_format, disable_numparse=True)
+        shown = [name for name in columns if any(cell.get(name) is not None for cell in cells)]
+        ratios = set(_RATIOS.values())
+        rows = [
+            [f"{cell[name]:.2f}" if name in ratios and name in cell else cell.get(name) for name in shown]
+            for cell in cells
+        ]
+        table = tabulate(rows, shown, tablefmt=table_format, disable_numparse=True)
         return table if self.verdict is None else f"{table}\n\n{_paragraphs(self.verdict, style)}"
 
 
@@ -336,12 +344,11 @@ def _is_whole(cell: dict[str, Any]) -> bool:
     )
 
 
-def _ratios(cell: dict[str, Any], shown: list[str]) -> list[str]:
+def _ratios(cell: dict[str, Any]) -> dict[str, float]:
     """A cell's time over the floor; the others' times over its own: how many times as fast it is."""
-    ratios = []
-    for name in _RATIOS:
-        if name in shown:
-            own, other = cell["us"], cell.get(name) or math.nan
-            ratio = own / other if name == "floor_us" else other / own
-            ratios.append("" if math.isnan(ratio) else f"{ratio:.2f}")
-    return ratios
+    times = ((name, title, cell.get(name)) for name, title in _RATIOS.items())
+    return {
+        title: cell["us"] / other if name == "floor_us" else other / cell["us"]
+        for name, title, other in times
+        if other
+    }

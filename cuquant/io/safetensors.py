@@ -240,7 +240,7 @@ def read(path: Path) -> Saved:
     with path.open("rb") as stream:
         note = _note(path, metadata_of(path))
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    infos, start = header_of(path)
+    infos, start = layout_of(path)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
     offsets = {name: start + info["data_offsets"][0] for name, info in infos.items()}
     weights, own = note.weights, None
@@ -267,26 +267,26 @@ def metadata_of(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
 
 
-class Header(NamedTuple):
+class Layout(NamedTuple):
     """What a file says of its tensors, and where their bytes begin."""
 
     tensors: Mapping[str, Any]
     end: int
 
 
-def header_of(path: Path) -> Header:
+def layout_of(path: Path) -> Layout:
     """Of a file that the safetensors package has found to be sound."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         infos = json.loads(file.read(length))
     infos.pop("__metadata__", None)
-    return Header(infos, 8 + length)
+    return Layout(infos, 8 + length)
 
 
-def small_floats(path: Path, name: str, header: Header) -> Any:
+def small_floats(path: Path, name: str, layout: Layout) -> Any:
     """A tensor of `SMALL_FLOATS`."""
-    info = header.tensors[name]
-    dtype, first = SMALL_FLOATS[info["dtype"]], header.end + info["data_offsets"][0]
+    info = layout.tensors[name]
+    dtype, first = SMALL_FLOATS[info["dtype"]], layout.end + info["data_offsets"][0]
     with path.open("rb") as file:
         file.seek(first)
         return np.fromfile(file, dtype, math.prod(info["shape"])).reshape(info["shape"])

@@ -124,16 +124,37 @@ template <class... Values>
 }
 
 // Where a word of several bytes is read or written that is not at a multiple of them (driver.py has g++ ask).
-extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(const void* what, u64 address) {
+extern "C" [[noreturn]] __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(
+    const void* what, u64 address) {
     struct { const char* file; u32 line, column; const void* type; u8 bits; } place;
     memcpy(&place, what, sizeof place);
     fail("line %u: %u bytes at %llx", place.line, 1u << place.bits, address);
 }
 
+inline bool ready(const Fiber& fiber) { return !fiber.done && (!fiber.awaited || *fiber.awaited != fiber.seen); }
+
+// The running warp: its first thread, how many lanes have had their turn in this round, and whether the last was first.
+static struct {
+    u32 first, had;
+    bool backward;
+} lanes;
+
+// The stack of the next lane that can run, which is the current one then; null at the end of a round.
+inline void* next_lane() {
+    while (lanes.had < WARP && !failure[0]) {
+        const u32 lane = lanes.had++;
+        Fiber& fiber = fibers[current = lanes.first + (lanes.backward ? WARP - 1 - lane : lane)];
+        if (ready(fiber)) return fiber.awaited = nullptr, fiber.stack;
+    }
+    return nullptr;
+}
+
+// Each lane goes on with the next one, and only the last of a round with the scheduler.
 inline void wait_until_changed(const u32& counter, u32 seen) {
     Fiber& fiber = fibers[current];
     fiber.awaited = &counter, fiber.seen = seen;
-    emulated_switch(&fiber.stack, scheduler);
+    void* const next = next_lane();
+    emulated_switch(&fiber.stack, next ? next : scheduler);
 }
 
 // All others go on first.
@@ -353,18 +374,13 @@ static void thread() {
     leave();
 }
 
-inline bool ready(const Fiber& fiber) { return !fiber.done && (!fiber.awaited || *fiber.awaited != fiber.seen); }
-
 // Whether any thread of a warp could run. Each runs until it waits; the order of the lanes turns from time to time.
 static bool run_warp(u32 first, bool backward) {
     bool ran = false;
     for (bool any = true; any && !failure[0];) {
-        any = false;
-        for (u32 i = 0; i < WARP && !failure[0]; i++) {
-            Fiber& fiber = fibers[first + (backward ? WARP - 1 - i : i)];
-            if (!ready(fiber)) continue;
-            fiber.awaited = nullptr, current = &fiber - fibers;
-            emulated_switch(&scheduler, fiber.stack);
+        any = false, lanes = {first, 0, backward};
+        while (void* const stack = next_lane()) {
+            emulated_switch(&scheduler, stack);
             any = ran = true;
         }
     }

@@ -20,7 +20,8 @@ from .translate import translate
 
 HERE = Path(__file__).parent
 COMPILER = ["g++", "--std=c++17", "-Og", "-w", "-fPIC", "-mf16c", "-ffp-contract=off", "-fno-strict-aliasing"]
-COMPILER += ["-fno-exceptions", "-fno-threadsafe-statics", "-fsanitize=alignment"]  # device.h has its part
+COMPILER += ["-fno-exceptions", "-fno-threadsafe-statics"]
+COMPILER += ["-fsanitize=alignment", "-fno-sanitize-recover=alignment"]  # device.h has their part
 LIBRARY = ["-shared", "-nodefaultlibs", "-x", "c++", "-", "-lm", "-lc", "-o"]
 STACKS = 4096 * (256 << 10)
 """Bytes of the stacks of a cluster's threads (device.h)."""
