@@ -73,18 +73,22 @@ def nearest(groups: F32, h: F32, grid: F32, start: F32 | None = None) -> tuple[N
     peak = np.abs(groups).max(axis=1, initial=0.0)
     # In units of their largest weight, no square of a group over- or underflows.
     v = groups / np.where(peak > 0, peak, np.float32(1))[:, None]
+    hv, g, products, above = h * v, np.empty_like(v), np.empty_like(v), np.empty(v.shape, np.bool_)
 
     def codes(scales: F32) -> NDArray[np.uint8]:
         usable = np.where(scales != 0, scales, np.float32(1))[:, None]
-        scaled, q = v / usable, np.zeros(v.shape, np.uint8)
+        np.divide(v, usable, out=products)
+        q = np.zeros(v.shape, np.uint8)
         for middle in middles:  # searchsorted takes ten times as long
-            q += scaled > middle
+            np.add(q, np.greater(products, middle, out=above).view(np.uint8), out=q)
         return q
 
     def solved(q: NDArray[np.uint8]) -> tuple[F32, F32]:
         """Least squares scales of those indices, and how much of the groups' power each explains."""
-        g = levels[q]
-        cross, power = (h * v * g).sum(axis=1), (h * g * g).sum(axis=1)
+        np.take(levels, q, out=g, mode="wrap")  # all are there, and this mode looks for none that is not
+        cross = np.multiply(hv, g, out=products).sum(axis=1)
+        np.multiply(h, g, out=products)
+        power = np.multiply(products, g, out=products).sum(axis=1)
         scales = np.divide(cross, power, out=np.zeros_like(cross), where=power > 0)
         return scales, scales * cross
 
