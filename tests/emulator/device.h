@@ -139,7 +139,8 @@ static struct {
     bool backward;
 } lanes;
 
-// The stack of the next lane that can run, which is the current one then; null at the end of a round.
+// The stack of the next lane that can run, which is the current one then; null at the end of a round, where the
+// scheduler sets the next.
 inline void* next_lane() {
     while (lanes.had < WARP && !failure[0]) {
         const u32 lane = lanes.had++;
@@ -149,7 +150,7 @@ inline void* next_lane() {
     return nullptr;
 }
 
-// Each lane goes on with the next one, and only the last of a round with the scheduler.
+// A lane that waits goes on with the next one; the last of a round, and one that ends or fails, with the scheduler.
 inline void wait_until_changed(const u32& counter, u32 seen) {
     Fiber& fiber = fibers[current];
     fiber.awaited = &counter, fiber.seen = seen;
