@@ -242,9 +242,10 @@ def test_every_kernel_of_every_format(arch: str) -> None:
     check(kernels(arch, *SIZES), arch)
 
 
-def test_sm_86_has_the_kernels_of_sm_89() -> None:
+@pytest.mark.parametrize("every", [FEW, pytest.param(1, marks=pytest.mark.compile_all)])
+def test_sm_86_has_the_kernels_of_sm_89(every: int) -> None:
     """No line asks for anything between sm_80 and sm_90."""
-    assert kernels("sm_86") == kernels("sm_89")
+    assert kernels("sm_86", every=every) == kernels("sm_89", every=every)
     assert kv_plan.all_kernels(86) == kv_plan.all_kernels(89)
     lines = "\n".join(path.read_text(encoding="utf-8") for path in sources.folder().rglob("*.cu*"))
     asked = {int(number) for number in re.findall(r"__CUDA_ARCH__ [=<>!]+ (\d+)", lines)}
