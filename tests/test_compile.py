@@ -153,7 +153,7 @@ def telling(todo: list[plan.Kernel]) -> list[plan.Kernel]:
     return thinned(found)
 
 
-EVERY_NTH = {("gemm", 0): 8, ("gemm", 2): 6, ("repack", None): 5, ("dequantize", None): 3}
+EVERY_NTH = {("gemm", 0): 10, ("gemm", 2): 7, ("repack", None): 5, ("dequantize", None): 3}
 EVERY_NTH |= {("quantize", None): 3, ("quantize_int4", None): 4, ("quantize_trellis", None): 3}
 EVERY_NTH |= {("repack_trellis", None): 3, ("dequantize_trellis", None): 3}
 """Of so many that are alike one is compiled: by what they do, and the core."""
