@@ -43,6 +43,7 @@ EVERY = ["sm_90a", "sm_86", *OTHERS]
 """sm_86 is compiled only when asked for: it has sm_89's kernels, from the same lines."""
 ELSEWHERE = ["sm_75", "sm_80", "sm_120"]
 """sm_89 has the lines of sm_80, and sm_100a those of sm_120."""
+ALIKE_ARCHS = [pytest.param(arch, marks=pytest.mark.compile_all) for arch in OTHERS if arch not in ELSEWHERE]
 SIZES = (132, 46, 82, 108, 114, 170)
 """Multiprocessors of GPUs that are small, or that many people have."""
 FEW = 5
@@ -253,10 +254,9 @@ def test_sm_86_has_the_kernels_of_sm_89(every: int) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("arch", ["sm_90a", *ELSEWHERE])
+@pytest.mark.parametrize("arch", ["sm_90a", *ELSEWHERE, *ALIKE_ARCHS])
 def test_conversions(arch: str) -> None:
-    """Each in registers and, where there is one, as the decode core's codec. (They are a benchmark's, which
-    GPUs of sm_89 and sm_100 have from the same lines as others.)"""
+    """Each in registers and, where there is one, as the decode core's codec."""
     capability = int("".join(c for c in arch if c.isdigit()))
     x, out = np.empty((1, 4096), np.float16), np.empty((1, 14336), np.float16)
     todo = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from figures import PERFORMANCE, README, ROOT, Figure, every_figure, read_record
+from figures import every_figure
+from recorded import PERFORMANCE, README, ROOT, Figure, read_record
 
 TEXTS = {file: (ROOT / file).read_text(encoding="utf-8") for file in (README, PERFORMANCE)}
 FIGURES = every_figure()
