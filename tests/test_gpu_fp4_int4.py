@@ -73,10 +73,14 @@ SCALED += [
 
 @pytest.mark.parametrize("fmt", SCALED, ids=str)
 def test_weights_that_are_too_small_are_counted_as_on_the_cpu(fmt: str | cq.Format) -> None:
-    """In every group but those of zeros, whatever the strides; a last block of threads is not full."""
+    """In every group but those of zeros, whatever the strides, and of scales about 7.5 * 2^-24, where one
+    becomes coarse; a last block of threads is not full."""
     cupy, found = device.cupy(), cq.formats.get(fmt)
     x = gauss((37, 1280)) * np.geomspace(1e-9, 1, 1280, dtype=F)
     x[5:9], x[20, ::64], x[30] = 0, -0.0, 1e-40
+    near = F(7.5 * 2**-24) * (1 + np.arange(-20, 20, dtype=F) * 2**-23)
+    for row, steps in enumerate((7, 8, 15, 16, 31, 127), 31):
+        x[row] = (steps * near).repeat(32) * (np.arange(1280) % 2)
     for dtype in FLOATS:
         for given in (x.astype(dtype), x.astype(dtype)[::-2]):
             blocks, lost = cpu.quantize(given, found)

@@ -187,9 +187,18 @@ struct Found {
 // Whether a float16 number below 2^-21, of four bits at most, stands for a scale that is not 0.
 DEVICE bool is_coarse(u32 half) { return (half & 0x7fff) < 8; }
 
-// By whole warps: so many sixteens of each lane's.
-DEVICE void add_lost(Found* found, bool lost, int sixteens = 1) {
-    const u32 lanes = __ballot_sync(~0u, lost);
+// Whether a scale that is not 0 is rounded to such a number; 7.5 * 2^-24 is rounded to 2^-21. (In two instructions: numbers
+// without their sign, but twice as large, and 0 above all others.)
+DEVICE bool becomes_coarse(float scale) {
+    constexpr u32 FIRST_FINE = 0x34f00000;
+    const u32 bits = __float_as_int(scale);
+    return bits + bits - 1 < 2 * FIRST_FINE - 1;
+}
+
+// By whole warps: so many sixteens of each lane's that `counts`.
+DEVICE void add_lost(Found* found, bool lost, bool counts, int sixteens = 1) {
+    if (!__any_sync(~0u, lost)) return;  // nearly always
+    const u32 lanes = __ballot_sync(~0u, lost && counts);
     if (lanes && found && threadIdx.x % WARP == 0) atomicAdd(&found->lost, u64(__popc(lanes) * sixteens));
 }
 

@@ -6,6 +6,9 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256;
+// Blocks that a multiprocessor is to hold. With eight, all of its 2048 threads, enough is on its way; codes that are looked up
+// need more registers than are left then, and ptxas chooses (0).
+constexpr int RESIDENT = LOOKED_UP<Format> ? 0 : 8;
 constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
 // A thread's half of a block of integer codes to its place; false where a scale overflows float16. `lost`: whether it is
@@ -19,13 +22,13 @@ DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8*
     const u32 scale = scale_bits<F>(scales, words);
     store_codes<F>(to, half, words);
     if (half == 0) F::store_scale_bits(to, scale);
-    lost = is_coarse(scale) && magnitude(scales.d);
+    lost = becomes_coarse(scales.d);
     return (scale & 0x7c00) != 0x7c00 && (scale >> 16 & 0x7c00) != 0x7c00;
 }
 
 // Rows of K floats, with strides in elements, to blocks; `found` may be null. `thresholds` and `decoded`: of a codebook
 // (encode_kbit.cuh); `scale`: what the elements of a tensor are divided by first (nvfp4).
-extern "C" __global__ void __launch_bounds__(THREADS) quantize(
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
     Found* found, const Thresholds* thresholds, int decoded, float scale) {
     let_successor_start();
@@ -72,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(
     if (!good && found) atomicMin(&found->first_bad, u64((first + mine) / blocks_per_row));
     if constexpr (Format::SCALING == E4M4 || Format::SCALING == E4M3) lost = stored == 0 && !is_zero;
     if constexpr (Format::CODING != INTEGERS && Format::SCALING == HALF) lost = is_coarse(stored) && !is_zero;
-    if constexpr (Format::SCALING != E8M0) add_lost(found, lost && own < count);
+    if constexpr (Format::SCALING != E8M0) add_lost(found, lost, own < count);
     constexpr int MOST = BLOCKS * Format::BLOCK_BYTES;
     u8* const all = out + first * Format::BLOCK_BYTES;
     if (last)
