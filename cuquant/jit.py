@@ -13,18 +13,21 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from . import device, sources, streams
 from .plan import Gpu, Kernel, Plan
 from .plan.tuning import Tuned
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _functions: dict[tuple[int, Kernel], Any] = {}
 _modules: dict[tuple[Any, ...], Any] = {}
@@ -343,15 +346,28 @@ def compile_ahead(kernels: Iterable[Kernel]) -> Iterator[Kernel]:
     wanted = {key: kernel for kernel in kernels for key in [_key(device_id, kernel)] if key not in _modules}
 
     def one(key: tuple[Any, ...]) -> tuple[Any, ...]:
-        with device.cupy().cuda.Device(device_id):  # a thread has its own
-            module = _compiled(device_id, wanted[key])
+        module = _compiled(device_id, wanted[key])
         with _lock:
             _modules.setdefault(key, module)
         return key
 
+    for key in in_threads(one, wanted):
+        yield wanted[key]
+
+
+def in_threads(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """What a call gives for each of the items, in any order, on the current device and all processors: of
+    work that lets other threads run, as compiling does."""
+    cuda = device.cupy().cuda
+    device_id = cuda.runtime.getDevice()
+
+    def one(item: Item) -> Result:
+        with cuda.Device(device_id):  # a thread has its own
+            return call(item)
+
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
-        for done in as_completed([pool.submit(one, key) for key in wanted]):
-            yield wanted[done.result()]
+        for done in as_completed([pool.submit(one, item) for item in items]):
+            yield done.result()
     finally:
         pool.shutdown(cancel_futures=True)  # an interruption waits only for those under way

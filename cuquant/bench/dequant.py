@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product as combinations
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from ..formats.kbit import KBit
 from ..plan.cores import table_of
 from .conversions import CONVERSIONS, Conversion
 from .record import Floor, Record, rounded
-from .sass import hot_loop
+from .sass import Loop, hot_loops
 from .timing import graph_us, rotation, warm_up
 
 SHAPES = ((14336, 4096),)
@@ -64,22 +65,27 @@ def dequant(
 
     RuntimeError where what a kernel computed is wrong: nothing is recorded then.
     """
-    conversions, batches = list(conversions), list(batches)
+    conversions, gpu = list(conversions), jit.gpu()
+    alone = [c for c in (None, *conversions) if _key("registers", c) not in record]
+    in_decode = [
+        (c, m, n, k)
+        for (n, k), c, m in combinations(shapes, conversions, list(batches))
+        if c.weights is not None and _key("decode", c, m, n, k) not in record
+    ]
+    marks = {conversion_kernel("registers", c, gpu.capability): "HFMA2" for c in (None, *alone)}
+    marks |= {product(*case, gpu).plan.kernel: "HMMA" for case in in_decode}
+    for _ in jit.compile_ahead(marks):
+        pass
+    loops = hot_loops(marks)
     warm_up()
-    for alone in (None, *conversions):
-        key = _key("registers", alone)
-        if key not in record:
-            cell = _in_registers(key, alone)
-            record.add(cell)
-            yield cell
-    for n, k in shapes:
-        for conversion in (c for c in conversions if c.weights is not None):
-            for m in batches:
-                key = _key("decode", conversion, m, n, k)
-                if key not in record:
-                    cell = _in_decode(key, conversion, m, n, k, record.floor_us)
-                    record.add(cell)
-                    yield cell
+    for conversion in alone:
+        cell = _in_registers(conversion, loops)
+        record.add(cell)
+        yield cell
+    for case in in_decode:
+        cell = _in_decode(*case, loops, record.floor_us)
+        record.add(cell)
+        yield cell
     record.conclude(verdict(record.cells))
 
 
@@ -115,7 +121,7 @@ def verdict(cells: list[dict[str, Any]]) -> str:
 # In registers.
 
 
-def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> DequantCell:
+def _in_registers(conversion: Conversion | None, loops: Mapping[plan.Kernel, Loop]) -> DequantCell:
     cupy = device.cupy()
     capability = jit.capability()
     kernel = conversion_kernel("registers", conversion, capability)
@@ -135,12 +141,13 @@ def _in_registers(key: dict[str, Any], conversion: Conversion | None) -> Dequant
             raise RuntimeError(f"wrong result: {conversion.codec} in registers")
     us = graph_us([call]).us
     rate = len(sums) * ROUNDS * VALUES_PER_ROUND / us * 1e-3
-    loop, alone = (hot_loop(k, "HFMA2") for k in (kernel, conversion_kernel("registers", None, capability)))
+    loop, alone = loops.get(kernel), loops.get(conversion_kernel("registers", None, capability))
     instructions = None
     if loop is not None and alone is not None:
         own = 0 if conversion is None else alone.instructions
         instructions = round((loop.instructions - own) / VALUES_PER_TURN, 3)
-    return DequantCell(**key, us=rounded(us), values_per_ns=rounded(rate), instructions=instructions)
+    measured = {"us": rounded(us), "values_per_ns": rounded(rate), "instructions": instructions}
+    return DequantCell(**_key("registers", conversion), **measured)
 
 
 def _expected_sums(conversion: Conversion, threads: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -180,12 +187,12 @@ def _format(conversion: Conversion) -> formats.Format:
 
 
 def _in_decode(
-    key: dict[str, Any], conversion: Conversion, m: int, n: int, k: int, floor_us: Floor
+    conversion: Conversion, m: int, n: int, k: int, loops: Mapping[plan.Kernel, Loop], floor_us: Floor
 ) -> DequantCell:
     cupy = device.cupy()
     x = cupy.random.standard_normal((m, k), dtype=np.float32).astype(np.float16)
     out = cupy.empty((m, n), np.float16)
-    launch = product(conversion, x, out, jit.gpu())
+    launch = product(conversion, m, n, k, jit.gpu())
     values = cupy.asarray(conversion.values)
     weights = [_RandomWeight(n, k) for _ in range(rotation(n * k // 2))]
 
@@ -202,7 +209,7 @@ def _in_decode(
     if not error <= testing.BOUNDS[out.dtype][0]:
         raise RuntimeError(f"wrong result: NMSE {error:.3g} for {conversion.codec}, {m} x {n} x {k}")
     us = graph_us([lambda w=w: call(w) for w in weights]).us  # type: ignore[misc]
-    instructions, loop = None, hot_loop(launch.plan.kernel, "HMMA")
+    instructions, loop = None, loops.get(launch.plan.kernel)
     if loop is not None:  # groups of 8 rows of x share the weights; some products sum up x
         tile, columns = dict(launch.plan.kernel.constants), 16 if jit.capability() >= 80 else 8
         products = loop.marked / tile["GROUPS"] * tile["ROW_TILES"] / (tile["ROW_TILES"] + conversion.sums)
@@ -210,14 +217,15 @@ def _in_decode(
     moved = n * k // 2 + n * k // 32 * 2 + x.nbytes + out.nbytes
     rates = {"us": us, "values_per_ns": n * k / us * 1e-3, "floor_us": floor_us(moved)}
     measured = {name: rounded(value) for name, value in rates.items()}
-    return DequantCell(**key, **measured, instructions=instructions)
+    return DequantCell(**_key("decode", conversion, m, n, k), **measured, instructions=instructions)
 
 
-def product(conversion: Conversion, x: Any, out: Any, gpu: plan.Gpu) -> problem.Launch:
-    """The product that `conversion` is the codec of: the core's tile for a format of that kind."""
-    weight = problem.Weight(_format(conversion), (out.shape[-1], x.shape[-1]), half=False)  # the decode core
-    source = problem.source(x.shape, x.strides, True)
-    output = problem.Output(out.shape, (out.shape[-1], 1), problem.DTYPES[out.dtype])
+def product(conversion: Conversion, m: int, n: int, k: int, gpu: plan.Gpu) -> problem.Launch:
+    """The product, of float16 rows to float16 results, that `conversion` is the codec of: the core's tile for
+    a format of that kind."""
+    weight = problem.Weight(_format(conversion), (n, k), half=False)  # the decode core
+    source = problem.source((m, k), (2 * k, 2), True)
+    output = problem.Output((m, n), (n, 1), problem.DTYPES[np.dtype(np.float16)])
     end = problem.Epilogue(0, False, None, 0, None)
     found = problem.resolve(weight, source, output, end, gpu)
     kernel = found.plan.kernel

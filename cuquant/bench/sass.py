@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -38,14 +38,19 @@ def disassembler() -> str | None:
     return next((found for found in candidates if found), None)
 
 
-def hot_loop(kernel: Kernel, mark: str) -> Loop | None:
-    """The loop of a kernel that has the most instructions "HMMA" or so, as compiled for the current GPU.
+def hot_loops(marks: Mapping[Kernel, str]) -> dict[Kernel, Loop]:
+    """Of each kernel the loop that has the most instructions "HMMA" or so, as compiled for the current GPU.
 
-    None where there is no disassembler, or no such loop.
+    Kernels without such a loop are left out, and all of them where there is no disassembler.
     """
     program = disassembler()
     if program is None:
-        return None
+        return {}
+    found = jit.in_threads(lambda kernel: (kernel, _hot_loop(program, kernel, marks[kernel])), marks)
+    return {kernel: loop for kernel, loop in found if loop is not None}
+
+
+def _hot_loop(program: str, kernel: Kernel, mark: str) -> Loop | None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(_cubin(kernel))
