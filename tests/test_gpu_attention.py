@@ -12,7 +12,7 @@ import pytest
 from attending import DTYPES, WIDTHS, F, agree, filled, normal, on_gpu
 
 import cuquant as cq
-from cuquant import buffers, device, jit, testing
+from cuquant import buffers, device, jit, sources, testing
 from cuquant.kv import plan
 
 pytestmark = pytest.mark.gpu
@@ -355,6 +355,26 @@ def test_it_is_deterministic() -> None:
     first = cq.attention(q, cache)
     for _ in range(20):
         assert bool((cq.attention(q, cache) == first).all())
+
+
+@pytest.mark.parametrize("read", ["0", "1 << 30", "-7", "lengths.of[t] / 2", "lengths.of[t] + 7"])
+def test_lengths_that_were_others_when_a_launch_began(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one sequence blocks begin by lengths that the kernel before may still change: whatever they read,
+    results are the same bits."""
+    q = device.cupy().asarray(normal(1, 1, 8, 64, seed=3, dtype=np.float16))
+    caches = [filled(n, 1) for n in (1, 50, 4099)]
+    expected = [cq.attention(q, cache) for cache in caches]
+    flatten, line = sources.flatten, "Lengths lengths(p, single ? 0 : p.batch);"
+    text = flatten("attention", None)
+    assert text.count(line) == 1
+    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {read};"
+    changed = {"attention": text.replace(line, f"{line}\n{others}")}
+    monkeypatch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
+    fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
+    for name, value in fresh.items():
+        monkeypatch.setattr(jit, name, value)
+    for cache, y in zip(caches, expected, strict=True):
+        assert bool((cq.attention(q, cache) == y).all())
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": np.arange(50) % 3 > 0}])

@@ -30,6 +30,60 @@ constexpr bool INTEGER = INTEGER_QUERIES && BITS < 16;
 template <int BITS>
 constexpr float SCORE_UNIT = INTEGER<BITS> ? 1.f / (1 << BITS * (CLASSES<BITS> - 1)) : UNSCALE<BITS>;
 
+// The row at a place of those of a block.
+DEVICE constexpr int row_of(int place) { return place * COLUMNS / 2; }
+
+constexpr int OWN = PAIRS * 16;          // channels of a query that a lane has
+constexpr int WORDS = HALVES * OWN / 8;  // of 16 bytes, that they take at most
+
+// A lane's channels of its rows of queries: of one half float16 or bfloat16, else float32. Where they are is known before they
+// may be asked for.
+struct Given {
+    u64 at[GROUPS];     // addresses
+    int count[GROUPS];  // of the words that are there; others are zeros
+    uint4 raw[GROUPS][WORDS];
+
+    // Of rows from `first` on of a key head.
+    DEVICE Given(const Attention& p, int sequence, int head, int first, int lane) {
+        constexpr int EACH = HALVES > 1 ? 4 : 8;  // channels of a word
+        const int start = lane % 4 * OWN;
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+            const int row = first + row_of(n * 8 + lane / 4);
+            const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
+            const s64 element = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
+                                query_head * p.q_strides[2] + start;
+            at[n] = reinterpret_cast<u64>(static_cast<const u8*>(p.q) + element * (16 / EACH));
+            count[n] = row >= rows_of(p) ? 0 : PADDED == CUQUANT_DIM ? WORDS : (CUQUANT_DIM - start + EACH - 1) / EACH;
+            asm volatile("" : "+l"(at[n]), "+r"(count[n]));  // worked out here
+        }
+    }
+
+    DEVICE void ask() {
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) {
+#pragma unroll
+            for (int k = 0; k < WORDS; k++) raw[n][k] = make_uint4(0, 0, 0, 0);
+            if (at[n] % 16 == 0) {
+#pragma unroll
+                for (int k = 0; k < WORDS; k++)
+                    if (k < count[n]) raw[n][k] = reinterpret_cast<const uint4*>(at[n])[k];
+            } else {
+#pragma unroll
+                for (int k = 0; k < WORDS; k++)
+                    if (k < count[n]) raw[n][k] = gathered(reinterpret_cast<const u16*>(at[n]) + k * 8);
+            }
+        }
+    }
+
+private:
+    static __device__ __noinline__ uint4 gathered(const u16* from) {
+        u32 w[4];
+        for (int k = 0; k < 4; k++) w[k] = from[2 * k] | u32(from[2 * k + 1]) << 16;
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    }
+};
+
 struct Queries {
     u32 b[HALVES][GROUPS][PAIRS][8];  // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
     u32 bytes[GROUPS][PAIRS * 4];     // of four channels of the lane each: `order` says which
@@ -39,17 +93,8 @@ struct Queries {
     int last[GROUPS][2];              // slot that it sees
     float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
 
-    // Rows `first` .. first + ROWS - 1 of a key head. While they are on their way `meanwhile` is called; where that is
-    // false nothing is made of them.
-    template <class F>
-    DEVICE Queries(const Attention& p, int sequence, int head, int first, bool writes, int lane, F meanwhile) {
-        uint4 raw[GROUPS][WORDS];
-#pragma unroll
-        for (int n = 0; n < GROUPS; n++) fetch(p, sequence, head, first + row_of(n * 8 + lane / 4), lane, raw[n]);
-        if (meanwhile()) {
-#pragma unroll
-            for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, raw[n]);
-        }
+    // Nothing is summed up yet.
+    DEVICE void clear() {
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) {
 #pragma unroll
@@ -59,6 +104,12 @@ struct Queries {
 #pragma unroll
                 for (int c = 0; c < 4; c++) o[n][m][c] = 0;
         }
+    }
+
+    // Rows from `first` on of a key head. `writes`: they are left for `importance`.
+    DEVICE void take(const Attention& p, const Given& given, int sequence, int head, int first, bool writes, int lane) {
+#pragma unroll
+        for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, given.raw[n]);
     }
 
     // Float16 numbers become integers, which all buckets but that of 16 bits, the first, meet.
@@ -154,33 +205,6 @@ private:
     }
 
     static constexpr bool BYTES_FIRST = INTEGER_QUERIES && !has_tier(0);
-    static constexpr int OWN = PAIRS * 16;          // channels of a lane
-    static constexpr int WORDS = HALVES * OWN / 8;  // of 16 bytes, that they take at most
-
-    // Queries of one half are float16 or bfloat16, others float32; of rows and channels that are none, zeros.
-    static DEVICE void fetch(const Attention& p, int sequence, int head, int row, int lane, uint4 (&raw)[WORDS]) {
-        const int rows = rows_of(p), start = lane % 4 * OWN;
-        const int query_head = head * p.group + (p.q_len == 1 ? row : row / p.q_len);
-        const s64 at = sequence * p.q_strides[0] + (p.q_len == 1 ? 0 : row % p.q_len * p.q_strides[1]) +
-                       query_head * p.q_strides[2] + start;
-        constexpr bool WIDE = HALVES > 1;
-        const u8* const from = static_cast<const u8*>(p.q) + at * (WIDE ? 4 : 2);
-        const bool aligned = reinterpret_cast<u64>(from) % 16 == 0;
-#pragma unroll
-        for (int k = 0; k < WORDS; k++) {
-            raw[k] = make_uint4(0, 0, 0, 0);
-            const int channel = start + k * (WIDE ? 4 : 8);
-            if (row >= rows || channel >= CUQUANT_DIM || k * (WIDE ? 4 : 8) >= OWN) continue;
-            const uint4* const own = reinterpret_cast<const uint4*>(from) + k;
-            raw[k] = aligned ? *own : gathered(reinterpret_cast<const u16*>(own));
-        }
-    }
-
-    static __device__ __noinline__ uint4 gathered(const u16* from) {
-        u32 w[4];
-        for (int k = 0; k < 4; k++) w[k] = from[2 * k] | u32(from[2 * k + 1]) << 16;
-        return make_uint4(w[0], w[1], w[2], w[3]);
-    }
 
     static DEVICE u32 word(const uint4 (&raw)[WORDS], int k) {
         const uint4 v = raw[k / 4];
@@ -362,9 +386,6 @@ private:
     }
 
 public:
-    // The row at a place of those of this block.
-    static DEVICE constexpr int row_of(int place) { return place * COLUMNS / 2; }
-
     static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
     static_assert(LEAST < LEAST_SCORE, "it moves with the first");
 };

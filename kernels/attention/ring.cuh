@@ -75,11 +75,26 @@ struct Stream {
         : tier(tier), origin(s64(sequence) * tier.room * HEADS + head), first(begin + own * L::TOKENS), end(end), stride(warps * L::TOKENS),
           lane(lane), ring(ring), slot(ring), g(lane / 4), i(lane % 4), odd((origin + g * HEADS) % 2) {}
 
-    // Fill the ring, all of it at once.
-    DEVICE void start() const {
-#pragma unroll 1
-        for (int half = 0; half < L::DEPTH; half++)
-            copy(half % 2, first + half / 2 * stride, ring + half * L::SLOT);
+    // Fill the ring, all of it at once, when `before` has waited for what may be read. Until then it is worked out where that is.
+    template <class F>
+    DEVICE void start(F before) const {
+        const s64 at = origin + s64(first) * HEADS;
+        u64 keys = address(tier.k + at * L::GIVEN + own_byte()), key_scales = scale_word(tier.k_scale, first);
+        u64 values = keys + (tier.v - tier.k), value_scales = scale_word(tier.v_scale, first);
+        asm volatile("" : "+l"(keys), "+l"(values), "+l"(key_scales), "+l"(value_scales));
+        before();
+#pragma unroll(L::DEPTH <= 4 ? L::DEPTH : 1)
+        for (int half = 0; half < L::DEPTH; half++) {
+            const int ahead = half / 2 * stride, step = first + ahead;
+            const u32 slot = ring + half * L::SLOT;
+            if (!EVEN || step + L::TOKENS > end) {
+                copy(half % 2, step, slot);
+                continue;
+            }
+            own_pieces((half % 2 ? values : keys) + s64(ahead) * HEADS * L::GIVEN, slot);
+            if (half % 2 == 0) own_scales(key_scales, value_scales, ahead, step, slot);
+            copy_commit();
+        }
     }
 
     // The next half step, when it is there: its slot.
@@ -125,29 +140,25 @@ struct Stream {
     DEVICE u32 value_scale(u32 from, int eight) const { return key_scale(from, eight) + L::TOKENS * 4; }
 
 private:
+    // Where rows divide a warp, a lane's pieces of a step are of every APART-th token.
+    static constexpr int TOTAL = L::TOKENS * L::PIECES, EACH = (TOTAL + WARP - 1) / WARP, APART = WARP / L::PIECES;
+    static constexpr bool EVEN = WARP % L::PIECES == 0 && TOTAL % WARP == 0;
+
+    static DEVICE u64 address(const void* p) { return reinterpret_cast<u64>(p); }
+
     DEVICE void copy(bool values, int step, u32 slot) const {
         if (step < end) {
             rows(values ? tier.v : tier.k, step, slot);
-            if (!values) scales(step, slot);
+            if (!values && step + lane % L::TOKENS < end)
+                own_scales(scale_word(tier.k_scale, step), scale_word(tier.v_scale, step), 0, step, slot);
         }
         copy_commit();
     }
 
     DEVICE void rows(const u8* array, int step, u32 to) const {
-        constexpr int TOTAL = L::TOKENS * L::PIECES, EACH = (TOTAL + WARP - 1) / WARP;
-        constexpr int APART = WARP / L::PIECES;  // tokens from a lane's piece to its next, if rows divide a warp
         const u8* const from = array + (origin + s64(step) * HEADS) * L::GIVEN;
         const bool whole = step + L::TOKENS <= end;
-        if (WARP % L::PIECES == 0 && TOTAL % WARP == 0 && whole) {
-            const int token = lane / L::PIECES, column = lane % L::PIECES * L::PIECE;
-            const u8* const own = from + token * (HEADS * L::GIVEN) + column;
-            const u32 place = token * L::ROW + (column ^ L::turn(token));
-#pragma unroll
-            for (int j = 0; j < EACH; j++)
-                copy_piece<L::PIECE>(to + (place ^ L::turn(j * APART)) + j * APART * L::ROW,
-                                     own + j * APART * (HEADS * L::GIVEN));
-            return;
-        }
+        if (EVEN && whole) return own_pieces(address(from + own_byte()), to);
 #pragma unroll(L::PIECE < 4 || WARP % L::PIECES == 0 ? 1 : EACH)
         for (int j = 0; j < EACH; j++) {
             const int piece = lane + j * WARP, token = piece / L::PIECES, column = piece % L::PIECES * L::PIECE;
@@ -157,21 +168,36 @@ private:
         }
     }
 
-    // The aligned words that hold the scales; and slots.
-    DEVICE void scales(int step, u32 to) const {
+    // Of a whole step: this lane's first piece, and all of them.
+    DEVICE int own_byte() const { return lane / L::PIECES * (HEADS * L::GIVEN) + lane % L::PIECES * L::PIECE; }
+
+    DEVICE void own_pieces(u64 from, u32 to) const {
+        const int token = lane / L::PIECES;
+        const u32 place = token * L::ROW + (lane % L::PIECES * L::PIECE ^ L::turn(token));
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            copy_piece<L::PIECE>(to + (place ^ L::turn(j * APART)) + j * APART * L::ROW,
+                                 reinterpret_cast<const u8*>(from) + j * APART * (HEADS * L::GIVEN));
+    }
+
+    // Where this lane's scale of a step is.
+    DEVICE u64 scale_word(const u16* scales, int step) const {
+        return address(scales + origin + s64(step + lane % L::TOKENS) * HEADS);
+    }
+
+    // The aligned words that hold the scales of a lane's token, which are `ahead` of these; and its slot.
+    DEVICE void own_scales(u64 keys, u64 values, int ahead, int step, u32 to) const {
         const int token = lane % L::TOKENS;
-        if (step + token >= end) return;
-        const s64 at = origin + s64(step + token) * HEADS;
-        const auto word = [&](const u16* array, u32 place) {
-            const u64 address = reinterpret_cast<u64>(array + at) & ~3ull;
-            copy_piece<4>(to + L::SCALES + place + token * 4, reinterpret_cast<const u8*>(address));
+        const auto word = [&](u64 from, u32 place) {
+            from += s64(ahead) * (HEADS * 2);
+            copy_piece<4>(to + L::SCALES + place + token * 4, reinterpret_cast<const u8*>(from & ~3ull));
         };
         if constexpr (L::TOKENS == WARP) {
-            word(tier.k_scale, 0);
-            word(tier.v_scale, L::TOKENS * 4);
+            word(keys, 0);
+            word(values, L::TOKENS * 4);
         } else if constexpr (BITS < 16) {
             static_assert(L::TOKENS == 16, "a lane for each scale");
-            word(lane < 16 ? tier.k_scale : tier.v_scale, lane / 16 * 64);
+            word(lane < 16 ? keys : values, lane / 16 * 64);
         }
         if (CUQUANT_MASKED && lane < L::TOKENS)
             copy_piece<4>(to + L::SLOTS + token * 4,

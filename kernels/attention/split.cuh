@@ -34,6 +34,14 @@ struct Lengths {
         return sum;
     }
 
+    DEVICE Lengths of_lane(int lane) const {
+        Lengths other = *this;
+#pragma unroll
+        for (int t = 0; t < TIERS; t++)
+            if (has_tier(t)) other.of[t] = __shfl_sync(~0u, of[t], lane);
+        return other;
+    }
+
     DEVICE float cost_of(int t) const { return __fmul_rn(grains(t), ::cost(t)); }
 
 private:
@@ -45,13 +53,15 @@ struct Share {
     int first, split, splits;
     int cuts[2][8];  // of each tier: the first token that is this block's, and the first behind those
 
-    // By one warp, in shared memory.
-    DEVICE void find(const Attention& p, int block, int lane) {
+    // By one warp, in shared memory; of the first 32 sequences each lane has read one's lengths. (Each time they are read takes half
+    // a microsecond.)
+    DEVICE void find(const Attention& p, const Lengths& read, int block, int lane) {
         if (lane == 0) sequence = -1;
-        const float part = part_of_all(p, lane);
+        const float part = part_of_all(p, read, lane);
         int before = 0;
         for (int base = 0; base < p.batch; base += WARP) {
-            const int count = base + lane < p.batch ? count_of(Lengths(p, base + lane).cost(), part) : 0;
+            const Lengths lengths = base == 0 ? read : Lengths(p, base + lane);
+            const int count = base + lane < p.batch ? count_of(lengths.cost(), part) : 0;
             int end = count;
 #pragma unroll
             for (int step = 1; step < WARP; step *= 2) {
@@ -62,19 +72,33 @@ struct Share {
             if (here) {
                 const int owner = __ffs(here) - 1, all = __shfl_sync(~0u, count, owner);
                 const int start = before + __shfl_sync(~0u, end, owner) - all;
+                const Lengths own = lengths.of_lane(owner);
                 if (lane == 0) sequence = base + owner, first = start, split = block - start, splits = all;
-                if (lane < 16) cuts[lane / 8][lane % 8] = cut(Lengths(p, base + owner), lane % 8, block - start + lane / 8, all);
+                if (lane < 16) cuts[lane / 8][lane % 8] = cut(own, lane % 8, block - start + lane / 8, all);
                 break;
             }
             before += __shfl_sync(~0u, end, WARP - 1);
         }
     }
 
-    // The same of a single sequence.
+    // The same of a single sequence, with these lengths.
     DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
         const int count = count_of_single(p, lengths);
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
         if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
+    }
+
+    // By the same warp, of lengths that another kernel may have been about to change: no token is beyond the rows that there
+    // are, and what ends within a grain ends with it, as it may by now.
+    DEVICE void loosen(const Attention& p, int lane) {
+        __syncwarp();
+        if (lane >= TIERS || !has_tier(lane)) return;
+        int& begin = cuts[0][lane];
+        int& end = cuts[1][lane];
+        if (sequence < 0 || begin < 0 || begin >= min(s64(end), p.tiers[lane].room))
+            begin = end = 0;
+        else
+            end = int(min((s64(end) + GRAIN - 1) / GRAIN * GRAIN, p.tiers[lane].room));
     }
 
     // Of a single sequence the first share, and how many there are.
@@ -84,22 +108,23 @@ struct Share {
 
     // Of a given sequence, by one warp; the first one counts where there are several.
     static DEVICE int2 of_sequence(const Attention& p, int which, int lane) {
-        const float part = part_of_all(p, lane);
+        const Lengths read(p, lane);
+        const float part = part_of_all(p, read, lane);
         const int count = count_of(Lengths(p, which).cost(), part);
         int before = 0;
         if (count == 1) return make_int2(before, count);
         for (int base = 0; base < which; base += WARP)
-            if (base + lane < which) before += count_of(Lengths(p, base + lane).cost(), part);
+            if (base + lane < which) before += count_of((base == 0 ? read : Lengths(p, base + lane)).cost(), part);
 #pragma unroll
         for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
         return make_int2(before, count);
     }
 
 private:
-    // By one warp, of all sequences.
-    static DEVICE float part_of_all(const Attention& p, int lane) {
-        float total = 0;
-        for (int base = 0; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
+    // By one warp, of all sequences; of the first 32 each lane has read one's lengths.
+    static DEVICE float part_of_all(const Attention& p, const Lengths& read, int lane) {
+        float total = read.cost();
+        for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
 #pragma unroll
         for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
         return part_of(p, total);

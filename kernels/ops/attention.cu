@@ -11,6 +11,15 @@ constexpr int THREADS = (WARPS + (CUQUANT_BOXES ? 4 : 0)) * WARP;  // with boxes
 
 constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
+static_assert(WARPS % BLOCK_HEADS == 0, "none is left over");
+
+// `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when all
+// lengths have been read: it reads them, too. Whether this block has tokens.
+DEVICE bool shared_out(const Share& share) {
+    __syncthreads();
+    let_successor_start();
+    return share.sequence >= 0;
+}
 
 #if CUQUANT_BOXES
 // Registers of a thread: as launched, then of those that compute, and of the others.
@@ -28,19 +37,37 @@ DEVICE void begin(const Attention&, const Maps& maps) {
 // What a warp does for one key head.
 struct Work {
     const Attention& p;
-    const Share& share;
-    int head, first_row, lane;
+    const int head, first_row, own, lane;
     Ring ring;
 
-    DEVICE Work(const Attention& p, const Share& share, int head, int first_row, int own, int lane)
-        : p(p), share(share), head(head), first_row(first_row), lane(lane) {}
+    DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
+        : p(p), head(head), first_row(first_row), own(own), lane(lane) {}
 
-    DEVICE bool busy() const { return true; }
+    // Who has what, and queries, when the kernel before is done; false where this block has nothing. Of a single sequence queries
+    // are asked for between its lengths and its share.
+    DEVICE bool begin(Share& share, Queries& q) const {
+        const bool single = p.batch == 1, finds = threadIdx.x < WARP;
+        wait_for_predecessor();
+        const Lengths lengths(p, single ? 0 : lane);
+        if (!single) {
+            if (finds) share.find(p, lengths, blockIdx.x, lane);
+            if (!shared_out(share)) return false;
+        }
+        const int sequence = single ? 0 : share.sequence;
+        Given given(p, sequence, head, first_row, lane);
+        given.ask();
+        if (single) {
+            if (finds) share.find_single(p, lengths, blockIdx.x, lane);
+            if (!shared_out(share)) return false;
+        }
+        q.take(p, given, sequence, head, first_row, p.queries && own == 0 && share.split == 0, lane);
+        return true;
+    }
 
-    DEVICE void start() const {}
+    DEVICE bool busy(const Share&) const { return true; }
 
     template <int TIER = 0>
-    DEVICE void run(Queries& q) {
+    DEVICE void run(Queries& q, const Share& share) {
         if constexpr (has_tier(TIER)) {
             constexpr int BITS = bits_of(TIER);
             Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], lane);
@@ -53,7 +80,7 @@ struct Work {
             }
         }
         if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
-        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
+        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q, share);
     }
 };
 #else
@@ -62,54 +89,77 @@ DEVICE void begin(const Attention&) {}
 // What a warp does for one key head.
 struct Work {
     const Attention& p;
-    const Share& share;
-    int head, first_row, own, lane;
+    const int head, first_row, own, lane;
     u32 ring;
-    int started;  // the tier that is in the ring already
+    int started;  // the tier whose first tokens are in the ring, or on their way
 
-    DEVICE Work(const Attention& p, const Share& share, int head, int first_row, int own, int lane)
-        : p(p), share(share), head(head), first_row(first_row), own(own), lane(lane),
-          ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(-1) {
+    DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
+        : p(p), head(head), first_row(first_row), own(own), lane(lane),
+          ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(NONE) {
         asm volatile("" : "+r"(ring));  // opaque, lest the compiler work it out anew at every step
     }
 
-    template <int TIER>
-    DEVICE Stream<bits_of(TIER)> stream() const {
-        return {p, p.tiers[TIER], share.sequence, head, share.cuts[0][TIER], share.cuts[1][TIER], own, STREAMS, ring,
-                lane};
+    // Who has what, and queries, when the kernel before is done, and the first tokens on their way; false where this block has
+    // nothing.
+    //
+    // Lengths of a single sequence are read, and shared out, while that kernel still runs. It may change them, but mostly tokens
+    // that are there before are there after, and need not wait until that is known: the last warp, which has fewest of them,
+    // finds it out while the others make of queries what products want.
+    DEVICE bool begin(Share& share, Queries& q) {
+        __shared__ Share early;
+        const int warp = threadIdx.x / WARP, finder = WARPS - 1;
+        const bool single = p.batch == 1;
+        bool known = !single, starts = true, taken = false;
+        Lengths lengths(p, single ? 0 : p.batch);
+        if (single) {
+            if (warp == finder) early.find_single(p, lengths, blockIdx.x, lane), early.loosen(p, lane);
+            __syncthreads();
+        } else {
+            wait_for_predecessor();
+            if (warp == finder) share.find(p, Lengths(p, lane), blockIdx.x, lane);
+            if (!shared_out(share)) return false;
+        }
+        const int sequence = single ? 0 : share.sequence;
+        const bool writes = p.queries && own == 0 && (single ? blockIdx.x : share.split) == 0;
+        Given given(p, sequence, head, first_row, lane);
+#pragma unroll 1
+        while (true) {
+            const Share& now = known ? share : early;
+            if (starts)
+                start(now, [&] {
+                    if (!known) wait_for_predecessor(), lengths = Lengths(p, 0);
+                    given.ask();
+                });
+            if (!known && warp == finder)
+                share.find_single(p, lengths, blockIdx.x, lane);
+            else if (!taken && (busy(now) || writes))
+                q.take(p, given, sequence, head, first_row, writes, lane), taken = true;
+            if (known) return true;
+            if (!shared_out(share)) {
+                stop();
+                return false;
+            }
+            known = true, starts = !goes_on(early, share);
+            if (starts) stop();
+        }
     }
-
-    DEVICE bool empty(int tier) const { return share.cuts[0][tier] >= share.cuts[1][tier]; }
 
     // Whether any of the tokens are this warp's.
     template <int TIER = 0>
-    DEVICE bool busy() const {
+    DEVICE bool busy(const Share& share) const {
         if constexpr (has_tier(TIER))
             if (share.cuts[0][TIER] + own * Layout<bits_of(TIER)>::TOKENS < share.cuts[1][TIER]) return true;
-        if constexpr (TIER + 1 < TIERS) return busy<TIER + 1>();
+        if constexpr (TIER + 1 < TIERS) return busy<TIER + 1>(share);
         return false;
     }
 
-    // Start to read the first bucket that has tokens.
     template <int TIER = 0>
-    DEVICE void start() {
+    DEVICE void run(Queries& q, const Share& share) const {
         if constexpr (has_tier(TIER)) {
-            if (!empty(TIER)) {
-                stream<TIER>().start();
-                started = TIER;
-                return;
-            }
-        }
-        if constexpr (TIER + 1 < TIERS) start<TIER + 1>();
-    }
-
-    template <int TIER = 0>
-    DEVICE void run(Queries& q) const {
-        if constexpr (has_tier(TIER)) {
-            if (!empty(TIER)) {
+            if (!empty(share, TIER)) {
                 constexpr int BITS = bits_of(TIER);
-                Stream<BITS> tokens = stream<TIER>();
-                if (TIER != started) tokens.start();
+                Stream<BITS> tokens = stream<TIER>(share);
+                if (TIER != started) tokens.start([] {});
                 q.turn<BITS>(true);
                 q.turn_sums<BITS>(true);
                 Bucket<BITS, Stream<BITS>>(p, q, tokens, share.sequence, head, first_row).run();
@@ -119,8 +169,57 @@ struct Work {
             }
         }
         if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
-        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
+        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q, share);
     }
+
+private:
+    static constexpr int NONE = -1;
+
+    // Start to read the first bucket that has tokens, when `before` has waited.
+    template <class F, int TIER = 0>
+    DEVICE void start(const Share& share, F before) {
+        if constexpr (has_tier(TIER)) {
+            if (!empty(share, TIER)) {
+                stream<TIER>(share).start(before);
+                started = TIER;
+                return;
+            }
+        }
+        if constexpr (TIER + 1 < TIERS)
+            start<F, TIER + 1>(share, before);
+        else
+            before();
+    }
+
+    // Whether what was started for one share is what another begins with.
+    DEVICE bool goes_on(const Share& before, const Share& share) const {
+        bool same = before.sequence == share.sequence && busy(share) == (started != NONE);
+#pragma unroll
+        for (int t = 0; t < TIERS; t++) {
+            if (!has_tier(t) || t > started) continue;
+            if (t < started)
+                same = same && empty(share, t);
+            else
+                same = same && !empty(share, t) && share.cuts[0][t] == before.cuts[0][t] &&
+                       share.cuts[1][t] <= before.cuts[1][t];
+        }
+        return same;
+    }
+
+    // Nothing is on its way any more.
+    DEVICE void stop() {
+        copy_wait<0>();
+        __syncwarp();
+        started = NONE;
+    }
+
+    template <int TIER>
+    DEVICE Stream<bits_of(TIER)> stream(const Share& share) const {
+        return {p, p.tiers[TIER], share.sequence, head, share.cuts[0][TIER], share.cuts[1][TIER], own, STREAMS, ring,
+                lane};
+    }
+
+    static DEVICE bool empty(const Share& share, int tier) { return share.cuts[0][tier] >= share.cuts[1][tier]; }
 };
 #endif
 
@@ -135,7 +234,7 @@ struct Partial {
         for (int n = 0; n < GROUPS; n++)
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {
-                const int row = Queries::row_of(n * 8 + i * 2 + c);
+                const int row = row_of(n * 8 + i * 2 + c);
                 float total = q.total[n][c];
 #pragma unroll
                 for (int step = 4; step < WARP; step *= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -198,9 +297,7 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
     wait_for_predecessor();
-    __syncthreads();
-    let_successor_start();
-    if (share.sequence < 0) return;
+    if (!shared_out(share)) return;
     const int ring = threadIdx.x / WARP - WARPS;
     if (ring < RINGS && threadIdx.x % WARP == 0) Copies(p, maps, share, ring).run();
     __syncthreads();
@@ -208,61 +305,26 @@ DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps
 }
 #endif
 
-// `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when all
-// lengths have been read: it reads them, too.
-//
 // Grid: blocks that share the tokens, groups of ROWS rows, groups of key heads. Warp w has key head w % BLOCK_HEADS of
 // its group, and the steps of stream w / BLOCK_HEADS.
 template <class... M>
 DEVICE void attend(const Attention& p, const M&... maps) {
     __shared__ Share share;
     if (threadIdx.x == 0) begin(p, maps...);
-    // What is needed first. It may still change, but the L2 cache has what kernels store.
-    if (threadIdx.x == 0)
-#pragma unroll
-        for (int t = 0; t < TIERS; t++)
-            if (has_tier(t)) prefetch(p.tiers[t].lengths);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #if CUQUANT_BOXES
     if (warp >= WARPS) return copy_tokens(p, share, maps...);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
 #endif
-    wait_for_predecessor();
-    // Of a single sequence queries are asked for between its lengths and its share.
-    const bool single = p.batch == 1;
-    const Lengths lengths(p, single ? 0 : p.batch);
-    if (!single) {
-        if (warp == 0) share.find(p, blockIdx.x, lane);
-        __syncthreads();
-        let_successor_start();
-        if (share.sequence < 0) return;
-    }
-    const auto find_single = [&] {
-        if (!single) return;
-        if (warp == 0) share.find_single(p, lengths, blockIdx.x, lane);
-        __syncthreads();
-        let_successor_start();
-    };
-    const int first_row = blockIdx.y * ROWS;
-    if (warp < STREAMS * BLOCK_HEADS) {
-        const int head = blockIdx.z * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS;
-        Work work(p, share, head, first_row, own, lane);
-        const bool writes = p.queries != nullptr && own == 0 && (single ? blockIdx.x : share.split) == 0;
-        Queries q(p, single ? 0 : share.sequence, head, first_row, writes, lane, [&] {
-            find_single();
-            if (share.sequence < 0 || !work.busy()) return writes;
-            work.start();
-            return true;
-        });
-        if (share.sequence < 0) return;
-        if (work.busy()) work.run(q);
-        if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
-        partial(warp % BLOCK_HEADS, own).store(q, lane);
-    } else {
-        find_single();
-        if (share.sequence < 0) return;
-    }
-    if (CUQUANT_BOXES && !single && threadIdx.x == 0 && share.split + blockIdx.z == 0)
+    const int head = blockIdx.z * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
+    Work work(p, head, first_row, own, lane);
+    Queries q;
+    if (!work.begin(share, q)) return;
+    q.clear();
+    if (work.busy(share)) work.run(q, share);
+    if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
+    partial(warp % BLOCK_HEADS, own).store(q, lane);
+    if (CUQUANT_BOXES && p.batch > 1 && threadIdx.x == 0 && share.split + blockIdx.z == 0)
         p.shares[share.sequence] = make_int2(share.first, share.splits);
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);
