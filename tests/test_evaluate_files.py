@@ -117,6 +117,43 @@ def test_what_is_there_is_not_evaluated_again(models: list[Path], tmp_path: Path
     assert again.each[0].rows[0].ppl != first.each[0].rows[0].ppl
 
 
+def test_results_that_another_process_adds_meanwhile(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is lost, and none that is there is found once more."""
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    real, seen = cq.evaluate, []
+
+    def slow(model: Path, **others: Any) -> cq.Evaluation:
+        seen.append(model)
+        if len(seen) == 1:
+            cq.evaluate_files(models[1], **options)
+        return real(model, **others)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", slow)
+    both = cq.evaluate_files(models, **options)
+    assert seen == models
+    assert cq.evaluate_files(models, **options) == both
+    assert len(seen) == 2
+    assert [Path(each.model) for each in both.each] == models
+
+
+def test_results_that_become_others_meanwhile(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept."""
+    results, real = tmp_path / "results.json", cq.evaluate
+
+    def slow(model: Path, **others: Any) -> cq.Evaluation:
+        results.write_text("mine", encoding="utf-8")
+        return real(model, **others)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", slow)
+    with pytest.raises(ValueError, match="not a file of cuquant's evaluations"):
+        cq.evaluate_files(models[0], results=results, **OPTIONS)
+    assert results.read_text(encoding="utf-8") == "mine"
+
+
 def split(folder: Path, spec: Spec) -> list[Path]:
     """A model's files."""
     folder.mkdir()

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, device, info, jit, sources
-from ..io.atomic import alone, place_of, replacing
+from ..io.atomic import place_of, rewrite
 from ..render import missing, rows_to_csv, table_format_of, to_pandas
 from .ceilings import Ceilings, measured, told_by
 from .peers import PEERS
@@ -210,16 +211,19 @@ class Record:
     def _save(self) -> None:
         if self.path is None:
             return
-        with alone(self.path.parent):
-            there = self.path.read_text(encoding="utf-8") if self.path.exists() else None
-            if there is not None and there != self._text:
-                raise OSError(
-                    f"{self.path} has been changed by another process since: what is there is kept, and the "
-                    "cell measured last is lost"
-                )
-            self._text = self.to_json() + "\n"
-            with replacing(self.path) as temporary:
-                temporary.write_text(self._text, encoding="utf-8")
+        text = self.to_json() + "\n"
+        rewrite(self.path, partial(self._checked, self.path, text))
+        self._text = text
+
+    def _checked(self, path: Path, text: str) -> str:
+        """The text, where the file is still as it was last read or written."""
+        there = path.read_text(encoding="utf-8") if path.exists() else None
+        if there is not None and there != self._text:
+            raise OSError(
+                f"{path} has been changed by another process since: what is there is kept, and the "
+                "cell measured last is lost"
+            )
+        return text
 
     def to_json(self) -> str:
         """The whole record, a cell a line."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import cuda, device, formats, jit, plan
-from ..io.atomic import alone, replacing
+from ..io.atomic import rewrite
 from ..ops.matmul import Product
 from ..plan import tuning
 from ..problem import whole_pieces
@@ -156,10 +156,10 @@ def _held() -> tuning.Tuned:
 
 def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
     """Write the file of this GPU anew, with this choice for a problem; one that is damaged is replaced."""
-    file = device.tuned_file()
-    with alone(file.parent):  # another GPU of this name may be tuned at the same time
-        tuned = _held()
-        if gemm is not None or problem in tuned:
-            with replacing(file) as part:
-                part.write_text(tuned.with_one(problem, gemm).to_json(), encoding="utf-8")
+
+    def changed() -> str | None:
+        tuned = _held()  # read again: another GPU of this name may be tuned at the same time
+        return tuned.with_one(problem, gemm).to_json() if gemm is not None or problem in tuned else None
+
+    rewrite(device.tuned_file(), changed)
     jit.read_tuned()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .. import check
 from ..device import default as default_device
 from ..io import mixture
-from ..io.atomic import replacing
+from ..io.atomic import replacing, rewrite
 from ..io.model import Model, opened
 from ..render import to_json
 from .evaluate import Text, distinct, evaluate, text_or_tokens
@@ -49,8 +49,9 @@ def evaluate_files(
     results : path, optional
         A JSON file that gets each model's result as soon as it is there (whole or not at all). Models that it
         holds, by path, size and time of change of all their files, are not evaluated again: run the same call
-        once more after an interruption, or with more models. Settings are in it, too, among them the device
-        that was used and cuquant's version.
+        once more after an interruption, or with more models. Other processes may add results at the same
+        time, which this one takes over. Settings are in it, too, among them the device that was used and
+        cuquant's version.
     text, tokens, base, formats, ctx, chunks, activations, kv_bits, device, progress
         As in `evaluate`.
 
@@ -62,7 +63,8 @@ def evaluate_files(
     ------
     OSError, ValueError
         Before any evaluation: there can be no file `results`, it is no such file, or one of another text,
-        base, version or options (which, it says); a model's file is missing or damaged.
+        base, version or options (which, it says); a model's file is missing or damaged. After one: `results`
+        cannot be written any more, or another process has made it one of other settings; that result is lost.
     UnsupportedModel, GGUFError, TypeError, ValueError
         As `evaluate`. Results so far stay on disk.
     """
@@ -101,7 +103,7 @@ def evaluate_files(
                 **options,
             )
             if target is not None:
-                _write(target, settings, known)
+                _save(target, settings, known)
         done.append(known[stamp])
     return Evaluations(done)
 
@@ -172,8 +174,12 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
     return found
 
 
-def _write(path: Path, settings: dict[str, Any], known: dict[str, Evaluation]) -> None:
-    evaluations = [{"file": json.loads(stamp), "evaluation": e.to_dict()} for stamp, e in known.items()]
-    stored = {"kind": _KIND, "settings": settings, "evaluations": evaluations}
-    with replacing(path) as part:
-        part.write_text(to_json(stored) + "\n", encoding="utf-8")
+def _save(path: Path, settings: dict[str, Any], known: dict[str, Evaluation]) -> None:
+    """Write all results; `known` gets those that other processes have added since."""
+
+    def merged() -> str:
+        known.update(_read(path, settings))
+        evaluations = [{"file": json.loads(stamp), "evaluation": e.to_dict()} for stamp, e in known.items()]
+        return to_json({"kind": _KIND, "settings": settings, "evaluations": evaluations}) + "\n"
+
+    rewrite(path, merged)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,19 @@ def alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(number)
+
+
+def rewrite(target: Path, made: Callable[[], str | None]) -> None:
+    """Give a file the text that `made` returns, in UTF-8; None leaves it as it is.
+
+    What `made` reads of the file is what is replaced: other processes of this machine that do so wait
+    meanwhile, and none's change is lost. OSError as of `replacing`, and what `made` raises.
+    """
+    with alone(place_of(target).parent):
+        text = made()
+        if text is not None:
+            with replacing(target) as part:
+                part.write_text(text, encoding="utf-8")
 
 
 @contextmanager
