@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
-from cuquant import device
+from cuquant import device, sources
 from cuquant.bench import AttentionCell, Record, WeightCell, record as records
 from cuquant.bench.attention import CONTEXTS
 from cuquant.bench.ceilings import Ceilings
@@ -33,6 +35,55 @@ def header(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 # Records.
+
+
+@pytest.fixture
+def checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A repository with sources of its own, committed, which the package takes for its."""
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for name in ("kernels/README.md", "kernels/ops/gemm.cu", "cuquant/plan.py", "docs/a.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    monkeypatch.delenv("CUQUANT_COMMIT", raising=False)
+    monkeypatch.setattr(sources, "folder", lambda: tmp_path / "kernels")
+    git = ("git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "a")):
+        subprocess.run((*git, *command), check=True)
+    return tmp_path
+
+
+def test_the_commit_is_that_of_the_checkout_itself(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = records.commit()
+    assert head is not None
+    assert re.fullmatch("[0-9a-f]{40}", head)
+    (checkout / "docs" / "a.md").write_text("2")
+    assert records.commit() == head
+    installed = checkout / "lib" / "cuquant" / "kernels"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(sources, "folder", lambda: installed)
+    assert records.commit() is None
+    monkeypatch.setenv("CUQUANT_COMMIT", "0123")
+    assert records.commit() == "0123"
+
+
+@pytest.mark.parametrize("changed", ["kernels/ops/gemm.cu", "cuquant/plan.py", "cuquant/new.py"])
+def test_changed_sources_are_another_commit(checkout: Path, changed: str) -> None:
+    """And other changes another one: their cells are not of one record."""
+    head, found = records.commit(), []
+    for text in ("2", "3", "3"):
+        (checkout / changed).write_text(text)
+        found.append(records.commit())
+    first, other, same = found
+    assert re.fullmatch(f"{head}-[0-9a-f]{{8}}-dirty", str(first))
+    assert first != other
+    assert other == same
+    assert f"commit {str(first)[:12]}-{str(first)[41:]} (" in Record(None, facts(first)).origin
+
+
+def facts(commit: str | None) -> dict[str, Any]:
+    """A record's header."""
+    return {"device": "a GPU", "versions": {}, "commit": commit}
 
 
 @pytest.mark.parametrize(("name", "cells"), [("matmul", 650), ("kbit", 260), ("fp4-int4", 650)])

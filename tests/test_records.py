@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from figures import every_figure
 from recorded import PERFORMANCE, README, ROOT, Figure, read_record
@@ -45,6 +47,7 @@ def test_records_are_listed_with_their_commits() -> None:
         record = read_record(name)
         assert record["device"].startswith(f"NVIDIA {name[:4].upper()}")
         (line,) = (line for line in listed if f"/{name}.json)" in line)
+        assert re.fullmatch("[0-9a-f]{40}", record["commit"])  # of sources that others can read
         assert line.endswith(f"`{record['commit'][:12]}` |")
         assert all(cell["nmse"] <= 5e-6 for cell in record["cells"] if "nmse" in cell)
     assert f"`{read_record('h200-matmul')['commit'][:12]}`" in TEXTS[README]

@@ -13,7 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from ..picture import COLOURS, Picture
 from .ceilings import LAUNCH_US, Ceilings
 from .peers import BITS_PER_WEIGHT, PEERS
-from .record import Record
+from .record import Record, short_commit
 
 NAMED_BATCHES = (1, 4, 16, 64, 256, 1024, 4096)
 """Rows of x that are written beside their points."""
@@ -63,7 +63,7 @@ def figure(record: Record) -> Picture:
     formats = list(dict.fromkeys(cell["format"] for cell in products))
     width = max(8.0, 4.2 * len(shapes))
     made = Picture(figsize=(width, 9), dpi=120, layout="constrained")
-    commit = (record.header["commit"] or "unknown")[:12]
+    commit = short_commit(record.header["commit"] or "unknown")
     made.suptitle(f"x @ W.T on {record.header['device']}, commit {commit}")
     grid = made.subplots(2, len(shapes), squeeze=False, sharey="row")
     ceilings = record.ceilings

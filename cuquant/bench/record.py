@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -48,15 +49,44 @@ def environment(packages: Iterable[str] = (), by_tuned: bool = True) -> dict[str
 
 
 def commit() -> str | None:
-    """The commit of a checkout (CUQUANT_COMMIT where git is not at hand); None for an installed package."""
+    """The commit of a checkout (CUQUANT_COMMIT where git is not at hand); None for an installed package, also
+    one within another repository.
+
+    Where the checkout's sources have been changed since, a digest of them and "-dirty" are behind it: what
+    others were measured with is then another commit.
+    """
     given = os.environ.get("CUQUANT_COMMIT")
     if given:
         return given
-    command = ("git", "-C", str(sources.folder()), "rev-parse", "HEAD")
+    root = sources.folder().parent
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not os.path.samefile(_git(root, "rev-parse", "--show-toplevel"), root):
+            return None
+        head = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--", "kernels", "cuquant")
     except (OSError, subprocess.CalledProcessError):
         return None
+    return f"{head}-{_digest(root)}-dirty" if changed else head
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git prints there."""
+    command = ("git", "-C", str(root), *arguments)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _digest(root: Path) -> str:
+    """What tells the sources in a checkout from others."""
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("kernels/**/*.cu*"), *root.glob("cuquant/**/*.py")]):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:8]
+
+
+def short_commit(commit: str) -> str:
+    """Its first 12 digits, and all that tells that it is not the commit alone."""
+    head, *more = commit.split("-")
+    return "-".join([head[:12], *more])
 
 
 def plotter() -> Callable[[Record], Any]:
@@ -126,7 +156,7 @@ class Record:
     def origin(self) -> str:
         """The GPU, the commit and the versions that the cells were measured with, in a line."""
         commit = self.header["commit"]
-        source = "an installed package" if commit is None else f"commit {commit[:12]}"
+        source = "an installed package" if commit is None else f"commit {short_commit(commit)}"
         versions = [
             f"{_TITLES.get(name, name)} {info.cuda_version(found) if isinstance(found, int) else found}"
             for name, found in self.header["versions"].items()
