@@ -285,6 +285,29 @@ def test_the_device_that_was_used_is_kept(
         cq.evaluate_files(models[:1], results=results, **OPTIONS)
 
 
+def test_a_base_is_read_on_the_device_of_the_model(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever else it would be."""
+    monkeypatch.setattr("cuquant.io.model.default_device", lambda: "cuda")
+    monkeypatch.setattr("cuquant.eval.files.default_device", lambda: "cuda")
+    options = OPTIONS | {"formats": (), "results": tmp_path / "results.json"}
+    evaluated = cq.evaluate_files(cq.open(models[1], "cpu"), **options, base=models[0])
+    assert [each.backend for each in evaluated.each] == ["numpy"]
+    assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["settings"]["device"] == "cpu"
+    assert cq.evaluate_files(models[1], **options, base=models[0], device="cpu") == evaluated
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_an_open_model_goes_to_the_device_that_is_asked_for(models: list[Path], place: str) -> None:
+    others = [cq.open(model, {"cpu": "cuda", "cuda": "cpu"}[place]) for model in models]
+    options: dict[str, Any] = OPTIONS | {"formats": (), "device": place}
+    (found,) = cq.evaluate_files(others[1], **options, base=others[0]).each
+    assert found == cq.evaluate(models[1], **options, base=models[0])
+    assert (found.backend == "numpy") == (place == "cpu")
+
+
 def test_models_that_are_given_once_only(models: list[Path]) -> None:
     assert cq.evaluate_files(iter(models), **OPTIONS) == cq.evaluate_files(models, **OPTIONS)
 

@@ -12,7 +12,9 @@ import pytest
 from scoring import TEXT, same
 from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, write
 
+from cuquant.device import gpu_problem
 from cuquant.eval import config, evaluate, evaluate_files
+from cuquant.io.model import open as open_model
 
 MODEL = Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf"
 
@@ -34,6 +36,18 @@ def test_a_model_is_no_mapping_of_tensors(run: Any) -> None:
     message = r"a model is the path of a file, or a cuquant\.Model that is open, not a dict"
     with pytest.raises(TypeError, match=message):
         run({"w": np.zeros((2, 32))}, tokens=some_tokens(64), ctx=32)
+
+
+@pytest.mark.parametrize("run", [evaluate, evaluate_files])
+def test_an_open_model_is_evaluated_where_is_asked_for(model: Path, run: Any) -> None:
+    """Or not at all: not where it is."""
+    with open_model(model, "cpu") as source:
+        for device in ("bogus", "", 0):
+            with pytest.raises(ValueError, match=r"unknown device .*; allowed are 'cpu' and 'cuda'"):
+                run(source, tokens=some_tokens(64), ctx=32, device=device)
+        if gpu_problem() is not None:
+            with pytest.raises(RuntimeError, match="no CUDA device can be used"):
+                run(source, tokens=some_tokens(64), ctx=32, device="cuda")
 
 
 @pytest.mark.parametrize("text", [b"bytes", 5, ["a", "b"]])

@@ -66,7 +66,8 @@ def evaluate(
     tokens : int array [n]
         Token ids, in place of a text.
     base : path or Model, optional
-        The model to compare with (same vocabulary), usually the float original.
+        The model to compare with (same vocabulary), usually the float original. It is read on the device of
+        the other.
     formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
         Requantize every weight matrix of a float model to each in turn, once, and compare with the original.
         A mapping gives formats by patterns of names (see `quantize_file`); its row is called after those that
@@ -83,7 +84,8 @@ def evaluate(
         KVCache's automatic key scales and its rotation. Tokens go through in steps of 16, whose own keys and
         values are read back from the cache too.
     device : "cpu" or "cuda", optional
-        Where to compute; by default on the GPU where one can be used.
+        Where to compute; by default on the device of a Model that is open, and else on the GPU where one can
+        be used. The files of a Model on another device are opened once more.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
@@ -109,7 +111,7 @@ def evaluate(
     source = _opened(model, device)
     ids, bos, label = _token_ids(source, given)
     pieces = _cut(ids, bos, ctx, chunks)
-    files = [source] if base is None else [_opened(base, device), source]
+    files = [source] if base is None else [_opened(base, source.device), source]
     trained = min(map(_trained, files))
     if ctx > trained:
         warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
@@ -233,7 +235,11 @@ class _Contender:
 
 
 def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
-    return model if isinstance(model, Model) else open_model(model, device)
+    """A model on that device, by default its own: one that is open there is itself."""
+    if not isinstance(model, Model):
+        return open_model(model, device)
+    wanted = model.device if device is None else check.device_name(device)
+    return model if wanted == model.device else open_model(model.path, wanted)
 
 
 def _weights(model: Model) -> dict[str, Any]:

@@ -109,9 +109,11 @@ def evaluate_files(
 
 
 def _devices(models: Iterable[Any], device: str | None) -> str:
-    """Where they are evaluated: models that are open on their own device."""
-    asked = default_device() if device is None else check.device_name(device)
-    return "+".join(sorted({model.device if isinstance(model, Model) else asked for model in models}))
+    """Where they are evaluated: if nobody says where, models that are open on their own device."""
+    if device is not None:
+        return check.device_name(device)
+    own = (model.device if isinstance(model, Model) else default_device() for model in models)
+    return "+".join(sorted(set(own)))
 
 
 def _stamp(path: str | os.PathLike[str] | Model) -> list[Any]:

@@ -314,7 +314,7 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
 def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     """As `open`, without a warning; of a model its files once more, on its device where none is named."""
     if isinstance(path, Model):
-        return opened(path.path, device or path.device)
+        return opened(path.path, path.device if device is None else device)
     target = default_device() if device is None else check.device_name(device)
     if target == "cuda":
         cupy()  # says why there is none
