@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from . import device, formats, plan
+from . import check, device, formats, plan
 from .array import QuantizedArray
 from .formats import Format
 from .io.model import Model, open as open_model
@@ -21,7 +21,7 @@ TOP_K = 2
 
 
 def warmup(
-    weights: str | os.PathLike[str] | Model | Iterable[QuantizedArray],
+    weights: str | os.PathLike[str] | Model | QuantizedArray | Iterable[QuantizedArray],
     batches: Iterable[int] = BATCHES,
     *,
     progress: bool = False,
@@ -34,8 +34,9 @@ def warmup(
 
     Parameters
     ----------
-    weights : path of a model, Model, or QuantizedArrays
-        Only formats and shapes count; no tensor is read.
+    weights : path of a model, Model, QuantizedArray, or several QuantizedArrays
+        Only formats and shapes count; no tensor is read. Those that no product reads, as vectors, and those
+        without kernels are passed over.
     batches : ints
         Rows of x, all leading axes together.
     progress : bool
@@ -47,6 +48,13 @@ def warmup(
 
     Raises
     ------
+    TypeError
+        `weights` are none of these (a Transposed, a plain array); rows are no integers.
+    ValueError
+        Rows are below 1; or nothing is left to warm up: no weight is a quantized matrix with kernels, as in a
+        model of floats.
+    OSError, GGUFError
+        As `cuquant.open`, of a path.
     RuntimeError
         There is no GPU to compile for; or a kernel does not compile (`KernelError`, with the log).
     """
@@ -62,7 +70,6 @@ def warmup(
     needed = [
         kernel
         for fmt, shape in dict.fromkeys(found)
-        if prod(shape)
         for kernel in kernels(fmt, shape, batches, jit.gpu(), top_k)
     ]
     needed = list(dict.fromkeys(needed))
@@ -107,19 +114,24 @@ def kernels(
 
 
 def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
-    """Formats and shapes of the weights of something, as far as there are kernels; experts of a token."""
+    """Formats and shapes of the weights of something, as far as there are kernels, at least one; experts of a
+    token."""
     if isinstance(source, (str, os.PathLike)):
         with open_model(source, "cpu") as model:
             return _weights(model)
-    top_k = TOP_K
+    top_k, none = TOP_K, "none of the weights"
     if isinstance(source, Model):
-        found = [(t.format, t.shape) for t in source.tensors.values() if t.format is not None]
+        none = f"no tensor of {source.path.name}"
+        found = [(t.format, t.shape) for t in source.tensors.values()]
         used = source.metadata.get(f"{source.metadata.get('general.architecture')}.expert_used_count")
         top_k = used if isinstance(used, int) and used > 0 else TOP_K
     else:
-        weights = list(source)
-        other = next((w for w in weights if not isinstance(w, QuantizedArray)), None)
-        if other is not None:
-            raise TypeError(f"weights to warm up for are QuantizedArrays, not {type(other).__name__}")
-        found = [(w.format, w.shape) for w in weights]
-    return [(f, shape) for f, shape in found if f.on_gpu and not f.for_activations and len(shape) > 1], top_k
+        found = [(w.format, w.shape) for w in check.weights_to_warm_up(source)]
+    known = [(fmt, shape) for fmt, shape in found if fmt is not None and _has_kernels(fmt, shape)]
+    check.something_to_warm_up(known, none)
+    return known, top_k
+
+
+def _has_kernels(fmt: Format, shape: tuple[int, ...]) -> bool:
+    """Whether products with such an array as the weight launch some."""
+    return fmt.on_gpu and not fmt.for_activations and len(shape) > 1 and prod(shape) > 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,10 +91,16 @@ def test_products_compile_nothing_more(run: Run, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_command_on_a_gpu(run: Run) -> None:
-    done = run("warmup", NANO, "--batches", "1")
+def test_command_on_a_gpu(run: Run, tmp_path: Path) -> None:
+    model = tmp_path / "q4.gguf"
+    cq.quantize_file(NANO, model, "q4_0")
+    done = run("warmup", model, "--batches", "1")
     assert (done.status, done.out) == (0, "")
-    assert "0 kernels ready" in done.err
+    assert re.search(r"q4\.gguf: \d+ kernels ready", done.err)
+    assert "0 kernels ready" in run("warmup", model, "--batches", "1").err
+    failed = run("warmup", NANO)
+    assert_one_line_error(failed)
+    assert "nothing to warm up" in failed.err
 
 
 @pytest.mark.gpu
@@ -100,7 +109,42 @@ def test_a_batch_of_nothing() -> None:
         cq.warmup([], (0,))
 
 
-def test_what_is_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_weight_is_a_list_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack too, which is not its matrices."""
+    asked = []
+
+    def ahead(kernels: Iterable[plan.Kernel]) -> Iterator[plan.Kernel]:
+        asked.append(list(kernels))
+        return iter(asked[-1])
+
     monkeypatch.setattr(device, "cupy", lambda: None)
-    with pytest.raises(TypeError, match="are QuantizedArrays, not ndarray"):
-        cq.warmup([np.zeros((4, 4))])  # type: ignore[list-item]
+    monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(90))
+    monkeypatch.setattr(jit, "compile_ahead", ahead)
+    for shape in ((64, 256), (4, 64, 256)):
+        w = cq.quantize(np.ones(shape, np.float32), "q4_0")
+        assert cq.warmup(w) == cq.warmup([w]) == len(asked[-1]) > 0
+        assert asked[-1] == asked[-2]
+        assert any(kernel.op == "moe" for kernel in asked[-1]) == (len(shape) == 3)
+
+
+@pytest.mark.parametrize("wrong", [[np.zeros((4, 4))], np.zeros((4, 4)), 5, None, [[]]])
+def test_what_is_no_weight(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cupy", lambda: None)
+    kind = type(wrong[0] if isinstance(wrong, (list, np.ndarray)) else wrong).__name__
+    with pytest.raises(TypeError, match=f"are QuantizedArrays, not {kind}"):
+        cq.warmup(wrong)
+    with pytest.raises(TypeError, match="are QuantizedArrays, not Transposed"):
+        cq.warmup(cq.quantize(np.ones((2, 32), np.float32), "q4_0").T)  # type: ignore[arg-type]
+
+
+def test_nothing_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cupy", lambda: None)
+    ones = np.ones((2, 32), np.float32)
+    vector, activations, empty = (
+        cq.quantize(*given) for given in ((ones[0], "q4_0"), (ones, "q8_1"), (ones[:0], "q4_0"))
+    )
+    for nothing in ([], vector, activations, [vector, activations, empty]):
+        with pytest.raises(ValueError, match="nothing to warm up: none of the weights is a quantized matrix"):
+            cq.warmup(nothing)
+    with pytest.raises(ValueError, match=r"to warm up: no tensor of nano-llama-f16\.gguf is a quantized"):
+        cq.warmup(NANO)

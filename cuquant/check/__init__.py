@@ -151,5 +151,7 @@ from .products import (
     residual as residual,
     result_dtype as result_dtype,
     right_operand as right_operand,
+    something_to_warm_up as something_to_warm_up,
     weights as weights,
+    weights_to_warm_up as weights_to_warm_up,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -255,3 +256,19 @@ def _along_k(a: Any, b: Any) -> str:
     )
     other = "" if instead is None else f"x @ W.T is another product, of shape {instead}; "
     return f"{other}for {meant} write {dense}, or quantize the transpose of W"
+
+
+def weights_to_warm_up(value: Any) -> list[Any]:
+    """Quantized arrays, one or several."""
+    one = is_quantized(value) or is_transposed(value) or not isinstance(value, Iterable)
+    weights = [value] if one else list(value)
+    for other in weights:
+        if not is_quantized(other):
+            raise TypeError(f"weights to warm up for are QuantizedArrays, not {type(other).__name__}")
+    return weights
+
+
+def something_to_warm_up(found: Sequence[Any], none: str) -> None:
+    """At least one weight has kernels; `none` says of which."""
+    if not found:
+        raise ValueError(f"nothing to warm up: {none} is a quantized matrix (..., N, K) with kernels")

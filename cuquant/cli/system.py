@@ -19,7 +19,9 @@ def add(commands: Any) -> None:
         "Compile ahead the kernels that products with a model's weights need.",
         lambda arguments: "kernels compiled so far are kept, and the same command goes on from there",
     )
-    command.add_argument("models", metavar="MODEL.gguf", nargs="+")
+    command.add_argument(
+        "models", metavar="MODEL", nargs="+", help="MODEL.gguf, or MODEL.safetensors that quantize wrote"
+    )
     command.add_argument(
         "--batches", metavar="M,M,...", type=int_list, help="rows of x (1,2,4,...,512)", default=None
     )
