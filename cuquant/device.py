@@ -133,6 +133,19 @@ def driver() -> Any:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
+_INVALID_CONTEXT = 201
+
+
+def once_more(status: int, function: Any, *arguments: Any) -> None:
+    """After a call of the driver whose status is not 0: in a thread's first use of CUDA, which has no
+    context, the same call with one; CUDADriverError where that fails, too, or the status is another."""
+    if status == _INVALID_CONTEXT:
+        cupy().cuda.runtime.free(0)  # takes the device's context for this thread
+        status = function(*arguments)
+    if status:
+        raise cupy().cuda.driver.CUDADriverError(status)
+
+
 def is_capturing() -> bool:
     """Whether the current stream is capturing a CUDA graph."""
     return bool(cupy().cuda.get_current_stream().is_capturing())

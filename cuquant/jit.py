@@ -34,7 +34,6 @@ _modules: dict[tuple[Any, ...], Any] = {}
 _lock, _disk_lock = threading.Lock(), threading.Lock()
 _IN_TURN = {"activations", "exl3", "gemm", "moe", "moe_exl3", "attention"}
 """Files whose kernels run one after the other: none of them divides L1 caches anew."""
-_INVALID_CONTEXT = 201
 _CLUSTER_DIMENSION, _PROGRAMMATIC_SERIALIZATION = 4, 6
 
 
@@ -140,11 +139,8 @@ class _Launch:
         if overlaps is not self._overlaps:
             self._overlaps, self._config.count = overlaps, self._counts[overlaps]
         status = self._start(*self._call)
-        if status == _INVALID_CONTEXT:  # the thread's first use of CUDA
-            device.cupy().cuda.runtime.free(0)
-            status = self._start(*self._call)
         if status:
-            raise device.cupy().cuda.driver.CUDADriverError(status)
+            device.once_more(status, self._start, *self._call)
 
 
 class _Prepared(threading.local):
@@ -176,7 +172,8 @@ def encode_map(
     rank = len(dims)
     result = (ctypes.c_uint64 * 32)()
     start = (-ctypes.addressof(result)) % 64  # the driver wants 64-byte alignment
-    status = device.driver().cuTensorMapEncodeTiled(
+    encode = device.driver().cuTensorMapEncodeTiled
+    given = (
         ctypes.c_void_p(ctypes.addressof(result) + start),
         6,  # CU_TENSOR_MAP_DATA_TYPE_FLOAT16
         rank,
@@ -190,8 +187,9 @@ def encode_map(
         2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
         0,  # zeros outside
     )
+    status = encode(*given)
     if status:
-        raise device.cupy().cuda.driver.CUDADriverError(status)
+        device.once_more(status, encode, *given)
     return bytes(result)[start : start + 128]
 
 

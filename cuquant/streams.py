@@ -115,5 +115,5 @@ def id_of(handle: int) -> int:
     """
     status = _id()(handle, _number.place)
     if status:
-        raise device.cupy().cuda.driver.CUDADriverError(status)
+        device.once_more(status, _id(), handle, _number.place)
     return int(_number.held.value)

@@ -6,6 +6,8 @@ import ctypes
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,6 +248,44 @@ def test_the_driver_is_told_what_may_overlap(
     without = [jit._CLUSTER_DIMENSION] if cluster > 1 else []
     whole = [*without, jit._PROGRAMMATIC_SERIALIZATION] if overlaps and capability == 90 else without
     assert told == [whole, without, without, whole]
+
+
+class DriverFailed(Exception):
+    """CuPy's CUDADriverError."""
+
+
+FIRST_CALLS: dict[str, Callable[[], Any]] = {
+    "cuLaunchKernelEx": lambda: jit._Launch(0, sized(1), 4, (0,))(77, True),
+    "cuTensorMapEncodeTiled": lambda: jit.encode_map(256, (64, 8), (128,), (64, 8)),
+    "cuStreamGetId": lambda: streams.id_of(77),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_what_a_thread_asks_of_the_driver_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """It has no context before CUDA's runtime was used; other errors are told, also those that come then."""
+    statuses: list[int] = []
+    contexts: list[int] = []
+
+    def asked(*given: Any) -> int:
+        return statuses.pop(0)
+
+    runtime = SimpleNamespace(free=contexts.append)
+    cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=DriverFailed))
+    monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(device, "driver", lambda: SimpleNamespace(**{name: asked}))
+    monkeypatch.setattr(streams, "_id", streams._id.__wrapped__)
+    monkeypatch.setattr(jit, "_capability", lambda number: 90)
+    monkeypatch.setattr(
+        jit, "_function", lambda number, kernel: SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+    )
+    for given, error in (([201, 0], None), ([0], None), ([201, 700], 700), ([201, 201], 201), ([1], 1)):
+        contexts.clear()
+        statuses[:] = given
+        with nullcontext() if error is None else pytest.raises(DriverFailed, match=f"^{error}$"):
+            FIRST_CALLS[name]()
+        assert statuses == []
+        assert contexts == [0] * (len(given) - 1)
 
 
 @pytest.fixture
