@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from test_kvcache import WIDTHS, F, filled, state, tokens, widths
 
 import cuquant as cq
-from cuquant import cpu
+from cuquant import cpu, device
 from cuquant.kv import codes, cpu as kv_cpu, moves, plan
 
 
@@ -295,3 +296,43 @@ def test_what_is_held_is_told_in_the_order_of_positions(where: str) -> None:
         for wrong in (2, -1):
             with pytest.raises(ValueError, match=r"sequence is -?\d"):
                 ask(wrong)
+
+
+class OnGpu:
+    """CuPy's array, as far as the host may read it."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+
+    def get(self) -> NDArray[Any]:
+        return self.array
+
+    def __array__(self, *_: Any, **__: Any) -> NDArray[Any]:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+
+class OfOthers:
+    """A tensor of another library, on a GPU."""
+
+    __cuda_array_interface__ = None
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+
+@pytest.mark.parametrize("there", [OnGpu, OfOthers])
+def test_the_host_reads_what_is_on_a_gpu(there: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "is_cuda", lambda value: isinstance(value, OnGpu))
+    monkeypatch.setattr(device, "cupy", lambda: SimpleNamespace(asarray=lambda value: OnGpu(value.array)))
+    one, other = (filled(batch=1, n=12, bits=8) for _ in range(2))
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("assign", ([1, 2, 5], 4)),
+        ("assign", ([3, 4], [4, 3])),
+        ("evict", ([[0, 7, -1]],)),
+        ("allocate", (4, np.arange(12.0))),
+        ("trim", (5, np.arange(12)[None])),
+    ]
+    for name, here in calls:
+        args = [there(value) if isinstance(value, (list, np.ndarray)) else value for value in here]
+        assert getattr(one, name)(*args) == getattr(other, name)(*here) > 0
+    np.testing.assert_equal(state(one), state(other))

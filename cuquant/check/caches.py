@@ -13,6 +13,7 @@ from .. import device
 from .common import (
     LARGEST_INDEX,
     a_or_an,
+    array,
     choice,
     count,
     floats,
@@ -299,7 +300,7 @@ def importance(value: Any, shape: tuple[int, int]) -> Any:
     """Weights by global slot, (batch, slots) or more columns; None stays None."""
     if value is None:
         return None
-    result = numbers(np.asarray(value), "importance")
+    result = numbers(_on_host(value, "importance", "numbers"), "importance")
     batch, slots = shape
     if result.ndim not in (1, 2) or result.shape[-1] < slots or result.shape[:-1] not in ((), (batch,)):
         raise ValueError(f"importance has shape {result.shape}; {(slots,)} or {shape} is needed, or wider")
@@ -364,13 +365,20 @@ def number_of(value: Any, what: str) -> float:
 
 
 def integers(value: Any, what: str) -> Any:
-    """int64 numbers; an empty list is such an array too."""
-    result = np.asarray(value)
+    """int64 numbers on the host; an empty list is such an array too."""
+    result = _on_host(value, what, "integers")
     if result.dtype.kind not in "iu" and result.size:
         raise TypeError(f"{what} has dtype {result.dtype}; integers are needed")
     if result.dtype == np.uint64:
         result = np.minimum(result, np.uint64(np.iinfo(np.int64).max))  # else they would turn negative
     return result.astype(np.int64)
+
+
+def _on_host(value: Any, what: str, of: str) -> Any:
+    """NumPy's array of numbers, lists of them, and arrays of a GPU, which the host waits for."""
+    if hasattr(value, "__cuda_array_interface__"):
+        value = array(value, what, of)
+    return np.asarray(device.as_numpy(value))
 
 
 def broadcast(value: Any, shape: tuple[int, ...], what: str, axes: str = "(batch, tokens)") -> Any:

@@ -208,7 +208,7 @@ class KVCache:
         ----------
         token_ids : int, or int array (n,) or (batch, n)
             A vector names tokens of all sequences, each of which may lack some; rows name tokens of each
-            sequence, -1 none.
+            sequence, -1 none. CuPy's arrays are read by the host.
         bits : int, or int array of token_ids' shape
             If an id is named twice its last width counts. A wider one than a token has costs memory, and
             brings nothing back.
@@ -245,7 +245,7 @@ class KVCache:
             Most bits of a number in the mean over each sequence's tokens, scales not counted.
         importance : float array (batch, slots) or (slots,), optional
             Not negative, by global slot; by default the attention that was tracked. Without either all tokens
-            are as important, and newer ones go first.
+            are as important, and newer ones go first. CuPy's arrays are read by the host.
         recent : int
             So many of the newest tokens count as much as the most important one.
         hysteresis : float
