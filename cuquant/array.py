@@ -184,7 +184,7 @@ class QuantizedArray(Packed):
 
         Parameters
         ----------
-        dtype : float32, float16 or bfloat16
+        dtype : float32, float16 or bfloat16, also as "f32", "f16" or "bf16"
 
         Returns
         -------

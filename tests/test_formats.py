@@ -29,6 +29,7 @@ from formats_table import (
 from gguf_files import assert_reads_as_gguf
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
+from synthetic import Spec, write
 
 import cuquant as cq
 from cuquant.testing import nmse
@@ -399,6 +400,27 @@ def test_dequantize_rounds_once(name: str, dtype: Any) -> None:
     w = cq.from_blocks(random_blocks(name, (8, 256), finite=True), name, (8, 256))
     np.testing.assert_array_equal(w.dequantize(dtype), w.dequantize().astype(dtype))
     assert w.dequantize(dtype).dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("f16", "float16"),
+        ("F16", "float16"),
+        ("bf16", "bfloat16"),
+        ("f32", "float32"),
+        ("BFloat16", "bfloat16"),
+    ],
+)
+def test_floats_by_the_names_of_files(name: str, dtype: str, tmp_path: Path) -> None:
+    """Everywhere: NumPy's own "f16" has 16 bytes, and is none of them."""
+    w = cq.quantize(np.ones((32, 32), F), "q4_0")
+    x = np.ones((1, 32), F)
+    model = write(tmp_path / "m.gguf", Spec())
+    with cq.open(model, "cpu") as opened:
+        floats = opened.floats("token_embd.weight", name)
+    for made in (w.dequantize(name), w.T.dequantize(name), cq.linear(x, w, dtype=name), floats):
+        assert made.dtype == np.dtype(dtype)
 
 
 def test_dequantize_to_other_types_is_refused() -> None:

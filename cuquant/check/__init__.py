@@ -66,6 +66,7 @@ from .common import (
     FLOAT_NAMES as FLOAT_NAMES,
     FLOATS as FLOATS,
     LARGEST_INDEX as LARGEST_INDEX,
+    NAMED_FLOATS as NAMED_FLOATS,
     a_or_an as a_or_an,
     array as array,
     choice as choice,

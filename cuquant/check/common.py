@@ -17,12 +17,15 @@ from .. import device
 
 FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
 FLOAT_NAMES = "float16, bfloat16 or float32"
+NAMED_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
+NAMED_FLOATS |= {name: name for name in NAMED_FLOATS.values()}
+"""Names under which people ask for floats, and NumPy's. To NumPy "f16" is of 16 bytes."""
 
 
 def float_dtype(dtype: Any) -> np.dtype[Any]:
-    """One of float16, bfloat16, float32, from anything NumPy takes as a dtype, or the name "bfloat16"."""
+    """One of float16, bfloat16, float32, from their names, or from anything that NumPy takes as a dtype."""
     try:
-        given = np.dtype(dtype)
+        given = np.dtype(NAMED_FLOATS.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
     except TypeError:
         raise TypeError(f"dtype {dtype!r} is not one of {FLOAT_NAMES}") from None
     if given not in FLOATS:

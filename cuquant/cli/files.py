@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from .. import check
 from ..io.words import counted, escaped
 from .arguments import left_at, recipe_or_format, subcommand
 
@@ -118,8 +119,6 @@ def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any
 
 
 def _add_dequantize(commands: Any) -> None:
-    from ..formats.base import FLOATS
-
     command = subcommand(
         commands,
         "dequantize",
@@ -130,7 +129,9 @@ def _add_dequantize(commands: Any) -> None:
     )
     command.add_argument("source", metavar="IN", help="IN.gguf, or IN.safetensors that quantize wrote")
     command.add_argument("target", metavar="OUT", help="OUT.gguf or OUT.safetensors")
-    command.add_argument("--type", choices=tuple(FLOATS), default="f16", help="of the matrices (f16)")
+    command.add_argument(
+        "--type", choices=tuple(check.NAMED_FLOATS), default="f16", help="of the matrices (f16)"
+    )
     _add_how(command, "dequantize")
 
 

@@ -21,9 +21,6 @@ from .. import check
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
 """Those that only others quantize to."""
-FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
-FLOATS |= {name: name for name in FLOATS.values()}
-"""Names under which people ask for what is not quantized, and NumPy's."""
 _ELSEWHERE = {"int8": "q8_0", "int4": "int4-128", "nf4": "kbit4", "fp4": "mxfp4"}
 """What formats are called by others, where no name is near."""
 
@@ -353,9 +350,9 @@ def _made_by(name: str, known: Sequence[str]) -> tuple[str, str] | tuple[None, N
     said where nothing can be made."""
     from .parameters import FAMILIES
 
-    if name in FLOATS:
+    if name in check.NAMED_FLOATS:
         floats = "floats, which are not quantized"
-        return f"; numbers.astype({FLOATS[name]!r}) makes {floats}", f"; it is of {floats}"
+        return f"; numbers.astype({check.NAMED_FLOATS[name]!r}) makes {floats}", f"; it is of {floats}"
     for family, (kind, given) in FAMILIES.items():
         listed = any(each.startswith(family) for each in known)
         if listed and re.match(rf"{re.escape(family)}\d*[-*]", name):

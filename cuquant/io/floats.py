@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from .. import check
-from ..formats.base import FLOATS
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, GGUFError, SavedArraysError, TensorInfo
@@ -89,7 +88,7 @@ def dequantize_file(
         matches no tensor, or the scale of one that is not kept; nothing is left to do; a type cannot be read;
         or a number is beyond the dtype's range (its tensor is named).
     """
-    wanted = check.float_dtype(FLOATS.get(dtype.lower(), dtype) if isinstance(dtype, str) else dtype)
+    wanted = check.float_dtype(dtype)
     target = check.model_target(target)
     with _opened(source, device) as model:
         kept = copied(model, keep)

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import check, formats
 from ..formats import Format
-from ..formats.base import FLOATS, UnknownFormatError
+from ..formats.base import UnknownFormatError
 from .gguf import TensorInfo
 
 _FALLBACK = {
@@ -282,7 +282,7 @@ _KEPT = (
 def refuse_floats(names: Iterable[Any], instead: str = _KEPT) -> None:
     """ValueError for a name of floats, to which nothing is quantized; `instead` is what there is for them."""
     for name in names:
-        if isinstance(name, str) and name.lower() in FLOATS:
+        if isinstance(name, str) and name.lower() in check.NAMED_FLOATS:
             raise ValueError(f"{name!r} is no format to quantize to: {instead}")
 
 

@@ -53,7 +53,7 @@ def linear(
         May be `out` itself.
     out : float array of y's shape, optional
         Written in place, whatever its strides, and returned; must not overlap x, w or bias.
-    dtype : float16, bfloat16 or float32, optional
+    dtype : float16, bfloat16 or float32, also as "f16", "bf16" or "f32", optional
         Of the result; by default out's, else x's (float32 for q8_1, and with `x_format`).
     x_format : "q8_1", optional
         Multiply ``quantize(x, "q8_1")`` in place of the floats x: the same result, to the bit. On a GPU no
