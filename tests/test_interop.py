@@ -68,6 +68,21 @@ def test_arrays_are_joined_by_numpy(xp: ModuleType, fmt: Any) -> None:
         np.concatenate(parts, axis=-1)
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.array])
+def test_integers_of_numpy(kind: Any) -> None:
+    """An axis, and a shape of one."""
+    w: Any = cq.quantize(np.ones((2, 64), np.float32), "q4_0")
+    both: Any = np.concatenate([w, w], axis=kind(0))
+    stacked: Any = np.stack([w, w], axis=kind(1))
+    assert (both.shape, stacked.shape) == ((4, 64), (2, 2, 64))
+    for vector in (
+        cq.from_blocks(w.blocks[0], "q4_0", kind(64)),
+        cq.QuantizedArray("q4_0", w.blocks[0], kind(64)),
+    ):
+        assert vector.shape == (64,)
+        assert type(vector.shape[0]) is int
+
+
 def test_what_cannot_be_joined() -> None:
     w: Any = cq.quantize(W, "q4_0")
     other = np.linspace(-1, 1, 16)
@@ -90,6 +105,11 @@ def test_what_cannot_be_joined() -> None:
         np.stack([ragged, ragged])
     with pytest.raises(ValueError, match="axis 3 is out of range for arrays of 2 axes"):
         np.stack([w, w], axis=3)
+    for axis in (None, "0", 0.0):
+        with pytest.raises(
+            TypeError, match=r"concatenate: axis is (None|a str|a float); an integer is needed"
+        ):
+            np.concatenate([w, w], axis=axis)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="holds packed blocks, not numbers"):
         np.stack([w, w], out=np.empty(1))
 

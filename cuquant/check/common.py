@@ -216,7 +216,8 @@ def row_name(flat: int, shape: tuple[int, ...]) -> str:
 def shape(value: Any) -> tuple[int, ...]:
     """A tuple of dimensions; one may stand for itself."""
     try:
-        result = tuple(operator.index(n) for n in ((value,) if isinstance(value, int) else value))
+        one = hasattr(value, "__index__") and np.ndim(value) == 0
+        result = tuple(operator.index(n) for n in ((value,) if one else value))
     except TypeError:
         raise TypeError(f"shape {value!r} is not a tuple of integers") from None
     if any(n < 0 for n in result):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,8 +30,12 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
             )
     same_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
     ndim = first.ndim + new
-    if not isinstance(axis, int) or not -ndim <= axis < ndim:
-        raise ValueError(f"{name}: axis {axis!r} is out of range for arrays of {first.ndim} axes")
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise TypeError(f"{name}: axis is {a_or_an(axis)}; an integer is needed") from None
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{name}: axis {axis} is out of range for arrays of {first.ndim} axes")
     axis %= ndim
     packed = 2 if first.format.whole_matrices else 1
     if axis >= ndim - packed:
