@@ -221,6 +221,17 @@ def test_mapping() -> None:
     assert dict(model)["output_norm.weight"].shape == (256,)
 
 
+def test_no_name_is_sought_that_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand that takes milliseconds, and `get` shows none."""
+    for module in ("model", "header"):
+        monkeypatch.delattr(f"cuquant.io.{module}.missing")
+    model = cq.open(NANO)
+    assert model.get("output.weigh") is None
+    assert model.get("output.weigh", 3) == 3
+    assert model.get("output.weight").shape == model["output.weight"].shape
+    assert model.metadata.get("general.nam", 3) == 3
+
+
 @pytest.mark.parametrize("access", [cq.Model.__getitem__, cq.Model.raw])
 def test_a_wrong_name_is_a_key_error_with_near_ones(access: Any) -> None:
     with pytest.raises(KeyError, match=r"nano-llama-f16\.gguf has no tensor 'outputs\.weight'") as error:

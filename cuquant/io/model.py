@@ -214,6 +214,11 @@ class Model(Mapping[str, Any]):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The tensor, or `default` where there is none of that name."""
+        # As Metadata.get: no error is made, nor names found for it that are near.
+        return super().get(name, default) if name in self else default
+
     def __contains__(self, name: object) -> bool:
         return name in self.tensors
 
