@@ -95,8 +95,8 @@ def tensor_map(address: int, tensor: problem.Map) -> bytes:
 class Scratch:
     """Device memory of one stream for converted activations and partial sums; it only grows.
 
-    Old buffers are kept, too: a captured graph may hold their addresses. The lock keeps two threads on one
-    stream from interleaving a conversion with the other's product.
+    Once the stream has captured, old buffers are kept, too: a graph may hold their addresses. The lock keeps
+    two threads on one stream from interleaving a conversion with the other's product.
     """
 
     def __init__(self) -> None:
@@ -110,6 +110,8 @@ class Scratch:
         """Address of at least nbytes, valid for the work that this stream is given under the lock."""
         if not self._buffers or self._buffers[-1].size < nbytes:
             grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
+            if not self.captured:  # CuPy gives memory again on the stream it was of, behind what is under way
+                self._buffers.clear()
             self._buffers.append(device.cupy().empty(grown, np.uint8))
         return int(self._buffers[-1].data.ptr)
 
@@ -188,6 +190,15 @@ def _made(key: tuple[int, int], captured: bool = False) -> Scratch:
             own = _scratches[key] = Scratch()
         own.captured |= captured
         return own
+
+
+def give_back() -> None:
+    """Let the memory of the current stream go, of which no graph is replayed any more: it is waited for."""
+    cuda = device.cupy().cuda
+    stream = cuda.get_current_stream()
+    stream.synchronize()
+    with _making:
+        _scratches.pop((cuda.runtime.getDevice(), streams.id_of(stream.ptr)), None)
 
 
 def _make_room(number: int) -> None:

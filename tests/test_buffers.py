@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,40 @@ import pytest
 
 import cuquant.streams
 from cuquant import buffers, device
+from cuquant.bench import timing
+
+
+@dataclass
+class Array:
+    """CuPy's."""
+
+    size: int
+    data: Any
+
+
+class Stream:
+    """CuPy's, as far as it is there."""
+
+    def __init__(self, streams: Streams, own: Any) -> None:
+        self.streams, self.own, self.ptr = streams, own, own.ptr
+
+    def is_capturing(self) -> bool:
+        return bool(self.own.capturing)
+
+    def begin_capture(self) -> None:
+        self.own.capturing = True
+
+    def end_capture(self) -> Any:
+        self.own.capturing = False
+
+    def synchronize(self) -> None:
+        self.streams.wait(self.own)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class Streams:
@@ -18,6 +53,7 @@ class Streams:
     def __init__(self) -> None:
         self.current = SimpleNamespace(ptr=0, id=0, capturing=False)
         self.ids, self.waits, self.addresses = 0, 0, 0
+        self.made: list[weakref.ref[Array]] = []
 
     def enter(self, handle: int, capturing: bool = False) -> Any:
         self.ids += 1
@@ -27,18 +63,28 @@ class Streams:
     @property
     def cuda(self) -> Any:
         own = self.current
-        stream = SimpleNamespace(
-            ptr=own.ptr, is_capturing=lambda: own.capturing, synchronize=lambda: self.wait(own)
-        )
         return SimpleNamespace(
-            get_current_stream=lambda: stream,
+            get_current_stream=lambda: Stream(self, own),
             runtime=SimpleNamespace(getDevice=lambda: 0),
-            Stream=lambda non_blocking: nullcontext(stream),
+            Stream=lambda non_blocking: Stream(self, own),
         )
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: None)
 
     def zeros(self, count: int, dtype: Any) -> Any:
         self.addresses += 256
         return SimpleNamespace(size=count, data=SimpleNamespace(ptr=self.addresses))
+
+    def empty(self, count: int, dtype: Any) -> Any:
+        made = Array(count, self.zeros(count, dtype).data)
+        self.made.append(weakref.ref(made))
+        return made
+
+    @property
+    def left(self) -> list[int]:
+        """Sizes of the arrays that somebody has."""
+        return [array.size for each in self.made if (array := each()) is not None]
 
     def id_of(self, handle: int) -> int:
         assert not self.current.capturing
@@ -143,3 +189,55 @@ def test_flags_that_a_failed_launch_left_are_not_given_again(streams: Streams, c
     after = own.flags(count)
     assert after != before
     assert own.flags(count) == after
+
+
+def test_only_graphs_keep_memory_that_was_outgrown(streams: Streams) -> None:
+    own = streams.enter(100)
+    with buffers.scratch() as scratch:
+        first = scratch.take(5)
+        assert scratch.take(1 << 20) == first
+        assert scratch.take((1 << 20) + 1) != first
+    assert streams.left == [1 << 21]
+    own.capturing = True
+    with buffers.scratch() as scratch:
+        scratch.take(3 << 20)
+    own.capturing = False
+    with buffers.scratch() as scratch:
+        scratch.take(5 << 20)
+    assert streams.left == [1 << 21, 1 << 22, 1 << 23]
+
+
+def test_memory_of_graphs_that_are_gone_is_given_back(streams: Streams) -> None:
+    """After what is under way; others keep theirs."""
+    other, own = streams.enter(100), streams.enter(200)
+    for stream in (other, own):
+        streams.current = stream
+        for stream.capturing in (False, True):
+            with buffers.scratch() as scratch:
+                scratch.take(1 + stream.id)
+        stream.capturing = False
+    del scratch
+    assert len(streams.left) == 2
+    buffers.give_back()
+    assert streams.waits == 1
+    assert [key[1] for key in buffers._scratches] == [other.id]
+    assert len(streams.left) == 1
+    buffers.give_back()
+    with buffers.scratch() as scratch:
+        assert not scratch.captured
+
+
+def test_measuring_leaves_no_memory_behind(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the graphs that it captures, one stream for each cell."""
+    clock = SimpleNamespace(mark=lambda: None, mhz=lambda: 1000.0)
+    monkeypatch.setattr(timing, "_Clock", lambda: clock)
+    monkeypatch.setattr(timing, "captured_us", lambda stream, captured, calls, clock: captured(calls) and 5.0)
+
+    def call() -> None:
+        with buffers.scratch() as scratch:
+            scratch.take(100)
+
+    for _ in range(3):
+        assert timing.graph_us([call]) == (5.0, 1000.0)
+    assert buffers._scratches == {}
+    assert streams.left == []

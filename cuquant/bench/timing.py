@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import device, jit, plan
+from .. import buffers, device, jit, plan
 
 ROTATE_BYTES = 256 << 20
 """Bytes of weights that are gone through before one is used again: several times any L2 cache."""
@@ -79,8 +79,9 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
             graph = stream.end_capture()
             return lambda: graph.launch(stream)
 
-        us = captured_us(stream, captured, calls, clock)
-        return Timing(us, clock.mhz())
+        timing = Timing(captured_us(stream, captured, calls, clock), clock.mhz())
+        buffers.give_back()
+        return timing
 
 
 def captured_us(
