@@ -88,6 +88,18 @@ def test_grids_signs_and_moments_as_on_the_cpu(grid: list[float], group: int) ->
     np.testing.assert_array_equal(as_numpy(got.blocks), fitted.blocks)
 
 
+@pytest.mark.parametrize("name", ["trellis3"])
+def test_importance_on_either_host(name: str) -> None:
+    cupy, x, importance = device.cupy(), gauss(3, 17, 200), np.square(gauss(200, seed=3))
+    expected = cq.quantize(x, name, importance)
+    there = cupy.asarray(importance)
+    for w, given in ((x, there), (cupy.asarray(x), there), (cupy.asarray(x), importance)):
+        for made in (cq.quantize(w, name, given), cq.trellis_quantize(w, name, moments=given)):
+            assert made.device == device.of(w)
+            assert made.format == expected.format
+            np.testing.assert_array_equal(as_numpy(made.blocks), expected.blocks)
+
+
 @pytest.mark.parametrize("shape", [(0, 40), (2, 0, 40), (50,), (2, 3, 5, 40)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     expected, got = cq.quantize(gauss(*shape), "trellis3"), on_gpu(gauss(*shape), "trellis3")

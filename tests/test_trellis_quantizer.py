@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from test_trellis import BITS, SHAPES, F, gauss, rng
 
 import cuquant as cq
-from cuquant import testing
+from cuquant import formats, testing
 
 
 def grid_of(w: cq.QuantizedArray) -> NDArray[np.float32]:
@@ -156,6 +156,27 @@ def test_moments_move_the_error_to_columns_that_matter_less() -> None:
         )
     nothing = cq.trellis_quantize(x, moments=np.zeros(256, F))
     assert sqnr(nothing, x) > 14
+
+
+@pytest.mark.parametrize("fmt", ["trellis3", cq.Trellis(2, 32, [-1, -0.3, 0.3, 1])])
+@pytest.mark.parametrize("shape", [(48, 256), (2, 24, 256), (256,), (0, 256)])
+def test_an_importance_of_columns_is_their_moments(fmt: Any, shape: tuple[int, ...]) -> None:
+    x, importance = gauss(*shape), np.repeat([1, 100], 128)[rng(2).permutation(256)]
+    made, same = cq.quantize(x, fmt, importance), cq.trellis_quantize(x, fmt, moments=importance)
+    assert formats.describe(made.format) == formats.describe(same.format)
+    np.testing.assert_array_equal(made.blocks, same.blocks)
+    if x.size:
+        assert (made.blocks != cq.quantize(x, fmt).blocks).any()
+
+
+def test_importance_that_is_refused() -> None:
+    for wrong, kind, message in (
+        (np.ones(24), ValueError, r"importance has shape \(24,\); one for each of K = 64"),
+        (np.full(64, -1), ValueError, "importance must be not negative, and finite in float32"),
+        (np.ones(64, complex), TypeError, "importance has dtype complex128"),
+    ):
+        with pytest.raises(kind, match=message):
+            cq.quantize(gauss(24, 64), "trellis3", importance=wrong)
 
 
 def test_arguments_of_the_quantizer() -> None:

@@ -269,17 +269,17 @@ def format_of(w: Any, kind: type[Format]) -> Any:
     return w.format
 
 
-def moments(value: Any, k: int) -> Any:
-    """Second moments of k inputs in float32, or None."""
+def moments(value: Any, k: int, what: str = "moments") -> Any:
+    """Second moments of k inputs in float32 on the host, or None."""
     if value is None:
         return None
-    given = on_cpu(numbers(value, "moments"), "moments")
+    given = device.as_numpy(numbers(value, what))
     if given.shape != (k,):
-        raise ValueError(f"moments has shape {given.shape}; one for each of K = {k} inputs is needed")
+        raise ValueError(f"{what} has shape {given.shape}; one for each of K = {k} inputs is needed")
     with np.errstate(over="ignore"):
         result = given.astype(np.float32)
     if not (np.isfinite(result) & (result >= 0)).all():
-        raise ValueError("moments must be not negative, and finite in float32")
+        raise ValueError(f"{what} must be not negative, and finite in float32")
     return result
 
 
@@ -342,7 +342,9 @@ def to_quantize(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]
 def column_importance(value: Any, fmt: Format, k: int) -> Any:
     """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
     if not fmt.takes_importance:
-        raise ValueError(f"{fmt} takes no importance; k-quants (q4_k, ...) and iq4_nl, iq4_xs do")
+        raise ValueError(
+            f"{fmt} takes no importance; k-quants (q4_k, ...), iq4_nl, iq4_xs and trellis formats do"
+        )
     given = device.as_numpy(numbers(value, "importance"))
     if given.shape != (k,):
         raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")

@@ -9,6 +9,8 @@ from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
 from ..debug import shown
 from ..formats import Format
+from ..formats.trellis import Trellis, random_signs
+from . import trellis
 
 
 @shown
@@ -26,7 +28,8 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     importance : array of numbers, shape (K,), optional
         How much errors of each column matter: the mean square of what it is multiplied by. Finite, not
         negative, not all 0; only proportions count. For k-quants and IQ4, whose scales are then searched for
-        as llama.cpp does with an importance matrix.
+        as llama.cpp does with an importance matrix, and for trellis formats, as the `moments` of
+        `trellis_quantize`. A CuPy array is read by the host.
 
     Returns
     -------
@@ -60,8 +63,11 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     x = check.floats(x, "x")
     check.is_quantized_to(given)
     given = check.whole_blocks(x.shape, given, "x")
-    fmt = given.fitted(x)
     on_gpu = check.same_device(x=x)
+    if importance is not None and isinstance(given, Trellis):
+        n, k = trellis.sides(x.shape)
+        return trellis.quantized(x, given, check.moments(importance, k, "importance"), random_signs(n, k))
+    fmt = given.fitted(x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
         blocks, lost = device.backend(False).quantize(device.as_numpy(x), fmt, weights)

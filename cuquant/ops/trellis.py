@@ -101,16 +101,17 @@ def trellis_quantize(
     ----------
     w : NumPy or CuPy array (..., N, K) of float32, float16 or bfloat16
     format : "trellis2", "trellis3", "trellis4", the same with "-32", or a `Trellis`
-    moments : float array (K,), optional
+    moments : array of numbers (K,), optional
         Mean squares of the inputs, over calibration data: the error of column k counts as much. By default
-        all columns count the same.
+        all columns count the same. A CuPy array is read by the host.
     su, sv : arrays of +1 and -1, (K,) and (N,), optional
         By default drawn with the seed; su is then the same for all weights of K inputs.
     seed : int
 
     Returns
     -------
-    QuantizedArray of w's shape, where w lives; ``cuquant.quantize(w, format)`` is this by default.
+    QuantizedArray of w's shape, where w lives; ``cuquant.quantize(w, format, moments)`` is this with the
+    signs of seed 0.
 
     Raises
     ------
@@ -120,16 +121,27 @@ def trellis_quantize(
     fmt = check.of_kind(formats.get(format), Trellis)
     w = check.floats(w, "w")
     check.whole_blocks(w.shape, fmt, "w")
-    k, n = w.shape[-1], w.shape[-2] if w.ndim > 1 else 1
+    n, k = sides(w.shape)
     moments = check.moments(moments, k)
     drawn = random_signs(n, k, check.count(seed, "seed", 0))
     su = drawn[0] if su is None else check.signs(su, "su", (k,))
     sv = drawn[1] if sv is None else check.signs(sv, "sv", (n,))
+    return quantized(w, fmt, moments, (su, sv))
+
+
+def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> QuantizedArray:
+    """Floats (..., N, K) in that format, with a grid of their own if it has none, by moments, float32 [K] or
+    None, and signs su [K] and sv [N]."""
     if fmt.grid is None:
         fmt = fmt.with_grid_for(w, moments)
     if device.is_cuda(w):
         from .. import cuda_trellis
 
-        return QuantizedArray.made(fmt, cuda_trellis.quantize(w, fmt, (su, sv), moments), shape=w.shape)
-    blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, su, sv, moments))
+        return QuantizedArray.made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
+    blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, *signs, moments))
     return QuantizedArray.made(fmt, blocks, shape=w.shape)
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """N and K of a weight (..., N, K); 1 and K of a vector."""
+    return shape[-2] if len(shape) > 1 else 1, shape[-1]
