@@ -10,6 +10,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 from . import testing as testing
 from .array import QuantizedArray
 from .debug import config
+from .device import gpu_problem
 from .eval import (
     Comparison,
     Evaluation,
@@ -32,10 +33,11 @@ from .io.convert import quantize_file
 from .io.exl3 import from_exl3
 from .io.floats import dequantize_file
 from .io.fp4 import from_mxfp4, from_nvfp4
-from .io.gguf import GGUFError
+from .io.gguf import GGUFError, Metadata
 from .io.int4 import from_awq, from_gptq, from_pack_quantized
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
+from .jit import KernelError
 from .kv import KVCache, attention
 from .ops.int4 import int4_from_parts, int4_parts
 from .ops.kbit import kbit_from_tiles, kbit_tiles
@@ -65,6 +67,8 @@ __all__ = [
     "Int4",
     "KBit",
     "KVCache",
+    "KernelError",
+    "Metadata",
     "Model",
     "NvFp4",
     "QuantizedArray",
@@ -87,6 +91,7 @@ __all__ = [
     "from_mxfp4",
     "from_nvfp4",
     "from_pack_quantized",
+    "gpu_problem",
     "int4_from_parts",
     "int4_parts",
     "kbit_from_tiles",

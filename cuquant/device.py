@@ -31,7 +31,10 @@ INSTALL_HINT = (
 
 @cache
 def gpu_problem() -> str | None:
-    """Why CUDA arrays cannot be used here, in one sentence; None where they can."""
+    """Why CUDA arrays cannot be used here, in one sentence; None where they can.
+
+    That is found once in a process: CuPy is imported, and asked for GPUs, a driver and NVRTC.
+    """
     _spare_kernel_cache()
     try:
         import cupy

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from . import check, device, formats, plan
+from . import check, device, formats, jit, plan
 from .array import QuantizedArray
 from .formats import Format
 from .io.model import Model, open as open_model
@@ -59,8 +59,6 @@ def warmup(
         There is no GPU to compile for; or a kernel does not compile (`KernelError`, with the log).
     """
     from tqdm import tqdm
-
-    from . import jit
 
     device.cupy()  # says why there is none
     batches = list(batches)

@@ -33,9 +33,10 @@ GUIDES = {
 }
 """In the order of the menu; the pages of format families are reached from theirs."""
 TOPICS = {
-    "Arrays": "QuantizedArray quantize from_blocks config",
-    "Products": "matmul linear Experts moe route warmup",
-    "Files": "open Model save load quantize_file dequantize_file read_safetensors GGUFError FallbackWarning",
+    "Arrays": "QuantizedArray quantize from_blocks config gpu_problem",
+    "Products": "matmul linear Experts moe route warmup KernelError",
+    "Files": "open Model Metadata save load quantize_file dequantize_file read_safetensors GGUFError "
+    "FallbackWarning",
     "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison Tokenizer "
     "UnsupportedModel",
     "Attention": "KVCache attention",

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import cuquant as cq
-from cuquant.device import gpu_problem
 
 
 def main():
@@ -30,7 +29,7 @@ def main():
         print("the graph's result is the calls', bit for bit:", bool((from_graph == y).all()))
 
 
-if problem := gpu_problem():
+if problem := cq.gpu_problem():
     print(f"nothing to show without a GPU: {problem}")
 else:
     main()

@@ -236,3 +236,11 @@ def test_two_threads_cannot_write_kernels(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "0")  # which CuPy takes for no
     jit._compile(Module())
     assert compiled == ["0", "1"]
+
+
+def test_names_of_what_users_ask_for_or_catch() -> None:
+    assert cq.gpu_problem() == device.gpu_problem()
+    assert cq.KernelError is jit.KernelError
+    with cq.open(ROOT / "examples/data/nano-llama-f16.gguf", "cpu") as model:
+        assert type(model.metadata) is cq.Metadata
+    assert {"KernelError", "Metadata", "gpu_problem"} <= {*cq.__all__} & {*dir(cq)}
