@@ -72,6 +72,13 @@ def test_dump_of_a_safetensors_file_of_others(run: Run, tmp_path: Path) -> None:
     assert "cut short" in done.err
 
 
+def test_dump_has_the_option_of_other_commands(run: Run, tmp_path: Path) -> None:
+    cq.save(tmp_path / "w.safetensors", {"w": np.ones(3, np.float32)})
+    for path in (NANO, tmp_path / "w.safetensors"):
+        assert run("dump", path, "-o", "json") == run("dump", path, "--json")
+        assert run("dump", path, "-o", "text") == run("dump", path) != run("dump", path, "--json")
+
+
 def test_dump_json_has_arrays_in_full(run: Run) -> None:
     done, reader = run("dump", NANO, "--json"), gguf.GGUFReader(NANO)
     assert (done.status, done.err) == (0, "")

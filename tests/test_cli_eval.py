@@ -232,7 +232,6 @@ def folder(tmp_path: Path) -> Path:
         ("NANO --tokens matrix.npy", "tokens are a 1-D integer array, not 2-D int64"),
         ("NANO --tokens strangers.npy", "token ids run from 4096 to 4096, but the vocabulary of nano-llama"),
         ("NANO --tokens ids.npy --ctx 3", "ctx is 3; allowed are 4 to"),
-        ("NANO --tokens ids.npy --chunks 0", "chunks is 0; allowed are 1 to"),
         ("NANO --tokens ids.npy --formats q8_1", "q8_1 is a format of activations"),
         ("NANO --tokens ids.npy --base NANO --formats q8_0", "give base or formats, not both"),
         ("NANO --tokens ids.npy --base other.gguf", "(the vocabulary of other.gguf|vocabularies differ)"),

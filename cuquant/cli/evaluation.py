@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..io.words import counted
-from .arguments import file_format_list, subcommand
+from .arguments import file_format_list, positive_int, subcommand
 
 
 def add(commands: Any) -> None:
@@ -45,8 +45,8 @@ def add(commands: Any) -> None:
         "--text", metavar="FILE", type=Path, help="UTF-8 text, tokenized with the model's vocabulary"
     )
     source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
-    command.add_argument("--ctx", type=int, default=512, metavar="N", help="tokens of a chunk (512)")
-    command.add_argument("--chunks", type=int, metavar="N", help="how many chunks to use (all)")
+    command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
+    command.add_argument("--chunks", type=positive_int, metavar="N", help="how many chunks to use (all)")
     command.add_argument(
         "--activations",
         choices=("f16", "q8_1"),

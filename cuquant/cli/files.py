@@ -150,7 +150,16 @@ def _dequantize(arguments: argparse.Namespace) -> None:
 def _add_dump(commands: Any) -> None:
     command = subcommand(commands, "dump", _dump, "Show what is in a GGUF file, or a safetensors file.")
     command.add_argument("model", metavar="MODEL", help="MODEL.gguf or MODEL.safetensors")
-    command.add_argument("--json", action="store_true", help="one JSON object, arrays in full")
+    command.add_argument(
+        "-o",
+        dest="style",
+        choices=("text", "json"),
+        default="text",
+        help="output: tables, or one JSON object with arrays in full (text)",
+    )
+    command.add_argument(
+        "--json", dest="style", action="store_const", const="json", help="the same as -o json"
+    )
 
 
 def _dump(arguments: argparse.Namespace) -> None:
@@ -158,16 +167,16 @@ def _dump(arguments: argparse.Namespace) -> None:
     from ..io.gguf import SafetensorsError
     from ..io.model import opened
 
-    path = Path(arguments.model)
+    path, as_json = Path(arguments.model), arguments.style == "json"
     try:
         model = opened(path, "cpu")  # no tensor is read
     except SafetensorsError:
-        listed = dump.of_safetensors(path, arguments.json) if path.is_file() else None
+        listed = dump.of_safetensors(path, as_json) if path.is_file() else None
         if listed is None:
             raise
         print(listed)
         return
-    print(dump.as_json(model) if arguments.json else dump.as_text(model))
+    print(dump.as_json(model) if as_json else dump.as_text(model))
 
 
 def _add_compare(commands: Any) -> None:
