@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from walks import GENERATORS, random_exl3
 import cuquant as cq
 from cuquant.formats.exl3 import states
 from cuquant.testing import nmse
+
+read_safetensors = partial(cq.read_safetensors, device="cpu")
 
 F, H = np.float32, np.float16
 CODEBOOKS = {"3inst": 89226354, "mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
@@ -156,7 +159,7 @@ def test_checkpoint(tmp_path: Path) -> None:
     tensors = stored(a, "a.") | stored(b, "b.", mcg=factor["mcg"], bias=np.ones(128, H))
     tensors |= stored(c, "c.", mul1=factor["mul1"].reshape(1)) | {"norm.weight": np.ones(3, H)}
     safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
-    found = cq.read_safetensors(tmp_path / "m.safetensors")
+    found = read_safetensors(tmp_path / "m.safetensors")
     assert list(found) == ["a.weight", "b.weight", "c.weight"]
     for name, w in zip("abc", (a, b, c), strict=True):
         np.testing.assert_array_equal(
@@ -184,7 +187,7 @@ def test_a_checkpoint_with_faults(tmp_path: Path, change: dict[str, Any], proble
     tensors = {k: v for k, v in (stored(Weight(128, 128, 2, "mcg"), "x.") | change).items() if v is not None}
     safetensors.numpy.save_file(tensors, tmp_path / "m.safetensors")
     with pytest.raises((TypeError, ValueError), match=problem):
-        cq.read_safetensors(tmp_path / "m.safetensors")
+        read_safetensors(tmp_path / "m.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -293,3 +296,10 @@ def test_operands_that_are_not_there_yet() -> None:
     experts, ids = cq.Experts([w], [w], [w]), np.zeros((1, 1), int)
     with pytest.raises(TypeError, match=r"experts\.gate is a list; an array is needed, of several weights"):
         cq.moe(np.ones((1, 128), F), experts, ids, np.ones((1, 1), F))
+
+
+def test_experts_are_stacked() -> None:
+    ws: Any = [random_exl3(3, (128, 256), seed=seed) for seed in range(3)]
+    stacked: Any = np.stack(ws)
+    assert (stacked.shape, stacked.format) == ((3, 128, 256), ws[0].format)
+    np.testing.assert_array_equal(stacked.dequantize(), np.stack([w.dequantize() for w in ws]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from safetensors.numpy import save_file
 from test_import import F, Weight, assert_is, awq, gptq, pack_quantized, weight
 
 import cuquant as cq
+from cuquant import device
+
+read_safetensors = partial(cq.read_safetensors, device="cpu")
 
 
 def save(path: Path, tensors: dict[str, NDArray[Any]]) -> Path:
@@ -30,7 +34,7 @@ def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
     tensors = named("model.layers.1.q_proj", gptq(a)) | named("model.layers.0.k_proj", awq(b))
     tensors |= named("lm_head", gptq(c)) | {"lm_head.g_idx": np.arange(256, dtype=np.int32) // 128}
     tensors |= {"model.norm.weight": np.ones(4, F), "model.layers.1.q_proj.bias": np.ones(16, np.float16)}
-    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
     assert list(made) == ["lm_head.weight", "model.layers.0.k_proj.weight", "model.layers.1.q_proj.weight"]
     assert_is(made["model.layers.1.q_proj.weight"], a)
     assert_is(made["model.layers.0.k_proj.weight"], b)
@@ -43,35 +47,35 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     tensors = named("a", pack_quantized(a)) | named("b.q_proj", pack_quantized(b))
     del tensors["b.q_proj.weight_zero_point"], tensors["b.q_proj.weight_shape"]
     tensors |= {"a.weight_g_idx": np.full(128, -1, np.int32), "a.input_scale": np.ones(1, F)}
-    made = cq.read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
     assert list(made) == ["a.weight", "b.q_proj.weight"]
     assert_is(made["a.weight"], a)
     assert_is(made["b.q_proj.weight"], b, symmetric=True)
     part = save(tmp_path / "m-00001-of-00002.safetensors", {"a.weight_shape": np.array([16, 128])})
     with pytest.raises(ValueError, match=r"a\.weight_shape has no weight_packed beside it; another file"):
-        cq.read_safetensors(part)
+        read_safetensors(part)
 
 
 def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
     a, b = weight(8, 64, 32), weight(8, 64, 32, seed=1)
     tensors = named("layers.0.k", gptq(a)) | named("layers.0.v", awq(b)) | named("layers.1.k", gptq(b))
     path = save(tmp_path / "m.safetensors", tensors | {"broken.qweight": np.ones((8, 8), np.int32)})
-    made = cq.read_safetensors(path, names="layers.0.*")
+    made = read_safetensors(path, names="layers.0.*")
     assert list(made) == ["layers.0.k.weight", "layers.0.v.weight"]
     assert_is(made["layers.0.v.weight"], b)
-    assert list(cq.read_safetensors(path, names=["*.1.k.weight", "*.0.v.*"])) == [
+    assert list(read_safetensors(path, names=["*.1.k.weight", "*.0.v.*"])) == [
         "layers.0.v.weight",
         "layers.1.k.weight",
     ]
     said = r"no weight of m\.safetensors is named like 'layers\.2\.\*' \(names\): one that is there is '.+'"
     with pytest.raises(ValueError, match=said):
-        cq.read_safetensors(path, names=["layers.0.*", "layers.2.*"])
+        read_safetensors(path, names=["layers.0.*", "layers.2.*"])
 
 
 def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
     w = weight(8, 64, 32)
     path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))
-    assert_is(cq.read_safetensors(str(path), version=2)["a.weight"], w)
+    assert_is(read_safetensors(str(path), version=2)["a.weight"], w)
 
 
 def test_a_file_without_such_weights(tmp_path: Path) -> None:
@@ -79,13 +83,13 @@ def test_a_file_without_such_weights(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"m\.safetensors has no weight of GPTQ, AWQ, EXL3, .* \*\.trellis, .* \*\.blocks$"
     ):
-        cq.read_safetensors(path)
+        read_safetensors(path)
 
 
 def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
     """The last file of many has the output matrix alone."""
     path = save(tmp_path / "m-00002-of-00002.safetensors", {"lm_head.weight": np.ones(3, F)})
-    assert cq.read_safetensors(path) == {}
+    assert read_safetensors(path) == {}
 
 
 def sharded(folder: Path) -> tuple[Weight, Weight]:
@@ -106,13 +110,13 @@ def test_a_checkpoint_of_several_files(tmp_path: Path) -> None:
     a, b = sharded(tmp_path)
     save(tmp_path / "consolidated.safetensors", named("a", gptq(b)))
     for path in (tmp_path, tmp_path / "model.safetensors.index.json", str(tmp_path)):
-        made = cq.read_safetensors(path)
+        made = read_safetensors(path)
         assert list(made) == ["a.weight", "b.weight"]
         assert_is(made["a.weight"], a)
         assert_is(made["b.weight"], b)
     (tmp_path / "consolidated.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").unlink()
-    assert_is(cq.read_safetensors(tmp_path)["b.weight"], b)
+    assert_is(read_safetensors(tmp_path)["b.weight"], b)
 
 
 def test_a_checkpoint_that_lacks_files(tmp_path: Path) -> None:
@@ -122,12 +126,12 @@ def test_a_checkpoint_that_lacks_files(tmp_path: Path) -> None:
     for first, second in (("1", "2"), ("0", "1")):
         for old, new in zip(sorted(tmp_path.glob("m-*")), (first, second), strict=True):
             old.rename(tmp_path / f"m-0000{new}-of-00002.safetensors")
-        assert len(cq.read_safetensors(tmp_path)) == 2
+        assert len(read_safetensors(tmp_path)) == 2
     for old in sorted(tmp_path.glob("m-*")):
         old.rename(tmp_path / old.name.replace("-of-00002", "-of-00003"))
     lacks = r"has 2 of the 3 files m-\*-of-00003\.safetensors: files of this checkpoint are missing"
     with pytest.raises(ValueError, match=lacks):
-        cq.read_safetensors(tmp_path)
+        read_safetensors(tmp_path)
 
 
 def test_a_file_that_lacks_what_the_index_says(tmp_path: Path) -> None:
@@ -140,7 +144,7 @@ def test_a_file_that_lacks_what_the_index_says(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=r"m-00002-of-00002\.safetensors has no tensor 'c\.qweight', which"
         ):
-            cq.read_safetensors(path)
+            read_safetensors(path)
 
 
 def test_one_of_several_files_lacks_what_another_has(tmp_path: Path) -> None:
@@ -148,13 +152,13 @@ def test_one_of_several_files_lacks_what_another_has(tmp_path: Path) -> None:
     elsewhere = r"another file of the checkpoint may: pass its folder, or its \*\.safetensors\.index\.json"
     first, second = sorted(tmp_path.glob("m-*"))
     with pytest.raises(ValueError, match=rf"{first.name}: b\.qzeros has no qweight beside it; {elsewhere}"):
-        cq.read_safetensors(first)
+        read_safetensors(first)
     with pytest.raises(ValueError, match=rf"{second.name}: a\.qzeros has no qweight beside it; {elsewhere}"):
-        cq.read_safetensors(second)
+        read_safetensors(second)
     part = save(tmp_path / "n-00001-of-00002.safetensors", {"a.qweight": np.zeros((8, 8), np.int32)})
     problem = rf"{part.name}: a\.qweight has no qzeros and no scales beside it; {elsewhere}"
     with pytest.raises(ValueError, match=problem):
-        cq.read_safetensors(part)
+        read_safetensors(part)
 
 
 @pytest.mark.parametrize(
@@ -177,26 +181,26 @@ def test_an_index_that_is_none(tmp_path: Path, index: str, problem: str) -> None
     (tmp_path / "m.safetensors.index.json").write_text(index)
     for path in (tmp_path, tmp_path / "m.safetensors.index.json"):
         with pytest.raises(ValueError, match=problem):
-            cq.read_safetensors(path)
+            read_safetensors(path)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a folder without safetensors files"):
-        cq.read_safetensors(tmp_path)
+        read_safetensors(tmp_path)
     for name in "mn":
         save(tmp_path / f"{name}.safetensors", {"x": np.ones(3, F)})
     with pytest.raises(ValueError, match=r"n\.safetensors: tensor 'x' is in m\.safetensors, too"):
-        cq.read_safetensors(tmp_path)
+        read_safetensors(tmp_path)
     for name in "mn":
         (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match=r"has 2 files \*\.safetensors\.index\.json: pass the one of"):
-        cq.read_safetensors(tmp_path)
+        read_safetensors(tmp_path)
 
 
 def test_a_weight_of_two_kinds(tmp_path: Path) -> None:
     path = save(tmp_path / "m.safetensors", named("l", awq(weight(8, 64, 32))) | {"l.trellis": np.ones(3, F)})
     with pytest.raises(ValueError, match=r"m\.safetensors: l\.\w+: there is a qweight and a trellis of this"):
-        cq.read_safetensors(path)
+        read_safetensors(path)
 
 
 def test_a_type_that_numpy_lacks(tmp_path: Path) -> None:
@@ -207,14 +211,14 @@ def test_a_type_that_numpy_lacks(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + int.from_bytes(raw[:8], "little") :])
     with pytest.raises(TypeError, match=r"m\.safetensors: l\.scales has the type F8_E5M2, which NumPy lacks"):
-        cq.read_safetensors(path)
+        read_safetensors(path)
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m-00002-of-00002.safetensors"])
 def test_a_file_of_this_library(tmp_path: Path, name: str) -> None:
     cq.save(tmp_path / name, {"a.weight": weight(8, 64, 32)[0]})
     with pytest.raises(ValueError, match=r"\*\.blocks; cuquant wrote it, and cuquant\.load reads it"):
-        cq.read_safetensors(tmp_path / name)
+        read_safetensors(tmp_path / name)
 
 
 def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
@@ -235,17 +239,34 @@ def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
     ):
         save(path, tensors | {k: np.ascontiguousarray(v) for k, v in change.items()})
         with pytest.raises(kind, match=message):
-            cq.read_safetensors(path)
+            read_safetensors(path)
     for missing, words in ((("scales",), "no scales"), (("qzeros", "scales"), "no qzeros and no scales")):
         save(path, {k: v for k, v in tensors.items() if k not in [f"x.bad.{m}" for m in missing]})
         with pytest.raises(ValueError, match=rf"x\.bad\.qweight has {words} beside it"):
-            cq.read_safetensors(path)
+            read_safetensors(path)
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"m\.safetensors is no safetensors file that can be read"):
-        cq.read_safetensors(path)
+        read_safetensors(path)
     with pytest.raises(FileNotFoundError):
-        cq.read_safetensors(tmp_path / "none.safetensors")
+        read_safetensors(tmp_path / "none.safetensors")
+
+
+def test_where_weights_are_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models are: on the GPU, if there is one, or nobody says otherwise."""
+    w = weight(16, 128, 32)
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w)))
+    with pytest.raises(ValueError, match="unknown device 'tpu'; allowed are 'cpu' and 'cuda'"):
+        cq.read_safetensors(tmp_path / "none", device="tpu")
+    if device.gpu_problem() is not None:
+        with pytest.raises(RuntimeError, match="no CUDA device can be used"):
+            cq.read_safetensors(tmp_path / "none", device="cuda")
+    monkeypatch.setattr(device, "cupy", lambda: None)
+    monkeypatch.setattr(cq.QuantizedArray, "to_device", lambda w, name: name)
+    for default in ("cpu", "cuda"):
+        monkeypatch.setattr(device, "default", lambda default=default: default)
+        assert cq.read_safetensors(path) == {"a.weight": default}
+        assert cq.read_safetensors(path, device="cpu") == {"a.weight": "cpu"}

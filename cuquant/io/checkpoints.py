@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import check
+from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
 from .exl3 import from_exl3
@@ -37,7 +37,10 @@ READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-o
 
 
 def read_safetensors(
-    path: str | os.PathLike[str], version: int = 1, names: str | Iterable[str] = "*"
+    path: str | os.PathLike[str],
+    version: int = 1,
+    names: str | Iterable[str] = "*",
+    device: str | None = None,
 ) -> dict[str, Any]:
     """The quantized weights of a checkpoint that others wrote, or of one file of it.
 
@@ -55,10 +58,12 @@ def read_safetensors(
         Of GPTQ weights, see `from_gptq`: 2 where the checkpoint's configuration says "gptq_v2".
     names : str, or several
         Shell patterns of the weights to read: "*.layers.0.*" are those of one layer.
+    device : "cpu" or "cuda", optional
+        Where weights are put: by default on the GPU where one can be used.
 
     Returns
     -------
-    dict of "name.weight" to QuantizedArray of shape (N, K), on the CPU, in alphabetical order
+    dict of "name.weight" to QuantizedArray of shape (N, K), in alphabetical order
         gpt-oss's experts are stacks (E, N, K), "name.gate_up_proj" and "name.down_proj" (in OpenAI's files
         "name.mlp1_weight" and "name.mlp2_weight"); of the former gate and up have every other row. Empty for
         one file of several (…-00002-of-00003.safetensors) that has nothing of such weights.
@@ -71,7 +76,12 @@ def read_safetensors(
         what makes the weight refuses it (the message names the file and the tensor).
     OSError
         A file cannot be read.
+    RuntimeError
+        `device` is "cuda", and there is no GPU.
     """
+    target = device_info.default() if device is None else check.device_name(device)
+    if target == "cuda":
+        device_info.cupy()  # says why there is none
     path = check.path(path)
     with opened(path) as tensors:
         found = _found(tensors)
@@ -87,7 +97,7 @@ def read_safetensors(
         chosen = named_like(found, names, f"weight of {path.name}", "names") if found else []
         for name in chosen:  # all, before any is made
             found[name].check(tensors, hint)
-        return {name: found[name].read(tensors, version) for name in chosen}
+        return {name: found[name].read(tensors, version).to_device(target) for name in chosen}
 
 
 _ELSEWHERE = "; another file of the checkpoint may: pass its folder, or its *.safetensors.index.json"
