@@ -122,7 +122,18 @@ class QuantizedArray(Packed):
         The first product does so on its own; call it before capturing a CUDA graph. On the CPU there is
         nothing to do, nor for a vector, which no product reads, for activations, and for what products make
         floats of first.
-        Returns the array itself.
+
+        Returns
+        -------
+        The array itself.
+
+        Raises
+        ------
+        ValueError
+            It is on another GPU than the current one.
+        RuntimeError
+            A CUDA graph is being captured, and it was not prepared before; or a kernel does not compile
+            (`KernelError`).
         """
         multiplied = self.ndim > 1 and self._format.in_float16 and not self._format.for_activations
         if self.device == "cuda" and multiplied:
@@ -189,6 +200,16 @@ class QuantizedArray(Packed):
         Returns
         -------
         Array of shape `self.shape`, on this array's device.
+
+        Raises
+        ------
+        TypeError
+            The dtype is none of these.
+        ValueError
+            The array is on another GPU than the current one.
+        RuntimeError
+            A CUDA graph is being captured, for which the storage bytes of a prepared weight would be made; or
+            a kernel does not compile (`KernelError`).
         """
         from .ops.quantize import dequantize
 
@@ -213,7 +234,17 @@ class QuantizedArray(Packed):
         return self
 
     def to_device(self, device: str) -> QuantizedArray:
-        """This array on "cpu" or "cuda" (the current CuPy device); itself where it is there already."""
+        """This array on "cpu" or "cuda" (the current CuPy device); itself where it is there already.
+
+        Copies wait for the GPU, so no CUDA graph can have them.
+
+        Raises
+        ------
+        ValueError
+            The device is another word.
+        RuntimeError
+            There is no GPU (the message says why).
+        """
         from .ops.quantize import to_device
 
         return to_device(self, device)
@@ -224,6 +255,17 @@ class QuantizedArray(Packed):
         Integers, slices, ellipsis, boolean and integer arrays all work; the last axis is the blocks' axis
         and cannot be indexed. CuPy's arrays are read by the host, for an error if some are out of range. The
         blocks of a weight on the GPU that was prepared are made for it, which no graph can capture.
+
+        Raises
+        ------
+        IndexError
+            An index is of the last axis, a new axis, out of range, or no index; or it selects what is no
+            array of the format: rows of EXL3 other than whole runs of 128, rows of several trellis or EXL3
+            matrices whose signs or factors differ.
+        ValueError
+            A slice's step is 0.
+        RuntimeError
+            A CUDA graph is being captured, and the weight was prepared.
         """
         parts = check.row_index(index, self.shape, self.device == "cuda")
         self.may_make_blocks()

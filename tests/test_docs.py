@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -97,6 +99,19 @@ def test_every_public_name_has_a_page(site: Path, name: str) -> None:
     for section in ("Parameters", "Returns", "Raises"):
         if f"\n{section}\n" in (getattr(cq, name).__doc__ or "").replace("    ", ""):
             assert f">{section}</h6>" in text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [cq.open, cq.load, cq.evaluate, cq.evaluate_files, cq.warmup, cq.read_safetensors]
+    + [getattr(cq.QuantizedArray, name) for name in ("dequantize", "to_device", "__getitem__", "prepare")],
+    ids=lambda function: function.__name__,
+)
+def test_errors_are_told(function: Any) -> None:
+    """By kind, each with when it is raised."""
+    text = inspect.getdoc(function) or ""
+    errors = text.split("\nRaises\n------\n")[1].split("\n\n")[0]
+    assert len(re.findall(r"^(\w+(Error|Model), )*\w+(Error|Model)\n    ", errors, re.MULTILINE)) >= 2
 
 
 def test_the_table_of_formats() -> None:

@@ -97,9 +97,25 @@ def evaluate(
     Raises
     ------
     UnsupportedModel
-        The architecture, or something in it, is not implemented (named).
-    GGUFError, TypeError, ValueError
-        The file is damaged; an argument does not fit.
+        The architecture, or something in it, is not implemented (named), or a tensor or key is missing.
+    TypeError
+        An argument is of another type: `model` or `base` are no models, `text` is no text or path, `tokens`
+        no vector of integers, `formats` and `kv_bits` are not what is named above.
+    ValueError
+        Both or none of `text` and `tokens` are given, or `base` and `formats`; a format, width, device or
+        kind of activations is not known, nothing quantizes to it, or it does not fit the model; numbers are
+        out of range; the text is shorter than a chunk, no UTF-8, or the vocabulary cannot tokenize it; token
+        ids are beyond the vocabulary; models have other vocabularies; a weight is NaN or infinite.
+    OSError, GGUFError
+        A file cannot be read, or is damaged (see `cuquant.open`).
+    RuntimeError
+        `device` is "cuda", and there is no GPU (the message says why).
+
+    Warns
+    -----
+    UserWarning
+        `ctx` is longer than the contexts that the model was trained on; tensors are kept in float, as their K
+        is no multiple of a format's blocks; or as `cuquant.open` and `cuquant.quantize` warn.
     """
     ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
     if activations not in ("f16", "q8_1"):

@@ -287,6 +287,10 @@ def _rounded(x: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
 def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
     """Open a model: the header is read and validated, tensor bytes are not touched.
 
+    They are read when a tensor is asked for, and errors of theirs are raised then: GGUFError for numbers that
+    cannot be read, KeyError for a name that is not there (with those that are near), ValueError once the
+    model is closed.
+
     Parameters
     ----------
     path : str or path
@@ -302,8 +306,14 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
 
     Raises
     ------
+    TypeError, ValueError
+        `path` is no path; `device` is another word.
+    OSError
+        There is no such file, it is a folder, or cannot be read.
     GGUFError
         The file is no such file, or damaged, or parts of a split model are missing or do not belong together.
+    RuntimeError
+        `device` is "cuda", and there is no GPU (the message says why).
 
     Warns
     -----

@@ -200,10 +200,15 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
 
     Raises
     ------
+    TypeError
+        `path` is no path.
     ValueError
-        Not a safetensors file, not one of this library's, or one that is damaged (the message says how).
+        Not a safetensors file, not one of this library's, or one that is damaged (the message says how);
+        `device` is another word.
     OSError
-        The file cannot be read.
+        There is no such file, it is a folder, or cannot be read.
+    RuntimeError
+        `device` is "cuda", and there is no GPU (the message says why).
     """
     target = devices.default() if device is None else check.device_name(device)
     to_device = devices.cupy().asarray if target == "cuda" else _itself
