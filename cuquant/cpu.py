@@ -6,7 +6,9 @@ Quantized rows become float32 a slab at a time, so a weight is never dense as a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,7 +144,7 @@ def product(p: Product, out: NDArray[Any]) -> None:
                 if bias is not None:
                     acc += bias[part].astype(np.float32)
                 if p.activation is not None:
-                    acc = _ACTIVATION[p.activation](acc)
+                    acc = activated(acc, p.activation)
                 if residual is not None:
                     acc += residual[..., part].astype(np.float32)
                 y[..., part] = acc
@@ -168,30 +170,22 @@ def _as_float32(x: Any) -> NDArray[np.float32]:
     return dequantize(x, np.dtype(np.float32))
 
 
-def _relu(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.maximum(x, np.float32(0))
-
-
-def _gelu(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (1 + np.tanh(inner))
-
-
-def _gelu_erf(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    from scipy.special import erf
-
-    return np.float32(0.5) * x * (1 + erf(x * np.float32(np.sqrt(0.5))))
+def activated(x: Any, name: str, xp: ModuleType = np) -> Any:
+    """act(x) of float32 sums, which may be changed; of a GPU's by `xp`, CuPy."""
+    half = np.float32(0.5)
+    if name == "relu":
+        return xp.maximum(x, np.float32(0))
+    if name == "gelu":
+        inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+        return half * x * (1 + xp.tanh(inner))
+    special = import_module("scipy.special" if xp is np else "cupyx.scipy.special")
+    if name == "gelu_erf":
+        return half * x * (1 + special.erf(x * np.float32(np.sqrt(0.5))))
+    return _silu(x) if xp is np else x * special.expit(x)
 
 
 def _silu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """In a third of the time that expit takes."""
     result = np.exp(-x)  # of numbers below -88 infinity: what divides them to 0
     result += 1
     return np.divide(x, result, out=result)
-
-
-_ACTIVATION: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
-    "relu": _relu,
-    "gelu": _gelu,
-    "gelu_erf": _gelu_erf,
-    "silu": _silu,
-}

@@ -421,21 +421,6 @@ def _dense(p: Product, out: Any) -> None:
         acc = cupy.matmul(x, p.w[..., part, :].astype(np.float32).swapaxes(-1, -2))
         if p.bias is not None:
             acc += p.bias[..., None, part] if p.bias.ndim > 1 else p.bias[part]
-        acc = _activate(acc, p.activation)
+        if p.activation is not None:
+            acc = cpu.activated(acc, p.activation, cupy)
         out[..., part] = acc if p.residual is None else acc + p.residual[..., part]
-
-
-def _activate(x: Any, name: str | None) -> Any:
-    from cupyx.scipy.special import erf, expit
-
-    cupy = device.cupy()
-    if name is None:
-        return x
-    if name == "relu":
-        return cupy.maximum(x, np.float32(0))
-    if name == "silu":
-        return x * expit(x)
-    if name == "gelu_erf":
-        return np.float32(0.5) * x * (1 + erf(x * np.float32(np.sqrt(0.5))))
-    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
-    return np.float32(0.5) * x * (1 + cupy.tanh(inner))

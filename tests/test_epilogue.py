@@ -31,6 +31,15 @@ def test_epilogue(activation: str | None, m: int, xp: ModuleType) -> None:
         np.testing.assert_array_equal(as_numpy(rounded), as_numpy(y).astype(dtype))
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu", "gelu_erf", "silu"])
+def test_activations_of_products_with_floats(activation: str, xp: ModuleType) -> None:
+    """A plain weight has no kernel: each array module computes them by the same formulas."""
+    g = np.random.default_rng(6)
+    w, x = xp.asarray(g.standard_normal((24, 64), F)), xp.asarray(g.standard_normal((5, 64), F))
+    y = cq.linear(x, w, activation=activation)
+    check(y, testing.linear(x, w, activation=activation), "float32")
+
+
 def test_bias_and_residual_keep_their_bits(xp: ModuleType) -> None:
     """Where x is zero the result is bias + residual, one float32 addition; for a vector x too."""
     w, g = on(xp, weight("q4_0", (33, 64))), np.random.default_rng(6)
