@@ -48,7 +48,7 @@ def normal_float_codebook(k: int) -> NDArray[np.float32]:
     TypeError, ValueError
         k is none of 2, 3, 4, 5.
     """
-    return _normal(check.one_of(k, "bits", BITS))
+    return _normal(check.one_of(k, "k", BITS))
 
 
 @cache
