@@ -61,7 +61,7 @@ def warmup(
     from tqdm import tqdm
 
     device.cupy()  # says why there is none
-    batches = list(batches)
+    batches = [check.count(m, "a batch", least=-check.LARGEST_INDEX) for m in batches]
     if any(m < 1 for m in batches):
         raise ValueError(f"batches are {batches}; a product has at least one row")
     found, top_k = _weights(weights)

@@ -103,10 +103,16 @@ def test_command_on_a_gpu(run: Run, tmp_path: Path) -> None:
     assert "nothing to warm up" in failed.err
 
 
-@pytest.mark.gpu
-def test_a_batch_of_nothing() -> None:
-    with pytest.raises(ValueError, match="at least one row"):
-        cq.warmup([], (0,))
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [(0, ValueError, "at least one row"), (1.5, TypeError, "a batch is a float; an integer is needed")],
+)
+def test_a_batch_of_nothing(
+    batch: Any, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cupy", lambda: None)
+    with pytest.raises(error, match=message):
+        cq.warmup([], (batch,))
 
 
 def test_one_weight_is_a_list_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
