@@ -19,6 +19,8 @@ from recorded import (
 )
 
 TOKENS = (1, 2, 4, 8, 16, 64, 512, 4096)
+LAUNCH_US = 2.4
+"""Of a floor, what is not its bytes'."""
 
 
 def mixtures() -> Iterator[Figure]:
@@ -152,11 +154,43 @@ def attention() -> Iterator[Figure]:
         "One sequence of 128k tokens takes {} times its floor at 3 bits and {} at 2.",
         tuple(f"{times:.2f}" for times in over(longest, "floor_us")),
     )
-    short = [cells[bits, 8, (1, context)] for bits, context in (("8", 32768), ("4", 32768), ("4", 65536))]
+    short = [cells["4", 8, (1, context)] for context in (32768, 65536)]
     yield Figure(
         PERFORMANCE,
-        "(of 32k tokens {} at 8 bits and {} at 4, of 64k {} at 4)",
+        "(of 32k tokens {}, of 64k {})",
         tuple(f"{times:.2f}" for times in over(short, "floor_us")),
+    )
+    start = [c["us"] - c["floor_us"] + LAUNCH_US for c in every if c["batch"] == 1 and c["context"] <= 4096]
+    yield Figure(
+        PERFORMANCE, "Launch, start and merge, which short caches pay, take {} to {} µs", span(start, 1)
+    )
+    narrow = [cells[bits, 8, (1, 1024)] for bits in ("3", "2", "mixed")]
+    exact = [c["us"] / c["sdpa_us"] for c in every if c["bits"] == "16"]
+    slower = [times for times in exact if times > 1]
+    assert all(c in narrow for c in every if c["bits"] != "16" and c["us"] > c["sdpa_us"])
+    yield Figure(
+        PERFORMANCE,
+        "Slower than torch are one sequence of 1024 tokens with 8 key heads at 3 bits, 2 bits and mixed "
+        "(by {}, {} and {}%), and {} of {} caches of 16 bits, by up to {}%, in the median {}.",
+        (
+            *(f"{100 * times - 100:.0f}" for times in over(narrow, "sdpa_us")),
+            str(len(slower)),
+            str(len(exact)),
+            f"{100 * max(slower) - 100:.0f}",
+            f"{100 * median(slower) - 100:.0f}",
+        ),
+    )
+    many = [[cells[bits, 8, (32, n)] for bits in ("4", "3", "2", "mixed")] for n in (1024, 4096)]
+    yield Figure(
+        PERFORMANCE,
+        "32 sequences of 1024 tokens with 8 key heads take {} to {} µs (torch: {}), of 4096 tokens {} to {} "
+        "({}).",
+        (
+            *span((c["us"] for c in many[0]), 1),
+            f"{many[0][0]['sdpa_us']:.1f}",
+            *span((c["us"] for c in many[1]), 0),
+            f"{many[1][0]['sdpa_us']:.0f}",
+        ),
     )
 
 
