@@ -357,7 +357,16 @@ def test_it_is_deterministic() -> None:
         assert bool((cq.attention(q, cache) == first).all())
 
 
-@pytest.mark.parametrize("read", ["0", "1 << 30", "-7", "lengths.of[t] / 2", "lengths.of[t] + 7"])
+OTHER_LENGTHS = {
+    "none": "0",
+    "many": "1 << 30",
+    "negative": "-7",
+    "half": "lengths.of[t] / 2",
+    "more": "lengths.of[t] + 7",
+}
+
+
+@pytest.mark.parametrize("read", OTHER_LENGTHS)
 def test_lengths_that_were_others_when_a_launch_began(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one sequence blocks begin by lengths that the kernel before may still change: whatever they read,
     results are the same bits."""
@@ -367,7 +376,7 @@ def test_lengths_that_were_others_when_a_launch_began(read: str, monkeypatch: py
     flatten, line = sources.flatten, "Lengths lengths(p, single ? 0 : p.batch);"
     text = flatten("attention", None)
     assert text.count(line) == 1
-    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {read};"
+    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
     changed = {"attention": text.replace(line, f"{line}\n{others}")}
     monkeypatch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
     fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
