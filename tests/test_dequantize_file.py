@@ -9,7 +9,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
-from commands import Run, assert_one_line_error
+from commands import Run, assert_one_line_error, finish, start
 from formats_table import random_blocks
 from gguf import GGMLQuantizationType as Type
 from gguf_files import NANO, Stored, untouched, write
@@ -254,6 +254,32 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
         dequantize_file(both, tmp_path / "c.gguf")
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "size", "room"),
+    [
+        ("mxfp4", H, 1e-8, r"bfloat16 and float32 \(--type bf16, f32\) have"),
+        (None, H, 1e-8, r"bfloat16 and float32 \(--type bf16, f32\) have"),
+        (None, B, 2.0**-134, r"float32 \(--type f32\) has"),
+    ],
+)
+def test_numbers_too_small_for_the_dtype(
+    tmp_path: Path, name: str | None, dtype: Any, size: float, room: str
+) -> None:
+    """Are said, tensor by tensor; zeros are no loss, nor are small numbers that the dtype has."""
+    tiny, few = weights(16, 64) * F(size), weights(16, 64, seed=3)
+    few[0, :8] = F(1e-9)
+    stored: Stored = tiny if name is None else (cq.quantize(tiny, name).blocks, Type.MXFP4)
+    exact = np.where(np.eye(16, 64), weights(16, 64), np.ldexp(F(1), np.arange(64) % 3 - 24)).astype(F)
+    others = {"few.weight": few, "none.weight": np.zeros((16, 64), F), "exact.weight": exact}
+    source = write(tmp_path / "s.gguf", {"tiny.weight": stored, **others})
+    of = rf"^tensor 'tiny\.weight': about \d+% of the weights are too small for {np.dtype(dtype)}, and "
+    with pytest.warns(UserWarning, match=f"{of}become 0 or far from what they were: {room} room$") as said:
+        dequantize_file(source, tmp_path / "t.gguf", dtype)
+    assert len(said) == 1
+    if name is not None:
+        dequantize_file(source, tmp_path / "u.gguf", F)
+
+
 def test_float64_is_rounded_once(tmp_path: Path) -> None:
     halfway = 1 + 2.0**-8  # between two of bfloat16's
     numbers = [halfway, halfway + 2.0**-40, -halfway - 2.0**-40, 1e-60, -(2.0**-140), np.inf, np.nan, 3.4e38]
@@ -285,6 +311,14 @@ def test_command(run: Run, tmp_path: Path) -> None:
     assert again.err.endswith("t.gguf exists; --force replaces it\n")
     run("dequantize", source, target, "--force", "--keep", "output*", "--type", "float16")
     assert cq.open(target, "cpu").tensors["blk.0.attn_q.weight"].type_name == "F16"
+
+
+def test_command_warns_of_small_numbers(tmp_path: Path) -> None:
+    tiny = cq.quantize(weights(4, 32) * F(1e-8), "mxfp4").blocks
+    source = write(tmp_path / "s.gguf", {"tiny.weight": (tiny, Type.MXFP4)})
+    done = finish(start("dequantize", source, tmp_path / "t.gguf", "--device", "cpu"))
+    assert done.status == 0
+    assert "cuquant: warning: tensor 'tiny.weight': about 90% of the weights are too small for" in done.err
 
 
 def test_a_file_of_arrays(run: Run, tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import check
+from ..ops.quantize import is_many
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, GGUFError, SavedArraysError, TensorInfo
@@ -87,6 +90,12 @@ def dequantize_file(
         See `cuquant.open`; the dtype is none of these; the target's name has another ending; a pattern
         matches no tensor, or the scale of one that is not kept; nothing is left to do; a type cannot be read;
         or a number is beyond the dtype's range (its tensor is named).
+
+    Warns
+    -----
+    UserWarning
+        More than a hundredth of a tensor's weights are too small for the dtype: they became 0, or are below
+        2^-21 in float16 (2^-130 in bfloat16), where numbers have three bits at most, and were rounded.
     """
     wanted = check.float_dtype(dtype)
     target = check.model_target(target)
@@ -145,4 +154,29 @@ def _changes(info: TensorInfo, dtype: np.dtype[Any]) -> bool:
 
 def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) -> Changed:
     nbytes = math.prod(info.shape) * dtype.itemsize
-    return Changed(number, nbytes, lambda: model.floats(info.name, dtype))
+    return Changed(number, nbytes, lambda: _made(model, info.name, dtype))
+
+
+def _made(model: Model, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A tensor's numbers in that dtype; a warning where many are too small for it."""
+    made = model.floats(name, dtype)
+    if dtype not in _COARSE:
+        return made
+    least, room = _COARSE[dtype]
+    small = np.abs(made) < least
+    if is_many(int(small.sum()), made.size):  # the tensor's own zeros, perhaps
+        lost = int((made[small] != model.floats(name)[small]).sum())
+        if is_many(lost, made.size):
+            warnings.warn(
+                f"tensor {name!r}: about {lost / made.size:.0%} of the weights are too small for {dtype}, "
+                f"and become 0 or far from what they were: {room} room",
+                stacklevel=2,
+            )
+    return made
+
+
+_COARSE = {
+    check.FLOATS[0]: (2.0**-21, "bfloat16 and float32 (--type bf16, f32) have"),
+    check.FLOATS[1]: (2.0**-130, "float32 (--type f32) has"),
+}
+"""Below what a dtype's numbers have three bits at most, and what others have more."""

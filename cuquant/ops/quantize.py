@@ -91,7 +91,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 
 
 def _warn_of(lost: int, size: int, fmt: Format) -> None:
-    if lost > _MANY * size:
+    if is_many(lost, size):
         warnings.warn(
             f"about {lost / size:.0%} of the weights are too small for the scales of {fmt}, and read as 0 or "
             f"far from what they were: {fmt.beyond or 'mxfp4 and trellis formats take weights of any size'}",
@@ -99,8 +99,10 @@ def _warn_of(lost: int, size: int, fmt: Format) -> None:
         )
 
 
-_MANY = 0.01
-"""Of all weights, as single groups that are nearly 0 are no reason to warn."""
+def is_many(lost: int, size: int) -> bool:
+    """Whether so many of a tensor's weights are a reason to warn, as single groups that are nearly 0 are not:
+    more than a hundredth."""
+    return lost > 0.01 * size
 
 
 @shown
