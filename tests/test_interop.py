@@ -98,8 +98,14 @@ def test_what_cannot_be_joined() -> None:
             with pytest.raises(error, match=message):
                 join(arrays)
     grids: Any = [cq.trellis_quantize(W, cq.Trellis(3, grid=grid)) for grid in (other[::2], other[1::2])]
+    coarser: Any = cq.quantize(W, "trellis3-32")
+    codebooks: Any = [cq.quantize(W, fmt) for fmt in ("kbit4", cq.KBit(4, codebook=other))]
     with pytest.raises(ValueError, match=r"number 1 is trellis3.*, the first trellis3.*"):
         np.stack(grids)
+    with pytest.raises(ValueError, match=r"number 1 is trellis3-32, the first trellis3$"):
+        np.stack([grids[0], coarser])
+    with pytest.raises(ValueError, match=r"number 1 is kbit4-\w+, the first kbit4$"):
+        np.stack(codebooks)
     ragged: Any = cq.quantize(W[0, :40], "kbit3")
     with pytest.raises(ValueError, match=r"shape \(2, 40\): kbit3 stores blocks of 32"):
         np.stack([ragged, ragged])
@@ -112,6 +118,32 @@ def test_what_cannot_be_joined() -> None:
             np.concatenate([w, w], axis=axis)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="holds packed blocks, not numbers"):
         np.stack([w, w], out=np.empty(1))
+
+
+def test_what_fitted_formats_say_joins_them() -> None:
+    """Each of two arrays has a grid, or a scale, of its own; what the error says gives them one."""
+    floats = [W, W * np.float32(3) + np.float32(0.1)]
+    trellis: Any = [cq.quantize(w, "trellis3") for w in floats]
+    told = "the first trellis3, but each has a grid of its own, .*: quantize the floats as one stack, or each"
+    with pytest.raises(ValueError, match=f"^stack .*{told} with the grid of one"):
+        np.stack(trellis)
+    trellis_alike: Any = [cq.quantize(w, trellis[0].format) for w in floats]
+    stacked: Any = np.stack(trellis_alike)
+    assert stacked.shape == (2, 32, 256)
+    rows = "stored whole, in tiles, .*: multiply by each, and join products, or quantize the joined floats$"
+    with pytest.raises(ValueError, match=f"axis 0, as matrices are {rows}"):
+        np.concatenate(trellis)
+    scaled: Any = [cq.quantize(w, cq.NvFp4()) for w in floats]
+    own = [w.format.scale for w in scaled]
+    assert own[0] != own[1]
+    for join in (np.stack, np.concatenate):
+        with pytest.raises(
+            ValueError, match=r"but each has a scale for the tensor of its own: .* one cuquant.Nv"
+        ):
+            join(scaled)
+    scaled = [cq.quantize(w, cq.NvFp4(max(own))) for w in floats]
+    both: Any = np.concatenate(scaled)
+    assert both.shape == (64, 256)
 
 
 def test_a_matrix_and_a_record_array_are_arrays() -> None:

@@ -22,13 +22,6 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
                 "call .dequantize() for these"
             )
     first, *others = given
-    for number, w in enumerate(others, 1):
-        if not is_same_format(first.format, w.format):
-            raise ValueError(
-                f"{name} takes arrays of one format; number {number} is {w.format}, the first {first.format}"
-                + (", with other parameters" if w.format == first.format else "")
-            )
-    same_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
     ndim = first.ndim + new
     try:
         axis = operator.index(axis)
@@ -40,7 +33,18 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
     packed = 2 if first.format.whole_matrices else 1
     if axis >= ndim - packed:
         what = "matrices are stored whole" if packed == 2 else "the last axis is packed in blocks"
-        raise ValueError(f"{name}: arrays of {first.format} cannot be joined along axis {axis}, as {what}")
+        rows = packed == 2 and not new and axis == ndim - 2
+        raise ValueError(
+            f"{name}: arrays of {first.format} cannot be joined along axis {axis}, as {what}"
+            + (_rows_apart(first.format) if rows else "")
+        )
+    for number, w in enumerate(others, 1):
+        if not is_same_format(first.format, w.format):
+            raise ValueError(
+                f"{name} takes arrays of one format; number {number} is {w.format}, the first {first.format}"
+                + _difference(first.format, w.format)
+            )
+    same_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
     for number, w in enumerate(others, 1):
         shapes = [tuple(n for i, n in enumerate(v.shape) if new or i != axis) for v in (first, w)]
         if shapes[0] != shapes[1] or w.ndim != first.ndim:
@@ -52,6 +56,22 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
     for w in given:
         w.may_make_blocks()
     return given, axis
+
+
+def _rows_apart(fmt: Any) -> str:
+    """Why rows of several matrices that are stored whole are not put into one, and what to do."""
+    again = "" if fmt.read_only else ", or quantize the joined floats"
+    return (
+        f", in tiles, with signs or factors of rows and columns: multiply by each, and join products{again}"
+    )
+
+
+def _difference(first: Any, other: Any) -> str:
+    """In what two formats differ that are alike else, and how weights get the same one."""
+    alike = type(other) is type(first) and (other.bits, other.block_bytes) == (first.bits, first.block_bytes)
+    if alike and first.of_each:
+        return f", but {first.of_each}"
+    return ", with other parameters" if str(other) == str(first) else ""
 
 
 def is_same_format(one: Any, other: Any) -> bool:
