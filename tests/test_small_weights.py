@@ -72,3 +72,26 @@ def test_importance_and_files(tmp_path: Path) -> None:
         UserWarning, match=r"^tensor 'tiny\.weight': about 100% of the weights are too small for the"
     ):
         cq.quantize_file(source, tmp_path / "t.gguf", formats.get("q6_k"))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "least"),
+    [
+        ("q4_1", 3e-8, 1.0),
+        ("q5_1", 3e-8, 1.0),
+        ("q2_k", 2e-6, 1.0),
+        ("q4_k", 3e-5, 1.0),
+        ("q5_k", 6e-5, 1.0),
+        ("mxfp4", 2.0**-125, 0.0),
+        (cq.NvFp4(), 5e-33, 0.0),
+    ],
+    ids=str,
+)
+def test_documented_limits_of_what_is_not_counted(name: str | cq.NvFp4, size: float, least: float) -> None:
+    """From the size on some weights are left, and below a half of it none: constant ones (`least` 1), or
+    gauss' largest. No warning says so, as quantize's docstring and the README say."""
+    x = np.maximum(np.abs(gauss(1)) / np.abs(gauss(1)).max(), F(least))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cq.quantize(x * F(size), name).dequantize().any()
+        assert not cq.quantize(x * F(size / 2.1), name).dequantize().any()
