@@ -185,7 +185,8 @@ class QuantizedArray(Packed):
 
     @property
     def T(self) -> Transposed:
-        """The last two axes swapped, for ``x @ W.T``; a view. For stacks (E, N, K) too, as `.mT`."""
+        """The last two axes swapped, for ``x @ W.T``; a view. For stacks (E, N, K) too, as `.mT`: NumPy's .T
+        reverses all axes, so that of numbers ``x @ W.dequantize().mT`` is the same product."""
         return Transposed(self)
 
     mT = T
