@@ -318,10 +318,7 @@ class QuantizedArray(Packed):
         raise check.immutable(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
-        raise TypeError(
-            f"a QuantizedArray ({self._format}) holds packed blocks, not numbers: "
-            "call .dequantize() for the numbers, .blocks for the bytes"
-        )
+        raise check.no_numbers(self)
 
     def __repr__(self) -> str:
         return (

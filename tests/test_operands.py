@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -441,3 +442,22 @@ def test_mixed_devices_are_refused(xp: ModuleType) -> None:
         cq.linear(X, W.to_device("cuda"))
     with pytest.raises(TypeError, match="different devices"):
         cq.linear(cupy.asarray(X), W)
+
+
+PRODUCTS: list[Any] = [lambda df, w: df @ w.T, lambda df, w: np.matmul(df, w.T), lambda df, w: df.T @ w]
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_tables_of_pandas_are_named(product: Any) -> None:
+    """They ask for W's numbers: the error says what x has to be."""
+    table = pytest.importorskip("pandas").DataFrame(X)
+    with pytest.raises(
+        TypeError, match=r"packed blocks, .*x is an array, no table of pandas: write x\.to_numpy"
+    ):
+        product(table, W)
+
+
+def test_without_pandas_no_table_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    with pytest.raises(TypeError, match=r"\.dequantize\(\) for the numbers, \.blocks for the bytes$"):
+        np.asarray(W)

@@ -10,6 +10,7 @@ from .arrays import (
     immutable as immutable,
     is_no_attribute as is_no_attribute,
     no_arithmetic as no_arithmetic,
+    no_numbers as no_numbers,
     no_rows as no_rows,
     no_truth as no_truth,
     no_ufunc as no_ufunc,

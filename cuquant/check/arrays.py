@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,6 +70,16 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     return TypeError(
         f"a {type(w).__name__} ({w.format}) holds packed blocks, which have no {operator}: "
         "call .dequantize() for the numbers"
+    )
+
+
+def no_numbers(w: Any) -> TypeError:
+    """The error for a quantized array as one of numbers, which tables of pandas ask for in a product, too."""
+    pandas = "; in a product x is an array, no table of pandas: write x.to_numpy(numpy.float32) @ W.T"
+    return TypeError(
+        f"a {type(w).__name__} ({w.format}) holds packed blocks, not numbers: "
+        "call .dequantize() for the numbers, .blocks for the bytes"
+        + (pandas if "pandas" in sys.modules else "")
     )
 
 
