@@ -34,8 +34,10 @@ class config:
     ----------
     debug : bool, optional
         Print to stderr, before and after each operation, the type, shape and range of every operand, how many
-        NaNs and infinities it has, and of quantized ones the same for all parts of their blocks. It waits for
-        the GPU, but in a stream that captures a graph, where only types and shapes are printed.
+        NaNs and infinities it has, and of quantized ones the same for all parts of their blocks. Operations
+        are quantizing, products, mixtures and attention, and of a `KVCache` `append`, moves, `evict`, `trim`,
+        `dequantize` and `tokens`. It waits for the GPU, but in a stream that captures a graph, where only
+        types and shapes are printed.
         CUQUANT_DEBUG=1 in the environment turns it on at import.
 
     Attributes
@@ -78,7 +80,7 @@ def shown(operation: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not _state["debug"]:
             return operation(*args, **kwargs)
-        name = operation.__name__
+        name = operation.__qualname__
         _print(f"{name} before", signature.bind(*args, **kwargs).arguments)
         start = time.perf_counter()
         result = operation(*args, **kwargs)
@@ -104,6 +106,8 @@ def _lines(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, tuple) and not all(isinstance(v, int) for v in value):
         for field, item in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
             yield from _lines(f"{name}.{field}", item)
+    elif getattr(type(value), "is_kv_cache", False) and value.device == "cuda" and device.is_capturing():
+        yield f"{name}: KVCache of {value.bits} bits, batch={value.batch}, {value.device}"
     elif isinstance(value, np.ndarray) or device.is_cuda(value):
         yield f"{name}: {value.dtype} {value.shape}, {device.of(value)}" + _numbers(value)
     else:

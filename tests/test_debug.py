@@ -138,6 +138,51 @@ def test_every_operation_can_be_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert "expert_ids: int32 (3, 1), cpu, min=0 max=0 nan=0 inf=0" in text
 
 
+def test_what_a_cache_takes_and_gives_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    cache, k = cq.KVCache(2, 32, {16: 8, 4: 8}), gauss(1, 4, 2, 32)
+    k[0, 1, 0, :2] = np.nan
+    with cq.config(debug=True):
+        cache.append(k, k, bits=16)
+        cache.assign(np.array([0]), 4)
+        cache.allocate(8)
+        cache.age({16: 1})
+        cache.evict([1])
+        cache.trim(2, importance=np.arange(4))
+        cache.dequantize()
+        cache.tokens()
+    text = printed(capsys)
+    for name in ("append", "assign", "allocate", "age", "evict", "trim", "dequantize", "tokens"):
+        before, _, rest = text.partition(
+            f"=== cuquant.KVCache.{name} before ===\nself: KVCache(n_kv_heads=2,"
+        )
+        assert not before, name
+        _, _, text = rest.partition(f"=== cuquant.KVCache.{name} after")
+        operands, result = rest[: -len(text)], text.partition("=== cuquant")[0]
+        text = text[len(result) :]
+        if name == "append":
+            assert re.search(r"^k: float32 \(1, 4, 2, 32\), cpu, min=-.* max=.* nan=2 inf=0$", operands, re.M)
+            assert "\nbits: 16\n" in operands
+        if name == "assign":
+            assert "token_ids: int64 (1,), cpu, min=0 max=0" in operands
+            assert "result: 1\n" in result
+        if name == "dequantize":
+            assert re.search(r"^result.2: float32 \(2, 2, 32\), cpu, min=.*nan=0", result, re.M)
+    cache.append(k[:, :1], k[:, :1])
+    assert not printed(capsys)
+
+
+def test_nothing_is_asked_of_a_cache_while_a_graph_is_captured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lengths are on the GPU, which cannot be waited for."""
+    cache: Any = type("Cache", (), {"is_kv_cache": True, "device": "cuda", "bits": (4,), "batch": 3})()
+    monkeypatch.setattr("cuquant.debug.device.is_capturing", lambda: True)
+    monkeypatch.setattr(type(cache), "__repr__", lambda cache: pytest.fail("lengths were read"))
+    with cq.config(debug=True), pytest.raises(TypeError):
+        cq.attention(gauss(1, 1, 1, 32), cache)
+    assert "cache: KVCache of (4,) bits, batch=3, cuda\n" in printed(capsys)
+
+
 def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     cq.config(debug=True)
     try:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device as gpu, repeats
+from ..debug import shown
 from ..plan import MOST_BLOCKS
 from . import allocator, codes, contents, copies, cpu, file, moves
 from .contents import CachedTokens
@@ -158,6 +159,7 @@ class KVCache:
         """Bytes of the codes and scales of the tokens held: what attention reads."""
         return sum(tier.token_bytes * int(tier.held.sum()) for tier in self.tiers.values())
 
+    @shown
     def append(self, k: Any, v: Any, bits: Any = None, *, token_ids: Any = None, lengths: Any = None) -> None:
         """Add the next tokens of every sequence.
 
@@ -201,6 +203,7 @@ class KVCache:
         if how is not None and known is not None:
             repeats.remember(known, words, how, k, (v,))
 
+    @shown
     def assign(self, token_ids: Any, bits: Any) -> int:
         """Move tokens to other bit widths: what the cache holds of them is quantized anew, where it is.
 
@@ -231,6 +234,7 @@ class KVCache:
             wanted[named] = given[tokens.sequence[named], column[named]]
             return moves.move(self, tokens, wanted)
 
+    @shown
     def allocate(
         self, average_bits: float, importance: Any = None, *, recent: int = 0, hysteresis: float = 0.5
     ) -> int:
@@ -273,6 +277,7 @@ class KVCache:
                 wanted[own] = allocator.allocate(weights[own], *held, rooms, average, hysteresis)
             return moves.move(self, tokens, wanted)
 
+    @shown
     def age(self, newest: Mapping[int, int], *, coming: int = 0) -> int:
         """Move tokens that have become too old for their width to the one of their age.
 
@@ -307,6 +312,7 @@ class KVCache:
             wanted = widths[np.searchsorted(ages, age)]
             return moves.move(self, tokens, np.minimum(wanted, tokens.bits))
 
+    @shown
     def evict(self, token_ids: Any) -> int:
         """Remove tokens, named as in `assign`, whose errors are these too; returns how many.
 
@@ -316,6 +322,7 @@ class KVCache:
             tokens, _, column = moves.named(self, token_ids)
             return moves.move(self, tokens, np.where(column < 0, tokens.bits, moves.GONE))
 
+    @shown
     def trim(self, length: int, importance: Any = None, *, recent: int = 0) -> int:
         """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
 
@@ -343,6 +350,7 @@ class KVCache:
             self.next_slots[which] = 0
             self.refresh()
 
+    @shown
     def dequantize(
         self, sequence: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
@@ -353,6 +361,7 @@ class KVCache:
         """
         return contents.numbers(self, check.sequence(sequence, self.batch))
 
+    @shown
     def tokens(self, sequence: int = 0) -> CachedTokens:
         """What a sequence holds, in the order of positions: a named tuple of NumPy's arrays [T].
 
