@@ -87,3 +87,19 @@ def test_rotation_is_hadamard_s() -> None:
     expected = (x.astype(float).reshape(5, 2, 3, 32) @ matrix).reshape(x.shape)
     assert np.allclose(codes.rotate(x), expected, atol=1e-6)
     assert np.allclose(codes.rotate(codes.rotate(x)), x, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", codes.BITS)
+def test_documented_limits_of_small_numbers(bits: int) -> None:
+    """Scales are float16 numbers, at 16 bits the numbers: docs/formats/kv.md says which are lost."""
+    x = np.random.default_rng(0).standard_normal((4, 64)).astype(F)
+    x /= np.abs(x).max(axis=-1, keepdims=True)
+
+    def error(size: float) -> float:
+        coded = codes.encode(x * F(size), bits)
+        return testing.nmse(codes.decode(*coded, bits) / F(size), x)
+
+    assert error(2.9e-8) == 1
+    assert error(3.1e-8) < 1
+    assert error(1e-5) < error(1) + 1e-3
+    assert error(2e-7) > error(1) + 1e-3
