@@ -153,7 +153,7 @@ def test_the_bytes_of_what_is_only_read_are_pictured(page: str) -> None:
         assert re.search(row, pages[page], re.MULTILINE), row
 
 
-@pytest.mark.parametrize("page", ["docs/formats/kv.md"])
+@pytest.mark.parametrize("page", ["docs/formats/kv.md", "docs/formats/kbit.md"])
 def test_code_of_pages_runs(page: str, tmp_path: Path) -> None:
     """All of a page's, one after another."""
     parts = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
