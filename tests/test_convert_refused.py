@@ -68,6 +68,17 @@ def test_a_format_without_a_gguf_type(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("fmt", [cq.NvFp4(), cq.NvFp4(0.5), {"*": cq.NvFp4()}])
+def test_a_scale_for_the_tensor(tmp_path: Path, fmt: Any) -> None:
+    source = small(tmp_path / "s.gguf")
+    problem = (
+        r"^NvFp4\((0\.5)?\) has no GGUF type: nvfp4 tensors .* are read from GGUF files, .*\"nvfp4\", without"
+    )
+    with untouched(tmp_path), pytest.raises(ValueError, match=problem):
+        quantize_file(source, tmp_path / "t.gguf", fmt)
+
+
+@pytest.mark.usefixtures("no_work")
 def test_an_existing_target(tmp_path: Path) -> None:
     source, target = small(tmp_path / "s.gguf"), tmp_path / "t.gguf"
     target.write_text("precious")

@@ -108,6 +108,7 @@ from .formats import (
     grid as grid,
     group_size as group_size,
     hadamard_sides as hadamard_sides,
+    has_gguf_type as has_gguf_type,
     int4_parts as int4_parts,
     is_quantized_to as is_quantized_to,
     kbit_matrix as kbit_matrix,

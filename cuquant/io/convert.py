@@ -263,11 +263,7 @@ def quantize_file(
             left_out = frozenset(scales_of(model, model))
             todo = replace(todo, kept=todo.kept - left_out, left_out=left_out)
         for fmt in todo.formats.values() if to_gguf else ():
-            if fmt.ggml_type is None:
-                raise ValueError(
-                    f"{fmt} has no GGUF type: such weights cannot be stored in a GGUF file "
-                    "(in one named *.safetensors they can)"
-                )
+            check.has_gguf_type(fmt)
         with new_file(model, target, force) as temporary:
             if to_gguf:
                 changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}
