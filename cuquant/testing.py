@@ -36,34 +36,56 @@ def as_numpy(array: Any) -> NDArray[Any]:
 def nmse(y: Any, reference: Any) -> float:
     """Normalised mean square error sum((y - ref)^2) / sum(ref^2), in float64.
 
-    NaN in either gives NaN, which no bound admits; two zero arrays give 0. ValueError where shapes differ.
+    NaN in either gives NaN, which no bound admits; two zero arrays give 0. Numbers may have any size that
+    float64 holds. ValueError where shapes differ, TypeError for masked arrays and complex numbers.
     """
     error, reference = _errors(y, reference)
-    square, power = np.square(error).sum(), np.square(reference).sum()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return 0.0 if square == power == 0 else float(square / power)
+    (error, of_error), (reference, of_reference) = _scaled(error), _scaled(reference)
+    with np.errstate(all="ignore"):
+        square, power = np.square(error).sum(), np.square(reference).sum()
+        scale = 2 * int((of_error - of_reference).item())
+        return 0.0 if square == power == 0 else float(np.ldexp(square / power, scale))
+
+
+_EXPONENT = 400
+"""Of a greatest magnitude, up to which its square, and sums of such, are far from where float64 ends."""
+
+
+def _scaled(x: NDArray[np.float64], axis: int | None = None) -> tuple[NDArray[np.float64], NDArray[Any]]:
+    """x / 2^e, and e (with axes of 1): 0 but where squares along the axis would overflow, or become 0."""
+    peaks = np.abs(x).max(axis=axis, keepdims=True, initial=0)
+    exponents = np.where(np.isfinite(peaks), np.frexp(peaks)[1], 0)
+    exponents[np.abs(exponents) <= _EXPONENT] = 0
+    return (np.ldexp(x, -exponents) if exponents.any() else x), exponents
 
 
 def worst_element(y: Any, reference: Any) -> float:
     """Largest |y - ref| over the root mean square of its row of ref; infinite where a zero row is missed.
 
-    NaN in either gives NaN, which no bound admits. ValueError where shapes differ.
+    NaN in either gives NaN, which no bound admits. ValueError where shapes differ, TypeError as in `nmse`.
     """
     error, reference = _errors(y, reference)
     if error.size == 0:
         return 0.0
-    rms = np.sqrt(np.square(reference).mean(axis=-1, keepdims=True))
-    with np.errstate(divide="ignore", invalid="ignore"):
+    scaled, exponents = _scaled(reference, axis=-1)
+    with np.errstate(all="ignore"):
+        rms = np.ldexp(np.sqrt(np.square(scaled).mean(axis=-1, keepdims=True)), exponents)
         return float(np.where(error == 0, 0, np.abs(error) / rms).max())
 
 
 def _errors(y: Any, reference: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """y - reference and reference in float64, of one shape: a broadcast result would compare as right."""
-    y, reference = (as_numpy(a).astype(np.float64) for a in (y, reference))
+    y, reference = _numbers(y, "y"), _numbers(reference, "reference")
     if y.shape != reference.shape:
         raise ValueError(f"y has shape {y.shape}, the reference {reference.shape}")
     with np.errstate(invalid="ignore"):
         return y - reference, reference
+
+
+def _numbers(value: Any, what: str) -> NDArray[np.float64]:
+    """A value's numbers in float64; TypeError for those of which that would lose a part."""
+    given = check.array(value, what) if isinstance(value, np.ma.MaskedArray) else as_numpy(value)
+    return np.asarray(check.numbers(given, what) if given.dtype.kind == "c" else given, np.float64)
 
 
 def linear(
@@ -75,10 +97,10 @@ def linear(
     """
     from scipy.special import erf
 
-    x, w = (as_numpy(a).astype(np.float64) for a in (x, w))
+    x, w = _numbers(x, "x"), _numbers(w, "w")
     y = (x[None] @ w.swapaxes(-1, -2))[..., 0, :] if x.ndim == 1 else x @ w.swapaxes(-1, -2)
     if bias is not None:
-        b = as_numpy(bias).astype(np.float64)
+        b = _numbers(bias, "bias")
         y = y + (b if b.ndim == 1 or x.ndim == 1 else b[..., None, :])
     with np.errstate(over="ignore"):
         if activation == "relu":
@@ -91,7 +113,7 @@ def linear(
             y = 0.5 * y * (1 + erf(y / np.sqrt(2)))
         elif activation is not None:
             raise ValueError(f"unknown activation {activation!r}; known are {', '.join(check.ACTIVATIONS)}")
-    return y if residual is None else y + as_numpy(residual).astype(np.float64)
+    return y if residual is None else y + _numbers(residual, "residual")
 
 
 def attention(

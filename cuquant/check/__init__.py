@@ -84,6 +84,7 @@ from .common import (
     model_target as model_target,
     not_a_folder as not_a_folder,
     not_pickled as not_pickled,
+    numbers as numbers,
     on_cpu as on_cpu,
     one_of as one_of,
     path as path,
