@@ -180,3 +180,32 @@ def test_pandas(result: Evaluation, tensors: bool) -> None:
     assert list(frame.columns) == (TENSOR_COLUMNS if tensors else COLUMNS)
     for name in frame.columns:
         assert frame[name].tolist() == [getattr(item, name) for item in items]
+
+
+@pytest.mark.parametrize(
+    ("models", "base", "names"),
+    [
+        (["a/m.gguf", "b/m.gguf"], None, ["a/m.gguf", "b/m.gguf"]),
+        (["x/a/m.gguf", "x/b/m.gguf", "x/b/n.gguf"], None, ["a/m.gguf", "b/m.gguf", "n.gguf"]),
+        (["m.gguf", "a/m.gguf", "/b/a/m.gguf"], None, ["m.gguf", "a/m.gguf", "b/a/m.gguf"]),
+        (["a/m.gguf", "./a/m.gguf"], None, ["m.gguf", "m.gguf"]),
+        (["q/m.gguf", "q/n.gguf"], "f/m.gguf", ["f/m.gguf", "q/m.gguf", "n.gguf"]),
+    ],
+)
+def test_files_of_one_name_are_told_apart(
+    result: Evaluation, models: list[str], base: str | None, names: list[str]
+) -> None:
+    """By as many folders as it takes."""
+    rows = result.rows[:1] if base is None else result.rows[:2]
+    several = Evaluations([replace(result, model=model, base=base, rows=rows) for model in models])
+    found = [row["model"] for row in csv.DictReader(io.StringIO(several.render("csv")))]
+    assert found == [str(Path(name)) for name in names]
+
+
+def test_plots_tell_files_of_one_name_apart(result: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[str]] = []
+    plotter = type("Plotter", (), {"losses": lambda rows: drawn.append(list(rows))})
+    monkeypatch.setattr("cuquant.eval.report.plotter", lambda: plotter)
+    for models in (["a/m.gguf", "b/m.gguf"], ["m.gguf", "m.safetensors"], ["a/m.gguf", "a/n.gguf"]):
+        Evaluations([replace(result, model=model) for model in models]).plot()
+    assert drawn == [[str(Path("a/m")), str(Path("b/m"))], ["m.gguf", "m.safetensors"], ["m", "n"]]

@@ -57,7 +57,7 @@ def evaluate_files(
 
     Returns
     -------
-    Evaluations: a table of all rows, with the file's name before each.
+    Evaluations: a table of all rows, with the file's name before each (and folders that tell it apart).
 
     Raises
     ------

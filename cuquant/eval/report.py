@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -153,8 +154,9 @@ class Evaluations:
     each: list[Evaluation]
 
     def render(self, style: str = "table", *, tensors: bool = False) -> str:
-        """One table of all rows, or of all tensors' errors, with the model's file name before each; styles
-        as in `Evaluation.render`. What the same base scored stands once."""
+        """One table of all rows, or of all tensors' errors, with the model's file name before each, and as
+        many of its folders as tell it apart; styles as in `Evaluation.render`. What the same base scored
+        stands once."""
         if style == "json":
             return to_json([evaluation.to_dict() for evaluation in self.each])
         return _rendered(*self._records(tensors), style)
@@ -166,18 +168,26 @@ class Evaluations:
 
     def plot(self) -> Any:
         """As `Evaluation.plot`, with the rows of all models."""
-        return plotter().losses({Path(e.model).stem: e.rows for e in self.each})
+        names = self._names()
+        stems = {model: str(Path(name).parent / Path(name).stem) for model, name in names.items()}
+        names = stems if len({*stems.values()}) == len({*names.values()}) else names
+        return plotter().losses({names[e.model]: e.rows for e in self.each})
+
+    def _names(self) -> dict[str, str]:
+        """What models and bases are called in tables."""
+        return _apart([path for e in self.each for path in (e.model, e.base) if path is not None])
 
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns: Columns = {"model": ("model", "")}
         records: list[dict[str, Any]] = []
         bases: set[str] = set()
+        called = self._names()
         for evaluation in self.each:
             own, found = evaluation._records(tensors)
             columns |= found
-            names = [Path(evaluation.model).name] * len(own)
+            names = [called[evaluation.model]] * len(own)
             if evaluation.base is not None and not tensors:
-                names[0] = Path(evaluation.base).name
+                names[0] = called[evaluation.base]
                 if Path(evaluation.model) == Path(evaluation.base):
                     del own[1], names[1]  # it has its row as the base
                 if evaluation.base in bases:
@@ -203,6 +213,17 @@ def _rendered(records: list[dict[str, Any]], columns: Columns, style: str) -> st
         filled = {key for record in records for key, value in record.items() if value is not None}
         columns = {key: column for key, column in columns.items() if key in filled}
     return render_records(records, columns, style, "json")
+
+
+def _apart(paths: Iterable[str]) -> dict[str, str]:
+    """The names of files, with the folders before them that no other of these files has."""
+    parts = {path: Path(path).parts for path in paths}
+    called = {}
+    for path, own in parts.items():
+        others = [other for other in parts.values() if other != own]
+        length = next(n for n in range(1, len(own) + 2) if all(other[-n:] != own[-n:] for other in others))
+        called[path] = str(Path(*own[-length:]))
+    return called
 
 
 def _error(stored: dict[str, Any]) -> TensorError:
