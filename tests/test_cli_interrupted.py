@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -169,3 +170,36 @@ def test_signals_that_others_handle(
         signal.signal(number, before)
     assert seen[0] == signal.SIG_IGN
     assert seen[1] != signal.SIG_DFL
+
+
+EARLY = """
+import runpy, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *args):
+        if name == sys.argv[1]:
+            raise KeyboardInterrupt
+
+import cuquant
+sys.meta_path.insert(0, Finder)
+{}
+"""
+
+
+PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
+
+
+@pytest.mark.parametrize("module", ["cuquant.cli", "cuquant.cli.bench"])
+@pytest.mark.parametrize("installed", [False, True])
+def test_while_modules_are_imported(module: str, installed: bool) -> None:
+    """Of `python -m cuquant`, and of the command that is installed."""
+    start = "runpy.run_module('cuquant', run_name='__main__')"
+    if installed:
+        where = re.search(
+            r'^cuquant = "([\w.]+):(\w+)"$', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        assert where is not None
+        start = f"from {where[1]} import {where[2]}\nsys.exit({where[2]}())"
+    done = finish(python("-c", EARLY.format(start), module))
+    assert_interrupted(done, "nothing was written")
