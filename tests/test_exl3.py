@@ -293,8 +293,11 @@ def test_operands_that_are_not_there_yet() -> None:
     w = random_exl3(2, (128, 128))
     with pytest.raises(TypeError, match=r"array of .* is needed: its \.dequantize\(\) is one"):
         cq.quantize(w, "q4_0")
-    experts, ids = cq.Experts([w], [w], [w]), np.zeros((1, 1), int)
-    with pytest.raises(TypeError, match=r"experts\.gate is a list; an array is needed, of several weights"):
+    a_list = r"experts\.gate is a list; an array is needed, of several weights"
+    with pytest.raises(TypeError, match=a_list):
+        cq.Experts([w], [w], [w])
+    experts, ids = cq.Experts._make([[w], [w], [w]]), np.zeros((1, 1), int)
+    with pytest.raises(TypeError, match=a_list):
         cq.moe(np.ones((1, 128), F), experts, ids, np.ones((1, 1), F))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -260,7 +263,11 @@ def test_operands_that_do_not_fit() -> None:
     refused(r"experts have gate \(128, 128\), up", experts=good._replace(gate=good.gate[0]))
     refused(r"up \(4, 128, 128\) and down", experts=good._replace(up=good.up[:4]))
     refused(r"down \(5, 48, 64\); \(E, F, K\)", experts=good._replace(down=stacks("q4_0", hidden=64).down))
-    refused("experts.gate is quantized to q8_1", TypeError, experts=stacks("q8_1"))
+    refused(
+        "experts.gate is quantized to q8_1",
+        TypeError,
+        experts=good._replace(gate=cq.quantize(gauss(5, 128, 128), "q8_1")),
+    )
     refused(r"expert_ids \(5, 2\) and expert_probs \(6, 2\) do not fit x \(6, 128\)", expert_ids=ids[:5])
     refused(r"expert_probs \(6, 1\) do not fit", expert_probs=probs[:, :1])
     refused("do not fit x", expert_ids=ids[None], expert_probs=probs[None])
@@ -275,6 +282,61 @@ def test_operands_that_do_not_fit() -> None:
     refused(r"pass numpy\.asarray\(expert_probs, numpy\.float32\)$", TypeError, **lists)
     refused("unknown activation 'tanh'", activation="tanh")
     refused(r"x \(\) and experts.gate", x=np.zeros((), F))
+
+
+def test_experts_are_checked_when_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of `moe`; copies and pickles are experts again."""
+    gate, up, down = good = stacks("q4_0")
+    assert repr(good).startswith("Experts(gate=QuantizedArray(")
+    for made in (copy.copy(good), pickle.loads(pickle.dumps(good)), cq.Experts(down=down, gate=gate, up=up)):
+        assert type(made) is cq.Experts
+        assert made._fields == ("gate", "up", "down")
+        np.testing.assert_array_equal(made.up.blocks, up.blocks)
+    refused: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
+        (TypeError, r"^experts.up is a transposed q4_0", (gate, up.T, down)),
+        (TypeError, r"^experts.down is an int", (gate, up, 3)),
+        (TypeError, r"^experts.gate is a list; .* a stack \(numpy\.stack\)", ([*gate], up, down)),
+        (TypeError, r"^experts.gate has dtype float64", (gate.dequantize().astype(float), up, down)),
+        (ValueError, r"^experts have gate \(128, 128\), up", (gate[0], up, down)),
+        (ValueError, r"up \(4, 128, 128\) and down .* are needed$", (gate, up[:4], down)),
+    ]
+    for kind, message, weights in refused:
+        with pytest.raises(kind, match=message):
+            cq.Experts(*weights)
+    there = gate.dequantize()
+    monkeypatch.setattr("cuquant.device.is_cuda", lambda a: a is there)
+    monkeypatch.setattr("cuquant.check.common.readable", lambda a, what: a)
+    where = (
+        r"^operands are on different devices: experts\.gate on cuda, experts\.up on cpu, experts\.down on cpu"
+    )
+    with pytest.raises(TypeError, match=where):
+        cq.Experts(there, up, down)
+
+
+@pytest.mark.parametrize("gpus", [(1, 1, 1), (0, 1, 1)])
+def test_experts_are_on_one_gpu(monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...]) -> None:
+    """The current one or not."""
+    runtime = SimpleNamespace(getDevice=lambda: 0)
+    monkeypatch.setattr("cuquant.device.is_cuda", lambda a: True)
+    monkeypatch.setattr("cuquant.device.cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    stacks = [
+        SimpleNamespace(
+            shape=(2, 8, 8),
+            ndim=3,
+            dtype=np.dtype(F),
+            itemsize=4,
+            data=SimpleNamespace(device_id=gpu, ptr=64),
+        )
+        for gpu in gpus
+    ]
+    for stack in stacks:
+        stack.flags = SimpleNamespace(c_contiguous=True)
+    if len({*gpus}) == 1:
+        assert cq.Experts(*stacks).gate is stacks[0]
+        return
+    message = r"experts\.gate on GPU 0, experts\.up on GPU 1, .*: move the arrays to one GPU"
+    with pytest.raises(ValueError, match=message):
+        cq.Experts(*stacks)
 
 
 @pytest.mark.parametrize("dtype", [F, np.float16, BF16])

@@ -217,7 +217,7 @@ def test_an_interruption_leaves_nothing_behind(
     ("tensors", "kind", "message"),
     [
         ([gauss(2)], TypeError, "tensors is a list; a mapping of names to arrays is needed"),
-        (cq.Experts(1, 2, 3), TypeError, "tensors is an Experts; a mapping"),
+        (cq.Experts._make((1, 2, 3)), TypeError, "tensors is an Experts; a mapping"),
         ({"w": [1.0]}, TypeError, "'w' is a list; a NumPy or CuPy array of floats, integers or bools is"),
         (
             {"w": cq.quantize(np.zeros((2, 32), F), "q4_0").T},

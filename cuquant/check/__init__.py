@@ -87,6 +87,7 @@ from .common import (
     numbers as numbers,
     on_cpu as on_cpu,
     one_of as one_of,
+    one_place as one_place,
     path as path,
     readable as readable,
     row_name as row_name,

@@ -176,7 +176,22 @@ def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
 
 
 def same_device(**operands: Any) -> bool:
-    """All arrays on one device, and whether it is a GPU; None is skipped."""
+    """All arrays on one device, a GPU being the current one, and whether it is a GPU; None is skipped."""
+    on_gpu = _on_gpu(operands)
+    if on_gpu:
+        _current_gpu(operands)
+    return on_gpu
+
+
+def one_place(**operands: Any) -> None:
+    """All arrays, or the bytes of quantized ones, on one device, the current one or not."""
+    arrays = {name: storage(operand) for name, operand in operands.items()}
+    if _on_gpu(arrays) and len({a.data.device_id for a in arrays.values()}) > 1:
+        _current_gpu(arrays)
+
+
+def _on_gpu(operands: dict[str, Any]) -> bool:
+    """Whether all arrays are on a GPU, or none; None is skipped."""
     on_gpu = [device.is_cuda(a) for a in operands.values() if a is not None]
     if True in on_gpu and False in on_gpu:
         where = {name: device.of(a) for name, a in operands.items() if a is not None}
@@ -184,8 +199,6 @@ def same_device(**operands: Any) -> bool:
         raise TypeError(
             f"operands are on different devices: {places}; move them with to_device or cupy.asarray"
         )
-    if on_gpu[0]:
-        _current_gpu(operands)
     return on_gpu[0]
 
 

@@ -19,18 +19,38 @@ _HIDDEN = 1 << 24
 """Hidden numbers of an expert's tokens that are held at a time: 64 MB of float32, for gate and up each."""
 
 
-class Experts(NamedTuple):
-    """The weights of E gated feed-forward networks, down(act(gate x) * up x), as stacks.
+class _Stacks(NamedTuple):
+    gate: Any
+    up: Any
+    down: Any
 
-    Each is a QuantizedArray of any weight format or a float array; formats may differ.
+
+class Experts(_Stacks):
+    """The weights of E gated feed-forward networks, down(act(gate x) * up x), as stacks: a named tuple.
+
+    Each is a QuantizedArray of any weight format or a float array; formats may differ. What `_replace` makes
+    is checked by `moe`.
+
+    Parameters
+    ----------
+    gate, up : arrays (E, F, K)
+    down : array (E, N, F)
+        N is K in a transformer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        One is no weight, or shapes or devices do not fit (the message says how).
     """
 
-    gate: Any
-    """Shape (E, F, K)."""
-    up: Any
-    """Shape (E, F, K)."""
-    down: Any
-    """Shape (E, N, F); N is K in a transformer."""
+    __slots__ = ()
+
+    def __new__(cls, gate: Any, up: Any, down: Any) -> Experts:
+        made = super().__new__(cls, gate, up, down)
+        check.one_place(
+            **{f"experts.{name}": a for name, a in zip(cls._fields, check.experts(made), strict=True)}
+        )
+        return made
 
 
 @shown
@@ -168,7 +188,7 @@ def moe(
         why = "experts that are products of their own are chosen by the host"
         check.may_take_memory(why, "take quantized ones, as moe's docstring says")
     ids, probs = device.as_numpy(ids), device.as_numpy(probs)
-    mixed = _mixed(x, Experts(gate, up, down), ids, probs, activation)
+    mixed = _mixed(x, Experts._make((gate, up, down)), ids, probs, activation)
     with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
         y[...] = mixed.reshape(shape)
     return y if out is None else out
