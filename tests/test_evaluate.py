@@ -103,6 +103,14 @@ def test_text(model: Path, tmp_path: Path, given: str) -> None:
     assert result.text == (str(file) if given == "path" else f"text of {len(TEXT) + 2} characters")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_text(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bom.txt"
+    file.write_text(TEXT, encoding="utf-8-sig")
+    marked = evaluate(model, text=file, ctx=32)
+    same(marked, evaluate(model, text=TEXT, ctx=32))
+    same(marked, evaluate(model, tokens=spelled(TEXT), ctx=32))
+
+
 def test_line_ends_are_part_of_a_text(model: Path, tmp_path: Path) -> None:
     text, file = TEXT.replace(";", "\r\n").replace(".", "\r"), tmp_path / "crlf.txt"
     file.write_bytes(text.encode())

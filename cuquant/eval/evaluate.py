@@ -62,7 +62,8 @@ def evaluate(
     model : path or Model
         What `cuquant.open` opens: a GGUF file, or a safetensors file that `cuquant.quantize_file` wrote.
     text : str or path-like
-        A str is the text itself, a path object a UTF-8 file. Tokenized with the model's vocabulary.
+        A str is the text itself, a path object a UTF-8 file (whose byte order mark is left out). Tokenized
+        with the model's vocabulary.
     tokens : int array [n]
         Token ids, in place of a text.
     base : path or Model, optional
@@ -361,7 +362,8 @@ def _token_ids(
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode()  # line ends as they are: read_text would change them
+        # Line ends as they are: read_text would change them. A byte order mark is no part of the text.
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
 
