@@ -157,7 +157,7 @@ def test_what_a_graph_appends_is_not_counted_twice(checked: list[int]) -> None:
     assert checked == [0]
 
 
-@pytest.mark.parametrize("what", ["tier", "buffers", "lengths", "next_slots", "key_scales"])
+@pytest.mark.parametrize("what", ["tier", "buffers", "lengths", "_next_slots", "key_scales"])
 def test_memory_that_was_replaced(what: str) -> None:
     """Of a cache that has been used: append and attention find the new, and leave the old."""
     a, b = both(2, 64, 40, 2, (8, 4), key_scales=np.linspace(0.5, 2, 128, dtype=F).reshape(2, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import ml_dtypes
@@ -118,6 +119,24 @@ def test_any_number_is_a_token(scales: Any) -> None:
         assert np.isfinite(cache.dequantize(sequence)[2][ordinary]).all()
 
 
+def test_next_slots_cannot_be_written() -> None:
+    """Else tokens would be given slots twice."""
+    cache = cq.KVCache(2, 16, 10, 2)
+    k, v = tokens(2, 3, 2, 16)
+    seen = cache.next_slots
+    cache.append(k, v, lengths=[2, 3])
+    assert seen.tolist() == cache.next_slots.tolist() == [2, 3]
+    for made in (cache, cache.copy(), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ValueError, match="read-only"):
+            made.next_slots[0] = 0
+        with pytest.raises(AttributeError):
+            made.next_slots = np.zeros(2, np.int32)  # type: ignore[misc]
+        made.append(k, v)
+        assert made.next_slots.tolist() == [5, 6]
+        made.clear(0)
+        assert made.next_slots.tolist() == [0, 6]
+
+
 def test_tokens_beyond_lengths_may_be_anything() -> None:
     """Padding, as engines have it."""
     a, b = (cq.KVCache(2, 16, 10, 2, (8, 4)) for _ in range(2))
@@ -125,7 +144,7 @@ def test_tokens_beyond_lengths_may_be_anything() -> None:
     a.append(k, v, [[8, 4, 0], [4, -1, 99]], token_ids=[[5, 6, -1], [7, -1, 2**40]], lengths=[2, 1])
     b.append(k, v, [[8, 4, 8], [4, 8, 8]], token_ids=[[5, 6, 0], [7, 0, 0]], lengths=[2, 1])
     assert state(a) == state(b)
-    a.next_slots[:] = b.next_slots[:] = 2**31 - 2
+    a._next_slots[:] = b._next_slots[:] = 2**31 - 2
     a.append(k, v, lengths=[1, 0])
     for lengths, bits, problem in (([0, 3], 8, "slot 2147483648 is beyond int32"), ([0, 0], 7, "bits is 7")):
         with pytest.raises(ValueError, match=problem):

@@ -135,7 +135,7 @@ def random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) ->
         b.token_ids[...] = b.global_slots[...] = order[first : first + tier.room]
         first += tier.room
         tier.lengths[...] = tier.room
-    cache.next_slots[...] = first
+    cache._next_slots[...] = first
     cache.refresh()
     return cache
 

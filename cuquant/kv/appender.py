@@ -106,7 +106,7 @@ class Appender:
 
         RuntimeError while a graph is captured, ValueError as in `check`.
         """
-        with device.cupy().cuda.Device(cache.next_slots.data.device_id):
+        with device.cupy().cuda.Device(cache._next_slots.data.device_id):
             check.copied(device.is_capturing())
             yield
             self.check(cache)
@@ -117,7 +117,7 @@ class Appender:
 
         RuntimeError while a graph is captured.
         """
-        with device.cupy().cuda.Device(cache.next_slots.data.device_id):
+        with device.cupy().cuda.Device(cache._next_slots.data.device_id):
             check.moved(device.is_capturing())
             yield
 
@@ -132,7 +132,7 @@ class Appender:
 
         Returns how others like them are, where there is room; None where that depends on more.
         """
-        slots, here = cache.next_slots, device.cupy().cuda.runtime.getDevice()
+        slots, here = cache._next_slots, device.cupy().cuda.runtime.getDevice()
         if not k.data.device_id == v.data.device_id == slots.data.device_id == here:
             check.same_device(k=k, v=v, cache=slots)  # what it takes to say so, each append would wait for
         self.check(cache)
@@ -218,7 +218,7 @@ class Appender:
         """The launch: tokens at these addresses, all of one width, or with `others`: each token's tier and
         rank, how many go to each tier, ids, and how many tokens each sequence gets."""
         argument = self.buckets.packed(cache.tiers).tiers + _PLACES.pack(
-            *(k, v, cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
+            *(k, v, cache._next_slots.data.ptr, buffers.pointer(cache.key_scales)),
             *([buffers.pointer(a) for a in others] or (0,) * 5),
             *(self._ticket.data.ptr, self._word),
         )

@@ -67,7 +67,8 @@ class KVCache:
         How `key_scales` are found from the first tokens, if they are.
     device : "cpu" or "cuda"
     next_slots : int32 [batch]
-        The slot that the next token of each sequence gets; an array of the cache's device.
+        The slot that the next token of each sequence gets: on the CPU a read-only view, on a GPU the cache's
+        own array, which must not be written.
     key_scales : float32 (batch, n_kv_heads, head_dim), or None
         An array of the cache's device.
 
@@ -107,7 +108,7 @@ class KVCache:
             check.may_take_memory("a cache is made on the GPU", "make it before")
         sizes = self.n_kv_heads, self.head_dim, self.device
         self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
-        self.next_slots = self._xp.zeros(self.batch, np.int32)
+        self._next_slots: Any = self._xp.zeros(self.batch, np.int32)
         shape = (self.batch, self.n_kv_heads, self.head_dim)
         self.auto_scales = key_scales if isinstance(key_scales, str) else None
         given = check.key_scales(key_scales, shape)
@@ -134,9 +135,19 @@ class KVCache:
         return np.sum([tier.held for tier in self.tiers.values()], axis=0, dtype=np.int32)
 
     @property
+    def next_slots(self) -> Any:
+        """The slot that the next token of each sequence gets, int32 [batch]: on the CPU a read-only view, on
+        a GPU the cache's own array, which must not be written."""
+        if self.device == "cuda":
+            return self._next_slots
+        view = self._next_slots.view()
+        view.flags.writeable = False
+        return view
+
+    @property
     def slots(self) -> int:
         """Slots given out so far in the longest sequence: the columns that a mask needs."""
-        return int(gpu.as_numpy(self.next_slots).max())
+        return int(gpu.as_numpy(self._next_slots).max())
 
     @property
     def known_slots(self) -> int:
@@ -193,7 +204,7 @@ class KVCache:
         bits = self.bits[0] if bits is None else bits
         known = repeats.of_cache(self) if token_ids is None and lengths is None else None
         if known is not None:
-            words = type(bits), bits, self.capacity, self.rotate, self.next_slots.data.device_id
+            words = type(bits), bits, self.capacity, self.rotate, self._next_slots.data.device_id
             found = repeats.find(known, words, k, (v,))
             if found is not None and self._appender.append_again(self, *found):
                 return
@@ -347,7 +358,7 @@ class KVCache:
         with self._appender.moving(self):
             for tier in self.tiers.values():
                 tier.lengths[which] = 0
-            self.next_slots[which] = 0
+            self._next_slots[which] = 0
             self.refresh()
 
     @shown

@@ -17,7 +17,7 @@ def copied(cache: KVCache) -> KVCache:
     vars(made).update(vars(cache))
     with cache._appender.copying(cache):
         made.tiers = {bits: tier.copy() for bits, tier in cache.tiers.items()}
-        made.next_slots = cache.next_slots.copy()
+        made._next_slots = cache._next_slots.copy()
         made.key_scales = None if cache.key_scales is None else cache.key_scales.copy()
         made._appender = cache.backend.Appender(made)
         made.refresh()
@@ -48,6 +48,6 @@ def on_device(cache: KVCache, device: str) -> KVCache:
     for target, source in zip(made.tiers.values(), cache.tiers.values(), strict=True):
         for sequence in range(cache.batch):
             target.add(sequence, source.bucket(sequence).on_cpu())
-    made.next_slots[:] = made._xp.asarray(gpu.as_numpy(cache.next_slots))
+    made._next_slots[:] = made._xp.asarray(gpu.as_numpy(cache.next_slots))
     made.refresh()
     return made

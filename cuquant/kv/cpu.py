@@ -190,7 +190,7 @@ class Appender:
             tier.add(sequence, tokens)
         if scales is not None:
             cache.key_scales[...] = scales
-        cache.next_slots += counts.astype(np.int32)
+        cache._next_slots += counts.astype(np.int32)
 
 
 def move(cache: KVCache, moves: Moves) -> None:

@@ -120,7 +120,7 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     )
     if auto_scales is not None:
         cache.auto_scales = check.choice(auto_scales, "auto_scales", ("pairs", "halves"))
-    cache.next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
+    cache._next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
     for bits, tier in cache.tiers.items():
         lengths = _like(tier.lengths, arrays, f"{bits}.lengths")
         if ((lengths < 0) | (lengths > tier.room)).any():
