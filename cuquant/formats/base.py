@@ -113,10 +113,6 @@ class Format(ABC):
     lacks: str = ""
     """What is to be fitted to weights before there can be an array of the format, and how to pass it."""
 
-    of_each: str = ""
-    """What arrays of the format have of their own, so that they cannot be joined, and how others get the
-    same."""
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in cls.__dict__:

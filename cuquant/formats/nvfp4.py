@@ -81,10 +81,6 @@ class NvFp4(Format):
         )
         self.lacks = "scale: pass NvFp4(scale)" if self.scale is None else ""
 
-    of_each = (
-        "each has a scale for the tensor of its own: quantize the floats as one array, or each with one "
-        "cuquant.NvFp4(s), s being the greatest of their .format.scale"
-    )
     header = "nvfp4"
     bits = 4
     block_size = 4 * _GROUP

@@ -110,10 +110,6 @@ class Trellis(Format):
     lookup = True
     header = "trellis"
     block_size = 1
-    of_each = (
-        "each has a grid of its own, fitted when it was quantized: quantize the floats as one stack, or each "
-        "with the grid of one, as cuquant.quantize(w, A.format)"
-    )
     formula = "W = grid[q] * scale * su * sv"
 
     @property
