@@ -113,7 +113,7 @@ def attend(p: Attention, out: Any) -> _Planned | None:
     Returns how it is done for others like it; None where q was copied.
     """
     cache, q, mask = p.cache, p.q, p.mask
-    cupy, slots = device.cupy(), cache.next_slots
+    cupy, slots = device.cupy(), cache._next_slots
     here = cupy.cuda.runtime.getDevice()
     if not (
         q.data.device_id == out.data.device_id == slots.data.device_id == here
@@ -153,7 +153,7 @@ def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, posit
         left, shares, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.tiers + _PLACES.pack(
             *(q, out, mask, positions),
-            *(cache.next_slots.data.ptr, buffers.pointer(cache.key_scales)),
+            *(cache._next_slots.data.ptr, buffers.pointer(cache.key_scales)),
             *(left, scratch.flags(how.counters), shares, *(tracked or (0, 0))),
         )
         argument += how.numbers
