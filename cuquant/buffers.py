@@ -107,7 +107,8 @@ class Scratch:
         self._flags: list[Any] = []
 
     def take(self, nbytes: int) -> int:
-        """Address of at least nbytes, valid for the work that this stream is given under the lock."""
+        """Address of at least nbytes, valid for the work that this stream is given under the lock, until more
+        are taken."""
         if not self._buffers or self._buffers[-1].size < nbytes:
             grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
             if not self.captured:  # CuPy gives memory again on the stream it was of, behind what is under way
@@ -171,7 +172,7 @@ def scratch() -> Scratch:
     number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
     if stream.ptr < streams.PER_THREAD:
         return _scratches.get((number, 0)) or _made((number, 0))
-    handle = (number, stream.ptr, threading.get_ident() if stream.ptr == streams.PER_THREAD else 0)
+    handle = _handle(number, stream.ptr)
     if stream.is_capturing():
         return _made((number, _last_ids.setdefault(handle, -next(_unasked))), captured=True)
     key = (number, streams.id_of(stream.ptr))
@@ -195,10 +196,20 @@ def _made(key: tuple[int, int], captured: bool = False) -> Scratch:
 def give_back() -> None:
     """Let the memory of the current stream go, of which no graph is replayed any more: it is waited for."""
     cuda = device.cupy().cuda
-    stream = cuda.get_current_stream()
-    stream.synchronize()
+    number, stream = cuda.runtime.getDevice(), cuda.get_current_stream()
+    keys = {(number, 0)}
+    if stream.ptr >= streams.PER_THREAD:
+        handle = _handle(number, stream.ptr)
+        keys = {(number, streams.id_of(stream.ptr)), (number, _last_ids.pop(handle, 0))} - keys
     with _making:
-        _scratches.pop((cuda.runtime.getDevice(), streams.id_of(stream.ptr)), None)
+        for own in filter(None, [_scratches.pop(key, None) for key in keys]):
+            own.retired = True  # who has it now waits when done
+    stream.synchronize()
+
+
+def _handle(number: int, stream: int) -> tuple[int, int, int]:
+    """What a device's stream is known by while it captures."""
+    return number, stream, threading.get_ident() if stream == streams.PER_THREAD else 0
 
 
 def _make_room(number: int) -> None:

@@ -227,6 +227,28 @@ def test_memory_of_graphs_that_are_gone_is_given_back(streams: Streams) -> None:
         assert not scratch.captured
 
 
+def test_memory_is_given_back_of_streams_that_captured_first_and_of_the_default_one(streams: Streams) -> None:
+    for pointer, capturing in ((100, True), (0, False)):
+        own = streams.enter(pointer)
+        own.capturing = capturing
+        with buffers.scratch() as scratch:
+            scratch.take(1)
+        own.capturing = False
+        assert len(buffers._scratches) == 1
+        buffers.give_back()
+        assert not buffers._scratches
+
+
+def test_who_has_memory_that_is_given_back_waits_when_done(streams: Streams) -> None:
+    """Another thread's kernel may be under way by then."""
+    streams.enter(100)
+    with buffers.scratch() as scratch:
+        buffers.give_back()
+        assert scratch.retired
+        waits = streams.waits
+    assert streams.waits == waits + 1
+
+
 def test_measuring_leaves_no_memory_behind(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the graphs that it captures, one stream for each cell."""
     clock = SimpleNamespace(mark=lambda: None, mhz=lambda: 1000.0)

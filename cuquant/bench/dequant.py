@@ -66,13 +66,15 @@ def dequant(
     RuntimeError where what a kernel computed is wrong: nothing is recorded then.
     """
     conversions, gpu = list(conversions), jit.gpu()
+    shapes, batches = dict.fromkeys(shapes), dict.fromkeys(batches)
     alone = [c for c in (None, *conversions) if _key("registers", c) not in record]
     in_decode = [
         (c, m, n, k)
-        for (n, k), c, m in combinations(shapes, conversions, list(batches))
+        for (n, k), c, m in combinations(shapes, conversions, batches)
         if c.weights is not None and _key("decode", c, m, n, k) not in record
     ]
-    marks = {conversion_kernel("registers", c, gpu.capability): "HFMA2" for c in (None, *alone)}
+    compared = (None, *alone) if alone else ()
+    marks = {conversion_kernel("registers", c, gpu.capability): "HFMA2" for c in compared}
     marks |= {product(*case, gpu).plan.kernel: "HMMA" for case in in_decode}
     for _ in jit.compile_ahead(marks):
         pass

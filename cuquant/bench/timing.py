@@ -79,9 +79,10 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
             graph = stream.end_capture()
             return lambda: graph.launch(stream)
 
-        timing = Timing(captured_us(stream, captured, calls, clock), clock.mhz())
-        buffers.give_back()
-        return timing
+        try:
+            return Timing(captured_us(stream, captured, calls, clock), clock.mhz())
+        finally:
+            buffers.give_back()
 
 
 def captured_us(
