@@ -99,9 +99,9 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
-        67,
+        64,
         "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32)) or (masks and True)"
-        " or (lengths_that and (many or by_block))"
+        " or (lengths_that and (many or by_block) and (plain or masked))"
         " or positions or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)"
         " or (importance and not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8)) or hides",
     ),
