@@ -99,12 +99,12 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
-        64,
+        61,
         "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32)) or (masks and True)"
-        " or (lengths_that and (many or by_block) and (plain or masked))"
         " or positions or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)"
         " or (importance and not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8)) or hides",
     ),
+    "test_gpu_attention_lengths.py": (3, "(many or by_block) and (plain or masked)"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
@@ -144,7 +144,11 @@ PROCESSES = {
     "mixtures of others": ("test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py", "test_gpu_random.py"),
     "caches": ("test_gpu_kvcache.py", "test_gpu_kv_moves.py", "test_gpu_kv_repeats.py"),
     "operands of caches": ("test_gpu_kv_operands.py", "test_gpu_kv_refused.py", "test_gpu_kv_captured.py"),
-    "attention": ("test_gpu_attention.py", "test_gpu_attention_queries.py"),
+    "attention": (
+        "test_gpu_attention.py",
+        "test_gpu_attention_lengths.py",
+        "test_gpu_attention_queries.py",
+    ),
     "a model": ("test_gpu_evaluate.py",),
 }
 """Files of `CHOSEN` that share a process, which takes two seconds to begin."""

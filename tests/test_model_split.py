@@ -55,7 +55,7 @@ def test_a_failed_open_leaves_no_file_mapped(
         made.append(File(path))
         return made[-1]
 
-    monkeypatch.setattr("cuquant.io.model.File", kept)
+    monkeypatch.setattr("cuquant.io.parts.File", kept)
     if damage == "other tensors":
         parts[2].write_bytes(parts[1].read_bytes())
     elif damage == "cut short":

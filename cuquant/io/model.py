@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,11 +20,10 @@ from ..device import as_numpy, cupy, default as default_device
 from ..formats import Format
 from ..formats.nvfp4 import NvFp4
 from ..render import html_facts
-from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, SavedArraysError, TensorInfo
+from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
+from .parts import open_parts
 from .saved import SavedFile
-from .words import counted, escaped, missing, short
-
-_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
+from .words import counted, escaped, missing
 
 
 class FallbackWarning(UserWarning):
@@ -334,68 +332,9 @@ def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
     if target == "cuda":
         cupy()  # says why there is none
     with ExitStack() as mapped:
-        parts = _open_parts(check.model_path(path), mapped)
+        parts = open_parts(check.model_path(path), mapped)
         mapped.pop_all()  # the model's now
     return Model(parts, target)
-
-
-def _open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
-    """The file, or all files of the split model that it belongs to, in order; `mapped` can close them."""
-
-    def file(path: Path) -> File | SavedFile:
-        made: File | SavedFile
-        try:
-            made = File(path)
-        except SavedArraysError:
-            made = SavedFile(path)
-        mapped.callback(made.close)
-        return made
-
-    first = file(path)
-    count = first.header.metadata.get("split.count", 1)
-    if not isinstance(count, int) or not 0 <= count <= 99999:
-        raise GGUFError(f"{path}: split.count is {_cut(repr(count))}, not a number of parts")
-    if count in (0, 1):
-        return [first]
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or int(match["count"]) != count:
-        raise GGUFError(
-            f"{path}: one of {count} parts, but its name does not end in -00001-of-{count:05}.gguf"
-        )
-    names = [path.with_name(f"{match['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
-    missing = [name.name for name in names if not name.exists()]
-    if missing:
-        raise GGUFError(
-            f"{path}: parts of this split model are missing beside it: {_cut(', '.join(missing))}"
-        )
-    first.close()
-    parts = [file(name) for name in names]
-    _check_parts(parts)
-    return parts
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _check_parts(parts: list[File | SavedFile]) -> None:
-    """The parts number themselves as they are named, share no tensor name and are complete."""
-    seen: set[str] = set()
-    for number, part in enumerate(parts):
-        meta = part.header.metadata
-        if (meta.get("split.no"), meta.get("split.count")) != (number, len(parts)):
-            raise GGUFError(
-                f"{part.path}: says it is part {short(meta.get('split.no'))} of "
-                f"{short(meta.get('split.count'))}, but is named as part {number} of {len(parts)} "
-                "(counted from 0)"
-            )
-        twice = seen & part.header.tensors.keys()
-        if twice:
-            raise GGUFError(f"{part.path}: tensor {min(twice)!r} is in an earlier part too")
-        seen |= part.header.tensors.keys()
-    total = parts[0].header.metadata.get("split.tensors.count", len(seen))
-    if total != len(seen):
-        raise GGUFError(f"{parts[0].path}: {short(total)} tensors are announced, the parts hold {len(seen)}")
 
 
 def warn_of_fallback(model: Model) -> None:

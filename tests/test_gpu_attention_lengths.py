@@ -1,0 +1,67 @@
+"""Attention of one sequence begins by lengths that may have been others than they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attending import F, filled, normal, on_gpu
+
+import cuquant as cq
+from cuquant import device, jit, sources, testing
+
+pytestmark = pytest.mark.gpu
+
+OTHER_LENGTHS = {
+    "none": "0",
+    "many": "1 << 30",
+    "negative": "-7",
+    "half": "lengths.of[t] / 2",
+    "more": "lengths.of[t] + 7",
+    "an_empty_bucket": "t == 0 ? 0 : lengths.of[t]",
+    "by_block": "(lengths.of[t] + int(blockIdx.x) * 37) % 1000",
+}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    "plain": ({}, {}, np.float16),
+    "40_channels": ({"dim": 40}, {}, np.float16),
+    "float32": ({}, {}, F),
+    "masked": ({}, {"mask": np.arange(4200) % 3 > 0}, np.float16),
+    "tracked": ({"track_attention": True}, {}, np.float16),
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "kind"),
+    [
+        *((read, "plain") for read in OTHER_LENGTHS),
+        *(("by_block", kind) for kind in KINDS if kind != "plain"),
+    ],
+)
+def test_lengths_that_were_others_when_a_launch_began(
+    read: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one sequence blocks begin by lengths that the kernel before may still change: whatever they read,
+    results are the same bits, and so is what is counted of attention."""
+    made, given, dtype = KINDS[kind]
+    q = device.cupy().asarray(normal(1, 1, 8, made.get("dim", 64), seed=3, dtype=dtype))
+    arguments = on_gpu(**given)
+
+    def found() -> list[Any]:
+        caches = [filled(n, 1, **made) for n in (1, 50, 4099)]
+        results = [cq.attention(q, cache, **arguments) for cache in caches]
+        weights = [t.buffers.importance for cache in caches for t in cache.tiers.values()]
+        return [testing.as_numpy(a) for a in (*results, *(weights if kind == "tracked" else ()))]
+
+    expected = found()
+    flatten, line = sources.flatten, "Lengths lengths(p, single ? 0 : p.batch);"
+    text = flatten("attention", None)
+    assert text.count(line) == 1
+    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
+    changed = {"attention": text.replace(line, f"{line}\n{others}")}
+    monkeypatch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
+    fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
+    for name, value in fresh.items():
+        monkeypatch.setattr(jit, name, value)
+    for ours, theirs in zip(found(), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
