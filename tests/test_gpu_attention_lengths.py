@@ -54,7 +54,7 @@ def test_lengths_that_were_others_when_a_launch_began(
         return [testing.as_numpy(a) for a in (*results, *(weights if kind == "tracked" else ()))]
 
     expected = found()
-    flatten, line = sources.flatten, "Lengths lengths(p, single ? 0 : p.batch);"
+    flatten, line = sources.flatten, "Lengths lengths(p, which);"
     text = flatten("attention", None)
     assert text.count(line) == 1
     others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"

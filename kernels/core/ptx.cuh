@@ -268,7 +268,7 @@ DEVICE u32 warp_max(u32 value) {
 //
 //   - Before a thread has waited it stores nothing in global memory, and reads only what no kernel before may still write:
 //     weights and what belongs to them, for which the host has waited when they were made (cuquant/fragments.py). (Attention
-//     reads a cache's lengths, too, and goes by them until it has read them again: ops/attention.cu.)
+//     of a single sequence, but for boxes, reads lengths, too, and goes by them until it has read them again: ops/attention.cu.)
 //   - Every grid has a thread that waits, even if there is nothing to do. So a kernel is never done before the one before
 //     it, and who has waited for one has waited for all. (A launch that does not overlap need not: it starts late enough.)
 //   - Most kernels let their successor start at once. Grouped products (`begin` in problem.cuh) and attention do when they
@@ -276,6 +276,8 @@ DEVICE u32 warp_max(u32 value) {
 //     one done, and need not wait for what they have left: a mixture's ids and works, lengths of a cache. It reads that from
 //     the L2 cache (`__ldcg`), since an L1 cache may have what was there before. `merge`, behind attention, may store before
 //     it waits, too (attention/merge.cuh).
+constexpr bool OVERLAPS = __CUDA_ARCH__ >= 900;
+
 DEVICE void let_successor_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

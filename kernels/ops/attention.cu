@@ -13,8 +13,8 @@ constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
 static_assert(WARPS % BLOCK_HEADS == 0, "none is left over");
 
-// `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when all
-// lengths have been read: it reads them, too. Whether this block has tokens.
+// `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when this
+// block knows its share: it reads lengths, too, and takes registers. Whether this block has tokens.
 DEVICE bool shared_out(const Share& share) {
     __syncthreads();
     let_successor_start();
@@ -48,7 +48,7 @@ struct Work {
     DEVICE bool begin(Share& share, Queries& q) const {
         const bool single = p.batch == 1, finds = threadIdx.x < WARP;
         wait_for_predecessor();
-        const Lengths lengths(p, single ? 0 : lane);
+        const Lengths lengths(p, !finds ? p.batch : single ? 0 : lane);
         if (!single) {
             if (finds) share.find(p, lengths, blockIdx.x, lane);
             if (!shared_out(share)) return false;
@@ -108,9 +108,12 @@ struct Work {
     DEVICE bool begin(Share& share, Queries& q) {
         __shared__ Share early;
         const int warp = threadIdx.x / WARP, finder = WARPS - 1;
-        const bool single = p.batch == 1;
+        const bool single = OVERLAPS && p.batch == 1;
         bool known = !single, starts = true, taken = false;
-        Lengths lengths(p, single ? 0 : p.batch);
+        // One warp reads lengths, which are the same for all blocks: they are served one after the other.
+        int which = single && warp == finder ? 0 : p.batch;
+        asm volatile("" : "+r"(which));  // known before the wait
+        Lengths lengths(p, which);
         if (single) {
             if (warp == finder) early.find_single(p, lengths, blockIdx.x, lane), early.loosen(p, lane);
             __syncthreads();
@@ -127,7 +130,7 @@ struct Work {
             const Share& now = known ? share : early;
             if (starts)
                 start(now, [&] {
-                    if (!known) wait_for_predecessor(), lengths = Lengths(p, 0);
+                    if (!known) wait_for_predecessor(), lengths = Lengths(p, which);
                     given.ask();
                 });
             if (!known && warp == finder)
@@ -139,8 +142,10 @@ struct Work {
                 stop();
                 return false;
             }
-            known = true, starts = !goes_on(early, share);
-            if (starts) stop();
+            known = true;
+            const bool same = goes_on(early, share);
+            if (!same) stop();
+            starts = !same && busy(share);
         }
     }
 
@@ -191,7 +196,8 @@ private:
             before();
     }
 
-    // Whether what was started for one share is what another begins with.
+    // Whether what was started for one share is what another begins with, which may end sooner: tokens that were copied from
+    // behind its end are hidden. A warp that has started without tokens, or has none now, does not go on.
     DEVICE bool goes_on(const Share& before, const Share& share) const {
         bool same = before.sequence == share.sequence && busy(share) == (started != NONE);
 #pragma unroll

@@ -6,8 +6,9 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256;
-// Blocks that a multiprocessor is to hold. With eight, all of its 2048 threads, enough is on its way; codes that are looked up
-// need more registers than are left then, and ptxas chooses (0).
+// Blocks that a multiprocessor is to hold. With eight, all 2048 threads of sm_80's and sm_90's (sm_86's and sm_89's hold six
+// blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then, and ptxas
+// chooses (0).
 constexpr int RESIDENT = LOOKED_UP<Format> ? 0 : 8;
 constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
