@@ -16,7 +16,6 @@ from test_safetensors import same
 import cuquant as cq
 from cuquant import formats
 from cuquant.io.safetensors import KEY, METADATA
-from cuquant.io.saved import type_name
 from cuquant.warmup import _weights as matrices_of
 
 RECIPE = {"blk.0.*": cq.KBit(3, np.linspace(-1, 1, 8) ** 3), "*": "int4-32-zeros"}
@@ -56,14 +55,14 @@ def test_tensors_and_metadata(tmp_path: Path, fmt: Any) -> None:
         numbers = array.dequantize() if isinstance(array, cq.QuantizedArray) else array
         np.testing.assert_array_equal(model.floats(name), numbers)
     up = model["blk.0.ffn_up.weight"]
-    assert model.tensors["blk.0.ffn_up.weight"].type_name == type_name(up.format)
+    assert model.tensors["blk.0.ffn_up.weight"].type_name == up.format.type_name
     assert model.format("blk.0.ffn_up.weight") == up.format
     x = weights(3, 64)
     np.testing.assert_array_equal(x @ up.T, x @ arrays["blk.0.ffn_up.weight"].T)
     assert {k: v for k, v in model.metadata.items() if k not in REWRITTEN} == {
         k: v for k, v in source.metadata.items() if k not in REWRITTEN
     }
-    assert type_name(up.format) in repr(model)
+    assert up.format.type_name in repr(model)
     model.close()
     with pytest.raises(ValueError, match=r"t\.safetensors: tensor 'embd': the file is closed"):
         model["embd"]

@@ -59,16 +59,8 @@ def is_quantized_to(fmt: Format) -> None:
 
 def has_gguf_type(fmt: Format) -> None:
     """A format that tensors of GGUF files can have."""
-    if fmt.ggml_type is None and fmt.header == "nvfp4":
-        raise ValueError(
-            f"{fmt!r} has no GGUF type: nvfp4 tensors with a scale beside them are read from GGUF files, but "
-            'not quantized to; "nvfp4", without a scale, can be written (and both in a *.safetensors file)'
-        )
     if fmt.ggml_type is None:
-        raise ValueError(
-            f"{fmt} has no GGUF type: such weights cannot be stored in a GGUF file "
-            "(in one named *.safetensors they can)"
-        )
+        raise ValueError(fmt.no_gguf_type)
 
 
 def codes(value: Any) -> Any:

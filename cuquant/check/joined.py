@@ -69,18 +69,9 @@ def _rows_apart(fmt: Any) -> str:
 def _difference(first: Any, other: Any) -> str:
     """In what two formats differ that are alike else, and how weights get the same one."""
     alike = type(other) is type(first) and (other.bits, other.block_bytes) == (first.bits, first.block_bytes)
-    if alike and first.header in _OF_EACH:
-        return f", but {_OF_EACH[first.header]}"
+    if alike and first.of_each:
+        return f", but {first.of_each}"
     return ", with other parameters" if str(other) == str(first) else ""
-
-
-_OF_EACH = {
-    "trellis": "each has a grid of its own, fitted when it was quantized: quantize the floats as one stack, "
-    "or each with the grid of one, as cuquant.quantize(w, A.format)",
-    "nvfp4": "each has a scale for the tensor of its own: quantize the floats as one array, or each with one "
-    "cuquant.NvFp4(s), s being the greatest of their .format.scale",
-}
-"""By the kind of a format: what its arrays have of their own, and how others get the same."""
 
 
 def is_same_format(one: Any, other: Any) -> bool:

@@ -13,12 +13,10 @@ import numpy as np
 
 from ..array import QuantizedArray
 from ..formats import Format, describe
-from ..formats.nvfp4 import NvFp4
 from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
 from ..io.header import same_value
 from ..io.model import Model, open as open_model
 from ..io.safetensors import load
-from ..io.saved import type_name
 from ..io.words import counted, escaped
 from ..ops.quantize import from_blocks
 from ..render import Columns, render_records, to_json, to_pandas
@@ -260,7 +258,7 @@ class _OfArrays:
         array = self._arrays.get(name)
         if array is None:
             return None
-        kind = type_name(array.format) if isinstance(array, QuantizedArray) else _TYPE_NAMES.get(array.dtype)
+        kind = array.format.type_name if isinstance(array, QuantizedArray) else _TYPE_NAMES.get(array.dtype)
         return _Tensor(array.shape, (kind or str(array.dtype)).upper(), array.nbytes)
 
     def stored(self, name: str) -> tuple[Any, Any]:
@@ -278,7 +276,7 @@ class _OfArrays:
 
 def _parameters(fmt: Format) -> Any:
     """What decides, beside a type's name and bytes, which numbers they stand for."""
-    by_type = isinstance(fmt, NvFp4) or fmt.ggml_type is not None
+    by_type = fmt.scale_beside or fmt.ggml_type is not None
     return fmt.tensor_scale if by_type else describe(fmt)
 
 

@@ -101,6 +101,13 @@ class Format(ABC):
     """What scales are to kernels: floats as they are, or bytes at the beginning of a block, or nothing."""
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
+    takes_moments: ClassVar[bool] = False
+    """Whether an importance goes to `ops.trellis` in place of `encode`: moments of a matrix's inputs."""
+    scale_beside: ClassVar[bool] = False
+    """Whether `tensor_scale` is stored beside a tensor, whose type's name then does not tell it."""
+    of_each: ClassVar[str] = ""
+    """What arrays of it have of their own, though it is of one kind, and how others get the same, for people:
+    errors of joining say it."""
     codebook: NDArray[np.float32] | None = None
     """What codes are looked up in: 2^bits numbers, if `lookup` ascending, and in float16 times a power of two
     that puts the largest magnitude between 1/2 and 1."""
@@ -122,6 +129,19 @@ class Format(ABC):
     def header(self) -> str:
         """Name of the format's file in kernels/formats."""
         return self.name
+
+    @property
+    def type_name(self) -> str:
+        """What files and tables call the type of its tensors."""
+        return self.name.upper()
+
+    @property
+    def no_gguf_type(self) -> str:
+        """What is said where a tensor of a GGUF file is to have it, and `ggml_type` is None."""
+        return (
+            f"{self} has no GGUF type: such weights cannot be stored in a GGUF file "
+            "(in one named *.safetensors they can)"
+        )
 
     @property
     def read_only(self) -> bool:

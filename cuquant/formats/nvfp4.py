@@ -89,6 +89,20 @@ class NvFp4(Format):
     scales = ("d",)
     codebook = e2m1.TWICE
     scaling = "e4m3"
+    type_name = "NVFP4"
+    scale_beside = True
+    of_each = (
+        "each has a scale for the tensor of its own: quantize the floats as one array, or each with one "
+        "cuquant.NvFp4(s), s being the greatest of their .format.scale"
+    )
+
+    @property
+    def no_gguf_type(self) -> str:
+        return (
+            f"{self!r} has no GGUF type: nvfp4 tensors with a scale beside them are read from GGUF files, "
+            'but not quantized to; "nvfp4", without a scale, can be written '
+            "(and both in a *.safetensors file)"
+        )
 
     @property
     def tensor_scale(self) -> float:

@@ -108,6 +108,11 @@ class Trellis(Format):
 
     whole_matrices = True
     lookup = True
+    takes_moments = True
+    of_each = (
+        "each has a grid of its own, fitted when it was quantized: quantize the floats as one stack, or each "
+        "with the grid of one, as cuquant.quantize(w, A.format)"
+    )
     header = "trellis"
     block_size = 1
     formula = "W = grid[q] * scale * su * sv"

@@ -376,7 +376,7 @@ def _with_types_of_forks(
         whole = [info for info in own if info.shape and info.shape[-1] % fmt.block_size == 0]
         sizes = [math.prod(fmt.stored(info.shape)) for info in whole]
         made = [
-            replace(info, type_name=fmt.name.upper(), nbytes=nbytes, format=fmt)
+            replace(info, type_name=fmt.type_name, nbytes=nbytes, format=fmt)
             for info, nbytes in zip(whole, sizes, strict=True)
         ]
         fit = all(0 <= room[info.offset] - info.nbytes < alignment for info in made)
@@ -392,7 +392,7 @@ def _type_of(ggml_type: int) -> tuple[str, int, int] | None:
         return name, 1, dtype.itemsize
     fmt = by_ggml_type(ggml_type)
     if fmt is not None:
-        return fmt.name.upper(), fmt.block_size, fmt.block_bytes
+        return fmt.type_name, fmt.block_size, fmt.block_bytes
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # here because its import takes 50 ms
 
     try:

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats import Format
-from ..formats.nvfp4 import NvFp4
 from . import safetensors
 from .gguf import PLAIN_TYPES, GGUFError, Header, SavedArraysError, TensorInfo, scan
 from .header import misfit
@@ -72,7 +70,7 @@ class SavedFile:
         if kind != "U8" or array.size != need:
             held = f"{array.size} of {array.dtype} are there, {fmt} of shape {shape} has {need} bytes"
             raise GGUFError(f"{self.path}: the weight {name!r} is damaged: {held}")
-        return TensorInfo(name, shape, _ggml_type(fmt), type_name(fmt), offset, array.nbytes, fmt)
+        return TensorInfo(name, shape, fmt.ggml_type, fmt.type_name, offset, array.nbytes, fmt)
 
     def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view; ValueError where the file is closed."""
@@ -83,14 +81,3 @@ class SavedFile:
     def close(self) -> None:
         """Unmap the file, unless views of it are alive: they keep it mapped."""
         self._arrays = None
-
-
-def type_name(fmt: Format) -> str:
-    """What the type of a tensor in that format is called: of nvfp4 without the tensor's scale."""
-    return "NVFP4" if isinstance(fmt, NvFp4) else fmt.name.upper()
-
-
-def _ggml_type(fmt: Format) -> int | None:
-    """The GGUF type of which a tensor in that format could be, by its bytes alone."""
-    scaled = isinstance(fmt, NvFp4) and fmt.tensor_scale != 1
-    return None if scaled else fmt.ggml_type

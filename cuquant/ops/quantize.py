@@ -9,7 +9,6 @@ from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
 from ..debug import shown
 from ..formats import Format
-from ..formats.trellis import Trellis, random_signs
 from . import trellis
 
 
@@ -68,9 +67,8 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     check.is_quantized_to(given)
     given = check.whole_blocks(x.shape, given, "x")
     on_gpu = check.same_device(x=x)
-    if importance is not None and isinstance(given, Trellis):
-        n, k = trellis.sides(x.shape)
-        return trellis.quantized(x, given, check.moments(importance, k, "importance"), random_signs(n, k))
+    if importance is not None and given.takes_moments:
+        return trellis.by_importance(x, given, importance)
     fmt = given.fitted(x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])

@@ -129,6 +129,12 @@ def trellis_quantize(
     return quantized(w, fmt, moments, (su, sv))
 
 
+def by_importance(x: Any, format: Format, importance: Any) -> QuantizedArray:
+    """Checked floats (..., N, K) in a trellis format by an importance of columns: see `quantize`."""
+    fmt, (n, k) = check.of_kind(format, Trellis), sides(x.shape)
+    return quantized(x, fmt, check.moments(importance, k, "importance"), random_signs(n, k))
+
+
 def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> QuantizedArray:
     """Floats (..., N, K) in that format, with a grid of their own if it has none, by moments, float32 [K] or
     None, and signs su [K] and sv [N]."""
