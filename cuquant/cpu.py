@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from . import check
 from .formats import Format
+from .formats.base import sides
 
 if TYPE_CHECKING:
     from .array import QuantizedArray
@@ -84,8 +85,7 @@ def quantize_matrices(
     x: NDArray[Any], fmt: Format, encode: Callable[[NDArray[np.float32]], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
     """Storage bytes of weights (..., N, K) in a format that takes a matrix [N, K] at a time."""
-    sides = x.shape[-2:] if x.ndim > 1 else (1, x.shape[-1])
-    matrices = x.reshape(prod(x.shape[:-2]), *sides)
+    matrices = x.reshape(prod(x.shape[:-2]), *sides(x.shape))
     out = np.empty((len(matrices), fmt.stored(matrices.shape)[-1]), np.uint8)
     for i, matrix in enumerate(matrices):
         values = np.ascontiguousarray(matrix, np.float32)
@@ -114,7 +114,7 @@ def dequantize(w: QuantizedArray, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def rows_not_finite(w: QuantizedArray) -> NDArray[np.int64]:
     """Flat numbers of the rows of a quantized array that hold NaN or infinity."""
-    n, k = w.shape[-2:] if w.ndim > 1 else (1, w.shape[-1])
+    n, k = sides(w.shape)
     blocks = w.blocks if w.format.whole_matrices or w.ndim > 1 else w.blocks[None]
     found = [np.empty(0, np.int64)]
     for i, index in enumerate(np.ndindex(w.shape[:-2])):

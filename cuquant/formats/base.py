@@ -38,9 +38,8 @@ class Format(ABC):
     """One storage layout of quantized weights, with its NumPy reference conversions.
 
     A block holds `block_size` consecutive weights of a row (along K) in one record of type `storage`;
-    a row of K weights is K / block_size records, back to back. A format that stores whole matrices in another
-    way says so by `whole_matrices`, and defines `stored`, `rows`, `select` and `flaws` itself. A format
-    compares equal to its name.
+    a row of K weights is K / block_size records, back to back. A format that stores matrices in another way
+    derives from `formats.base.WholeMatrices`. A format compares equal to its name.
     """
 
     name: str
@@ -285,6 +284,39 @@ class ReadOnly(Format):
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         raise TypeError(f"{self} is only read")  # check.is_quantized_to says so before
+
+
+class WholeMatrices(Format):
+    """A format that stores each matrix (N, K) as one record, without blocks along K.
+
+    `encode` takes a matrix, and returns its bytes. Where not all bytes are some weights, it has `flaws`, too.
+    """
+
+    block_size = 1
+    whole_matrices = True
+
+    def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
+        raise TypeError(f"{self} has no blocks along K: a matrix is read by rows()")
+
+    @abstractmethod
+    def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """(..., N, K) -> (..., bytes of a matrix)"""
+
+    @abstractmethod
+    def rows(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], part: slice) -> NDArray[np.float32]: ...
+
+    @abstractmethod
+    def select(
+        self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
+    ) -> tuple[Any, tuple[int, ...]]: ...
+
+    @abstractmethod
+    def numbers(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> dict[str, NDArray[Any]]: ...
+
+
+def sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """N and K of a shape (..., N, K); a vector is a matrix of one row."""
+    return shape[-2] if len(shape) > 1 else 1, shape[-1]
 
 
 def register(fmt: Format) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import ReadOnly, register
+from .base import ReadOnly, WholeMatrices, register
 
 F32 = NDArray[np.float32]
 
@@ -48,7 +48,7 @@ class Exl3Parts(NamedTuple):
     """float16 (..., N)"""
 
 
-class Exl3(ReadOnly):
+class Exl3(WholeMatrices, ReadOnly):
     """Steps of 1 to 8 bits, 256 in a ring: W.T = diag(suh) H V H diag(svh), V made of windows of 16 bits.
 
     A matrix (N, K), whose sides are multiples of 128, is one record: the tensors of `Exl3Parts` back to back.
@@ -73,8 +73,6 @@ class Exl3(ReadOnly):
         self.generator = check.choice(generator, "generator", tuple(GENERATORS))
         self.name = f"exl3-{self.bits}" + ("" if generator == "3inst" else f"-{generator}")
 
-    block_size = 1
-    whole_matrices = True
     rows_together = HADAMARD
     made_by = "exllamav3 does, and from_exl3 and read_safetensors read it"
     walks = True
@@ -109,11 +107,7 @@ class Exl3(ReadOnly):
     def kernel_scale_bytes(self) -> int:
         return 0
 
-    def decode(self, records: NDArray[Any]) -> F32:
-        raise TypeError(f"{self} has no blocks along K: a matrix is read by rows()")
-
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., N, K) -> (..., bytes of a matrix)"""
         n, k = _sides(shape)
         return (*shape[:-2], n * k * self.bits // 8 + 2 * (n + k))
 

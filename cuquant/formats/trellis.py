@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check, device
-from .base import Format, get, register
+from .base import Format, WholeMatrices, get, register, sides
 from .trellis_search import fit, nearest
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class HalfLevels(NamedTuple):
     largest: float
 
 
-class Trellis(Format):
+class Trellis(WholeMatrices):
     """Indices of 2 to 4 bits into a grid, with scales and signs: W[n, k] = grid[q] * scale * su[k] * sv[n].
 
     So y = ((x * su) @ V.T) * sv with V = grid[q] * scale; signs change no rounding. A matrix (N, K), whose
@@ -106,7 +106,6 @@ class Trellis(Format):
         self.lacks = "grid: pass Trellis(bits, group_size, grid)" if self.grid is None else ""
         self.name = f"trellis{self.bits}" + ("" if self.group_size == 128 else f"-{self.group_size}")
 
-    whole_matrices = True
     lookup = True
     takes_moments = True
     of_each = (
@@ -114,7 +113,6 @@ class Trellis(Format):
         "with the grid of one, as cuquant.quantize(w, A.format)"
     )
     header = "trellis"
-    block_size = 1
     formula = "W = grid[q] * scale * su * sv"
 
     @property
@@ -237,16 +235,12 @@ class Trellis(Format):
         groups, weights = (a.reshape(-1, self.group_size).astype(np.float32, copy=False) for a in filled)
         return groups, weights
 
-    def decode(self, records: NDArray[Any]) -> F32:
-        raise TypeError(f"{self} has no blocks along K: a matrix is read by rows()")
-
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """(..., N, K) -> (..., bytes of a matrix); a vector is a matrix of one row."""
         return (*shape[:-2], self._places(shape)[-1])
 
     def _places(self, shape: tuple[int, ...]) -> tuple[int, int, int, int, int]:
         """Where a matrix's packed indices, scales, su and sv end in its record, and the record."""
-        n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
+        n, k = sides(shape)
         packed = -(-k // TILE) * -(-n // TILE) * 32 * self.bits
         scales = packed + 4 * n * -(-k // self.group_size)
         signs = scales + k + n
@@ -254,7 +248,7 @@ class Trellis(Format):
 
     def parts(self, blocks: NDArray[np.uint8], shape: tuple[int, ...]) -> Parts:
         """The arrays that the storage bytes of an array of that shape hold: views."""
-        n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
+        n, k = sides(shape)
         lead, (packed, scales, su, sv, _) = blocks.shape[:-1], self._places(shape)
         return Parts(
             blocks[..., :packed].reshape(*lead, -(-k // TILE), -(-n // TILE), 32 * self.bits),
@@ -275,11 +269,11 @@ class Trellis(Format):
     def select(
         self, blocks: Any, shape: tuple[int, ...], index: tuple[Any, ...]
     ) -> tuple[Any, tuple[int, ...]]:
-        n = shape[-2] if len(shape) > 1 else 1
+        n, k = sides(shape)
         # An index may name the last axis, as a whole: the numbers of rows have one, too.
         numbers = np.arange(prod(shape[:-1])).reshape(*shape[:-1], 1)
         chosen = numbers[tuple(map(device.as_numpy, index))][..., 0]
-        result = (*chosen.shape, shape[-1])
+        result = (*chosen.shape, k)
         if device.is_cuda(blocks):
             from .. import cuda_trellis
 
@@ -292,7 +286,7 @@ class Trellis(Format):
             if len(ids) == n > 0 and (ids == home[0] * n + np.arange(n)).all():
                 target[...] = sources[home[0]]
             else:
-                self._gather(sources, (n, shape[-1]), home, ids % n, target)
+                self._gather(sources, (n, k), home, ids % n, target)
         return out, result
 
     def _gather(
@@ -338,7 +332,7 @@ class Trellis(Format):
     def _beyond(self, packed: NDArray[np.uint8], shape: tuple[int, ...]) -> int:
         """How many weights have an index that the grid lacks."""
         assert self.grid is not None
-        n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
+        n, k = sides(shape)
         count = 0
         for tiles in packed.reshape(prod(packed.shape[:-3]), *packed.shape[-3:]):
             for row in range(tiles.shape[1]):

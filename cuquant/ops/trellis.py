@@ -10,6 +10,7 @@ from .. import check, cpu, device, formats
 from ..array import QuantizedArray
 from ..debug import shown
 from ..formats import Format
+from ..formats.base import sides
 from ..formats.trellis import GROUP_SIZES, Parts, Trellis, random_signs
 
 
@@ -146,8 +147,3 @@ def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> Qua
         return QuantizedArray.made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
     blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, *signs, moments))
     return QuantizedArray.made(fmt, blocks, shape=w.shape)
-
-
-def sides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """N and K of a weight (..., N, K); 1 and K of a vector."""
-    return shape[-2] if len(shape) > 1 else 1, shape[-1]
