@@ -127,7 +127,7 @@ def test_a_walk(options: dict[str, Any], seed: int) -> None:
     for turn, name in enumerate(["append", "append", *rng.choice(STEPS, 20)]):
         assert step(a, str(name), 100 * seed + turn) == step(b, str(name), 100 * seed + turn)
         assert_same(a, b)
-        assert b.known_slots == a.slots
+        assert b._known_slots == a.slots
     q = rng.standard_normal((3, 2, 6, 96), F)
     assert testing.nmse(cq.attention(put(q), b), testing.attention(q, a)) <= 1e-6
 
@@ -172,7 +172,7 @@ def test_codes_stay_on_the_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> No
     assert len(sizes) == 2
     assert sizes[0] == 3 * (len(WIDTHS) + 1)
     assert sizes[1] <= 2 * 3 * 50
-    assert b.known_slots == 50
+    assert b._known_slots == 50
     more = tokens(3, 2, 4, 128, seed=1)
     appended((b,), *more, 2)
     assert len(sizes) == 2  # the host knows how many there are
@@ -229,11 +229,11 @@ def test_nothing_moves_while_a_graph_is_captured(name: str) -> None:
         assert state(b) == before
         graph.launch(stream)
         a.append(k, v)
-        assert b.known_slots == 5
+        assert b._known_slots == 5
         act = calls([0, 8])[name]
         assert act(a) == act(b) > 0
         assert_same(a, b)
-        assert b.known_slots == 10
+        assert b._known_slots == 10
         if int(a.tiers[8].lengths[0]) <= 7:
             a.append(k, v)
         graph.launch(stream)  # refused where there is no room

@@ -60,7 +60,7 @@ def test_lengths_that_are_not_of_the_tokens_given(bits: Any, lengths: Any) -> No
     assert state(cache) == before
     cache.append(*some(), bits, lengths=put(np.array([2, 0])))
     assert cache.lengths.tolist() == [4, 2]
-    cache.check_appended()
+    cache._check_appended()
 
 
 def test_what_was_counted_of_a_refused_append() -> None:
@@ -73,7 +73,7 @@ def test_what_was_counted_of_a_refused_append() -> None:
     synchronize()
     with pytest.raises(ValueError, match=REFUSED):
         cache.append(*given)
-    assert cache.known_slots == cache.slots == 4
+    assert cache._known_slots == cache.slots == 4
     cache.append(*some(2))
     assert cache.lengths.tolist() == [6, 6]
 
@@ -107,7 +107,7 @@ def test_who_tells_of_a_refused_append(how: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=REFUSED):
         SEES[how](cache, path)
     assert not path.exists()
-    assert (state(cache), cache.known_slots) == (before, 2)
+    assert (state(cache), cache._known_slots) == (before, 2)
     SEES[how](cache, path)
 
 
@@ -125,7 +125,7 @@ def test_a_refusal_during_a_capture_is_told_until_counts_can_be_read() -> None:
     graph_of(append)
     with pytest.raises(ValueError, match=REFUSED):
         cache.append(*given)
-    assert cache.known_slots == 2
+    assert cache._known_slots == 2
     cache.append(*given)
     assert cache.lengths.tolist() == [4, 4]
 
@@ -157,7 +157,7 @@ def test_key_scales_are_not_of_refused_tokens(how: str) -> None:
         synchronize()
         assert state(b) == before
         with pytest.raises(ValueError, match=REFUSED):
-            b.check_appended()
+            b._check_appended()
     assert state(b) == before
     for cache, place in ((a, np.asarray), (b, put)):
         cache.append(place(k), place(v))

@@ -53,7 +53,7 @@ def test_one_token_after_the_other(checked: list[int], options: Any) -> None:
         np.testing.assert_array_equal(as_numpy(a.key_scales), as_numpy(b.key_scales))
         # The first tokens tell automatic key scales.
         assert checked == [(turn + 1) * (2 + ("key_scales" in options))]
-        assert b.known_slots == a.slots == b.slots
+        assert b._known_slots == a.slots == b.slots
         attends(there((2, 1, 8, 64)), b)
         a.clear()
         b.clear()
@@ -96,7 +96,7 @@ def test_slots_end_with_int32(checked: list[int]) -> None:
     cache = cq.KVCache(2, 64, 8, device="cuda")
     k, v = map(put, tokens(1, 1, 2, 64))
     cache.next_slots[:] = np.iinfo(np.int32).max
-    cache.refresh()
+    cache._refresh()
     cache.append(k, v)
     cache.next_slots[:] = np.iinfo(np.int32).max  # the last was given out
     with pytest.raises(ValueError, match="slot 2147483648 is beyond int32"):
@@ -138,7 +138,7 @@ def test_what_a_graph_appends_is_not_counted_twice(checked: list[int]) -> None:
         stream.begin_capture()
         b.append(*there)
         graph = stream.end_capture()
-        assert b.known_slots == 1
+        assert b._known_slots == 1
         for _ in range(3):
             a.append(k, v)
             graph.launch(stream)
@@ -148,7 +148,7 @@ def test_what_a_graph_appends_is_not_counted_twice(checked: list[int]) -> None:
             b.append(*there)
         stream.synchronize()
         assert_same(a, b)
-        assert (b.known_slots, b.slots) == (5, 8)
+        assert (b._known_slots, b.slots) == (5, 8)
         b.append(*there)  # the host does not know that it is full
         stream.synchronize()
         assert_same(a, b)
@@ -340,7 +340,7 @@ def test_a_launch_that_fails_is_not_counted(monkeypatch: pytest.MonkeyPatch, whi
         patch.setattr(jit, "launch_packed", fails)
         with pytest.raises(KeyboardInterrupt):
             call()
-    assert b.known_slots == 2
+    assert b._known_slots == 2
     a.append(k, v)
     b.append(*given)
     assert_same(a, b)

@@ -273,12 +273,12 @@ def test_a_copy_of_what_a_graph_has_appended_to() -> None:
         graph = stream.end_capture()
         graph.launch(stream)
         made = cache.copy()
-        assert made.known_slots == 4
+        assert made._known_slots == 4
         made.append(k, v)
         with pytest.raises(ValueError, match="sequence 0 holds 6 tokens of the 6"):
             made.append(k, v)
         assert (cache.lengths.tolist(), made.lengths.tolist()) == ([4], [6])
-        assert cache.known_slots == 2
+        assert cache._known_slots == 2
         graph.launch(stream)
         for how in COPIES.values():
             graph.launch(stream)
@@ -293,7 +293,7 @@ def test_a_copy_of_an_empty_cache_finds_its_own_key_scales(how: str) -> None:
     made = COPIES[how](cache)
     k, v = map(put, tokens(1, 4, 2, 64))
     made.append(k * 100, v)
-    assert (cache.known_slots, made.known_slots) == (0, 4)
+    assert (cache._known_slots, made._known_slots) == (0, 4)
     assert (testing.as_numpy(cache.key_scales) == 1).all()
     assert (testing.as_numpy(made.key_scales) > 1).all()
 

@@ -24,7 +24,7 @@ COPIES: dict[str, Callable[[cq.KVCache], cq.KVCache]] = {
 }
 ATTRIBUTES = (
     *("n_kv_heads", "head_dim", "batch", "bits", "capacity", "auto_scales", "rotate", "track_attention"),
-    *("device", "slots", "known_slots", "average_bits", "nbytes", "used_nbytes"),
+    *("device", "slots", "_known_slots", "average_bits", "nbytes", "used_nbytes"),
 )
 OPTIONS: dict[str, dict[str, Any]] = {
     "one sequence": {"batch": 1},

@@ -136,7 +136,7 @@ def random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) ->
         first += tier.room
         tier.lengths[...] = tier.room
     cache._next_slots[...] = first
-    cache.refresh()
+    cache._refresh()
     return cache
 
 

@@ -94,14 +94,14 @@ def attention(
         words = type(scale), scale, type(causal), causal, *settings
         found = repeats.find(known, words, q, out=out)
         if found is not None:
-            return cache.backend.attend_again(cache, *found, out)
+            return cache._backend.attend_again(cache, *found, out)
     check.kv_cache(cache)
     q = check.in_cache(check.floats(q, "q"), "q", cache.device)
     check.queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
     scale = check.score_scale(scale, cache.head_dim)
     if mask is not None:
-        cache.check_appended()  # slots of tokens that were refused need no columns
-        mask = check.attention_mask(mask, q.shape, cache.known_slots, cache.device)
+        cache._check_appended()  # slots of tokens that were refused need no columns
+        mask = check.attention_mask(mask, q.shape, cache._known_slots, cache.device)
     positions = check.positions(positions, q.shape, cache.device)
     causal = check.flag(causal, "causal")
     on_gpu = cache.device == "cuda"
@@ -110,7 +110,7 @@ def attention(
     else:
         y = check.in_cache(check.floats(out, "out"), "out", cache.device)
         check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
-    how = cache.backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
+    how = cache._backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
     if how is not None and known is not None:
         repeats.remember(known, words, how, q, out=None if out is None else y, result=y)
     return y if out is None else out

@@ -113,12 +113,12 @@ class KVCache:
         self.auto_scales = key_scales if isinstance(key_scales, str) else None
         given = check.key_scales(key_scales, shape)
         self.key_scales: Any = None if given is None else self._xp.asarray(given)
-        self.backend: Any = cpu
+        self._backend: Any = cpu
         if self.device == "cuda":
             from . import cuda
 
-            self.backend = cuda
-        self._appender = self.backend.Appender(self)
+            self._backend = cuda
+        self._appender = self._backend.Appender(self)
 
     @property
     def _xp(self) -> Any:
@@ -150,7 +150,7 @@ class KVCache:
         return int(gpu.as_numpy(self._next_slots).max())
 
     @property
-    def known_slots(self) -> int:
+    def _known_slots(self) -> int:
         """`slots` as far as the host knows without asking the GPU: it does not see what graphs append."""
         return int(self._appender.known_slots(self))
 
@@ -359,7 +359,7 @@ class KVCache:
             for tier in self.tiers.values():
                 tier.lengths[which] = 0
             self._next_slots[which] = 0
-            self.refresh()
+            self._refresh()
 
     @shown
     def dequantize(
@@ -381,19 +381,13 @@ class KVCache:
         """
         return contents.tokens(self, check.sequence(sequence, self.batch))
 
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Take note of lengths and slots that were written into the buffers on a GPU."""
         self._appender.read(self)
 
-    def check_appended(self) -> None:
+    def _check_appended(self) -> None:
         """ValueError if an append was refused since the last call (see `append`)."""
         self._appender.check(self)
-
-    def stored_queries(self, q: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
-        if self.key_scales is not None:
-            q = q * np.repeat(self.key_scales, q.shape[2] // self.n_kv_heads, axis=1)[:, None]
-        return codes.rotate(q) if self.rotate else q
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the tokens and all settings to a safetensors file, atomically: it is whole or absent.

@@ -19,8 +19,8 @@ def copied(cache: KVCache) -> KVCache:
         made.tiers = {bits: tier.copy() for bits, tier in cache.tiers.items()}
         made._next_slots = cache._next_slots.copy()
         made.key_scales = None if cache.key_scales is None else cache.key_scales.copy()
-        made._appender = cache.backend.Appender(made)
-        made.refresh()
+        made._appender = cache._backend.Appender(made)
+        made._refresh()
     return made
 
 
@@ -49,5 +49,5 @@ def on_device(cache: KVCache, device: str) -> KVCache:
         for sequence in range(cache.batch):
             target.add(sequence, source.bucket(sequence).on_cpu())
     made._next_slots[:] = made._xp.asarray(gpu.as_numpy(cache.next_slots))
-    made.refresh()
+    made._refresh()
     return made

@@ -54,7 +54,7 @@ def attend(p: Attention, out: NDArray[Any]) -> None:
     """Write the attention of every query to `out` (batch, q_len, heads, head_dim)."""
     batch, n, heads, d = p.q.shape
     with np.errstate(all="ignore"):  # infinity and NaN propagate
-        q = p.cache.stored_queries(p.q.astype(np.float32, order="C")) * np.float32(p.scale)
+        q = _stored_queries(p.cache, p.q.astype(np.float32, order="C")) * np.float32(p.scale)
         grouped = q.reshape(batch, n, p.cache.n_kv_heads, -1, d).transpose(0, 2, 3, 1, 4)
         rows = grouped.reshape(batch, p.cache.n_kv_heads, -1, d)
         for sequence in range(batch):
@@ -74,6 +74,13 @@ def attend(p: Attention, out: NDArray[Any]) -> None:
                     scores, _ = _scores(p, sequence, rows[sequence], bits, piece)
                     share = np.exp(scores - _finite(total.m)[..., None]) / divisor[..., None]
                     piece.importance[...] += np.nan_to_num(share).sum(axis=(0, 1)) / heads
+
+
+def _stored_queries(cache: KVCache, q: Array) -> Array:
+    """Queries (batch, q_len, heads, head_dim) as they meet stored keys: scaled and rotated."""
+    if cache.key_scales is not None:
+        q = q * np.repeat(cache.key_scales, q.shape[2] // cache.n_kv_heads, axis=1)[:, None]
+    return codes.rotate(q) if cache.rotate else q
 
 
 def _pieces(p: Attention, sequence: int) -> Iterator[tuple[int, Bucket]]:

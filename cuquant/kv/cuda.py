@@ -120,7 +120,7 @@ def attend(p: Attention, out: Any) -> _Planned | None:
         and (mask is None or mask.data.device_id == here)
     ):
         check.same_device(q=q, mask=mask, out=out, cache=slots)
-    cache.check_appended()
+    cache._check_appended()
     copied = q.strides[-1] != q.itemsize
     if copied:
         check.may_take_memory("q has gaps along its last axis, and is copied", "pass a contiguous array")
@@ -136,7 +136,7 @@ def attend(p: Attention, out: Any) -> _Planned | None:
 def attend_again(cache: KVCache, known: Repeat, places: list[int], out: Any) -> Any:
     """Attention like one before, of queries at these places, to `out` or, if that is None, to a new array;
     returns it."""
-    cache.check_appended()
+    cache._check_appended()
     q, _, to = places
     if out is None:
         out = known.result()

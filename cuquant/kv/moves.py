@@ -147,7 +147,7 @@ def move(cache: KVCache, tokens: Tokens, wanted: Numbers) -> int:
     changed = int((wanted != tokens.bits).sum())
     if changed:
         origin = tokens.sequence[moved], tokens.bits[moved], tokens.place[moved]
-        cache.backend.move(cache, Moves(*origin, wanted[moved], to_place, lengths))
+        cache._backend.move(cache, Moves(*origin, wanted[moved], to_place, lengths))
     cache._appender.know(then, tokens.next_slots)
     return changed
 
