@@ -62,10 +62,10 @@ class QuantizedArray(Packed):
         fmt = get_format(format)
         shape = check.shape_of_blocks(blocks, fmt) if shape is None else check.shape(shape)
         fmt = check.whole_blocks(shape, fmt)
-        return cls.made(fmt, check.raw_blocks(blocks, fmt, shape, "blocks"), shape=shape)
+        return cls._made(fmt, check.raw_blocks(blocks, fmt, shape, "blocks"), shape=shape)
 
     @classmethod
-    def made(
+    def _made(
         cls, format: Format, blocks: Any, rows: Rows | None = None, shape: tuple[int, ...] | None = None
     ) -> QuantizedArray:
         """An array of blocks that are known to fit, as those just made: every call of a loop makes some, and
@@ -105,7 +105,7 @@ class QuantizedArray(Packed):
         with device.cupy().cuda.Device(fragments.buffer.data.device_id):
             return from_fragments(fragments)
 
-    def may_make_blocks(self) -> None:
+    def _may_make_blocks(self) -> None:
         """RuntimeError where they would be made for a moment only, and a graph is captured."""
         if self._blocks is None:
             check.may_take_memory("the storage bytes of a prepared weight are made", "do that before")
@@ -269,34 +269,34 @@ class QuantizedArray(Packed):
             A CUDA graph is being captured, and the weight was prepared.
         """
         parts = check.row_index(index, self.shape, self.device == "cuda")
-        self.may_make_blocks()
-        return self.selected(self.blocks, parts)
+        self._may_make_blocks()
+        return self._selected(self.blocks, parts)
 
-    def selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
+    def _selected(self, blocks: Any, index: tuple[Any, ...]) -> QuantizedArray:
         """What an index of all axes but the last selects of this array, given its `blocks`, which may have to
         be made."""
         chosen, shape = self._format.select(blocks, self._shape, index)
-        return QuantizedArray.made(self._format, chosen, shape=shape)
+        return QuantizedArray._made(self._format, chosen, shape=shape)
 
-    def of_stack(self, number: int) -> QuantizedArray | None:
+    def _of_stack(self, number: int) -> QuantizedArray | None:
         """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
         it so."""
         if self.device != "cuda" or self.ndim != 3 or not (self._format.walks and self._format.in_float16):
             return None
         from .cuda_exl3 import matrix
 
-        made = QuantizedArray.made(self._format, None, shape=self._shape[1:])
+        made = QuantizedArray._made(self._format, None, shape=self._shape[1:])
         made._fragments = matrix(self.fragments(), number)
         return made
 
     def __copy__(self) -> QuantizedArray:
-        made = QuantizedArray.made(self._format, self._blocks, self.rows, self._shape)
+        made = QuantizedArray._made(self._format, self._blocks, self.rows, self._shape)
         made._fragments = self._fragments
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of pickles and deep copies: the storage bytes, since prepared weights know their own addresses."""
-        return QuantizedArray.made, (self._format, self.blocks, None, self._shape)
+        return QuantizedArray._made, (self._format, self.blocks, None, self._shape)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -310,9 +310,9 @@ class QuantizedArray(Packed):
 
     def _along(self, numbers: range) -> Iterator[QuantizedArray]:
         check.can_iterate(self.shape)
-        self.may_make_blocks()
+        self._may_make_blocks()
         blocks = self.blocks  # once: on a GPU they may have to be made
-        return (self.selected(blocks, (i,)) for i in numbers)
+        return (self._selected(blocks, (i,)) for i in numbers)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise check.immutable(self)

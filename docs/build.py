@@ -45,6 +45,8 @@ TOPICS = {
     "from_exl3 Trellis trellis_quantize trellis_from_parts trellis_parts",
 }
 """Public names of cuquant, by what they are about."""
+INTERNAL = {"QuantizedArray": ("rows", "storage", "fragments")}
+"""Members of classes for the package's own modules, and for a look inside: their pages lack them."""
 MODULES = ("cuquant.formats", "cuquant.testing", "cuquant.bench")
 """Whose public names have a page together."""
 
@@ -125,7 +127,8 @@ def described(doc: Doc[Any], name: str, level: int = 1) -> str:
         parts.append(f'<pre class="signature">{escape(signature)}</pre>')
     parts.append(to_html(docstrings.convert(doc.docstring, "numpy", None)))
     if isinstance(doc, Class):
-        own = [m for m in doc.own_members if m.name != "__init__" and m.docstring and m.name[0] != "_"]
+        hidden = ("__init__", *INTERNAL.get(doc.name, ()))
+        own = [m for m in doc.own_members if m.name not in hidden and m.docstring and m.name[0] != "_"]
         parts += [described(member, member.name, level + 2) for member in own]
     return "".join(parts)
 

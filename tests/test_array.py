@@ -282,7 +282,7 @@ def test_other_functions_of_numpy_are_as_they_were() -> None:
 
 
 def test_errors_of_properties_are_their_own() -> None:
-    broken: Any = cq.QuantizedArray.made("q4_0", np.zeros((2, 18), np.uint8), shape=(2, 32))  # type: ignore[arg-type]
+    broken: Any = cq.QuantizedArray._made("q4_0", np.zeros((2, 18), np.uint8), shape=(2, 32))  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="'str' object has no attribute"):
         _ = broken.nbytes
     with pytest.raises(AttributeError, match="'QuantizedArray' object has no attribute 'nonsense'"):

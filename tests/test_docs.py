@@ -101,6 +101,15 @@ def test_every_public_name_has_a_page(site: Path, name: str) -> None:
             assert f">{section}</h6>" in text
 
 
+def test_pages_lack_members_of_the_package_alone(site: Path) -> None:
+    text = (site / "reference/QuantizedArray.html").read_text(encoding="utf-8")
+    ids = set(re.findall(r'<h3 id="(\w+)"', text))
+    assert {"blocks", "prepare"} <= ids <= set(dir(cq.QuantizedArray))
+    for name in ("rows", "storage", "fragments"):
+        assert name not in ids
+        assert hasattr(cq.QuantizedArray, name)
+
+
 @pytest.mark.parametrize(
     "function",
     [cq.open, cq.load, cq.evaluate, cq.evaluate_files, cq.warmup, cq.read_safetensors]

@@ -74,7 +74,7 @@ def test_stacks() -> None:
     np.testing.assert_array_equal(as_numpy(there.blocks), w.blocks)
     np.testing.assert_array_equal(as_numpy(there[1].blocks), w[1].blocks)
     for number in (0, 1):
-        one = there.of_stack(number)
+        one = there._of_stack(number)
         assert one is not None
         assert (one.shape, one.storage) == ((128, 256), there.storage)
         np.testing.assert_array_equal(as_numpy(one.blocks), w[number].blocks)

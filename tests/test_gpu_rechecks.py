@@ -149,7 +149,7 @@ def test_no_error_is_less(counted: list[int]) -> None:
     q = blocks(x)
     cq.matmul(q, w.T, out=y)
     with pytest.raises(TypeError, match="both operands are quantized weights"):  # as bytes it is like q
-        cq.linear(cq.QuantizedArray.made(w.format, q.blocks, None, q.shape), w, out=y)
+        cq.linear(cq.QuantizedArray._made(w.format, q.blocks, None, q.shape), w, out=y)
     assert counted == [3, 0]
 
 

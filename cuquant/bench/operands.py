@@ -39,7 +39,7 @@ def random_stack(name: str, count: int, n: int, k: int) -> QuantizedArray:
     make = _maker(formats.get(name), n, k, k**-0.5)
     made = [make() for _ in range(count)]
     blocks = device.cupy().stack([each.blocks for each in made])
-    return QuantizedArray.made(made[0].format, blocks, shape=(count, n, k)).prepare()
+    return QuantizedArray._made(made[0].format, blocks, shape=(count, n, k)).prepare()
 
 
 def _maker(fmt: Format, n: int, k: int, size: float = 0.02) -> Callable[[], QuantizedArray]:
@@ -66,7 +66,7 @@ def _points(fmt: Grid, n: int, k: int, size: float) -> QuantizedArray:
         size / float(2 * scales.mean() + 1) / fmt.magnitudes[-1]
     )
     blocks = fmt.joined(d.astype(np.float16).view(np.uint8), scales, codes, cupy)
-    return QuantizedArray.made(fmt, blocks.reshape(n, -1), shape=(n, k))
+    return QuantizedArray._made(fmt, blocks.reshape(n, -1), shape=(n, k))
 
 
 def _codes(fmt: Format, n: int, k: int, size: float) -> QuantizedArray:
@@ -77,7 +77,7 @@ def _codes(fmt: Format, n: int, k: int, size: float) -> QuantizedArray:
     _, at, *_ = fmt.storage.fields["d"]
     d = cupy.random.uniform(0.5, 2, (len(blocks), 1)) * size
     blocks[:, at : at + 2] = d.astype(np.float16).view(np.uint8)
-    return QuantizedArray.made(fmt, blocks.reshape(n, -1), shape=(n, k))
+    return QuantizedArray._made(fmt, blocks.reshape(n, -1), shape=(n, k))
 
 
 def _walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
@@ -87,4 +87,4 @@ def _walks(fmt: Exl3, shape: tuple[int, ...]) -> QuantizedArray:
     _, suh, svh = fmt.parts(blocks, shape)
     for side, size in ((suh, 1), (svh, 0.02)):
         side[...] = random.choice(np.array([-size, size]), side.shape) * random.uniform(0.5, 2, side.shape)
-    return QuantizedArray.made(fmt, blocks, shape=shape)
+    return QuantizedArray._made(fmt, blocks, shape=shape)

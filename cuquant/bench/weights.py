@@ -102,7 +102,7 @@ class _Given:
 
     def prepare(self) -> QuantizedArray:
         w = self.weight  # stays as it is
-        return QuantizedArray.made(w.format, w.blocks, shape=w.shape).prepare()
+        return QuantizedArray._made(w.format, w.blocks, shape=w.shape).prepare()
 
     def restore(self) -> Any:
         return from_fragments(self.prepared.fragments())
@@ -125,7 +125,7 @@ class _Given:
 
     @cached_property
     def _encoded(self) -> QuantizedArray:
-        return QuantizedArray.made(self.weight.format, device.cupy().empty_like(self.weight.blocks))
+        return QuantizedArray._made(self.weight.format, device.cupy().empty_like(self.weight.blocks))
 
     @cached_property
     def _found(self) -> Any:

@@ -54,7 +54,7 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
                 f"the first {first.shape}"
             )
     for w in given:
-        w.may_make_blocks()
+        w._may_make_blocks()
     return given, axis
 
 

@@ -39,4 +39,4 @@ def from_exl3(trellis: Any, suh: Any, svh: Any, codebook: str = "3inst") -> Quan
     blocks = np.empty(fmt.stored(shape), np.uint8)
     for field, given in zip(fmt.parts(blocks, shape), (trellis, suh, svh), strict=True):
         field[...] = given
-    return QuantizedArray.made(fmt, blocks, shape=shape)
+    return QuantizedArray._made(fmt, blocks, shape=shape)

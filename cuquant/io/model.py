@@ -162,7 +162,7 @@ class Model(Mapping[str, Any]):
         fmt = self.format(info.name)
         assert fmt is not None
         blocks = check.raw_blocks(self.raw(info.name), fmt, info.shape)
-        return QuantizedArray.made(fmt, blocks, shape=info.shape)
+        return QuantizedArray._made(fmt, blocks, shape=info.shape)
 
     def _of_blocks(self, info: TensorInfo) -> Format | None:
         """The format of a tensor's blocks, before its scale."""

@@ -47,7 +47,7 @@ def int4_from_parts(
     records["codes"] = codes.reshape(records["codes"].shape)
     if zeros is not None:
         records["zero"] = zeros
-    return QuantizedArray.made(fmt, records.view(np.uint8))
+    return QuantizedArray._made(fmt, records.view(np.uint8))
 
 
 def int4_parts(w: QuantizedArray) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.uint8] | None]:

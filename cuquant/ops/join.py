@@ -39,4 +39,4 @@ def _made(
 ) -> QuantizedArray:
     fmt = check.whole_blocks(shape, given[0].format)  # a vector's last block may be a part, a matrix's not
     own = join if given[0].device == "cpu" else getattr(device.cupy(), join.__name__)
-    return QuantizedArray.made(fmt, own([w.blocks for w in given], axis=axis), shape=shape)
+    return QuantizedArray._made(fmt, own([w.blocks for w in given], axis=axis), shape=shape)

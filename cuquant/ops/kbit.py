@@ -80,4 +80,4 @@ def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, in
 
     whole = np.concatenate([rows(packed), rows(absmax[..., None])], axis=2)
     blocks = np.ascontiguousarray(whole[:n, : k // _BLOCK]).reshape(n, fmt.row_bytes(k))
-    return QuantizedArray.made(fmt, blocks)
+    return QuantizedArray._made(fmt, blocks)

@@ -166,5 +166,5 @@ def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any, x_format: str | Forma
 def _row(vector: Any) -> Any:
     """A vector (..., K) as a matrix of one row (..., 1, K)."""
     if isinstance(vector, QuantizedArray):
-        return QuantizedArray.made(vector.format, vector.blocks[None], vector.rows)
+        return QuantizedArray._made(vector.format, vector.blocks[None], vector.rows)
     return None if vector is None else vector[..., None, :]

@@ -235,10 +235,10 @@ def _matrices(stack: Any) -> Callable[[int], Any]:
     a prepared one have to be made, once for all."""
     if not check.is_quantized(stack):
         return lambda number: stack[number]
-    if len(stack) and stack.of_stack(0) is not None:
-        return lambda number: stack.of_stack(number)
+    if len(stack) and stack._of_stack(0) is not None:
+        return lambda number: stack._of_stack(number)
     blocks = stack.blocks
-    return lambda number: stack.selected(blocks, (number,))
+    return lambda number: stack._selected(blocks, (number,))
 
 
 def _feed_forward(
@@ -265,11 +265,11 @@ def _feed_forward(
 
 def _taken(rows: Any, numbers: Any) -> Any:
     """Rows of activations by their numbers, which are good."""
-    return rows.selected(rows.blocks, (numbers,)) if check.is_quantized(rows) else rows[numbers]
+    return rows._selected(rows.blocks, (numbers,)) if check.is_quantized(rows) else rows[numbers]
 
 
 def _rows(x: Any) -> Any:
     """Activations (..., K) as rows [n, K]."""
     if check.is_quantized(x):
-        return QuantizedArray.made(x.format, x.blocks.reshape(-1, x.blocks.shape[-1]))
+        return QuantizedArray._made(x.format, x.blocks.reshape(-1, x.blocks.shape[-1]))
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -60,7 +60,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         if found is not None:
             how, fmt = found[0].work
             blocks, rows = device.backend(True).quantize_again(how, x)
-            return QuantizedArray.made(fmt, blocks, rows, x.shape)
+            return QuantizedArray._made(fmt, blocks, rows, x.shape)
     check.array_first(x, format)
     given = formats.get(format)
     x = check.floats(x, "x")
@@ -74,12 +74,12 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         weights = check.column_importance(importance, fmt, x.shape[-1])
         blocks, lost = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
         _warn_of(lost, x.size, fmt)
-        return QuantizedArray.made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
+        return QuantizedArray._made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
     if on_gpu and fmt.for_activations:
         blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
         if how is not None:
             repeats.remember(repeats.quantized, (fmt.name,), (how, fmt), x, result=blocks)
-        return QuantizedArray.made(fmt, blocks, rows)
+        return QuantizedArray._made(fmt, blocks, rows)
     backend = device.backend(on_gpu)
     *_, k = shape = x.shape
     if missing := -k % fmt.block_size:
@@ -89,7 +89,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     blocks, lost = backend.quantize(x, fmt)
     if fmt is given:
         _warn_of(lost, x.size, fmt)
-    return QuantizedArray.made(fmt, blocks, shape=shape)
+    return QuantizedArray._made(fmt, blocks, shape=shape)
 
 
 def _warn_of(lost: int, size: int, fmt: Format) -> None:
@@ -128,7 +128,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
     """
     shape = check.shape(shape)
     fmt = check.whole_blocks(shape, formats.get(format))
-    return QuantizedArray.made(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
+    return QuantizedArray._made(fmt, check.raw_blocks(raw, fmt, shape), shape=shape)
 
 
 @shown
@@ -139,7 +139,7 @@ def dequantize(w: QuantizedArray, dtype: Any) -> Any:
         return cpu.dequantize(w, wanted)
     from .. import cuda
 
-    w.may_make_blocks()
+    w._may_make_blocks()
     return cuda.dequantize(w.blocks, w.format, wanted, w.shape)[..., : w.shape[-1]]
 
 
@@ -163,4 +163,4 @@ def to_device(w: QuantizedArray, name: str) -> QuantizedArray:
         blocks = own.copy() if name == "cuda" else device.as_numpy(own)
         if name == "cuda":
             device.wait_for(blocks)  # before the memory of `own` is used again
-    return QuantizedArray.made(w.format, blocks, shape=w.shape)
+    return QuantizedArray._made(w.format, blocks, shape=w.shape)

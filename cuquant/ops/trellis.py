@@ -58,7 +58,7 @@ def trellis_from_parts(
     blocks = np.zeros(fmt.stored(shape), np.uint8)
     for field, given in zip(fmt.parts(blocks, shape), (packed, scales, su, sv), strict=True):
         field[...] = given
-    return QuantizedArray.made(fmt, blocks, shape=shape)
+    return QuantizedArray._made(fmt, blocks, shape=shape)
 
 
 def trellis_parts(w: QuantizedArray) -> tuple[Any, Any, Any, Any, Any]:
@@ -144,6 +144,6 @@ def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> Qua
     if device.is_cuda(w):
         from .. import cuda_trellis
 
-        return QuantizedArray.made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
+        return QuantizedArray._made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
     blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, *signs, moments))
-    return QuantizedArray.made(fmt, blocks, shape=w.shape)
+    return QuantizedArray._made(fmt, blocks, shape=w.shape)
