@@ -42,8 +42,27 @@ FEW_TOKENS = 512
 LEVEL_COLUMNS = 16
 """Columns that have a level of their own (kernels/core/levels.cuh)."""
 _ROUTE_WARPS, _GROUP_WARPS, _LEVEL_WARPS = 4, 16, 4
-_COLUMNS = 4 * 256
-"""Columns that a block of `combine` sums."""
+_GATHER_THREADS, _SIGN_THREADS, _HIDDEN_THREADS, _COMBINE_THREADS = 512, 256, 512, 256
+"""Of a block, at most; of the last exactly."""
+_GATHER_KEPT, _HIDDEN_KEPT = 2, 8
+"""Pieces of a row that a thread has at once, of eight numbers and of four."""
+_COMBINE_COLUMNS = 4 * _COMBINE_THREADS
+"""That a block sums."""
+_CONSTANTS = (
+    ("ROUTE_WARPS", _ROUTE_WARPS),
+    ("GROUP_WARPS", _GROUP_WARPS),
+    ("LEVEL_WARPS", _LEVEL_WARPS),
+    ("GATHER_THREADS", _GATHER_THREADS),
+    ("GATHER_KEPT", _GATHER_KEPT),
+    ("SIGN_THREADS", _SIGN_THREADS),
+    ("HIDDEN_THREADS", _HIDDEN_THREADS),
+    ("HIDDEN_KEPT", _HIDDEN_KEPT),
+    ("COMBINE_THREADS", _COMBINE_THREADS),
+    ("COMBINE_COLUMNS", _COMBINE_COLUMNS),
+    ("MOST_EXPERTS", MOST_EXPERTS),
+    ("MOST_SLOTS", MOST_SLOTS),
+)
+"""Of all kernels of kernels/ops/moe.cu, which are one module as they have the same."""
 _BYTES_US, _RESULTS_US = 4.46e6, 1e6
 """Bytes in a microsecond on an H200: of weights, which are read meanwhile; and of float32 results."""
 _LAUNCH_US = 2.0
@@ -203,48 +222,55 @@ def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, gpu: Gpu) -
     return None if both is None or both.us > _APART * 2 * (single.us + results) else both
 
 
+def _kernel(entry: str) -> Kernel:
+    return Kernel("moe", entry, constants=_CONSTANTS)
+
+
 @lru_cache(maxsize=1024)
 def gather(load: Load, k: int) -> Plan:
     """A block for every entry, and one for the lists of works."""
-    return Plan(Kernel("moe", "gather"), (load.rows + 1, 1, 1), threads_of(k, 16, 512), overlaps=True)
+    threads = threads_of(k, 8 * _GATHER_KEPT, _GATHER_THREADS)
+    return Plan(_kernel("gather"), (load.rows + 1, 1, 1), threads, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def change_signs(rows: int, k: int) -> Plan:
     """A block for every entry."""
-    return Plan(Kernel("moe", "change_signs"), (rows, 1, 1), threads_of(k, 8, 256), overlaps=True)
+    return Plan(_kernel("change_signs"), (rows, 1, 1), threads_of(k, 8, _SIGN_THREADS), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def hidden(rows: int, k: int) -> Plan:
     """A block for every row."""
-    return Plan(Kernel("moe", "hidden"), (rows, 1, 1), threads_of(k, 32, 512), overlaps=True)
+    threads = threads_of(k, 4 * _HIDDEN_KEPT, _HIDDEN_THREADS)
+    return Plan(_kernel("hidden"), (rows, 1, 1), threads, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def level(rows: int) -> Plan:
     """A warp for every row."""
     grid = (ceil(rows / _LEVEL_WARPS), 1, 1)
-    return Plan(Kernel("moe", "level"), grid, _LEVEL_WARPS * WARP, overlaps=True)
+    return Plan(_kernel("level"), grid, _LEVEL_WARPS * WARP, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def group(experts: int) -> Plan:
     """A block for every expert."""
-    return Plan(Kernel("moe", "group"), (experts, 1, 1), _GROUP_WARPS * WARP, overlaps=True)
+    return Plan(_kernel("group"), (experts, 1, 1), _GROUP_WARPS * WARP, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def combine(tokens: int, n: int) -> Plan:
     """Blocks for every token."""
-    return Plan(Kernel("moe", "combine"), (tokens, ceil(n / _COLUMNS), 1), 256, overlaps=True)
+    grid = (tokens, ceil(n / _COMBINE_COLUMNS), 1)
+    return Plan(_kernel("combine"), grid, _COMBINE_THREADS, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def route(tokens: int) -> Plan:
     """A warp for every token."""
     grid = (ceil(tokens / _ROUTE_WARPS), 1, 1)
-    return Plan(Kernel("moe", "route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
+    return Plan(_kernel("route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
 
 
 def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:

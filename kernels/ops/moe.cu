@@ -17,9 +17,13 @@
 #include "../core/problem.cuh"
 #include "../formats/rows.cuh"
 
-constexpr int ROUTE_WARPS = 4, GROUP_WARPS = 16, LEVEL_WARPS = 4;  // as plan/moe.py has them
-constexpr int MOST_EXPERTS = 1024, MOST_SLOTS = 256;
-constexpr int PRODUCTS = 3, GATHER_THREADS = 512;
+constexpr int ROUTE_WARPS = CUQUANT_ROUTE_WARPS, GROUP_WARPS = CUQUANT_GROUP_WARPS, LEVEL_WARPS = CUQUANT_LEVEL_WARPS;
+constexpr int MOST_EXPERTS = CUQUANT_MOST_EXPERTS, MOST_SLOTS = CUQUANT_MOST_SLOTS;
+constexpr int PRODUCTS = 3;
+// Threads of a block, at most; pieces of a row that one has at once.
+constexpr int GATHER_THREADS = CUQUANT_GATHER_THREADS, GATHER_KEPT = CUQUANT_GATHER_KEPT;
+constexpr int SIGN_THREADS = CUQUANT_SIGN_THREADS, COMBINE_THREADS = CUQUANT_COMBINE_THREADS;
+static_assert(MOST_SLOTS <= COMBINE_THREADS, "a thread has a slot");
 
 DEVICE void enter() {
     let_successor_start();
@@ -229,7 +233,7 @@ gather(const void* x, int dtype, s64 row_stride, s64 column_stride, const float*
     const int token = entry / top_k;
     const FloatRow row = {x, token * row_stride, column_stride, dtype, K};
     auto as_they_are = [](int) { return make_uint4(0, 0, 0, 0); };
-    const float factor = row_to_half<2>(row, reinterpret_cast<uint4*>(out + s64(place) * K), as_they_are);
+    const float factor = row_to_half<GATHER_KEPT>(row, reinterpret_cast<uint4*>(out + s64(place) * K), as_they_are);
     if (threadIdx.x == 0) unscale[place] = factors ? factor * factors[token] : factor;
 }
 
@@ -239,7 +243,7 @@ DEVICE const u16* signs_of(const u16* signs, int expert, int K) {
 }
 
 // Rows in the entries' places with other signs (or null) in place of those that they have, a block an entry.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(SIGN_THREADS)
 change_signs(u16* rows, int K, const void* ids, int wide, int tokens, int top_k, int experts, const int* places,
              const u16* before, const u16* after) {
     enter();
@@ -257,7 +261,7 @@ change_signs(u16* rows, int K, const void* ids, int wide, int tokens, int top_k,
 
 // What `down` multiplies, from float32 rows to float16, as row_to_half does it. A block keeps a row of up to KEPT times
 // four numbers of each thread; what is beyond is read again.
-constexpr int HIDDEN_THREADS = 512, KEPT = 8;
+constexpr int HIDDEN_THREADS = CUQUANT_HIDDEN_THREADS, KEPT = CUQUANT_HIDDEN_KEPT;
 
 extern "C" __global__ void __launch_bounds__(HIDDEN_THREADS, 2)
 hidden(const float* x, int K, u16* out, float* unscale) {
@@ -327,7 +331,7 @@ DEVICE float load_fresh(const void* array, s64 index, int dtype) {
 
 // y: the results of a token's entries, times their probabilities, in the order of their experts. Results are in the
 // entries' places, or (null) in the order of the entries.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
 combine(const float* results, int columns, const int* places, const void* ids, int wide, int tokens, int top_k,
         int experts, const void* probs, int probs_dtype, void* out, int dtype, s64 row_stride, s64 column_stride) {
     __shared__ int chosen[MOST_SLOTS], sorted[MOST_SLOTS];
@@ -349,6 +353,7 @@ combine(const float* results, int columns, const int* places, const void* ids, i
     __syncthreads();
     wait_for_predecessor();
     constexpr int EACH = 4;
+    static_assert(EACH * COMBINE_THREADS == CUQUANT_COMBINE_COLUMNS, "columns of a block");
     const int first = (blockIdx.y * blockDim.x + threadIdx.x) * EACH;
     if (first >= columns) return;
     const bool whole = columns % EACH == 0;
