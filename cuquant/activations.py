@@ -13,6 +13,7 @@ import numpy as np
 
 from . import buffers, check, device, jit, plan, problem
 from .formats import Format, get
+from .plan.blocks import ACTIVATION_KERNELS
 
 _BYTE = np.dtype(np.uint8)
 
@@ -42,8 +43,9 @@ def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
     count, half = prod(lead), rows.dtype == check.FLOATS[0]
     if count == 0 or not can_quantize(rows):
         return None
-    step = plan.activations("quantize_half" if half else "quantize_rows", fmt, count, k)
-    call = jit.call(step, "QiqqiQQQ", (*layout(rows), k))
+    entry = "quantize_half" if half else "quantize_rows"
+    step = plan.activations(entry, fmt, count, k)
+    call = jit.call(step, ACTIVATION_KERNELS[entry], (*layout(rows), k))
     return Blocks(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
 
 
@@ -110,25 +112,32 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
     if entry == "blocks_to_half":
         return held, (of_blocks(count, k),)
     if entry == "quantize_rows":  # the blocks themselves are not wanted
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQQ", (*layout(held), k, 0))),)
+        return held, (Step(_call(entry, count, k, (*layout(held), k, 0))),)
     factors, signs = x.source.factors, (buffers.pointer(x.signs), x.each or count)
     if entry == "round_halves":
-        return held, (Step(jit.call(_plan(entry, count, k), "QiqqiQQ", (*layout(held), k)), factors),)
+        return held, (Step(_call(entry, count, k, (*layout(held), k)), factors),)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
         made = () if x.rows is not None else (of_blocks(count, k),)
-        call = jit.call(_plan("prepare_halves", count, k), "QiqqiQQQi", (0, k, 1, k), signs)
-        return held, (*made, Step(call, False))
-    call = jit.call(_plan(entry, count, k), "QiqqiQQQi", (*layout(held), k), signs)
-    return held, (Step(call, factors),)
+        return held, (*made, Step(_call("prepare_halves", count, k, (0, k, 1, k), signs), False))
+    return held, (Step(_call(entry, count, k, (*layout(held), k), signs), factors),)
 
 
 def of_blocks(count: int, k: int) -> Step:
     """Of so many rows of q8_1 blocks."""
-    return Step(jit.call(_plan("blocks_to_half", count, k), "QiQQ", (k,)))
+    return Step(_call("blocks_to_half", count, k, (k,)))
 
 
-def _plan(entry: str, count: int, k: int) -> plan.Plan:
-    return plan.activations(entry, get("q8_1"), count, k)
+def addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
+    """Of what kernels read of x, and of the factors of its rows if these are there."""
+    if rows is None:
+        return held.data.ptr, 0
+    start = rows.buffer.data.ptr
+    return start, start + rows.factors
+
+
+def _call(entry: str, count: int, k: int, numbers: tuple[int, ...], last: tuple[int, ...] = ()) -> jit.Call:
+    step = plan.activations(entry, get("q8_1"), count, k)
+    return jit.call(step, ACTIVATION_KERNELS[entry], numbers, last)
 
 
 def layout(rows: Any) -> tuple[int, ...]:

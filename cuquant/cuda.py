@@ -24,7 +24,7 @@ from . import (
     repeats,
     streams,
 )
-from .activations import Blocks, Operand, Rows, Step
+from .activations import Blocks, Operand, Rows, Step, addresses
 from .array import QuantizedArray
 from .formats import Format
 from .formats.exl3 import Exl3
@@ -198,7 +198,7 @@ def product(p: Product, out: Any) -> Ready | None:
     factors, size = buffers.rows_bytes(x.source.shape) if steps else (0, 0)
     ready = Ready(launch, _argument(launch, fragments, signs), steps, size, factors)
     ends = (out.data.ptr, buffers.pointer(p.bias), buffers.pointer(p.residual))
-    _run(ready, *_addresses(held, x.rows), *ends)
+    _run(ready, *addresses(held, x.rows), *ends)
     return ready if held.data.ptr == check.storage(p.x).data.ptr else None
 
 
@@ -309,17 +309,9 @@ def repeat(known: Repeat, places: list[int], x: Any, out: Any) -> Any:
         out = known.result()
         to = out.data.ptr
     if type(x) is QuantizedArray:
-        start, factors = _addresses(x.blocks, x.rows)
+        start, factors = addresses(x.blocks, x.rows)
     _run(known.work, start, factors, to, bias, residual)
     return out
-
-
-def _addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
-    """Of what kernels read of x, and of the factors of its rows if these are there."""
-    if rows is None:
-        return held.data.ptr, 0
-    start = rows.buffer.data.ptr
-    return start, start + rows.factors
 
 
 def _run(ready: Ready, x: int, factors: int, out: int, bias: int, residual: int) -> None:

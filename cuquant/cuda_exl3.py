@@ -101,7 +101,7 @@ def turned_rows(rows: Any, fragments: Fragments) -> Step:
     """What makes float16 rows of floats [R, K], and their factors."""
     suh = fragments.kept.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
-    return Step(jit.call(step, "QiqqiQQQ", (*layout(rows), rows.shape[1]), (suh,)))
+    return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*layout(rows), rows.shape[1]), (suh,)))
 
 
 def turned_results(
@@ -115,4 +115,4 @@ def turned_results(
     rest = (problem.ACTIVATIONS[activation], 2.0**fragments.lift)
     numbers = (int(wide), out.shape[1], *strides, *dtypes, *rest)
     step = plan.exl3.turn_results(*out.shape)
-    return jit.call(step, "QiiqqqqiiiifQQQQQ", numbers, (fragments.kept.svh.data.ptr,))
+    return jit.call(step, plan.exl3.ARGUMENTS["turn_results"], numbers, (fragments.kept.svh.data.ptr,))

@@ -12,6 +12,7 @@ from weakref import ref
 import numpy as np
 
 from . import buffers, check, device, jit, plan, problem, templates
+from .activations import addresses
 from .formats import Format
 from .fragments import Fragments
 from .moe_launches import planned
@@ -147,13 +148,8 @@ def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _addresses(x: Any) -> tuple[int, int]:
-    """Of what is read of x, and of the factors of its rows, if these are there."""
-    if device.is_cuda(x):
-        return x.data.ptr, 0
-    if x.rows is None:
-        return x.blocks.data.ptr, 0
-    start = x.rows.buffer.data.ptr
-    return start, start + x.rows.factors
+    """Of what is read of floats or blocks, and of their rows' factors."""
+    return addresses(x, None) if device.is_cuda(x) else addresses(x.blocks, x.rows)
 
 
 def _source(x: Any) -> tuple[Any, tuple[int, int], Rows | None]:
@@ -167,4 +163,4 @@ def _source(x: Any) -> tuple[Any, tuple[int, int], Rows | None]:
     if x.rows is None:
         blocks = x.blocks.reshape(-1, x.blocks.shape[-1])
         return blocks, (blocks.data.ptr, 0), None
-    return x.rows, _addresses(x), half_rows(Place(X), x.shape[-1], Place(FACTORS))
+    return x.rows, addresses(x.blocks, x.rows), half_rows(Place(X), x.shape[-1], Place(FACTORS))

@@ -11,11 +11,10 @@ from . import check, device, formats, jit, plan
 from .array import QuantizedArray
 from .formats import Format
 from .io.model import Model, open as open_model
+from .plan.blocks import activation_kernels
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """Rows of x that are prepared for, unless others are asked for: decoding and a prompt."""
-_PREPARE = ("repack_trellis", "repack_exl3", "exl3")
-"""What prepares weights of whole matrices, and surrounds their products."""
 TOP_K = 2
 """Experts of a token, where nothing says how many."""
 
@@ -61,9 +60,7 @@ def warmup(
     from tqdm import tqdm
 
     device.cupy()  # says why there is none
-    batches = [check.count(m, "a batch", least=-check.LARGEST_INDEX) for m in batches]
-    if any(m < 1 for m in batches):
-        raise ValueError(f"batches are {batches}; a product has at least one row")
+    batches = check.batches_to_warm_up(batches)
     found, top_k = _weights(weights)
     needed = [
         kernel
@@ -90,22 +87,20 @@ def kernels(
     if not kept.whole_matrices:
         found |= plan.prepare_kernels(fmt.for_repacking, gpu)
     else:
-        found |= {kernel for kernel in plan.matrix_kernels(kept) if kernel.op in _PREPARE}
-    entries = ["prepare_rows", "prepare_halves", "round_halves"]
-    entries += ["blocks_to_half", "quantize_rows", "quantize_half"]
+        found |= (plan.exl3 if kept.walks else plan.trellis).prepare_kernels(kept)
     for m in batches:
         for converted in (False, True):
             # Those with a stack of walks are of one matrix after the other.
             matrices = 1 if kept.walks else prod(lead)
             gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, converted=converted)
             found.add(gemm.plan.kernel)
-        found |= {plan.activations(entry, q8_1, m, k).kernel for entry in entries}
+        found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
             if kept.walks:
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
-            for gated in (False,) if kept.walks else (False, True):
+            for gated in plan.moe.sides_of(kept):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)

@@ -135,6 +135,7 @@ from .products import (
     activation_format as activation_format,
     activations as activations,
     batch_axes as batch_axes,
+    batches_to_warm_up as batches_to_warm_up,
     bias as bias,
     is_weight as is_weight,
     launch_size as launch_size,

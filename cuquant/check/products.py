@@ -12,6 +12,8 @@ from .. import memory
 from .common import (
     FLOAT_NAMES,
     FLOATS,
+    LARGEST_INDEX,
+    count,
     described,
     float_dtype,
     floats,
@@ -266,6 +268,14 @@ def weights_to_warm_up(value: Any) -> list[Any]:
         if not is_quantized(other):
             raise TypeError(f"weights to warm up for are QuantizedArrays, not {type(other).__name__}")
     return weights
+
+
+def batches_to_warm_up(batches: Iterable[Any]) -> list[int]:
+    """Rows of activations, of one product or several."""
+    rows = [count(m, "a batch", least=-LARGEST_INDEX) for m in batches]
+    if any(m < 1 for m in rows):
+        raise ValueError(f"batches are {rows}; a product has at least one row")
+    return rows
 
 
 def something_to_warm_up(found: Sequence[Any], none: str) -> None:

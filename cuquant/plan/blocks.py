@@ -114,7 +114,17 @@ def prepare_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
     return repacked | ({center(1).kernel} if fmt.for_kernels.scaling == "e8m0" else set())
 
 
-LONGEST_ROW = 4 * 16 * 1024
+ACTIVATION_KERNELS = {
+    "prepare_rows": "QiqqiQQQi",
+    "prepare_halves": "QiqqiQQQi",
+    "round_halves": "QiqqiQQ",
+    "blocks_to_half": "QiQQ",
+    "quantize_rows": "QiqqiQQQ",
+    "quantize_half": "QiqqiQQQ",
+}
+"""Entries of kernels/ops/activations.cu, and types of what they take, as `struct` has them."""
+_MOST_THREADS = 1024
+LONGEST_ROW = 4 * 16 * _MOST_THREADS
 """Activations of a row that a block of threads can quantize at once: four times 16 of each thread."""
 _ROW_THREADS = 512
 """Threads of a block that keeps up to 16384 numbers of a row in registers, at most."""
@@ -131,7 +141,7 @@ def activations(entry: str, fmt: Format, rows: int, k: int) -> Plan:
     A thread takes 8 or 16 numbers of a row. Where a row's peak must be known, which needs the row in one
     block, it may take more (`row_threads`); `prepare_rows` has rows of any length.
     """
-    each, most = (16, 1024) if entry in _BY_16 else (8, _ROW_THREADS)
+    each, most = (16, _MOST_THREADS) if entry in _BY_16 else (8, _ROW_THREADS)
     if entry in _WITHOUT_PEAK:
         parts = ceil(k / (each * 256))
         threads = threads_of(k, each * parts, most)
@@ -161,12 +171,9 @@ def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
         for entry, half in product(("to_fragments", "from_fragments"), (True, False)):
             found.add(repack(stored, entry, 1, 1, gpu, half).kernel)
         return found | prepare_kernels(stored, gpu)
-    entries = (
-        "prepare_rows",
-        "prepare_halves",
-        "round_halves",
-        "blocks_to_half",
-        "quantize_rows",
-        "quantize_half",
-    )
-    return found | {activations(entry, fmt, 1, fmt.block_size).kernel for entry in entries}
+    return found | activation_kernels(fmt, 1, fmt.block_size)
+
+
+def activation_kernels(fmt: Format, rows: int, k: int) -> set[Kernel]:
+    """All of them, of so many rows of k numbers."""
+    return {activations(entry, fmt, rows, k).kernel for entry in ACTIVATION_KERNELS}

@@ -16,6 +16,8 @@ FLAGS = 4 * LARGE_GPU
 shared."""
 MOST_BLOCKS = 65_535
 """Of a launch, along its second and third axes."""
+STRIDING_BLOCKS = 1 << 16
+"""Most of a launch whose blocks stride over what is left."""
 
 
 class Gpu(NamedTuple):

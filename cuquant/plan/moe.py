@@ -273,12 +273,17 @@ def route(tokens: int) -> Plan:
     return Plan(_kernel("route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
 
 
+def sides_of(fmt: Format) -> tuple[bool, ...]:
+    """Whether products are gated, as far as there are such: none of walks is, whose sums are turned first."""
+    return (False,) if fmt.walks else (False, True)
+
+
 def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     """Every kernel that any of these plans can ask for on a GPU, for tests that compile them all."""
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        sides = (False,) if fmt.walks else (False, True)
+        sides = sides_of(fmt)
         for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, sides):
             made = product(fmt, load, n, 4096, half, gated, gpu)
             if made is not None:

@@ -6,15 +6,13 @@ from functools import lru_cache
 from math import ceil
 
 from ..formats import Format
-from .launch import MOST_BLOCKS, Kernel, Plan
+from .launch import MOST_BLOCKS, STRIDING_BLOCKS, Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
 
 _WARPS, _RUN = 8, 4
 """Row tiles of a block of threads that repacks, and its tiles along K."""
 _COLUMNS = 1024
 """Of a block that dequantizes."""
-_BLOCKS = 1 << 16
-"""Of a launch: they stride over what is left."""
 
 
 def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
@@ -22,7 +20,7 @@ def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
 
 
 def _plan(op: str, entry: str, fmt: Format, blocks: int, threads: int = 256) -> Plan:
-    return Plan(_kernel(op, entry, fmt), (min(blocks, _BLOCKS), 1, 1), threads)
+    return Plan(_kernel(op, entry, fmt), (min(blocks, STRIDING_BLOCKS), 1, 1), threads)
 
 
 @lru_cache(maxsize=1024)
@@ -71,11 +69,13 @@ def nearest(fmt: Format, groups: int) -> Plan:
     return Plan(_kernel("quantize", "nearest", fmt), (ceil(groups / 16), 1, 1), 128)
 
 
+def prepare_kernels(fmt: Format) -> set[Kernel]:
+    """What repacks matrices, and what is asked of them before; and what takes rows of them."""
+    entries = ("survey", "sign_bits", "to_fragments", "from_fragments", "take_rows")
+    return {_kernel("repack", entry, fmt) for entry in entries}
+
+
 def kernels(fmt: Format) -> set[Kernel]:
     """All of them."""
-    entries = {
-        "repack": ("survey", "sign_bits", "to_fragments", "from_fragments", "take_rows"),
-        "dequantize": ("dequantize",),
-        "quantize": ("quantize", "nearest"),
-    }
-    return {_kernel(op, entry, fmt) for op, names in entries.items() for entry in names}
+    others = (("dequantize", "dequantize"), ("quantize", "quantize"), ("quantize", "nearest"))
+    return prepare_kernels(fmt) | {_kernel(op, entry, fmt) for op, entry in others}
