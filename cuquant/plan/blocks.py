@@ -102,10 +102,14 @@ def _kept_scales(fmt: Format, tiles: int, room: int) -> int:
     return kept if kept <= room else 0
 
 
+_CENTER_THREADS = 256
+
+
 @lru_cache(maxsize=1024)
 def center(nbytes: int) -> Plan:
     """Scales that are exponents to what products take, that many bytes: 16 a thread."""
-    return Plan(Kernel("center", "center"), (ceil(nbytes / 4096), 1, 1), 256, overlaps=True)
+    blocks = ceil(nbytes / (16 * _CENTER_THREADS))
+    return Plan(Kernel("center", "center"), (blocks, 1, 1), _CENTER_THREADS, overlaps=True)
 
 
 def prepare_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:

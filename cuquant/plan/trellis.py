@@ -13,6 +13,9 @@ _WARPS, _RUN = 8, 4
 """Row tiles of a block of threads that repacks, and its tiles along K."""
 _COLUMNS = 1024
 """Of a block that dequantizes."""
+_QUANTIZE_THREADS = 128
+_ROWS = _QUANTIZE_THREADS // 8
+"""Of a block that quantizes: eight threads have a group."""
 
 
 def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
@@ -61,12 +64,13 @@ def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
 def quantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
     """16 rows and a group's columns a block."""
     blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / fmt.kernel_block_size)
-    return _plan("quantize", "quantize", fmt, blocks, 128)
+    return _plan("quantize", "quantize", fmt, blocks, _QUANTIZE_THREADS)
 
 
 def nearest(fmt: Format, groups: int) -> Plan:
     """16 groups a block."""
-    return Plan(_kernel("quantize", "nearest", fmt), (ceil(groups / 16), 1, 1), 128)
+    grid = (ceil(groups / _ROWS), 1, 1)
+    return Plan(_kernel("quantize", "nearest", fmt), grid, _QUANTIZE_THREADS)
 
 
 def prepare_kernels(fmt: Format) -> set[Kernel]:

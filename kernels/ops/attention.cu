@@ -7,7 +7,8 @@
 #endif
 
 constexpr int WARPS = CUQUANT_WARPS;  // that compute
-constexpr int THREADS = (WARPS + (CUQUANT_BOXES ? 4 : 0)) * WARP;  // with boxes a warpgroup more, which copies
+constexpr int COPYING_WARPS = 4;      // with boxes: a warpgroup more, which copies
+constexpr int THREADS = (WARPS + (CUQUANT_BOXES ? COPYING_WARPS : 0)) * WARP;
 
 constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
@@ -24,7 +25,7 @@ DEVICE bool shared_out(const Share& share) {
 #if CUQUANT_BOXES
 // Registers of a thread: as launched, then of those that compute, and of the others.
 constexpr int REGISTERS_AT_FIRST = 96, COMPUTING_REGISTERS = 112, COPYING_REGISTERS = 24;
-static_assert(WARPS * WARP * COMPUTING_REGISTERS + 4 * WARP * COPYING_REGISTERS <= THREADS * REGISTERS_AT_FIRST,
+static_assert(WARPS * COMPUTING_REGISTERS + COPYING_WARPS * COPYING_REGISTERS <= THREADS / WARP * REGISTERS_AT_FIRST,
               "else computing warps wait for ever");
 static_assert(BLOCK_HEADS == BOX_HEADS, "a ring's warps have different heads");
 

@@ -8,6 +8,8 @@
 #include "../formats/exl3.cuh"
 #include "../formats/rows.cuh"
 
+constexpr int RESULT_THREADS = 128;
+
 // Float rows of any type to those of x' in float16, divided by powers of two, a block a row.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 turn_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
@@ -29,7 +31,7 @@ turn_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, ui
 
 // Results y of rows of N sums x' V, in float16 or (`wide`) float32, to be multiplied by `factor` and, unless null, the
 // row's own. A thread has eight.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(RESULT_THREADS)
 turn_results(const void* sums, int wide, int N, s64 out_row, s64 out_column, s64 residual_row, s64 residual_column,
              int out_dtype, int bias_dtype, int residual_dtype, int activation, float factor, void* out,
              const void* bias, const void* residual, const float* unscale, const u16* svh) {

@@ -5,6 +5,8 @@
 #include "../core/epilogue.cuh"
 #include "../core/turned_rows.cuh"
 
+constexpr int RESULT_THREADS = 128;
+
 // An entry, which a block has: the place of its row, or NOWHERE, and its expert.
 struct Entry {
     s64 place, expert;
@@ -72,7 +74,7 @@ turn_hidden(const float* gate, const float* up, int K, const void* ids, int wide
 }
 
 // Results in place of sums, N in a row. A thread has eight.
-extern "C" __global__ void __launch_bounds__(128)
+extern "C" __global__ void __launch_bounds__(RESULT_THREADS)
 turn_sums(float* sums, int N, const void* ids, int wide, int tokens, int top_k, int experts, const int* places,
           const u16* svh, float factor) {
     let_successor_start();
