@@ -13,6 +13,30 @@ import numpy as np
 
 TABLE_STYLES = {"table": "simple", "md": "github", "html": "html"}
 """Our names of tabulate's styles: for terminals, Markdown, notebooks."""
+_SHOWN = 8
+"""Items of an array that are shown."""
+
+
+def counted(number: int, thing: str) -> str:
+    """How many there are: "1 tensor", "2,048 tensors"."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def escaped(text: str) -> str:
+    """Text without control characters, which a terminal would obey."""
+    return repr(text)[1:-1]
+
+
+def short(value: Any, width: int = 72) -> str:
+    """A value of metadata in a line; what is long is cut to so many characters."""
+    if isinstance(value, (list, np.ndarray)):
+        items = ", ".join(
+            str(item) if isinstance(value, np.ndarray) else repr(item) for item in value[:_SHOWN]
+        )
+        text = f"{items}, ..." if len(value) > _SHOWN else items
+    else:
+        text = escaped(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def rows_to_csv(rows: list[dict[str, Any]], columns: list[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import device, formats
-from ..io.words import counted
+from ..render import counted
 from .arguments import format_list, int_list, left_at, positive_int, subcommand
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..io.words import counted
+from ..render import counted
 from .arguments import file_format_list, positive_int, subcommand
 
 

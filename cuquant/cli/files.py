@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import check
-from ..io.words import counted, escaped
+from ..render import counted, escaped
 from .arguments import left_at, recipe_or_format, subcommand
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..io.words import counted
+from ..render import counted
 from .arguments import int_list, subcommand
 
 

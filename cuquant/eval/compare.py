@@ -17,9 +17,8 @@ from ..io.gguf import PLAIN_TYPES, Metadata, SavedArraysError
 from ..io.header import same_value
 from ..io.model import Model, open as open_model
 from ..io.safetensors import load
-from ..io.words import counted, escaped
 from ..ops.quantize import from_blocks
-from ..render import Columns, render_records, to_json, to_pandas
+from ..render import Columns, counted, escaped, render_records, to_json, to_pandas
 from .scores import error_of
 
 _COLUMNS: Columns = {

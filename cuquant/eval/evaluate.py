@@ -22,8 +22,8 @@ from ..io.header import same_value
 from ..io.mixture import FormatLike
 from ..io.model import Model, open as open_model
 from ..io.rewrite import scales_of
-from ..io.words import counted
 from ..ops.quantize import quantize
+from ..render import counted
 from . import config
 from .kv import KVBits, distinct_widths
 from .llama import Llama

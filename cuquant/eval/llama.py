@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from .. import device
 from ..array import QuantizedArray
-from ..io.words import escaped
 from ..kv import KVCache, attention
 from ..ops.matmul import linear
 from ..ops.moe import Experts, moe, route
 from ..ops.quantize import quantize
+from ..render import escaped
 from .config import Config, UnsupportedModel
 from .kv import STEP, KVBits
 

@@ -8,8 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..io.words import counted
-from ..render import TABLE_STYLES, Columns, missing, render_records, to_json, to_pandas
+from ..render import TABLE_STYLES, Columns, counted, missing, render_records, to_json, to_pandas
 from .scores import COMPARED, TensorError
 
 _COLUMNS = {

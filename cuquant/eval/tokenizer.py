@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..io.model import Model, open as open_model
-from ..io.words import short
+from ..render import short
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Of `tokenizer.ggml.token_type`."""

@@ -25,12 +25,13 @@ import numpy as np
 from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
+from ..render import escaped
 from .exl3 import from_exl3
 from .fp4 import from_mxfp4, from_nvfp4
 from .int4 import from_awq, from_gptq, from_pack_quantized
 from .safetensors import KEY
 from .shards import PART, Tensors, opened
-from .words import escaped, named_like
+from .words import named_like
 
 READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-oss's MXFP4"
 """What can be read."""

@@ -14,12 +14,13 @@ from typing import Any
 from .. import check
 from ..formats import Format
 from ..ops.quantize import quantize
+from ..render import counted, escaped
 from . import mixture, safetensors
 from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model, opened, warn_of_fallback
 from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
-from .words import counted, escaped, named_like
+from .words import named_like
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
 _STAYS_FLOAT = (

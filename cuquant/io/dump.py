@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import check
-from ..render import to_json
+from ..render import counted, escaped, to_json
 from . import safetensors
 from .model import Model
-from .words import counted, escaped
 
 
 def as_text(model: Model) -> str:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..ops.quantize import is_many
+from ..render import counted
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
 from .gguf import PLAIN_TYPES, GGUFError, SavedArraysError, TensorInfo
 from .model import Model, opened
 from .rewrite import Changed, new_file, scales_of, write_gguf, write_safetensors
-from .words import counted
 
 _FILE_TYPES = {0: 0, 1: 1, 30: 32}
 """`general.file_type` of files whose matrices have these GGUF types: F32, F16, BF16."""

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..formats import Format
-from ..render import Columns, html_facts, html_shape, render_records
-from .words import counted, escaped, missing, short
+from ..render import Columns, counted, escaped, html_facts, html_shape, render_records, short
+from .words import missing
 
 Buffer: TypeAlias = bytes | memoryview | mmap.mmap
 

@@ -19,11 +19,11 @@ from ..array import QuantizedArray
 from ..device import as_numpy, cupy, default as default_device
 from ..formats import Format
 from ..formats.nvfp4 import NvFp4
-from ..render import html_facts
+from ..render import counted, escaped, html_facts
 from .gguf import PLAIN_TYPES, File, GGUFError, Metadata, TensorInfo
 from .parts import open_parts
 from .saved import SavedFile
-from .words import counted, escaped, missing
+from .words import missing
 
 
 class FallbackWarning(UserWarning):

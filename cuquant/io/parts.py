@@ -6,9 +6,9 @@ import re
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..render import short
 from .gguf import File, GGUFError, SavedArraysError
 from .saved import SavedFile
-from .words import short
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
 
@@ -28,7 +28,7 @@ def open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
     first = file(path)
     count = first.header.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= 99999:
-        raise GGUFError(f"{path}: split.count is {_cut(repr(count))}, not a number of parts")
+        raise GGUFError(f"{path}: split.count is {short(repr(count))}, not a number of parts")
     if count in (0, 1):
         return [first]
     match = _SPLIT_NAME.fullmatch(path.name)
@@ -40,16 +40,12 @@ def open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
     missing = [name.name for name in names if not name.exists()]
     if missing:
         raise GGUFError(
-            f"{path}: parts of this split model are missing beside it: {_cut(', '.join(missing))}"
+            f"{path}: parts of this split model are missing beside it: {short(', '.join(missing), 200)}"
         )
     first.close()
     parts = [file(name) for name in names]
     _check_parts(parts)
     return parts
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_parts(parts: list[File | SavedFile]) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 
 from .. import check
 from ..device import as_numpy
+from ..render import escaped
 from . import metadata, safetensors
 from .atomic import replacing
 from .gguf import PLAIN_TYPES, GGUFError
 from .model import Model
-from .words import escaped
 
 
 class Changed(NamedTuple):

@@ -26,10 +26,11 @@ from .. import check, device as devices, formats
 from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
+from ..render import escaped
 from .atomic import replacing
 from .header import Metadata, misfit
 from .metadata import DEFAULT_ALIGNMENT, as_gguf
-from .words import LFS_POINTER, escaped, of_pointer
+from .words import LFS_POINTER, of_pointer
 
 KEY = "cuquant"
 VERSION = 1

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..render import escaped
 from .safetensors import SMALL_FLOATS, Layout, layout_of, small_floats, why_unreadable
-from .words import escaped
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""

@@ -1,4 +1,4 @@
-"""What is said of files to people: counts, values cut to a line, names that are looked for, or not there."""
+"""What is said of files to people: that one is a pointer, names that are looked for and those like them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
+from ..render import escaped
 
-_SHOWN = 8
-"""Items of an array that are shown."""
-_WIDTH = 72
-"""Characters of a value that are shown."""
 LFS_POINTER = b"version https://git-lfs"
 """How a Git LFS pointer begins."""
 
@@ -24,28 +20,6 @@ def of_pointer(head: bytes) -> str | None:
     return (
         "a Git LFS pointer, a small text in the file's place: git lfs pull in its repository fetches the file"
     )
-
-
-def counted(number: int, thing: str) -> str:
-    """How many there are: "1 tensor", "2,048 tensors"."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def escaped(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
-    return repr(text)[1:-1]
-
-
-def short(value: Any) -> str:
-    """A value of metadata in a line; what is long is cut."""
-    if isinstance(value, (list, np.ndarray)):
-        items = ", ".join(
-            str(item) if isinstance(value, np.ndarray) else repr(item) for item in value[:_SHOWN]
-        )
-        text = f"{items}, ..." if len(value) > _SHOWN else items
-    else:
-        text = escaped(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
 def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:

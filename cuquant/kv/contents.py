@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import device
-from ..io.words import counted
-from ..render import html_facts
+from ..render import counted, html_facts
 from . import codes
 from .tiers import capacity_argument, held_of, rooms_of
 
