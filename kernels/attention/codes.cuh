@@ -35,14 +35,14 @@ struct Units {
     static constexpr int RAW = (3 * COUNT + UNALIGNED + 3) / 4;
     u32 w[WORDS];
 
-    // From the row's address; `turn` flips bits of the number of a 16-byte piece (Layout::turn).
+    // From the row's address; `swizzle` flips bits of the number of a 16-byte piece (Layout::swizzle).
     template <bool APART>
-    DEVICE void load(u32 row, int first, u32 turn) {
+    DEVICE void load(u32 row, int first, u32 swizzle) {
         const u32 at = first * BITS;
         if constexpr (BITS == 3)
             load_bytes<APART>(at, [&](int i) { return row + at / 4 * 4 + i * 4; });
         else
-            load_words([&](int i) { return row + ((at + i * 16) ^ turn); });
+            load_words([&](int i) { return row + ((at + i * 16) ^ swizzle); });
     }
 
     // From the address of piece i of 16 bytes, or of all that there is.

@@ -104,9 +104,9 @@ DEVICE void merge_part(const Attention& p) {
     __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
     const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
     const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
-    // Lanes with the same piece, and warps, take turns; a few lanes may be too many. (Of boxes the width is a power of two:
-    // nothing hides a division there.)
-    const int turn = CUQUANT_BOXES ? lane >> __ffs(width) - 1 : lane / width;
+    // Shares go round the lanes with the same piece, in the order of their ranks, and the warps; a few lanes may be too many.
+    // (Of boxes the width is a power of two: nothing hides a division there.)
+    const int rank = CUQUANT_BOXES ? lane >> __ffs(width) - 1 : lane / width;
     const int apart = CUQUANT_BOXES ? WARP >> __ffs(width) - 1 : WARP / width;
     const u32 stride = p.heads * p.q_len * LEFT_ROW;
     int2 shares;
@@ -130,8 +130,8 @@ DEVICE void merge_part(const Attention& p) {
     __syncwarp();
 #pragma unroll 1
     for (int first = 0; first < pieces; first += width) {
-        const int own = lane - turn * width, piece = first + own;
-        const int start = turn < apart && piece < pieces ? thread / WARP * apart + turn : splits;
+        const int own = lane - rank * width, piece = first + own;
+        const int start = rank < apart && piece < pieces ? thread / WARP * apart + rank : splits;
         Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, MERGE_WARPS * apart, stride);
         float most = sums.reference;
 #pragma unroll

@@ -122,10 +122,10 @@ struct Queries {
             });
     }
 
-    // Ready for codes of a width (`to`), or as before again: codes have powers of two that queries take back, or are bytes in
+    // Made fit for codes of a width (`to`), or as before again: codes have powers of two that queries take back, or are bytes in
     // an order of their own.
     template <int BITS>
-    DEVICE void turn(bool to) {
+    DEVICE void fit(bool to) {
         if constexpr (INTEGER<BITS>) {
 #pragma unroll
             for (int n = 0; n < GROUPS; n++) order<BITS>(bytes[n], to);
@@ -148,7 +148,7 @@ struct Queries {
 
     // And so have the sums of values.
     template <int BITS>
-    DEVICE void turn_sums(bool to) {
+    DEVICE void fit_sums(bool to) {
 #pragma unroll
         for (int m = 0; m < PAIRS * 4; m++)
 #pragma unroll
@@ -182,10 +182,10 @@ private:
             }
         if constexpr (BITS < 4)
 #pragma unroll
-            for (int k = 0; k + 8 <= PAIRS * 4; k += 8) {  // every fourth, or eighth, of 32: 4 x 4 bytes are turned
+            for (int k = 0; k + 8 <= PAIRS * 4; k += 8) {  // every fourth, or eighth, of 32: 4 x 4 bytes are transposed
                 u32 v[8];
 #pragma unroll
-                for (int j = 0; j < 8; j++) v[j] = r[k + (to ? given(BITS, j) : turned(BITS, j))];
+                for (int j = 0; j < 8; j++) v[j] = r[k + (to ? given(BITS, j) : transposed(BITS, j))];
 #pragma unroll
                 for (int j = 0; j < 8; j += 4) {
                     two(v[j], v[j + 1], 0x5140, 0x7362), two(v[j + 2], v[j + 3], 0x5140, 0x7362);
@@ -193,13 +193,13 @@ private:
                     swap(v[j + 1], v[j + 2]);
                 }
 #pragma unroll
-                for (int j = 0; j < 8; j++) r[k + (to ? turned(BITS, j) : given(BITS, j))] = v[j];
+                for (int j = 0; j < 8; j++) r[k + (to ? transposed(BITS, j) : given(BITS, j))] = v[j];
             }
     }
 
-    // The register that is row j of two matrices of 4 x 4 bytes, and that which is when they are turned.
+    // The register that is row j of two matrices of 4 x 4 bytes, and that which is when they are transposed.
     static DEVICE constexpr int given(int bits, int j) { return bits == 2 ? j : j % 4 * 2 + j / 4; }
-    static DEVICE constexpr int turned(int bits, int j) {
+    static DEVICE constexpr int transposed(int bits, int j) {
         constexpr int OF_3_BITS[8] = {0, 2, 5, 1, 3, 7, 4, 6};
         return bits == 2 ? j % 4 * 2 + j / 4 : OF_3_BITS[j];
     }

@@ -26,7 +26,7 @@ struct Layout {
     static_assert(DEPTH >= 3, "a half step that is read, one that waits, one on its way");
 
     // Pieces of rows of 64 bytes and more change places, so that lanes reading different tokens meet different banks.
-    static DEVICE u32 turn(int token) {
+    static DEVICE u32 swizzle(int token) {
         constexpr bool SQUARE = PIECE == 16 && (ROW & (ROW - 1)) == 0;
         return SQUARE && ROW >= 128 ? token % 8 * 16 : SQUARE && ROW == 64 ? token / 2 % 4 * 16 : 0;
     }
@@ -125,14 +125,14 @@ struct Stream {
     // Pairs of units from `pair` on, of those that this lane has of the key in row g of eight tokens.
     template <int COUNT>
     DEVICE void key(Units<BITS, COUNT>& to, u32 from, int eight, int pair) const {
-        to.template load<false>(from + (eight * 8 + g) * L::ROW, (i * PAIRS + pair) * 2, L::turn(eight * 8 + g));
+        to.template load<false>(from + (eight * 8 + g) * L::ROW, (i * PAIRS + pair) * 2, L::swizzle(eight * 8 + g));
     }
 
     // Units from `unit` on, of those that this lane has of the value in row 2 i or 2 i + 1.
     template <int COUNT>
     DEVICE void value(Units<BITS, COUNT>& to, u32 from, int eight, int second, int unit) const {
         const int row = eight * 8 + 2 * i + second;
-        to.template load<true>(from + row * L::ROW, g * PAIRS + unit, L::turn(row));
+        to.template load<true>(from + row * L::ROW, g * PAIRS + unit, L::swizzle(row));
     }
 
     // Scales of the key and the value in row g.
@@ -163,7 +163,7 @@ private:
         for (int j = 0; j < EACH; j++) {
             const int piece = lane + j * WARP, token = piece / L::PIECES, column = piece % L::PIECES * L::PIECE;
             if ((TOTAL % WARP == 0 || piece < TOTAL) && (whole || step + token < end))
-                copy_piece<L::PIECE>(to + token * L::ROW + (column ^ L::turn(token)),
+                copy_piece<L::PIECE>(to + token * L::ROW + (column ^ L::swizzle(token)),
                                      from + token * (HEADS * L::GIVEN) + column);
         }
     }
@@ -173,10 +173,10 @@ private:
 
     DEVICE void own_pieces(u64 from, u32 to) const {
         const int token = lane / L::PIECES;
-        const u32 place = token * L::ROW + (lane % L::PIECES * L::PIECE ^ L::turn(token));
+        const u32 place = token * L::ROW + (lane % L::PIECES * L::PIECE ^ L::swizzle(token));
 #pragma unroll
         for (int j = 0; j < EACH; j++)
-            copy_piece<L::PIECE>(to + (place ^ L::turn(j * APART)) + j * APART * L::ROW,
+            copy_piece<L::PIECE>(to + (place ^ L::swizzle(j * APART)) + j * APART * L::ROW,
                                  reinterpret_cast<const u8*>(from) + j * APART * (HEADS * L::GIVEN));
     }
 

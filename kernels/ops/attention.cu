@@ -73,11 +73,11 @@ struct Work {
             constexpr int BITS = bits_of(TIER);
             Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], lane);
             if (tokens.first < tokens.end) {
-                q.turn<BITS>(true);
-                q.turn_sums<BITS>(true);
+                q.fit<BITS>(true);
+                q.fit_sums<BITS>(true);
                 Bucket<BITS, Boxes<BITS>>(p, q, tokens, share.sequence, head, first_row).run();
-                q.turn<BITS>(false);
-                q.turn_sums<BITS>(false);
+                q.fit<BITS>(false);
+                q.fit_sums<BITS>(false);
             }
         }
         if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
@@ -166,11 +166,11 @@ struct Work {
                 constexpr int BITS = bits_of(TIER);
                 Stream<BITS> tokens = stream<TIER>(share);
                 if (TIER != started) tokens.start([] {});
-                q.turn<BITS>(true);
-                q.turn_sums<BITS>(true);
+                q.fit<BITS>(true);
+                q.fit_sums<BITS>(true);
                 Bucket<BITS, Stream<BITS>>(p, q, tokens, share.sequence, head, first_row).run();
-                q.turn<BITS>(false);
-                q.turn_sums<BITS>(false);
+                q.fit<BITS>(false);
+                q.fit_sums<BITS>(false);
                 tokens.finish();
             }
         }

@@ -1,6 +1,6 @@
 // Trellis matrices to floats: the formula in float32, then one rounding.
 //
-// A block of threads takes 16 rows x 1024 columns, 64 tiles. Their indices turn over in shared memory, from tiles, in
+// A block of threads takes 16 rows x 1024 columns, 64 tiles. Their indices are transposed in shared memory, from tiles, in
 // which rows are next to each other, to rows: a byte each, which is the place of a level in a table of them, in the
 // second half of which they are negative, for columns of that sign. A row's sign is its scales'.
 #include "../core/ptx.cuh"
@@ -40,7 +40,7 @@ DEVICE int row_of(int w, int b) {
 }
 
 // This thread's four columns, from k on, of the row tile: places of levels to [n][k].
-DEVICE void turn(const u8* matrix, const Record<Format>& record, int tile_n, int k, u8* to) {
+DEVICE void transpose_columns(const u8* matrix, const Record<Format>& record, int tile_n, int k, u8* to) {
     const u8* const from = matrix + record.tile_at(k / 16, tile_n) + k % 16 * Format::ROW_BYTES;
     uint4 columns[4];
 #pragma unroll
@@ -112,7 +112,7 @@ dequantize(const u8* storage, s64 matrices, int N, int K, void* out, int dtype, 
         const s64 band = index / runs, matrix = band / bands;
         const int tile_n = int(band % bands), first_k = int(index % runs) * COLUMNS, k = first_k + threadIdx.x * 4;
         const u8* const from = storage + matrix * record.bytes();
-        if (k < (record.K + 7) / 8 * 8) turn(from, record, tile_n, k, indices + threadIdx.x * 4);
+        if (k < (record.K + 7) / 8 * 8) transpose_columns(from, record, tile_n, k, indices + threadIdx.x * 4);
         __syncthreads();
         const s64 first = matrix * N * K;
         if (dtype == FLOAT32)

@@ -252,7 +252,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
     __shared__ u32 row_peaks[2][ROWS];  // of the row tile that is worked on, and zeros
     if (threadIdx.x < 2 * ROWS) row_peaks[0][threadIdx.x] = 0;
     u32 row_peak = 0;
-    int turn = 0;
+    int buffer = 0;
     Walk walk(blocks);
     Run next = walk.run(N, blocks);
     if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared());
@@ -296,14 +296,14 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if (next.row_tile == run.row_tile) continue;
             constexpr int OTHER = GROUPED ? 2 : 1;  // the lane that has the rest of the row's
             row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, OTHER));
-            if (!(lane & OTHER)) atomicMax(&row_peaks[turn][g + row8_of(lane) * 8], row_peak);
+            if (!(lane & OTHER)) atomicMax(&row_peaks[buffer][g + row8_of(lane) * 8], row_peak);
             __syncthreads();
             const s64 record = run.row_tile * groups_of<Format>(walk.tiles_k);
             Lift<Format, THREADS>::run(row_scales, scale + row_tile_first * Format::SCALE_BYTES,
-                                       group + record * Format::GROUP_BYTES, row_peaks[turn], walk.tiles_k, found);
-            store_factors<Format>(factors + run.row_tile * 8, row_peaks[turn]);
-            turn ^= 1, row_peak = 0;
-            if (threadIdx.x < ROWS) row_peaks[turn][threadIdx.x] = 0;
+                                       group + record * Format::GROUP_BYTES, row_peaks[buffer], walk.tiles_k, found);
+            store_factors<Format>(factors + run.row_tile * 8, row_peaks[buffer]);
+            buffer ^= 1, row_peak = 0;
+            if (threadIdx.x < ROWS) row_peaks[buffer][threadIdx.x] = 0;
         }
     }
     peaks.store(found);
