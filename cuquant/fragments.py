@@ -162,8 +162,8 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
         return made
     if fmt.scaling == "e8m0":
         # Sums in units of 2^(e - 127) are 2^-14 times their own, for E2M1 numbers' bits, times 2^16.
-        lift, kept = 16 - 14 + seen.offset, _first_bytes(blocks, stored) if seen.lost else None
-        return replace(made, half=not seen.unfit, lift=lift, offset=seen.offset, kept=kept)
+        lift, kept = 16 - 14 + seen.added, _first_bytes(blocks, stored) if seen.lost else None
+        return replace(made, half=not seen.unfit, lift=lift, offset=seen.added, kept=kept)
     if fmt.scaling == "e4m3":  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
         return replace(made, lift=-7, kept=_first_bytes(blocks, stored) if seen.greatest else None)
     half, lift = (_masked_lift if fmt.masked else _table_lift)(seen.greatest, seen.least)
@@ -180,7 +180,7 @@ def _of_matrices(fmt: Format) -> Any:
 
 def nothing_found() -> Any:
     """Zeros, in which `fill` leaves what `_Found` has."""
-    return device.cupy().zeros(_FOUND, np.uint32)
+    return device.cupy().zeros(_NUMBERS, np.uint32)
 
 
 def fill(made: Fragments, blocks: Any, found: Any) -> None:
@@ -193,12 +193,12 @@ def fill(made: Fragments, blocks: Any, found: Any) -> None:
         jit.launch(plan.center(nbytes), np.uint64(at.scale), np.int64(nbytes), found)
 
 
-_FOUND = 8
-"""A few numbers more than there are."""
+_NUMBERS = 8
+"""As many as kernels/formats/seen.cuh names, and one more."""
 
 
 class _Found(NamedTuple):
-    """What kernels have found out about a weight."""
+    """What kernels have found out about a weight, in the order of kernels/formats/seen.cuh."""
 
     greatest: float
     """The greatest magnitude that a weight may have, or what the format has in its place."""
@@ -208,14 +208,20 @@ class _Found(NamedTuple):
     """Whether scales have lost bits."""
     unfit: bool
     """Whether float16 does not hold the weights."""
-    offset: int
-    """What has been added to scales that are exponents."""
+    added: int
+    """To scales that are exponents."""
 
     @classmethod
     def of(cls, numbers: Any) -> _Found:
-        greatest, least = float(numbers[:1].view(np.float32)[0]), float((~numbers[1:2]).view(np.float32)[0])
-        lost, unfit = map(bool, numbers[2:4])
-        return cls(greatest, inf if isnan(least) else least, lost, unfit, int(numbers[4:5].view(np.int32)[0]))
+        greatest, inverted, lost, unfit, added, *_ = numbers
+        least = float((~inverted).view(np.float32))
+        return cls(
+            float(greatest.view(np.float32)),
+            inf if isnan(least) else least,
+            bool(lost),
+            bool(unfit),
+            int(added.view(np.int32)),
+        )
 
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)

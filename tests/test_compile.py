@@ -16,7 +16,7 @@ from formats_table import NAMES
 from hardware import SHARED
 
 import cuquant as cq
-from cuquant import plan, sources
+from cuquant import fragments, plan, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
@@ -335,6 +335,14 @@ def test_line_numbers_are_those_of_the_files() -> None:
         original = path.read_text().splitlines()
         if where[name] <= len(original) and "#pragma" not in original[where[name] - 1]:
             assert line == original[where[name] - 1] or "#include" in original[where[name] - 1]
+
+
+@needs_nvrtc
+def test_what_kernels_found_out_is_read_in_their_order() -> None:
+    places = [f"{name.upper()} == {i}" for i, name in enumerate(fragments._Found._fields)]
+    places.append(f"LEAST_EXPONENT < {fragments._NUMBERS}")
+    lines = (f"static_assert({place});" for place in places)
+    nvrtc.compile_text("\n".join((sources.flatten("center", None), *lines)), "sm_80")
 
 
 @needs_nvrtc

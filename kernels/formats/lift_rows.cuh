@@ -3,6 +3,7 @@
 // rows. Scales are lifted from `own`, which is where they lie or in shared memory, integer scales' factors in place.
 #pragma once
 #include "lift.cuh"
+#include "seen.cuh"
 #include "share.cuh"
 
 // The factors of a row tile's rows, of which the first one's peak is given.
@@ -22,7 +23,7 @@ DEVICE bool is_small(u32 scale, int exponent) {
     return peak > 0 && peak < power_of_two(MINIMUMS<F> ? -12 : F::BITS == 8 ? -13 : -14);
 }
 
-// `found`: [2] becomes 1 where a scale or a minimum would not come back with all its bits, [3] where weights lack some.
+// `found`: of what was seen (seen.cuh) LOST, and UNFIT, where weights lack bits.
 template <class F, int THREADS, bool GROUPED = (F::GROUP_BYTES > 0), bool INTEGERS = (F::SCALING >= BYTES)>
 struct Lift {
     // Words of scales that a tile has: two scales of a row, or a scale and what is beside it. A thread takes four at a
@@ -54,8 +55,8 @@ struct Lift {
             }
             pieces[piece] = v;
         }
-        if (lossy) found[2] = 1;
-        if (lacking) found[3] = 1;
+        if (lossy) found[LOST] = 1;
+        if (lacking) found[UNFIT] = 1;
     }
 };
 
@@ -81,8 +82,8 @@ struct Lift<F, THREADS, true, false> {
             }
             words[at * OWN] = made;
         }
-        if (lossy) found[2] = 1;
-        if (lacking) found[3] = 1;
+        if (lossy) found[LOST] = 1;
+        if (lacking) found[UNFIT] = 1;
     }
 };
 
@@ -119,6 +120,6 @@ struct Lift<F, THREADS, true, true> {
             for (int row8 = 0; row8 < 2; row8++)
                 lacking |= is_small(made[0] >> 16 * row8, made[1] >> 16 * row8, row8);
         }
-        if (lacking) found[3] = 1;
+        if (lacking) found[UNFIT] = 1;
     }
 };

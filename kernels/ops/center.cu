@@ -4,6 +4,7 @@
 // (core/e2m1.cuh), and a block that is lost is 2^-TOP of the greatest. Blocks of zeros have no say, and become what others
 // may be.
 #include "../core/ptx.cuh"
+#include "../formats/seen.cuh"
 
 constexpr int THREADS = 256;
 constexpr int FIRST = 96, LAST = 126;
@@ -11,20 +12,19 @@ constexpr int FIRST = 96, LAST = 126;
 constexpr int EXACT = 24;
 constexpr int TOP = 220;
 
-// All `bytes` of a scale plane, a multiple of 16. `found`: of the blocks that are not zeros, [0] is the greatest e + 1,
-// ~[1] the least, 0 and ~0 where there are none, of all blocks [5] is the greatest e and ~[6] the least; [2] becomes 1
-// where one would not come back, [3] where they do not fit, [4] what has been added.
+// All `bytes` of a scale plane, a multiple of 16. `found` is what was seen (formats/seen.cuh): without blocks that are not
+// zeros GREATEST and LEAST are 0. LOST, UNFIT and ADDED are left there.
 extern "C" __global__ void __launch_bounds__(THREADS) center(u8* scale, s64 bytes, u32* found) {
     wait_for_predecessor();
     // At least 4, so that the power of two that products are multiplied by is a normal number.
-    const int greatest = max(4, int(found[0]) - 1), least = found[0] ? int(~found[1]) - 1 : greatest;
+    const int greatest = max(4, int(found[GREATEST]) - 1), least = found[GREATEST] ? int(~found[LEAST]) - 1 : greatest;
     const bool fit = greatest - least <= EXACT;
     const int offset = fit ? LAST - greatest : min(TOP - greatest, int(least == 0));
     const int low = fit ? FIRST : 0, high = fit ? LAST : TOP;
     const s64 thread = s64(blockIdx.x) * THREADS + threadIdx.x;
     if (thread == 0) {
-        found[2] = int(found[5]) + offset > high || int(~found[6]) + offset < low;
-        found[3] = !fit, found[4] = u32(offset);
+        found[LOST] = int(found[GREATEST_EXPONENT]) + offset > high || int(~found[LEAST_EXPONENT]) + offset < low;
+        found[UNFIT] = !fit, found[ADDED] = u32(offset);
     }
     if (thread * 16 >= bytes) return;
     uint4& place = reinterpret_cast<uint4*>(scale)[thread];

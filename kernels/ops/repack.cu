@@ -197,22 +197,24 @@ DEVICE void make_canonical(LaneShare<F>& share) {
     if constexpr (F::SCALING == E4M3) share.scale = F::canonical(share.scale);
 }
 
+static_assert(LEAST == GREATEST + 1 && LEAST_EXPONENT == GREATEST_EXPONENT + 1, "extremes are neighbours");
+
 // The least and the greatest of the numbers so far, as atomicMax can find them from zeros on: the former inverted.
 struct RunningExtremes {
     u32 greatest = 0, least = ~0u;
 
     DEVICE void add(u32 value) { greatest = max(greatest, value), least = min(least, value); }
 
-    // What all threads have. Few warps have more than is known: a read is cheaper than an atomic operation.
-    DEVICE void store(u32* found) {
+    // What all threads have, to two neighbours. Few warps have more than is known: a read is cheaper than an atomic operation.
+    DEVICE void store(u32* to) {
 #pragma unroll
         for (int step = 16; step; step /= 2) {
             greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
             least = min(least, __shfl_xor_sync(~0u, least, step));
         }
-        volatile u32* const known = found;
-        if (threadIdx.x % WARP == 0 && greatest > known[0]) atomicMax(found, greatest);
-        if (threadIdx.x % WARP == 0 && ~least > known[1]) atomicMax(found + 1, ~least);
+        volatile u32* const known = to;
+        if (threadIdx.x % WARP == 0 && greatest > known[0]) atomicMax(to, greatest);
+        if (threadIdx.x % WARP == 0 && ~least > known[1]) atomicMax(to + 1, ~least);
     }
 };
 
@@ -236,11 +238,12 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 
 // One of the two kernels is compiled: their runs differ.
 #if CUQUANT_TO_FRAGMENTS
-// `found`, zeros, become the bits of the greatest magnitude that a weight may have, and those of the least such bound of
-// a block that is not 0, inverted; the bits of NaN are greater than any number's.
+// `found`, zeros, become what was seen (formats/seen.cuh): GREATEST has the bits of the greatest magnitude that a weight may
+// have, and LEAST those of the least such bound of a block that is not 0, inverted; the bits of NaN are greater than any
+// number's.
 //
-// Of formats with ROW_FACTORS scales are lifted, and the row plane is filled, when a row tile is done; found[2] and [3] are
-// lift_rows.cuh's. E8M0 scales are as they were: ops/center.cu has to know the greatest and the least, found[5] and [6].
+// Of formats with ROW_FACTORS scales are lifted, and the row plane is filled, when a row tile is done (lift_rows.cuh). E8M0
+// scales are as they were: ops/center.cu has to know the greatest and the least exponent.
 // A block has `room` bytes of shared memory: for two runs, and, if that is more, for a row tile's scales.
 extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
 to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
@@ -306,8 +309,8 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             if (threadIdx.x < ROWS) row_peaks[buffer][threadIdx.x] = 0;
         }
     }
-    peaks.store(found);
-    if constexpr (Format::SCALING == E8M0) exponents.store(found + 5);
+    peaks.store(found + GREATEST);
+    if constexpr (Format::SCALING == E8M0) exponents.store(found + GREATEST_EXPONENT);
 }
 
 #else
