@@ -190,10 +190,12 @@ def product(p: Product, out: Any) -> Ready | None:
     if x.source.converted and not launch.converts_x:
         x = activations.quantized_first(x)
         launch = problem.resolve(fragments.weight, x.source, *to)
-    signs = fragments.signs_address
-    if signs and not launch.takes_signs:
-        x, signs = _signed(p.x, fragments.signs, out.shape[:-2]), 0
-        launch = problem.resolve(fragments.weight, x.source, *to)
+    signs = 0
+    if fragments.signs is not None:
+        signs = fragments.signs.address(launch.signs)
+        if not launch.signs:
+            x = _signed(p.x, fragments.signs, out.shape[:-2])
+            launch = problem.resolve(fragments.weight, x.source, *to)
     held, steps = activations.conversion(x)
     factors, size = buffers.rows_bytes(x.source.shape) if steps else (0, 0)
     ready = Ready(launch, _argument(launch, fragments, signs), steps, size, factors)

@@ -142,14 +142,17 @@ class Signs:
     """
 
     bits: Any = field(compare=False)
+    words: Any = field(compare=False)
+    """The same as kernels take them that give them to W (kernels/core/column_signs.cuh)."""
     differ: bool = field(compare=False)
     """Whether the matrices of a stack have different ones."""
     digest: bytes
     _expanded: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)
 
-    @property
-    def address(self) -> int:
-        return int(self.bits.data.ptr)
+    def address(self, of: str) -> int:
+        """Device address of those that a kernel gives to "x" or to "W", or 0."""
+        array = {"x": self.bits, "W": self.words, "": None}[of]
+        return buffers.pointer(array)
 
     def over(self, lead: tuple[int, ...]) -> Any:
         """Those of matrices with these leading axes, one after the other."""
@@ -165,6 +168,8 @@ class Signs:
         return self._expanded[lead]
 
 
+_WORDS_AHEAD = 64
+"""Words of signs behind the last, that a product asks for without looking at them."""
 _NOTHING_FOUND = np.array([0, NO_BAD_ROW & 0xFFFFFFFF, 0, 0], np.uint32)
 _TOP = 40
 """Exponent of scales that are no float16 numbers: below 2^40 sums of products do not overflow."""
@@ -211,9 +216,10 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     if facts[2]:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
+        words = cupy.empty(bits.size // 2 + _WORDS_AHEAD, np.uint32)
         step = plan.trellis.sign_bits(own, bits.size)
-        jit.launch(step, blocks, *sizes, bits, np.int32(pitch))
-        known["signs"] = Signs(bits, bool(facts[3]), sha256(kept.su.get(stream)).digest())
+        jit.launch(step, blocks, *sizes, bits, np.int32(pitch), words)
+        known["signs"] = Signs(bits, words, bool(facts[3]), sha256(kept.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
     fill(made, blocks)
     stream.synchronize()  # other streams may use it

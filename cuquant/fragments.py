@@ -119,12 +119,13 @@ class Fragments:
     def weight(self) -> problem.Weight:
         """What a product has to know of it."""
         scale = self.fmt.tensor_scale / (self.fmt.masked.unit if self.fmt.masked else 1)
-        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale)
+        signed = self.signs is not None
+        return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale, signed)
 
     @cached_property
     def signs_address(self) -> int:
-        """Device address of the signs of columns, or 0."""
-        return 0 if self.signs is None else self.signs.address
+        """Device address of the signs of columns, as rows of x take them, or 0."""
+        return 0 if self.signs is None else int(self.signs.bits.data.ptr)
 
     @cached_property
     def addresses(self) -> plan.Planes:

@@ -44,7 +44,7 @@ class Weight(NamedTuple):
     divided by 2^`lift`, for one of two reasons. Either what kernels read are the numbers times 2^lift, so
     that float16 keeps their bits: that is taken back. Or, of walks (EXL3), numbers are as they are, but their
     sums become float16 before they are turned, which might not hold them: what turns them multiplies by
-    2^lift.
+    2^lift. `signed` tells whether columns have signs.
     """
 
     format: Format
@@ -52,6 +52,7 @@ class Weight(NamedTuple):
     half: bool = True
     lift: int = 0
     scale: float = 1.0
+    signed: bool = False
 
     @property
     def factor(self) -> float:
@@ -105,9 +106,9 @@ class Launch(NamedTuple):
     batch rows make, or None where there is no such box; elsewhere there are none. `out_map` describes out
     where it can store results; `straight` tells whether the kernel can store them straight from its registers
     (through the copy engine if there is an `out_map`, for which out must be aligned to 16 bytes). `partials`
-    are the bytes of global memory in which blocks leave sums to each other. `takes_signs` tells whether the
-    kernel itself gives x the signs of W's columns, `converts_x` whether it quantizes x, or turns it,
-    `turns_sums` whether it turns sums.
+    are the bytes of global memory in which blocks leave sums to each other. `signs` tells to what the
+    kernel itself gives the signs of W's columns, "x" or "W", or "" where rows of x must have them;
+    `converts_x` whether it quantizes x, or turns it, `turns_sums` whether it turns sums.
     """
 
     plan: plan.Plan
@@ -116,7 +117,7 @@ class Launch(NamedTuple):
     straight: bool
     numbers: bytes
     partials: int
-    takes_signs: bool
+    signs: str
     converts_x: bool
     turns_sums: bool
 
@@ -256,6 +257,10 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     how = {"repeats": m > 1 and rows[1] == 0, "converted": x.converted}
     gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
+    signs = "x" if gemm.chunk else ""
+    own = plan.signed(gemm) if w.signed and x.entry is None else None
+    if own is not None:
+        signs, gemm = "W", own
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
     numbers = _NUMBERS.pack(
@@ -285,7 +290,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
     return Launch(
         *(gemm.plan, maps, out_map, straight, numbers, gemm.partials),
-        *(gemm.chunk > 0, gemm.converts_x, gemm.turns_sums),
+        *(signs, gemm.converts_x, gemm.turns_sums),
     )
 
 

@@ -93,7 +93,7 @@ def kernels(
             # Those with a stack of walks are of one matrix after the other.
             matrices = 1 if kept.walks else prod(lead)
             gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, converted=converted)
-            found.add(gemm.plan.kernel)
+            found |= plan.gemm_kernels(kept, gemm)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])

@@ -128,6 +128,7 @@ CHOSEN_OF_SM_90 = {
     ),
     "test_gpu_moe_exl3.py": (3, "(tokens and 60 and (2 or 4)) or (graph and 60)"),
     "test_gpu_moe_trellis.py": (12, "signs_of and trellis4 and not 32"),
+    "test_gpu_trellis.py": (1, "given_to_w and 3"),
     "test_matmul.py": (33, "strided or leading or (nan and 40 and not scales)"),
     "test_epilogue.py": (58, "test"),
 }
@@ -155,7 +156,7 @@ PROCESSES = {
 PROCESSES_OF_SM_90 = {
     "products": ("test_matmul.py", "test_epilogue.py", "test_gpu_cores.py", "test_gpu_launches.py"),
     "mixtures": ("test_gpu_moe_prefill.py", "test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py"),
-    "walks": ("test_gpu_exl3.py",),
+    "walks and trellises": ("test_gpu_exl3.py", "test_gpu_trellis.py"),
     "attention": ("test_gpu_attention.py", "test_gpu_attention_queries.py", "test_gpu_random.py"),
 }
 """Likewise."""

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from formats_table import FLOATS, TRELLIS
 from numpy.typing import NDArray
+from products import plan_anew, share_small_tiles
 from test_trellis import BITS, F, Parts, gauss, random_parts, rng
 
 import cuquant as cq
 from cuquant import device, jit, plan, problem, testing
+from cuquant.plan import wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu
@@ -357,14 +359,44 @@ def test_same_bits_and_graphs(name: str) -> None:
             np.testing.assert_array_equal(as_numpy(out), first)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_signs_of_columns_are_given_to_w(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tiles that are bound by the tensor cores: some multiprocessors have several each, share them out or
+    split K. K is ragged; matrices of a stack have their own, even if x is one for all."""
+    if jit.capability() != 90:
+        pytest.skip("wgmma is sm_90a's")
+    cupy, choices, taken = device.cupy(), wgmma_timed.choices, set()
+    monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 3 if cluster > 1 else 4)
+    share_small_tiles(monkeypatch)
+    for shape, lead in (((300, 520), ()), ((140, 72), ()), ((3, 140, 136), ()), ((3, 140, 136), (3,))):
+        _, w = made(random_parts(bits, shape))
+        signs = w.fragments().signs
+        assert signs is not None
+        assert signs.differ == (len(shape) > 2)
+        m, n, k = 270, *shape[-2:]
+        x = cupy.asarray(gauss(*lead, m, k).astype(np.float16))
+        expected = testing.linear(x, w)
+        for choice in choices(w.format.for_kernels, m, n, k, int(np.prod(shape[:-2])), jit.gpu()):
+            if (choice.tile.batch, choice.tile.groups) != (256, 2):
+                continue
+            taken.add((choice.tile.pair, choice.split, choice.streamed > 0))
+            monkeypatch.setattr(wgmma_timed, "choices", lambda *given, choice=choice: [choice])
+            plan_anew(w)
+            agrees(x @ w.T, expected)
+            agrees(x.astype(F) @ w.T, expected)  # x is converted, and takes them
+    assert {(pair, 1, shares) for pair in (1, 2) for shares in (False, True)} <= taken
+    monkeypatch.undo()
+    plan_anew()
+
+
 def test_the_core_follows_the_batch() -> None:
-    w = on_gpu(gauss(200, 1024), "trellis3").fragments()
+    w = on_gpu(gauss(2000, 1024), "trellis3").fragments()
     taken = []
-    for m in (1, 8, 300):
+    for m in (1, 8, 300, 4096):
         source = problem.source((m, 1024), (2048, 2), True)
-        out, end = problem.Output((m, 200), (200, 1), 0), problem.Epilogue(0, False, None, 0, None)
-        taken.append(problem.resolve(w.weight, source, out, end, plan.Gpu(90)).takes_signs)
-    assert taken == [True, True, False]
+        out, end = problem.Output((m, 2000), (2000, 1), 0), problem.Epilogue(0, False, None, 0, None)
+        taken.append(problem.resolve(w.weight, source, out, end, plan.Gpu(90)).signs)
+    assert taken == ["x", "x", "", "W"]
 
 
 def test_files_and_devices(tmp_path: Any) -> None:

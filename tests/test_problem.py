@@ -50,13 +50,26 @@ def test_rows_of_any_length_are_filled_up() -> None:
         w = problem.Weight(cq.formats.get("trellis3"), (40, k))
         launch = problem.resolve(w, source, problem.Output((3, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
         assert unpack(launch)["K"] == k + -k % 8
-        assert launch.takes_signs
+        assert launch.signs == "x"
     assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
     assert problem.source((3, 96), (192, 2), True, aligned=False).entry == "prepare_halves"
-    source = problem.prepared((300, 70), True)
-    w = problem.Weight(cq.formats.get("trellis3"), (40, 70))
-    launch = problem.resolve(w, source, problem.Output((300, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
-    assert not launch.takes_signs
+
+
+def test_columns_signs_are_for_x_or_w() -> None:
+    """Of many rows as they are the wgmma core gives them to W; else rows that are made anew have them."""
+
+    def signs(source: problem.Source, signed: bool = True, capability: int = 90) -> str:
+        w = problem.Weight(cq.formats.get("trellis3"), (2000, source.shape[1]), signed=signed)
+        out = problem.Output((source.shape[0], 2000), (2000, 1), 0)
+        launch = problem.resolve(w, source, out, NOTHING, plan.Gpu(capability))
+        assert dict(launch.plan.kernel.constants).get("SIGNS", 0) == (launch.signs == "W")
+        return launch.signs
+
+    assert signs(problem.source((9, 72), (144, 2), True)) == ""
+    as_it_is = problem.source((4096, 1096), (2192, 2), True)
+    assert signs(as_it_is) == "W"
+    assert signs(as_it_is, signed=False) == signs(as_it_is, capability=80) == ""
+    assert signs(problem.prepared((4096, 1095), True)) == ""
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ class Format(ABC):
     """Rows of a matrix of whose numbers none are made without the others'."""
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
+    signed_columns: ClassVar[bool] = False
+    """Whether columns of a matrix have signs, which products give to x or to W."""
     walks: ClassVar[bool] = False
     """Whether codes are steps, of which kernels compute numbers (kernels/core/procedure.cuh)."""
     lookup: ClassVar[bool] = False

@@ -107,6 +107,7 @@ class Trellis(WholeMatrices):
         self.name = f"trellis{self.bits}" + ("" if self.group_size == 128 else f"-{self.group_size}")
 
     lookup = True
+    signed_columns = True
     takes_moments = True
     of_each = (
         "each has a grid of its own, fitted when it was quantized: quantize the floats as one stack, or each "

@@ -30,6 +30,7 @@ from .decode_plain import decode
 from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
 from .mma_core import mma, wins_over_decode
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
+from .wgmma_core import signed
 from .wgmma_timed import few_rows, least_batch, wgmma
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "decode",
     "exl3",
     "gemm",
+    "gemm_kernels",
     "group_lanes",
     "layout",
     "matrix_kernels",
@@ -69,6 +71,7 @@ __all__ = [
     "repack",
     "row_factors",
     "shared_limit",
+    "signed",
     "tiles",
     "trellis",
     "tuning",
@@ -119,6 +122,12 @@ def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu
     return min(own, other, key=lambda each: each[0])[1]
 
 
+def gemm_kernels(fmt: Format, gemm: Gemm) -> set[Kernel]:
+    """Those that a product may have that is planned so, whether or not the weight's columns have signs."""
+    own = signed(gemm) if fmt.signed_columns else None
+    return {each.plan.kernel for each in (gemm, own) if each is not None}
+
+
 def matrix_kernels(fmt: Format) -> set[Kernel]:
     """What converts matrices of a format that stores them whole, and surrounds its products."""
     return exl3.kernels(fmt) if fmt.walks else trellis.kernels(fmt)
@@ -151,5 +160,5 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> l
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
                 for converted in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    found.add(gemm(fmt, m, n, k, 1, half, gpu, converted=converted).plan.kernel)
+                    found |= gemm_kernels(fmt, gemm(fmt, m, n, k, 1, half, gpu, converted=converted))
     return sorted(found, key=repr)

@@ -3,6 +3,7 @@ wgmma_timed.py says."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
 
@@ -174,6 +175,25 @@ def shares_tiles(fmt: Format, tile: Tile) -> bool:
     if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
         return False
     return tile.batch < 256 or tile.groups > 1
+
+
+def takes_signs(batch: int, groups: int) -> bool:
+    """Whether W takes signs of columns in tiles of so many batch rows and warpgroups; x then stays as it is.
+
+    That is 24 instructions more for a row tile and 64 columns (3 bits have 65), which cost nothing where the
+    tensor cores set the pace. Other tiles take up to a fifth longer, and a kernel that gives x the signs less.
+    """
+    return (batch, groups) == (256, 2)
+
+
+def signed(gemm: Gemm) -> Gemm | None:
+    """The same of a weight whose columns have signs, if W takes them."""
+    kernel = gemm.plan.kernel
+    constants = dict(kernel.constants)
+    if not gemm.box or not takes_signs(constants["BATCH"], constants["GROUPS"]):
+        return None
+    own = replace(kernel, constants=(*kernel.constants, ("SIGNS", 1)))
+    return replace(gemm, plan=replace(gemm.plan, kernel=own))
 
 
 def planned(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:

@@ -14,7 +14,16 @@ from ..formats import Format
 from .cores import WGMMA_BATCH, Gemm, looked_up, tables
 from .launch import Gpu, places_of
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
-from .wgmma_core import ROOMY_BATCH, Tile, planned, shares_tiles, stages_of, sum_bytes, turns_sums
+from .wgmma_core import (
+    ROOMY_BATCH,
+    Tile,
+    planned,
+    shares_tiles,
+    stages_of,
+    sum_bytes,
+    takes_signs,
+    turns_sums,
+)
 
 STEP_US = {
     Tile(16, 1, k_groups=2, k_tiles=2): 0.085,
@@ -110,6 +119,9 @@ _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 8.75 / (128 * 256)
 """What it takes to store an output, and to send it to another block and add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
+_SIGNS_US, _SIGN_US = 0.7, 4 / 4.46e6
+"""Of a kernel that gives x the signs of W's columns, where this one gives them to W: its launch, and each
+number."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
@@ -237,6 +249,8 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
         if fmt.walks and not turned:
             start += _RESULTS_US + m * n * _RESULT_US
+        if fmt.signed_columns and not takes_signs(tile.batch, tile.groups):
+            start += _SIGNS_US + m * k * matrices * _SIGN_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
         if split > 1:

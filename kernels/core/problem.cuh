@@ -37,7 +37,8 @@ struct Problem {
                            // passing sums on takes (wgmma core)
     float lift;            // what sums are multiplied by: 2^-lift (see `Weight` in problem.py) times a tensor's scale
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
-    const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by; of EXL3 suh (decode core)
+    const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core), or the words
+                           // that W is (wgmma core: column_signs.cuh); of EXL3 suh (decode core)
     const u32* rows;       // W's row plane, if its format has one; of EXL3 svh, float16
 };
 

@@ -30,11 +30,12 @@
 // rows of V: its threads have what is multiplied in the same places. Of one row block two warps have 32 rows of W, and
 // two the same of V.
 #pragma once
+#include "column_signs.cuh"
 #include "wgmma_copies.cuh"
 
 #if __CUDA_ARCH__ == 900
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, bool BESIDE,
-          int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, class P>
+          int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, bool SIGNS, class P>
 DEVICE void wgmma(const P& p) {
     using B = WgmmaBlock<F, BATCH, ROW_BLOCKS, GROUPS, K_GROUPS, K_TILES, SPLIT, PAIR, STREAM, STAGES, RESIDENT, P>;
     using Weights = typename B::Weights;
@@ -185,8 +186,10 @@ DEVICE void wgmma(const P& p) {
             u32 a[4][ROW_BLOCKS][4];  // operand A of four steps of 16 columns
             typename Weights::Reader reader(stages + stage * STAGE + WEIGHTS_AT + side(0) * Weights::SIZE, own_tile(0),
                                             k_group, lane);
+            ColumnSigns<SIGNS> signs(SIGNS ? matrix_of<F>(p, segment.matrix).signs : nullptr, segment.begin + k_group, lane);
             auto load = [&](int k) {
                 if (k == 0) barrier_wait(full + stage * 8, parity);
+                signs.advance(K_GROUPS);
 #pragma unroll
                 for (int b = 0; b < ROW_BLOCKS; b++)
                     reader.moved(P::GATED ? b * Weights::SIZE : 0).load(tile[b], P::GATED ? 0 : b * 4, k * K_GROUPS);
@@ -196,7 +199,10 @@ DEVICE void wgmma(const P& p) {
                 for (int step = h; step < h + 2; step++) {
                     pin(a[step]);
 #pragma unroll
-                    for (int b = 0; b < ROW_BLOCKS; b++) codecs[b].weights(tile[b], step, a[step][b]);
+                    for (int b = 0; b < ROW_BLOCKS; b++) {
+                        codecs[b].weights(tile[b], step, a[step][b]);
+                        signs.apply(step, a[step][b]);
+                    }
                 }
             };
             const int steps = (segment.end - segment.begin) / WIDTH;

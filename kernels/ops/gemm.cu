@@ -18,6 +18,9 @@ using Argument = Problem;
 #ifndef CUQUANT_CONVERTS
 #define CUQUANT_CONVERTS 0
 #endif
+#ifndef CUQUANT_SIGNS
+#define CUQUANT_SIGNS 0
+#endif
 
 #if CUQUANT_CORE == 0
 extern "C" __global__ void __launch_bounds__(CUQUANT_WARPS* WARP, CUQUANT_RESIDENT)
@@ -35,6 +38,7 @@ gemm(const __grid_constant__ Argument problem) {
 extern "C" __global__ void __launch_bounds__((CUQUANT_GROUPS * CUQUANT_K_GROUPS + 1) * WARPGROUP, CUQUANT_RESIDENT)
 gemm(const __grid_constant__ Argument problem) {
     wgmma<Format, Values, CUQUANT_BATCH, CUQUANT_ROW_BLOCKS, CUQUANT_GROUPS, CUQUANT_K_GROUPS, CUQUANT_K_TILES,
-          CUQUANT_SPLIT, CUQUANT_BESIDE, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM, CUQUANT_RESIDENT>(problem);
+          CUQUANT_SPLIT, CUQUANT_BESIDE, CUQUANT_PAIR, CUQUANT_STREAM, CUQUANT_STAGES, CUQUANT_ROOM, CUQUANT_RESIDENT,
+          CUQUANT_SIGNS>(problem);
 }
 #endif

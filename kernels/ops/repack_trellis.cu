@@ -46,14 +46,24 @@ survey(const u8* storage, s64 matrices, int N, int K, u32* found) {
     if (differs) found[3] = 1;
 }
 
-// Signs of columns as bits that a float16 number's are changed by, [matrices][pitch]; none beyond K.
+// Signs of columns, none beyond K: as bits that a float16 number's are changed by, [matrices][pitch]; and as the words of
+// core/column_signs.cuh, which begin rows of as many bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
-sign_bits(const u8* storage, s64 matrices, int N, int K, u16* to, int pitch) {
+sign_bits(const u8* storage, s64 matrices, int N, int K, u16* bits, int pitch, u32* words) {
     const Record<Format> record = {N, K};
     for (s64 i = s64(blockIdx.x) * THREADS + threadIdx.x; i < matrices * pitch; i += s64(gridDim.x) * THREADS) {
         const s64 matrix = i / pitch;
-        const int k = int(i - matrix * pitch);
-        to[i] = k < K && storage[matrix * record.bytes() + record.su_at() + k] != 1 ? 0x8000 : 0;
+        const int own = int(i - matrix * pitch);  // a column, and a word: there are a quarter as many, or fewer than 8
+        const u8* const signs = storage + matrix * record.bytes() + record.su_at();
+        auto negative = [&](int k) { return k < K && signs[k] != 1; };
+        bits[i] = negative(own) ? 0x8000 : 0;
+        if (own >= (K + 63) / 64 * 4) continue;
+        u32 word = 0;
+        for (int p = 0; p < 8; p++) {
+            const int first = own / 4 * 64 + p * 8 + own % 4 * 2;
+            word |= u32(negative(first)) << (15 - p) | u32(negative(first + 1)) << (31 - p);
+        }
+        words[matrix * (pitch / 2) + own] = word;
     }
 }
 
