@@ -180,8 +180,9 @@ def shares_tiles(fmt: Format, tile: Tile) -> bool:
 def takes_signs(batch: int, groups: int) -> bool:
     """Whether W takes signs of columns in tiles of so many batch rows and warpgroups; x then stays as it is.
 
-    That is 24 instructions more for a row tile and 64 columns (3 bits have 65), which cost nothing where the
-    tensor cores set the pace. Other tiles take up to a fifth longer, and a kernel that gives x the signs less.
+    That is 24 instructions more for a row tile and 64 columns (3 bits have 65), which cost nothing where
+    the tensor cores set the pace. Other tiles take up to a fifth longer, more than a kernel that gives x the
+    signs.
     """
     return (batch, groups) == (256, 2)
 

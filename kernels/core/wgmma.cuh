@@ -25,6 +25,8 @@
 // (schedule.cuh), and leave their sums in global memory. From there they come to the owner's ring, as W and x do, behind
 // its last stage of them. Who waits has the higher number, so what it waits for has started.
 //
+// Signs of W's columns (trellis weights) may be given to operand A (SIGNS: column_signs.cuh), so that x needs no kernel before.
+//
 // Of a grouped product the batch tiles are the works, and blocks find out themselves how many tiles are left; the
 // copying warpgroup tells the others what each is. Gated, a warpgroup of two row blocks has 64 rows of W and the same 64
 // rows of V: its threads have what is multiplied in the same places. Of one row block two warps have 32 rows of W, and
