@@ -378,3 +378,45 @@ def test_a_kept_matrix_may_be_quantized_already(tmp_path: Path) -> None:
     source = small(tmp_path / "s.gguf", token_embd__weight=(blocks, Type.Q8_0))
     quantize_file(source, tmp_path / "t.gguf", "q4_0", keep=["token_embd.weight"])
     assert np.array_equal(cq.open(tmp_path / "t.gguf")["token_embd.weight"].blocks, blocks)
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_an_open_model_is_not_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: int
+) -> None:
+    """By a path that leads to another file now, as it is relative, or that file has been replaced."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        own: dict[str, Stored] = {"w.weight": weights(8, 64, seed=ord(folder)), "x.weight": weights(8, 64)}
+        write(tmp_path / folder / "m.gguf", own, split=split)
+    name = "m-00001-of-00002.gguf" if split else "m.gguf"
+    monkeypatch.chdir(tmp_path / "a")
+    model = cq.open(name, "cpu")
+    expected = cq.quantize(model["w.weight"], "q4_0").blocks
+    monkeypatch.chdir(tmp_path / "b")
+    with pytest.raises(ValueError, match="is the file being read"):
+        quantize_file(model, tmp_path / "a" / name, "q4_0", force=True)
+    quantize_file(model, tmp_path / "q.gguf", "q4_0")
+    for part in (tmp_path / "b").iterdir():
+        part.replace(tmp_path / "a" / part.name)
+    done = quantize_file(model, tmp_path / "again.gguf", "q4_0")
+    cq.dequantize_file(model, "f.safetensors", "f16", keep="x.weight")
+    for path in ("q", "again"):
+        assert np.array_equal(cq.open(tmp_path / f"{path}.gguf", "cpu")["w.weight"].blocks, expected)
+    assert np.array_equal(cq.load("f.safetensors", "cpu")["w.weight"], model["w.weight"].astype(np.float16))
+    assert done.source_bytes == sum(status.st_size for _, status in model._stamps)
+
+
+def test_a_source_that_was_written_to_or_closed(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    with cq.open(source, "cpu") as model:
+        quantize_file(model, tmp_path / "t.gguf", "q4_0")
+        assert model["output.weight"].shape == (4, 32)  # it is still open
+    with pytest.raises(ValueError, match=r"s\.gguf: the file is closed: open the model again"):
+        quantize_file(model, tmp_path / "u.gguf", "q4_0")
+    model = cq.open(source, "cpu")
+    with source.open("ab") as file:
+        file.write(bytes(32))
+    with pytest.raises(ValueError, match=r"s\.gguf was written to since it was opened: open the model again"):
+        cq.dequantize_file(model, tmp_path / "u.gguf")
+    assert not (tmp_path / "u.gguf").exists()

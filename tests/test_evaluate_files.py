@@ -105,6 +105,24 @@ def test_an_interruption(models: list[Path], tmp_path: Path, monkeypatch: pytest
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_an_open_model_is_known_by_the_file_that_it_reads(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by what its path leads to later."""
+    for folder, model in zip("ab", models, strict=True):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "m.gguf").write_bytes(model.read_bytes())
+    options = OPTIONS | {"results": tmp_path / "results.json"}
+    monkeypatch.chdir(tmp_path / "a")
+    opened = cq.open("m.gguf")
+    monkeypatch.chdir(tmp_path / "b")
+    (first,) = cq.evaluate_files(opened, **options).each
+    (second,) = cq.evaluate_files("m.gguf", **options).each
+    assert (first.rows, second.rows) == tuple(cq.evaluate(model, **OPTIONS).rows for model in models)
+    stamps = [each["file"][0] for each in json.loads((tmp_path / "results.json").read_text())["evaluations"]]
+    assert stamps == [str((tmp_path / folder / "m.gguf").resolve()) for folder in "ab"]
+
+
 def test_what_is_there_is_not_evaluated_again(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
     results = tmp_path / "results.json"
     first = cq.evaluate_files(models[:1], results=results, **OPTIONS)

@@ -21,7 +21,7 @@ from gguf_files import NANO, Stored, array, entry, gguf_file, string, tensor, u3
 import cuquant as cq
 from cuquant import QuantizedArray
 from cuquant.io import dump
-from cuquant.io.gguf import Metadata, scan
+from cuquant.io.gguf import File, Metadata, scan
 
 # Types of this library.
 
@@ -269,6 +269,24 @@ def test_a_closed_model_without_live_arrays_cannot_be_read() -> None:
         with pytest.raises(ValueError, match=r"gguf: tensor 'output\.weight': the file is closed$"):
             read("output.weight")
     assert next(iter(model)) == "token_embd.weight"
+
+
+def test_a_closed_model_is_closed_whatever_was_read() -> None:
+    """Arrays of metadata that it has itself do not keep its file open; those that a caller has stay."""
+    key = "tokenizer.ggml.token_type"
+    model = cq.open(NANO, "cpu")
+    types = model.metadata[key].tolist()
+    model.close()
+    assert [file.buffer.closed for file in model._files if isinstance(file, File)] == [True]
+    assert model.metadata[key].tolist() == types
+    assert not model.metadata[key].flags.writeable
+    model = cq.open(NANO, "cpu")
+    array, norm = model.metadata[key], model["output_norm.weight"]
+    model.close()
+    assert (array.tolist(), norm.shape) == (types, (256,))
+    for read in (model.raw, model.__getitem__, model.floats):
+        with pytest.raises(ValueError, match=r"gguf: tensor 'output\.weight': the file is closed$"):
+            read("output.weight")
 
 
 @pytest.mark.parametrize("key", ["general.name", "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"])

@@ -199,6 +199,22 @@ def test_damaged_metadata(tmp_path: Path) -> None:
     assert all("t.safetensors" in error or "tensor" in error for error in refused)
 
 
+def test_a_damaged_weight(tmp_path: Path) -> None:
+    """Which is found when it is read: a sign that is none."""
+    path = saved(tmp_path, "trellis3")
+    content = np.fromfile(path, np.uint8)
+    model = cq.open(path, "cpu")
+    info, fmt = model.tensors["output.weight"], model.format("output.weight")
+    assert isinstance(fmt, cq.Trellis)
+    stored = content[info.offset :][: info.nbytes].reshape(fmt.stored(info.shape))
+    fmt.parts(stored, info.shape).sv[-1] = 9
+    content.tofile(path)
+    model = cq.open(path, "cpu")
+    for read in (model.__getitem__, model.floats):
+        with pytest.raises(cq.GGUFError, match=r"t\.safetensors: tensor 'output\.weight': trellis.* 9"):
+            read("output.weight")
+
+
 def test_arrays_without_metadata_are_no_model(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     cq.save(path, {"w": weights(2, 32)})

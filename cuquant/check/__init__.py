@@ -94,6 +94,7 @@ from .common import (
     safetensors_path as safetensors_path,
     same_device as same_device,
     shape as shape,
+    still_as_opened as still_as_opened,
     storage as storage,
     tensors as tensors,
     text as text,

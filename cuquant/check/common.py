@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,18 @@ def model_path(value: Any) -> Path:
             f"a model is the path of a file, or a cuquant.Model that is open, not {a_or_an(value)}"
         )
     return path(value)
+
+
+def still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: bool) -> None:
+    """A file that is open and, if it is still at its place, was not written to; one that has taken its place
+    is no matter."""
+    if closed:
+        raise ValueError(f"{path}: the file is closed: open the model again")
+    with suppress(OSError):
+        now = os.stat(place)
+        same = (opened.st_size, opened.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
+        if os.path.samestat(opened, now) and not same:
+            raise ValueError(f"{path} was written to since it was opened: open the model again")
 
 
 def model_target(value: Any) -> Path:

@@ -20,7 +20,7 @@ from ..io import convert, mixture
 from ..io.gguf import PLAIN_TYPES
 from ..io.header import same_value
 from ..io.mixture import FormatLike
-from ..io.model import Model, open as open_model
+from ..io.model import Model, open as open_model, opened, warn_of_fallback
 from ..io.rewrite import scales_of
 from ..ops.quantize import quantize
 from ..render import counted
@@ -86,7 +86,7 @@ def evaluate(
         values are read back from the cache too.
     device : "cpu" or "cuda", optional
         Where to compute; by default on the device of a Model that is open, and else on the GPU where one can
-        be used. The files of a Model on another device are opened once more.
+        be used. Tensors of a Model on another device are read once more from its files.
     progress : bool
         Show a progress bar on stderr, if that is a terminal.
 
@@ -256,7 +256,11 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     if not isinstance(model, Model):
         return open_model(model, device)
     wanted = model.device if device is None else check.device_name(device)
-    return model if wanted == model.device else open_model(model.path, wanted)
+    if wanted == model.device:
+        return model
+    other = opened(model, wanted)
+    warn_of_fallback(other)
+    return other
 
 
 def _weights(model: Model) -> dict[str, Any]:

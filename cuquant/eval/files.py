@@ -119,7 +119,7 @@ def _devices(models: Iterable[Any], device: str | None) -> str:
 def _stamp(path: str | os.PathLike[str] | Model) -> list[Any]:
     """A model's path, size and time of change; a list of them for each file of a split one."""
     with opened(path, "cpu") as model:
-        files = [(part, part.stat()) for part in model.paths]
+        files = model._stamps
     stamps = [[str(part.resolve()), status.st_size, status.st_mtime_ns] for part, status in files]
     return stamps if len(stamps) > 1 else stamps[0]
 

@@ -154,7 +154,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         ragged=frozenset(given) - made.keys(),
         unmatched=frozenset(info.name for info in matrices) - asked.keys() - kept,
         replaced=frozenset(name for name, fmt in made.items() if fmt != asked[name]),
-        source_bytes=sum(path.stat().st_size for path in model.paths),
+        source_bytes=sum(status.st_size for _, status in model._stamps),
     )
 
 

@@ -35,6 +35,7 @@ from .header import (
     Buffer,
     GGUFError,
     Header,
+    Mapped,
     Metadata,
     StoredArray,
     StoredText,
@@ -93,23 +94,32 @@ class SavedArraysError(SafetensorsError):
 class File:
     """A GGUF file, mapped into memory read-only, and its header.
 
+    `path` is as it was given, `place` where that was then, and `status` what the system said of the file.
+
     Raises GGUFError for a file that breaks a rule of the format, OSError as `open` does.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.place = Path(os.path.abspath(path))
         check.not_a_folder(self.path)
         if self.path.exists() and not self.path.is_file():
             raise GGUFError(f"{self.path} is no ordinary file: nothing else can be mapped into memory")
         with self.path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
+            self.status = os.fstat(file.fileno())
+            if self.status.st_size == 0:
                 raise GGUFError(f"{self.path}: the file is empty")
-            self.buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.buffer = Mapped(file.fileno(), 0, access=mmap.ACCESS_READ)
         try:
             self.header = scan(self.buffer, str(self.path))
         except GGUFError:
-            self.close()
+            self._unmap()
             raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be read."""
+        return self.buffer.let_go
 
     def bytes_of(self, tensor: TensorInfo) -> NDArray[np.uint8]:
         """The stored bytes of a tensor, a read-only view; ValueError where the file is closed."""
@@ -117,7 +127,12 @@ class File:
         return np.frombuffer(buffer, np.uint8, tensor.nbytes, tensor.offset)
 
     def close(self) -> None:
-        """Unmap the file, unless views of it are alive: they keep it mapped."""
+        """Read no more of the file, and unmap it, unless views of it are alive: they keep it mapped."""
+        self.header.metadata._let_go()
+        self._unmap()
+
+    def _unmap(self) -> None:
+        self.buffer.let_go = True
         with suppress(BufferError):
             self.buffer.close()
 

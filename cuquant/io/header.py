@@ -19,7 +19,15 @@ from ..formats import Format
 from ..render import Columns, counted, escaped, html_facts, html_shape, render_records, short
 from .words import missing
 
-Buffer: TypeAlias = bytes | memoryview | mmap.mmap
+
+class Mapped(mmap.mmap):
+    """A file in memory, which stays there while views of it are alive, also when nothing is to be read any
+    more."""
+
+    let_go = False
+
+
+Buffer: TypeAlias = bytes | memoryview | Mapped
 
 MAX_RANK = 4
 MAX_NAME_BYTES = 63
@@ -30,7 +38,7 @@ LENGTH = struct.Struct("<Q")
 
 def still_open(buffer: Buffer, what: str) -> Buffer:
     """The bytes of a file; ValueError where it is closed."""
-    if isinstance(buffer, mmap.mmap) and buffer.closed:
+    if isinstance(buffer, Mapped) and (buffer.let_go or buffer.closed):
         raise ValueError(f"{what}: the file is closed")
     return buffer
 
@@ -201,6 +209,13 @@ class Metadata(Mapping[str, Any]):
         """The value, or `default` where the key is missing."""
         # Mapping's asks for the item, whose error takes milliseconds to find names that are near.
         return super().get(key, default) if key in self else default
+
+    def _let_go(self) -> None:
+        """Keep no view of the file: arrays that were decoded are copied."""
+        for key, value in self._values.items():
+            if isinstance(value, np.ndarray):
+                self._values[key] = value = value.copy()
+                value.flags.writeable = False
 
     def __contains__(self, key: object) -> bool:
         return key in self._values  # without decoding the value

@@ -47,22 +47,44 @@ class Model(Mapping[str, Any]):
         Name, shape, type, offset and bytes of every tensor, in file order.
     """
 
-    def __init__(self, files: list[File | SavedFile], device: str) -> None:
+    def __init__(self, files: list[File | SavedFile], device: str, *, lent: bool = False) -> None:
         self._files = files
         self._device = device
+        self._lent = lent
+        """Whether the files are another model's, which closes them."""
         self._home = {name: f for f in files for name in f.header.tensors}
         self.tensors: dict[str, TensorInfo] = {n: i for f in files for n, i in f.header.tensors.items()}
         self.metadata: Metadata = files[0].header.metadata
 
     @property
     def path(self) -> Path:
-        """The file, or the first of a split model."""
+        """The file, or the first of a split model, as it was given to `open`."""
         return self._files[0].path
 
     @property
     def paths(self) -> list[Path]:
         """The file, or all files of a split model."""
         return [file.path for file in self._files]
+
+    @property
+    def _stamps(self) -> list[tuple[Path, os.stat_result]]:
+        """Where each file was, and what the system said of it, when it was opened."""
+        return [(file.place, file.status) for file in self._files]
+
+    def _reads(self, target: Path) -> bool:
+        """Whether a path leads to one of the files, or to what has taken its place."""
+        status, place = target.stat() if target.exists() else None, os.path.realpath(target)
+        return any(
+            os.path.realpath(file.place) == place
+            or (status is not None and os.path.samestat(status, file.status))
+            for file in self._files
+        )
+
+    def _on(self, device: str) -> Model:
+        """The same files, of which tensors are put on that device; to close it leaves them open."""
+        for file in self._files:
+            check.still_as_opened(file.path, file.place, file.status, file.closed)
+        return Model(self._files, device, lent=True)
 
     @property
     def alignment(self) -> int:
@@ -161,7 +183,11 @@ class Model(Mapping[str, Any]):
         """A tensor of blocks that have a format, on the CPU."""
         fmt = self.format(info.name)
         assert fmt is not None
-        blocks = check.raw_blocks(self.raw(info.name), fmt, info.shape)
+        raw = self.raw(info.name)
+        try:
+            blocks = check.raw_blocks(raw, fmt, info.shape)
+        except ValueError as error:
+            raise GGUFError(f"{self._home[info.name].path}: tensor {info.name!r}: {error}") from None
         return QuantizedArray._made(fmt, blocks, shape=info.shape)
 
     def _of_blocks(self, info: TensorInfo) -> Format | None:
@@ -227,11 +253,12 @@ class Model(Mapping[str, Any]):
         return len(self.tensors)
 
     def close(self) -> None:
-        """Unmap the files, unless arrays read from them are still alive (they keep their file mapped).
+        """Read no more of the files, and unmap them, unless arrays read from them are still alive (they keep
+        their file mapped).
 
         Metadata that are arrays, as a vocabulary, are read when they are asked for: before this.
         """
-        for file in self._files:
+        for file in () if self._lent else self._files:
             file.close()
 
     def __enter__(self) -> Model:
@@ -325,12 +352,14 @@ def open(path: str | os.PathLike[str], device: str | None = None) -> Model:
 
 
 def opened(path: str | os.PathLike[str] | Model, device: str | None) -> Model:
-    """As `open`, without a warning; of a model its files once more, on its device where none is named."""
-    if isinstance(path, Model):
-        return opened(path.path, path.device if device is None else device)
-    target = default_device() if device is None else check.device_name(device)
+    """As `open`, without a warning; of a model the files that it has open, on its device where none is
+    named."""
+    own = path.device if isinstance(path, Model) else None
+    target = (own or default_device()) if device is None else check.device_name(device)
     if target == "cuda":
         cupy()  # says why there is none
+    if isinstance(path, Model):
+        return path._on(target)
     with ExitStack() as mapped:
         parts = open_parts(check.model_path(path), mapped)
         mapped.pop_all()  # the model's now

@@ -35,7 +35,7 @@ def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
     if that is neither True nor False.
     """
     force = check.flag(force, "force")
-    if any(target.exists() and target.samefile(path) for path in model.paths):
+    if model._reads(target):
         raise ValueError(f"{target} is the file being read")
     with replacing(target, force) as temporary:
         yield temporary

@@ -239,12 +239,15 @@ class Saved(NamedTuple):
     """What is said of those that are storage bytes."""
     metadata: Any
     """A model's, as the bytes of a GGUF file; None of other arrays."""
+    status: os.stat_result
+    """What the system says of the file."""
 
 
 def read(path: Path) -> Saved:
     """What is in the file; ValueError where it is none of these."""
     with path.open("rb") as stream:
         note = _note(path, metadata_of(path))
+        status = os.fstat(stream.fileno())
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     infos, start = layout_of(path)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
@@ -258,7 +261,7 @@ def read(path: Path) -> Saved:
     missing = weights.keys() - arrays.keys()
     if missing:
         raise ValueError(f"{path}: the weight {min(missing)!r} is listed, but there is no such tensor")
-    return Saved(arrays, offsets, weights, own)
+    return Saved(arrays, offsets, weights, own, status)
 
 
 def metadata_of(path: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ class SavedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.place = path, Path(os.path.abspath(path))
         try:
             saved = safetensors.read(path)
         except ValueError as error:
@@ -41,6 +42,7 @@ class SavedFile:
             raise GGUFError(str(error)) from None
         if told.tensors:
             raise GGUFError(f"{path}: metadata: tensors are declared there: the file is damaged")
+        self.status = saved.status
         self._arrays: dict[str, Any] | None = saved.arrays
         tensors = {
             name: self._info(name, array, saved.weights.get(name), saved.offsets[name])
@@ -77,6 +79,11 @@ class SavedFile:
         if self._arrays is None:
             raise ValueError(f"{self.path}: tensor {tensor.name!r}: the file is closed")
         return self._arrays[tensor.name].reshape(-1).view(np.uint8)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more can be read."""
+        return self._arrays is None
 
     def close(self) -> None:
         """Unmap the file, unless views of it are alive: they keep it mapped."""
