@@ -9,6 +9,7 @@ import json
 import os
 import re
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from commands import FEW, Run, assert_one_line_error, finish, start
 from gguf import GGUFValueType as Value
 from gguf_files import HELD_OUT, NANO, entry, gguf_file, string, tensor
-from synthetic import Spec, write as write_llama
+from synthetic import Spec, some_tokens, write as write_llama
 
 import cuquant as cq
 from cuquant.eval.tokenizer import Tokenizer
@@ -259,3 +260,18 @@ def test_a_warning_is_one_line_on_stderr(model: Path, some: tuple[object, ...]) 
     assert done.status == 0
     assert done.err.startswith("cuquant: warning: ctx 1026 is longer than the 1024 tokens")
     assert done.err.count("\n") == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_token_ids_in_a_pipe(run: Run, model: Path, tmp_path: Path) -> None:
+    ids, pipe, options = tmp_path / "ids.npy", tmp_path / "pipe", ("--ctx", "16", "-o", "csv", "--tokens")
+    np.save(ids, some_tokens(32))
+    os.mkfifo(pipe)
+    for content in (ids.read_bytes(), b"nothing"):
+        threading.Thread(target=pipe.write_bytes, args=(content,), daemon=True).start()
+        done = run("eval", model, *options, pipe)
+        if content == b"nothing":
+            assert_one_line_error(done)
+            assert f"{pipe} is not a .npy file of token ids" in done.err
+        else:
+            assert (done.status, done.out) == (0, run("eval", model, *options, ids).out)

@@ -420,3 +420,13 @@ def test_a_source_that_was_written_to_or_closed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"s\.gguf was written to since it was opened: open the model again"):
         cq.dequantize_file(model, tmp_path / "u.gguf")
     assert not (tmp_path / "u.gguf").exists()
+
+
+def test_all_is_kept(tmp_path: Path) -> None:
+    source = small(tmp_path / "s.gguf")
+    for fmt in ("q4_0", {"*": "q8_0"}):
+        with pytest.raises(ValueError, match=r"^s\.gguf has no weight matrix to .* that is not to be kept$"):
+            quantize_file(source, tmp_path / "q.gguf", fmt, keep="*")
+    plain = write(tmp_path / "n.gguf", {"blk.0.ffn_norm.weight": weights(64)})
+    with pytest.raises(ValueError, match=r"^n\.gguf has no weight matrix to quantize to q4_0$"):
+        quantize_file(plain, tmp_path / "q.gguf", "q4_0", keep="*")

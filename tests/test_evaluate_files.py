@@ -277,6 +277,38 @@ def test_results_of_something_else_are_refused(models: list[Path], tmp_path: Pat
         assert results.read_text(encoding="utf-8") == wrong
 
 
+def test_results_with_something_else_in_them(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
+    """A type that no table can show, as of a file that was changed by hand."""
+    options = OPTIONS | {"results": tmp_path / "results.json", "base": models[1], "formats": ()}
+    cq.evaluate_files(models[:1], **options)
+    read = json.loads(options["results"].read_text(encoding="utf-8"))
+    evaluation = read["evaluations"][0]["evaluation"]
+    row = evaluation["rows"][0]
+    changes: list[tuple[dict[str, Any], str, list[Any]]] = [
+        (read, "settings", [0, None, "x", [], [1]]),
+        (row, "ppl", ["x", True, [], 10**400]),
+        (row, "format", [None, 5]),
+        (row, "activations", [None, 5]),
+        (row, "tensors", [5, {}, ""]),
+        (row, "kv_bits", [4, []]),
+        (evaluation, "rows", [[], [row], {}]),
+        (evaluation, "model", [1.5, []]),
+        (evaluation, "ctx", [1.5, []]),
+        (evaluation, "base", [1.5, []]),
+    ]
+    for place, key, values in changes:
+        before = place[key]
+        for place[key] in values:
+            options["results"].write_text(json.dumps(read), encoding="utf-8")
+            with pytest.raises(ValueError, match="not a file of cuquant's evaluations"):
+                cq.evaluate_files(models[:1], **options)
+        place[key] = before
+    row["ppl"] = 5  # which Python's JSON makes of 5.0 nowhere, but others do
+    options["results"].write_text(json.dumps(read), encoding="utf-8")
+    assert "5.0000" in cq.evaluate_files(models[:1], **options).render()
+    assert len(calls) == 1
+
+
 def test_results_of_another_version_are_refused(
     models: list[Path], tmp_path: Path, calls: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

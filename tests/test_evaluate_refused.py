@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from scoring import TEXT, same
-from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, write
+from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, tensors, write
 
 from cuquant.device import gpu_problem
 from cuquant.eval import config, evaluate, evaluate_files
+from cuquant.formats.nvfp4 import NvFp4
 from cuquant.io.model import open as open_model
 
 MODEL = Path(__file__).parents[1] / "examples/data/nano-llama-f16.gguf"
@@ -204,3 +207,78 @@ def test_a_file_s_name_is_no_text(tmp_path: Path) -> None:
     path.write_text("some words")
     with pytest.raises(ValueError, match=r"text is a str, and so the text itself: .*pathlib\.Path"):
         evaluate(MODEL, text=str(path), device="cpu")
+
+
+def test_formats_that_are_none(model: Path) -> None:
+    wrong: Any
+    for wrong, said in ((3, "an int"), (None, "None"), (2.5, "a float")):
+        for run in (evaluate, evaluate_files):
+            with pytest.raises(
+                TypeError, match=f"formats is {said}; a format, its name, a mapping, or several"
+            ):
+                run(model, tokens=some_tokens(64), ctx=32, formats=wrong)
+
+
+def test_no_tokens(model: Path) -> None:
+    with pytest.raises(TypeError, match="tokens are a 1-D integer array, not an empty list"):
+        evaluate(model, tokens=[], ctx=32)
+
+
+def bad(name: str, value: float) -> dict[str, Any]:
+    """A tensor of the model `Spec(rope_factors=True)` with one such number."""
+    made = tensors(Spec(rope_factors=True))[name].copy()
+    made.flat[-1] = value
+    return {name: made}
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.0.attn_norm.weight", "output.weight"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scores_that_are_no_numbers(folder: Path, name: str, value: float) -> None:
+    """The model and the tensor are named, whether it is compared with another or not."""
+    path = write(folder / "bad.gguf", Spec(rope_factors=True), **bad(name, value))
+    good = write(folder / "good.gguf", Spec(rope_factors=True))
+    said = rf"bad\.gguf \(f16.*\) has scores that are NaN or infinite: tensor '{name}' has weights that are"
+    arguments: dict[str, Any] = {"tokens": some_tokens(64), "ctx": 32, "device": "cpu"}
+    for each, base in ((path, None), (good, path), (path, good)):
+        with pytest.raises(ValueError, match=said):
+            evaluate(each, base=base, **arguments)
+    results = folder / "results.json"
+    results.unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=said):
+        evaluate_files([good, path], results=results, kv_bits=4, **arguments)
+    assert [Path(e["file"][0]) for e in json.loads(results.read_text())["evaluations"]] == [good.resolve()]
+
+
+def test_scores_that_overflow(folder: Path) -> None:
+    """Of weights that are all finite."""
+    large = {"output.weight": tensors(Spec())["output.weight"] * np.float32(1e38)}
+    path = write(folder / "large.gguf", Spec(), **large)
+    with pytest.raises(
+        ValueError, match="NaN or infinite: its weights are not, but what they make of the text"
+    ):
+        evaluate(path, tokens=some_tokens(64), ctx=32)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0])
+def test_rotary_factors_that_cannot_divide(folder: Path, value: float) -> None:
+    path = write(folder / "bad.gguf", Spec(rope_factors=True), **bad("rope_freqs.weight", value))
+    with pytest.raises(config.UnsupportedModel, match=r"bad\.gguf: 'rope_freqs\.weight' has the factor"):
+        evaluate(path, tokens=some_tokens(64), ctx=32)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "trellis3", NvFp4(), {"*": "nvfp4"}], ids=str)
+def test_a_tensor_that_cannot_be_quantized(folder: Path, fmt: Any) -> None:
+    path = write(folder / "bad.gguf", Spec(n_ff=128), **bad("blk.1.attn_q.weight", np.nan))
+    with pytest.raises(ValueError, match=r"^tensor 'blk\.1\.attn_q\.weight': .*nan in row 63"):
+        evaluate(path, tokens=some_tokens(64), ctx=32, formats=fmt)
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.weight", "blk.0.attn_norm.weight", "output_norm.weight"])
+@pytest.mark.parametrize("kind", ["int8", "int32"])
+def test_tensors_of_integers(folder: Path, name: str, kind: str) -> None:
+    stored = np.ones_like(tensors(Spec())[name], kind), Type[f"I{8 * np.dtype(kind).itemsize}"]
+    path = write(folder / "integers.gguf", Spec(), **{name: stored})  # type: ignore[arg-type]
+    with pytest.raises(
+        config.UnsupportedModel, match=rf"integers\.gguf: tensor '{name}' holds {kind} numbers"
+    ):
+        evaluate(path, tokens=some_tokens(64), ctx=32)

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Type
+from gguf import GGMLQuantizationType as Type, quants
 from numpy.typing import NDArray
 from scoring import (
     FORMATS,
     bits_per_weight,
     check_errors,
 )
-from synthetic import EXPERTS, Spec, some_tokens, write
+from synthetic import EXPERTS, Spec, some_tokens, tensors, write
 
 import cuquant as cq
 from cuquant.eval import evaluate
@@ -124,3 +124,27 @@ def test_base_of_other_tensors(model: Path, folder: Path) -> None:
     names = {e.name for e in errors}
     assert "blk.0.attn_q.weight" in names
     assert not names & {"output.weight", "blk.0.ffn_up.weight", "blk.0.ffn_down.weight"}
+
+
+OTHER_TYPES = ["output_norm.weight", "blk.0.attn_norm.weight", "blk.1.attn_q.bias", "rope_freqs.weight"]
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.F64, Type.F16, Type.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", [*OTHER_TYPES, "blk.0.ffn_up.weight"])
+def test_tensors_of_other_types(folder: Path, kind: Type, name: str) -> None:
+    """Norms, biases and factors may be quantized, and all may have 64 bits."""
+    spec = Spec(
+        rope_factors=True, biases=("attn_q",), head_dim=64, n_heads=1, n_kv_heads=1, matrices=Type.F32
+    )
+    numbers = tensors(spec)[name]
+    stored: Any = (numbers.astype(np.float64) if kind == Type.F64 else quants.quantize(numbers, kind), kind)
+    other: Any = {name: numbers if kind == Type.F64 else quants.dequantize(stored[0], kind)}
+    path = write(folder / "types.gguf", spec, **{name: stored})
+    plain = write(folder / "plain.gguf", spec, **other)
+    arguments: dict[str, Any] = {"tokens": some_tokens(64), "ctx": 32, "device": "cpu"}
+    row, expected = (evaluate(each, **arguments).rows[0] for each in (path, plain))
+    assert row.ppl == pytest.approx(expected.ppl, rel=1e-5)
+    if kind == Type.Q8_0:
+        _, row = evaluate(path, base=plain, activations="q8_1", **arguments).rows
+        assert [(error.name, error.nmse) for error in row.tensors] == [(name, 0)]
+        assert row.activations == ("q8_1" if numbers.ndim > 1 else "f16")

@@ -100,6 +100,12 @@ from .common import (
     text as text,
     typed as typed,
 )
+from .evaluations import (
+    finite_scores as finite_scores,
+    several_formats as several_formats,
+    stored_fields as stored_fields,
+    token_vector as token_vector,
+)
 from .formats import (
     array_first as array_first,
     can_be_registered as can_be_registered,

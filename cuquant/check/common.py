@@ -162,10 +162,14 @@ def flag(value: Any, what: str) -> bool:
 
 
 def text(value: Any) -> str:
-    """A str that is to become tokens."""
+    """A str that is to become tokens, in UTF-8."""
     if not isinstance(value, str):
         instead = ": pass text.decode()" if isinstance(value, (bytes, bytearray)) else ""
         raise TypeError(f"text is {a_or_an(value)}; a str is needed{instead}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"text is no text in Unicode: {error}") from None
     return value
 
 

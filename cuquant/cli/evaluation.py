@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import time
 from pathlib import Path
@@ -128,7 +129,9 @@ def _load_ids(path: Path) -> Any:
     import numpy as np
 
     try:
-        return np.lib.format.open_memmap(path, mode="r")
+        if path.is_file():
+            return np.lib.format.open_memmap(path, mode="r")
+        return np.lib.format.read_array(io.BytesIO(path.read_bytes()))  # of a pipe
     except ValueError as error:
         raise ValueError(f"{path} is not a .npy file of token ids: {error}") from None
 

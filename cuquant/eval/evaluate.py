@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import check, device as device_info
+from .. import check, cpu, device as device_info
 from ..array import QuantizedArray
 from ..formats import Format, get as get_format
 from ..io import convert, mixture
@@ -106,7 +107,8 @@ def evaluate(
         Both or none of `text` and `tokens` are given, or `base` and `formats`; a format, width, device or
         kind of activations is not known, nothing quantizes to it, or it does not fit the model; numbers are
         out of range; the text is shorter than a chunk, no UTF-8, or the vocabulary cannot tokenize it; token
-        ids are beyond the vocabulary; models have other vocabularies; a weight is NaN or infinite.
+        ids are beyond the vocabulary; models have other vocabularies; a weight that is to be quantized is NaN
+        or infinite, or a score is (the first tensor with such weights is named).
     OSError, GGUFError
         A file cannot be read, or is damaged (see `cuquant.open`).
     RuntimeError
@@ -141,18 +143,22 @@ def evaluate(
     for made in _requantized(contenders[0], formats, activations):
         contenders += [made, *made.cached(caches)]
     models += [_runnable(c, ctx, activations) for c in contenders[len(models) :]]
-    scores = _score(models, pieces, compare=len(models) > 1, progress=progress)
+    with np.errstate(all="ignore"):  # what is not finite is said with a name
+        scores = _score(models, contenders, pieces, progress=progress)
+        summaries = [score.summary() for score in scores]
+    for contender, summary in zip(contenders, summaries, strict=True):
+        contender.check_scores(all(number is None or isfinite(number) for number in summary.values()))
     original = contenders[0]
     rows = [
         Row(
             c.label,
-            **s.summary(),  # type: ignore[arg-type]
+            **summary,  # type: ignore[arg-type]
             bits_per_weight=c.bits_per_weight,
             tensors=c.errors(original),
             kv_bits=None if c.kv is None else c.kv.text,
             activations=activations if c.has_quantized_products else "f16",
         )
-        for c, s in zip(contenders, scores, strict=True)
+        for c, summary in zip(contenders, summaries, strict=True)
     ]
     scored = len(pieces) * len(range(*_scored(ctx).indices(ctx - 1)))
     backend = device_info.name(source.device)
@@ -163,7 +169,8 @@ def evaluate(
 
 def distinct(formats: FormatLike | Iterable[FormatLike]) -> list[FormatLike]:
     """The formats that are asked for, each once."""
-    given = [formats] if isinstance(formats, (str, Format, Mapping, type)) else list(formats)
+    one = isinstance(formats, (str, Format, Mapping, type))
+    given: list[Any] = [formats] if one else check.several_formats(formats)
     kinds = [mixture.get(each) for each in given]
     return [each for i, each in enumerate(given) if kinds[i] not in kinds[:i]]
 
@@ -187,10 +194,7 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     if (text is None) == (tokens is None):
         raise ValueError("give either text or tokens")
     if tokens is not None:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"tokens are a 1-D integer array, not {ids.ndim}-D {ids.dtype}")
-        return ids
+        return check.token_vector(tokens)
     if isinstance(text, Text):
         return text
     if isinstance(text, os.PathLike):
@@ -200,11 +204,7 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     named = len(text) < 256 and "\n" not in text
     if named and (os.path.isfile(text) or (" " not in text and text.endswith((".txt", ".raw", ".md")))):
         raise ValueError(f"text is a str, and so the text itself: for the file pass pathlib.Path({text!r})")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"text is no text in Unicode: {error}") from None
-    return Text(text, f"text of {len(text)} characters")
+    return Text(check.text(text), f"text of {len(text)} characters")
 
 
 class _Contender:
@@ -232,9 +232,18 @@ class _Contender:
     def has_quantized_products(self) -> bool:
         """Whether some product has a quantized weight."""
         return any(
-            isinstance(tensor, QuantizedArray) and not _is_looked_up(name, self.tensors)
+            isinstance(tensor, QuantizedArray) and tensor.ndim > 1 and not _is_looked_up(name, self.tensors)
             for name, tensor in self.tensors.items()
         )
+
+    def check_scores(self, finite: bool) -> None:
+        """ValueError where its scores are not finite."""
+        kv = "" if self.kv is None else f", keys and values in {self.kv.text}"
+        check.finite_scores(finite, f"{self.model.path} ({self.label}{kv})", self._first_flaw)
+
+    def _first_flaw(self) -> str | None:
+        """The first tensor that holds NaN or infinity, if there is one."""
+        return next((name for name, tensor in self.tensors.items() if not _is_finite(tensor)), None)
 
     def errors(self, original: _Contender) -> list[TensorError]:
         """Errors of the quantized tensors against the original's of the same name and shape.
@@ -249,6 +258,12 @@ class _Contender:
             if isinstance(tensor, QuantizedArray)
             and getattr(original.tensors.get(name), "shape", None) == tensor.shape
         ]
+
+
+def _is_finite(tensor: Any) -> bool:
+    if isinstance(tensor, QuantizedArray):
+        return not len(cpu.rows_not_finite(tensor.to_device("cpu")))
+    return bool(np.isfinite(device_info.as_numpy(tensor)).all())
 
 
 def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
@@ -281,10 +296,10 @@ def _requantized(original: _Contender, formats: Sequence[FormatLike], activation
         if chosen.ragged:
             ragged = ", ".join(sorted(chosen.ragged))
             warnings.warn(f"{label}: kept in float, as K is ragged: {ragged}", stacklevel=3)
-        made = {
-            name: quantize(tensor, chosen.formats[name]) if name in chosen.formats else tensor
-            for name, tensor in original.tensors.items()
-        }
+        made = dict(original.tensors)
+        for name, fmt in chosen.formats.items():
+            with convert.told_of(name):
+                made[name] = quantize(made[name], fmt)
         result.append(_Contender(source, label, made))
     return result
 
@@ -419,9 +434,12 @@ def _scored(ctx: int) -> slice:
 
 
 def _score(
-    models: list[Llama], pieces: NDArray[np.integer[Any]], compare: bool, progress: bool
+    models: list[Llama], contenders: list[_Contender], pieces: NDArray[np.integer[Any]], progress: bool
 ) -> list[Tokens]:
-    """Statistics of every model over all chunks; the first is the base of the others if they are compared."""
+    """Statistics of every model over all chunks; of several the first is the base of the others.
+
+    ValueError as soon as one is not finite.
+    """
     from tqdm import tqdm
 
     scores = [Tokens() for _ in models]
@@ -438,10 +456,11 @@ def _score(
                 bar.update(len(batch))
             for part in _blocks(len(target), models[0].vocab_size):
                 base = None
-                for model, state, score in zip(models, states, scores, strict=True):
+                for model, contender, state, score in zip(models, contenders, states, scores, strict=True):
                     logp = log_softmax(model.logits(state[part]))
-                    base = logp if base is None and compare else base
+                    base = logp if base is None and len(models) > 1 else base
                     score.add(logp, model.put(target[part]), base)
+                    contender.check_scores(score.finite)
     return scores
 
 

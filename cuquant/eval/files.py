@@ -164,8 +164,10 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:
         if stored["kind"] != _KIND:
             raise KeyError
         others = stored["settings"]
+        if not isinstance(others, dict):
+            raise TypeError
         found = {json.dumps(e["file"]): Evaluation.from_dict(e["evaluation"]) for e in stored["evaluations"]}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ValueError(f"{path} is not a file of cuquant's evaluations: name another") from None
     differing = [key for key in {**others, **settings} if others.get(key) != settings.get(key)]
     if differing:

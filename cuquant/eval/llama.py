@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import device
+from .. import check, device
 from ..array import QuantizedArray
 from ..kv import KVCache, attention
 from ..ops.matmul import linear
@@ -68,7 +68,7 @@ class Llama:
         # NumPy's functions reach CuPy's arrays too; new arrays come from the weights' own module.
         self._xp: Any = device.cupy() if device.is_cuda(self._output_norm) else np
         factors = self._get("rope_freqs.weight", len(config.rope_frequencies))
-        self._frequencies = config.rope_frequencies / (1 if factors is None else device.as_numpy(factors))
+        self._frequencies = config.rope_frequencies / (1 if factors is None else _divisors(factors))
         self._blocks = [_Block(self, f"blk.{i}.") for i in range(config.n_layers)]
         unused = sorted(set(tensors) - self._used)
         if unused:
@@ -149,7 +149,8 @@ class Llama:
         return positions > positions[:, None]
 
     def _get(self, name: str, *shape: int | None) -> Any:
-        """A tensor of that shape (None: any extent), noted as used; None where the model has none."""
+        """A tensor of that shape (None: any extent), noted as used, as `_computable` gives it; None where the
+        model has none."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -159,7 +160,7 @@ class Llama:
         if not fits:
             raise UnsupportedModel(f"tensor {name!r} has shape {tensor.shape}; {shape} is needed")
         self._used.add(name)
-        return tensor
+        return _computable(name, tensor)
 
     def _need(self, name: str, *shape: int | None) -> Any:
         tensor = self._get(name, *shape)
@@ -287,6 +288,29 @@ class _Block:
                 gate, up, down = ((stack[expert], None) for stack in experts)
                 out[token] += self._swiglu(x[token], gate, up, down) * probs[token, slot, None]
         return out
+
+
+def _computable(name: str, tensor: Any) -> Any:
+    """A tensor as norms and products take it: of vectors, and of float64, float32 numbers."""
+    if isinstance(tensor, QuantizedArray):
+        if tensor.format.for_activations:
+            raise UnsupportedModel(f"tensor {name!r} is in {tensor.format}, a format of activations")
+        return tensor.dequantize() if tensor.ndim == 1 else tensor
+    if tensor.dtype in check.FLOATS:
+        return tensor
+    if tensor.dtype.kind != "f":
+        raise UnsupportedModel(f"tensor {name!r} holds {tensor.dtype} numbers; floats are needed")
+    with np.errstate(over="ignore"):  # which an evaluation finds
+        return tensor.astype(np.float32)
+
+
+def _divisors(factors: Any) -> NDArray[np.float32]:
+    """Factors of the rotary frequencies, on the host."""
+    made: NDArray[np.float32] = device.as_numpy(factors).astype(np.float32)
+    bad = made[~np.isfinite(made) | (made == 0)]
+    if bad.size:
+        raise UnsupportedModel(f"'rope_freqs.weight' has the factor {bad[0]}; they are finite, and not 0")
+    return made
 
 
 def _to_float32(rows: Any) -> Array:

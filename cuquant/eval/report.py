@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .. import check
 from ..render import TABLE_STYLES, Columns, counted, missing, render_records, to_json, to_pandas
 from .scores import COMPARED, TensorError
 
@@ -91,7 +92,8 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Evaluation:
-        """The evaluation that `to_dict` or ``render("json")`` gave; TypeError or KeyError where it is none.
+        """The evaluation that `to_dict` or ``render("json")`` gave; TypeError or KeyError where it is none,
+        OverflowError for an integer that no float is near.
 
         JSON has neither NaN nor infinity: a number that is null, and would not be missing, is NaN.
         """
@@ -99,10 +101,12 @@ class Evaluation:
         there += ["ppl_stderr"] if stored["scored_tokens"] > 1 else []
         there += COMPARED if len(stored["rows"]) > 1 else []
         rows = [
-            Row(**_numbers(row, there) | {"tensors": [_error(error) for error in row["tensors"]]})
+            Row(**_fields(Row, row, there) | {"tensors": [_error(error) for error in row["tensors"]]})
             for row in stored["rows"]
         ]
-        return cls(**stored | {"rows": rows})
+        if len(rows) < (1 if stored.get("base") is None else 2):
+            raise TypeError(f"there are {len(rows)} rows")
+        return cls(**check.stored_fields(cls, stored) | {"rows": rows})
 
     def render(self, style: str = "table", *, tensors: bool = False) -> str:
         """The rows as text, or with `tensors` the errors of all quantized tensors.
@@ -228,12 +232,12 @@ def _apart(paths: Iterable[str]) -> dict[str, str]:
 def _error(stored: dict[str, Any]) -> TensorError:
     """An error as `Evaluation.from_dict` reads it."""
     there = ["nmse", "max_abs_error"] + (["sqnr_db"] if stored["nmse"] != 0 else [])
-    return TensorError(**_numbers(stored, there))
+    return TensorError(**_fields(TensorError, stored, there))
 
 
-def _numbers(stored: dict[str, Any], there: list[str]) -> dict[str, Any]:
-    """The same, with NaN for null under these keys."""
-    return stored | {key: float("nan") for key in there if stored[key] is None}
+def _fields(kind: type[Any], stored: dict[str, Any], there: list[str]) -> dict[str, Any]:
+    """The same, with NaN for null under these keys, and each of the type that it has in that class."""
+    return check.stored_fields(kind, stored | {key: float("nan") for key in there if stored[key] is None})
 
 
 def plotter() -> Any:

@@ -48,6 +48,11 @@ class Tokens:
         self._dp.append(np.exp(at_target) - np.exp(_at(base, target)))
         self._same_top.append(device.as_numpy(logp.argmax(axis=1) == base.argmax(axis=1)))
 
+    @property
+    def finite(self) -> bool:
+        """Whether what was added last is."""
+        return all(np.isfinite(kept[-1]).all() for kept in (self._nll, self._kld, self._dp) if kept)
+
     def summary(self) -> dict[str, float | None]:
         """ppl = exp(mean nll) with its standard error; mean and maximum Kullback-Leibler divergence
         KL(base || model) in nats; share of tokens with the same most probable successor; root mean square
@@ -88,9 +93,17 @@ class TensorError:
 
 
 def tensor_error(name: str, original: Any, quantized: QuantizedArray) -> TensorError:
-    """Compare a quantized tensor (..., N, K) with its original, float or quantized itself."""
-    errors = error_of(original, quantized)
+    """Compare a quantized tensor (..., N, K) or (K,) with its original, float or quantized itself."""
+    errors = error_of(
+        *(map(_in_a_row, (original, quantized)) if quantized.ndim == 1 else (original, quantized))
+    )
     return TensorError(name, str(quantized.format), quantized.bits_per_weight, *errors)
+
+
+def _in_a_row(vector: Any) -> NDArray[Any]:
+    """Numbers [K] as a matrix [1, K]."""
+    numbers = vector.dequantize() if isinstance(vector, QuantizedArray) else vector
+    return device.as_numpy(numbers)[None]
 
 
 def error_of(original: Any, other: Any) -> tuple[float, float | None, float]:

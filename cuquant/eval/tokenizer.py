@@ -128,7 +128,7 @@ class Tokenizer:
         User-defined tokens written in the text are taken whole; control tokens, and what llama.cpp makes
         such, are read as plain text.
 
-        Raises TypeError for what is no str.
+        Raises TypeError for what is no str, ValueError for one with half a character (a surrogate).
         """
         ids: list[int] = []
         for part in self._partition(check.text(text)):

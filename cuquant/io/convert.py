@@ -6,7 +6,8 @@ import math
 import os
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -145,7 +146,8 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     given = {info.name: mixture.fallback(asked[info.name], info.shape[-1]) for info in wanted}
     made = {name: fmt for name, fmt in given.items() if fmt is not None}
     if not made:
-        raise ValueError(f"{model.path.name} has no weight matrix to quantize to {wanted_format}")
+        left = " that is not to be kept" if any(name in kept for name in asked) else ""
+        raise ValueError(f"{model.path.name} has no weight matrix to quantize to {wanted_format}{left}")
     return Selection(
         wanted_format,
         _label(model, made) if rules else str(wanted_format),
@@ -278,7 +280,8 @@ def quantize_file(
 def _fitted(model: Model, name: str, fmt: Format) -> safetensors.Tensor:
     """A tensor in that format, with parameters that fit it."""
     shape = model.tensors[name].shape
-    fitted = fmt.for_row(shape[-1]).fitted(model[name])
+    with told_of(name):
+        fitted = fmt.for_row(shape[-1]).fitted(model[name])
     return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
 
 
@@ -291,12 +294,18 @@ def _changed(model: Model, name: str, fmt: Format) -> Changed:
 
 def _quantized(model: Model, name: str, fmt: Format) -> Any:
     """Storage bytes of a tensor in that format."""
+    with told_of(name):
+        return quantize(model[name], fmt).blocks
+
+
+@contextmanager
+def told_of(name: str) -> Iterator[None]:
+    """Errors and warnings of what is quantized inside say which tensor it is."""
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            blocks = quantize(model[name], fmt).blocks
+            yield
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
     for each in said:
-        warnings.warn(f"tensor {name!r}: {each.message}", each.category, stacklevel=2)
-    return blocks
+        warnings.warn(f"tensor {name!r}: {each.message}", each.category, stacklevel=3)
