@@ -118,7 +118,7 @@ def _numbers(value: Any) -> str:
     """Range of an array's numbers, what is not finite, and the first bytes or the few different values."""
     if value.size == 0 or (device.is_cuda(value) and device.is_capturing()):
         return ""
-    array = device.as_numpy(value)
+    array = np.asarray(device.as_numpy(value))  # a matrix has two axes whatever is done to it
     if array.dtype.kind not in "biuf" and array.dtype not in check.FLOATS:
         return ""  # the call says so
     if array.dtype == np.uint8:

@@ -66,7 +66,7 @@ class Packed:
     __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
 
     def __matmul__(self, other: Any) -> Any:
-        return _matmul()(self, other)
+        return NotImplemented if check.multiplies_itself(other) else _matmul()(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
         return _matmul()(other, self)

@@ -62,9 +62,10 @@ def _scaled(x: NDArray[np.float64], axis: int | None = None) -> tuple[NDArray[np
 def worst_element(y: Any, reference: Any) -> float:
     """Largest |y - ref| over the root mean square of its row of ref; infinite where a zero row is missed.
 
-    NaN in either gives NaN, which no bound admits. ValueError where shapes differ, TypeError as in `nmse`.
+    NaN in either gives NaN, which no bound admits. A scalar is a row of its own. ValueError where shapes
+    differ, TypeError as in `nmse`.
     """
-    error, reference = _errors(y, reference)
+    error, reference = map(np.atleast_1d, _errors(y, reference))
     if error.size == 0:
         return 0.0
     scaled, exponents = _scaled(reference, axis=-1)
@@ -124,7 +125,10 @@ def attention(
     causal: bool = True,
     positions: Any = None,
 ) -> NDArray[Any]:
-    """`cuquant.attention` in float64 on the dequantized tokens, a query and head at a time."""
+    """`cuquant.attention` in float64 on the dequantized tokens, a query and head at a time.
+
+    As there, one that sees a value with NaN or infinity in one element gives NaN in all.
+    """
     q = as_numpy(q).astype(np.float64)
     batch, q_len, heads, dim = q.shape
     scale = dim**-0.5 if scale is None else scale
@@ -142,9 +146,13 @@ def attention(
             if not seen.any():
                 continue
             shared = h // (heads // cache.n_kv_heads)
+            values = v[seen, shared].astype(np.float64)
+            if not np.isfinite(values).all():
+                out[b, j, h] = np.nan
+                continue
             s = scale * (k[seen, shared].astype(np.float64) @ q[b, j, h]) + bias[seen]
             weights = np.exp(s - s.max())
-            out[b, j, h] = weights @ v[seen, shared].astype(np.float64) / weights.sum()
+            out[b, j, h] = weights @ values / weights.sum()
     return out
 
 
@@ -154,7 +162,8 @@ class Guarded:
     Parameters
     ----------
     shape, dtype
-        Of the array, which starts filled with canary bytes too: an element never written is NaN.
+        Of the array, of one axis or more, which starts filled with canary bytes too: an element never written
+        is NaN.
     padding : int
         Elements before and after it, and between its rows where `strided`.
     strided : bool
@@ -166,7 +175,7 @@ class Guarded:
     def __init__(
         self, shape: tuple[int, ...], dtype: Any, *, padding: int = 64, strided: bool = False, xp: Any = np
     ) -> None:
-        *lead, columns = shape
+        *lead, columns = check.shape_of_rows(shape)
         step = columns + (padding if strided else 0)
         rows, item = math.prod(lead), np.dtype(dtype).itemsize
         edge, size = padding * item, rows * step * item

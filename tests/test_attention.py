@@ -247,6 +247,9 @@ def test_bad_tokens_reach_only_what_sees_them(which: str, bad: float, widths: tu
     touched[0, 2, 2:] = True  # the query at slot 8; query heads 2 and 3 share key head 1
     assert np.isnan(y[touched]).any(axis=-1).all()
     assert np.array_equal(y[~touched], expected[~touched])
+    if which == "v":
+        assert np.isnan(y[touched]).all()
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(testing.attention(q, dirty, mask=mask)))
 
 
 def test_a_bad_query_spoils_only_itself() -> None:

@@ -430,3 +430,19 @@ def test_all_is_kept(tmp_path: Path) -> None:
     plain = write(tmp_path / "n.gguf", {"blk.0.ffn_norm.weight": weights(64)})
     with pytest.raises(ValueError, match=r"^n\.gguf has no weight matrix to quantize to q4_0$"):
         quantize_file(plain, tmp_path / "q.gguf", "q4_0", keep="*")
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (3, "keep is an int"),
+        (None, "keep is None"),
+        (b"*", "keep is a bytes"),
+        ([3], "keep has an int in it"),
+    ],
+)
+def test_what_is_no_pattern(tmp_path: Path, keep: Any, said: str) -> None:
+    source = small(tmp_path / "s.gguf")
+    for made in (quantize_file, cq.dequantize_file):
+        with pytest.raises(TypeError, match=f"^{said}; a pattern of names, or several, is needed$"):
+            made(source, tmp_path / "q.gguf", "q4_0" if made is quantize_file else "f32", keep=keep)

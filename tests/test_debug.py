@@ -107,6 +107,17 @@ def test_operands_and_results_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert not printed(capsys)
 
 
+def test_a_matrix_is_printed_as_an_array(capsys: pytest.CaptureFixture[str]) -> None:
+    x, w = gauss(2, 32), cq.quantize(gauss(4, 32), "q4_0")
+    x[:, 4:] = 0
+    with cq.config(debug=True):
+        np.testing.assert_array_equal(x.view(np.matrix)[:, :] @ w.T, x @ w.T)
+        small: Any = np.ones((1, 4), np.float16).view(np.matrix)
+        with pytest.raises(ValueError, match="differ in K"):
+            cq.linear(small, w)
+    assert "x: float16 (1, 4), cpu, min=1 max=1 nan=0 inf=0, values 1 1 1 1\n" in printed(capsys)
+
+
 def test_operands_that_are_refused_are_refused_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
     w = cq.quantize(gauss(4, 64), "q4_0")
     with cq.config(debug=True), pytest.raises(TypeError, match="x has dtype <U1"):

@@ -70,6 +70,10 @@ def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
     said = r"no weight of m\.safetensors is named like 'layers\.2\.\*' \(names\): one that is there is '.+'"
     with pytest.raises(ValueError, match=said):
         read_safetensors(path, names=["layers.0.*", "layers.2.*"])
+    wrong: Any
+    for wrong, told in ((3, "is an int"), (None, "is None"), ([None], "has None in it")):
+        with pytest.raises(TypeError, match=f"^names {told}; a pattern of names, or several, is needed"):
+            read_safetensors(tmp_path / "none.safetensors", names=wrong)
 
 
 def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:

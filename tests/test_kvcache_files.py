@@ -164,3 +164,38 @@ def test_key_scales_survive_a_file(order: Any, batch: int, tmp_path: Path) -> No
     again = cq.KVCache.load(tmp_path / "c.safetensors")
     np.testing.assert_array_equal(again.key_scales, cache.key_scales)
     np.testing.assert_array_equal(again.key_scales[0], scales)
+
+
+def test_settings_that_are_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    filled(6, 1, 8).save(path)
+    save_file(load_file(path), path, {"cuquant.kv_cache": "[" * 100_000 + "]" * 100_000})
+    with pytest.raises(ValueError, match="no cache that cuquant saved: its settings are nested too deeply"):
+        cq.KVCache.load(path)
+
+
+@pytest.mark.parametrize("name", ["8.k_qx", "8.importance"])
+def test_a_large_room_is_not_made_for_damaged_tokens(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor, where there is no such memory, without a word of which file has it."""
+
+    def large(arrays: dict[str, Any], settings: dict[str, Any]) -> None:
+        settings |= {"rooms": [[8, 2**31 - 48]], "capacity": 2**31 - 48}
+
+    def broken(arrays: dict[str, Any], settings: dict[str, Any]) -> None:
+        large(arrays, settings)
+        arrays[name] = arrays[name][1:]
+
+    def full(*args: Any) -> None:
+        raise MemoryError("unable to allocate")
+
+    damaged(broken, tmp_path / "broken")
+    damaged(large, tmp_path / "large")
+    monkeypatch.setattr("cuquant.kv.cache.Tier", full)
+    with pytest.raises(ValueError, match=rf"no cache that cuquant saved: {name} is .* \(6.*\) is needed"):
+        cq.KVCache.load(tmp_path / "broken")
+    with pytest.raises(
+        MemoryError, match=r"^the cache of .*large, with all the tokens it has room for: unable"
+    ):
+        cq.KVCache.load(tmp_path / "large")

@@ -164,7 +164,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "ids beyond int64": (
         lambda: filled().append(K, V, token_ids=np.array([1, 2**64 - 1, 2], np.uint64)),
         ValueError,
-        "token_ids has 9223372036854775807; they are int32",
+        "token_ids has 18446744073709551615; they are int32",
+    ),
+    "lengths beyond int64": (
+        lambda: filled().append(K, V, lengths=np.array([1, 2**63], np.uint64)),
+        ValueError,
+        r"lengths are \[1, 9223372036854775808\]; allowed are 0 to 3",
+    ),
+    "bits that are lists": (
+        lambda: cq.KVCache(1, 64, 4, bits=[[4]]),  # type: ignore[list-item]
+        ValueError,
+        r"bits are \[\[4\]\]; one or more of 16, 8, 4, 3, 2, each once, are needed",
+    ),
+    "bits of a matrix": (
+        lambda: cq.KVCache(1, 64, 4, bits=np.array([[4]])),  # type: ignore[arg-type]
+        ValueError,
+        r"bits are \[array\(\[4\]\)\]; one or more",
     ),
     "bits of no tokens": (
         lambda: filled().append(K[:, :0], V[:, :0], 5),

@@ -391,3 +391,16 @@ def test_plain_weights_of_no_columns(x: tuple[int, ...], w: tuple[int, ...]) -> 
     np.testing.assert_array_equal(y, np.ones(x, F) @ np.ones(w, F).swapaxes(-1, -2))
     bias = np.arange(3, dtype=F)
     np.testing.assert_array_equal(cq.linear(np.ones(x, F), np.ones(w, F), bias=bias), y + bias)
+
+
+def test_quantized_vectors_on_the_right(xp: ModuleType) -> None:
+    """W @ q of a vector, as of floats; rows are transposed first."""
+    rng = np.random.default_rng(0)
+    w = cq.quantize(xp.asarray(rng.standard_normal((2, 6, 64), np.float32)), "q4_0")
+    q = cq.quantize(xp.asarray(rng.standard_normal((3, 64), np.float32)), "q8_1")
+    for each in (w, w[0]):
+        out = xp.empty((*each.shape[:-1],), np.float32)
+        assert cq.matmul(each, q[1], out=out) is out
+        for y in (each @ q[1], out):
+            assert (y == q[1] @ each.T).all()
+        assert (each @ q.T == (q @ each.T).swapaxes(-1, -2)).all()

@@ -63,3 +63,14 @@ def test_what_would_lose_a_part_is_refused(given: Any, problem: str) -> None:
         testing.linear(given, ONES)
     with pytest.raises(TypeError, match=f"^bias {problem}"):
         testing.linear(ONES, ONES, bias=given)
+
+
+def test_a_scalar_is_a_row_of_its_own() -> None:
+    for y, expected in ((1.0, 0.0), (np.float32(3), 2.0), (np.nan, np.nan)):
+        np.testing.assert_equal(testing.worst_element(y, 1.0), expected)
+
+
+def test_a_guarded_array_has_an_axis() -> None:
+    with pytest.raises(ValueError, match=r"shape is \(\), that of a scalar; one axis or more is needed"):
+        testing.Guarded((), np.float32)
+    assert testing.Guarded((3,), np.float32).array.shape == (3,)

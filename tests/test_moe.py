@@ -293,7 +293,12 @@ def test_experts_are_checked_when_they_are_made(monkeypatch: pytest.MonkeyPatch)
         assert made._fields == ("gate", "up", "down")
         np.testing.assert_array_equal(made.up.blocks, up.blocks)
     refused: list[tuple[type[Exception], str, tuple[Any, Any, Any]]] = [
-        (TypeError, r"^experts.up is a transposed q4_0", (gate, up.T, down)),
+        (
+            TypeError,
+            r"^experts.up is a transposed q4_0 array of shape \(5, 128, 128\), and products transpose it "
+            r"themselves: pass what it is the transpose of, of shape \(5, 128, 128\)$",
+            (gate, up.T, down),
+        ),
         (TypeError, r"^experts.down is an int", (gate, up, 3)),
         (TypeError, r"^experts.gate is a list; .* a stack \(numpy\.stack\)", ([*gate], up, down)),
         (TypeError, r"^experts.gate has dtype float64", (gate.dequantize().astype(float), up, down)),
@@ -386,6 +391,8 @@ def test_routing_refuses() -> None:
         cq.route(gauss(3, 5), 2, normalize=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="logits is a scalar"):
         cq.route(np.zeros((), F), 1)
+    with pytest.raises(ValueError, match=r"logits has shape \(3, 0\), of no experts: one or more are needed"):
+        cq.route(np.zeros((3, 0), F), 1)
 
 
 @pytest.mark.gpu

@@ -64,7 +64,22 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "q8_1 as weight": (lambda: X @ Q.T, TypeError, "a format of activations"),
     "q8_1 twice": (lambda: Q @ Q.T, TypeError, "a format of activations"),
     "q8_1 contracts N": (lambda: Q @ W, TypeError, "contracts the weight along N"),
-    "q8_1 not transposed": (lambda: W @ Q, TypeError, "x is"),
+    "q8_1 not transposed": (
+        lambda: W @ Q,
+        TypeError,
+        r"x is quantized along its last axis, but q4_0 array \(6, 64\) @ q8_1 array \(3, 64\) contracts the "
+        r"one before: write W @ x\.T$",
+    ),
+    "q8_1 along M": (
+        lambda: W @ cq.quantize(np.ones((64, 96), F), "q8_1"),
+        TypeError,
+        r"contracts the one before: quantize q, rows \(\.\.\., 64\) of x\.T, and write W @ q\.T$",
+    ),
+    "a square of q8_1": (
+        lambda: W @ cq.quantize(np.ones((64, 64), F), "q8_1"),
+        TypeError,
+        r"quantize q, rows \(\.\.\., 64\) of x\.T, and write W @ q\.T$",
+    ),
     "W.T where W is meant": (
         lambda: cq.linear(X, W.T),
         TypeError,
@@ -366,3 +381,40 @@ def test_without_pandas_no_table_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "pandas", raising=False)
     with pytest.raises(TypeError, match=r"\.dequantize\(\) for the numbers, \.blocks for the bytes$"):
         np.asarray(W)
+
+
+class Own:
+    """What has a product of its own."""
+
+    def __matmul__(self, other: Any) -> Any:
+        return self, other
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return other, self
+
+
+class Tensor(Own):
+    """The same, whose memory is shared."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+def test_other_classes_multiply_themselves() -> None:
+    """As NumPy's arrays let them; but not arrays of other libraries."""
+    own = Own()
+    for w in (W, W.T):
+        assert w @ own == (w, own)
+        assert own @ w == (own, w)
+    np.testing.assert_array_equal(W @ Tensor(X[0]), W @ X[0])
+    with pytest.raises(TypeError, match="x is an Own"):
+        cq.matmul(W, own)
+    for other in (object(), [1.0], 3):
+        with pytest.raises(TypeError, match=f"x is an? {type(other).__name__}; a NumPy or CuPy array"):
+            W @ other

@@ -140,6 +140,25 @@ def test_what_is_no_text(text: Any, said: str) -> None:
     for metadata in (nano_llama(), sentencepiece({"a": 0.0})):
         with pytest.raises(TypeError, match=f"^text is {said}"):
             Tokenizer.from_metadata(metadata).encode(text)
+        with pytest.raises(ValueError, match=r"^text is no text in Unicode: .* position 1: surrogates"):
+            Tokenizer.from_metadata(metadata).encode("a\ud800")
+
+
+def test_what_has_no_vocabulary() -> None:
+    for wrong, said in ((None, "None"), (3, "an int"), ([("a", 1)], "a list")):
+        with pytest.raises(
+            TypeError, match=rf"^metadata is {said}; a mapping, a cuquant\.Model or the path of"
+        ):
+            Tokenizer.from_metadata(wrong)  # type: ignore[arg-type]
+
+
+def test_one_id_is_no_list() -> None:
+    tokenizer = Tokenizer.from_metadata(nano_llama())
+    for one in (3, np.int64(3)):
+        with pytest.raises(TypeError, match=r"integers are needed: of one token it is decode\(\[3\]\)$"):
+            tokenizer.decode(one)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^ids is None; integers are needed$"):
+        tokenizer.decode(None)  # type: ignore[arg-type]
 
 
 @given(text=st.text(), pre=st.sampled_from(PRE_TOKENIZERS))

@@ -174,6 +174,8 @@ def test_importance_that_is_refused() -> None:
         (np.ones(24), ValueError, r"importance has shape \(24,\); one for each of K = 64"),
         (np.full(64, -1), ValueError, "importance must be not negative, and finite in float32"),
         (np.ones(64, complex), TypeError, "importance has dtype complex128"),
+        (np.zeros(64), ValueError, "importance must be above 0 somewhere, in float32"),
+        (np.full(64, 1e-60), ValueError, "importance must be above 0 somewhere, in float32"),
     ):
         with pytest.raises(kind, match=message):
             cq.quantize(gauss(24, 64), "trellis3", importance=wrong)

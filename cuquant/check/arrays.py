@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import device
-from .common import is_transposed
+from .common import is_quantized, is_transposed
 
 
 def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ...]:
@@ -63,6 +63,15 @@ def can_transpose(shape: tuple[int, ...]) -> None:
     """At least two axes."""
     if len(shape) < 2:
         raise ValueError(f"shape {shape} has no rows and columns to swap")
+
+
+def multiplies_itself(value: Any) -> bool:
+    """Whether the right operand of W @ value is no array that is known here, and has a product of its own."""
+    if isinstance(value, np.ndarray) or is_quantized(value) or is_transposed(value):
+        return False
+    kind = type(value)
+    known = ("__cuda_array_interface__", "__dlpack__", "to_numpy")  # as tables of pandas have
+    return hasattr(kind, "__rmatmul__") and not any(hasattr(kind, name) for name in known)
 
 
 def no_arithmetic(w: Any, operator: str) -> TypeError:

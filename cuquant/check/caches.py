@@ -42,7 +42,8 @@ def rooms(capacity: Any, bits: Any, allowed: tuple[int, ...]) -> dict[int, int]:
     widths, what = (list(capacity), "capacity has the bits") if given else (_widths(bits), "bits are")
     if given and bits is not None and [b for b in allowed if b in widths] != _widest_first(bits):
         raise ValueError(f"bits is {bits!r}, but {what} {widths}: leave bits out beside a mapping")
-    if not widths or len({*widths}) < len(widths) or not {*widths} <= {*allowed}:
+    known = all(isinstance(width, (int, float, np.number)) and width in allowed for width in widths)
+    if not widths or not known or len({*widths}) < len(widths):
         choices = ", ".join(map(str, allowed))
         raise ValueError(f"{what} {widths}; one or more of {choices}, each once, are needed")
     sizes = capacity if given else dict.fromkeys(widths, capacity)
@@ -161,7 +162,8 @@ def lengths(value: Any, batch: int, n: int) -> Any:
     result = integers(value, "lengths")
     _of_sequences(result.shape, batch)
     if ((result < 0) | (result > n)).any():
-        raise ValueError(f"lengths are {result.tolist()}; allowed are 0 to {n}, the tokens given")
+        given = _on_host(value, "lengths", "integers").tolist()
+        raise ValueError(f"lengths are {given}; allowed are 0 to {n}, the tokens given")
     return result
 
 
@@ -192,7 +194,8 @@ def token_ids(value: Any, shape: tuple[int, int], used: Any = True) -> Any:
     result = broadcast(integers(value, "token_ids"), shape, "token_ids")
     bad = ((result < 0) | (result > LARGEST_INDEX)) & used
     if bad.any():
-        raise ValueError(f"token_ids has {result[bad][0]}; they are int32, not negative")
+        given = np.broadcast_to(_on_host(value, "token_ids", "integers"), shape)[bad][0]
+        raise ValueError(f"token_ids has {given}; they are int32, not negative")
     return result
 
 

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,20 @@ def text(value: Any) -> str:
     return value
 
 
+def patterns(value: Any, what: str) -> tuple[str, ...]:
+    """Shell patterns of names, one or several."""
+    if isinstance(value, str):
+        return (value,)
+    needed = "a pattern of names, or several, is needed"
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{what} is {a_or_an(value)}; {needed}")
+    several = tuple(value)
+    for each in several:
+        if not isinstance(each, str):
+            raise TypeError(f"{what} has {a_or_an(each)} in it; {needed}")
+    return several
+
+
 def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
     """One of some words."""
     if not isinstance(value, str) or value not in allowed:
@@ -240,6 +254,14 @@ def shape(value: Any) -> tuple[int, ...]:
         raise TypeError(f"shape {value!r} is not a tuple of integers") from None
     if any(n < 0 for n in result):
         raise ValueError(f"shape {result} has a negative dimension")
+    return result
+
+
+def shape_of_rows(value: Any) -> tuple[int, ...]:
+    """A shape that has a last axis."""
+    result = shape(value)
+    if not result:
+        raise ValueError("shape is (), that of a scalar; one axis or more is needed")
     return result
 
 

@@ -52,4 +52,6 @@ def top_k(value: Any, logits: tuple[int, ...]) -> None:
         raise TypeError(f"top_k is {value}; an integer is needed")
     if not logits:
         raise ValueError("logits is a scalar; (..., E) is needed")
+    if logits[-1] == 0:
+        raise ValueError(f"logits has shape {logits}, of no experts: one or more are needed, as (..., E)")
     count(value, "top_k", most=logits[-1])

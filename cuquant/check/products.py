@@ -53,9 +53,11 @@ def weights(w: Any, what: str = "W") -> Any:
                 f"{what} is quantized to {w.format}, a format of activations: weights are quantized otherwise"
             )
     elif is_transposed(w):
+        instead = "; cuquant.linear(x, W) computes x @ W.T itself: pass W of shape {}, or write x @ W.T"
+        if what != "W":
+            instead = ", and products transpose it themselves: pass what it is the transpose of, of shape {}"
         raise TypeError(
-            f"{what} is a transposed {w.format} array of shape {w.shape}; cuquant.linear(x, W) computes "
-            f"x @ W.T itself: pass W of shape {w.T.shape}, or write x @ W.T"
+            f"{what} is a transposed {w.format} array of shape {w.shape}{instead.format(w.T.shape)}"
         )
     elif isinstance(w, (list, tuple)):
         raise TypeError(
@@ -207,6 +209,19 @@ def right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
     else:
         other = f", nor in x @ W.T, where it is (..., {k})"
     raise ValueError(f"W {w} and x {x} do not fit in W @ x, where x is ({k},) or (..., {k}, M){other}")
+
+
+def right_activations(x: Any, w: Any) -> None:
+    """Quantized x of W @ x: a vector, of which there is no other layout."""
+    if x.ndim < 2:
+        return
+    k = w.shape[-1]
+    fits = x.shape[-2] != k and _shape(x.shape, w.shape) is not None
+    instead = "write W @ x.T" if fits else f"quantize q, rows (..., {k}) of x.T, and write W @ q.T"
+    raise TypeError(
+        f"x is quantized along its last axis, but {described(w)} @ {described(x)} contracts the one before: "
+        f"{instead}"
+    )
 
 
 def _shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -103,6 +103,14 @@ def trellis_parts(
     return packed, scales, su, sv, packed.shape[-1] // 32, fits[0]
 
 
+def importance_of_inputs(value: Any, k: int) -> Any:
+    """Importance of k inputs, as `moments`, but not all 0."""
+    result = moments(value, k, "importance")
+    if not result.any():
+        raise ValueError("importance must be above 0 somewhere, in float32")
+    return result
+
+
 def moments(value: Any, k: int, what: str = "moments") -> Any:
     """Second moments of k inputs in float32 on the host, or None."""
     if value is None:

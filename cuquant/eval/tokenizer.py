@@ -81,13 +81,16 @@ class Tokenizer:
     def from_metadata(cls, metadata: Mapping[str, Any] | Model | str | os.PathLike[str]) -> Tokenizer:
         """Build from the `tokenizer.ggml.*` keys of a model: its metadata, a Model, or its file's path.
 
-        Raises ValueError for a vocabulary that is malformed or of a kind not known here, and what
-        `cuquant.open` raises of a path.
+        Raises TypeError for what is none of these, ValueError for a vocabulary that is malformed or of a kind
+        not known here, and what `cuquant.open` raises of a path.
         """
         if isinstance(metadata, (str, os.PathLike)):
             metadata = open_model(metadata, "cpu")
         if isinstance(metadata, Model):
             metadata = metadata.metadata
+        if not isinstance(metadata, Mapping):
+            given = check.a_or_an(metadata)
+            raise TypeError(f"metadata is {given}; a mapping, a cuquant.Model or the path of one is needed")
         model = metadata.get("tokenizer.ggml.model")
         if not isinstance(model, str) or model not in ("gpt2", "llama"):
             raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
@@ -146,8 +149,9 @@ class Tokenizer:
 
         Raises TypeError for what are no integers, ValueError for an id that is no token's.
         """
-        if isinstance(ids, (str, bytes)):
-            raise TypeError(f"ids is {check.a_or_an(ids)}; integers are needed")
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+            several = f": of one token it is decode([{ids}])" if isinstance(ids, (int, np.integer)) else ""
+            raise TypeError(f"ids is {check.a_or_an(ids)}; integers are needed{several}")
         found = [check.count(i, "a token id", least=0, most=self.vocab_size - 1) for i in ids]
         pieces = [(i, self._pieces[i]) for i in found if self._pieces[i]]
         text = b"".join(piece for _, piece in pieces)

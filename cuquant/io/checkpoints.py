@@ -83,7 +83,7 @@ def read_safetensors(
     target = device_info.default() if device is None else check.device_name(device)
     if target == "cuda":
         device_info.cupy()  # says why there is none
-    path = check.path(path)
+    path, names = check.path(path), check.patterns(names, "names")
     with opened(path) as tensors:
         found = _found(tensors)
         part = PART.fullmatch(path.name) is not None  # it may have only what is not quantized

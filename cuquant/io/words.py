@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from .. import check
 from ..render import escaped
 
 LFS_POINTER = b"version https://git-lfs"
@@ -35,7 +36,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str, argument: str) -> list[str]:
     """Those names that match a shell pattern or one of several; ValueError where one matches none."""
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    patterns = check.patterns(patterns, argument)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = _near(pattern, names)

@@ -74,7 +74,8 @@ def attention(
     Returns
     -------
     array (batch, q_len, heads, head_dim) of out's dtype, else q's. A query that sees no token gives zeros;
-    hidden tokens do not touch it, whatever they hold.
+    hidden tokens do not touch it, whatever they hold. One that sees a value with NaN or infinity, if only in
+    one element, gives NaN in all elements.
 
     Raises
     ------

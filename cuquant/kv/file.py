@@ -8,11 +8,13 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import check, device
 from ..io.atomic import replacing
 from ..io.safetensors import KEY as ARRAYS_KEY, why_unreadable
-from .tiers import Bucket, capacity_argument, rooms_of
+from . import codes
+from .tiers import Bucket, capacity_argument, of_a_token, rooms_of
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -89,6 +91,10 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
         problem = why_unreadable(path, error)
     except (TypeError, ValueError) as error:
         problem = str(error)
+    except RecursionError:
+        problem = "its settings are nested too deeply"
+    except MemoryError as error:
+        raise MemoryError(f"the cache of {path}, with all the tokens it has room for: {error}") from None
     raise ValueError(f"{path} is no cache that cuquant saved: {problem}")
 
 
@@ -98,7 +104,9 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     Raises
     ------
     KeyError, TypeError, ValueError
-        It is none.
+        It is none; of its tokens that is found before memory is taken for all that it has room for.
+    MemoryError
+        There is no such memory.
     RuntimeError
         There is no GPU.
     """
@@ -106,32 +114,28 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     if settings["version"] != VERSION:
         raise ValueError(f"the cache's version is {settings['version']!r}; this is version {VERSION}")
     rooms = {bits: room for bits, room in settings["rooms"]}
+    capacity, widths = capacity_argument(rooms, settings["capacity"]), tuple(rooms)
+    rooms = check.rooms(capacity, widths, codes.BITS)
     _sized(settings, arrays)
+    slots = _like(arrays, "next_slots", (settings["batch"],), np.int32)
+    buckets = {bits: _tokens(settings, arrays, bits, room) for bits, room in rooms.items()}
     auto_scales = settings["auto_scales"]
     cache = kind(
         settings["n_kv_heads"],
         settings["head_dim"],
-        capacity_argument(rooms, settings["capacity"]),
+        capacity,
         settings["batch"],
-        tuple(rooms),
+        widths,
         key_scales=arrays.get("key_scales") if auto_scales is None else arrays["key_scales"],
         rotate=settings["rotate"],
         track_attention=settings["track_attention"],
     )
     if auto_scales is not None:
         cache.auto_scales = check.choice(auto_scales, "auto_scales", ("pairs", "halves"))
-    cache._next_slots[:] = _like(cache.next_slots, arrays, "next_slots")
-    for bits, tier in cache.tiers.items():
-        lengths = _like(tier.lengths, arrays, f"{bits}.lengths")
-        if ((lengths < 0) | (lengths > tier.room)).any():
-            raise ValueError(f"{bits}.lengths are beyond the {tier.room} tokens that the bucket has room for")
-        total = int(lengths.sum())
-        empty = [np.empty((total, *buffer.shape[2:]), buffer.dtype) for buffer in tier.buffers]
-        tokens = Bucket(
-            *(_like(a, arrays, f"{bits}.{name}") for a, name in zip(empty, Bucket._fields, strict=True))
-        )
+    cache._next_slots[:] = slots
+    for bits, (lengths, tokens) in buckets.items():
         for sequence, stop in enumerate(np.cumsum(lengths)):
-            tier.add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
+            cache.tiers[bits].add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
     check.restored(cache)
     return cache.to_device(where)
 
@@ -145,10 +149,24 @@ def _sized(settings: dict[str, Any], arrays: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {size}, but that of arrays is another")
 
 
-def _like(array: Any, arrays: dict[str, Any], name: str) -> Any:
-    """The stored array of that name, of another's shape and type."""
+def _tokens(
+    settings: dict[str, Any], arrays: dict[str, Any], bits: int, room: int
+) -> tuple[NDArray[np.int32], Bucket]:
+    """How many tokens of a width each sequence has, and all of them."""
+    lengths = _like(arrays, f"{bits}.lengths", (settings["batch"],), np.int32)
+    if ((lengths < 0) | (lengths > room)).any():
+        raise ValueError(f"{bits}.lengths are beyond the {room} tokens that the bucket has room for")
+    total, head_dim = int(lengths.sum()), check.head_dim(settings["head_dim"], 8)
+    kinds = of_a_token(bits, settings["n_kv_heads"], head_dim).items()
+    return lengths, Bucket(
+        *(_like(arrays, f"{bits}.{name}", (total, *shape), dtype) for name, (shape, dtype) in kinds)
+    )
+
+
+def _like(arrays: dict[str, Any], name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The stored array of that name, which has this shape and type."""
     stored = arrays[name]
-    if (stored.shape, stored.dtype) != (array.shape, array.dtype):
-        given, wanted = (f"{a.dtype} {a.shape}" for a in (stored, array))
-        raise ValueError(f"{name} is {given}; {wanted} is needed")
+    if (stored.shape, stored.dtype) != (shape, dtype):
+        wanted = f"{np.dtype(dtype)} {shape}"
+        raise ValueError(f"{name} is {stored.dtype} {stored.shape}; {wanted} is needed")
     return stored

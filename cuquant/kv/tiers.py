@@ -47,6 +47,14 @@ class Bucket(NamedTuple):
         return Bucket(*map(device.as_numpy, self))
 
 
+def of_a_token(bits: int, n_kv_heads: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of what a Bucket holds of one token of a width, by field."""
+    numbers = (n_kv_heads, codes.packed_dim(head_dim, bits)), codes.dtype(bits)
+    scale = (n_kv_heads if bits < 16 else 0,), np.float16
+    kinds = ((), np.int32), ((), np.int32), ((), np.float32), numbers, scale, numbers, scale
+    return dict(zip(Bucket._fields, kinds, strict=True))
+
+
 class Tier:
     """Buffers of one bit width for a batch of sequences; allocated once, tokens move in and out.
 
@@ -68,18 +76,8 @@ class Tier:
         self.xp: Any = np if where == "cpu" else device.cupy()
         zeros = self.xp.zeros
         self.bits, self.room = bits, room
-        tokens = (batch, room)
-        numbers = (*tokens, n_kv_heads, codes.packed_dim(head_dim, bits))
-        scales = (*tokens, n_kv_heads if bits < 16 else 0)
-        self.buffers = Bucket(
-            zeros(tokens, np.int32),
-            zeros(tokens, np.int32),
-            zeros(tokens, np.float32),
-            zeros(numbers, codes.dtype(bits)),
-            zeros(scales, np.float16),
-            zeros(numbers, codes.dtype(bits)),
-            zeros(scales, np.float16),
-        )
+        kinds = of_a_token(bits, n_kv_heads, head_dim).values()
+        self.buffers = Bucket(*(zeros((batch, room, *shape), dtype) for shape, dtype in kinds))
         self.lengths = zeros(batch, np.int32)
 
     @property

@@ -116,7 +116,8 @@ def matmul(
     ----------
     a, b : arrays
         Either x (..., M, K) or (K,) and W.T of a QuantizedArray (..., N, K); or a QuantizedArray W and
-        x (..., K, M) or (K,). x is float16, bfloat16, float32, or quantized to q8_1.
+        x (..., K, M) or (K,). x is float16, bfloat16, float32, or quantized to q8_1, whose blocks run along
+        K: in W @ x it is q (K,), or q.T of q (..., M, K).
     out, dtype, x_format
         As in `linear`.
 
@@ -136,6 +137,9 @@ def matmul(
     if isinstance(a, QuantizedArray) and not a.format.for_activations:
         if isinstance(b, Transposed):
             return _left(a, b.T, out, dtype, x_format)
+        if isinstance(b, QuantizedArray) and b.format.for_activations:
+            check.right_activations(b, check.weights(a))
+            return _left(a, b, out, dtype, x_format)
         x = check.floats(b, "x")
         check.right_operand(x.shape, check.weights(a).shape)
         return _left(a, x if x.ndim == 1 else x.swapaxes(-1, -2), out, dtype, x_format)

@@ -133,7 +133,7 @@ def trellis_quantize(
 def by_importance(x: Any, format: Format, importance: Any) -> QuantizedArray:
     """Checked floats (..., N, K) in a trellis format by an importance of columns: see `quantize`."""
     fmt, (n, k) = check.of_kind(format, Trellis), sides(x.shape)
-    return quantized(x, fmt, check.moments(importance, k, "importance"), random_signs(n, k))
+    return quantized(x, fmt, check.importance_of_inputs(importance, k), random_signs(n, k))
 
 
 def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> QuantizedArray:
