@@ -109,7 +109,7 @@ STRUCTS = [
         "Problem",
         f"""{MAPS} {PLANES} x_row out_row out_column residual_row residual_column extent*3 w_axis*3 x_axis*3
         out_axis*3 residual_axis*3 x_row_axis*3 M N K chunk out_dtype bias_dtype residual_dtype activation
-        bias_stacked streamed passing lift straight signs rows""",
+        bias_stacked streamed passing factor straight signs rows""",
         offsets(*OPERANDS, OTHERS),
     ),
     Struct(
@@ -122,7 +122,8 @@ STRUCTS = [
         "gemm",
         "Grouped<true, 1>",
         f"""{MAPS} {PLANES} x_row straight signs rows - works apart routing.ids routing.wide routing.tokens
-        routing.top_k routing.experts batch share early box_steps levels out_signs values_of_v lift_of_v -""",
+        routing.top_k routing.experts batch share early box_steps levels out_signs values_of_v
+        factor_of_v -""",
         (*jit.layout(problem._GROUP)[1], jit.layout(problem._GROUP)[0].size),
     ),
     Struct("quantize", "Found", "first_bad lost", offsets("2Q")),

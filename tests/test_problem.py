@@ -15,7 +15,7 @@ from cuquant import plan, problem
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
 INTEGERS = ["M", "N", "K", "chunk", "out_dtype", "bias_dtype", "residual_dtype", "activation"]
-INTEGERS += ["stacked", "streamed", "passing", "lift"]
+INTEGERS += ["stacked", "streamed", "passing", "factor"]
 NOTHING = problem.Epilogue(0, False, None, 0, None)
 
 

@@ -230,7 +230,7 @@ DEVICE void decode(const P& p) {
         if constexpr (!P::GROUPED) {
             if (plain && p.out_dtype != FLOAT32) {  // mostly
                 const s64 to = at.out + (first_m + m) * p.out_row + (block_row * 16 + n) * p.out_column;
-                const u32 pair = pack(value.x * p.lift, value.y * p.lift, p.out_dtype);
+                const u32 pair = pack(value.x * p.factor, value.y * p.factor, p.out_dtype);
                 u16* const out = static_cast<u16*>(p.out) + to;
                 *out = u16(pair);
                 if (m + 1 < batch) out[p.out_row] = u16(pair >> 16);

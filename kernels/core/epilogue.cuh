@@ -47,8 +47,8 @@ DEVICE bool is_plain(const Problem& p) { return !(p.unscale || p.bias || p.activ
 
 // Element (m, n) of y, from its accumulator.
 DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value, bool plain = false) {
-    if (plain) return store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value * p.lift);
-    const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
+    if (plain) return store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value * p.factor);
+    const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.factor);
     value = value * factors.x * factors.y;
     if (p.bias) value += load_float(p.bias, at.bias + n, p.bias_dtype);
     if (p.activation) {
@@ -68,7 +68,7 @@ template <bool GATED, int TABLES>
 DEVICE void finish(const Grouped<GATED, TABLES>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
     const float unscale = at.unscale ? at.unscale[x_m] : 1;
     auto result = [&](float sum, bool second) {
-        const float2 factors = safe_factors(unscale, side_lift_of(p, second));
+        const float2 factors = safe_factors(unscale, side_factor_of(p, second));
         return sum * factors.x * factors.y;
     };
     float one[1] = {result(value, false)};
@@ -109,13 +109,13 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
     const bool whole = count == 8 && p.out_column == 1 && ((u64(out) | p.out_row * size) & 15) == 0;
     if (QUICK && whole && size == 2 && is_plain(p)) {
         // Few warps are left in the end, and each waits for one instruction after the other: two rows at once.
-        const float lift = p.lift;
+        const float factor = p.factor;
 #pragma unroll 2
         for (int row = thread / WIDE; row < min(rows, p.M - first_m); row += THREADS / WIDE) {
             const float4 v = load(row, column), w = load(row, column + 4);
             *reinterpret_cast<uint4*>(out + (first_m + row) * p.out_row * 2) = make_uint4(
-                pack(v.x * lift, v.y * lift, p.out_dtype), pack(v.z * lift, v.w * lift, p.out_dtype),
-                pack(w.x * lift, w.y * lift, p.out_dtype), pack(w.z * lift, w.w * lift, p.out_dtype));
+                pack(v.x * factor, v.y * factor, p.out_dtype), pack(v.z * factor, v.w * factor, p.out_dtype),
+                pack(w.x * factor, w.y * factor, p.out_dtype), pack(w.z * factor, w.w * factor, p.out_dtype));
         }
         return;
     }
@@ -129,7 +129,7 @@ DEVICE void finish_rows(const Problem& p, const Matrix& at, int first_m, int row
         const int m = first_m + row;
         const float4 low = load(row, column), high = load(row, column + 4);
         float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-        const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.lift);
+        const float2 factors = safe_factors(at.unscale ? at.unscale[m] : 1, p.factor);
 #pragma unroll
         for (int j = 0; j < 8; j++) v[j] = v[j] * factors.x * factors.y + bias[j];
         if (p.activation) activate(v, p.activation);

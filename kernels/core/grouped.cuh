@@ -132,8 +132,8 @@ DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][S
     auto unscale_of = [&](int m) { return at.unscale ? at.unscale[min(m + lane, end_m - 1)] : 1; };
     float unscale = unscale_of(first_m), next;
     auto scale = [&](float (&sums)[SIDES][EACH], bool second, int from) {
-        const float lift = side_lift_of(p, second), both = unscale * lift;
-        const float2 factors = safe_factors(unscale, lift);
+        const float factor = side_factor_of(p, second), both = unscale * factor;
+        const float2 factors = safe_factors(unscale, factor);
         // Mostly both at once: neither they nor a sum times them leave the range.
         const bool safe = !__any_sync(~0u, !(both > 0x1p-60f && both < 0x1p60f));
         scale_part(sums, 0, safe ? both : factors.x, from);

@@ -35,7 +35,7 @@ struct Problem {
     int bias_stacked;      // bias has a row of N for every matrix of W
     int streamed, passing; // output tiles that blocks share, and how many share each (mma core), or the steps of 64 columns that
                            // passing sums on takes (wgmma core)
-    float lift;            // what sums are multiplied by: 2^-lift (see `Weight` in problem.py) times a tensor's scale
+    float factor;          // what sums are multiplied by (`Weight.factor` in problem.py)
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core), or the words
                            // that W is (wgmma core: column_signs.cuh); of EXL3 suh (decode core)
@@ -96,7 +96,7 @@ struct Grouped : Problem {
     u8* levels;        // of results of 16 bits (core/levels.cuh)
     const u16* out_signs;    // or null: of their columns, as `signs` has those of x
     const u16* values_of_v;  // V's codebook
-    float lift_of_v;         // as `lift`
+    float factor_of_v;       // as `factor`
 };
 static_assert(sizeof(Grouped<true, 1>) == sizeof(Problem) + 128, "problem.py packs one after the other");
 
@@ -111,11 +111,11 @@ DEVICE const u16* values_of_v(const P& p) {
 
 // What sums with W, or those with V, are multiplied by.
 template <class P>
-DEVICE float side_lift_of(const P& p, bool second) {
+DEVICE float side_factor_of(const P& p, bool second) {
     if constexpr (P::GATED)
-        return second ? p.lift_of_v : p.lift;
+        return second ? p.factor_of_v : p.factor;
     else
-        return p.lift;
+        return p.factor;
 }
 
 // How many bytes V's planes are beyond W's.

@@ -69,7 +69,7 @@ DEVICE void scale_part(float (&acc)[ROW_BLOCKS][SUMS], int first, float factor, 
         }
 }
 
-// Sums times `unscale` of their batch rows and p.lift: times the first or the `second` of two factors with that product
+// Sums times `unscale` of their batch rows and p.factor: times the first or the `second` of two factors with that product
 // (`safe_factors`). `last_m` is the last batch row; a lane loads what one of every 32 has.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int last_m,
@@ -77,7 +77,7 @@ DEVICE void scale_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     const int lane = threadIdx.x % WARP;
 #pragma unroll
     for (int row = 0; row < SUMS * 2; row += WARP) {
-        const float2 both = safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, last_m)] : 1, p.lift);
+        const float2 both = safe_factors(at.unscale ? at.unscale[min(first_m + row + lane, last_m)] : 1, p.factor);
         const float factor = second ? both.y : both.x;
         scale_part(acc, row / 2, factor);
     }
@@ -107,7 +107,7 @@ DEVICE void stage_boxes(const float (&acc)[ROW_BLOCKS][SUMS], int first, u32 own
 }
 
 // Sums x' V turned along the rows of W, 128 of one warpgroup or of two, and times svh, which is W's row plane. The tensor
-// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (times p.lift it fits),
+// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (times p.factor it fits),
 // in boxes at `shared`. Row 16 u + r of the matrix has in column 16 s + c the sign of the bits that u and s, and r and c,
 // have in common.
 template <int GROUPS, bool BOXES, int ROW_BLOCKS, int SUMS>
@@ -117,8 +117,8 @@ DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int firs
     static_assert(GROUPS * ROW_BLOCKS * 64 % HADAMARD == 0, "whole turns");
     const int warp = threadIdx.x % WARPGROUP / WARP, lane = threadIdx.x % WARP, r = lane / 4, c = lane % 4 * 2;
     const u32 boxes = shared_address(shared) + group * ROW_BLOCKS * BOX;
-    // Sums are multiplied by p.lift here, before they are float16, and again by what follows, as all results are.
-    const float lift = p.lift, up = TURNED / (lift * lift);
+    // Sums are multiplied by p.factor here, before they are float16, and again by what follows, as all results are.
+    const float factor = p.factor, up = TURNED / (factor * factor);
     float factors[ROW_BLOCKS][2];
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++)
@@ -130,7 +130,7 @@ DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int firs
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++)
 #pragma unroll
-        for (int j = 0; j < SUMS; j++) acc[b][j] *= lift;
+        for (int j = 0; j < SUMS; j++) acc[b][j] *= factor;
     // What was here has been read: boxes of results by the copy engine, whose thread has waited. Other results are staged in
     // other places, which all must have read, now and in the end.
     const bool alike = BOXES && p.straight;
@@ -194,8 +194,8 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
                        int first_n, u8* shared, int group) {
     constexpr int BATCH = SUMS * 2, CHUNK = ROOM < BATCH ? ROOM / 2 : BATCH, BOX = CHUNK * 128, BUFFERS = ROOM / CHUNK;
     const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
-    if (at.unscale || p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, false);
-    if (p.lift != 1) scale_rows(p, at, acc, first_m, p.M - 1, true);
+    if (at.unscale || p.factor != 1) scale_rows(p, at, acc, first_m, p.M - 1, false);
+    if (p.factor != 1) scale_rows(p, at, acc, first_m, p.M - 1, true);
     const int own_n = first_n + warp * 16 + lane / 4;  // and 8 further; both again in every row block
     if (p.bias) {
 #pragma unroll
