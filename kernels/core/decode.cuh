@@ -20,7 +20,7 @@
 #include "turned.cuh"
 
 // CONVERTS: x is to be what q8_1 blocks of it stand for; or, of UNSCALED numbers (EXL3), its one row is to be multiplied by
-// suh, which p.signs has, and turned (turned.cuh), and out is float32.
+// suh and turned (turned.cuh), and out is float32.
 template <class F, class C, int GROUPS, int ROW_TILES, int ROW_WARPS, int WARPS, int DEPTH, int CLUSTER,
           int TOGETHER, bool CONVERTS, class P>
 DEVICE void decode(const P& p) {
@@ -157,7 +157,7 @@ DEVICE void decode(const P& p) {
                                                              wait, fill);
         if constexpr (CONVERTS && F::SCALING == UNSCALED) {
             __syncthreads();
-            turned = turn_row<THREADS>(x_rows, p.signs + chunk * 64, pieces);
+            turned = turn_row<THREADS>(x_rows, suh_of(p) + chunk * 64, pieces);
         } else if constexpr (CONVERTS) {
             round_rows<THREADS>(batch, pieces, x_rows, row_bytes);
         }

@@ -38,9 +38,14 @@ struct Problem {
     float factor;          // what sums are multiplied by (`Weight.factor` in problem.py)
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core), or the words
-                           // that W is (wgmma core: column_signs.cuh); of EXL3 suh (decode core)
-    const u32* rows;       // W's row plane, if its format has one; of EXL3 svh, float16
+                           // that W is (wgmma core: column_signs.cuh); of EXL3 `suh_of` (decode core)
+    const u32* rows;       // W's row plane, if its format has one; of EXL3 `svh_of`
 };
+
+// Float16 factors that an EXL3 matrix has in place of signs and of a row plane: of columns, for x before it is turned, and of
+// rows, for sums after they are.
+DEVICE const u16* suh_of(const Problem& p) { return p.signs; }
+DEVICE const u16* svh_of(const Problem& p) { return reinterpret_cast<const u16*>(p.rows); }
 
 // Some rows of x and out that have one matrix of the stack to themselves; `count` is how many works there are.
 struct Work {

@@ -106,10 +106,9 @@ DEVICE void stage_boxes(const float (&acc)[ROW_BLOCKS][SUMS], int first, u32 own
         }
 }
 
-// Sums x' V turned along the rows of W, 128 of one warpgroup or of two, and times svh, which is W's row plane. The tensor
-// cores turn: operand A is the matrix of signs, and operand B what there is to turn, in float16 (times p.factor it fits),
-// in boxes at `shared`. Row 16 u + r of the matrix has in column 16 s + c the sign of the bits that u and s, and r and c,
-// have in common.
+// Sums x' V turned along the rows of W, 128 of one warpgroup or of two, and times svh. The tensor cores turn: operand A is the
+// matrix of signs, and operand B what there is to turn, in float16 (times p.factor it fits), in boxes at `shared`. Row
+// 16 u + r of the matrix has in column 16 s + c the sign of the bits that u and s, and r and c, have in common.
 template <int GROUPS, bool BOXES, int ROW_BLOCKS, int SUMS>
 DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int first_n, u8* shared, int group) {
     constexpr int BATCH = SUMS * 2, BOX = BATCH * 128;
@@ -125,7 +124,7 @@ DEVICE void turn_sums(const Problem& p, float (&acc)[ROW_BLOCKS][SUMS], int firs
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             const int n = min(first_n + b * 64 + warp * 16 + r + e * 8, p.N - 1);
-            factors[b][e] = half_to_float(reinterpret_cast<const u16*>(p.rows)[n]);
+            factors[b][e] = half_to_float(svh_of(p)[n]);
         }
 #pragma unroll
     for (int b = 0; b < ROW_BLOCKS; b++)
