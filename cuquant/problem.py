@@ -181,7 +181,7 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
         *(rows, n, k, gemm.chunk, out, 0, float32, ACTIVATIONS[activation], 0),
-        *(gemm.streamed, gemm.passing),
+        *(gemm.streamed, gemm.parts or gemm.passing),
         w.factor,
     )
     # What a box has of whole steps lies step after step, as a stage has it. Behind the last row are more
@@ -267,7 +267,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
         *(rows[1], rows[2], out.strides[-1], rows[3], residual[-1]),
         *(*extents, *steps[0], *steps[1], *steps[2], *steps[3], *x_rows),
         *(m, n, k, gemm.chunk, out.dtype, end.bias_dtype, end.residual_dtype),
-        *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.passing),
+        *(ACTIVATIONS[end.activation], int(end.bias_stacked), gemm.streamed, gemm.parts or gemm.passing),
         w.factor,
     )
     maps: tuple[Map | None, ...] = ()

@@ -25,7 +25,7 @@ def parts_of(gemm: plan.Gemm, m: int, n: int) -> int:
     tiles = ceil(n / (16 * c["ROW_TILES"] * c["ROW_WARPS"])) * ceil(m / mma_core.batch_of(gemm.plan.kernel))
     parts, rest = divmod(gemm.plan.grid[0] - tiles + gemm.streamed, gemm.streamed)
     assert gemm.plan.grid[1:] == (1, 1)
-    assert (parts, rest) == (gemm.passing, 0)
+    assert (parts, rest) == (gemm.parts, 0)
     return int(parts)
 
 

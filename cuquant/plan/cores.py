@@ -19,7 +19,7 @@ class Gemm:
     `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
     a time; 0 for other cores. Blocks share the last `streamed` output tiles (of a grouped product, of which
     only the GPU knows the tiles, if so many or fewer are left), and need `partials` bytes for sums. To pass
-    these on takes the wgmma core as long as `passing` steps of 64 columns; of the mma core so many blocks
+    these on takes the wgmma core as long as `passing` steps of 64 columns; of the mma core `parts` blocks
     share each tile. `out_box` are the batch rows of a box of results, where the kernel can store
     them so. `converts_x` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or
     turns it for walks; `turns_sums` whether it turns their sums, so that it stores results.
@@ -31,6 +31,7 @@ class Gemm:
     chunk: int = 0
     streamed: int = 0
     passing: int = 0
+    parts: int = 0
     partials: int = 0
     out_box: int = 0
     converts_x: bool = False

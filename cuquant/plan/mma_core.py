@@ -227,7 +227,7 @@ def _of_way(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, way: Choice) -
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
     made = Plan(kernel, grid, tile.warps * WARP, shared, overlaps=True)
     partials = shared_tiles * parts * tile.outputs * 4
-    return Gemm(made, streamed=shared_tiles, passing=parts if shared_tiles else 0, partials=partials)
+    return Gemm(made, streamed=shared_tiles, parts=parts if shared_tiles else 0, partials=partials)
 
 
 def batch_of(kernel: Kernel) -> int:

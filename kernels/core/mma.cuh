@@ -16,7 +16,7 @@
 // Where a block's columns begin, of those that share `tiles` steps of 64: at whole numbers of 256, as scales have them.
 DEVICE int first_step(int tiles, int part, int parts) { return min((tiles + 3) / 4 * part / parts * 4, tiles); }
 
-// What a block has: a tile, or, of the last `streamed` ones, one of `passing` parts of its columns. (Blocks with parts come last:
+// What a block has: a tile, or, of the last `streamed` ones, one of several parts of its columns. (Blocks with parts come last:
 // the first part of each tile, the second of each, and so on.)
 template <int BATCH, int TILES, int SPLITS, class P>
 struct Own {
@@ -26,8 +26,8 @@ struct Own {
 
     DEVICE explicit Own(const P& p) : span(span_of<BATCH>(p)), first_tile(blockIdx.x * TILES) {
         if constexpr (SPLITS) {
-            const int whole = int(gridDim.x) - p.streamed * p.passing, block = block_again(), own = block - whole;
-            if (own >= 0) shared = own % p.streamed, part = own / p.streamed, parts = p.passing;
+            const int whole = int(gridDim.x) - p.streamed * parts_of(p), block = block_again(), own = block - whole;
+            if (own >= 0) shared = own % p.streamed, part = own / p.streamed, parts = parts_of(p);
             const int tiles_n = (p.N + TILES * 16 - 1) / (TILES * 16), tile = own < 0 ? block : whole + shared;
             span = {tile / tiles_n * BATCH, p.M, 0};
             first_tile = tile % tiles_n * TILES;

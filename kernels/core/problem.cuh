@@ -33,14 +33,17 @@ struct Problem {
     int M, N, K, chunk;          // chunk: tiles of 64 columns that the decode core stages at a time
     int out_dtype, bias_dtype, residual_dtype, activation;
     int bias_stacked;      // bias has a row of N for every matrix of W
-    int streamed, passing; // output tiles that blocks share, and how many share each (mma core), or the steps of 64 columns that
-                           // passing sums on takes (wgmma core)
+    int streamed;          // output tiles that blocks share
+    int passing;           // steps of 64 columns that passing their sums on takes (wgmma core); of the mma core `parts_of`
     float factor;          // what sums are multiplied by (`Weight.factor` in problem.py)
     int straight;          // whether scale, bias and one rounding make results, in rows of whole pieces
     const u16* signs;      // or null: of W's columns, [matrix of W][K], the bits that x is changed by (decode core), or the words
                            // that W is (wgmma core: column_signs.cuh); of EXL3 `suh_of` (decode core)
     const u32* rows;       // W's row plane, if its format has one; of EXL3 `svh_of`
 };
+
+// How many blocks share each of the tiles that are shared (mma core).
+DEVICE int parts_of(const Problem& p) { return p.passing; }
 
 // Float16 factors that an EXL3 matrix has in place of signs and of a row plane: of columns, for x before it is turned, and of
 // rows, for sums after they are.
