@@ -100,26 +100,27 @@ class Epilogue(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A planned product.
-
-    `maps` describe x to the copy engine where the core uses it, in whole boxes and in the one that the last
-    batch rows make, or None where there is no such box; elsewhere there are none. `out_map` describes out
-    where it can store results; `straight` tells whether the kernel can store them straight from its registers
-    (through the copy engine if there is an `out_map`, for which out must be aligned to 16 bytes). `partials`
-    are the bytes of global memory in which blocks leave sums to each other. `signs` tells to what the
-    kernel itself gives the signs of W's columns, "x" or "W", or "" where rows of x must have them;
-    `converts_x` whether it quantizes x, or turns it, `turns_sums` whether it turns sums.
-    """
+    """A planned product."""
 
     plan: plan.Plan
     maps: tuple[Map | None, ...]
+    """What x is to the copy engine, where the core uses it: in whole boxes, and in the one that the last
+    batch rows make, or None where there is no such box. Elsewhere there are none."""
     out_map: Map | None
+    """What out is to it, where it can store results; out must be aligned to 16 bytes then."""
     straight: bool
+    """Whether the kernel can store results straight from its registers, through the copy engine if there is
+    an `out_map`."""
     numbers: bytes
     partials: int
+    """Bytes of global memory in which blocks leave sums to each other."""
     signs: str
+    """To what the kernel itself gives the signs of W's columns, "x" or "W"; or "" where rows of x must have
+    them."""
     converts_x: bool
+    """Whether the kernel itself quantizes x, or turns it."""
     turns_sums: bool
+    """Whether it turns sums."""
 
     def argument(self, w: Planes, values: int, signs: int) -> bytes:
         """The kernel's argument for a weight, but for what `fill` adds; addresses of W's planes, its

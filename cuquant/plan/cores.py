@@ -13,29 +13,30 @@ from .planes import row_factors
 
 @dataclass(frozen=True)
 class Gemm:
-    """A plan of the matrix product.
-
-    `box` are the batch rows that the copy engine brings at a time (wgmma core), of a grouped product of
-    `box_steps` steps of 64 columns if it can; `chunk` the tiles of 64 columns that the decode core stages at
-    a time; 0 for other cores. Blocks share the last `streamed` output tiles (of a grouped product, of which
-    only the GPU knows the tiles, if so many or fewer are left), and need `partials` bytes for sums. To pass
-    these on takes the wgmma core as long as `passing` steps of 64 columns; of the mma core `parts` blocks
-    share each tile. `out_box` are the batch rows of a box of results, where the kernel can store
-    them so. `converts_x` tells whether the kernel itself makes of x what q8_1 blocks of it stand for, or
-    turns it for walks; `turns_sums` whether it turns their sums, so that it stores results.
-    """
+    """A plan of the matrix product. What a core has nothing of is 0."""
 
     plan: Plan
     box: int = 0
+    """Batch rows that the copy engine brings at a time (wgmma core)."""
     box_steps: int = 1
+    """Steps of 64 columns that it brings of them, if it can, for a grouped product."""
     chunk: int = 0
+    """Tiles of 64 columns that the decode core stages at a time."""
     streamed: int = 0
+    """The last output tiles, which blocks share; of a grouped product, of which only the GPU knows the tiles,
+    as many as there may be of these at most."""
     passing: int = 0
+    """Steps of 64 columns that the wgmma core could do while blocks pass sums on."""
     parts: int = 0
+    """Blocks of the mma core that share each of these tiles."""
     partials: int = 0
+    """Bytes of global memory for the sums that are passed on."""
     out_box: int = 0
+    """Batch rows of a box of results, where the kernel can store them through the copy engine."""
     converts_x: bool = False
+    """Whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for walks."""
     turns_sums: bool = False
+    """Whether it turns the sums of walks, so that it stores results."""
 
     @property
     def rows_behind(self) -> int:

@@ -20,8 +20,8 @@ struct Problem {
     void* out;
     const void* bias;      // or null
     const void* residual;  // or null
-    float* partials;       // sums that a block leaves for another, and whether they are there, or how many are: zeros
-    u32* flags;
+    float* partials;       // sums that a block leaves for another
+    u32* flags;            // whether they are there (wgmma core), or how many are (mma core): zeros between launches
     const u16* values;  // of a codebook
     const u8* group;    // of W's planes the one of groups
     s64 x_row;             // stride of x in elements
