@@ -16,7 +16,6 @@ from . import (
     check,
     cpu,
     cuda_exl3,
-    cuda_trellis,
     device,
     jit,
     plan,
@@ -27,9 +26,7 @@ from . import (
 from .activations import Blocks, Operand, Rows, Step, addresses
 from .array import QuantizedArray
 from .formats import Format
-from .formats.exl3 import Exl3
-from .formats.trellis import Trellis
-from .fragments import Fragments, tables
+from .fragments import Fragments, of_matrices, tables
 
 if TYPE_CHECKING:
     from .cuda_trellis import Signs
@@ -49,8 +46,8 @@ def quantize(x: Any, fmt: Format) -> tuple[Any, int]:
     """Blocks (..., N, row bytes) of floats (..., N, K), and how many have a scale that is too coarse; weights
     are checked (one synchronisation)."""
     cupy = device.cupy()
-    if isinstance(fmt, Trellis):
-        return cuda_trellis.quantize(x, fmt), 0
+    if fmt.whole_matrices:
+        return of_matrices(fmt).quantize(x, fmt), 0
     if not fmt.encodes_on_gpu:
         blocks, lost = cpu.quantize(cupy.asnumpy(x), fmt)
         return cupy.asarray(blocks), lost
@@ -116,10 +113,8 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:
     """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
-    if isinstance(fmt, Trellis):
-        return cuda_trellis.dequantize(blocks, fmt, shape, dtype)
-    if isinstance(fmt, Exl3):
-        return cuda_exl3.dequantize(blocks, fmt, shape, dtype)
+    if fmt.whole_matrices:
+        return of_matrices(fmt).dequantize(blocks, fmt, shape, dtype)
     blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_repacking, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)

@@ -138,7 +138,7 @@ class Fragments:
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
     if fmt.whole_matrices:
-        made: Fragments = _of_matrices(fmt).to_fragments(blocks, fmt, shape)
+        made: Fragments = of_matrices(fmt).to_fragments(blocks, fmt, shape)
         return made
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
@@ -172,7 +172,7 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     return replace(made, half=half, lift=all_in_all, values=tables(fmt).lifted(lift))
 
 
-def _of_matrices(fmt: Format) -> Any:
+def of_matrices(fmt: Format) -> Any:
     """The module for formats that store whole matrices, of this kind."""
     from . import cuda_exl3, cuda_trellis
 
@@ -289,7 +289,7 @@ def _first_bytes(blocks: Any, fmt: Format) -> Kept:
 def from_fragments(fragments: Fragments) -> Any:
     """The storage blocks, exactly as they were."""
     if fragments.fmt.whole_matrices:
-        return _of_matrices(fragments.fmt).from_fragments(fragments)
+        return of_matrices(fragments.fmt).from_fragments(fragments)
     fmt, blocks = fragments.fmt, _blocks(fragments)
     if fragments.kept is not None:
         numbers, scales = fragments.kept
