@@ -48,9 +48,9 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     blocks = buffers.records(blocks)
     planes, size = plan.layout(fmt).offsets(*plan.tiles(matrices, n, k))
     stored = fmt.parts(blocks, shape)
-    kept = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
+    sides = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
     # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products over 2^lift are float16.
-    made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), kept=kept)
+    made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), sides=sides)
     _repack("to_fragments", made, blocks)
     stream.synchronize()  # other streams may use it
     return made
@@ -64,9 +64,9 @@ def matrix(stack: Fragments, number: int) -> Fragments:
         before, tile = number * prod(plan.tiles(1, n, k)), plan.layout(fmt)
         low, high = stack.planes.low + before * tile.low, stack.planes.high + before * tile.high
         planes = stack.planes._replace(low=low, high=high)
-        sides = (part.reshape(matrices, -1)[number] for part in (stack.kept.suh, stack.kept.svh))
-        kept = Exl3Parts(None, *sides)
-        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, kept=kept, repeats=Some())
+        _, *both = stack.exl3_sides
+        sides = Exl3Parts(None, *(part.reshape(matrices, -1)[number] for part in both))
+        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, sides=sides, repeats=Some())
         found = stack.matrices.setdefault(number, made)
     return found
 
@@ -77,7 +77,7 @@ def from_fragments(fragments: Fragments) -> Any:
     assert isinstance(fmt, Exl3)
     blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
     stored = fmt.parts(blocks, shape)
-    stored.suh[...], stored.svh[...] = fragments.kept.suh, fragments.kept.svh
+    _, stored.suh[...], stored.svh[...] = fragments.exl3_sides
     _repack("from_fragments", fragments, blocks)
     return blocks
 
@@ -99,7 +99,7 @@ def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
 
 def turned_rows(rows: Any, fragments: Fragments) -> Step:
     """What makes float16 rows of floats [R, K], and their factors."""
-    suh = fragments.kept.suh.data.ptr
+    suh = fragments.exl3_sides.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
     return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*layout(rows), rows.shape[1]), (suh,)))
 
@@ -115,4 +115,4 @@ def turned_results(
     rest = (problem.ACTIVATIONS[activation], 2.0**fragments.lift)
     numbers = (int(wide), out.shape[1], *strides, *dtypes, *rest)
     step = plan.exl3.turn_results(*out.shape)
-    return jit.call(step, plan.exl3.ARGUMENTS["turn_results"], numbers, (fragments.kept.svh.data.ptr,))
+    return jit.call(step, plan.exl3.ARGUMENTS["turn_results"], numbers, (fragments.exl3_sides.svh.data.ptr,))

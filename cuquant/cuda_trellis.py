@@ -201,9 +201,9 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     planes, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
     place = (fmt, shape, cupy.empty(size, np.uint8), planes)
     stored = fmt.parts(blocks, shape)
-    kept = Parts(None, None, stored.su.copy(), stored.sv.copy())
+    signs = Parts(None, None, stored.su.copy(), stored.sv.copy())
     values = cupy.asarray(fmt.half_levels.levels)
-    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "kept": kept}
+    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "sides": signs}
     if prod(shape) == 0:
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
@@ -212,14 +212,14 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     greatest, least = (float(bits) for bits in facts[:2].view(np.float32))
     half, lift = _scale_lift(greatest, min(greatest, least) if facts[0] else 0.0, fmt)
     if facts[0] and ldexp(least, lift) < _LEAST_NORMAL:
-        known["kept"] = kept._replace(scales=stored.scales.copy())
+        known["sides"] = signs._replace(scales=stored.scales.copy())
     if facts[2]:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
         words = cupy.empty(bits.size // 2 + _WORDS_AHEAD, np.uint32)
         step = plan.trellis.sign_bits(own, bits.size)
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch), words)
-        known["signs"] = Signs(bits, words, bool(facts[3]), sha256(kept.su.get(stream)).digest())
+        known["signs"] = Signs(bits, words, bool(facts[3]), sha256(signs.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
     fill(made, blocks)
     stream.synchronize()  # other streams may use it
@@ -233,17 +233,18 @@ def fill(made: Fragments, blocks: Any) -> None:
 
 def from_fragments(fragments: Fragments) -> Any:
     """The storage bytes, exactly as they were but for what filled the records up."""
-    fmt, shape = fragments.fmt, fragments.shape
+    fmt, shape, own = fragments.fmt, fragments.shape, fragments.sides
     assert isinstance(fmt, Trellis)
+    assert isinstance(own, Parts)
     assert fmt.half_levels is not None
     blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
     blocks[..., -ALIGNMENT:] = 0  # what fills a record up, among them
     stored = fmt.parts(blocks, shape)
-    stored.su[...], stored.sv[...] = fragments.kept.su, fragments.kept.sv
+    stored.su[...], stored.sv[...] = own.su, own.sv
     if prod(shape):
         _repack("from_fragments", fragments, blocks)
-    if fragments.kept.scales is not None:
-        stored.scales[...] = fragments.kept.scales
+    if own.scales is not None:
+        stored.scales[...] = own.scales
     return blocks
 
 

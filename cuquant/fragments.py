@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from . import buffers, check, device, jit, plan, problem
 from .formats import Format, e4m4
-from .formats.trellis import Trellis
+from .formats.exl3 import Exl3Parts
+from .formats.trellis import Parts, Trellis
 
 if TYPE_CHECKING:
     from .cuda_trellis import Signs
@@ -97,9 +98,10 @@ class Fragments:
     """Device address of the codebook in float16."""
     offset: int = 0
     """What has been added to scales that are exponents."""
-    kept: Any = None
-    """`Kept`, where what kernels read has lost bits of scales; of whole matrices `Parts`, with what rows and
-    columns have."""
+    kept: Kept | None = None
+    """Scales of blocks, where what kernels read has lost bits of them."""
+    sides: Parts | Exl3Parts | None = None
+    """Signs or factors of columns and rows of whole matrices, and scales where kernels read less of them."""
     held: Any = None
     """What else must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
@@ -122,6 +124,12 @@ class Fragments:
         signed = self.signs is not None
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale, signed)
 
+    @property
+    def exl3_sides(self) -> Exl3Parts:
+        """Factors of columns and rows of EXL3 matrices."""
+        assert isinstance(self.sides, Exl3Parts)
+        return self.sides
+
     @cached_property
     def signs_address(self) -> int:
         """Device address of the signs of columns, as rows of x take them, or 0."""
@@ -132,7 +140,7 @@ class Fragments:
         """Device addresses of the planes; what rows have is the row plane of walks."""
         start = self.buffer.data.ptr
         planes = plan.Planes(*(start + plane for plane in self.planes))
-        return planes._replace(row=self.kept.svh.data.ptr) if self.fmt.walks else planes
+        return planes._replace(row=self.exl3_sides.svh.data.ptr) if self.fmt.walks else planes
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
