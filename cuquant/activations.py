@@ -85,7 +85,7 @@ def operand(x: Any, quantizes: bool = False) -> Operand:
     half = x.dtype == check.FLOATS[0]
     source = problem.source(x.shape, x.strides, half, x.data.ptr % 16 == 0)
     if quantizes and source.entry is None:
-        return Operand(x, source._replace(converted=True))
+        return Operand(x, source._replace(to_convert=True))
     return Operand(x, problem.quantized_first(x.shape, half) if quantizes else source)
 
 

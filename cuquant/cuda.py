@@ -182,7 +182,7 @@ def product(p: Product, out: Any) -> Ready | None:
     fragments, x = p.w.fragments(), activations.operand(p.x, p.quantizes)
     to = (_output(out), _epilogue(p), jit.gpu())
     launch = problem.resolve(fragments.weight, x.source, *to)
-    if x.source.converted and not launch.converts_x:
+    if x.source.to_convert and not launch.converts_x:
         x = activations.quantized_first(x)
         launch = problem.resolve(fragments.weight, x.source, *to)
     signs = 0
@@ -275,7 +275,7 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
     own = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0], x.data.ptr % 16 == 0)
     to = (_NOTHING, jit.gpu())
     if m == 1 and own.entry is None:
-        source = own._replace(converted=True)
+        source = own._replace(to_convert=True)
         launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), single), *to)
         if launch.converts_x:
             results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, True)

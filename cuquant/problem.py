@@ -70,15 +70,15 @@ class Source(NamedTuple):
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
     the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each,
-    `converted` that products are to take the numbers that q8_1 blocks of them stand for, or, of walks, turned
-    ones.
+    `to_convert` that products are to take the numbers that q8_1 blocks of them stand for, or, of walks,
+    turned ones.
     """
 
     shape: Shape
     strides: Shape
     entry: str | None
     factors: bool
-    converted: bool = False
+    to_convert: bool = False
 
 
 class Output(NamedTuple):
@@ -233,9 +233,9 @@ def prepared(shape: Shape, half: bool) -> Source:
 
 
 @lru_cache(maxsize=4096)
-def quantized_source(shape: Shape, converted: bool) -> Source:
+def quantized_source(shape: Shape, has_rows: bool) -> Source:
     """q8_1 activations, as the float16 rows that were made with them, or must be made of them."""
-    return Source(shape, _contiguous(shape[:-1], shape[-1]), None if converted else "blocks_to_half", True)
+    return Source(shape, _contiguous(shape[:-1], shape[-1]), None if has_rows else "blocks_to_half", True)
 
 
 @lru_cache(maxsize=4096)
@@ -255,7 +255,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     extents = [extent for extent, _ in axes]
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0). A vector has one, of any stride.
-    how = {"repeats": m > 1 and rows[1] == 0, "converted": x.converted}
+    how = {"repeats": m > 1 and rows[1] == 0, "to_convert": x.to_convert}
     gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     signs = "x" if gemm.chunk else ""

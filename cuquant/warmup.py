@@ -89,10 +89,10 @@ def kernels(
     else:
         found |= (plan.exl3 if kept.walks else plan.trellis).prepare_kernels(kept)
     for m in batches:
-        for converted in (False, True):
+        for to_convert in (False, True):
             # Those with a stack of walks are of one matrix after the other.
             matrices = 1 if kept.walks else prod(lead)
-            gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, converted=converted)
+            gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, to_convert=to_convert)
             found |= plan.gemm_kernels(kept, gemm)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:

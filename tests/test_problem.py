@@ -164,7 +164,7 @@ def test_activations_are_quantized_by_the_product_or_before_it() -> None:
     assert first == ((2, 96), (96,), "round_halves", False, False)
     assert problem.quantized_first((2, 96), False) == ((2, 96), (96,), "quantize_rows", True, False)
     for m, k, converts in ((1, 512, True), (2, 512, False), (40, 512, False), (1, 32768, False)):
-        x = problem.source((m, k), (2 * k, 2), True)._replace(converted=True)
+        x = problem.source((m, k), (2 * k, 2), True)._replace(to_convert=True)
         assert resolved(m, x).converts_x == converts, (m, k)
 
 

@@ -76,7 +76,7 @@ def test_plans_go_by_what_was_measured() -> None:
         assert plan.gemm(*given, True, gpu._replace(tuned=tuned)) == other
         for elsewhere in (problem("q4_1", 4, 14336, 4096), problem("q4_0", 5, 14336, 4096)):
             assert plan.gemm(*elsewhere, True, gpu._replace(tuned=tuned)) == plan.gemm(*elsewhere, True, gpu)
-        for how in ({"repeats": True}, {"converted": True}):
+        for how in ({"repeats": True}, {"to_convert": True}):
             assert plan.gemm(*given, True, gpu._replace(tuned=tuned), **how) == plan.gemm(
                 *given, True, gpu, **how
             )

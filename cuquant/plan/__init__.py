@@ -89,16 +89,17 @@ def gemm(
     half: bool,
     gpu: Gpu,
     repeats: bool = False,
-    converted: bool = False,
+    to_convert: bool = False,
 ) -> Gemm:
     """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
-    Where they are to be `converted`, to q8_1 or by turning them, and the plan says nothing of it, they must
-    be so beforehand. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
+    Where they are `to_convert`, to q8_1 or by turning them, and the plan says nothing of it, they must be
+    converted beforehand. What was measured to be fastest on this GPU (`tuning`) goes before an H200's
+    figures.
     """
-    if gpu.tuned is not None and half and not (repeats or (converted and not fmt.walks)):
+    if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.walks)):
         found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
             return found
@@ -106,18 +107,18 @@ def gemm(
         if m >= WGMMA_BATCH:
             return wgmma(fmt, m, n, k, matrices, gpu)
         if m >= least_batch(fmt, n * k * matrices):
-            return decode_or_wgmma(fmt, m, n, k, matrices, gpu, converted)
+            return decode_or_wgmma(fmt, m, n, k, matrices, gpu, to_convert)
     if not half or repeats or (m <= DECODE_BATCH and not wins_over_decode(m, n, k, matrices, gpu)):
-        return decode(fmt, m, n, k, matrices, gpu, half, converted=converted)
+        return decode(fmt, m, n, k, matrices, gpu, half, to_convert=to_convert)
     return mma(fmt, m, n, k, matrices, gpu)
 
 
-def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, converted: bool) -> Gemm:
+def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, to_convert: bool) -> Gemm:
     """Up to 8 rows times large weights, on sm_90. Of 8 bits they are so many bytes that how they are read
     decides, and the wgmma core's blocks share tiles: q8_0 at 28672 x 8192 takes an H200 61 us in place of 64
     with four rows. Of long rows it takes fewer instructions for codes that are looked up, or of 5 and 6 bits:
     kbit4 at 4096 x 14336 and eight rows takes 12.7 us in place of 14.4."""
-    own = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, converted)
+    own = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, to_convert)
     other = few_rows(fmt, m, n, k, matrices, gpu)
     return min(own, other, key=lambda each: each[0])[1]
 
@@ -159,6 +160,6 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> l
             continue
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
-                for converted in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    found |= gemm_kernels(fmt, gemm(fmt, m, n, k, 1, half, gpu, converted=converted))
+                for to_convert in {False, half and n == 1 << 12}:  # the same lines in all tiles
+                    found |= gemm_kernels(fmt, gemm(fmt, m, n, k, 1, half, gpu, to_convert=to_convert))
     return sorted(found, key=repr)

@@ -57,7 +57,7 @@ def decode(
     matrices: int,
     gpu: Gpu,
     in_half: bool = True,
-    converted: bool = False,
+    to_convert: bool = False,
 ) -> Gemm:
     """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
 
@@ -66,12 +66,12 @@ def decode(
     """
     work = Work(fmt, m, n, k, matrices, gpu)
     if gpu.capability == 90:
-        return decode_timed.fastest(work, in_half, converted)[1]
+        return decode_timed.fastest(work, in_half, to_convert)[1]
 
     def made(roomy: bool) -> Gemm:
         table = table_of(fmt, gpu.capability, roomy)
         blocks = _blocks(work, table[1])
-        return planned(work, table, in_half, blocks, _row_tiles(work, blocks, table[1]), converted)
+        return planned(work, table, in_half, blocks, _row_tiles(work, blocks, table[1]), to_convert)
 
     if has_roomy_tables(work):
         gemm = made(True)

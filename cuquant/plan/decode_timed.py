@@ -93,10 +93,10 @@ class Choice(NamedTuple):
     tile: tuple[int, int]
 
 
-def fastest(work: Work, in_half: bool, converted: bool) -> tuple[float, Gemm]:
+def fastest(work: Work, in_half: bool, to_convert: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
-    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), converted and work.fmt.walks)
-    return best.us, launch(work, best, in_half, converted)
+    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), to_convert and work.fmt.walks)
+    return best.us, launch(work, best, in_half, to_convert)
 
 
 @lru_cache(maxsize=4096)
@@ -122,10 +122,10 @@ def variants(work: Work) -> Iterator[Gemm]:
         yield launch(work, choice, True, False)
 
 
-def launch(work: Work, choice: Choice, in_half: bool, converted: bool) -> Gemm:
+def launch(work: Work, choice: Choice, in_half: bool, to_convert: bool) -> Gemm:
     """Blocks of this choice."""
     table = table_of(work.fmt, work.gpu.capability, choice.roomy, work.sides)
-    return planned(work, table, in_half, choice.blocks, choice.tile, converted)
+    return planned(work, table, in_half, choice.blocks, choice.tile, to_convert)
 
 
 def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
