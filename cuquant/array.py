@@ -281,7 +281,7 @@ class QuantizedArray(Packed):
     def _of_stack(self, number: int) -> QuantizedArray | None:
         """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
         it so."""
-        if self.device != "cuda" or self.ndim != 3 or not (self._format.walks and self._format.in_float16):
+        if self.device != "cuda" or self.ndim != 3 or not (self._format.turned and self._format.in_float16):
             return None
         from .cuda_exl3 import matrix
 

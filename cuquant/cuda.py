@@ -170,11 +170,11 @@ def product(p: Product, out: Any) -> Ready | None:
         check.may_take_memory("bias is not contiguous, and is copied", "pass one that is")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
-    if not p.w.format.in_float16 or (p.w.format.walks and p.w.size == 0):
+    if not p.w.format.in_float16 or (p.w.format.turned and p.w.size == 0):
         check.may_take_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
-    if p.w.format.walks:
+    if p.w.format.turned:
         if p.w.ndim == 2:
             return _turned(p, p.w.fragments(), out)
         _turned_stack(p, out)
@@ -292,7 +292,7 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
 def can_quantize(x: Any, w: Any) -> bool:
     """Whether products with a weight quantize such floats themselves, or have a kernel do so that stores no
     blocks."""
-    if not check.is_quantized(w) or not w.format.in_float16 or w.format.walks:
+    if not check.is_quantized(w) or not w.format.in_float16 or w.format.turned:
         return False
     return w.fragments().signs is None and activations.can_quantize(x)
 

@@ -28,7 +28,7 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     return (
         len(formats) == 3
         and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
-        and (not any(fmt.walks for fmt in formats) or _turns(x, formats))
+        and (not any(fmt.turned for fmt in formats) or _turns(x, formats))
         and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS
@@ -39,7 +39,7 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
 
 def _turns(x: Any, formats: list[Format]) -> bool:
     """Whether rows are turned for all three weights, between which there is no q8_1 then."""
-    return all(fmt.walks for fmt in formats) and not check.is_quantized(x)
+    return all(fmt.turned for fmt in formats) and not check.is_quantized(x)
 
 
 class Routing(NamedTuple):

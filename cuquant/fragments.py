@@ -137,10 +137,10 @@ class Fragments:
 
     @cached_property
     def addresses(self) -> plan.Planes:
-        """Device addresses of the planes; what rows have is the row plane of walks."""
+        """Device addresses of the planes; factors of rows are the row plane of EXL3 matrices."""
         start = self.buffer.data.ptr
         planes = plan.Planes(*(start + plane for plane in self.planes))
-        return planes._replace(row=self.exl3_sides.svh.data.ptr) if self.fmt.walks else planes
+        return planes._replace(row=self.exl3_sides.svh.data.ptr) if self.fmt.turned else planes
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:

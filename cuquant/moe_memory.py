@@ -94,7 +94,7 @@ class Mixture(NamedTuple):
     @property
     def turns(self) -> bool:
         """Whether rows and sums are turned around products, as EXL3 weights want it; of all three or none."""
-        return self.gate.fmt.walks
+        return self.gate.fmt.turned
 
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""

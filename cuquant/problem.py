@@ -42,7 +42,7 @@ class Weight(NamedTuple):
 
     `half` tells whether its numbers fit float16; `scale` is what they are to be multiplied by. Sums are
     divided by 2^`lift`, for one of two reasons. Either what kernels read are the numbers times 2^lift, so
-    that float16 keeps their bits: that is taken back. Or, of walks (EXL3), numbers are as they are, but their
+    that float16 keeps their bits: that is taken back. Or, of EXL3, numbers are as they are, but their
     sums become float16 before they are turned, which might not hold them: what turns them multiplies by
     2^lift. `signed` tells whether columns have signs.
     """
@@ -70,7 +70,7 @@ class Source(NamedTuple):
 
     `entry` is the kernel that converts them to contiguous float16 rows first, or None; `strides` are those of
     the rows (all axes but the last) in elements; `factors` tells whether rows lack a power of two each,
-    `to_convert` that products are to take the numbers that q8_1 blocks of them stand for, or, of walks,
+    `to_convert` that products are to take the numbers that q8_1 blocks of them stand for, or
     turned ones.
     """
 

@@ -80,7 +80,7 @@ def kernels(
     and mixtures of so many experts for a token with a stack (E, N, K)."""
     kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
     *lead, n, k = shape
-    floats = {plan.per_block("dequantize", q8_1, 1).kernel} if kept.walks else set()  # of x in q8_1
+    floats = {plan.per_block("dequantize", q8_1, 1).kernel} if kept.turned else set()  # of x in q8_1
     if kept.walks and not kept.in_float16:  # products make floats of them, too
         return sorted({plan.exl3.dequantize(kept, prod(lead), n, k).kernel} | floats, key=repr)
     found = set(floats)
@@ -90,15 +90,15 @@ def kernels(
         found |= (plan.exl3 if kept.walks else plan.trellis).prepare_kernels(kept)
     for m in batches:
         for to_convert in (False, True):
-            # Those with a stack of walks are of one matrix after the other.
-            matrices = 1 if kept.walks else prod(lead)
+            # Those with a stack that are turned are of one matrix after the other.
+            matrices = 1 if kept.turned else prod(lead)
             gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, to_convert=to_convert)
             found |= plan.gemm_kernels(kept, gemm)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
-            if kept.walks:
+            if kept.turned:
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
             for gated in plan.moe.sides_of(kept):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)

@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import check, device, formats, jit, plan
 from ..array import QuantizedArray
-from ..formats.exl3 import HADAMARD
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse
@@ -158,8 +157,8 @@ def sample_error(call: Any, x: Any, w: QuantizedArray, out: Any, activation: str
 def some_columns(fmt: formats.Format, n: int) -> Any:
     """Numbers of random rows of W, of which there are n, or of a run where single ones cannot be had."""
     rng = np.random.default_rng(0)
-    if fmt.walks:
-        return rng.integers(n // HADAMARD) * HADAMARD + np.arange(HADAMARD)
+    if (run := fmt.rows_together) > 1:
+        return rng.integers(n // run) * run + np.arange(run)
     return np.sort(rng.choice(n, min(CHECKED_COLUMNS, n), replace=False))
 
 

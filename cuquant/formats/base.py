@@ -84,6 +84,9 @@ class Format(ABC):
     """Whether columns of a matrix have signs, which products give to x or to W."""
     walks: ClassVar[bool] = False
     """Whether codes are steps, of which kernels compute numbers (kernels/core/procedure.cuh)."""
+    turned: ClassVar[bool] = False
+    """Whether x passes a Hadamard transform before a product, and sums pass one after it, which is of one
+    matrix then."""
     lookup: ClassVar[bool] = False
     """Whether kernels look codes up in `codebook`; else they take them by their bits."""
     sign_bits: int = 0

@@ -76,6 +76,7 @@ class Exl3(WholeMatrices, ReadOnly):
     rows_together = HADAMARD
     made_by = "exllamav3 does, and from_exl3 and read_safetensors read it"
     walks = True
+    turned = True
     scaling = "none"
     formula = "W.T = suh * H V H * svh"
 

@@ -99,7 +99,7 @@ def gemm(
     converted beforehand. What was measured to be fastest on this GPU (`tuning`) goes before an H200's
     figures.
     """
-    if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.walks)):
+    if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.turned)):
         found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
             return found

@@ -34,9 +34,9 @@ class Gemm:
     out_box: int = 0
     """Batch rows of a box of results, where the kernel can store them through the copy engine."""
     converts_x: bool = False
-    """Whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it for walks."""
+    """Whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it."""
     turns_sums: bool = False
-    """Whether it turns the sums of walks, so that it stores results."""
+    """Whether it turns sums, so that it stores results."""
 
     @property
     def rows_behind(self) -> int:

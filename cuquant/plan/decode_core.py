@@ -191,7 +191,7 @@ def planned(
     constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not blocks.tall else 1}
     constants |= {"TOGETHER": room.together}
     # x of weights with signs of columns is quantized before it takes them.
-    if fmt.walks:
+    if fmt.turned:
         converts = converts and m == cluster == 1 and work.k <= min(_TURNED, room.chunk * TILE_COLUMNS)
     else:
         converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster

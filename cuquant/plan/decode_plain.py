@@ -62,7 +62,7 @@ def decode(
     """The decode core: as many blocks as the GPU holds at once, each with an equal share of W's rows.
 
     Weights that are not `in_half`, that float16 does not hold, have no factors of rows. If x is
-    to be quantized, every block does so for itself if it is one short row; likewise it is turned for walks.
+    to be quantized, every block does so for itself if it is one short row; likewise it is turned.
     """
     work = Work(fmt, m, n, k, matrices, gpu)
     if gpu.capability == 90:

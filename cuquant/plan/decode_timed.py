@@ -73,7 +73,7 @@ _SMALL_TABLE = 1.13
 _IDLE = 0.6
 """How much steps count that some warps have and others do not, as K is no multiple of theirs."""
 _TURN_US = 0.6
-"""Of a kernel before that turns a row for walks, where blocks do not turn it themselves."""
+"""Of a kernel before that turns a row, where blocks do not turn it themselves."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
 _FOUR_STEPS, _FOUR_TILES = 64, 2
@@ -95,7 +95,7 @@ class Choice(NamedTuple):
 
 def fastest(work: Work, in_half: bool, to_convert: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
-    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), to_convert and work.fmt.walks)
+    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), to_convert and work.fmt.turned)
     return best.us, launch(work, best, in_half, to_convert)
 
 

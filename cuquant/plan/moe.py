@@ -274,8 +274,8 @@ def route(tokens: int) -> Plan:
 
 
 def sides_of(fmt: Format) -> tuple[bool, ...]:
-    """Whether products are gated, as far as there are such: none of walks is, whose sums are turned first."""
-    return (False,) if fmt.walks else (False, True)
+    """Whether products are gated, as far as there are such: none is whose sums are turned first."""
+    return (False,) if fmt.turned else (False, True)
 
 
 def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:

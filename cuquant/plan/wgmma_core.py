@@ -130,8 +130,8 @@ def stages_of(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
 
 
 def turns_sums(fmt: Format, tile: Tile, split: int) -> bool:
-    """Whether the kernel turns a walk's sums: those of one block, and of as many rows as are turned."""
-    return fmt.walks and split == 1 and tile.rows % HADAMARD == 0
+    """Whether the kernel turns sums: those of one block, and of as many rows as are turned."""
+    return fmt.turned and split == 1 and tile.rows % HADAMARD == 0
 
 
 def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:

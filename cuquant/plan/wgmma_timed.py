@@ -247,7 +247,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = clusters * tile.resident
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
-        if fmt.walks and not turned:
+        if fmt.turned and not turned:
             start += _RESULTS_US + m * n * _RESULT_US
         if fmt.signed_columns and not takes_signs(tile.batch, tile.groups):
             start += _SIGNS_US + m * k * matrices * _SIGN_US
