@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
     """Of floats of a shape (..., K), given as rows; None where the kernel does not take them."""
     *lead, k = shape
-    count, half = prod(lead), rows.dtype == check.FLOATS[0]
+    count, half = prod(lead), rows.dtype == check.FLOAT16
     if count == 0 or not can_quantize(rows):
         return None
     entry = "quantize_half" if half else "quantize_rows"
@@ -52,7 +52,7 @@ def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
 def can_quantize(x: Any) -> bool:
     """Whether kernels make the rows of floats (..., K) as they quantize them: of float16 any, of others those
     that a block of threads can hold."""
-    return x.shape[-1] <= plan.LONGEST_ROW or x.dtype == check.FLOATS[0]
+    return x.shape[-1] <= plan.LONGEST_ROW or x.dtype == check.FLOAT16
 
 
 def quantize(how: Blocks, rows: Any) -> tuple[Any, Rows]:
@@ -82,7 +82,7 @@ def operand(x: Any, quantizes: bool = False) -> Operand:
     """Activations that a product reads as they are, or converted; floats may be quantized to q8_1 first."""
     if check.is_quantized(x):
         return Operand(x, problem.quantized_source(x.shape, x.rows is not None), x.rows)
-    half = x.dtype == check.FLOATS[0]
+    half = x.dtype == check.FLOAT16
     source = problem.source(x.shape, x.strides, half, x.data.ptr % 16 == 0)
     if quantizes and source.entry is None:
         return Operand(x, source._replace(to_convert=True))
@@ -91,7 +91,7 @@ def operand(x: Any, quantizes: bool = False) -> Operand:
 
 def quantized_first(x: Operand) -> Operand:
     """Activations that the product was to quantize, and does not."""
-    return x._replace(source=problem.quantized_first(x.source.shape, x.x.dtype == check.FLOATS[0]))
+    return x._replace(source=problem.quantized_first(x.source.shape, x.x.dtype == check.FLOAT16))
 
 
 class Step(NamedTuple):

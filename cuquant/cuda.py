@@ -271,8 +271,8 @@ def _turning(fragments: Fragments, x: Any, out: Any, end: problem.Epilogue) -> R
 def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: problem.Epilogue) -> Ready:
     """One whose sums a kernel turns. It turns a row of float16 itself, if its plan says so."""
     (m, k), n = x.shape, out.shape[1]
-    half, _, single = (problem.DTYPES[dtype] for dtype in check.FLOATS)
-    own = problem.source(x.shape, x.strides, x.dtype == check.FLOATS[0], x.data.ptr % 16 == 0)
+    half, single = problem.DTYPES[check.FLOAT16], problem.DTYPES[check.FLOAT32]
+    own = problem.source(x.shape, x.strides, x.dtype == check.FLOAT16, x.data.ptr % 16 == 0)
     to = (_NOTHING, jit.gpu())
     if m == 1 and own.entry is None:
         source = own._replace(to_convert=True)
@@ -338,7 +338,7 @@ def _run(ready: Ready, x: int, factors: int, out: int, bias: int, residual: int)
 
 def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     """Activations that take the signs of W's columns, for matrices with these leading axes."""
-    half = not check.is_quantized(x) and x.dtype == check.FLOATS[0]
+    half = not check.is_quantized(x) and x.dtype == check.FLOAT16
     if not signs.differ:
         return Operand(x, problem.prepared(x.shape, half), getattr(x, "rows", None), signs.bits)
     x = _as_floats(x)
@@ -355,7 +355,7 @@ def _as_floats(x: Any) -> Any:
     if not check.is_quantized(x):
         return x
     check.may_take_memory("x is quantized, and floats are made of it", "pass floats")
-    return dequantize(x.blocks, x.format, check.FLOATS[2])
+    return dequantize(x.blocks, x.format, check.FLOAT32)
 
 
 def _argument(launch: problem.Launch, fragments: Fragments, signs: int = 0) -> bytes:

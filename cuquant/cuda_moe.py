@@ -49,12 +49,9 @@ class Routing(NamedTuple):
 
     def again(self, known: Repeat, places: list[int]) -> tuple[Any, Any]:
         """Their ids and probabilities."""
-        ids, probs = known.result(), device.cupy().ndarray(known.shape, _FLOAT)
+        ids, probs = known.result(), device.cupy().ndarray(known.shape, check.FLOAT32)
         self.call(places[0], ids.data.ptr, probs.data.ptr)
         return ids, probs
-
-
-_FLOAT = check.FLOATS[2]
 
 
 def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any, Routing | None]:
@@ -62,7 +59,7 @@ def route(logits: Any, top_k: int, normalize: bool) -> tuple[Any, Any, Routing |
     copy of them was read."""
     rows = buffers.as_rows(logits, "logits")
     empty, shape = device.cupy().empty, (*logits.shape[:-1], top_k)
-    ids, probs = empty(shape, np.int32), empty(shape, _FLOAT)
+    ids, probs = empty(shape, np.int32), empty(shape, check.FLOAT32)
     if not ids.size:
         return ids, probs, None
     count, experts = rows.shape

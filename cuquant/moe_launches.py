@@ -44,7 +44,6 @@ Routing = tuple[Place, int, int, int, int]
 """Ids, whether they are wide, tokens, top_k, experts."""
 _ROUTING = ("Q", *"iiii")
 _ROWS = ("Q", "i", "q", "q")
-_FLOAT = problem.DTYPES[check.FLOATS[2]]
 
 
 def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
@@ -265,5 +264,5 @@ class Round(NamedTuple):
             step = plan.moe.hidden(rows, width)
             return template(step, ("Q", "i", "Q", "Q"), at["sums"], width, *to)
         step = plan.activations("quantize_rows", get("q8_1"), rows, width)
-        source = (at["sums"], _FLOAT, width, 1, width)
+        source = (at["sums"], problem.DTYPES[check.FLOAT32], width, 1, width)
         return template(step, (*_ROWS, "i", "Q", "Q", "Q"), *source, at["blocks"], *to)

@@ -18,7 +18,6 @@ WORKSPACE = 1 << 30
 SCRATCH, X, FACTORS, IDS, PROBS, OUT, FLAGS = range(7)
 """Pieces of memory: the stream's scratch, rows of x (or its blocks) and their factors, and the others; the
 stream's flags."""
-_HALF = problem.DTYPES[check.FLOATS[0]]
 
 Address = Place | int
 """Of what lies nowhere 0, or of what stays where it is."""
@@ -43,12 +42,13 @@ class Rows(NamedTuple):
     @property
     def halves(self) -> bool:
         """Whether products can read them as they are."""
-        return self.dtype == _HALF and self.aligned and self.row % 8 == 0 and self.column == 1
+        half = self.dtype == problem.DTYPES[check.FLOAT16]
+        return half and self.aligned and self.row % 8 == 0 and self.column == 1
 
 
 def half_rows(start: Place, k: int, factors: Address) -> Rows:
     """Rows of float16 as kernels make them."""
-    return Rows(start, True, _HALF, 2, k, 1, factors)
+    return Rows(start, True, problem.DTYPES[check.FLOAT16], 2, k, 1, factors)
 
 
 class Given(NamedTuple):

@@ -176,8 +176,8 @@ def group(w: Weight, rows: int, gemm: plan.Gemm, activation: str | None, x_row: 
     """Pack the numbers of rows of float16, so many elements apart, times a stack (E, N, K), to float32, or to
     float16 in levels."""
     count, n, k = w.shape
-    none, float32 = (0, 0, 0), DTYPES[check.FLOATS[2]]
-    out = DTYPES[check.FLOATS[0]] if leveled else float32
+    none, float32 = (0, 0, 0), DTYPES[check.FLOAT32]
+    out = DTYPES[check.FLOAT16] if leveled else float32
     numbers = _NUMBERS.pack(
         *(x_row, n, 1, n, 1, 1, 1, count, 0, 0, 1),
         *(none * 4),
@@ -283,7 +283,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     if gemm.out_box and out.strides[-1] == 1 and end.activation is None and end.residual_strides is None:
         along = zip(extents, steps[2], strict=True)
         steps_out = (rows[2] if m > 1 else 0, *(step if extent > 1 else 0 for extent, step in along))
-        if out.dtype == DTYPES[check.FLOATS[2]]:
+        if out.dtype == DTYPES[check.FLOAT32]:
             straight = True
         elif not any(step % 8 or step < 0 for step in steps_out):
             row, *outer = (2 * step or 16 for step in steps_out)

@@ -162,7 +162,7 @@ def sampled_error(q: Any, cache: KVCache, out: Any) -> float:
         weights = np.exp(s - s.max(axis=1, keepdims=True))
         reference = weights @ np.concatenate(values).astype(np.float64) / weights.sum(axis=1, keepdims=True)
         worst = max(worst, nmse(out[mine], reference))
-    if not worst <= 10 * BOUNDS[check.FLOATS[0]][0]:
+    if not worst <= 10 * BOUNDS[check.FLOAT16][0]:
         raise RuntimeError(f"wrong result: NMSE {worst} for {cache}, q {q.shape}")
     return float(f"{worst:.3g}")
 

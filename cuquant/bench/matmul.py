@@ -20,7 +20,7 @@ from .record import Floor, Record, rounded
 from .timing import graph_us, rotation, stream_us, warm_up
 
 CHECKED_COLUMNS = 64
-X_DTYPES = dict(zip(("f16", "bf16", "f32", "q8_1"), (*check.FLOATS, check.FLOATS[0]), strict=True))
+X_DTYPES = dict(zip(("f16", "bf16", "f32", "q8_1"), (*check.FLOATS, check.FLOAT16), strict=True))
 """What x is before the product; quantizing it to q8_1 is part of what is measured."""
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

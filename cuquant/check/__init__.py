@@ -65,6 +65,9 @@ from .checkpoints import (
     packed as packed,
 )
 from .common import (
+    BFLOAT16 as BFLOAT16,
+    FLOAT16 as FLOAT16,
+    FLOAT32 as FLOAT32,
     FLOAT_NAMES as FLOAT_NAMES,
     FLOATS as FLOATS,
     LARGEST_INDEX as LARGEST_INDEX,

@@ -16,7 +16,11 @@ import numpy as np
 
 from .. import device
 
-FLOATS = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32))
+FLOATS = FLOAT16, BFLOAT16, FLOAT32 = (
+    np.dtype(np.float16),
+    np.dtype(ml_dtypes.bfloat16),
+    np.dtype(np.float32),
+)
 FLOAT_NAMES = "float16, bfloat16 or float32"
 NAMED_FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "fp16": "float16", "fp32": "float32"}
 NAMED_FLOATS |= {name: name for name in NAMED_FLOATS.values()}

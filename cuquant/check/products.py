@@ -10,8 +10,8 @@ import numpy as np
 
 from .. import memory
 from .common import (
+    FLOAT32,
     FLOAT_NAMES,
-    FLOATS,
     LARGEST_INDEX,
     count,
     described,
@@ -132,7 +132,7 @@ def result_dtype(x: Any, out: Any, dtype: Any, quantizes: bool = False) -> np.dt
         return wanted
     if out is not None:
         return out.dtype
-    return FLOATS[2] if quantizes or is_quantized(x) else x.dtype
+    return FLOAT32 if quantizes or is_quantized(x) else x.dtype
 
 
 def output_shape(out: Any, shape: tuple[int, ...]) -> None:
