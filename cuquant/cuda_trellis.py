@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import buffers, check, device, jit, plan, problem
+from .formats.base import sides
 from .formats.trellis import ALIGNMENT, LEAST_HALF, Parts, Trellis, random_signs
 from .formats.trellis_search import CANDIDATES, Search, search_of
 from .fragments import Fragments
@@ -20,8 +21,7 @@ NO_BAD_ROW = np.iinfo(np.uint64).max
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Matrices, N and K of a shape; a vector is a matrix of one row."""
-    n, k = shape[-2:] if len(shape) > 1 else (1, shape[-1])
-    return prod(shape[:-2]), n, k
+    return prod(shape[:-2]), *sides(shape)
 
 
 def _sizes(matrices: int, n: int, k: int) -> tuple[Any, ...]:

@@ -37,6 +37,7 @@ from .moe_memory import (
     layout,
     tokens_at_once,
 )
+from .plan.blocks import ACTIVATION_KERNELS
 from .plan.moe import Load, Product
 from .templates import Place, Template, Tensor, template
 
@@ -60,8 +61,7 @@ def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
     if x is None:
         halves, more = buffers.rows_bytes((tokens, k))
         x = half_rows(Place(SCRATCH, size), k, Place(SCRATCH, size + halves))
-        made = plan.activations("blocks_to_half", get("q8_1"), tokens, k)
-        steps.append(template(made, ("Q", "i", "Q", "Q"), Place(X), k, x.start, x.factors))
+        steps.append(_activations("blocks_to_half", tokens, k, Place(X), k, x.start, x.factors))
         size += more
     for first, load in zip(firsts, loads, strict=True):
         entry = first * top_k
@@ -71,6 +71,12 @@ def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
         steps += part.sums(x.skip(first))
         steps.append(part.combine(given, first))
     return size, tuple(steps)
+
+
+def _activations(entry: str, rows: int, k: int, *values: Address) -> Template:
+    """A launch of a kernel of kernels/ops/activations.cu."""
+    step = plan.activations(entry, get("q8_1"), rows, k)
+    return template(step, tuple(ACTIVATION_KERNELS[entry]), *values)
 
 
 class _Group(NamedTuple):
@@ -191,9 +197,8 @@ class Round(NamedTuple):
     def _converted(self, x: Rows, k: int) -> Template:
         """Rows of floats as float16."""
         entry = "prepare_rows" if x.dtype else "prepare_halves"
-        step = plan.activations(entry, get("q8_1"), self.load.tokens, k)
         to = (k, self.at["halves"], self.at["factors"], 0, 1)
-        return template(step, (*_ROWS, "i", "Q", "Q", "Q", "i"), x.start, x.dtype, x.row, x.column, *to)
+        return _activations(entry, self.load.tokens, k, x.start, x.dtype, x.row, x.column, *to)
 
     def _gather(self, x: Rows, k: int) -> Iterator[Template]:
         """Rows of x in the order of their experts, and every product's works."""
@@ -263,6 +268,5 @@ class Round(NamedTuple):
         if not self.mixture.blocks:
             step = plan.moe.hidden(rows, width)
             return template(step, ("Q", "i", "Q", "Q"), at["sums"], width, *to)
-        step = plan.activations("quantize_rows", get("q8_1"), rows, width)
         source = (at["sums"], problem.DTYPES[check.FLOAT32], width, 1, width)
-        return template(step, (*_ROWS, "i", "Q", "Q", "Q"), *source, at["blocks"], *to)
+        return _activations("quantize_rows", rows, width, *source, at["blocks"], *to)
