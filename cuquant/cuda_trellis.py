@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import frexp, ldexp, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,12 +170,31 @@ class Signs:
 
 _WORDS_AHEAD = 64
 """Words of signs behind the last, that a product asks for without looking at them."""
-_NOTHING_FOUND = np.array([0, NO_BAD_ROW & 0xFFFFFFFF, 0, 0], np.uint32)
+_NOTHING_FOUND = np.array([0, 0xFFFFFFFF, 0, 0], np.uint32)
+"""What `plan.trellis.survey` begins with."""
 _TOP = 40
 """Exponent of scales that are no float16 numbers: below 2^40 sums of products do not overflow."""
 _LIFTS = 126
 """Exponents of powers of two that are, as their inverse, normal numbers."""
 _LEAST_NORMAL = 2.0**-126
+
+
+class _Surveyed(NamedTuple):
+    """What it has found out about matrices, in the order of kernels/ops/repack_trellis.cu."""
+
+    greatest: float
+    """The greatest magnitude of a scale."""
+    least: float
+    """The least one that is not 0; 0 where there is none."""
+    negative: bool
+    """Whether any columns have the sign -1."""
+    differ: bool
+    """Whether matrices have different signs of columns."""
+
+    @classmethod
+    def of(cls, numbers: Any) -> _Surveyed:
+        greatest, least = map(float, numbers[:2].view(np.float32))
+        return cls(greatest, least if greatest else 0.0, *map(bool, numbers[2:]))
 
 
 def _scale_lift(greatest: float, least: float, fmt: Trellis) -> tuple[bool, int]:
@@ -208,18 +227,17 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
     jit.launch(plan.trellis.survey(own, matrices, n, k), blocks, *sizes, found)
-    facts = buffers.read(found)
-    greatest, least = (float(bits) for bits in facts[:2].view(np.float32))
-    half, lift = _scale_lift(greatest, min(greatest, least) if facts[0] else 0.0, fmt)
-    if facts[0] and ldexp(least, lift) < _LEAST_NORMAL:
+    seen = _Surveyed.of(buffers.read(found))
+    half, lift = _scale_lift(seen.greatest, min(seen.greatest, seen.least), fmt)  # NaN if the greatest is
+    if seen.greatest and ldexp(seen.least, lift) < _LEAST_NORMAL:
         known["sides"] = signs._replace(scales=stored.scales.copy())
-    if facts[2]:
+    if seen.negative:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
         words = cupy.empty(bits.size // 2 + _WORDS_AHEAD, np.uint32)
         step = plan.trellis.sign_bits(own, bits.size)
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch), words)
-        known["signs"] = Signs(bits, words, bool(facts[3]), sha256(signs.su.get(stream)).digest())
+        known["signs"] = Signs(bits, words, seen.differ, sha256(signs.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
     fill(made, blocks)
     stream.synchronize()  # other streams may use it

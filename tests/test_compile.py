@@ -16,7 +16,7 @@ from formats_table import NAMES
 from hardware import SHARED
 
 import cuquant as cq
-from cuquant import fragments, plan, sources
+from cuquant import cuda_trellis, fragments, plan, sources
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.kv import plan as kv_plan
@@ -343,6 +343,10 @@ def test_what_kernels_found_out_is_read_in_their_order() -> None:
     places.append(f"LEAST_EXPONENT < {fragments._NUMBERS}")
     lines = (f"static_assert({place});" for place in places)
     nvrtc.compile_text("\n".join((sources.flatten("center", None), *lines)), "sm_80")
+    surveyed = {name.upper(): i for i, name in enumerate(cuda_trellis._Surveyed._fields)}
+    survey = plan.trellis.survey(cq.formats.get("trellis3").for_kernels, 1, 16, 16).kernel
+    assert nvrtc.unequal(survey, surveyed) == []
+    assert len(surveyed) == len(cuda_trellis._NOTHING_FOUND)
 
 
 @needs_nvrtc

@@ -15,8 +15,15 @@ DEVICE float scaled(float s, int e) {
     return ieee_mul(ieee_mul(s, power_of_two(e / 2)), power_of_two(e - e / 2));
 }
 
-// Of all matrices: found[0] and [1] become the bits of the greatest scale's magnitude and of the least one's that is not
-// 0, [2] whether any su is -1, [3] whether a matrix has another su than the first.
+// What is found out about all matrices, in this order; `_Surveyed` (cuquant/cuda_trellis.py) reads it.
+enum Surveyed {
+    GREATEST,  // of the scales' magnitudes, as bits of a float
+    LEAST,     // of those that are not 0
+    NEGATIVE,  // 1 where any su is -1
+    DIFFER,    // 1 where a matrix has another su than the first
+};
+
+// `found` is 0 before, but LEAST, of which all bits are set.
 extern "C" __global__ void __launch_bounds__(THREADS)
 survey(const u8* storage, s64 matrices, int N, int K, u32* found) {
     const Record<Format> record = {N, K};
@@ -41,9 +48,9 @@ survey(const u8* storage, s64 matrices, int N, int K, u32* found) {
     }
     negative = __any_sync(~0u, negative), differs = __any_sync(~0u, differs);
     if (threadIdx.x % WARP > 0) return;
-    atomicMax(found, greatest), atomicMin(found + 1, least);
-    if (negative) found[2] = 1;
-    if (differs) found[3] = 1;
+    atomicMax(found + GREATEST, greatest), atomicMin(found + LEAST, least);
+    if (negative) found[NEGATIVE] = 1;
+    if (differs) found[DIFFER] = 1;
 }
 
 // Signs of columns, none beyond K: as bits that a float16 number's are changed by, [matrices][pitch]; and as the words of
