@@ -176,7 +176,7 @@ def _made(model: Model, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 _COARSE = {
-    check.FLOATS[0]: (2.0**-21, "bfloat16 and float32 (--type bf16, f32) have"),
-    check.FLOATS[1]: (2.0**-130, "float32 (--type f32) has"),
+    check.FLOAT16: (2.0**-21, "bfloat16 and float32 (--type bf16, f32) have"),
+    check.BFLOAT16: (2.0**-130, "float32 (--type f32) has"),
 }
 """Below what a dtype's numbers have three bits at most, and what others have more."""

@@ -141,7 +141,7 @@ class Model(Mapping[str, Any]):
                 beyond = self._exact(info)[lost].astype(np.float64)
             beyond = np.abs(beyond[np.isfinite(beyond)])
             if beyond.size:
-                half = dtype == check.FLOATS[0]
+                half = dtype == check.FLOAT16
                 most = "float16's 65504" if half else dtype.name
                 wider = "bfloat16 and float32 have" if half else "float32 has"
                 hint = f": {wider} room" if beyond.max() <= np.finfo(np.float32).max else ""
@@ -299,7 +299,7 @@ class Model(Mapping[str, Any]):
 
 def _rounded(x: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Plain numbers in that dtype; infinite where they are beyond its range."""
-    if dtype != check.FLOATS[1] or x.dtype in check.FLOATS:
+    if dtype != check.BFLOAT16 or x.dtype in check.FLOATS:
         return x.astype(dtype)
     # ml_dtypes goes by way of float32. What that cannot hold becomes the odd one of the two numbers about it,
     # which is halfway between no two of bfloat16.

@@ -82,7 +82,7 @@ def _planned(given: _Given) -> _Planned:
     if given.track:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
     *pieces, size = accumulate((ceil(size / 256) * 256 for size in sizes), initial=0)
-    columns, mask_number, mask_strides = 0, -1, _elements((0,) * 4, check.FLOATS[0])
+    columns, mask_number, mask_strides = 0, -1, _elements((0,) * 4, check.FLOAT16)
     if given.mask is not None:
         columns, strides, dtype = given.mask
         mask_number, mask_strides = _MASKS[dtype], _elements(strides, dtype)
