@@ -9,6 +9,7 @@ y = x @ W.T                            # x (..., K) -> (..., N)
 
 from . import testing as testing
 from .array import QuantizedArray
+from .cuda.jit import KernelError
 from .debug import config
 from .device import gpu_problem
 from .eval import (
@@ -37,7 +38,6 @@ from .io.gguf import GGUFError, Metadata
 from .io.int4 import from_awq, from_gptq, from_pack_quantized
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
-from .jit import KernelError
 from .kv import KVCache, attention
 from .ops.int4 import int4_from_parts, int4_parts
 from .ops.kbit import kbit_from_tiles, kbit_tiles

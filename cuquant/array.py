@@ -15,8 +15,8 @@ from .render import html_facts, html_shape
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike
 
-    from .activations import Rows
-    from .fragments import Fragments
+    from .cuda.activations import Rows
+    from .cuda.fragments import Fragments
 
 _preparing = threading.Lock()
 
@@ -99,7 +99,7 @@ class QuantizedArray(Packed):
                 blocks = blocks.view()
                 blocks.flags.writeable = False
             return blocks
-        from .fragments import from_fragments
+        from .cuda.fragments import from_fragments
 
         fragments = self.fragments()
         with device.cupy().cuda.Device(fragments.buffer.data.device_id):
@@ -143,7 +143,7 @@ class QuantizedArray(Packed):
     def fragments(self) -> Fragments:
         """The weight in the GPU kernels' layout, made on first use, when all streams are waited for."""
         if self._fragments is None:
-            from .fragments import to_fragments
+            from .cuda.fragments import to_fragments
 
             check.same_device(W=self.storage)
             with _preparing:
@@ -283,7 +283,7 @@ class QuantizedArray(Packed):
         it so."""
         if self.device != "cuda" or self.ndim != 3 or not (self._format.turned and self._format.in_float16):
             return None
-        from .cuda_exl3 import matrix
+        from .cuda.exl3 import matrix
 
         made = QuantizedArray._made(self._format, None, shape=self._shape[1:])
         made._fragments = matrix(self.fragments(), number)

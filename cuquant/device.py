@@ -190,13 +190,13 @@ def synchronize() -> None:
 
 
 def backend(on_gpu: bool) -> ModuleType:
-    """The module that computes there: cuquant.cuda or cuquant.cpu, of the same functions."""
+    """The module that computes there: cuquant.cuda.backend or cuquant.cpu, of the same functions."""
     return _cuda() if on_gpu else _cpu()
 
 
 @cache
 def _cuda() -> ModuleType:
-    from . import cuda
+    from .cuda import backend as cuda
 
     return cuda
 

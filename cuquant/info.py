@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from . import __version__, device, formats, sources
+from . import __version__, device, formats
+from .cuda import sources
 from .formats.exl3 import BITS, GENERATORS, Exl3
 from .plan.tuning import Tuned
 

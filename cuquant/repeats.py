@@ -18,7 +18,7 @@ from . import device
 from .array import QuantizedArray
 
 if TYPE_CHECKING:
-    from .fragments import Fragments
+    from .cuda.fragments import Fragments
 
 MOST, FEW = 64, 4
 """Calls of a table; then it starts anew. Of one of many matrices."""

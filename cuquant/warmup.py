@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from . import check, device, formats, jit, plan
+from . import check, device, formats, plan
 from .array import QuantizedArray
+from .cuda import jit
 from .formats import Format
 from .io.model import Model, open as open_model
 from .plan.blocks import activation_kernels

@@ -27,7 +27,8 @@ from commands import (  # noqa: E402
 from synthetic import Spec, write  # noqa: E402
 
 import cuquant as cq  # noqa: E402
-from cuquant import check, device, jit  # noqa: E402
+from cuquant import check, device  # noqa: E402
+from cuquant.cuda import jit  # noqa: E402
 from cuquant.plan import Kernel  # noqa: E402
 
 

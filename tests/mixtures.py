@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.plan.moe import Load
 
 F = np.float32

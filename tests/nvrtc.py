@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from cuquant import sources
+from cuquant.cuda import sources
 from cuquant.plan import Kernel
 
 

@@ -11,7 +11,8 @@ from formats_table import FLOATS
 from numpy.typing import NDArray
 
 import cuquant as cq
-from cuquant import device, plan, problem, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import problem
 from cuquant.plan import wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 

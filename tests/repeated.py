@@ -11,7 +11,8 @@ import pytest
 from products import gauss
 
 import cuquant as cq
-from cuquant import cuda, device, repeats
+from cuquant import device, repeats
+from cuquant.cuda import backend as cuda
 from cuquant.testing import as_numpy
 
 N, K = 96, 512

@@ -12,7 +12,8 @@ import nvrtc
 import pytest
 
 import cuquant as cq
-from cuquant import cuda_trellis, jit, plan, problem
+from cuquant import plan
+from cuquant.cuda import jit, problem, trellis as cuda_trellis
 from cuquant.formats.trellis_search import CANDIDATES, search_of
 from cuquant.kv import appender, buckets, codes, cuda, mover, plan as kv_plan
 from cuquant.plan.blocks import ACTIVATION_KERNELS

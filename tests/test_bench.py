@@ -16,10 +16,11 @@ import pytest
 from cells import KEYS, RECORD, cell
 from commands import Run, assert_one_line_error
 
-from cuquant import device, sources
+from cuquant import device
 from cuquant.bench import AttentionCell, Record, WeightCell, record as records
 from cuquant.bench.attention import CONTEXTS
 from cuquant.bench.ceilings import Ceilings
+from cuquant.cuda import sources
 
 
 @pytest.fixture

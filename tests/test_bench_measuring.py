@@ -16,7 +16,7 @@ from cells import cell
 
 from cuquant import device
 from cuquant.bench import Record, ceilings, host, matmul, moe, peers, record as records, timing, weights
-from cuquant.fragments import from_fragments
+from cuquant.cuda.fragments import from_fragments
 
 # What is measured next to what.
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-import cuquant.streams
-from cuquant import buffers, device
+import cuquant.cuda.streams
+from cuquant import device
 from cuquant.bench import timing
+from cuquant.cuda import buffers
 
 
 @dataclass
@@ -101,7 +102,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     made = Streams()
     monkeypatch.setattr(device, "cupy", lambda: made)
     monkeypatch.setattr(device, "synchronize", made.wait)
-    monkeypatch.setattr(cuquant.streams, "id_of", made.id_of)
+    monkeypatch.setattr(cuquant.cuda.streams, "id_of", made.id_of)
     monkeypatch.setattr(buffers, "_scratches", {})
     monkeypatch.setattr(buffers, "_last_ids", {})
     return made

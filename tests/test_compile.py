@@ -16,9 +16,10 @@ from formats_table import NAMES
 from hardware import SHARED
 
 import cuquant as cq
-from cuquant import cuda_trellis, fragments, plan, sources
+from cuquant import plan
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
+from cuquant.cuda import fragments, sources, trellis as cuda_trellis
 from cuquant.kv import plan as kv_plan
 from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.plan.decode_core import Hits

@@ -8,7 +8,8 @@ import nvrtc
 import pytest
 
 import cuquant as cq
-from cuquant import plan, problem
+from cuquant import plan
+from cuquant.cuda import problem
 from cuquant.formats import exl3 as exl3_format, trellis_search
 from cuquant.kv import codes, plan as kv_plan
 from cuquant.plan import blocks, cores, exl3, moe, trellis, wgmma_timed

@@ -12,7 +12,8 @@ from typing import Any
 import nvrtc
 import pytest
 
-from cuquant import device, sources
+from cuquant import device
+from cuquant.cuda import sources
 
 nbformat = pytest.importorskip("nbformat", reason="the test extra is not installed")
 

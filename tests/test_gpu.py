@@ -15,7 +15,8 @@ from products import assert_quantized_as_on_the_cpu, cuda_weight, gauss
 from walks import random_exl3
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.testing import as_numpy, nmse, worst_element
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,8 @@ import pytest
 from attending import DTYPES, WIDTHS, F, agree, filled, normal, on_gpu
 
 import cuquant as cq
-from cuquant import buffers, device, jit, testing
+from cuquant import device, testing
+from cuquant.cuda import buffers, jit
 from cuquant.kv import plan
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,8 @@ import pytest
 from attending import F, filled, normal, on_gpu
 
 import cuquant as cq
-from cuquant import device, jit, sources, testing
+from cuquant import device, testing
+from cuquant.cuda import jit, sources
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,8 @@ import pytest
 from attending import DTYPES, WIDTHS, Array, F, agree, filled, normal
 
 import cuquant as cq
-from cuquant import device, jit, testing
+from cuquant import device, testing
+from cuquant.cuda import jit
 from cuquant.kv import plan
 
 pytestmark = pytest.mark.gpu

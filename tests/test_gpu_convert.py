@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cuquant import device, jit, plan
+from cuquant import device, plan
 from cuquant.bench import Record, dequant
 from cuquant.bench.conversions import CONVERSIONS, Conversion
 from cuquant.bench.dequant import conversion_kernel, table_bytes
+from cuquant.cuda import jit
 from cuquant.testing import as_numpy
 
 Q = np.arange(16)

@@ -13,7 +13,8 @@ from formats_table import ON_GPU
 from products import check_choice, cuda_weight, gauss, plan_anew, share_small_tiles
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.plan import mma_core, wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse
 

@@ -14,7 +14,8 @@ from products import check_choice, plan_anew, share_small_tiles
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
-from cuquant import cuda, device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import backend as cuda, jit
 from cuquant.formats.exl3 import HADAMARD
 from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.plan.wgmma_core import Tile

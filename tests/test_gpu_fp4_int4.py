@@ -11,7 +11,8 @@ from formats_table import FLOATS, random_blocks
 from products import assert_products, assert_quantized_as_on_the_cpu, assert_read_back, cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import cpu, cuda, device, testing
+from cuquant import cpu, device, testing
+from cuquant.cuda import backend as cuda
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = [

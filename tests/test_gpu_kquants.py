@@ -13,7 +13,8 @@ from pictures import assert_pictured
 from products import assert_read_back, gauss, plan_anew
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.formats import ggml, kquant
 from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element

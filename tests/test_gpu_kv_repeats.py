@@ -13,8 +13,9 @@ from repeated import counting, odd, there
 from test_gpu_kvcache import assert_same, both, put, tokens
 
 import cuquant as cq
-from cuquant import device, jit, testing
+from cuquant import device, testing
 from cuquant.check import common
+from cuquant.cuda import jit
 from cuquant.kv import appender, cuda
 from cuquant.kv.appender import Appender
 from cuquant.kv.tiers import Tier

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.buffers import pointer
+from cuquant.cuda.buffers import pointer
 
 pytestmark = pytest.mark.gpu
 F = np.float32

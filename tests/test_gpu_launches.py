@@ -10,7 +10,8 @@ import pytest
 from products import cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import cuda, device, jit, plan, sources, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import backend as cuda, jit, sources
 from cuquant.kv import plan as kv_plan
 from cuquant.testing import as_numpy, nmse
 

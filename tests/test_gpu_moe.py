@@ -23,7 +23,8 @@ from mixtures import (
 )
 
 import cuquant as cq
-from cuquant import cuda_moe, device, moe_memory, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import moe as cuda_moe, moe_memory
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]

@@ -11,7 +11,8 @@ from mixtures import BF16, F, check_in_a_graph, close, gauss, on_gpu, reference,
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
-from cuquant import device, jit, moe_memory, plan
+from cuquant import device, plan
+from cuquant.cuda import jit, moe_memory
 from cuquant.plan.moe import Load
 from cuquant.testing import as_numpy
 
@@ -122,8 +123,8 @@ def test_fallback_beside_other_formats_and_for_blocks_of_x(monkeypatch: pytest.M
     x, ids, probs = on_gpu(gauss(6, K), *routed(6, COUNT, 2))
     for w in experts:
         w.prepare()
-    monkeypatch.setattr("cuquant.cuda_exl3._repack", None)
-    monkeypatch.setattr("cuquant.cuda_exl3.dequantize", None)
+    monkeypatch.setattr("cuquant.cuda.exl3._repack", None)
+    monkeypatch.setattr("cuquant.cuda.exl3.dequantize", None)
     others = experts._replace(down=down)
     found = [cq.moe(x, others, ids, probs) for _ in range(2)]
     q = cq.quantize(x, "q8_1")

@@ -11,7 +11,8 @@ import pytest
 from mixtures import F, close, gauss, on_gpu, reference, routed, stacks
 
 import cuquant as cq
-from cuquant import device, jit, plan, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.plan import mma_core
 from cuquant.plan.wgmma_core import Tile
 from cuquant.plan.wgmma_timed import MOST_PARTS, WGMMA_TILES, wgmma_grouped

@@ -13,7 +13,8 @@ from mixtures import close, gauss, on_gpu, reference, routed, stacks
 from repeated import GIVEN, counting, odd
 
 import cuquant as cq
-from cuquant import buffers, cuda_moe, device, moe_memory, repeats, testing
+from cuquant import device, repeats, testing
+from cuquant.cuda import buffers, moe as cuda_moe, moe_memory
 from cuquant.ops import moe
 from cuquant.testing import as_numpy
 

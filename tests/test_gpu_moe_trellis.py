@@ -13,7 +13,8 @@ from mixtures import F, close, gauss, kernels_of, on_gpu, reference, routed, sta
 from test_trellis import random_parts
 
 import cuquant as cq
-from cuquant import cuda_moe, device, moe_memory, testing
+from cuquant import device, testing
+from cuquant.cuda import moe as cuda_moe, moe_memory
 from cuquant.plan.moe import Load
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("grouped")]

@@ -132,7 +132,7 @@ def test_indices_beyond_an_axis_are_refused() -> None:
 
 def test_an_index_is_checked_before_blocks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     w = cuda_weight("q8_0", (8, 64)).prepare()
-    monkeypatch.setattr("cuquant.fragments.from_fragments", None)
+    monkeypatch.setattr("cuquant.cuda.fragments.from_fragments", None)
     for index in (8, [9], (0, 3)):
         with pytest.raises(IndexError):
             w[index]

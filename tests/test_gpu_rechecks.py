@@ -12,7 +12,8 @@ import repeated
 from repeated import GIVEN, K, N, blocks, odd, there, weight
 
 import cuquant as cq
-from cuquant import buffers, device, repeats, testing
+from cuquant import device, repeats, testing
+from cuquant.cuda import buffers
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu

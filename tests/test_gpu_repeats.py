@@ -14,7 +14,8 @@ from repeated import GIVEN, K, N, counting, there, weight
 from test_trellis import random_parts
 
 import cuquant as cq
-from cuquant import buffers, cuda, device, plan, problem, repeats, testing
+from cuquant import device, plan, repeats, testing
+from cuquant.cuda import backend as cuda, buffers, problem
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu

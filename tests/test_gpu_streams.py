@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant import buffers, device
+from cuquant import device
+from cuquant.cuda import buffers
 
 pytestmark = pytest.mark.gpu
 F = np.float32

@@ -14,7 +14,8 @@ from products import plan_anew, share_small_tiles
 from test_trellis import BITS, F, Parts, gauss, random_parts, rng
 
 import cuquant as cq
-from cuquant import device, jit, plan, problem, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit, problem
 from cuquant.plan import wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 

@@ -12,7 +12,8 @@ from products import gauss
 from repeated import GIVEN, K, N, counting, odd, there, weight
 
 import cuquant as cq
-from cuquant import activations, device, jit, plan, problem, repeats
+from cuquant import device, plan, repeats
+from cuquant.cuda import activations, jit, problem
 from cuquant.testing import as_numpy
 
 pytestmark = pytest.mark.gpu

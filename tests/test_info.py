@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import cuquant as cq
-from cuquant import device, info, jit, sources
+from cuquant import device, info
+from cuquant.cuda import jit, sources
 
 ROOT = Path(__file__).parents[1]
 
@@ -166,7 +167,7 @@ def test_the_sources_of_this_checkout() -> None:
 def test_the_sources_inside_an_installed_package_come_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cuquant" / "sources.py"))
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "cuquant" / "cuda" / "sources.py"))
     with pytest.raises(FileNotFoundError, match=r"neither in .*cuquant nor beside it.* damaged"):
         sources.folder()
     for place in (tmp_path / "kernels", tmp_path / "cuquant" / "kernels"):

@@ -13,7 +13,7 @@ from formats_table import CODEBOOKS
 from test_kbit import BITS, NF4, VARIANTS, F, rng, sqnr_db
 
 import cuquant as cq
-from cuquant.fragments import _masked_lift
+from cuquant.cuda.fragments import _masked_lift
 
 
 @pytest.mark.parametrize("k", BITS)

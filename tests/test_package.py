@@ -45,7 +45,7 @@ def test_wheel_holds_the_package_the_kernels_and_nothing_else(wheel: Path) -> No
 def test_installed_wheel_evaluates_a_model_elsewhere(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel)
-    where = "import cuquant, cuquant.sources as s; print(cuquant.__file__); print(s.folder())"
+    where = "import cuquant, cuquant.cuda.sources as s; print(cuquant.__file__); print(s.folder())"
     package, kernels = run(sys.executable, "-c", where, cwd=tmp_path, path=site).splitlines()
     assert Path(package) == site / "cuquant/__init__.py"
     assert Path(kernels) == site / "cuquant/kernels"

@@ -10,7 +10,8 @@ from formats_table import K_QUANTS, NAMES, ON_GPU, TRELLIS
 from hardware import SHARED, assert_staged
 
 import cuquant as cq
-from cuquant import plan, sources
+from cuquant import plan
+from cuquant.cuda import sources
 from cuquant.plan import mma_core, wgmma_timed
 from cuquant.plan.cores import table_of
 

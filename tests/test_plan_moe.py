@@ -15,7 +15,8 @@ from hardware import SHARED, assert_staged
 from test_compile import ELSEWHERE, FORMATS, OTHERS, check
 
 import cuquant as cq
-from cuquant import jit, plan, problem
+from cuquant import plan
+from cuquant.cuda import jit, problem
 from cuquant.plan.moe import Load
 from cuquant.plan.wgmma_core import Tile
 from cuquant.plan.wgmma_timed import wgmma_grouped

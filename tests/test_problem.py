@@ -10,7 +10,8 @@ import pytest
 from test_matmul import LEADING
 
 import cuquant as cq
-from cuquant import plan, problem
+from cuquant import plan
+from cuquant.cuda import problem
 
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cuquant import device, jit, streams
+from cuquant import device
+from cuquant.cuda import jit, streams
 from cuquant.plan import Kernel, Plan
 
 

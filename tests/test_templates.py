@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from cuquant import buffers, device, jit, problem, streams
+from cuquant import device
+from cuquant.cuda import buffers, jit, problem, streams
+from cuquant.cuda.templates import Place, Tensor, launch, template
 from cuquant.plan import Kernel, Plan
-from cuquant.templates import Place, Tensor, launch, template
 
 PLAN = Plan(Kernel("moe", "level"), (1, 1, 1), 32)
 MAP = problem.Map((64, 8, 1, 1, 1), (128, 16, 16, 16), (64, 8, 1, 1, 1))

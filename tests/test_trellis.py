@@ -244,7 +244,7 @@ def test_grids_beyond_float16() -> None:
 
 def test_scales_in_float16() -> None:
     """Powers of two for them: all products are normal float16 numbers, or float32 takes the scales."""
-    from cuquant.cuda_trellis import _levels, _scale_lift
+    from cuquant.cuda.trellis import _levels, _scale_lift
 
     fmt = cq.Trellis(2, grid=[-1, -0.25, 0.5, 1])
     assert fmt.half_levels is not None
@@ -266,7 +266,7 @@ def test_scales_in_float16() -> None:
 
 
 def test_arguments_of_kernels_have_their_offsets() -> None:
-    from cuquant import jit
+    from cuquant.cuda import jit
 
     assert jit.layout(("Q", "q", "i", "i", "Q", "i", "64s"))[1] == (0, 8, 16, 20, 24, 32, 36)
     assert jit._packed(bytes(64)) == ("64s", bytes(64))

@@ -16,9 +16,10 @@ from hardware import SHARED
 from products import cuda_weight, gauss
 
 import cuquant as cq
-from cuquant import cuda, device, jit, plan, testing
+from cuquant import device, plan, testing
 from cuquant.bench import Record, tune
 from cuquant.bench.tune import problems
+from cuquant.cuda import backend as cuda, jit
 from cuquant.ops.matmul import Product
 from cuquant.plan import tuning
 from cuquant.testing import nmse

@@ -17,7 +17,8 @@ from commands import Run, assert_one_line_error
 from gguf_files import NANO
 
 import cuquant as cq
-from cuquant import device, formats, jit, plan
+from cuquant import device, formats, plan
+from cuquant.cuda import jit
 from cuquant.warmup import BATCHES, kernels
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import device, formats, jit, plan, problem, testing
+from .. import device, formats, plan, testing
+from ..cuda import jit, problem
 from ..formats.kbit import KBit
 from ..plan.cores import table_of
 from .conversions import CONVERSIONS, Conversion

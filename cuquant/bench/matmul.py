@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import check, device, formats, jit, plan
+from .. import check, device, formats, plan
 from ..array import QuantizedArray
+from ..cuda import jit
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse

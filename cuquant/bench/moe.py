@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import device, jit, plan, testing
+from .. import device, plan, testing
+from ..cuda import jit
 from ..ops.moe import Experts, moe as mixture_of, route
 from ..ops.quantize import quantize
 from ..testing import CANARY, as_numpy, nmse

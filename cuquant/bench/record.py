@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, device, info, jit, sources
+from .. import __version__, device, info
+from ..cuda import jit, sources
 from ..io.atomic import place_of, rewrite
 from ..render import missing, rows_to_csv, table_format_of, to_pandas
 from .ceilings import Ceilings, measured, told_by

@@ -11,7 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import device, jit, sources
+from .. import device
+from ..cuda import jit, sources
 from ..plan import Kernel
 
 _NAME = "nvdisasm"

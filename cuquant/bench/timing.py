@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import buffers, device, jit, plan
+from .. import device, plan
+from ..cuda import buffers, jit
 
 ROTATE_BYTES = 256 << 20
 """Bytes of weights that are gone through before one is used again: several times any L2 cache."""

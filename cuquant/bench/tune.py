@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import cuda, device, formats, jit, plan
+from .. import device, formats, plan
+from ..cuda import backend as cuda, jit
+from ..cuda.problem import whole_pieces
 from ..io.atomic import rewrite
 from ..ops.matmul import Product
 from ..plan import tuning
-from ..problem import whole_pieces
 from .matmul import SHAPES, sample_error
 from .operands import random_weights
 from .record import Record, rounded

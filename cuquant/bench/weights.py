@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import cpu, cuda, cuda_trellis, device, formats
+from .. import cpu, device, formats
 from ..array import QuantizedArray
+from ..cuda import backend as cuda, trellis as cuda_trellis
+from ..cuda.fragments import fill, from_fragments, nothing_found
 from ..formats.trellis import Trellis
-from ..fragments import fill, from_fragments, nothing_found
 from ..ops.quantize import quantize
 from .operands import random_weight
 from .record import Floor, Record, rounded

@@ -245,7 +245,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
 def _kept() -> str:
     """What is kept of tuning."""
-    from .. import jit
+    from ..cuda import jit
 
     count = len(jit.gpu().tuned or ())
     return (

@@ -191,7 +191,7 @@ class Trellis(WholeMatrices):
             drawn = np.random.default_rng(0).choice(len(groups), _SAMPLE // self.group_size, replace=False)
             groups, h = groups[drawn], h[drawn]
         if device.is_cuda(x):
-            from ..cuda_trellis import Nearest
+            from ..cuda.trellis import Nearest
 
             return Trellis(self.bits, self.group_size, fit(groups, h, self.bits, Nearest(self)))
         return Trellis(self.bits, self.group_size, fit(groups, h, self.bits))
@@ -276,7 +276,7 @@ class Trellis(WholeMatrices):
         chosen = numbers[tuple(map(device.as_numpy, index))][..., 0]
         result = (*chosen.shape, k)
         if device.is_cuda(blocks):
-            from .. import cuda_trellis
+            from ..cuda import trellis as cuda_trellis
 
             return cuda_trellis.select(self, blocks, shape, chosen, result), result
         out = np.zeros(self.stored(result), np.uint8)

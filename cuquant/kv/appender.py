@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import buffers, check, device, jit
+from .. import check, device
+from ..cuda import buffers, jit
+from ..cuda.problem import DTYPES
 from ..plan import Plan
-from ..problem import DTYPES
 from ..repeats import Known, Repeat
 from . import codes, plan
 from .buckets import Buckets

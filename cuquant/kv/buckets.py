@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import device, jit
+from .. import device
+from ..cuda import jit
 from . import plan
 from .codes import BITS
 from .tiers import Tier

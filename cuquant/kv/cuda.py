@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import buffers, check, device, jit
+from .. import check, device
+from ..cuda import buffers, jit
+from ..cuda.problem import DTYPES
 from ..plan import MOST_BLOCKS, Gpu, Plan
-from ..problem import DTYPES
 from . import plan
 from .appender import Appender
 from .mover import move

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import device, jit
+from .. import device
+from ..cuda import jit
 from . import buckets, plan
 from .codes import BITS
 from .moves import ranks

@@ -86,7 +86,7 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     check.top_k(top_k, logits.shape)
     check.flag(normalize, "normalize")
     if check.same_device(logits=logits):
-        from ..cuda_moe import route as on_gpu
+        from ..cuda.moe import route as on_gpu
 
         ids, probs, work = on_gpu(logits, top_k, normalize)
         if work is not None:
@@ -175,7 +175,7 @@ def moe(
         reads = {name: array for name, array in routed.items() if device.is_cuda(array) == on_gpu}
         check.output(y, shape, arrays | reads, None, on_gpu)
     if on_gpu:
-        from .. import cuda_moe
+        from ..cuda import moe as cuda_moe
 
         if cuda_moe.takes(x, gate, up, down, ids.shape[-1]):
             work = cuda_moe.mixture(x, (gate, up, down), ids, probs, activation, y)

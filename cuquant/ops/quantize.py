@@ -137,7 +137,7 @@ def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     wanted = check.float_dtype(dtype)
     if not check.same_device(W=check.storage(w)):
         return cpu.dequantize(w, wanted)
-    from .. import cuda
+    from ..cuda import backend as cuda
 
     w._may_make_blocks()
     return cuda.dequantize(w.blocks, w.format, wanted, w.shape)[..., : w.shape[-1]]

@@ -142,7 +142,7 @@ def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> Qua
     if fmt.grid is None:
         fmt = fmt.with_grid_for(w, moments)
     if device.is_cuda(w):
-        from .. import cuda_trellis
+        from ..cuda import trellis as cuda_trellis
 
         return QuantizedArray._made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
     blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, *signs, moments))

@@ -13,7 +13,7 @@ struct ColumnSigns {
     DEVICE ColumnSigns(const u16* signs, int tile, int lane)
         : from(reinterpret_cast<const u32*>(signs) + tile * 4 + lane % 4), now(0), next(*from) {}
 
-    // To the next tile, `apart` further on. (Behind the last word there is memory: cuquant/cuda_trellis.py.)
+    // To the next tile, `apart` further on. (Behind the last word there is memory: cuquant/cuda/trellis.py.)
     DEVICE void advance(int apart) {
         now = next, from += apart * 4, next = *from;
     }

@@ -1,4 +1,4 @@
-// The product that a kernel computes, y = act(x W^T + bias) + residual, as problem.py packs it.
+// The product that a kernel computes, y = act(x W^T + bias) + residual, as cuquant/cuda/problem.py packs it.
 #pragma once
 #include "codec.cuh"
 

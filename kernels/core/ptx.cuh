@@ -267,7 +267,7 @@ DEVICE u32 warp_max(u32 value) {
 // waits until the kernel before is done, and what it has stored may be read. The rules:
 //
 //   - Before a thread has waited it stores nothing in global memory, and reads only what no kernel before may still write:
-//     weights and what belongs to them, for which the host has waited when they were made (cuquant/fragments.py). (Attention
+//     weights and what belongs to them, for which the host has waited when they were made (cuquant/cuda/fragments.py). (Attention
 //     of a single sequence, but for boxes, reads lengths, too, and goes by them until it has read them again: ops/attention.cu.)
 //   - Every grid has a thread that waits, even if there is nothing to do. So a kernel is never done before the one before
 //     it, and who has waited for one has waited for all. (A launch that does not overlap need not: it starts late enough.)

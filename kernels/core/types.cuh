@@ -65,7 +65,7 @@ DEVICE int groups_of(int tiles) {
     return (tiles + F::GROUP_TILES - 1) / F::GROUP_TILES;
 }
 
-// Element types of the arrays that a user hands over, numbered as problem.py numbers them.
+// Element types of the arrays that a user hands over, numbered as cuquant/cuda/problem.py numbers them.
 enum Dtype { FLOAT16 = 0, BFLOAT16 = 1, FLOAT32 = 2 };
 
 // Bytes of so many lines of 128.

@@ -1,5 +1,5 @@
 // What is found out about a weight on its way to the fragment layout: places of numbers of 32 bits that are zeros before.
-// `_Found` (cuquant/fragments.py) reads the first ones in this order.
+// `_Found` (cuquant/cuda/fragments.py) reads the first ones in this order.
 #pragma once
 
 enum Seen {

@@ -1,6 +1,6 @@
 // Activations as float16 rows, and as q8_1 blocks.
 //
-// Kernels that stand in for each other, of float16 and of other rows, have the same parameters, which cuquant/activations.py
+// Kernels that stand in for each other, of float16 and of other rows, have the same parameters, which cuquant/cuda/activations.py
 // packs alike: those of float16 rows are told a dtype, and a place for `unscale`, though they may have no use for them.
 #include "../core/rounded.cuh"
 #include "../formats/encode.cuh"

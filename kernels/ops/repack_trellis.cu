@@ -15,7 +15,7 @@ DEVICE float scaled(float s, int e) {
     return ieee_mul(ieee_mul(s, power_of_two(e / 2)), power_of_two(e - e / 2));
 }
 
-// What is found out about all matrices, in this order; `_Surveyed` (cuquant/cuda_trellis.py) reads it.
+// What is found out about all matrices, in this order; `_Surveyed` (cuquant/cuda/trellis.py) reads it.
 enum Surveyed {
     GREATEST,  // of the scales' magnitudes, as bits of a float
     LEAST,     // of those that are not 0

@@ -175,7 +175,7 @@ class Stream(_Context):
         return driver.captured is not None
 
     def begin_capture(self) -> None:
-        from cuquant import buffers
+        from cuquant.cuda import buffers
 
         buffers.scratch().captured = True  # the default stream's, of which no GPU makes a graph
         driver.captured = []

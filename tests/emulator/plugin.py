@@ -8,7 +8,8 @@ from types import ModuleType
 import numpy as np
 import scipy.special
 
-from cuquant import device, jit
+from cuquant import device
+from cuquant.cuda import jit
 
 from . import cupy
 from .driver import Driver

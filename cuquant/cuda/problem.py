@@ -11,9 +11,9 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
-from . import check, plan
-from .formats import Format
-from .plan import Planes
+from .. import check, plan
+from ..formats import Format
+from ..plan import Planes
 
 DTYPES = {dtype: number for number, dtype in enumerate(check.FLOATS)}
 """Numbers of the float types, as kernels/core/types.cuh has them."""

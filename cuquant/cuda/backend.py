@@ -10,28 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import (
-    activations,
-    buffers,
-    check,
-    cpu,
-    cuda_exl3,
-    device,
-    jit,
-    plan,
-    problem,
-    repeats,
-    streams,
-)
+from .. import check, cpu, device, plan, repeats
+from ..array import QuantizedArray
+from ..formats import Format
+from . import activations, buffers, exl3 as cuda_exl3, jit, problem, streams
 from .activations import Blocks, Operand, Rows, Step, addresses
-from .array import QuantizedArray
-from .formats import Format
 from .fragments import Fragments, of_matrices, tables
 
 if TYPE_CHECKING:
-    from .cuda_trellis import Signs
-    from .ops.matmul import Product
-    from .repeats import Repeat
+    from ..ops.matmul import Product
+    from ..repeats import Repeat
+    from .trellis import Signs
 
 DENSE_SLAB = 1 << 24
 """Numbers of a plain float weight that are in float32 at a time: 64 MB."""

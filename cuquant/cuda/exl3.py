@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from . import buffers, check, device, jit, plan, problem
+from .. import check, device, plan
+from ..formats.exl3 import HADAMARD, Exl3, Exl3Parts
+from ..repeats import Some
+from . import buffers, jit, problem
 from .activations import Step, layout
-from .formats.exl3 import HADAMARD, Exl3, Exl3Parts
 from .fragments import Fragments
-from .repeats import Some
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:

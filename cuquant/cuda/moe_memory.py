@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import check, jit, plan, problem
-from .formats import get
+from .. import check, plan
+from ..formats import get
+from ..plan.moe import Load, Product
+from . import jit, problem
 from .fragments import Fragments
-from .plan.moe import Load, Product
 from .templates import Place
 
 WORKSPACE = 1 << 30

@@ -11,13 +11,14 @@ from weakref import ref
 
 import numpy as np
 
-from . import buffers, check, device, jit, plan, problem, templates
+from .. import check, device, plan
+from ..formats import Format
+from ..repeats import Repeat
+from . import buffers, jit, problem, templates
 from .activations import addresses
-from .formats import Format
 from .fragments import Fragments
 from .moe_launches import planned
 from .moe_memory import FACTORS, Given, Mixture, Rows, X, half_rows
-from .repeats import Repeat
 from .templates import Place, Template
 
 

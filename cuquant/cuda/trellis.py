@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import buffers, check, device, jit, plan, problem
-from .formats.base import sides
-from .formats.trellis import ALIGNMENT, LEAST_HALF, Parts, Trellis, random_signs
-from .formats.trellis_search import CANDIDATES, Search, search_of
+from .. import check, device, plan
+from ..formats.base import sides
+from ..formats.trellis import ALIGNMENT, LEAST_HALF, Parts, Trellis, random_signs
+from ..formats.trellis_search import CANDIDATES, Search, search_of
+from . import buffers, jit, problem
 from .fragments import Fragments
 
 NO_BAD_ROW = np.iinfo(np.uint64).max

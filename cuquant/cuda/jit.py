@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from . import device, sources, streams
-from .plan import Gpu, Kernel, Plan
-from .plan.tuning import Tuned
+from .. import device
+from ..plan import Gpu, Kernel, Plan
+from ..plan.tuning import Tuned
+from . import sources, streams
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -19,7 +19,7 @@ def folder() -> Path:
     A wheel installs the repository's `kernels/` as `cuquant/kernels/`; a checkout or an editable install
     has it next to the package. FileNotFoundError where it is in neither place.
     """
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     for candidate in (package / "kernels", package.parent / "kernels"):
         if (candidate / "README.md").is_file():
             return candidate

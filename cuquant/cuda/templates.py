@@ -9,8 +9,9 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from . import buffers, device, jit, problem, streams
-from .plan import Plan
+from .. import device
+from ..plan import Plan
+from . import buffers, jit, problem, streams
 
 _ADDRESS = struct.Struct("=Q")
 

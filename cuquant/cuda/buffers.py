@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from . import check, device, jit, plan, problem, streams
+from .. import check, device, plan
+from . import jit, problem, streams
 
 
 def pointer(array: Any) -> int:

@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import buffers, check, plan, problem
-from .formats import get
+from .. import check, plan
+from ..formats import get
+from ..plan.blocks import ACTIVATION_KERNELS
+from ..plan.moe import Load, Product
+from . import buffers, problem
 from .fragments import Fragments
 from .moe_memory import (
     FLAGS,
@@ -37,8 +40,6 @@ from .moe_memory import (
     layout,
     tokens_at_once,
 )
-from .plan.blocks import ACTIVATION_KERNELS
-from .plan.moe import Load, Product
 from .templates import Place, Template, Tensor, template
 
 Routing = tuple[Place, int, int, int, int]

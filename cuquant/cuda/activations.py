@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import buffers, check, device, jit, plan, problem
-from .formats import Format, get
-from .plan.blocks import ACTIVATION_KERNELS
+from .. import check, device, plan
+from ..formats import Format, get
+from ..plan.blocks import ACTIVATION_KERNELS
+from . import buffers, jit, problem
 
 _BYTE = np.dtype(np.uint8)
 

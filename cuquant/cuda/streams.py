@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from . import device
+from .. import device
 
 PER_THREAD = 2
 """cudaStreamPerThread: another stream in each thread. Handles below are the default stream's, which no graph

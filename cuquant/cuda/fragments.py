@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import buffers, check, device, jit, plan, problem
-from .formats import Format, e4m4
-from .formats.exl3 import Exl3Parts
-from .formats.trellis import Parts, Trellis
+from .. import check, device, plan
+from ..formats import Format, e4m4
+from ..formats.exl3 import Exl3Parts
+from ..formats.trellis import Parts, Trellis
+from . import buffers, jit, problem
 
 if TYPE_CHECKING:
-    from .cuda_trellis import Signs
+    from .trellis import Signs
 
 
 class Tables(NamedTuple):
@@ -182,7 +183,7 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
 
 def of_matrices(fmt: Format) -> Any:
     """The module for formats that store whole matrices, of this kind."""
-    from . import cuda_exl3, cuda_trellis
+    from . import exl3 as cuda_exl3, trellis as cuda_trellis
 
     return cuda_trellis if isinstance(fmt, Trellis) else cuda_exl3
 
