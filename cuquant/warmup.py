@@ -93,8 +93,9 @@ def kernels(
         for to_convert in (False, True):
             # Those with a stack that are turned are of one matrix after the other.
             matrices = 1 if kept.turned else prod(lead)
-            gemm = plan.gemm(kept, m, n, k, matrices, True, gpu, to_convert=to_convert)
-            found |= plan.gemm_kernels(kept, gemm)
+            for signs in {False, kept.signed_columns}:
+                how = {"to_convert": to_convert, "signs": signs}
+                found.add(plan.gemm(kept, m, n, k, matrices, True, gpu, **how).plan.kernel)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])

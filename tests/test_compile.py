@@ -201,6 +201,19 @@ def test_blocks_that_share_a_multiprocessor_start_with_half_of_its_registers() -
 
 
 @needs_nvrtc
+def test_signs_of_columns_have_registers() -> None:
+    """Of trellis weights with the most scales, and with the most bits; under `compile_all` all of them."""
+    todo = []
+    for name in ("trellis2-32", "trellis4"):
+        gemm = plan.gemm(
+            cq.formats.get(name).for_kernels, 4096, 4096, 4096, 1, True, plan.Gpu(90), signs=True
+        )
+        assert gemm.signs_go_to == "W"
+        todo.append(gemm.plan.kernel)
+    check(todo, "sm_90a")
+
+
+@needs_nvrtc
 @pytest.mark.compile_all
 @pytest.mark.parametrize("name", [str(f) for f in FORMATS if f.on_gpu and not f.for_activations])
 def test_products_of_every_format(name: str) -> None:

@@ -384,6 +384,8 @@ def test_signs_of_columns_are_given_to_w(bits: int, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(wgmma_timed, "choices", lambda *given, choice=choice: [choice])
             plan_anew(w)
             agrees(x @ w.T, expected)
+            (known,) = w.fragments().repeats.values()
+            assert known.work.launch.signs_go_to == "W"
             agrees(x.astype(F) @ w.T, expected)  # x is converted, and takes them
     assert {(pair, 1, shares) for pair in (1, 2) for shares in (False, True)} <= taken
     monkeypatch.undo()
@@ -396,7 +398,7 @@ def test_the_core_follows_the_batch() -> None:
     for m in (1, 8, 300, 4096):
         source = problem.source((m, 1024), (2048, 2), True)
         out, end = problem.Output((m, 2000), (2000, 1), 0), problem.Epilogue(0, False, None, 0, None)
-        taken.append(problem.resolve(w.weight, source, out, end, plan.Gpu(90)).signs)
+        taken.append(problem.resolve(w.weight, source, out, end, plan.Gpu(90)).signs_go_to)
     assert taken == ["x", "x", "", "W"]
 
 

@@ -35,3 +35,16 @@ def test_tiles_are_those_that_were_fastest() -> None:
     assert np.mean(of_known) < 1.012
     assert np.quantile(of_known, 0.9) < 1.04
     assert np.mean(slower) < 1.015
+
+
+def test_a_kernel_that_gives_x_signs_is_counted_only_where_there_is_one() -> None:
+    """Rows that are converted anyway, and weights without signs, have the tiles that are fastest by
+    themselves; of others those that spare the kernel are taken sooner."""
+    for bits, m, n, k in ((2, 2048, 1024, 4096), (3, 2048, 1024, 4096), (2, 640, 4096, 14336)):
+        fmt = cq.formats.get(f"trellis{bits}").for_kernels
+        without, given = (
+            plan.gemm(fmt, m, n, k, 1, True, plan.Gpu(90), signs=signs) for signs in (False, True)
+        )
+        assert without.signs_go_to == ""
+        assert given.signs_go_to == "W"
+        assert tile_of(without) != tile_of(given)

@@ -51,7 +51,7 @@ def test_rows_of_any_length_are_filled_up() -> None:
         w = problem.Weight(cq.formats.get("trellis3"), (40, k))
         launch = problem.resolve(w, source, problem.Output((3, 40), (40, 1), 0), NOTHING, plan.Gpu(90))
         assert unpack(launch)["K"] == k + -k % 8
-        assert launch.signs == "x"
+        assert launch.signs_go_to == "x"
     assert problem.source((3, 70), (280, 4), False).entry == "prepare_rows"
     assert problem.source((3, 96), (192, 2), True, aligned=False).entry == "prepare_halves"
 
@@ -63,8 +63,8 @@ def test_columns_signs_are_for_x_or_w() -> None:
         w = problem.Weight(cq.formats.get("trellis3"), (2000, source.shape[1]), signed=signed)
         out = problem.Output((source.shape[0], 2000), (2000, 1), 0)
         launch = problem.resolve(w, source, out, NOTHING, plan.Gpu(capability))
-        assert dict(launch.plan.kernel.constants).get("SIGNS", 0) == (launch.signs == "W")
-        return launch.signs
+        assert dict(launch.plan.kernel.constants).get("SIGNS", 0) == (launch.signs_go_to == "W")
+        return launch.signs_go_to
 
     assert signs(problem.source((9, 72), (144, 2), True)) == ""
     as_it_is = problem.source((4096, 1096), (2192, 2), True)

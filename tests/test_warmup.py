@@ -39,6 +39,8 @@ def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
 def test_kernels_of_tiles_and_of_experts() -> None:
     trellis = kernels(formats.get("trellis3"), (256, 300), (1, 64), plan.Gpu(90))
     assert {k.op for k in trellis} == {"repack_trellis", "activations", "gemm"}
+    large = kernels(formats.get("trellis3"), (4096, 4096), (4096,), plan.Gpu(90))
+    assert {dict(k.constants).get("SIGNS", 0) for k in large if k.op == "gemm"} == {0, 1}
     stack = kernels(formats.get("q4_k"), (8, 256, 512), (1, 512), plan.Gpu(90))
     assert {dict(k.constants).get("GATED") for k in stack if k.op == "gemm"} == {None, 0, 1}
     assert any(k.op == "moe" for k in stack)

@@ -116,7 +116,8 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     gpu = jit.gpu()._replace(tuned=None)
     usual = plan.gemm(fmt, m, n, k, 1, True, gpu)
     found = tuning.candidates(usual, fmt, m, n, k, 1, gpu)
-    for _ in jit.compile_ahead({gemm.plan.kernel for gemm in found}):
+    own = (plan.signed(gemm) if fmt.signed_columns else gemm for gemm in found)  # random weights have some
+    for _ in jit.compile_ahead({gemm.plan.kernel for gemm in own}):
         pass
     x = device.cupy().random.standard_normal((m, key["K"]), dtype=np.float32).astype(np.float16)
     out = device.cupy().empty((m, n), np.float16)

@@ -131,8 +131,8 @@ class Ready(NamedTuple):
 
     launch: problem.Launch
     argument: bytes
-    """Of the kernel, for this weight; with the signs that the product itself gives x, or factors with which
-    it turns it."""
+    """Of the kernel, for this weight; with the signs that the product itself gives to x or W, or factors with
+    which it turns x."""
     steps: tuple[Step, ...] = ()
     """What makes rows of x, if it has to be converted."""
     rows: int = 0
@@ -176,8 +176,8 @@ def product(p: Product, out: Any) -> Ready | None:
         launch = problem.resolve(fragments.weight, x.source, *to)
     signs = 0
     if fragments.signs is not None:
-        signs = fragments.signs.address(launch.signs)
-        if not launch.signs:
+        signs = fragments.signs.address(launch.signs_go_to)
+        if not launch.signs_go_to:
             x = _signed(p.x, fragments.signs, out.shape[:-2])
             launch = problem.resolve(fragments.weight, x.source, *to)
     held, steps = activations.conversion(x)
@@ -348,7 +348,7 @@ def _as_floats(x: Any) -> Any:
 
 
 def _argument(launch: problem.Launch, fragments: Fragments, signs: int = 0) -> bytes:
-    """The kernel's argument for a weight; x still lacks the signs at `signs`, if that is not 0."""
+    """The kernel's argument for a weight, with the signs of columns that the kernel itself gives, or 0."""
     return launch.argument(fragments.addresses, fragments.values, signs)
 
 

@@ -114,7 +114,7 @@ class Launch(NamedTuple):
     numbers: bytes
     partials: int
     """Bytes of global memory in which blocks leave sums to each other."""
-    signs: str
+    signs_go_to: str
     """To what the kernel itself gives the signs of W's columns, "x" or "W"; or "" where rows of x must have
     them."""
     converts_x: bool
@@ -256,12 +256,9 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     steps = list(zip(*(steps for _, steps in axes), strict=True))
     # A map cannot repeat rows (stride 0). A vector has one, of any stride.
     how = {"repeats": m > 1 and rows[1] == 0, "to_convert": x.to_convert}
+    how["signs"] = w.signed and x.entry is None  # rows that are made anew have them
     gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
-    signs = "x" if gemm.chunk else ""
-    own = plan.signed(gemm) if w.signed and x.entry is None else None
-    if own is not None:
-        signs, gemm = "W", own
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
     numbers = _NUMBERS.pack(
@@ -291,7 +288,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
             straight, out_map = True, Map((n, m, *extents[::-1]), (row, *outer[::-1]), box)
     return Launch(
         *(gemm.plan, maps, out_map, straight, numbers, gemm.partials),
-        *(signs, gemm.converts_x, gemm.turns_sums),
+        *(gemm.signs_go_to, gemm.converts_x, gemm.turns_sums),
     )
 
 

@@ -221,9 +221,9 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     planes, size = plan.layout(own).offsets(*plan.tiles(matrices, n, k))
     place = (fmt, shape, cupy.empty(size, np.uint8), planes)
     stored = fmt.parts(blocks, shape)
-    signs = Parts(None, None, stored.su.copy(), stored.sv.copy())
+    kept = Parts(None, None, stored.su.copy(), stored.sv.copy())
     values = cupy.asarray(fmt.half_levels.levels)
-    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "sides": signs}
+    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "sides": kept}
     if prod(shape) == 0:
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
@@ -231,14 +231,14 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     seen = _Surveyed.of(buffers.read(found))
     half, lift = _scale_lift(seen.greatest, min(seen.greatest, seen.least), fmt)  # NaN if the greatest is
     if seen.greatest and ldexp(seen.least, lift) < _LEAST_NORMAL:
-        known["sides"] = signs._replace(scales=stored.scales.copy())
+        known["sides"] = kept._replace(scales=stored.scales.copy())
     if seen.negative:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
         words = cupy.empty(bits.size // 2 + _WORDS_AHEAD, np.uint32)
         step = plan.trellis.sign_bits(own, bits.size)
         jit.launch(step, blocks, *sizes, bits, np.int32(pitch), words)
-        known["signs"] = Signs(bits, words, seen.differ, sha256(signs.su.get(stream)).digest())
+        known["signs"] = Signs(bits, words, seen.differ, sha256(kept.su.get(stream)).digest())
     made = Fragments(*place, half, lift + fmt.half_levels.lift, **known)
     fill(made, blocks)
     stream.synchronize()  # other streams may use it

@@ -58,7 +58,6 @@ __all__ = [
     "decode",
     "exl3",
     "gemm",
-    "gemm_kernels",
     "group_lanes",
     "layout",
     "matrix_kernels",
@@ -90,22 +89,23 @@ def gemm(
     gpu: Gpu,
     repeats: bool = False,
     to_convert: bool = False,
+    signs: bool = False,
 ) -> Gemm:
     """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
 
     `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
     scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
     Where they are `to_convert`, to q8_1 or by turning them, and the plan says nothing of it, they must be
-    converted beforehand. What was measured to be fastest on this GPU (`tuning`) goes before an H200's
-    figures.
+    converted beforehand; so must those that are to take `signs` of W's columns, if the plan does not say to
+    what these go. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
     """
     if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.turned)):
         found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
         if found is not None:
-            return found
+            return signed(found) if signs else found
     if half and not repeats and gpu.capability == 90:
         if m >= WGMMA_BATCH:
-            return wgmma(fmt, m, n, k, matrices, gpu)
+            return wgmma(fmt, m, n, k, matrices, gpu, signs)
         if m >= least_batch(fmt, n * k * matrices):
             return decode_or_wgmma(fmt, m, n, k, matrices, gpu, to_convert)
     if not half or repeats or (m <= DECODE_BATCH and not wins_over_decode(m, n, k, matrices, gpu)):
@@ -121,12 +121,6 @@ def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu
     own = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, to_convert)
     other = few_rows(fmt, m, n, k, matrices, gpu)
     return min(own, other, key=lambda each: each[0])[1]
-
-
-def gemm_kernels(fmt: Format, gemm: Gemm) -> set[Kernel]:
-    """Those that a product may have that is planned so, whether or not the weight's columns have signs."""
-    own = signed(gemm) if fmt.signed_columns else None
-    return {each.plan.kernel for each in (gemm, own) if each is not None}
 
 
 def matrix_kernels(fmt: Format) -> set[Kernel]:
@@ -161,5 +155,7 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> l
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
                 for to_convert in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    found |= gemm_kernels(fmt, gemm(fmt, m, n, k, 1, half, gpu, to_convert=to_convert))
+                    for signs in {False, fmt.signed_columns}:
+                        made = gemm(fmt, m, n, k, 1, half, gpu, to_convert=to_convert, signs=signs)
+                        found.add(made.plan.kernel)
     return sorted(found, key=repr)

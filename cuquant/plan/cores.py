@@ -37,6 +37,14 @@ class Gemm:
     """Whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it."""
     turns_sums: bool = False
     """Whether it turns sums, so that it stores results."""
+    signs_weights: bool = False
+    """Whether it gives W the signs of its columns."""
+
+    @property
+    def signs_go_to(self) -> str:
+        """To what the kernel itself gives the signs of W's columns, "x" (decode core) or "W"; or "" where
+        rows of x must have them."""
+        return "W" if self.signs_weights else "x" if self.chunk else ""
 
     @property
     def rows_behind(self) -> int:

@@ -35,7 +35,7 @@ def survey(fmt: Format, matrices: int, n: int, k: int) -> Plan:
 
 
 def sign_bits(fmt: Format, numbers: int) -> Plan:
-    """So many signs of columns as float16 numbers' bits."""
+    """So many signs of columns, as rows of x take them, and as W does."""
     return _plan("repack", "sign_bits", fmt, ceil(numbers / 256))
 
 

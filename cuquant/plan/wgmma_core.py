@@ -180,21 +180,21 @@ def shares_tiles(fmt: Format, tile: Tile) -> bool:
 def takes_signs(batch: int, groups: int) -> bool:
     """Whether W takes signs of columns in tiles of so many batch rows and warpgroups; x then stays as it is.
 
-    That is 24 instructions more for a row tile and 64 columns (3 bits have 65), which cost nothing where
-    the tensor cores set the pace. Other tiles take up to a fifth longer, more than a kernel that gives x the
+    That is 24 instructions more for a row tile and 64 columns (3 bits have 65), which cost little where the
+    tensor cores set the pace. Other tiles take up to a fifth longer, more than a kernel that gives x the
     signs.
     """
     return (batch, groups) == (256, 2)
 
 
-def signed(gemm: Gemm) -> Gemm | None:
-    """The same of a weight whose columns have signs, if W takes them."""
+def signed(gemm: Gemm) -> Gemm:
+    """The same of a weight whose columns have signs, which W takes if it does so in this tile."""
     kernel = gemm.plan.kernel
     constants = dict(kernel.constants)
     if not gemm.box or not takes_signs(constants["BATCH"], constants["GROUPS"]):
-        return None
+        return gemm
     own = replace(kernel, constants=(*kernel.constants, ("SIGNS", 1)))
-    return replace(gemm, plan=replace(gemm.plan, kernel=own))
+    return replace(gemm, plan=replace(gemm.plan, kernel=own), signs_weights=True)
 
 
 def planned(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:

@@ -19,6 +19,7 @@ from .wgmma_core import (
     Tile,
     planned,
     shares_tiles,
+    signed,
     stages_of,
     sum_bytes,
     takes_signs,
@@ -120,8 +121,8 @@ _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 8.75 / (128 * 256)
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
 """Of a kernel that turns sums, where this one does not: its launch, and each result."""
 _SIGNS_US, _SIGN_US = 0.7, 4 / 4.46e6
-"""Of a kernel that gives x the signs of W's columns, where this one gives them to W: its launch, and each
-number."""
+"""Of a kernel that gives x the signs of W's columns, where this one does not give them to W: its launch, and
+each number."""
 _STREAM_BYTES = 32 << 20
 """Of x: clusters that are at different columns at a time must find them in the L2 cache."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
@@ -234,8 +235,11 @@ def _ways(fmt: Format) -> list[_Way]:
     return found
 
 
-def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
-    """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles."""
+def choices(
+    fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, signs: bool = False
+) -> Iterator[Choice]:
+    """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles. `signs`
+    of W's columns may want a kernel before."""
     few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split, stages, step, store, start, turned in _ways(fmt):
@@ -249,7 +253,7 @@ def choices(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Ite
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
         if fmt.turned and not turned:
             start += _RESULTS_US + m * n * _RESULT_US
-        if fmt.signed_columns and not takes_signs(tile.batch, tile.groups):
+        if signs and not takes_signs(tile.batch, tile.groups):
             start += _SIGNS_US + m * k * matrices * _SIGN_US
         waves, rest = divmod(outputs, places)
         rounds = waves + (rest > 0)
@@ -309,9 +313,10 @@ def _part_of_few(fmt: Format) -> float | None:
     return _FEW_ROWS.get(fmt.bits)
 
 
-def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
-    """The wgmma core, as measured times predict it to be fastest."""
-    return _chosen(fmt, gpu, min(choices(fmt, m, n, k, matrices, gpu)))
+def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, signs: bool = False) -> Gemm:
+    """The wgmma core, as measured times predict it to be fastest; W takes `signs` of columns where it can."""
+    found = _chosen(fmt, gpu, min(choices(fmt, m, n, k, matrices, gpu, signs)))
+    return signed(found) if signs else found
 
 
 def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:

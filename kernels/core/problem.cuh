@@ -4,7 +4,7 @@
 
 constexpr int BATCH_AXES = 3;
 
-// Whether W's columns may have signs, which are x's to take.
+// Whether W's columns may have signs, which products give to x or to W.
 template <class F>
 constexpr bool SIGNED_COLUMNS = F::SCALING == SINGLE;
 

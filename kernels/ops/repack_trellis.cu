@@ -60,7 +60,7 @@ sign_bits(const u8* storage, s64 matrices, int N, int K, u16* bits, int pitch, u
     const Record<Format> record = {N, K};
     for (s64 i = s64(blockIdx.x) * THREADS + threadIdx.x; i < matrices * pitch; i += s64(gridDim.x) * THREADS) {
         const s64 matrix = i / pitch;
-        const int own = int(i - matrix * pitch);  // a column, and a word: there are a quarter as many, or fewer than 8
+        const int own = int(i - matrix * pitch);  // a column, and a word: there are a sixteenth as many, or four
         const u8* const signs = storage + matrix * record.bytes() + record.su_at();
         auto negative = [&](int k) { return k < K && signs[k] != 1; };
         bits[i] = negative(own) ? 0x8000 : 0;
