@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from walks import GENERATORS, random_exl3
 
 import cuquant as cq
+from cuquant.cuda.fragments import of_matrices
 from cuquant.formats.exl3 import states
 from cuquant.testing import nmse
 
@@ -306,3 +307,10 @@ def test_experts_are_stacked() -> None:
     stacked: Any = np.stack(ws)
     assert (stacked.shape, stacked.format) == ((3, 128, 256), ws[0].format)
     np.testing.assert_array_equal(stacked.dequantize(), np.stack([w.dequantize() for w in ws]))
+
+
+def test_whole_matrices_that_gpus_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format of one's own may be for NumPy alone."""
+    monkeypatch.setattr(cq.Exl3, "on_gpu", False)
+    with pytest.raises(NotImplementedError, match="has no kernels yet: it works on NumPy arrays only"):
+        of_matrices(cq.Exl3(4))

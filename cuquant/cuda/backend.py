@@ -268,7 +268,7 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
         launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), single), *to)
         if launch.converts_x:
             results = cuda_exl3.turned_results(out, residual, end.bias_dtype, end.activation, fragments, True)
-            argument = _argument(launch, fragments, fragments.exl3_sides.suh.data.ptr)
+            argument = _argument(launch, fragments, fragments.exl3_vectors.suh.data.ptr)
             return Ready(launch, argument, results=results, sums=4 * n)
     source = problem.Source((m, k), (k,), None, False)
     launch = problem.resolve(fragments.weight, source, problem.Output((m, n), (n, 1), half), *to)

@@ -49,9 +49,9 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     blocks = buffers.records(blocks)
     planes, size = plan.layout(fmt).offsets(*plan.tiles(matrices, n, k))
     stored = fmt.parts(blocks, shape)
-    sides = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
+    vectors = Exl3Parts(None, stored.suh.copy(), stored.svh.copy())
     # Rows of x are below 2^14 then, and numbers of V below 4: sums of K products over 2^lift are float16.
-    made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), sides=sides)
+    made = Fragments(fmt, shape, cupy.empty(size, np.uint8), planes, lift=k.bit_length(), vectors=vectors)
     _repack("to_fragments", made, blocks)
     stream.synchronize()  # other streams may use it
     return made
@@ -65,9 +65,9 @@ def matrix(stack: Fragments, number: int) -> Fragments:
         before, tile = number * prod(plan.tiles(1, n, k)), plan.layout(fmt)
         low, high = stack.planes.low + before * tile.low, stack.planes.high + before * tile.high
         planes = stack.planes._replace(low=low, high=high)
-        _, *both = stack.exl3_sides
-        sides = Exl3Parts(None, *(part.reshape(matrices, -1)[number] for part in both))
-        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, sides=sides, repeats=Some())
+        _, *both = stack.exl3_vectors
+        vectors = Exl3Parts(None, *(part.reshape(matrices, -1)[number] for part in both))
+        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, vectors=vectors, repeats=Some())
         found = stack.matrices.setdefault(number, made)
     return found
 
@@ -78,7 +78,7 @@ def from_fragments(fragments: Fragments) -> Any:
     assert isinstance(fmt, Exl3)
     blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
     stored = fmt.parts(blocks, shape)
-    _, stored.suh[...], stored.svh[...] = fragments.exl3_sides
+    _, stored.suh[...], stored.svh[...] = fragments.exl3_vectors
     _repack("from_fragments", fragments, blocks)
     return blocks
 
@@ -90,9 +90,9 @@ def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
     matrices, n, k = sizes
     row_tiles, tiles = plan.tiles(matrices, n, k)
     apart, rows = np.int64(blocks.shape[-1]), np.int64(row_tiles)
-    sides = (np.int32(row_tiles // matrices), np.int32(tiles))
+    counts = (np.int32(row_tiles // matrices), np.int32(tiles))
     planes = (np.uint64(fragments.addresses.low), np.uint64(fragments.addresses.high))
-    jit.launch(plan.exl3.repack(fragments.fmt, entry, *sizes), blocks, apart, rows, *sides, *planes)
+    jit.launch(plan.exl3.repack(fragments.fmt, entry, *sizes), blocks, apart, rows, *counts, *planes)
 
 
 # What surrounds a product
@@ -100,7 +100,7 @@ def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
 
 def turned_rows(rows: Any, fragments: Fragments) -> Step:
     """What makes float16 rows of floats [R, K], and their factors."""
-    suh = fragments.exl3_sides.suh.data.ptr
+    suh = fragments.exl3_vectors.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
     return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*layout(rows), rows.shape[1]), (suh,)))
 
@@ -116,4 +116,6 @@ def turned_results(
     rest = (problem.ACTIVATIONS[activation], 2.0**fragments.lift)
     numbers = (int(wide), out.shape[1], *strides, *dtypes, *rest)
     step = plan.exl3.turn_results(*out.shape)
-    return jit.call(step, plan.exl3.ARGUMENTS["turn_results"], numbers, (fragments.exl3_sides.svh.data.ptr,))
+    return jit.call(
+        step, plan.exl3.ARGUMENTS["turn_results"], numbers, (fragments.exl3_vectors.svh.data.ptr,)
+    )

@@ -17,6 +17,7 @@ from .. import check, device, plan
 from ..formats import Format, e4m4
 from ..formats.exl3 import Exl3Parts
 from ..formats.trellis import Parts, Trellis
+from ..plan.planes import has_kernels
 from . import buffers, jit, problem
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class Fragments:
     """What has been added to scales that are exponents."""
     kept: Kept | None = None
     """Scales of blocks, where what kernels read has lost bits of them."""
-    sides: Parts | Exl3Parts | None = None
+    vectors: Parts | Exl3Parts | None = None
     """Signs or factors of columns and rows of whole matrices, and scales where kernels read less of them."""
     held: Any = None
     """What else must live as long: a codebook that is the array's own."""
@@ -126,10 +127,10 @@ class Fragments:
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale, signed)
 
     @property
-    def exl3_sides(self) -> Exl3Parts:
+    def exl3_vectors(self) -> Exl3Parts:
         """Factors of columns and rows of EXL3 matrices."""
-        assert isinstance(self.sides, Exl3Parts)
-        return self.sides
+        assert isinstance(self.vectors, Exl3Parts)
+        return self.vectors
 
     @cached_property
     def signs_address(self) -> int:
@@ -141,7 +142,7 @@ class Fragments:
         """Device addresses of the planes; factors of rows are the row plane of EXL3 matrices."""
         start = self.buffer.data.ptr
         planes = plan.Planes(*(start + plane for plane in self.planes))
-        return planes._replace(row=self.exl3_sides.svh.data.ptr) if self.fmt.turned else planes
+        return planes._replace(row=self.exl3_vectors.svh.data.ptr) if self.fmt.turned else planes
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
@@ -182,9 +183,11 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
 
 
 def of_matrices(fmt: Format) -> Any:
-    """The module for formats that store whole matrices, of this kind."""
+    """The module for formats that store whole matrices, of this kind; NotImplementedError where GPUs know
+    none."""
     from . import exl3 as cuda_exl3, trellis as cuda_trellis
 
+    has_kernels(fmt)
     return cuda_trellis if isinstance(fmt, Trellis) else cuda_exl3
 
 

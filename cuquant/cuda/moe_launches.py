@@ -153,23 +153,27 @@ class Round(NamedTuple):
         sums = (at["sums"], at["sums of up"])
         _, *firsts, last_product = self.products
         for which, (w, product) in enumerate(zip((gate, up), firsts, strict=True)):
-            given = (at["halves"], at["factors"], k, *entries, *rows, w.exl3_sides.suh.data.ptr)
+            given = (at["halves"], at["factors"], k, *entries, *rows, w.exl3_vectors.suh.data.ptr)
             yield template(plan.exl3.turn_entries(self.load.rows, k), ("Q", "Q", "i", *codes, *"QQQ"), *given)
             group = _Group((at["of gate"], at["of up"], 0), k, 1)
             yield self._product(w, product, rows, sums[which], group, which, early=which > 0)
-        sides = (gate.exl3_sides.svh.data.ptr, up.exl3_sides.svh.data.ptr, down.exl3_sides.suh.data.ptr)
+        factors = (
+            gate.exl3_vectors.svh.data.ptr,
+            up.exl3_vectors.svh.data.ptr,
+            down.exl3_vectors.suh.data.ptr,
+        )
         last = (2.0**gate.lift, 2.0**up.lift, problem.ACTIVATIONS[activation])
         yield template(
             plan.exl3.turn_hidden(self.load.rows, width),
             ("Q", "Q", "i", *codes, *"QQQQQ", *"ffi"),
-            *(*sums, width, *entries, *rows, *sides, *last),
+            *(*sums, width, *entries, *rows, *factors, *last),
         )
         group = _Group((0, 0, at["of down"]), width, 1)
         yield self._product(down, last_product, rows, sums[0], group, 2, early=True)
         yield template(
             plan.exl3.turn_sums(self.load.rows, n),
             ("Q", "i", *codes, "Q", "f"),
-            *(sums[0], n, *entries, down.exl3_sides.svh.data.ptr, 2.0**down.lift),
+            *(sums[0], n, *entries, down.exl3_vectors.svh.data.ptr, 2.0**down.lift),
         )
 
     @property

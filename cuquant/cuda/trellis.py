@@ -223,7 +223,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     stored = fmt.parts(blocks, shape)
     kept = Parts(None, None, stored.su.copy(), stored.sv.copy())
     values = cupy.asarray(fmt.half_levels.levels)
-    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "sides": kept}
+    known: dict[str, Any] = {"values": int(values.data.ptr), "held": values, "vectors": kept}
     if prod(shape) == 0:
         return Fragments(*place, **known)
     found = cupy.asarray(_NOTHING_FOUND)
@@ -231,7 +231,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     seen = _Surveyed.of(buffers.read(found))
     half, lift = _scale_lift(seen.greatest, min(seen.greatest, seen.least), fmt)  # NaN if the greatest is
     if seen.greatest and ldexp(seen.least, lift) < _LEAST_NORMAL:
-        known["sides"] = kept._replace(scales=stored.scales.copy())
+        known["vectors"] = kept._replace(scales=stored.scales.copy())
     if seen.negative:
         pitch = k + -k % 8
         bits = cupy.empty((*shape[:-2], pitch), np.uint16)
@@ -252,7 +252,7 @@ def fill(made: Fragments, blocks: Any) -> None:
 
 def from_fragments(fragments: Fragments) -> Any:
     """The storage bytes, exactly as they were but for what filled the records up."""
-    fmt, shape, own = fragments.fmt, fragments.shape, fragments.sides
+    fmt, shape, own = fragments.fmt, fragments.shape, fragments.vectors
     assert isinstance(fmt, Trellis)
     assert isinstance(own, Parts)
     assert fmt.half_levels is not None
