@@ -102,7 +102,7 @@ def kernels(
             found.add(plan.moe.gather(load, k).kernel)
             if kept.turned:
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
-            for gated in plan.moe.sides_of(kept):
+            for gated in plan.moe.gated_ways(kept):
                 made = plan.moe.product(kept, load, n, k, True, gated, gpu)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)

@@ -273,8 +273,8 @@ def route(tokens: int) -> Plan:
     return Plan(_kernel("route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
 
 
-def sides_of(fmt: Format) -> tuple[bool, ...]:
-    """Whether products are gated, as far as there are such: none is whose sums are turned first."""
+def gated_ways(fmt: Format) -> tuple[bool, ...]:
+    """Whether a product is gated, in each way that there is: where sums are turned first, none is gated."""
     return (False,) if fmt.turned else (False, True)
 
 
@@ -283,7 +283,7 @@ def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        sides = sides_of(fmt)
+        sides = gated_ways(fmt)
         for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, sides):
             made = product(fmt, load, n, 4096, half, gated, gpu)
             if made is not None:
