@@ -86,6 +86,7 @@ class Packed:
             from .ops.join import FUNCTIONS
 
             return FUNCTIONS[func](*args, **kwargs)
+        check.has_no_other(self, func.__name__)
         if hasattr(func, "_implementation") and all(issubclass(t, (np.ndarray, Packed)) for t in types):
             return func._implementation(*args, **kwargs)
         return NotImplemented

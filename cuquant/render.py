@@ -36,6 +36,11 @@ def short(value: Any, width: int = 72) -> str:
         text = f"{items}, ..." if len(value) > _SHOWN else items
     else:
         text = escaped(value) if isinstance(value, str) else str(value)
+    return cut(text, width)
+
+
+def cut(text: str, width: int = 72) -> str:
+    """So many characters of a text at most; what is missing is three dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

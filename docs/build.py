@@ -15,11 +15,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from pdoc import docstrings, render_helpers
-from pdoc.doc import Class, Doc, Function, Module
-from pygments.formatters import HtmlFormatter
-
 from cuquant import cli
+
+try:
+    from pdoc import docstrings, render_helpers
+    from pdoc.doc import Class, Doc, Function, Module
+    from pygments.formatters import HtmlFormatter
+except ImportError as error:
+    raise SystemExit(
+        f"docs/build.py needs pdoc ({error}): pip install pdoc, or -e '.[docs]' in a checkout of cuquant"
+    ) from None
 
 HERE = Path(__file__).parent
 GUIDES = {

@@ -101,6 +101,26 @@ def test_functions_are_named_as_they_are_written(call: Callable[[Any], Any], nam
             call(packed)
 
 
+@pytest.mark.parametrize(
+    ("call", "instead"),
+    [
+        (
+            lambda w: np.vstack([w, w]),
+            r"numpy\.vstack takes no QuantizedArray \(q4_0\): numpy\.concatenate joins",
+        ),
+        (
+            lambda w: np.append(w, w),
+            r"numpy\.append takes no QuantizedArray \(q4_0\): numpy\.concatenate joins",
+        ),
+        (np.transpose, r"numpy\.transpose takes no QuantizedArray \(q4_0\): \.T swaps the last two axes"),
+        (lambda w: np.swapaxes(w, 0, 1), r"numpy\.swapaxes takes no QuantizedArray \(q4_0\): \.T swaps"),
+    ],
+)
+def test_functions_that_others_stand_for(call: Callable[[Any], Any], instead: str) -> None:
+    with pytest.raises(TypeError, match=instead):
+        call(make())
+
+
 def test_no_truth() -> None:
     """As NumPy's arrays have none: `if W` is not the same as `if W is not None`."""
     empty = cq.quantize(np.ones((0, 64), F), "q4_0")

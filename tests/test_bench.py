@@ -395,6 +395,17 @@ def test_bench_without_a_gpu_says_why(run: Run) -> None:
     assert "; --from RECORD.json shows a record of another machine's GPU\n" in done.err
 
 
+def test_bench_needs_a_gpu_before_what_draws(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> None:
+        raise ImportError("a plot needs matplotlib")
+
+    monkeypatch.setattr(device, "gpu_problem", lambda: "there is none")
+    monkeypatch.setattr(records, "plotter", nothing)
+    done = run("bench", "--shapes", "64x64", "--plot", "p.svg")
+    assert_one_line_error(done)
+    assert "no CUDA device can be used: there is none; --from RECORD.json" in done.err
+
+
 def test_records_in_a_notebook() -> None:
     record = Record(None, {}, [])
     record.add(cell(M=3))

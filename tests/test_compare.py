@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,19 @@ def test_a_file_and_itself(tmp_path: Path) -> None:
     )
     shown = "2 tensors, 2 identical; print shows the table"
     assert repr(found) == f"Comparison(a.gguf, a.gguf: {shown})"
+
+
+def test_an_open_file_that_was_changed(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.gguf", {"w.weight": W})
+    with cq.open(a, "cpu") as model:
+        assert cq.compare(model, model).identical
+        os.utime(a, (1, 1))
+        with pytest.raises(
+            ValueError, match=r"a\.gguf was changed since it was opened: open the model again"
+        ):
+            cq.compare(a, model)
+    with pytest.raises(ValueError, match=r"a\.gguf: the file is closed: open the model again"):
+        cq.compare(model, a)
 
 
 def test_bars_in_names_split_no_cell(tmp_path: Path) -> None:

@@ -417,7 +417,7 @@ def test_a_source_that_was_written_to_or_closed(tmp_path: Path) -> None:
     model = cq.open(source, "cpu")
     with source.open("ab") as file:
         file.write(bytes(32))
-    with pytest.raises(ValueError, match=r"s\.gguf was written to since it was opened: open the model again"):
+    with pytest.raises(ValueError, match=r"s\.gguf was changed since it was opened: open the model again"):
         cq.dequantize_file(model, tmp_path / "u.gguf")
     assert not (tmp_path / "u.gguf").exists()
 

@@ -246,7 +246,10 @@ def test_numbers_beyond_float16(tmp_path: Path, stored: bool) -> None:
     assert cq.open(tmp_path / "t.gguf", "cpu")["blk.1.attn_q.weight"].max() > 9e5
     spoiled = np.where(np.eye(4, 32) > 0, np.inf, F(1)).astype(F)
     other = mixed(tmp_path / "i.gguf", blk__1__attn_q__weight=spoiled)
-    dequantize_file(other, tmp_path / "j.gguf")
+    with pytest.warns(
+        UserWarning, match=r"^tensor 'blk\.1\.attn_q\.weight': 4 of 128 numbers are NaN or inf"
+    ):
+        dequantize_file(other, tmp_path / "j.gguf")
     np.testing.assert_array_equal(cq.open(tmp_path / "j.gguf", "cpu")["blk.1.attn_q.weight"], spoiled)
     spoiled[0, 1] = 1e6  # beside what is infinite already
     both = mixed(tmp_path / "b.gguf", blk__1__attn_q__weight=spoiled)
@@ -278,6 +281,18 @@ def test_numbers_too_small_for_the_dtype(
     assert len(said) == 1
     if name is not None:
         dequantize_file(source, tmp_path / "u.gguf", F)
+
+
+@pytest.mark.parametrize("dtype", [H, F])
+def test_numbers_that_are_nan(tmp_path: Path, dtype: Any) -> None:
+    """Stay so, with a word; all in one block whose scale is NaN."""
+    blocks = np.array(cq.quantize(weights(8, 64), "q4_0").blocks)
+    blocks[3, :2] = np.array([np.nan], H).view(np.uint8)
+    source = mixed(tmp_path / "s.gguf", blk__1__attn_q__weight=(blocks, Type.Q4_0))
+    said = r"^tensor 'blk\.1\.attn_q\.weight': 32 of 512 numbers are NaN or infinite, as they are in s\.gguf$"
+    with pytest.warns(UserWarning, match=said) as warned:
+        dequantize_file(source, tmp_path / "t.gguf", dtype)
+    assert len(warned) == 1
 
 
 def test_float64_is_rounded_once(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,25 @@ def test_an_open_model_is_evaluated_where_is_asked_for(model: Path, run: Any) ->
         if gpu_problem() is not None:
             with pytest.raises(RuntimeError, match="no CUDA device can be used"):
                 run(source, tokens=some_tokens(64), ctx=32, device="cuda")
+
+
+@pytest.mark.parametrize("run", [evaluate, evaluate_files])
+def test_an_open_model_whose_file_was_changed(model: Path, tmp_path: Path, run: Any) -> None:
+    """On its own device, too; or that is closed."""
+    path = tmp_path / "m.gguf"
+    shutil.copy(model, path)
+    source = open_model(path, "cpu")
+    os.utime(path, (1, 1))
+    for device in (None, "cpu"):
+        with pytest.raises(
+            ValueError, match=r"m\.gguf was changed since it was opened: open the model again"
+        ):
+            run(source, tokens=some_tokens(64), ctx=32, device=device)
+        with pytest.raises(ValueError, match=r"m\.gguf was changed since it was opened"):
+            run(model, base=source, tokens=some_tokens(64), ctx=32, device=device)
+    source.close()
+    with pytest.raises(ValueError, match=r"m\.gguf: the file is closed: open the model again"):
+        run(source, tokens=some_tokens(64), ctx=32)
 
 
 @pytest.mark.parametrize("text", [b"bytes", 5, ["a", "b"]])

@@ -53,7 +53,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "zip file": (b"PK\x03\x04" + bytes(60), "not a GGUF file"),
     "magic only": (b"GGUF", "version needs 4 bytes, but 0 are left"),
     "no counts": (b"GGUF" + u32(3), "counts .* need"),
-    "one count": (b"GGUF" + u32(3) + u64(0), "counts .* need"),
+    "one count": (b"GGUF" + u32(3) + u64(0), "pair of counts .* needs 16 bytes, but 8"),
     "version 0": (gguf_file(version=0), "unknown GGUF version 0"),
     "version 1": (gguf_file(version=1), "version 1 is too old"),
     "version 4": (gguf_file(version=4), "unknown GGUF version 4"),
@@ -124,7 +124,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "array one string short": (
         gguf_file([array("a", 8, 2, string("12345678"))]),
-        "key 'a': string 1 of 2 lies beyond the end",
+        "key 'a': string 1 of 2 lies beyond the end of the file, which is damaged or cut short",
     ),
     "array whose last string is cut": (
         gguf_file([array("a", 8, 1, string("ab", 3))]),

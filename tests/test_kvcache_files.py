@@ -174,6 +174,23 @@ def test_settings_that_are_nested_without_end(tmp_path: Path) -> None:
         cq.KVCache.load(path)
 
 
+def test_a_gpu_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has an error of its own, which stays what it is."""
+
+    class OutOfMemoryError(MemoryError):
+        pass
+
+    def full(cache: cq.KVCache, where: str) -> cq.KVCache:
+        if where == "cuda":
+            raise OutOfMemoryError("no room for 512 bytes")
+        return cache
+
+    filled(6, 1, 8).save(tmp_path / "c.safetensors")
+    monkeypatch.setattr("cuquant.kv.copies.on_device", full)
+    with pytest.raises(OutOfMemoryError, match=r"^no room for 512 bytes$"):
+        cq.KVCache.load(tmp_path / "c.safetensors", "cuda")
+
+
 @pytest.mark.parametrize("name", ["8.k_qx", "8.importance"])
 def test_a_large_room_is_not_made_for_damaged_tokens(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -141,6 +142,18 @@ def test_a_hostile_count_of_parts(tmp_path: Path, count: bytes) -> None:
     path = tmp_path / "m-00001-of-00002.gguf"
     path.write_bytes(gguf_file([count], [tensor("w", [8])], bytes(32)))
     with pytest.raises(GGUFError, match=r"m-00001-of-00002\.gguf"):
+        cq.open(path)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [("2\n", r"is '2\n',"), ("2" * 100, f"is '{'2' * 68}...,"), ("'", 'is "\'",')],
+    ids=["line", "long", "quote"],
+)
+def test_a_count_that_is_text_is_escaped_once(tmp_path: Path, count: str, said: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_file([entry("split.count", Value.STRING, string(count))], [], b""))
+    with pytest.raises(GGUFError, match=re.escape(said)):
         cq.open(path)
 
 

@@ -202,6 +202,18 @@ def test_files_of_one_name_are_told_apart(
     assert found == [str(Path(name)) for name in names]
 
 
+@pytest.mark.parametrize("base", ["q/m.gguf", "./q/m.gguf", "q/f.gguf", "f/m.gguf"])
+def test_a_base_in_another_file_is_named(result: Evaluation, base: str) -> None:
+    """As rows may have one format; where they are of one file nothing is said."""
+    compared = replace(result, model="q/m.gguf", base=base, rows=result.rows[:2])
+    names = {"q/f.gguf": ["f.gguf", "m.gguf"], "f/m.gguf": ["f/m.gguf", "q/m.gguf"]}.get(base)
+    found = [row.get("model") for row in csv.DictReader(io.StringIO(compared.render("csv")))]
+    assert found == ([None, None] if names is None else [str(Path(name)) for name in names])
+    assert ("model" in compared.render().splitlines()[0].split()) == (names is not None)
+    assert compared.render("csv", tensors=True) == replace(compared, base=None).render("csv", tensors=True)
+    assert json.loads(compared.render("json"))["base"] == base
+
+
 def test_plots_tell_files_of_one_name_apart(result: Evaluation, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[str]] = []
     plotter = type("Plotter", (), {"losses": lambda rows: drawn.append(list(rows))})

@@ -7,6 +7,7 @@ thing is, ValueError about the values and shapes it has, as in NumPy.
 from .arrays import (
     can_iterate as can_iterate,
     can_transpose as can_transpose,
+    has_no_other as has_no_other,
     immutable as immutable,
     is_no_attribute as is_no_attribute,
     multiplies_itself as multiplies_itself,

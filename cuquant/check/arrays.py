@@ -9,14 +9,21 @@ from typing import Any
 import numpy as np
 
 from .. import device
-from .common import is_quantized, is_transposed
+from .common import a_or_an, is_quantized, is_transposed
 
 
 def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ...]:
     """An index of every axis but the last, which must stay whole."""
     parts = tuple(map(_index_part, index if isinstance(index, tuple) else (index,)))
     if any(p is None for p in parts):
-        raise IndexError("a QuantizedArray takes no new axes: dequantize first, or reshape the other operand")
+        raise IndexError("a QuantizedArray takes no new axes: .dequantize() first")
+    for p in parts:
+        of_kind = p is Ellipsis or any(hasattr(p, name) for name in _OF_INDICES)
+        if not of_kind or isinstance(p, (str, bytes, np.inexact)):
+            raise IndexError(
+                f"an index of a QuantizedArray is {a_or_an(p)}; integers, slices, ... and arrays of integers "
+                "or booleans are allowed"
+            )
     dots = [i for i, p in enumerate(parts) if p is Ellipsis]
     used = sum(
         p.ndim if getattr(p, "dtype", None) == np.dtype(bool) else 1 for p in parts if p is not Ellipsis
@@ -30,6 +37,10 @@ def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ..
     if on_gpu and not all(p is Ellipsis or isinstance(p, slice) for p in parts):
         _within(parts, shape)
     return parts
+
+
+_OF_INDICES = ("__index__", "__array__", "__dlpack__", "__getitem__", "indices")
+"""One of these have integers, arrays, sequences and slices."""
 
 
 def _index_part(part: Any) -> Any:
@@ -146,6 +157,19 @@ _INSTEAD = {
     "get": "W.to_device('cpu') moves W; W.to_device('cpu').dequantize() makes NumPy's numbers",
 }
 """Of attributes that arrays have; of others, .dequantize()."""
+
+
+_FUNCTIONS = dict.fromkeys(
+    ("vstack", "append"), "numpy.concatenate joins the rows of quantized arrays of one format"
+)
+_FUNCTIONS |= dict.fromkeys(("transpose", "matrix_transpose", "swapaxes"), _INSTEAD["transpose"])
+"""Of functions of NumPy's that packed blocks are not for, those that do the same."""
+
+
+def has_no_other(w: Any, name: str) -> None:
+    """TypeError for a function of NumPy's in whose place another takes quantized arrays, or their .T is."""
+    if name in _FUNCTIONS:
+        raise TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): {_FUNCTIONS[name]}")
 
 
 def is_no_attribute(w: Any, name: str) -> None:

@@ -301,15 +301,15 @@ def model_path(value: Any) -> Path:
 
 
 def still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: bool) -> None:
-    """A file that is open and, if it is still at its place, was not written to; one that has taken its place
-    is no matter."""
+    """A file that is open, and is still what it was when it was opened. Another file may have taken its place
+    since: the open one is whole then."""
     if closed:
         raise ValueError(f"{path}: the file is closed: open the model again")
     with suppress(OSError):
         now = os.stat(place)
         same = (opened.st_size, opened.st_mtime_ns) == (now.st_size, now.st_mtime_ns)
         if os.path.samestat(opened, now) and not same:
-            raise ValueError(f"{path} was written to since it was opened: open the model again")
+            raise ValueError(f"{path} was changed since it was opened: open the model again")
 
 
 def model_target(value: Any) -> Path:

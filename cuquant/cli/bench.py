@@ -173,6 +173,8 @@ def _bench(arguments: argparse.Namespace) -> None:
         for name in (*_OPTIONS, "plot"):
             if name not in takes and getattr(arguments, name) is not None:
                 arguments.wrong_usage(f"{what} takes no {_written(name)}")
+    if arguments.source is None:
+        _needs_a_gpu()
     draw = plotter() if arguments.plot else None  # before hours of measuring
     if arguments.source is None:
         record = _measured(arguments)
@@ -196,6 +198,14 @@ def _bench(arguments: argparse.Namespace) -> None:
                 show()  # what was measured is not lost with its picture
             raise
     show()
+
+
+def _needs_a_gpu() -> None:
+    """RuntimeError where there is none, with what can be shown all the same."""
+    try:
+        device.cupy()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}; --from RECORD.json shows a record of another machine's GPU") from None
 
 
 def _written(name: str) -> str:
@@ -231,12 +241,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
     from tqdm import tqdm
 
     _, cells_of = _KINDS[arguments.what or _DEFAULT]
-    try:
-        record, cells, count = cells_of(arguments)
-    except RuntimeError as error:
-        if device.gpu_problem() is None:
-            raise
-        raise RuntimeError(f"{error}; --from RECORD.json shows a record of another machine's GPU") from None
+    record, cells, count = cells_of(arguments)
     with tqdm(cells, total=count, unit="cell", disable=None) as bar:
         for cell in bar:
             tqdm.write(f"{cell}: {cell.us} us", file=sys.stderr)

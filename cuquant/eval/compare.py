@@ -154,7 +154,7 @@ def compare(
     Raises
     ------
     GGUFError, ValueError
-        A file is damaged, or of another kind.
+        A file is damaged, or of another kind; a Model is closed, or its file was changed since it was opened.
     """
     from tqdm import tqdm
 
@@ -288,7 +288,7 @@ def _in_rows(numbers: Any) -> Any:
 
 def _side(given: str | os.PathLike[str] | Model, opened: ExitStack) -> _Side:
     if isinstance(given, Model):
-        return _OfModel(given)
+        return _OfModel(given._as_opened())
     try:
         return _OfModel(opened.enter_context(open_model(given, "cpu")))
     except SavedArraysError:

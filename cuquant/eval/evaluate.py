@@ -108,7 +108,8 @@ def evaluate(
         kind of activations is not known, nothing quantizes to it, or it does not fit the model; numbers are
         out of range; the text is shorter than a chunk, no UTF-8, or the vocabulary cannot tokenize it; token
         ids are beyond the vocabulary; models have other vocabularies; a weight that is to be quantized is NaN
-        or infinite, or a score is (the first tensor with such weights is named).
+        or infinite, or a score is (the first tensor with such weights is named); a Model is closed, or its
+        file was changed since it was opened.
     OSError, GGUFError
         A file cannot be read, or is damaged (see `cuquant.open`).
     RuntimeError
@@ -272,7 +273,7 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
         return open_model(model, device)
     wanted = model.device if device is None else check.device_name(device)
     if wanted == model.device:
-        return model
+        return model._as_opened()
     other = opened(model, wanted)
     warn_of_fallback(other)
     return other

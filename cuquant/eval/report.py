@@ -114,7 +114,8 @@ class Evaluation:
         Parameters
         ----------
         style : "table" (for terminals), "md", "html", "csv" (full precision) or "json" (everything)
-            Tables for people leave out columns that are empty.
+            Tables for people leave out columns that are empty. Where the base is another file, each row has
+            its model's file name first.
         """
         if style == "json":
             return to_json(self.to_dict())
@@ -132,6 +133,12 @@ class Evaluation:
         return plotter().tensors(self.rows) if tensors else plotter().losses({"": self.rows})
 
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
+        """What tables show: of a base in another file with the names of both."""
+        if tensors or self.base is None or Path(self.base) == Path(self.model):
+            return self._own_records(tensors)
+        return Evaluations([self])._records(tensors)
+
+    def _own_records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns = _TENSOR_COLUMNS if tensors else _COLUMNS
         items: list[Any] = [error for row in self.rows for error in row.tensors] if tensors else self.rows
         usual = {"activations"} if self.activations == "f16" else set()
@@ -186,7 +193,7 @@ class Evaluations:
         bases: set[str] = set()
         called = self._names()
         for evaluation in self.each:
-            own, found = evaluation._records(tensors)
+            own, found = evaluation._own_records(tensors)
             columns |= found
             names = [called[evaluation.model]] * len(own)
             if evaluation.base is not None and not tensors:

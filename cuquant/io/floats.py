@@ -95,7 +95,8 @@ def dequantize_file(
     -----
     UserWarning
         More than a hundredth of a tensor's weights are too small for the dtype: they became 0, or are below
-        2^-21 in float16 (2^-130 in bfloat16), where numbers have three bits at most, and were rounded.
+        2^-21 in float16 (2^-130 in bfloat16), where numbers have three bits at most, and were rounded. Or a
+        tensor holds NaN or infinity, which stay.
     """
     wanted = check.float_dtype(dtype)
     target = check.model_target(target)
@@ -158,8 +159,14 @@ def _changed(model: Model, info: TensorInfo, number: int, dtype: np.dtype[Any]) 
 
 
 def _made(model: Model, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A tensor's numbers in that dtype; a warning where many are too small for it."""
+    """A tensor's numbers in that dtype; a warning where some are NaN or infinite, or many too small."""
     made = model.floats(name, dtype)
+    if spoiled := made.size - int(np.isfinite(made).sum()):
+        warnings.warn(
+            f"tensor {name!r}: {spoiled:,} of {counted(made.size, 'number')} are NaN or infinite, as they "
+            f"are in {model.path.name}",
+            stacklevel=2,
+        )
     if dtype not in _COARSE:
         return made
     least, room = _COARSE[dtype]

@@ -152,7 +152,7 @@ def scan(buffer: Buffer, source: str) -> Header:
     """
     scanner = _Scanner(buffer, source)
     version = scanner.version()
-    tensor_count, key_count = scanner.unpack(_COUNTS, "the counts of tensors and keys")
+    tensor_count, key_count = scanner.unpack(_COUNTS, "the pair of counts (tensors and keys)")
     metadata = scanner.metadata(key_count)
     alignment = scanner.alignment(metadata)
     tensors = scanner.tensors(tensor_count, alignment)
@@ -304,7 +304,10 @@ class _Scanner:
         buffer, pos, last, length_at = self.buffer, self.pos, len(self.buffer) - 8, LENGTH.unpack_from
         for index in range(count):
             if pos > last:
-                self.fail(f"{what}: string {index} of {count} lies beyond the end of the file")
+                self.fail(
+                    f"{what}: string {index} of {count} lies beyond the end of the file, which is damaged or "
+                    "cut short"
+                )
             pos += 8 + length_at(buffer, pos)[0]
         self.need(pos - self.pos, what)
         self.pos = pos

@@ -80,11 +80,15 @@ class Model(Mapping[str, Any]):
             for file in self._files
         )
 
-    def _on(self, device: str) -> Model:
-        """The same files, of which tensors are put on that device; to close it leaves them open."""
+    def _as_opened(self) -> Model:
+        """Itself; ValueError where a file is closed, or was changed since it was opened."""
         for file in self._files:
             check.still_as_opened(file.path, file.place, file.status, file.closed)
-        return Model(self._files, device, lent=True)
+        return self
+
+    def _on(self, device: str) -> Model:
+        """The same files, of which tensors are put on that device; to close it leaves them open."""
+        return Model(self._as_opened()._files, device, lent=True)
 
     @property
     def alignment(self) -> int:

@@ -6,7 +6,7 @@ import re
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..render import short
+from ..render import cut, short
 from .gguf import File, GGUFError, SavedArraysError
 from .saved import SavedFile
 
@@ -28,7 +28,8 @@ def open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
     first = file(path)
     count = first.header.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= 99999:
-        raise GGUFError(f"{path}: split.count is {short(repr(count))}, not a number of parts")
+        told = cut(repr(count)) if isinstance(count, str) else short(count)
+        raise GGUFError(f"{path}: split.count is {told}, not a number of parts")
     if count in (0, 1):
         return [first]
     match = _SPLIT_NAME.fullmatch(path.name)

@@ -23,14 +23,17 @@ def of_pointer(head: bytes) -> str | None:
     )
 
 
-def missing(file: str, kind: str, name: Any, names: Iterable[str]) -> KeyError:
-    """The error for a name that a file has not, with those near to it."""
+def missing(file: str, kind: str, name: Any, names: Collection[str]) -> KeyError:
+    """The error for a name that a file has not, with those near to it, or that hold it."""
     return KeyError(f"{file} has no {kind} {name!r}{_near(str(name), names)}")
 
 
-def _near(name: str, names: Iterable[str]) -> str:
-    """A question for names like this one, or nothing."""
-    near = [escaped(name) for name in difflib.get_close_matches(name, names, n=3)]
+def _near(name: str, names: Collection[str]) -> str:
+    """A question for names like this one, or else that hold it, or nothing."""
+    like = difflib.get_close_matches(name, names, n=3)
+    if name and not like:
+        like = [each for each in names if name in each][:3]
+    near = [escaped(each) for each in like]
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 

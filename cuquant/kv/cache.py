@@ -409,7 +409,8 @@ class KVCache:
         """The cache that `save` wrote.
 
         ValueError where the file is none, or is damaged (it says how); OSError where it cannot be read;
-        MemoryError where there is no memory for all that the cache has room for.
+        MemoryError (on a GPU CuPy's OutOfMemoryError) where there is no memory for all that the cache has
+        room for.
         """
         return file.load(cls, path, check.device_name(device))
 

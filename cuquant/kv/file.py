@@ -84,7 +84,7 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
                 raise ValueError("it has the arrays that cuquant.save wrote, and cuquant.load reads them")
             settings = json.loads(metadata[KEY])
             arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        return restored(kind, (settings, arrays), where)
+        cache = restored(kind, (settings, arrays), "cpu")
     except KeyError as error:
         problem = f"it has no {error}"
     except SafetensorError as error:
@@ -95,6 +95,8 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
         problem = "its settings are nested too deeply"
     except MemoryError as error:
         raise MemoryError(f"the cache of {path}, with all the tokens it has room for: {error}") from None
+    else:
+        return cache.to_device(where)  # a GPU's errors are CuPy's
     raise ValueError(f"{path} is no cache that cuquant saved: {problem}")
 
 
