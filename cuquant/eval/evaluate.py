@@ -61,7 +61,7 @@ def evaluate(
     Parameters
     ----------
     model : path or Model
-        What `cuquant.open` opens: a GGUF file, or a safetensors file that `cuquant.quantize_file` wrote.
+        What `cuquant.open` opens: a GGUF file, or a safetensors file with a model's metadata.
     text : str or path-like
         A str is the text itself, a path object a UTF-8 file (whose byte order mark is left out). Tokenized
         with the model's vocabulary.
