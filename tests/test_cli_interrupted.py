@@ -80,6 +80,7 @@ def test_eval(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_bench(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"device": "a GPU", "versions": {}, "commit": "0123"}
     monkeypatch.setattr(records, "environment", lambda packages=(), by_tuned=True: facts)
+    monkeypatch.setattr("cuquant.cli.bench._needs_a_gpu", lambda: None)
     path = tmp_path / "r.json"
 
     def one(record: Record, *args: Any) -> Iterator[Cell]:

@@ -150,6 +150,7 @@ def test_bench_interrupted_as_it_measures_names_the_plot(
     path, record = tmp_path / "p.svg", tmp_path / "r.json"
     facts = {"device": "a GPU", "versions": {}, "commit": "0123"}
     monkeypatch.setattr(records, "environment", lambda packages=(), by_tuned=True: facts)
+    monkeypatch.setattr("cuquant.cli.bench._needs_a_gpu", lambda: None)
     monkeypatch.setattr("cuquant.bench.matmul", interrupted)
     command = ("bench", "--peers", "none", "--plot", path)
     no_plot = f"{path} was not written, and no part of it is left"
