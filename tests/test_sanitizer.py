@@ -92,7 +92,7 @@ def test_kernels_are_clean(tool: str, tmp_path: Path) -> None:
         pytest.skip("compute-sanitizer is not installed")
     program = tmp_path / "program.py"
     # CuPy's memory pool would hide an access beyond an allocation.
-    older = "from cuquant import jit; jit.capability = lambda: 80\n" if tool == "racecheck" else ""
+    older = "from cuquant.cuda import jit; jit.capability = lambda: 80\n" if tool == "racecheck" else ""
     program.write_text("import cupy; cupy.cuda.set_allocator(None)\n" + older + PROGRAM)
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program)]
