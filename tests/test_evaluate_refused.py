@@ -133,7 +133,7 @@ def test_weights_whose_inputs_are_no_whole_blocks(
 ) -> None:
     """Trellis takes rows of any length, q8_1 does not."""
     path = write(folder / "ragged.gguf", spec)
-    monkeypatch.setattr(importlib.import_module("cuquant.eval.evaluate"), "quantize", None)
+    monkeypatch.setattr(importlib.import_module("cuquant.eval.contenders"), "quantize", None)
     with pytest.raises(ValueError, match=r"tensor '.*' in trellis2 has no q8_1 activations: .* 80 elements"):
         evaluate(path, tokens=some_tokens(64), ctx=32, formats=["q8_0", "trellis2"], activations="q8_1")
 
@@ -173,7 +173,7 @@ def test_what_can_be_told_before_quantizing(
     folder: Path, spec: Spec, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(folder / "refused.gguf", spec)
-    monkeypatch.setattr(importlib.import_module("cuquant.eval.evaluate"), "quantize", None)
+    monkeypatch.setattr(importlib.import_module("cuquant.eval.contenders"), "quantize", None)
     with pytest.raises(ValueError, match=message):
         evaluate(path, **{"tokens": some_tokens(64), "ctx": 32, "formats": "q4_0", **arguments})
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,71 +12,28 @@ import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from vocabularies import (
+    ALPHABET,
+    CONTROL,
+    SPACED,
+    USER_DEFINED,
+    Metadata,
+    byte_level,
+    random_scores,
+    read_back,
+    sentencepiece,
+    spelled,
+    tokens_of,
+    without,
+)
 
 import cuquant as cq
 from cuquant.eval.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
 HELD_OUT = (DATA / "heldout-public.txt").read_text(encoding="utf-8")
-UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 PRE_TOKENIZERS = ["default", "falcon", "gpt-2", "smollm", "llama-bpe", "dbrx", "qwen2", "qwen35", "tekken"]
 PRE_TOKENIZERS += ["gpt-4o", "deepseek-coder", "deepseek-v3"]
-
-Metadata = dict[str, Any]
-
-
-def byte_alphabet() -> list[str]:
-    """The character of each byte: printable Latin-1 stands for itself, the others follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
-
-
-ALPHABET = byte_alphabet()
-
-
-def spelled(text: str) -> str:
-    return "".join(ALPHABET[byte] for byte in text.encode())
-
-
-def read_back(tokens: Sequence[str]) -> str:
-    return bytes(ALPHABET.index(character) for token in tokens for character in token).decode()
-
-
-def vocabulary(model: str, tokens: Sequence[str], types: Mapping[str, int], **keys: Any) -> Metadata:
-    """Metadata of a vocabulary; tokens are normal but for those in `types`."""
-    keys |= {"model": model, "tokens": [*tokens]}
-    keys["token_type"] = np.array([types.get(token, 1) for token in tokens], np.int32)
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-
-
-def byte_level(
-    merges: Sequence[str] = (), extra: Sequence[str] = (), types: Mapping[str, int] | None = None, **keys: Any
-) -> Metadata:
-    """A byte-level vocabulary: 256 bytes, what the merges make, and tokens that no merge makes."""
-    made = dict.fromkeys(merge.replace(" ", "") for merge in merges)
-    keys = {"pre": "gpt-2", "merges": [*merges], **keys}
-    return vocabulary("gpt2", [*ALPHABET, *made, *extra], types or {}, **keys)
-
-
-def sentencepiece(
-    scores: Mapping[str, float], types: Mapping[str, int] | None = None, **keys: Any
-) -> Metadata:
-    """A SentencePiece vocabulary: unknown, begin of text, 256 byte tokens, and scored pieces."""
-    reserved = {"<unk>": UNKNOWN, "<s>": CONTROL} | {f"<0x{byte:02X}>": BYTE for byte in range(256)}
-    values = np.array([0.0] * len(reserved) + [*scores.values()], np.float32)
-    return vocabulary("llama", [*reserved, *scores], reserved | dict(types or {}), scores=values, **keys)
-
-
-def without(metadata: Metadata, key: str) -> Metadata:
-    return {k: v for k, v in metadata.items() if k != f"tokenizer.ggml.{key}"}
-
-
-def tokens_of(metadata: Metadata, text: str) -> list[str]:
-    """What `text` becomes, as token texts."""
-    ids = Tokenizer.from_metadata(metadata).encode(text)
-    assert ids.dtype == np.int32
-    return [metadata["tokenizer.ggml.tokens"][i] for i in ids]
 
 
 @cache
@@ -253,83 +209,6 @@ def test_longest_user_defined_token_is_searched_first() -> None:
     assert tokens_of(byte_level(extra=[*types], types=types), "abcdab") == ["a", "bcd", "ab"]
 
 
-def greedy_tokens(text: str, scores: Mapping[str, float]) -> list[str]:
-    """SentencePiece BPE by its definition: of all joins the best score, of equal ones the leftmost."""
-    pieces = [*text.replace(" ", "\u2581")]
-    while True:
-        joins = [left + right for left, right in pairwise(pieces)]
-        best = max((join for join in joins if join in scores), key=scores.__getitem__, default=None)
-        if best is None:
-            break
-        i = max(range(len(joins)), key=lambda i: (scores.get(joins[i], -np.inf), -i))
-        pieces[i : i + 2] = [joins[i]]
-    fallback = [[piece] if piece in scores else [f"<0x{b:02X}>" for b in piece.encode()] for piece in pieces]
-    return [token for tokens in fallback for token in tokens]
-
-
-def random_scores(seed: int, tied: bool) -> dict[str, float]:
-    """Pieces of one to five characters, some with a space inside, with distinct scores or only four."""
-    rng = np.random.default_rng(seed)
-    made = ["".join(rng.choice([*"aab\u2581\n"], rng.integers(2, 6))) for _ in range(120)]
-    pieces = sorted({*"ab\u2581", *made})
-    order = rng.permutation(len(pieces))
-    return {piece: -float(order[i] % 4 if tied else order[i]) for i, piece in enumerate(pieces)}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", range(10))
-def test_sentencepiece_joins_by_score(seed: int, tied: bool) -> None:
-    scores = random_scores(seed, tied)
-    text = "".join(np.random.default_rng(seed + 100).choice([*"aaab  \n\u00e9"], 400))
-    expected = greedy_tokens(" " + text, scores)
-    assert tokens_of(sentencepiece(scores), text) == expected
-    assert any(len(token) > 2 for token in expected)
-
-
-@given(
-    text=st.text(st.sampled_from("aab \n") | st.characters(codec="utf-8"), max_size=40), tied=st.booleans()
-)
-@settings(deadline=None)
-def test_sentencepiece_on_any_text(text: str, tied: bool) -> None:
-    scores = random_scores(7, tied)
-    assert tokens_of(sentencepiece(scores, add_space_prefix=False), text) == greedy_tokens(text, scores)
-
-
-SPACED = {"\u2581": -3.0, "\u2581\u2581": -1.0, "\u2581a": -2.0, "a": -4.0}
-
-
-@pytest.mark.parametrize(
-    ("prefix", "text", "expected"),
-    [
-        (True, "a a", ["\u2581a", "\u2581a"]),
-        (False, "a a", ["a", "\u2581a"]),
-        (True, "  a", ["\u2581\u2581", "\u2581a"]),
-        (False, "  a", ["\u2581\u2581", "a"]),
-        (True, "", []),
-        (True, "<user>a<user>", ["<user>", "\u2581a", "<user>"]),
-        (False, "<user>a<user>", ["<user>", "a", "<user>"]),
-    ],
-)
-def test_space_prefix(prefix: bool, text: str, expected: list[str]) -> None:
-    metadata = sentencepiece(SPACED | {"<user>": 0.0}, {"<user>": USER_DEFINED}, add_space_prefix=prefix)
-    assert tokens_of(metadata, text) == expected
-
-
-@pytest.mark.parametrize("token_type", [1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE])
-def test_tokens_of_every_type_are_joined(token_type: int) -> None:
-    """As try_add_bigram and resegment look them up, llama.cpp's src/llama-vocab.cpp."""
-    metadata = sentencepiece({"a": -2.0, "b": -3.0, "ab": 0.0}, {"ab": token_type}, add_space_prefix=False)
-    assert tokens_of(metadata, "ab") == ["ab"]
-    assert tokens_of(metadata, "<s>") == [f"<0x{byte:02X}>" for byte in b"<s>"]  # nothing joins to "<s"
-
-
-def test_characters_without_byte_tokens_are_unknown() -> None:
-    tokens = ["<unk>", "<s>", "a", "<0xC3>"]
-    types = {"<unk>": UNKNOWN, "<s>": CONTROL, "<0xC3>": BYTE}
-    metadata = vocabulary("llama", tokens, types, scores=np.zeros(4, np.float32), add_space_prefix=False)
-    assert tokens_of(metadata, "a\u00e9a") == ["a", "<unk>", "a"]
-
-
 @pytest.mark.parametrize(
     ("metadata", "add_bos", "bos_id"),
     [
@@ -402,24 +281,6 @@ def test_malformed_vocabularies(metadata: Metadata, message: str) -> None:
 def test_empty_token_texts_keep_their_places() -> None:
     metadata = byte_level(extra=["", "", "xy"], types={"xy": USER_DEFINED})
     assert tokens_of(metadata, "axy") == ["a", "xy"]
-
-
-@given(text=st.text(st.sampled_from("ab \u00e9\U0001f600<s>0x41_")))
-@settings(deadline=None)
-def test_sentencepiece_is_read_back(text: str) -> None:
-    """Words with a space before, bytes of characters that are no piece, a control token's text."""
-    scores = {
-        "\u2581": -1.0,
-        "a": -2.0,
-        "b": -2.0,
-        "\u2581a": -1.5,
-        "<s>0": -9.0,
-        "_": -3.0,
-        "\u2581\u2581": -0.5,
-    }
-    for prefix in (True, False):
-        tokenizer = Tokenizer.from_metadata(sentencepiece(scores, add_space_prefix=prefix))
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_what_tokens_read_as() -> None:
