@@ -27,7 +27,7 @@ RESULTS = exl3.turn_results(1, 128)
 SUMS = exl3.turn_sums(1, 128)
 SQUARES = exl3.dequantize(WALK, *ONE)
 SEARCH = trellis.quantize(TRELLIS, *ONE)
-IMPORTANCE = kv_plan.importance(1, 64, 1)
+IMPORTANCE = kv_plan.importance(1, 64, 4, 1)
 
 Case = tuple[plan.Kernel, Mapping[str, int]]
 SHARED: list[Case] = [

@@ -55,14 +55,33 @@ def test_lengths_that_were_others_when_a_launch_began(
         return [testing.as_numpy(a) for a in (*results, *(weights if kind == "tracked" else ()))]
 
     expected = found()
-    flatten, line = sources.flatten, "Lengths lengths(p, which);"
+    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
+    with monkeypatch.context() as patch:
+        change_attention(patch, "Lengths lengths(p, which);", others)
+        for ours, theirs in zip(found(), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shares", ["shares.y + 1", "max(2, shares.y - 1)"])
+def test_lengths_that_change_while_attention_runs(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another stream had appended, so that what merges waits for more shares than there are, or for
+    fewer: the result is NaN, nothing hangs, and the next one is right."""
+    q, cache = device.cupy().asarray(normal(1, 1, 8, 64, seed=3, dtype=np.float16)), filled(4099, 1)
+    expected = testing.as_numpy(cq.attention(q, cache))
+    with monkeypatch.context() as patch:
+        line = "shares = Share::of_sequence(p, sequence, lane);"
+        change_attention(patch, line, f"if (shares.y > 1) shares.y = {shares};")
+        assert np.isnan(testing.as_numpy(cq.attention(q, cache))).all()
+    np.testing.assert_array_equal(testing.as_numpy(cq.attention(q, cache)), expected)
+
+
+def change_attention(patch: pytest.MonkeyPatch, line: str, after: str) -> None:
+    """Kernels of attention from now on have something more after a line."""
+    flatten = sources.flatten
     text = flatten("attention", None)
     assert text.count(line) == 1
-    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
-    changed = {"attention": text.replace(line, f"{line}\n{others}")}
-    monkeypatch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
+    changed = {"attention": text.replace(line, f"{line}\n{after}")}
+    patch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
     fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
     for name, value in fresh.items():
-        monkeypatch.setattr(jit, name, value)
-    for ours, theirs in zip(found(), expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        patch.setattr(jit, name, value)

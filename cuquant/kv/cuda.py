@@ -99,7 +99,7 @@ def _planned(given: _Given) -> _Planned:
         heads // given.kv_heads,
         parts,
     )
-    importance = plan.importance(batch, dim, multiprocessors) if given.track else None
+    importance = plan.importance(batch, dim, shape.rows, multiprocessors) if given.track else None
     counters = 0 if launch.boxes else batch * rows * parts
     return _Planned(launch, importance, size, tuple(pieces), counters, numbers)
 

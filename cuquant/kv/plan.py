@@ -82,6 +82,11 @@ class Shape(NamedTuple):
     masked: bool
     halves: int
 
+    @property
+    def rows(self) -> int:
+        """Queries, of all positions, that meet a key head."""
+        return self.heads // self.kv_heads * self.q_len
+
 
 def padded(head_dim: int) -> int:
     """Channels in registers."""
@@ -112,7 +117,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     On an H200 16 warps where 128 registers do for a thread (with boxes 112, and warps that copy): decoding
     with one query a sequence. Else 8, or as many as shared memory has room for.
     """
-    rows = shape.heads // shape.kv_heads * shape.q_len
+    rows = shape.rows
     wide = padded(shape.head_dim) > 128
     groups = 2 if rows > GROUP_ROWS and shape.halves == 1 and not wide else 1
     sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
@@ -217,15 +222,17 @@ def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def importance(batch: int, head_dim: int, multiprocessors: int) -> Plan:
-    """A team of a warp's lanes for several tokens at a time."""
-    kernel = Kernel("importance", "importance", None, (("DIM", head_dim),))
-    return Plan(kernel, (2 * multiprocessors, batch, 1), 8 * WARP, overlaps=True)
+def importance(batch: int, head_dim: int, rows: int, multiprocessors: int) -> Plan:
+    """Two blocks for each multiprocessor, shared by the sequences; `rows` is as in `Shape`."""
+    groups = 1 if rows <= 4 or head_dim > 128 else 2
+    kernel = Kernel("importance", "importance", None, (("DIM", head_dim), ("GROUPS", groups)))
+    return Plan(kernel, (max(1, 2 * multiprocessors // batch), batch, 1), 8 * WARP, overlaps=True)
 
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
     """Of what a cache does, for tests that compile it: attention of every kind, over all widths and one."""
-    found = {append(1, 1, 1).kernel, move(1, 1).kernel} | {importance(1, dim, 1).kernel for dim in head_dims}
+    found = {append(1, 1, 1).kernel, move(1, 1).kernel}
+    found |= {importance(1, dim, rows, 1).kernel for dim, rows in product(head_dims, (4, 8))}
     for dim, (q_len, masked), halves in product(head_dims, ((1, False), (1, True), (8, True)), (1, 2)):
         found.add(attention(Shape(1, q_len, 8, 2, dim, BITS, masked, halves), capability, 1).attention.kernel)
     for widths, group in product([(bits,) for bits in BITS] + [(8, 4, 2), BITS], (4, 8)):

@@ -12,18 +12,6 @@
 constexpr float MOST_WEIGHT = 32768.f;
 constexpr float HEADROOM = 10.f;
 
-DEVICE float exp2_of(float x) {
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
-DEVICE float log2_of(float x) {
-    float r;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
-
 DEVICE float load_shared_half(u32 address) {
     u16 bits;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bits) : "r"(address));

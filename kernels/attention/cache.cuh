@@ -58,6 +58,19 @@ DEVICE int last_seen(const Attention& p, int sequence, int position) {
     return p.next_slots[sequence] - p.q_len + position;
 }
 
+// Scores are logarithms to base 2.
+DEVICE float exp2_of(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+DEVICE float log2_of(float x) {
+    float r;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // The least score that a finite mask leaves: tokens that are far below all others still share what there is.
 constexpr float LEAST_SCORE = -1.6e38f;
 

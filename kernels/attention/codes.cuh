@@ -9,6 +9,11 @@
 #pragma once
 #include "../core/ptx.cuh"
 
+// Channels in shared memory and in registers; those added count as 0.
+constexpr int PADDED = CUQUANT_DIM <= 64 ? 64 : CUQUANT_DIM <= 128 ? 128 : 256;
+
+constexpr int PAIRS = PADDED / 64;  // pairs of units that a lane has of a key, and units that it has of a value
+
 template <int BITS>
 constexpr int OFFSET = BITS == 16 ? 0 : 1 << (BITS - 1);
 

@@ -46,10 +46,13 @@ DEVICE float4* left_at(const Attention& p, int block, int row) {
     return p.left + (s64(block) * p.heads * p.q_len + row) * LEFT_ROW;
 }
 
-// How many shares of a row are there, for the block that merges a part of it.
+// What says that all shares of a row are there, to the block that merges a part of it.
 DEVICE u32* counter_of(const Attention& p, int sequence, int row, int part) {
     return p.counters + (s64(sequence) * p.heads * p.q_len + row) * p.parts + part;
 }
+
+// What each share adds to it: one, and how many there are, lest others be waited for where lengths have changed since.
+DEVICE u32 counted(u32 splits) { return splits << 16 | 1; }
 
 // Sums with the reference of their weights, and the sum of these.
 struct Sums {
@@ -122,17 +125,19 @@ DEVICE void merge_part(const Attention& p) {
     if (splits == 1) return;
 
     const float4* const left = left_at(p, shares.x, row);
+    bool late = false;
     if (!CUQUANT_BOXES && lane == 0) {
         u32* const counter = counter_of(p, sequence, row, blockIdx.z);
-        wait_for_counter(counter, splits);
+        late = !wait_for_counter(counter, splits * counted(splits));
         *counter = 0;
     }
-    __syncwarp();
+    late = __any_sync(~0u, late);  // they are of other lengths: the result is NaN
 #pragma unroll 1
     for (int first = 0; first < pieces; first += width) {
         const int own = lane - rank * width, piece = first + own;
         const int start = rank < apart && piece < pieces ? thread / WARP * apart + rank : splits;
         Sums sums = take(left, blockIdx.z * pieces + piece, start, splits, MERGE_WARPS * apart, stride);
+        if (late) sums.total = __int_as_float(0x7fffffff);
         float most = sums.reference;
 #pragma unroll
         for (int step = 1; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));

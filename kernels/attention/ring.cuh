@@ -6,11 +6,6 @@
 #include "cache.cuh"
 #include "codes.cuh"
 
-// Channels in shared memory and in registers; those added count as 0.
-constexpr int PADDED = CUQUANT_DIM <= 64 ? 64 : CUQUANT_DIM <= 128 ? 128 : 256;
-
-constexpr int PAIRS = PADDED / 64;  // pairs of units that a lane has of a key, and units that it has of a value
-
 constexpr int HEADS = CUQUANT_HEADS;  // of keys: rows from token to token
 
 template <int BITS>

@@ -290,11 +290,11 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// A counter in global memory that a thread raises when others may read what it has written, and threads that it met at a
+// A counter in global memory to which a thread adds when others may read what it has written, and threads that it met at a
 // barrier before.
-DEVICE void count_up(u32* counter) {
+DEVICE void add_to(u32* counter, u32 value) {
     asm volatile("fence.acq_rel.gpu;\n"
-                 "red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(counter) : "memory");
+                 "red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
 }
 
 // The same by a thread of each of so many blocks, of which the last one knows that it is, but may not read what others have
@@ -310,12 +310,18 @@ DEVICE bool is_last(u32* counter, u32 blocks) {
 // After it, by the thread that knows: what others have written may be read, by threads too that meet it at a barrier.
 DEVICE void read_all() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Until it is at least `count`.
-DEVICE void wait_for_counter(const u32* counter, u32 count) {
-    u32 value;
-    while (true) {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-        if (value >= count) break;
+// Whether the counter comes to be `value`: what the kernel before has not added when it is done never comes.
+DEVICE bool wait_for_counter(const u32* counter, u32 value) {
+    u32 found;
+    const auto look = [&] {
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+        return found == value;
+    };
+    // A second or so, as what waits so for a kernel hears of it later.
+    for (int times = 0; times < 1 << 20; times++) {
+        if (look()) return true;
         asm volatile("nanosleep.u32 64;" ::: "memory");  // others have the multiprocessor to themselves
     }
+    wait_for_predecessor();
+    return look();
 }

@@ -293,7 +293,7 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
     if (share.splits > 1) {
         if (lane < 2) left_at(p, blockIdx.x, out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
         __syncwarp();
-        if (!CUQUANT_BOXES && lane < p.parts) count_up(counter_of(p, share.sequence, out_row, lane));
+        if (!CUQUANT_BOXES && lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
     } else if (p.totals && lane == 0) {
         p.totals[s64(share.sequence) * p.heads * p.q_len + out_row] = all;
     }
