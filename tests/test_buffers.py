@@ -52,9 +52,10 @@ class Streams:
     """CUDA's: handles are given again, ids are not."""
 
     def __init__(self) -> None:
-        self.current = SimpleNamespace(ptr=0, id=0, capturing=False)
+        self.current = SimpleNamespace(ptr=0, id=0, capturing=False, broken=False)
         self.ids, self.waits, self.addresses = 0, 0, 0
         self.made: list[weakref.ref[Array]] = []
+        self.cleared: list[int] = []
 
     def enter(self, handle: int, capturing: bool = False) -> Any:
         self.ids += 1
@@ -67,7 +68,7 @@ class Streams:
         return SimpleNamespace(
             get_current_stream=lambda: Stream(self, own),
             runtime=SimpleNamespace(getDevice=lambda: 0),
-            Stream=lambda non_blocking: Stream(self, own),
+            Stream=lambda non_blocking: Stream(self, SimpleNamespace(ptr=-1, capturing=False)),
         )
 
     def get_default_memory_pool(self) -> Any:
@@ -75,7 +76,15 @@ class Streams:
 
     def zeros(self, count: int, dtype: Any) -> Any:
         self.addresses += 256
-        return SimpleNamespace(size=count, data=SimpleNamespace(ptr=self.addresses))
+        address = self.addresses
+        return SimpleNamespace(
+            size=count, data=SimpleNamespace(ptr=address), fill=lambda value: self.clear(address)
+        )
+
+    def clear(self, address: int) -> None:
+        if self.current.broken:
+            raise RuntimeError("an error of the device")
+        self.cleared.append(address)
 
     def empty(self, count: int, dtype: Any) -> Any:
         made = Array(count, self.zeros(count, dtype).data)
@@ -181,15 +190,28 @@ def test_nothing_goes_where_streams_cannot_be_waited_for(
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_flags_that_a_failed_launch_left_are_not_given_again(streams: Streams, count: int) -> None:
+def test_flags_that_a_failed_launch_left_are_cleared(streams: Streams, count: int) -> None:
+    """Graphs have their address. Those that cannot be cleared, or not now, are not given again."""
     own = buffers.Scratch()
     before = own.flags(count)
     assert own.flags(count) == before
-    with pytest.raises(RuntimeError), own.restored():
-        raise RuntimeError
-    after = own.flags(count)
-    assert after != before
-    assert own.flags(count) == after
+    fail(own)
+    assert own.flags(count) == before
+    assert streams.cleared == [before]
+    for refuse in ("capturing", "broken"):
+        setattr(streams.current, refuse, True)
+        fail(own)
+        setattr(streams.current, refuse, False)
+        after = own.flags(count)
+        assert after != before
+        assert own.flags(count) == after
+        before = after
+    assert len(streams.cleared) == 1
+
+
+def fail(own: buffers.Scratch) -> None:
+    with pytest.raises(KeyboardInterrupt), own.restored():
+        raise KeyboardInterrupt
 
 
 def test_only_graphs_keep_memory_that_was_outgrown(streams: Streams) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, testing
+from cuquant.cuda import jit
 from cuquant.cuda.buffers import pointer
 
 pytestmark = pytest.mark.gpu
@@ -391,6 +392,28 @@ def test_a_width_on_the_gpu_that_the_cache_lacks_is_found_out() -> None:
     with pytest.raises(ValueError, match="or no such width"):
         cache.append(k, v)
     assert cache.lengths.tolist() == [0]
+
+
+def test_launches_of_another_thread_do_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's launches read lengths more than once: on one stream none that changes them is between."""
+    cache = cq.KVCache(2, 64, 64, bits=(8, 4), track_attention=True, device="cuda")
+    launch, seen = jit.launch_packed, []
+
+    def launched(plan: Any, *arguments: Any) -> None:
+        assert cache._appender.lock.locked()
+        seen.append(plan.kernel.entry)
+        launch(plan, *arguments)
+
+    monkeypatch.setattr(jit, "launch_packed", launched)
+    k = device.cupy().asarray(np.ones((1, 3, 2, 64), np.float16))
+    cache.append(k, k)
+    cq.attention(k[:, :1], cache)
+    cache.assign([0], 4)
+    assert seen == ["append", "attention", "merge", "importance", "move", "move"]
+    cleared = []
+    monkeypatch.setattr(cache, "_refresh", lambda: cleared.append(cache._appender.lock.locked()))
+    cache.clear()
+    assert cleared == [True]
 
 
 def test_devices_do_not_mix() -> None:

@@ -11,7 +11,7 @@ from test_matmul import LEADING
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.cuda import problem
+from cuquant.cuda import fragments, problem
 
 FIELDS = ("x_row", "out_row", "out_column", "residual_row", "residual_column")
 AXES = ("extent", "w", "x", "out", "residual", "x_rows")
@@ -128,6 +128,16 @@ def test_too_many_axes_are_refused() -> None:
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
     with pytest.raises(ValueError, match="4 leading axes that do not merge; at most 3"):
         problem.resolve(problem.Weight(cq.formats.get("q8_0"), (32, 64)), rows, out, NOTHING, plan.Gpu(90))
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "kbit3", "trellis2"])
+def test_too_many_columns_are_refused(name: str) -> None:
+    """Offsets between a block's row tiles have 32 bits."""
+    most = plan.MOST_COLUMNS
+    fmt = cq.formats.get(name)
+    assert 15 * (most // plan.TILE_COLUMNS) * plan.layout(fmt.for_kernels).low < 1 << 32
+    with pytest.raises(ValueError, match=rf"{most + 256} columns \(K\) .* at most {most}"):
+        fragments.to_fragments(None, fmt, (16, most + 256))
 
 
 def test_too_many_matrices_are_refused() -> None:

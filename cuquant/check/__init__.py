@@ -151,6 +151,7 @@ from .products import (
     batch_axes as batch_axes,
     batches_to_warm_up as batches_to_warm_up,
     bias as bias,
+    columns as columns,
     is_weight as is_weight,
     launch_size as launch_size,
     may_prepare as may_prepare,

@@ -176,6 +176,12 @@ def may_prepare(stream: Any) -> None:
         raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
 
 
+def columns(k: int, most: int) -> None:
+    """Columns of a weight that is prepared for a GPU."""
+    if k > most:
+        raise ValueError(f"a weight of {k} columns (K) cannot be used on a GPU: at most {most} are possible")
+
+
 def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
     """Leading axes that a kernel can walk, those counted as one that strides join."""
     if count > most:

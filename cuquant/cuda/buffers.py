@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, lru_cache
 from itertools import count, pairwise
 from math import ceil, prod
@@ -93,6 +93,14 @@ def tensor_map(address: int, tensor: problem.Map) -> bytes:
     return jit.encode_map(address, *tensor)
 
 
+@contextmanager
+def _apart() -> Iterator[None]:
+    """On a stream of its own, whose work is waited for."""
+    with device.cupy().cuda.Stream(non_blocking=True) as stream:
+        yield
+        stream.synchronize()
+
+
 class Scratch:
     """Device memory of one stream for converted activations and partial sums; it only grows.
 
@@ -114,7 +122,9 @@ class Scratch:
             grown = max(nbytes, 2 * self._buffers[-1].size if self._buffers else 1 << 20)
             if not self.captured:  # CuPy gives memory again on the stream it was of, behind what is under way
                 self._buffers.clear()
-            self._buffers.append(device.cupy().empty(grown, np.uint8))
+            # An allocator that is ordered by streams would make it the graph's own, if this one is captured.
+            with _apart() if device.is_capturing() else nullcontext():
+                self._buffers.append(device.cupy().empty(grown, np.uint8))
         return int(self._buffers[-1].data.ptr)
 
     def flags(self, count: int = plan.FLAGS) -> int:
@@ -125,19 +135,30 @@ class Scratch:
         if not self._flags or self._flags[-1].size < max(count, 1):  # what `restored` leaves is empty
             cupy = device.cupy()
             grown = max(count, plan.FLAGS, 2 * self._flags[-1].size if self._flags else 0)
-            with cupy.cuda.Stream(non_blocking=True) as stream:
+            with _apart():
                 self._flags.append(cupy.zeros(grown, np.uint32))
-                stream.synchronize()
         return int(self._flags[-1].data.ptr)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Around launches that leave flags at zero together: if one is not started, others get new flags."""
+        """Around launches that leave flags at zero together: if one is not started, they are cleared behind
+        those that are, as graphs may have their address. Where that fails, or is captured, others get new
+        ones."""
         try:
             yield
         except BaseException:
-            self._flags.append(np.empty(0, np.uint32))
+            if not self._cleared():
+                self._flags.append(np.empty(0, np.uint32))
             raise
+
+    def _cleared(self) -> bool:
+        if not self._flags or device.is_capturing():
+            return False
+        try:
+            self._flags[-1].fill(0)
+        except RuntimeError:  # CUDA's: it works no more
+            return False
+        return True
 
     def __enter__(self) -> Scratch:
         self.lock.acquire()

@@ -147,6 +147,7 @@ class Fragments:
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
+    check.columns(shape[-1], plan.MOST_COLUMNS)
     if fmt.whole_matrices:
         made: Fragments = of_matrices(fmt).to_fragments(blocks, fmt, shape)
         return made

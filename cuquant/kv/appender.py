@@ -73,6 +73,8 @@ class Appender:
 
     def __init__(self, cache: KVCache) -> None:
         self.buckets = Buckets()
+        self.lock = threading.Lock()
+        """Of the launches of one call, which another thread's on the same stream must not come between."""
         self._ticket = device.cupy().zeros(1, np.uint32)
         self._refused = _host_word()
         self._word = self._refused.ctypes.data
@@ -118,7 +120,7 @@ class Appender:
 
         RuntimeError while a graph is captured.
         """
-        with device.cupy().cuda.Device(cache._next_slots.data.device_id):
+        with device.cupy().cuda.Device(cache._next_slots.data.device_id), self.lock:
             check.moved(device.is_capturing())
             yield
 
@@ -223,7 +225,8 @@ class Appender:
             *([buffers.pointer(a) for a in others] or (0,) * 5),
             *(self._ticket.data.ptr, self._word),
         )
-        jit.launch_packed(how.plan, argument + how.numbers)
+        with self.lock:
+            jit.launch_packed(how.plan, argument + how.numbers)
 
 
 def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:

@@ -29,7 +29,7 @@ from .decode_core import Work
 from .decode_plain import decode
 from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
 from .mma_core import mma, wins_over_decode
-from .planes import TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
+from .planes import MOST_COLUMNS, TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
 from .wgmma_core import signed
 from .wgmma_timed import few_rows, least_batch, wgmma
 
@@ -40,6 +40,7 @@ __all__ = [
     "LARGE_GPU",
     "LONGEST_ROW",
     "MOST_BLOCKS",
+    "MOST_COLUMNS",
     "TILE_COLUMNS",
     "TILE_ROWS",
     "WARP",

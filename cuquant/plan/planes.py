@@ -11,6 +11,9 @@ from ..formats import Format
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
+MOST_COLUMNS = 1 << 24
+"""Of a weight: the row tiles of a block, of which there are 16 at most, lie less than 2^32 bytes apart
+(kernels/core/tile.cuh)."""
 
 
 def whole_lines(nbytes: int) -> int:
