@@ -373,6 +373,35 @@ def test_importance_is_the_probability_received(options: dict[str, Any]) -> None
             assert np.allclose(given, theirs.bucket(b).importance, rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("widths", [*((bits,) for bits in WIDTHS), WIDTHS])
+@pytest.mark.parametrize(
+    ("heads", "dim", "group", "q_len", "batch", "n"),
+    [
+        (2, 40, 1, 1, 2, 70),
+        (3, 96, 4, 1, 1, 33),
+        (9, 128, 1, 2, 1, 50),  # more works than warps
+        (1, 128, 4, 5, 1, 300),  # three for each key head, and more steps than blocks of one
+        (1, 256, 8, 1, 3, 40),
+        (2, 64, 8, 1, 1, 16),
+        (1, 8, 1, 1, 200, 1200),  # more tokens than a block sums up at a time
+    ],
+)
+def test_importance_of_any_shape(
+    widths: tuple[int, ...], heads: int, dim: int, group: int, q_len: int, batch: int, n: int
+) -> None:
+    on_cpu = cq.KVCache(heads, dim, n, batch, widths, track_attention=True)
+    bits = np.random.default_rng(5).choice(widths, (batch, n))
+    on_cpu.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), bits)
+    cache = on_cpu.to_device("cuda")
+    q = normal(batch, q_len, heads * group, dim, seed=3, dtype=np.float16)
+    cq.attention(q, on_cpu)
+    cq.attention(device.cupy().asarray(q), cache)
+    for b in range(0, batch, 7):
+        ours, theirs = cache.tokens(b).importance, on_cpu.tokens(b).importance
+        assert np.allclose(ours, theirs, rtol=2e-4, atol=1e-7)
+        assert abs(theirs.sum() / q_len - 1) < 1e-5
+
+
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_values_do_not_matter_to_importance(bad: float, bits: int) -> None:

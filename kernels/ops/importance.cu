@@ -102,8 +102,10 @@ DEVICE void load_key(Units<BITS, UNITS>& to, const u8* from, int unit) {
     if constexpr (WHOLE && BYTES % 16 == 0) {
 #pragma unroll
         for (int k = 0; k < BYTES / 16; k++) {
-            const uint4 v = reinterpret_cast<const uint4*>(from)[k];
-            to.w[4 * k] = v.x, to.w[4 * k + 1] = v.y, to.w[4 * k + 2] = v.z, to.w[4 * k + 3] = v.w;
+            // The heads beside this one are read by other warps at about this time.
+            asm volatile("ld.global.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to.w[4 * k]), "=r"(to.w[4 * k + 1]), "=r"(to.w[4 * k + 2]), "=r"(to.w[4 * k + 3])
+                         : "l"(from + 16 * k));
         }
     } else if constexpr (WHOLE && BYTES % 4 == 0) {
 #pragma unroll

@@ -245,6 +245,9 @@ inline void ld_global_cg_v4_s32(u32& x, u32& y, u32& z, u32& w, u64 address) {
     const auto& v = *reinterpret_cast<const uint4*>(address);
     x = v.x, y = v.y, z = v.z, w = v.w;
 }
+inline void ld_global_L2__128B_v4_u32(u32& x, u32& y, u32& z, u32& w, u64 address) {
+    ld_global_cg_v4_s32(x, y, z, w, address);
+}
 
 inline emulated::Copy& one_more_copy() {
     emulated::Fiber& fiber = emulated::fibers[emulated::current];
