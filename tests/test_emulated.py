@@ -102,8 +102,8 @@ CHOSEN = {
         67,
         "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32)) or (masks and True)"
         " or positions or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)"
-        " or (importance and not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200 or (any_shape and not widths5)))"
-        " or hides",
+        " or (importance and not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200)"
+        " and (widths5 or not any_shape)) or hides",
     ),
     "test_gpu_attention_lengths.py": (3, "(many or by_block) and (plain or masked)"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),

@@ -195,11 +195,11 @@ private:
                         own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * SCORE_UNIT<BITS>);
                     }
             }
-        if (CUQUANT_MASKED || first + TOKENS > stream.end) {
-#pragma unroll
-            for (int t = 0; t < TILES; t++)
-#pragma unroll
-                for (int h = 0; h < 2; h++) hide(slot, first, t, h, v_scale[t][h]);
+        if (hides(slot, first)) {
+            if (CUQUANT_MASKED && p.mask_dtype != NO_MASK)
+                hide<true>(slot, first, v_scale);
+            else
+                hide<false>(slot, first, v_scale);
         }
         float w[GROUPS][TILES][4];
         if (__any_sync(~0u, weigh(v_scale, w, gained) > MOST_WEIGHT)) {
@@ -228,22 +228,35 @@ private:
         }
     }
 
-    DEVICE void hide(u32 slot, int first, int t, int h, float& v_scale) {
-        const int token = t * 16 + h * 8 + stream.token(g);
-        const bool there = first + token < stream.end;
-        if (!there) v_scale = NOTHING;
-        const int global = CUQUANT_MASKED && there ? load_shared_int(slot + S::L::SLOTS + token * 4) : 0;
+    // Whether a query may not see all tokens of a step. Of few steps one does not where there is no mask: the last ones.
+    DEVICE bool hides(u32 slot, int first) const {
+        if (first + TOKENS > stream.end) return true;
+        if (!CUQUANT_MASKED) return false;
+        const bool later = load_shared_int(slot + S::L::SLOTS + lane % TOKENS * 4) > q.least_last;
+        return __any_sync(~0u, later) || p.mask_dtype != NO_MASK;
+    }
+
+    template <bool BY_MASK>
+    DEVICE void hide(u32 slot, int first, float (&v_scale)[TILES][2]) {
 #pragma unroll
-        for (int n = 0; n < GROUPS; n++)
+        for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                bool visible = there;
-                float& own = s[n][t][h * 2 + c];
-                if constexpr (CUQUANT_MASKED) {
-                    visible = visible && global <= q.last[n][c] &&
-                              unmasked(p, sequence, head, first_row + n * 8 + i * 2 + c, global, own);
-                }
-                if (!visible) own = -INFINITE, seen &= ~bit(n, t, h, c);
+            for (int h = 0; h < 2; h++) {
+                const int token = t * 16 + h * 8 + stream.token(g);
+                const bool there = first + token < stream.end;
+                if (!there) v_scale[t][h] = NOTHING;
+                const int global = CUQUANT_MASKED && there ? load_shared_int(slot + S::L::SLOTS + token * 4) : 0;
+#pragma unroll
+                for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++) {
+                        float& own = s[n][t][h * 2 + c];
+                        bool visible = there & (!CUQUANT_MASKED || global <= q.last[n][c]);
+                        if (BY_MASK)
+                            visible = visible && unmasked(p, sequence, head, first_row + n * 8 + i * 2 + c, global, own);
+                        own = visible ? own : -INFINITE;
+                        seen &= visible ? ~0u : ~bit(n, t, h, c);
+                    }
             }
     }
 

@@ -90,7 +90,7 @@ struct Queries {
     float scale[GROUPS][2];           // of a product's sums, to scores
     float sum[GROUPS][2];             // of all channels as products take them, in their units: what an offset of 1 adds
     int whole[GROUPS][2];             // the same of bytes, high and low ones
-    int last[GROUPS][2];              // slot that it sees
+    int last[GROUPS][2], least_last;  // slot that it sees, and the least of all rows
     float reference[GROUPS][2], total[GROUPS][2], o[GROUPS][PAIRS * 4][4];
 
     // Nothing is summed up yet.
@@ -110,6 +110,15 @@ struct Queries {
     DEVICE void take(const Attention& p, const Given& given, int sequence, int head, int first, bool writes, int lane) {
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) prepare(p, sequence, head, first, n, writes, lane, given.raw[n]);
+        if constexpr (CUQUANT_MASKED) {
+            least_last = last[0][0];
+#pragma unroll
+            for (int n = 0; n < GROUPS; n++)
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) least_last = min(least_last, last[n][c]);
+            least_last = min(least_last, __shfl_xor_sync(~0u, least_last, 1));
+            least_last = min(least_last, __shfl_xor_sync(~0u, least_last, 2));
+        }
     }
 
     // Float16 numbers become integers, which all buckets but that of 16 bits, the first, meet.
