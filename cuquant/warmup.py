@@ -95,7 +95,7 @@ def kernels(
             matrices = 1 if kept.turned else prod(lead)
             for signs in {False, kept.signed_columns}:
                 how = {"to_convert": to_convert, "signs": signs}
-                found.add(plan.gemm(kept, m, n, k, matrices, True, gpu, **how).plan.kernel)
+                found.add(plan.gemm(plan.Problem(kept, m, n, k, gpu, matrices), **how).plan.kernel)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
@@ -103,7 +103,7 @@ def kernels(
             if kept.turned:
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
             for gated in plan.moe.gated_ways(kept):
-                made = plan.moe.product(kept, load, n, k, True, gated, gpu)
+                made = plan.moe.product(kept, load, n, k, gpu, gated=gated)
                 found |= {made.gemm.plan.kernel} if made is not None else set()
     return sorted(found, key=repr)
 

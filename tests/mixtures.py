@@ -68,7 +68,7 @@ def kernels_of(name: str, load: Load, half: bool, *shapes: tuple[int, int]) -> s
     """Those of products of a load with weights of these shapes, gated and not."""
     fmt = cq.formats.get(name).for_kernels
     made = (
-        plan.moe.product(fmt, load, *shape, half, gated, jit.gpu())
+        plan.moe.product(fmt, load, *shape, jit.gpu(), half, gated)
         for gated in (True, False)
         for shape in shapes
     )
@@ -78,7 +78,7 @@ def kernels_of(name: str, load: Load, half: bool, *shapes: tuple[int, int]) -> s
 def leveled(tokens: int, top_k: int, count: int, width: int = 160, k: int = 128) -> bool:
     """Whether q4_0's gate and up make levels: on Hopper they have to, if a test is to see it."""
     fmt = cq.formats.get("q4_0").for_kernels
-    both = plan.moe.gate_and_up(fmt, Load(tokens, top_k, count), width, k, True, jit.gpu())
+    both = plan.moe.gate_and_up(fmt, Load(tokens, top_k, count), width, k, jit.gpu())
     return (both is not None and both.levels) or jit.capability() != 90
 
 

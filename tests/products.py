@@ -38,9 +38,9 @@ def share_small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wgmma_timed, "leave_us", lambda tile, before_others: 0)
 
 
-def check_choice(
+def check_way(
     monkeypatch: pytest.MonkeyPatch,
-    choice: wgmma_timed.Choice,
+    way: wgmma_timed.WgmmaWay,
     w: cq.QuantizedArray,
     x: Any,
     bias: Any,
@@ -49,21 +49,21 @@ def check_choice(
 ) -> None:
     """Products by this way to run the wgmma core, with every kind of result."""
     cupy, (m, n) = device.cupy(), reference.shape
-    monkeypatch.setattr(wgmma_timed, "choices", lambda *a: [choice])
+    monkeypatch.setattr(wgmma_timed, "ways", lambda *a: [way])
     plan_anew(w)
     for _ in range(2):  # flags are as they were
-        assert nmse(x @ w.T, reference) < 1e-6, choice
+        assert nmse(x @ w.T, reference) < 1e-6, way
     y = cq.linear(x, w, bias=bias, activation="relu", residual=residual, dtype=np.float32)
-    assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, choice
-    assert nmse(cq.matmul(x, w.T, dtype=np.float32), reference) < 1e-6, choice
+    assert nmse(y, cupy.maximum(reference + bias, 0) + residual) < 1e-6, way
+    assert nmse(cq.matmul(x, w.T, dtype=np.float32), reference) < 1e-6, way
     y = cq.linear(x, w, bias=bias)
-    assert nmse(y, reference + bias) < 1e-6, choice
+    assert nmse(y, reference + bias) < 1e-6, way
     frame = cupy.full((m + 2, n + 24), np.nan, np.float16)  # aligned rows, a row that is not, the rest
     for view in (frame[1 : m + 1, 8 : n + 8], frame[1 : m + 1, 1 : n + 1]):
         frame.fill(np.nan)
-        assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, choice
+        assert nmse(cq.matmul(x, w.T, out=view), reference) < 1e-6, way
         view.fill(np.nan)
-        assert cupy.isnan(frame).all(), choice
+        assert cupy.isnan(frame).all(), way
 
 
 def assert_read_back(raw: NDArray[np.uint8], fmt: cq.Format, shape: tuple[int, ...]) -> None:

@@ -141,7 +141,7 @@ STRUCTS = [
 def kernel_of(op: str) -> plan.Kernel:
     q4_0, trellis = cq.formats.get("q4_0"), cq.formats.get("trellis3").for_kernels
     if op == "gemm":
-        return plan.gemm(q4_0, 1, 64, 64, 1, True, plan.Gpu(90)).plan.kernel
+        return plan.gemm(plan.Problem(q4_0, 1, 64, 64, plan.Gpu(90))).plan.kernel
     if op == "quantize":
         return plan.quantize(q4_0, 1).kernel
     if op == "attention":  # with maps of all widths

@@ -205,9 +205,8 @@ def test_signs_of_columns_have_registers() -> None:
     """Of trellis weights with the most scales, and with the most bits; under `compile_all` all of them."""
     todo = []
     for name in ("trellis2-32", "trellis4"):
-        gemm = plan.gemm(
-            cq.formats.get(name).for_kernels, 4096, 4096, 4096, 1, True, plan.Gpu(90), signs=True
-        )
+        problem = plan.Problem(cq.formats.get(name).for_kernels, 4096, 4096, 4096, plan.Gpu(90))
+        gemm = plan.gemm(problem, signs=True)
         assert gemm.signs_go_to == "W"
         todo.append(gemm.plan.kernel)
     check(todo, "sm_90a")
@@ -224,11 +223,12 @@ def test_products_of_every_format(name: str) -> None:
     fmt = cq.formats.get(name).for_kernels
     gpu = plan.Gpu(90)
     decoded = {
-        plan.decode(fmt, m, n, 4096, count, gpu).plan.kernel
+        plan.decode(plan.Problem(fmt, m, n, 4096, gpu, count)).plan.kernel
         for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 14336, 28672), (1, 8))
     }
     for m, n, hit, sides in combinations((1, 4, 8), (768, 2048, 14336), (2, 30), (1, 2)):
-        grouped = decode_grouped(fmt, m, n, 1024, Hits(1.0, ((hit, 1.0),)), gpu, True, sides)
+        problem = plan.Problem(fmt, m, n, 1024, gpu, sides=sides, grouped=True)
+        grouped = decode_grouped(problem, Hits(1.0, ((hit, 1.0),)))
         decoded |= set() if grouped is None else {grouped[1].plan.kernel}
     check([*decoded, *(kernel for tile in chosen for kernel in tiles_of(name, tile))], "sm_90a")
 
@@ -377,7 +377,7 @@ def test_the_header_of_a_new_format_in_the_docs(tmp_path: Path, monkeypatch: pyt
     kernels = [
         plan.per_block("dequantize", like, 1).kernel,
         plan.repack(like, "to_fragments", 1, 1, plan.Gpu(90)).kernel,
-        plan.gemm(like, 1, 1024, 1024, 1, True, plan.Gpu(90)).plan.kernel,
+        plan.gemm(plan.Problem(like, 1, 1024, 1024, plan.Gpu(90))).plan.kernel,
     ]
     monkeypatch.setattr(sources, "flatten", sources.flatten.__wrapped__)
     check([replace(kernel, format="offset8") for kernel in kernels], "sm_90a")

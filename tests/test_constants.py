@@ -91,7 +91,7 @@ SHARED: list[Case] = [
         | {"PADDED": kv_plan.padded(64)},
     ),
     (
-        plan.wgmma(Q4_0, 512, 4096, 4096, 1, GPU).plan.kernel,
+        plan.wgmma(plan.Problem(Q4_0, 512, 4096, 4096, GPU)).plan.kernel,
         {"Shares<1, true>::MOST_PARTS": wgmma_timed.MOST_PARTS},
     ),
 ]
@@ -133,12 +133,13 @@ def test_tables_of_codebooks(name: str) -> None:
         if cores.tables(fmt, 2) > 1:
             copies, size = cores.table_of(fmt, 90, roomy, sides=2)
             values[f"Codec<Format, {copies}>::TWO_BYTES"] = size
-    same(plan.gemm(fmt, 1, 4096, 4096, 1, True, GPU).plan.kernel, values)
+    same(plan.gemm(plan.Problem(fmt, 1, 4096, 4096, GPU)).plan.kernel, values)
 
 
 def test_last_rows_of_experts() -> None:
     """What the kernel takes for few rows is no constant of the file, but of a function."""
-    products = moe._wgmma(Q4_0, moe.Load(64, 2, 8), 1024, 4096, 1, GPU)
+    load = moe.Load(64, 2, 8)
+    products = moe._wgmma(load.problem(Q4_0, 1024, 4096, GPU, True, False), load)
     kernels = {product.batch: product.gemm.plan.kernel for product in products}
     tiles = {tile.batch: tile for tile in wgmma_timed.WGMMA_TILES if tile.batch in kernels}
     assert len({wgmma_timed.narrow(tile) == batch for batch, tile in tiles.items()}) == 2

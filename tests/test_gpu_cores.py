@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from formats_table import ON_GPU
-from products import check_choice, cuda_weight, gauss, plan_anew, share_small_tiles
+from products import check_way, cuda_weight, gauss, plan_anew, share_small_tiles
 
 import cuquant as cq
 from cuquant import device, plan, testing
@@ -92,10 +93,10 @@ def test_every_tile_of_the_mma_core(
     own = mma_core.MmaTile(*tile)
     for parts, least in ((1, 0), (3, 99), (2, 1)):
 
-        def choice(fmt: cq.Format, m: int, n: int, *_: Any, parts: int = parts, least: int = least) -> Any:
-            return mma_core.Choice(own, min(least, own.blocks(m, n, 1)), parts)
+        def fastest(problem: plan.Problem, parts: int = parts, least: int = least) -> mma_core.MmaWay:
+            return mma_core.MmaWay(own, min(least, prod(own.grid(problem))), parts)
 
-        monkeypatch.setattr(mma_core, "_choice", choice)
+        monkeypatch.setattr(mma_core, "_fastest", fastest)
         plan_anew()
         # Few steps along K, fewer than blocks; and many times those of a ring, with some left over.
         for (n, k), m in product(((70, 256), (300, 2816)), (17, 150)):
@@ -118,7 +119,7 @@ def test_blocks_that_share_columns_make_the_same_bits(
     monkeypatch.setattr(jit, "capability", lambda: 80)
     plan_anew()
     w, x = cuda_weight("q4_0", (n, k)), cupy.asarray(gauss((m, k), 1).astype(np.float16))
-    gemm = plan.gemm(w.format, m, n, k, 1, True, jit.gpu())
+    gemm = plan.gemm(plan.Problem(w.format, m, n, k, jit.gpu()))
     assert gemm.plan.grid[0] > 3 * gemm.streamed > 0
     first = cq.matmul(x, w.T)
     assert nmse(first, testing.linear(x, w)) < 1e-6
@@ -166,17 +167,19 @@ def test_edges_of_every_tile(monkeypatch: pytest.MonkeyPatch, name: str, tile: A
     w, x = cuda_weight(name, (n, k)), cupy.asarray(gauss((m, k)).astype(np.float16))
     bias, residual = cupy.asarray(gauss((n,), 1)), cupy.asarray(gauss((m, n), 2))
     reference = cupy.asarray(testing.linear(x, w))
-    found = [c for c in wgmma_timed.choices(cq.formats.get(name), m, n, k, 1, jit.gpu()) if c.tile == tile]
-    for choice in found:
-        check_choice(monkeypatch, choice, w, x, bias, residual, reference)
-    for choice in found:
-        if choice.streamed:
+    found = [
+        c for c in wgmma_timed.ways(plan.Problem(cq.formats.get(name), m, n, k, jit.gpu())) if c.tile == tile
+    ]
+    for way in found:
+        check_way(monkeypatch, way, w, x, bias, residual, reference)
+    for way in found:
+        if way.streamed:
             continue
         # One tile, with twice as many turns as there are stages, and one more.
-        k = (2 * choice.stages + 1) * tile.width * choice.split * plan.TILE_COLUMNS
+        k = (2 * way.stages + 1) * tile.width * way.split * plan.TILE_COLUMNS
         w, x = cuda_weight(name, (tile.rows * tile.pair, k)), cupy.asarray(gauss((8, k)).astype(np.float16))
-        only = choice._replace(outputs=1)
-        monkeypatch.setattr(wgmma_timed, "choices", lambda *a, only=only: [only])
+        only = way._replace(outputs=1)
+        monkeypatch.setattr(wgmma_timed, "ways", lambda *a, only=only: [only])
         plan_anew(w)
         for _ in range(3):
             assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, only
@@ -207,12 +210,12 @@ def test_parts_of_a_split_need_not_be_equal(monkeypatch: pytest.MonkeyPatch, nam
     for turns in (9, 17):
         k = turns * tile.width * plan.TILE_COLUMNS
         w, x = cuda_weight(name, (70, k)), cupy.asarray(gauss((9, k), 1).astype(np.float16))
-        for choice in wgmma_timed.choices(fmt, 9, 70, k, 1, jit.gpu()):
-            if choice.tile == tile and choice.split > 1:
-                splits.add(choice.split)
-                monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
+        for way in wgmma_timed.ways(plan.Problem(fmt, 9, 70, k, jit.gpu())):
+            if way.tile == tile and way.split > 1:
+                splits.add(way.split)
+                monkeypatch.setattr(wgmma_timed, "ways", lambda *a, way=way: [way])
                 plan_anew(w)
-                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, choice
+                assert nmse(x @ w.T, testing.linear(x, w)) < 1e-6, way
                 monkeypatch.undo()
     plan_anew()
     assert splits == ({2, 4} if wgmma_core.stages_of(fmt, tile, 2) >= 3 else set())
@@ -241,16 +244,14 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
         shapes += [(13, 4306, 1280), (9, 2570, 1344)]
     for m, n, k in shapes:
         share_small_tiles(monkeypatch)
-        choices = [
-            choice for choice in wgmma_timed.choices(fmt, m, n, k, 1, jit.gpu()) if choice.tile == tile
-        ]
+        found = [way for way in wgmma_timed.ways(plan.Problem(fmt, m, n, k, jit.gpu())) if way.tile == tile]
         w = cq.quantize(cupy.random.standard_normal((n, k), dtype=F), name)
         x = cupy.random.standard_normal((m, k), dtype=F).astype(np.float16)
         bias, residual = cupy.random.standard_normal(n, dtype=F), cupy.random.standard_normal((m, n), dtype=F)
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in choices:
-            ways.add((choice.split, choice.streamed > 0))
-            check_choice(monkeypatch, choice, w, x, bias, residual, reference)
+        for way in found:
+            ways.add((way.split, way.streamed > 0))
+            check_way(monkeypatch, way, w, x, bias, residual, reference)
         monkeypatch.undo()
     plan_anew()
     if not ways:  # no room for three stages, or registers
@@ -278,7 +279,8 @@ def test_few_rows_of_large_weights(monkeypatch: pytest.MonkeyPatch, name: str, m
     plan_anew()
     for shape in ((70, 160), (2570, 1056), (300, 4096), (3, 200, 512)):
         *lead, n, k = shape
-        gemm = plan.gemm(cq.formats.get(name), m, n, k, int(np.prod(lead)), True, jit.gpu())
+        problem = plan.Problem(cq.formats.get(name), m, n, k, jit.gpu(), int(np.prod(lead)))
+        gemm = plan.gemm(problem)
         assert plan.core_of(gemm.plan.kernel) == "wgmma"
         w, x = cuda_weight(name, shape), cupy.asarray(gauss((*lead, m, k), 2))
         bias, residual = cupy.asarray(gauss((n,), 3)), cupy.asarray(gauss((*lead, m, n), 4))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from formats_table import FLOATS
 from numpy.typing import NDArray
-from products import check_choice, plan_anew, share_small_tiles
+from products import check_way, plan_anew, share_small_tiles
 from walks import GENERATORS, PRODUCT_BITS, random_exl3
 
 import cuquant as cq
@@ -34,7 +34,7 @@ def compiled(compile_ahead: Callable[[Any], None]) -> None:
     gpu = jit.gpu()
     formats = [cq.Exl3(*given) for given in SOME]
     todo = {
-        plan.gemm(fmt, m, n, k, 1, True, gpu).plan.kernel
+        plan.gemm(plan.Problem(fmt, m, n, k, gpu)).plan.kernel
         for fmt in formats
         for m in BATCHES
         for n, k in SHAPES
@@ -192,13 +192,13 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
     there, x = w.to_device("cuda"), cupy.asarray(gauss(m, k)).astype(np.float16)
     bias, residual = cupy.asarray(gauss(n, seed=1)), cupy.asarray(gauss(m, n, seed=2))
     reference = cupy.asarray(testing.linear(x, w))
-    choices = [c for c in wgmma_timed.choices(fmt, m, n, k, 1, gpu) if c.tile == tile and c.split < 4]
-    for choice in choices:
-        check_choice(monkeypatch, choice, there, x, bias, residual, reference)
+    ways = [c for c in wgmma_timed.ways(plan.Problem(fmt, m, n, k, gpu)) if c.tile == tile and c.split < 4]
+    for way in ways:
+        check_way(monkeypatch, way, there, x, bias, residual, reference)
     whole = wgmma_core.stages_of(fmt, tile, 1) >= 3  # else only halves of K
     expected = {False, wgmma_core.shares_tiles(fmt, tile)} if whole else set[bool]()
-    assert choices
-    assert {c.streamed > 0 for c in choices if c.split == 1} == expected
+    assert ways
+    assert {c.streamed > 0 for c in ways if c.split == 1} == expected
     monkeypatch.undo()
     plan_anew()
 
@@ -214,10 +214,10 @@ def test_tiles_of_few_columns(monkeypatch: pytest.MonkeyPatch, tile: Any) -> Non
     there, x = w.to_device("cuda"), cupy.asarray(gauss(m, 128)).astype(np.float16)
     residual = cupy.asarray(gauss(m, 1024, seed=2))
     exact = testing.linear(x, w)
-    for choice in wgmma_timed.choices(cq.Exl3(4, "mcg"), m, 1024, 128, 1, gpu):
-        if choice.tile != tile or choice.split > 1:
+    for way in wgmma_timed.ways(plan.Problem(cq.Exl3(4, "mcg"), m, 1024, 128, gpu)):
+        if way.tile != tile or way.split > 1:
             continue
-        monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
+        monkeypatch.setattr(wgmma_timed, "ways", lambda *a, way=way: [way])
         plan_anew(there)
         for added, expected in ((None, exact), (residual, exact + as_numpy(residual))):
             first = cq.linear(x, there, residual=added)

@@ -199,12 +199,12 @@ def test_every_tile_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, tile: Any
         w = weight(name, (n, k), 10)
         x = cupy.asarray(gauss((m, k), 11).astype(np.float16))
         reference = x.astype(np.float64) @ w.dequantize().astype(np.float64).T
-        for choice in wgmma_timed.choices(w.format, m, n, k, 1, jit.gpu()):
-            if choice.tile != tile:
+        for way in wgmma_timed.ways(plan.Problem(w.format, m, n, k, jit.gpu())):
+            if way.tile != tile:
                 continue
-            monkeypatch.setattr(wgmma_timed, "choices", lambda *a, choice=choice: [choice])
+            monkeypatch.setattr(wgmma_timed, "ways", lambda *a, way=way: [way])
             plan_anew(w)
-            assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, choice
+            assert nmse(cq.matmul(x, w.T, dtype=F), reference) < 1e-6, way
             monkeypatch.undo()
             tried += 1
     room = any(wgmma_core.stages_of(cq.formats.get(name), tile, 1) >= 3 for name, _ in shapes)

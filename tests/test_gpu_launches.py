@@ -55,7 +55,7 @@ def test_a_stream_whose_first_product_is_captured(direct_first: bool) -> None:
     w = cuda_weight("q4_0", (9000, 4096)).prepare()
     x = cupy.asarray(gauss((64, 4096)).astype(np.float16))
     if jit.capability() == 90:
-        assert plan.gemm(w.format, 64, 9000, 4096, 1, True, jit.gpu()).partials > 0
+        assert plan.gemm(plan.Problem(w.format, 64, 9000, 4096, jit.gpu())).partials > 0
     y, z = cupy.empty((64, 9000), F), cupy.empty((64, 9000), F)
     expected = as_numpy(cq.matmul(x, w.T, dtype=F))  # by another stream
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -79,7 +79,7 @@ def test_a_stream_whose_first_product_is_captured(direct_first: bool) -> None:
 def test_products_whose_sums_pass_between_blocks_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     w = cuda_weight("q4_0", (9000, 4096)).prepare()
     if jit.capability() == 90:
-        assert plan.gemm(w.format, 64, 9000, 4096, 1, True, jit.gpu()).partials > 0
+        assert plan.gemm(plan.Problem(w.format, 64, 9000, 4096, jit.gpu())).partials > 0
     for dtype in (np.float16, F):
         x = device.cupy().asarray(gauss((64, 4096)).astype(dtype))
         expected = as_numpy(x @ w.T)

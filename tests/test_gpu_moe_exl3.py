@@ -24,7 +24,7 @@ K, HIDDEN, N, COUNT = 256, 384, 128, 4
 @pytest.fixture(scope="module", autouse=True)
 def compiled(compile_ahead: Callable[[Any], None]) -> None:
     todo = [
-        plan.moe.product(cq.Exl3(bits, "mcg"), Load(tokens, 2, COUNT), n, k, True, False, jit.gpu())
+        plan.moe.product(cq.Exl3(bits, "mcg"), Load(tokens, 2, COUNT), n, k, jit.gpu())
         for bits in PRODUCT_BITS
         for tokens in (1, 3, 60, 300)
         for n, k in ((HIDDEN, K), (N, HIDDEN))

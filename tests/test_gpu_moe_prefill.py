@@ -66,7 +66,9 @@ FORMATS = ("q4_0", "kbit4", "mxfp4", "int4-32-zeros")
 
 
 def has_tile(format: str, tile: Tile) -> bool:
-    return wgmma_grouped(cq.formats.get(format).for_kernels, tile, 1024, sides=2) is not None
+    fmt = cq.formats.get(format).for_kernels
+    problem = plan.Problem(fmt, tile.batch, 1024, 1024, plan.Gpu(90), sides=2, grouped=True)
+    return wgmma_grouped(problem, tile) is not None
 
 
 TILES = [tile for tile in WGMMA_TILES if has_tile("q4_0", tile)]
@@ -131,7 +133,8 @@ def check_shared(tile: Tile, format: str, counts: tuple[int, ...], k: int, hidde
     rest = tiles % clusters
     helpers = min(clusters - rest, MOST_PARTS * rest)
     for wide in (k, 2 * k, 4 * k, 8 * k):
-        made = plan.moe.product(cq.formats.get(format).for_kernels, load, hidden, wide, True, True, jit.gpu())
+        fmt = cq.formats.get(format).for_kernels
+        made = plan.moe.product(fmt, load, hidden, wide, jit.gpu(), gated=True)
         assert made is not None
         assert 0 < rest <= made.gemm.streamed
         # As kernels/core/schedule.cuh decides.

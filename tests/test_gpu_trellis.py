@@ -32,7 +32,7 @@ def compiled(compile_ahead: Callable[[Any], None]) -> None:
     formats = [cq.formats.get(name) for name in TRELLIS]
     shapes = [(n, k, 1) for n, k in SHAPES] + [(40, 96, 3), (96, 256, 1)]
     todo = {
-        plan.gemm(fmt, m, n, k + -k % 8, count, half, gpu).plan.kernel
+        plan.gemm(plan.Problem(fmt, m, n, k + -k % 8, gpu, count, half)).plan.kernel
         for fmt, m, (n, k, count), half in product(formats, BATCHES, shapes, (True, False))
     }
     todo |= {kernel for kernel in plan.all_kernels(formats, [gpu]) if kernel.op != "gemm"}
@@ -366,7 +366,7 @@ def test_signs_of_columns_are_given_to_w(bits: int, monkeypatch: pytest.MonkeyPa
     split K. K is ragged; matrices of a stack have their own, even if x is one for all."""
     if jit.capability() != 90:
         pytest.skip("wgmma is sm_90a's")
-    cupy, choices, taken = device.cupy(), wgmma_timed.choices, set()
+    cupy, ways, taken = device.cupy(), wgmma_timed.ways, set()
     monkeypatch.setattr(wgmma_timed, "places_of", lambda gpu, cluster=1: 3 if cluster > 1 else 4)
     share_small_tiles(monkeypatch)
     for shape, lead in (((300, 520), ()), ((140, 72), ()), ((3, 140, 136), ()), ((3, 140, 136), (3,))):
@@ -377,11 +377,12 @@ def test_signs_of_columns_are_given_to_w(bits: int, monkeypatch: pytest.MonkeyPa
         m, n, k = 270, *shape[-2:]
         x = cupy.asarray(gauss(*lead, m, k).astype(np.float16))
         expected = testing.linear(x, w)
-        for choice in choices(w.format.for_kernels, m, n, k, int(np.prod(shape[:-2])), jit.gpu()):
-            if (choice.tile.batch, choice.tile.groups) != (256, 2):
+        problem = plan.Problem(w.format.for_kernels, m, n, k, jit.gpu(), int(np.prod(shape[:-2])))
+        for way in ways(problem):
+            if (way.tile.batch, way.tile.groups) != (256, 2):
                 continue
-            taken.add((choice.tile.pair, choice.split, choice.streamed > 0))
-            monkeypatch.setattr(wgmma_timed, "choices", lambda *given, choice=choice: [choice])
+            taken.add((way.tile.pair, way.split, way.streamed > 0))
+            monkeypatch.setattr(wgmma_timed, "ways", lambda *given, way=way: [way])
             plan_anew(w)
             agrees(x @ w.T, expected)
             (known,) = w.fragments().repeats.values()

@@ -87,7 +87,7 @@ def test_plans_cover_the_problem(capability: int, half: bool) -> None:
             (1, 16, 17, 4096, 8704, 14336, 100_000),
             (32, 4096, 14336, 30_000),
         ):
-            gemm = plan.gemm(cq.formats.get(name), m, n, k, 3, half, plan.Gpu(capability))
+            gemm = plan.gemm(plan.Problem(cq.formats.get(name), m, n, k, plan.Gpu(capability), 3, half))
             c, (x, y, z) = dict(gemm.plan.kernel.constants), gemm.plan.grid
             core = plan.core_of(gemm.plan.kernel)
             assert (
@@ -157,7 +157,8 @@ def test_large_weights_go_to_the_wgmma_core_sooner() -> None:
         ("trellis3", 4096, 14336, set[int]()),
     ):
         for m, half, capability in combinations((1, 2, 4, 8, 9, 16), (True, False), (90, 80)):
-            gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, half, plan.Gpu(capability))
+            fmt, gpu = cq.formats.get(name).for_kernels, plan.Gpu(capability)
+            gemm = plan.gemm(plan.Problem(fmt, m, n, k, gpu, half=half))
             wgmma = capability == 90 and (m in sooner or m >= 9)
             mma = capability == 80 and m >= 9 and n == 4096
             expected = "wgmma" if half and wgmma else "mma" if half and mma else "decode"
@@ -174,7 +175,8 @@ def test_rings_of_the_mma_core_are_as_deep_as_there_is_room(capability: int) -> 
         deep, square, small, *large = mma_core._tiles(fmt, groups, capability)
         assert (small.stages, deep.rows, square.batch) == (3, 1, 128)
         for tile, most in ((deep, 8), (square, 4), (small, 3), *((tile, 4) for tile in large)):
-            gemm = mma_core._of_way(fmt, 512, 4096, 1, plan.Gpu(capability), mma_core.Choice(tile))
+            problem = plan.Problem(fmt, 512, 4096, 4096, plan.Gpu(capability))
+            gemm = mma_core._of_way(problem, mma_core.MmaWay(tile))
             own = tile.batch * 144 + tile.row_tiles * plan.layout(fmt).step(1)
             assert tile.resident * (gemm.plan.shared + (1 << 10)) <= room
             assert tile.stages == most or tile.resident * (gemm.plan.shared + own + (3 << 10)) > room
@@ -188,7 +190,8 @@ def test_large_products_have_large_tiles(capability: int) -> None:
         ("q4_0", "q8_0", "q4_k", "q6_k", "kbit4", "kbit5", "nvfp4"),
         ((256, 14336, True), (512, 8192, True), (2048, 4096, True), (128, 4096, False)),
     ):
-        gemm = mma_core.mma_grouped(cq.formats.get(name).for_kernels, m, n, 4096, 1, plan.Gpu(capability))
+        fmt, gpu = cq.formats.get(name).for_kernels, plan.Gpu(capability)
+        gemm = mma_core.mma_grouped(plan.Problem(fmt, m, n, 4096, gpu, grouped=True))
         c = dict(gemm.plan.kernel.constants)
         is_large = c["ROW_TILES"] * c["ROW_WARPS"] == 16
         assert is_large == (large and capability >= 80), (name, m, n)
@@ -200,7 +203,7 @@ def test_rings_leave_room_for_copies_of_a_codebook(capability: int) -> None:
     """For every lane where there is much shared memory; never fewer than a quarter of that."""
     for name, (m, n) in combinations(("kbit2", "kbit3", "kbit4", "iq4_xs"), ((64, 4096), (512, 14336))):
         fmt = cq.formats.get(name).for_kernels
-        gemm = mma_core.mma_grouped(fmt, m, n, 4096, 1, plan.Gpu(capability))
+        gemm = mma_core.mma_grouped(plan.Problem(fmt, m, n, 4096, plan.Gpu(capability), grouped=True))
         copies, most = dict(gemm.plan.kernel.constants)["COPIES"], table_of(fmt, capability)[0]
         assert most // 4 <= copies <= most
         assert copies == most or capability != 90 or m == 64
@@ -256,7 +259,7 @@ def test_streamed_tiles_are_shared_out_once() -> None:
     seen = set()
     shapes = ((14336, 4096), (28672, 8192), (9000, 11008))
     for m, (n, k) in combinations((32, 64, 129, 256, 384, 512, 1000, 1024), shapes):
-        gemm = plan.gemm(cq.formats.get("kbit4"), m, n, k, 1, True, plan.Gpu(90))
+        gemm = plan.gemm(plan.Problem(cq.formats.get("kbit4"), m, n, k, plan.Gpu(90)))
         if not gemm.streamed:
             continue
         c = dict(gemm.plan.kernel.constants)

@@ -13,7 +13,7 @@ import pytest
 import cuquant as cq
 from cuquant import plan
 from cuquant.plan import decode_timed
-from cuquant.plan.decode_core import Hits, Work
+from cuquant.plan.decode_core import DecodeProblem, Hits
 from cuquant.plan.decode_grouped import decode_grouped
 from cuquant.plan.moe import Load
 
@@ -49,7 +49,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
     which clusters were measured."""
     slower, of_known, near_clusters, others = [], [], [], 0
     for (name, m, n, k), times in measured("decode-tiles.txt"):
-        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
+        gemm = plan.gemm(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(90)))
         tile = tile_of(gemm)
         if tile == "wgmma" and tile not in times:  # test_plan_wgmma.py
             others += 1
@@ -77,8 +77,8 @@ def test_tiles_of_an_h100() -> None:
     for memory, found in slower.items():
         gpu = plan.Gpu(90, memory=memory)
         for (name, m, n, k), times in measured("decode-tiles-h100.txt"):
-            work = Work(cq.formats.get(name).for_kernels, m, n, k, 1, gpu)
-            _, gemm = decode_timed.fastest(work, True, False)
+            problem = plan.Problem(cq.formats.get(name).for_kernels, m, n, k, gpu)
+            _, gemm = decode_timed.fastest(problem, to_convert=False)
             found.append(times[tile_of(gemm)] / min(times.values()))
     assert len(slower[0.68]) == 144
     assert np.mean(slower[0.68]) < 1.016
@@ -98,10 +98,10 @@ def test_mixtures_have_tiles_that_were_fast() -> None:
         known = {tile: float(us) for us, tile in (each.split(":") for each in times)}
         load = Load(int(tokens), int(top_k), int(experts))
         shape = (int(width), int(k)) if which == "both" else (int(k), int(width))
-        sides = 1 + (which == "both")
-        work = Work(cq.formats.get(name).for_kernels, load.likely, *shape, 1, plan.Gpu(90), sides, True)
-        made = sorted(decode_timed.choices(work, load.hits))
-        tiles = [tile_of(decode_timed.launch(work, choice, True, False)) for choice in made]
+        fmt = cq.formats.get(name).for_kernels
+        problem = DecodeProblem(*load.problem(fmt, *shape, plan.Gpu(90), True, which == "both"))
+        ways = sorted(decode_timed.ways(problem, load.hits))
+        tiles = [tile_of(decode_timed.launch(problem, way)) for way in ways]
         taken = next((tile for tile in tiles if tile in known), None)
         if taken is not None:
             slower.append(known[taken] / min(known.values()) - 1)
@@ -113,13 +113,13 @@ def test_mixtures_have_tiles_that_were_fast() -> None:
 
 
 @pytest.mark.parametrize("name", ["q4_0", "q5_1", "q8_0", "kbit3", "q4_k", "trellis3-32", "exl3-3-mcg"])
-def test_choices_are_launches_that_a_gpu_can_hold(name: str) -> None:
+def test_ways_are_launches_that_a_gpu_can_hold(name: str) -> None:
     """No more rows than registers or the shared memory allow; the likeliest first."""
     fmt = cq.formats.get(name).for_kernels
     for m, (n, k), count in combinations((1, 8, 16), [(4096, 4096), (96, 64), (2560, 9728)], (1, 3)):
-        work = Work(fmt, m, n, k, count, plan.Gpu(90))
-        gemms = list(decode_timed.variants(work))
-        assert gemms[0] == plan.decode(fmt, m, n, k, count, plan.Gpu(90))
+        problem = plan.Problem(fmt, m, n, k, plan.Gpu(90), count)
+        gemms = list(decode_timed.variants(problem))
+        assert gemms[0] == plan.decode(problem)
         for gemm in gemms:
             c = dict(gemm.plan.kernel.constants)
             assert gemm.plan.shared <= plan.shared_limit(90, c["RESIDENT"])
@@ -135,7 +135,7 @@ def test_no_second_block_fits_beside_one_that_is_to_be_alone() -> None:
         (1, 2, 4, 8),
         OF_MODELS,
     ):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, k, 1, plan.Gpu(90))
+        gemm = plan.decode(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(90)))
         c = dict(gemm.plan.kernel.constants)
         if (c["WARPS"], c["RESIDENT"]) == (8, 1):
             seen.add(name)
@@ -150,13 +150,13 @@ def test_registers_of_two_blocks() -> None:
     for name, most in (("q4_1", 6), ("q5_1", 6), ("int4-128-zeros", 6), ("q6_k", 4)):
         rows = (11008, 13824, 14336, 25600, 28672, 65536)
         for n, k, count in combinations(rows, (2048, 4096), (1, 2, 4, 8)):
-            gemm = plan.decode(cq.formats.get(name).for_kernels, 1, n, k, count, gpu)
+            gemm = plan.decode(plan.Problem(cq.formats.get(name).for_kernels, 1, n, k, gpu, count))
             c = dict(gemm.plan.kernel.constants)
             assert c["RESIDENT"] == 1 or c["ROW_WARPS"] == 1 or c["ROW_TILES"] <= most, (name, n, k, count)
     for name, hit, sides in combinations(("q6_k", "trellis3-32"), (1, 2, 8, 30), (1, 2)):
         for n, k in ((2048, 1024), (768, 1024), (14336, 4096)):
-            hits = Hits(1.0, ((hit, 1.0),))
-            made = decode_grouped(cq.formats.get(name).for_kernels, 1, n, k, hits, gpu, True, sides)
+            fmt, hits = cq.formats.get(name).for_kernels, Hits(1.0, ((hit, 1.0),))
+            made = decode_grouped(plan.Problem(fmt, 1, n, k, gpu, sides=sides, grouped=True), hits)
             c = {} if made is None else dict(made[1].plan.kernel.constants)
             assert c.get("RESIDENT", 1) == 1 or c["ROW_TILES"] <= 4, (name, hit, n, k)
 
@@ -165,7 +165,7 @@ def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
     """Of Llama, Qwen and Phi: the busiest has less than 1.2 times its fair share on average."""
     busiest = []
     for name, (n, k), m in combinations(("q4_0", "q8_0", "q4_k", "kbit4"), OF_MODELS, (1, 2, 4, 8)):
-        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
+        gemm = plan.gemm(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(90)))
         c = dict(gemm.plan.kernel.constants)
         blocks = gemm.plan.grid[0] / plan.LARGE_GPU
         if plan.core_of(gemm.plan.kernel) == "wgmma" or blocks <= c["RESIDENT"] / 2:
@@ -182,7 +182,7 @@ def test_few_multiprocessors_are_idle_for_weights_of_many_models() -> None:
 def test_small_blocks_never_ask_for_all_of_w_before_x() -> None:
     """Half of a ring's slots, of which there are no more than a warp has steps."""
     for name, m, (n, k) in combinations(("q4_0", "nvfp4", "q4_k"), (1, 2, 4), [(8192, 2048), (8960, 1536)]):
-        gemm = plan.decode(cq.formats.get(name).for_kernels, m, n, k, 1, plan.Gpu(90))
+        gemm = plan.decode(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(90)))
         c = dict(gemm.plan.kernel.constants)
         assert c["RESIDENT"] == 2
         turns = ceil(k / 64 / (c["WARPS"] // c["ROW_WARPS"]))
@@ -198,7 +198,7 @@ def test_tables_are_large_where_all_of_x_has_room_beside_them() -> None:
         (90, 16, (14336, 4096), 32),
         (86, 1, (14336, 4096), 32),
     ):
-        gemm = plan.decode(cq.formats.get("kbit4").for_kernels, m, *shape, 1, plan.Gpu(capability))
+        gemm = plan.decode(plan.Problem(cq.formats.get("kbit4").for_kernels, m, *shape, plan.Gpu(capability)))
         assert dict(gemm.plan.kernel.constants)["COPIES"] == copies, (capability, m, shape)
 
 
@@ -207,7 +207,7 @@ def test_blocks_of_stacked_matrices_run_at_once() -> None:
     than 42 row tiles for each two rounds may be less work."""
     seen = 0
     for m, n, count in combinations((1, 4, 8, 16), (1024, 4096, 11008, 14336), range(2, 33)):
-        gemm = plan.decode(cq.formats.get("q4_0").for_kernels, m, n, 4096, count, plan.Gpu(90))
+        gemm = plan.decode(plan.Problem(cq.formats.get("q4_0").for_kernels, m, n, 4096, plan.Gpu(90), count))
         c = dict(gemm.plan.kernel.constants)
         share = ceil(n // 16 / (plan.LARGE_GPU // (count * c["CLUSTER"])))
         if share <= 42 and c["RESIDENT"] == 1:

@@ -41,7 +41,8 @@ def test_few_rows_keep_all_multiprocessors_busy(gpu: plan.Gpu) -> None:
         ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192), (28672, 8192), (11008, 4096)),
     ):
         fmt = cq.formats.get(name).for_kernels
-        own, other = (plan.decode(fmt, m, n, k, 1, each) for each in (gpu, plan.Gpu(gpu.capability)))
+        gpus = (gpu, plan.Gpu(gpu.capability))
+        own, other = (plan.decode(plan.Problem(fmt, m, n, k, each)) for each in gpus)
         most = most_row_tiles(own, gpu)
         share = ceil(n / 16) / gpu.multiprocessors
         busy.append(share / most)
@@ -54,11 +55,11 @@ def test_larger_products_fill_the_gpu_that_there_is() -> None:
     fmt = cq.formats.get("q4_0").for_kernels
     for gpu in (plan.Gpu(90, 78), plan.Gpu(90, 114), plan.Gpu(90)):
         for m in (16, 64, 256, 4096):
-            gemm = plan.gemm(fmt, m, 14336, 4096, 1, True, gpu)
+            gemm = plan.gemm(plan.Problem(fmt, m, 14336, 4096, gpu))
             c = dict(gemm.plan.kernel.constants)
             assert gemm.plan.grid[0] <= gpu.multiprocessors * c["RESIDENT"]
             assert not gemm.streamed or gemm.plan.grid[0] >= gpu.multiprocessors - 1
-    made = plan.moe.product(fmt, plan.moe.Load(512, 2, 8), 14336, 4096, True, True, plan.Gpu(90, 78))
+    made = plan.moe.product(fmt, plan.moe.Load(512, 2, 8), 14336, 4096, plan.Gpu(90, 78), gated=True)
     assert made is not None
     assert made.gemm.plan.grid[0] <= 78
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(86, 82)).grid == (143, 1, 1)  # in 7 rounds
@@ -70,6 +71,7 @@ def test_a_few_multiprocessors_have_plans(multiprocessors: int) -> None:
     """A part of a GPU may have no room for clusters of two blocks, or of four."""
     fmt, gpu = cq.formats.get("q4_0").for_kernels, plan.Gpu(90, multiprocessors)
     for m in (1, 16, 64, 4096):
-        assert plan.gemm(fmt, m, 4096, 4096, 1, True, gpu).plan.grid[0] >= 1
+        assert plan.gemm(plan.Problem(fmt, m, 4096, 4096, gpu)).plan.grid[0] >= 1
     for tokens in (1, 64, 4096):
-        assert plan.moe.product(fmt, plan.moe.Load(tokens, 2, 8), 4096, 4096, False, True, gpu) is not None
+        load = plan.moe.Load(tokens, 2, 8)
+        assert plan.moe.product(fmt, load, 4096, 4096, gpu, half=False, gated=True) is not None

@@ -44,7 +44,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
     in the mean."""
     slower: dict[bool, list[float]] = {True: [], False: []}
     for (name, m, n, k), times in measured("mma-tiles.txt"):
-        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(80))
+        gemm = plan.gemm(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(80)))
         slower[m > plan.DECODE_BATCH].append(times[tile_of(gemm, m, n)] / min(times.values()))
     assert len(slower[True]) > 160
     assert np.mean(slower[True]) < 1.007
@@ -57,7 +57,7 @@ def test_tuning_tries_the_likeliest_first() -> None:
     for (name, m, n, k), times in measured("mma-tiles.txt"):
         if m > plan.DECODE_BATCH:
             fmt, gpu = cq.formats.get(name).for_kernels, plan.Gpu(80)
-            tried = [tile_of(each, m, n) for each in mma_core.variants(fmt, m, n, k, 1, gpu)][
+            tried = [tile_of(each, m, n) for each in mma_core.variants(plan.Problem(fmt, m, n, k, gpu))][
                 : plan.tuning.MOST
             ]
             fastest = min(times, key=lambda tile: times[tile])
@@ -69,7 +69,7 @@ def test_tuning_tries_the_likeliest_first() -> None:
 @pytest.mark.parametrize(("m", "n", "rounds"), [(384, 14336, 1), (1536, 14336, 5), (640, 14336, 2)])
 def test_blocks_of_the_last_round_share_columns(m: int, n: int, rounds: int) -> None:
     """Where it would leave most multiprocessors idle."""
-    gemm = plan.gemm(cq.formats.get("kbit4"), m, n, 4096, 1, True, plan.Gpu(80))
+    gemm = plan.gemm(plan.Problem(cq.formats.get("kbit4"), m, n, 4096, plan.Gpu(80)))
     c = dict(gemm.plan.kernel.constants)
     assert 0 < gemm.plan.grid[0] - rounds * 132 * c["RESIDENT"] == gemm.streamed * parts_of(gemm, m, n)
 
@@ -83,7 +83,7 @@ def test_blocks_that_share_columns_run_at_once(capability: int, multiprocessors:
     for name in NAMES:
         fmt = cq.formats.get(name).for_kernels
         for m, (n, k, matrices) in combinations((9, 17, 33, 100, 300, 900), SHAPES):
-            gemm = plan.mma(fmt, m, n, k, matrices, gpu)
+            gemm = plan.mma(plan.Problem(fmt, m, n, k, gpu, matrices))
             c = dict(gemm.plan.kernel.constants)
             rows, batch = 16 * c["ROW_TILES"] * c["ROW_WARPS"], mma_core.batch_of(gemm.plan.kernel)
             grid, places = (ceil(n / rows), ceil(m / batch), matrices), c["RESIDENT"] * multiprocessors

@@ -71,7 +71,7 @@ def test_tiles_of_the_wgmma_core_were_fast() -> None:
         known = {tile: float(us) for us, tile in (each.split(":") for each in times)}
         shape = (width, k) if which == "both" else (k, width)
         load, fmt = Load(tokens, top_k, experts), cq.formats.get(name).for_kernels
-        made = plan.moe.product(fmt, load, *shape, True, which == "both", plan.Gpu(90))
+        made = plan.moe.product(fmt, load, *shape, plan.Gpu(90), gated=which == "both")
         assert made is not None
         c = dict(made.gemm.plan.kernel.constants)
         fields = ("BATCH", "GROUPS", "ROW_BLOCKS", "K_GROUPS", "K_TILES", "PAIR")
@@ -119,7 +119,7 @@ def test_plans_fit(capability: int, half: bool) -> None:
     shapes = ((16, 4096), (200, 4096), (14336, 4096), (768, 2048), (4096, 14336))
     for name, load, (n, k), gated in product(NAMES, LOADS, shapes, (False, True)):
         made = plan.moe.product(
-            cq.formats.get(name).for_kernels, load, n, k, half, gated, plan.Gpu(capability)
+            cq.formats.get(name).for_kernels, load, n, k, plan.Gpu(capability), half, gated
         )
         if made is None:
             assert gated
@@ -164,10 +164,10 @@ def test_tiles_are_shared_out_where_that_takes_less_than_it_leaves_idle() -> Non
         (Load(256, 2, 8), (14336, 4096), 96),
         (Load(4096, 2, 8), (14336, 4096), 128),
     ):
-        made: Any = plan.moe.product(fmt, load, *shape, True, True, plan.Gpu(90))
+        made: Any = plan.moe.product(fmt, load, *shape, plan.Gpu(90), gated=True)
         assert made.batch == tile
         assert 90 <= made.gemm.streamed < plan.LARGE_GPU
-    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 128, True, True, plan.Gpu(90))
+    short: Any = plan.moe.product(fmt, Load(512, 2, 8), 14336, 128, plan.Gpu(90), gated=True)
     assert (short.gemm.streamed, short.gemm.partials) == (0, 0)
 
 
@@ -181,10 +181,10 @@ def test_gate_and_up_are_one_launch_where_all_of_x_has_room() -> None:
         ("q4_0", 16, 14336, True),
     ):
         fmt, load = cq.formats.get(name).for_kernels, Load(tokens, 2, 8)
-        made = plan.moe.product(fmt, load, 14336, k, True, True, plan.Gpu(90))
+        made = plan.moe.product(fmt, load, 14336, k, plan.Gpu(90), gated=True)
         assert (made is not None) == joined, (name, tokens)
-        both = plan.moe.gate_and_up(fmt, load, 14336, k, True, plan.Gpu(90))
-        single = plan.moe.product(fmt, load, 14336, k, True, False, plan.Gpu(90))
+        both = plan.moe.gate_and_up(fmt, load, 14336, k, plan.Gpu(90))
+        single = plan.moe.product(fmt, load, 14336, k, plan.Gpu(90))
         assert single is not None
         assert both is None or both.us < 1.1 * 2 * single.us
 
@@ -233,7 +233,7 @@ def test_expected_loads(tokens: int, top_k: int, experts: int) -> None:
 def test_numbers_are_those_of_the_struct() -> None:
     """What kernels/core/problem.cuh asserts of its size, and that a launch is packed to it."""
     fmt = cq.formats.get("q4_0")
-    made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, True, False, plan.Gpu(90))
+    made: Any = plan.moe.product(fmt, Load(64, 2, 8), 256, 512, plan.Gpu(90))
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(15))
     assert len(jit.layout(codes)[0].pack(*values)) == 768 + 128
@@ -248,7 +248,7 @@ def test_all_steps_of_a_stage_come_in_one_box(
 ) -> None:
     """Where the last is whole: beyond a row is not its end, but the next one's beginning."""
     fmt, tile = cq.formats.get("q4_0"), Tile(32, 4, k_tiles=2)
-    gemm = wgmma_grouped(fmt, tile, k, sides=1)
+    gemm = wgmma_grouped(plan.Problem(fmt, 128, 256, k, plan.Gpu(90), 8, grouped=True), tile)
     assert gemm is not None
     group = problem.group(problem.Weight(fmt, (8, 256, k)), 128, gemm, None, k, False)
     assert group.map == (dims, strides, (64, 32, steps, 1, 1))
@@ -260,7 +260,7 @@ def test_trellis_takes_about_as_long_as_codebooks() -> None:
     load = Load(4096, 2, 8)
     for n, k, gated in ((14336, 4096, False), (14336, 4096, True), (4096, 14336, False)):
         made, like = (
-            plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, True, gated, plan.Gpu(90))
+            plan.moe.product(cq.formats.get(name).for_kernels, load, n, k, plan.Gpu(90), gated=gated)
             for name in ("trellis3", "kbit3")
         )
         assert made is not None
@@ -276,7 +276,7 @@ def test_few_multiprocessors_wait_for_the_experts_that_are_likely_hit() -> None:
         load = Load(tokens, 2, 8)
         for gated in (False, True):
             made = plan.moe.product(
-                cq.formats.get(name).for_kernels, load, n, 4096, True, gated, plan.Gpu(90)
+                cq.formats.get(name).for_kernels, load, n, 4096, plan.Gpu(90), gated=gated
             )
             if made is None:
                 assert gated

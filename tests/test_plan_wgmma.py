@@ -24,7 +24,7 @@ def test_tiles_are_those_that_were_fastest() -> None:
     which splits of K were measured."""
     slower, of_known, near_splits = [], [], []
     for (name, m, n, k), times in measured("wgmma-tiles.txt"):
-        gemm = plan.gemm(cq.formats.get(name).for_kernels, m, n, k, 1, True, plan.Gpu(90))
+        gemm = plan.gemm(plan.Problem(cq.formats.get(name).for_kernels, m, n, k, plan.Gpu(90)))
         us = times.get(tile_of(gemm))
         slower.append((us or max(times.values())) / min(times.values()))
         of_known += slower[-1:] if us else []
@@ -42,9 +42,8 @@ def test_a_kernel_that_gives_x_signs_is_counted_only_where_there_is_one() -> Non
     themselves; of others those that spare the kernel are taken sooner."""
     for bits, m, n, k in ((2, 2048, 1024, 4096), (3, 2048, 1024, 4096), (2, 640, 4096, 14336)):
         fmt = cq.formats.get(f"trellis{bits}").for_kernels
-        without, given = (
-            plan.gemm(fmt, m, n, k, 1, True, plan.Gpu(90), signs=signs) for signs in (False, True)
-        )
+        problem = plan.Problem(fmt, m, n, k, plan.Gpu(90))
+        without, given = (plan.gemm(problem, signs=signs) for signs in (False, True))
         assert without.signs_go_to == ""
         assert given.signs_go_to == "W"
         assert tile_of(without) != tile_of(given)

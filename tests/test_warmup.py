@@ -25,7 +25,8 @@ from cuquant.warmup import BATCHES, kernels
 def test_kernels_of_a_weight() -> None:
     found = kernels(formats.get("q4_0"), (14336, 4096), (1, 256), plan.Gpu(90))
     for m in (1, 256):
-        assert plan.gemm(formats.get("q4_0"), m, 14336, 4096, 1, True, plan.Gpu(90)).plan.kernel in found
+        problem = plan.Problem(formats.get("q4_0"), m, 14336, 4096, plan.Gpu(90))
+        assert plan.gemm(problem).plan.kernel in found
     assert {kernel.op for kernel in found} == {"repack", "activations", "gemm"}
     assert {"prepare_rows", "prepare_halves", "round_halves"} <= {kernel.entry for kernel in found}
     assert len(found) == len(set(found))

@@ -103,7 +103,7 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
     how = {"to_convert": key["activation"] == "q8_1"}
     how["signs"] = fmt.signed_columns and key["activation"] == "f16"  # of random weights some are -1
-    return plan.gemm(fmt.for_kernels, key["M"], key["N"], key["K"], 1, True, jit.gpu(), **how)
+    return plan.gemm(plan.Problem(fmt.for_kernels, key["M"], key["N"], key["K"], jit.gpu()), **how)
 
 
 def _batches(keys: list[dict[str, Any]]) -> list[int]:

@@ -134,7 +134,7 @@ def _cell(
     rates = (moved / us * 1e-3, operations / us * 1e-6)
     load = plan.moe.Load(m, top_k, key["experts"])
     own = experts.down.fragments().weight
-    made = plan.moe.product(own.format, load, k, n, own.half, False, jit.gpu())
+    made = plan.moe.product(own.format, load, k, n, jit.gpu(), own.half)
     assert made is not None
     values = (us, mhz, floor_us(moved, operations), cublas_us, *rates, hit)
     names = ("us", "mhz", "floor_us", "cublas_us", "gbps", "tflops", "hit")

@@ -100,31 +100,33 @@ def _is_lost(record: Record, key: dict[str, Any]) -> bool:
     """Whether a launch that the record tells of is not among those that are kept: their file was removed, or
     plans do not have it any more."""
     held = record.only(**{name: [value] for name, value in key.items()}).cells
-    gpu, fmt = jit.gpu(), formats.get(key["format"]).for_kernels
-    kept = (gpu.tuned or tuning.Tuned()).choice(fmt, *_asked(key), 1, gpu)
+    gpu = jit.gpu()
+    kept = (gpu.tuned or tuning.Tuned()).choice(_problem(key, gpu))
     return any(cell["tile"] for cell in held) and kept is None
 
 
-def _asked(key: dict[str, Any]) -> tuple[int, int, int]:
-    """Rows of x, and N and K as products ask for them: of whole pieces."""
-    return key["M"], key["N"], whole_pieces(key["K"])
+def _problem(key: dict[str, Any], gpu: plan.Gpu) -> plan.Problem:
+    """As products ask for it: of whole pieces of K."""
+    fmt = formats.get(key["format"]).for_kernels
+    return plan.Problem(fmt, key["M"], key["N"], whole_pieces(key["K"]), gpu)
 
 
 def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     """Try all candidates, and keep the fastest if it is worth it; a former choice is forgotten otherwise."""
-    fmt, (m, n, k) = weights[0].format.for_kernels, _asked(key)
     gpu = jit.gpu()._replace(tuned=None)
-    usual = plan.gemm(fmt, m, n, k, 1, True, gpu)
-    found = tuning.candidates(usual, fmt, m, n, k, 1, gpu)
-    own = (plan.signed(gemm) if fmt.signed_columns else gemm for gemm in found)  # random weights have some
+    problem = _problem(key, gpu)
+    usual = plan.gemm(problem)
+    found = tuning.candidates(usual, problem)
+    signs = problem.fmt.signed_columns  # random weights have some
+    own = (plan.signed(gemm) if signs else gemm for gemm in found)
     for _ in jit.compile_ahead({gemm.plan.kernel for gemm in own}):
         pass
-    x = device.cupy().random.standard_normal((m, key["K"]), dtype=np.float32).astype(np.float16)
-    out = device.cupy().empty((m, n), np.float16)
-    problem = tuning.Problem.of(fmt, m, n, k, 1)
+    x = device.cupy().random.standard_normal((key["M"], key["K"]), dtype=np.float32).astype(np.float16)
+    out = device.cupy().empty((key["M"], key["N"]), np.float16)
+    kind = tuning.ProblemKind.of(problem)
     times, errors = [], []
     for gemm in found:
-        tuned = None if gemm is usual else tuning.Tuned().with_one(problem, gemm)
+        tuned = None if gemm is usual else tuning.Tuned().with_one(kind, gemm)
         with jit.planned_for(gpu._replace(tuned=tuned)):
 
             def call(w: Any) -> None:
@@ -135,7 +137,7 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     best = int(np.argmin(times))
     if times[best] > _WORTH * times[0]:
         best = 0
-    _keep(problem, None if best == 0 else found[best])
+    _keep(kind, None if best == 0 else found[best])
     chosen, before = (dict(gemm.plan.kernel.constants) for gemm in (found[best], usual))
     tile = ", ".join(f"{name.lower()} {value}" for name, value in chosen.items() if before.get(name) != value)
     core = plan.core_of(found[best].plan.kernel)
@@ -156,12 +158,12 @@ def _held() -> tuning.Tuned:
         return tuning.Tuned()
 
 
-def _keep(problem: tuning.Problem, gemm: plan.Gemm | None) -> None:
-    """Write the file of this GPU anew, with this choice for a problem; one that is damaged is replaced."""
+def _keep(kind: tuning.ProblemKind, gemm: plan.Gemm | None) -> None:
+    """Write the file of this GPU anew, with this choice for a kind; one that is damaged is replaced."""
 
     def changed() -> str | None:
         tuned = _held()  # read again: another GPU of this name may be tuned at the same time
-        return tuned.with_one(problem, gemm).to_json() if gemm is not None or problem in tuned else None
+        return tuned.with_one(kind, gemm).to_json() if gemm is not None or kind in tuned else None
 
     rewrite(device.tuned_file(), changed)
     jit.read_tuned()

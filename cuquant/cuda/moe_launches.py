@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .. import check, plan
 from ..formats import get
 from ..plan.blocks import ACTIVATION_KERNELS
-from ..plan.moe import Load, Product
+from ..plan.moe import GroupedGemm, Load
 from . import buffers, problem
 from .fragments import Fragments
 from .moe_memory import (
@@ -225,7 +225,7 @@ class Round(NamedTuple):
     def _product(
         self,
         w: Fragments,
-        product: Product,
+        product: GroupedGemm,
         x: tuple[Address, Address],
         out: Place,
         group: _Group,

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import check, plan
 from ..formats import get
-from ..plan.moe import Load, Product
+from ..plan.moe import GroupedGemm, Load
 from . import jit, problem
 from .fragments import Fragments
 from .templates import Place
@@ -78,7 +78,7 @@ class Layout:
         self.size += ceil(nbytes / 256) * 256
 
 
-Products = tuple[Product | None, Product, Product, Product]
+Products = tuple[GroupedGemm | None, GroupedGemm, GroupedGemm, GroupedGemm]
 """With gate and up together or None, with each on its own, and with down."""
 
 
@@ -111,18 +111,18 @@ class Mixture(NamedTuple):
         both = None
         if self.alike():
             own = self.gate.weight
-            both = plan.moe.gate_and_up(own.format, load, width, k, own.half, gpu)
+            both = plan.moe.gate_and_up(own.format, load, width, k, gpu, own.half)
         singles = (_single(w, load, gpu) for w in (self.gate, self.up, self.down))
         return (both, *singles)  # type: ignore[return-value]
 
-    def levels(self, both: Product | None) -> bool:
+    def levels(self, both: GroupedGemm | None) -> bool:
         """Whether gate and up together make float16 numbers in levels."""
         return both is not None and both.levels and not self.blocks
 
 
-def _single(w: Fragments, load: Load, gpu: plan.Gpu) -> Product:
+def _single(w: Fragments, load: Load, gpu: plan.Gpu) -> GroupedGemm:
     own = w.weight
-    product = plan.moe.product(own.format, load, *w.shape[1:], own.half, False, gpu)
+    product = plan.moe.product(own.format, load, *w.shape[1:], gpu, own.half)
     assert product is not None
     return product
 

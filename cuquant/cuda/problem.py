@@ -257,7 +257,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     # A map cannot repeat rows (stride 0). A vector has one, of any stride.
     how = {"repeats": m > 1 and rows[1] == 0, "to_convert": x.to_convert}
     how["signs"] = w.signed and x.entry is None  # rows that are made anew have them
-    gemm = plan.gemm(w.format, m, n, k, prod(extents), w.half, gpu, **how)
+    gemm = plan.gemm(plan.Problem(w.format, m, n, k, gpu, prod(extents), w.half), **how)
     check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]

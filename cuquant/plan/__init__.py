@@ -1,4 +1,4 @@
-"""From a problem and a device to a launch: the only place that knows kernels, tiles, grids and shared memory.
+"""From a `Problem` to a launch: the only place that knows kernels, tiles, grids and shared memory.
 
 A Plan yields the compiler's defines and the launch from the same numbers, so that host and device cannot
 disagree. Nothing here needs a GPU.
@@ -24,8 +24,7 @@ from .blocks import (
     quantize,
     repack,
 )
-from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, core_of
-from .decode_core import Work
+from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, Problem, core_of
 from .decode_plain import decode
 from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
 from .mma_core import mma, wins_over_decode
@@ -52,6 +51,7 @@ __all__ = [
     "Layout",
     "Plan",
     "Planes",
+    "Problem",
     "activations",
     "all_kernels",
     "center",
@@ -80,47 +80,35 @@ __all__ = [
 
 
 @lru_cache(maxsize=4096)
-def gemm(
-    fmt: Format,
-    m: int,
-    n: int,
-    k: int,
-    matrices: int,
-    half: bool,
-    gpu: Gpu,
-    repeats: bool = False,
-    to_convert: bool = False,
-    signs: bool = False,
-) -> Gemm:
-    """The product of `matrices` pairs of [m, k] activations and [n, k] weights.
+def gemm(problem: Problem, repeats: bool = False, to_convert: bool = False, signs: bool = False) -> Gemm:
+    """The launch of a product that is not grouped.
 
-    `half` tells whether the weights fit float16: those that do not are multiplied by the decode core, whose
-    scales multiply float32 sums. Activations whose row `repeats` are, too: the copy engine cannot read them.
-    Where they are `to_convert`, to q8_1 or by turning them, and the plan says nothing of it, they must be
-    converted beforehand; so must those that are to take `signs` of W's columns, if the plan does not say to
-    what these go. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
+    Activations whose row `repeats` are multiplied by the decode core: the copy engine cannot read them. Where
+    they are `to_convert`, to q8_1 or by turning them, and the plan says nothing of it, they must be converted
+    beforehand; so must those that are to take `signs` of W's columns, if the plan does not say to what these
+    go. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
     """
+    fmt, m, half, gpu = problem.fmt, problem.m, problem.half, problem.gpu
     if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.turned)):
-        found = gpu.tuned.choice(fmt, m, n, k, matrices, gpu)
+        found = gpu.tuned.choice(problem)
         if found is not None:
             return signed(found) if signs else found
     if half and not repeats and gpu.capability == 90:
         if m >= WGMMA_BATCH:
-            return wgmma(fmt, m, n, k, matrices, gpu, signs)
-        if m >= least_batch(fmt, n * k * matrices):
-            return decode_or_wgmma(fmt, m, n, k, matrices, gpu, to_convert)
-    if not half or repeats or (m <= DECODE_BATCH and not wins_over_decode(m, n, k, matrices, gpu)):
-        return decode(fmt, m, n, k, matrices, gpu, half, to_convert=to_convert)
-    return mma(fmt, m, n, k, matrices, gpu)
+            return wgmma(problem, signs)
+        if m >= least_batch(problem):
+            return decode_or_wgmma(problem, to_convert)
+    if not half or repeats or (m <= DECODE_BATCH and not wins_over_decode(problem)):
+        return decode(problem, to_convert)
+    return mma(problem)
 
 
-def decode_or_wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, to_convert: bool) -> Gemm:
+def decode_or_wgmma(problem: Problem, to_convert: bool) -> Gemm:
     """Up to 8 rows times large weights, on sm_90. Of 8 bits they are so many bytes that how they are read
     decides, and the wgmma core's blocks share tiles: q8_0 at 28672 x 8192 takes an H200 61 us in place of 64
     with four rows. Of long rows it takes fewer instructions for codes that are looked up, or of 5 and 6 bits:
     kbit4 at 4096 x 14336 and eight rows takes 12.7 us in place of 14.4."""
-    own = decode_timed.fastest(Work(fmt, m, n, k, matrices, gpu), True, to_convert)
-    other = few_rows(fmt, m, n, k, matrices, gpu)
+    own, other = decode_timed.fastest(problem, to_convert), few_rows(problem)
     return min(own, other, key=lambda each: each[0])[1]
 
 
@@ -157,6 +145,6 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> l
             for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
                 for to_convert in {False, half and n == 1 << 12}:  # the same lines in all tiles
                     for signs in {False, fmt.signed_columns}:
-                        made = gemm(fmt, m, n, k, 1, half, gpu, to_convert=to_convert, signs=signs)
+                        made = gemm(Problem(fmt, m, n, k, gpu, half=half), to_convert=to_convert, signs=signs)
                         found.add(made.plan.kernel)
     return sorted(found, key=repr)

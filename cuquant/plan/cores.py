@@ -7,8 +7,35 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..formats import Format
-from .launch import Kernel, Plan, shared_limit
+from .launch import Gpu, Kernel, Plan, shared_limit
 from .planes import row_factors
+
+
+class Problem(NamedTuple):
+    """A matrix product to plan: activations x, [m, k], times quantized weights W, [n, k], or a stack of such
+    pairs. How x comes, and what follows the sums, is not of it."""
+
+    fmt: Format
+    """Of W, as kernels have it."""
+    m: int
+    """Batch rows: of x, and of the result. Of a grouped product as many as a matrix is expected to have at
+    most, or as a block has at most if those are fewer."""
+    n: int
+    """Rows of W, which are columns of the result."""
+    k: int
+    """Columns of x and W, in whole pieces of 16 bytes of x."""
+    gpu: Gpu
+    """On which it is done."""
+    matrices: int = 1
+    """How many W has, each with batch rows of its own."""
+    half: bool = True
+    """Whether float16 holds W's numbers. Others are multiplied by the decode core, whose scales multiply
+    float32 sums, and have no factors of rows."""
+    sides: int = 1
+    """How many weights a launch multiplies by the same x, of which a block has the same rows: 2 of gate and
+    up together, else 1."""
+    grouped: bool = False
+    """Whether it is a mixture's (`moe`): which rows of x are for which matrix, only the GPU knows."""
 
 
 @dataclass(frozen=True)

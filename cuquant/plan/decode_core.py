@@ -4,14 +4,12 @@ decode_timed.py (on sm_90) and decode_grouped.py say."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from ..formats import Format
-from .cores import Core, Gemm, gemm_kernel
+from .cores import Core, Gemm, Problem, gemm_kernel
 from .launch import WARP, Gpu, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, has_minimum, layout, whole_lines
 
@@ -34,20 +32,8 @@ _TURNED = 4 << 10
 with a kernel before, or longer."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """A product, as this core has it to do."""
-
-    fmt: Format
-    m: int
-    n: int
-    k: int
-    matrices: int
-    gpu: Gpu
-    sides: int = 1
-    """Weights of which a block has the same rows."""
-    grouped: bool = False
-    """Whether blocks find their rows and their matrix themselves."""
+class DecodeProblem(Problem):
+    """A problem, with what tiles of this core go by: `DecodeProblem(*problem)`."""
 
     @cached_property
     def row_tiles(self) -> int:
@@ -147,36 +133,35 @@ class Room(NamedTuple):
     """Bytes beside a codebook's table."""
 
 
-def room_of(work: Work, blocks: Blocks, tile: tuple[int, int], in_half: bool) -> Room:
+def room_of(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> Room:
     """What these blocks make of it, with so many warps along N and row tiles of each."""
     warps, (row_warps, rows) = blocks.warps, tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
-    slot, k_warps = warps * work.layout.slot(rows), warps // row_warps
-    turns = ceil(ceil(work.steps / blocks.cluster) / k_warps)
+    slot, k_warps = warps * problem.layout.slot(rows), warps // row_warps
+    turns = ceil(ceil(problem.steps / blocks.cluster) / k_warps)
     # Half of the slots are asked for before x, which comes behind them: of two blocks, to whose places the
     # launch before holds on, not all that there is of W (8192 x 2048 took an H200 5.3 us in place of 4.5).
-    behind = blocks.two and work.sides == 1 and work.gpu.capability == 90
+    behind = blocks.two and problem.sides == 1 and problem.gpu.capability == 90
     depth = max(2, min(8, blocks.ring // slot, turns if behind else 8))
     own = turns * k_warps
-    before = whole_lines(rows * row_warps * work.layout.row) if in_half else 0  # the rows' factors
+    before = whole_lines(rows * row_warps * problem.layout.row) if problem.half else 0  # the rows' factors
     if blocks.cluster > 1:  # what its blocks send each other
-        before += rows * row_warps * TILE_ROWS * work.groups * 8 * 4
-    left = blocks.room - before - depth * slot - work.batch * 16
-    chunk = max(k_warps, min(own, left // (work.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
-    sums = warps * rows * TILE_ROWS * work.groups * 8 * 4
-    ring_and_x = depth * slot + work.batch * (chunk * 2 * TILE_COLUMNS + 16)
+        before += rows * row_warps * TILE_ROWS * problem.groups * 8 * 4
+    left = blocks.room - before - depth * slot - problem.batch * 16
+    chunk = max(k_warps, min(own, left // (problem.batch * 2 * TILE_COLUMNS) // k_warps * k_warps))
+    sums = warps * rows * TILE_ROWS * problem.groups * 8 * 4
+    ring_and_x = depth * slot + problem.batch * (chunk * 2 * TILE_COLUMNS + 16)
     # Tall tiles have registers for eight pieces at once; but 16 warps that look codes up have few, as have
     # tall tiles of two blocks, and of one or two rows there are few pieces.
-    many = work.batch * chunk * 8 > 4 * warps * WARP and (work.groups == 2 or not work.fmt.lookup)
+    many = problem.batch * chunk * 8 > 4 * warps * WARP and (problem.groups == 2 or not problem.fmt.lookup)
     many = many and not (blocks.two and rows > 4)
     together = 8 if many or blocks.tall else 4
     return Room(depth, chunk, together, before + max(ring_and_x, sums))
 
 
 def planned(
-    work: Work,
+    problem: DecodeProblem,
     table: tuple[int, int],
-    in_half: bool,
     blocks: Blocks,
     tile: tuple[int, int],
     converts: bool = False,
@@ -184,34 +169,35 @@ def planned(
     """The launch, with so many copies and bytes of a codebook's table; of these blocks, with these warps
     along N and row tiles of each."""
     (copies, table_bytes), (row_warps, rows) = table, tile
-    fmt, m = work.fmt, work.m
-    cluster, warps, room = blocks.cluster, blocks.warps, room_of(work, blocks, tile, in_half)
-    constants = {"GROUPS": work.groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps}
+    fmt, m = problem.fmt, problem.m
+    cluster, warps, room = blocks.cluster, blocks.warps, room_of(problem, blocks, tile)
+    constants = {"GROUPS": problem.groups, "ROW_TILES": rows, "ROW_WARPS": row_warps, "WARPS": warps}
     constants |= {"DEPTH": room.depth, "CLUSTER": cluster}
-    constants |= {"RESIDENT": 2 if work.groups == 1 and warps == 8 and not blocks.tall else 1}
+    constants |= {"RESIDENT": 2 if problem.groups == 1 and warps == 8 and not blocks.tall else 1}
     constants |= {"TOGETHER": room.together}
     # x of weights with signs of columns is quantized before it takes them.
     if fmt.turned:
-        converts = converts and m == cluster == 1 and work.k <= min(_TURNED, room.chunk * TILE_COLUMNS)
+        converts = converts and m == cluster == 1 and problem.k <= min(_TURNED, room.chunk * TILE_COLUMNS)
     else:
-        converts = converts and not fmt.whole_matrices and m == 1 and work.k <= _QUANTIZED * cluster
+        converts = converts and not fmt.whole_matrices and m == 1 and problem.k <= _QUANTIZED * cluster
     constants |= {"CONVERTS": 1} if converts else {}
-    grid = (ceil(work.row_tiles / (rows * row_warps)) * cluster, work.batch_tiles, work.matrices)
+    grid = (ceil(problem.row_tiles / (rows * row_warps)) * cluster, problem.batch_tiles, problem.matrices)
     shared = table_bytes + room.shared
-    shared = lone(shared, work.gpu.capability) if blocks.tall else shared
-    kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, shared_limit(work.gpu.capability), in_half)
+    shared = lone(shared, problem.gpu.capability) if blocks.tall else shared
+    most = shared_limit(problem.gpu.capability)
+    kernel = gemm_kernel(fmt, Core.DECODE, copies, constants, most, problem.half)
     plan = Plan(kernel, grid, warps * WARP, shared, cluster, overlaps=True)
     return Gemm(plan, chunk=room.chunk, converts_x=converts)
 
 
-def has_roomy_tables(work: Work) -> bool:
+def has_roomy_tables(problem: DecodeProblem) -> bool:
     """Whether a block may have a table of 64 KB, if all of x has room beside it."""
-    return work.groups == work.sides == 1 and shared_limit(work.gpu.capability) > _ROOMY
+    return problem.groups == problem.sides == 1 and shared_limit(problem.gpu.capability) > _ROOMY
 
 
-def stages_all_x(work: Work, chunk: int, cluster: int) -> bool:
+def stages_all_x(problem: DecodeProblem, chunk: int, cluster: int) -> bool:
     """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
-    return not work.fmt.lookup or chunk >= ceil(work.steps / cluster)
+    return not problem.fmt.lookup or chunk >= ceil(problem.steps / cluster)
 
 
 def ring_bytes(capability: int) -> int:
@@ -219,29 +205,29 @@ def ring_bytes(capability: int) -> int:
     return (72 if shared_limit(capability) > 160 << 10 else 24) << 10
 
 
-def sized(work: Work, table: int, cluster: int, two: bool, long: bool = False) -> Blocks:
+def sized(problem: DecodeProblem, table: int, cluster: int, two: bool, long: bool = False) -> Blocks:
     """What blocks that share things so have of shared memory; of two that run `long`, more bytes in flight
     only wait for each other, or x would not fit."""
-    capability, x_bytes = work.gpu.capability, work.x_bytes(cluster)
+    capability, x_bytes = problem.gpu.capability, problem.x_bytes(cluster)
     room, ring = shared_limit(capability, 1 + two) - table, ring_bytes(capability)
-    if two and work.grouped:
+    if two and problem.grouped:
         room -= _FOUND
     if long and ring > 48 << 10:
         ring = 48 << 10
-    elif work.large_codes:
+    elif problem.large_codes:
         ring = 96 << 10 if two else max(ring, min(104 << 10, room - x_bytes))
     if two:
         ring = min(ring, max(room - x_bytes, room // 2))
-    warps = 16 if work.groups == 1 and not two and capability >= 80 else 8
+    warps = 16 if problem.groups == 1 and not two and capability >= 80 else 8
     return Blocks(cluster, two, warps, room, ring)
 
 
-def most_rows(work: Work) -> int:
+def most_rows(problem: DecodeProblem) -> int:
     """Row tiles of a warp for which there are registers everywhere."""
-    fmt = work.fmt
-    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and work.gpu.capability >= 100:
+    fmt = problem.fmt
+    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and problem.gpu.capability >= 100:
         return 3  # two words of scales a block, or signs of x, and more registers taken by the same code
-    return 4 if work.groups == 1 or has_minimum(fmt) else 7
+    return 4 if problem.groups == 1 or has_minimum(fmt) else 7
 
 
 def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:

@@ -8,16 +8,14 @@ are hit as expected.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from math import ceil, floor, prod
 
-from ..formats import Format
 from . import decode_timed
-from .cores import Gemm, table_of
+from .cores import Gemm, Problem, table_of
 from .decode_core import (
     Blocks,
+    DecodeProblem,
     Hits,
-    Work,
     has_roomy_tables,
     most_rows,
     planned,
@@ -27,7 +25,7 @@ from .decode_core import (
     sized,
     stages_all_x,
 )
-from .launch import Gpu, shared_limit
+from .launch import shared_limit
 
 _SHORT = {1: 1.3, 2: 1.12, 3: 1.05}
 """What a row tile takes of a warp that has so few, as all read x."""
@@ -38,76 +36,78 @@ _TWO_LAUNCHES, _LAUNCH_STEPS = 1.2, 120
 and steps of a row tile that take as long as a launch."""
 
 
-def decode_grouped(
-    fmt: Format, m: int, n: int, k: int, hits: Hits, gpu: Gpu, in_half: bool, sides: int
-) -> tuple[float, Gemm] | None:
-    """The decode core for up to m rows each of the matrices that are hit, as expected; of two `sides` a block
-    has the same rows of two weights. Weights that are not `in_half`, that float16 does not hold, have no
-    factors of rows. With the microseconds that measured times predict, or 0 where none were measured.
+def decode_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
+    """The decode core for up to m rows each of the matrices that are hit, as expected. With the microseconds
+    that measured times predict, or 0 where none were measured.
 
     None where codes are looked up, and blocks of two sides have no room for all of x beside a table, or only
     with tiles that take longer than two launches of large blocks do.
     """
-    work = Work(fmt, m, n, k, 1, gpu, sides, grouped=True)
-    if gpu.capability == 90:
-        return decode_timed.fastest_grouped(work, in_half, hits)
+    fmt, capability = problem.fmt, problem.gpu.capability
+    if capability == 90:
+        return decode_timed.fastest_grouped(problem, hits)
+    own = DecodeProblem(*problem)
 
-    def made(work: Work, roomy: bool = False) -> list[tuple[float, Blocks, tuple[int, int]]]:
+    def made(own: DecodeProblem, roomy: bool = False) -> list[tuple[float, Blocks, tuple[int, int]]]:
         """What should be fastest first, and what it takes."""
-        table = table_of(fmt, gpu.capability, roomy, work.sides)[1]
-        return sorted(_candidates(work, table, hits.mean), key=lambda each: each[0])
+        table = table_of(fmt, capability, roomy, own.sides)[1]
+        return sorted(_candidates(own, table, hits.mean), key=lambda each: each[0])
 
     def launch(of: tuple[float, Blocks, tuple[int, int]], roomy: bool = False) -> tuple[float, Gemm]:
-        return 0, planned(work, table_of(fmt, gpu.capability, roomy, sides), in_half, *of[1:])
+        return 0, planned(own, table_of(fmt, capability, roomy, own.sides), *of[1:])
 
-    if has_roomy_tables(work):
-        us, gemm = launch(made(work, True)[0], True)
-        if stages_all_x(work, gemm.chunk, gemm.plan.cluster):
+    if has_roomy_tables(own):
+        us, gemm = launch(made(own, True)[0], True)
+        if stages_all_x(own, gemm.chunk, gemm.plan.cluster):
             return us, gemm
-    found = made(work)
-    if sides == 1 or not fmt.lookup:
+    found = made(own)
+    if own.sides == 1 or not fmt.lookup:
         return launch(found[0])
-    most = 2 * _TWO_LAUNCHES * made(replace(work, sides=1))[0][0] + _LAUNCH_STEPS / work.steps
+    most = 2 * _TWO_LAUNCHES * made(own._replace(sides=1))[0][0] + _LAUNCH_STEPS / own.steps
     gemms = (launch(each) for each in found if each[0] <= most)
-    return next((one for one in gemms if stages_all_x(work, one[1].chunk, one[1].plan.cluster)), None)
+    return next((one for one in gemms if stages_all_x(own, one[1].chunk, one[1].plan.cluster)), None)
 
 
-def _candidates(work: Work, table: int, hit: float) -> Iterator[tuple[float, Blocks, tuple[int, int]]]:
+def _candidates(
+    problem: DecodeProblem, table: int, hit: float
+) -> Iterator[tuple[float, Blocks, tuple[int, int]]]:
     """Ways to lay out blocks, with what they take."""
-    two = _small(work)
-    blocks = sized(work, table, 1, two, long=two and work.m > 4)
-    for tile in row_tiles(work.sides, blocks.warps if work.m > 2 else blocks.warps // 2, most_rows(work)):
-        if _fits(work, blocks, tile):
-            yield _cost(work, blocks, tile, hit), blocks, tile
+    two = _small(problem)
+    blocks = sized(problem, table, 1, two, long=two and problem.m > 4)
+    for tile in row_tiles(
+        problem.sides, blocks.warps if problem.m > 2 else blocks.warps // 2, most_rows(problem)
+    ):
+        if _fits(problem, blocks, tile):
+            yield _cost(problem, blocks, tile, hit), blocks, tile
 
 
-def _small(work: Work) -> bool:
+def _small(problem: DecodeProblem) -> bool:
     """Whether a multiprocessor has two blocks, which hide each other's start and end: of two sides, where
     both can stage a quarter of x at a time."""
-    if work.sides == 1 or work.groups > 1 or ring_bytes(work.gpu.capability) <= 24 << 10:
+    if problem.sides == 1 or problem.groups > 1 or ring_bytes(problem.gpu.capability) <= 24 << 10:
         return False
-    table = table_of(work.fmt, work.gpu.capability, sides=work.sides)[1]
-    left = shared_limit(work.gpu.capability, 2) - table - (36 << 10)
-    return work.m <= 4 or left > work.x_bytes(1) // 4
+    table = table_of(problem.fmt, problem.gpu.capability, sides=problem.sides)[1]
+    left = shared_limit(problem.gpu.capability, 2) - table - (36 << 10)
+    return problem.m <= 4 or left > problem.x_bytes(1) // 4
 
 
-def _fits(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
+def _fits(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> bool:
     """Whether there is room for a ring of two slots and as much again; or, of two blocks, beside x or a third
     of all."""
-    slot = blocks.warps * work.layout.slot(tile[1])
+    slot = blocks.warps * problem.layout.slot(tile[1])
     if not blocks.two:
         return 4 * slot <= blocks.room
-    return 2 * slot <= blocks.room - min(work.x_bytes(1), blocks.room // 3)
+    return 2 * slot <= blocks.room - min(problem.x_bytes(1), blocks.room // 3)
 
 
-def _cost(work: Work, blocks: Blocks, tile: tuple[int, int], hit: float) -> float:
+def _cost(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int], hit: float) -> float:
     """What the busiest multiprocessor takes, in row tiles, on average of the numbers of matrices next to what
     is expected."""
     size, least = prod(tile), floor(max(1.0, hit))
 
     def of(matrices: int) -> float:
-        made = ceil(work.row_tiles / size) * matrices * work.batch_tiles
-        rounds, most = rounds_of(work.gpu, made, 1 + blocks.two)
+        made = ceil(problem.row_tiles / size) * matrices * problem.batch_tiles
+        rounds, most = rounds_of(problem.gpu, made, 1 + blocks.two)
         return most * size + _START * rounds * (1 + blocks.two)
 
     return _SHORT.get(tile[1], 1.0) * (of(least) + (hit - least) * (of(least + 1) - of(least)))

@@ -10,20 +10,19 @@ multiprocessors; clusters of theirs by 871 times of an H100, too.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import Gemm, looked_up, table_of
+from .cores import Gemm, Problem, looked_up, table_of
 from .decode_core import (
     MOST_ROWS,
     Blocks,
+    DecodeProblem,
     Hits,
     Room,
-    Work,
     has_roomy_tables,
     most_rows,
     planned,
@@ -84,7 +83,7 @@ _TALL_ROWS = 4
 """Row tiles from which on 8 warps may have all of a multiprocessor."""
 
 
-class Choice(NamedTuple):
+class DecodeWay(NamedTuple):
     """A way to run the core, with the microseconds that the measured times predict."""
 
     us: float
@@ -93,118 +92,123 @@ class Choice(NamedTuple):
     tile: tuple[int, int]
 
 
-def fastest(work: Work, in_half: bool, to_convert: bool) -> tuple[float, Gemm]:
+def fastest(problem: Problem, to_convert: bool) -> tuple[float, Gemm]:
     """What should be fastest, and what it takes."""
-    best = _best(replace(work, gpu=work.gpu._replace(tuned=None)), to_convert and work.fmt.turned)
-    return best.us, launch(work, best, in_half, to_convert)
+    own = DecodeProblem(*problem)
+    # All weights have the tiles of those that float16 holds, which were measured.
+    alike = own._replace(half=True, gpu=own.gpu._replace(tuned=None))
+    best = _best(alike, to_convert and own.fmt.turned)
+    return best.us, launch(own, best, to_convert)
 
 
 @lru_cache(maxsize=4096)
-def _best(work: Work, turned: bool) -> Choice:
-    """The same for weights of any size, with activations that are to be turned, or not."""
+def _best(problem: DecodeProblem, turned: bool) -> DecodeWay:
+    """The same, with activations that are to be turned, or not."""
 
-    def us(choice: Choice) -> float:
-        itself = turned and launch(work, choice, True, True).converts_x
-        return choice.us + (_TURN_US if turned and not itself else 0)
+    def us(way: DecodeWay) -> float:
+        itself = turned and launch(problem, way, True).converts_x
+        return way.us + (_TURN_US if turned and not itself else 0)
 
-    return min(choices(work), key=us)
+    return min(ways(problem), key=us)
 
 
-def fastest_grouped(work: Work, in_half: bool, hits: Hits) -> tuple[float, Gemm] | None:
+def fastest_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
     """The same for as many matrices as rows may lead to; None where two sides have no room."""
-    best = min(choices(work, hits), default=None)
-    return None if best is None else (best.us, launch(work, best, in_half, False))
+    own = DecodeProblem(*problem)
+    best = min(ways(own._replace(half=True), hits), default=None)
+    return None if best is None else (best.us, launch(own, best))
 
 
-def variants(work: Work) -> Iterator[Gemm]:
+def variants(problem: Problem) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
-    for choice in sorted(choices(work)):
-        yield launch(work, choice, True, False)
+    own = DecodeProblem(*problem)
+    for way in sorted(ways(own)):
+        yield launch(own, way)
 
 
-def launch(work: Work, choice: Choice, in_half: bool, to_convert: bool) -> Gemm:
-    """Blocks of this choice."""
-    table = table_of(work.fmt, work.gpu.capability, choice.roomy, work.sides)
-    return planned(work, table, in_half, choice.blocks, choice.tile, to_convert)
+def launch(problem: DecodeProblem, way: DecodeWay, to_convert: bool = False) -> Gemm:
+    """Blocks of this way."""
+    table = table_of(problem.fmt, problem.gpu.capability, way.roomy, problem.sides)
+    return planned(problem, table, way.blocks, way.tile, to_convert)
 
 
-def choices(work: Work, hits: Hits | None = None) -> Iterator[Choice]:
+def ways(problem: DecodeProblem, hits: Hits | None = None) -> Iterator[DecodeWay]:
     """One block on a multiprocessor, or two small ones; clusters that split K; tiles of all heights for which
     there are registers. Up to 8 batch rows a codebook's table is a large one where all of x has room beside
     it, and those of two sides need that room. Of a grouped product `hits` are the matrices that there may
     be."""
-    numbers = ((work.matrices, 1.0),) if hits is None else hits.numbers
-    batch = work.batch if hits is None else min(work.batch, hits.rows)
+    numbers = ((problem.matrices, 1.0),) if hits is None else hits.numbers
+    batch = problem.batch if hits is None else min(problem.batch, hits.rows)
     for cluster, two in product((1, 2, 4), (False, True)):
-        if work.groups == 2 and (two or cluster != 2):  # for want of room, and of registers
+        if problem.groups == 2 and (two or cluster != 2):  # for want of room, and of registers
             continue
-        if cluster > 1 and not _splits(work, cluster):
+        if cluster > 1 and not _splits(problem, cluster):
             continue
-        usual_table = table_of(work.fmt, 90, sides=work.sides)
+        usual_table = table_of(problem.fmt, 90, sides=problem.sides)
         tables = {usual_table[1]: False}  # bytes, and whether it is the large one
-        if has_roomy_tables(work):
-            tables = {table_of(work.fmt, 90, True)[1]: True} | tables
-        long = work.share(cluster) > 8 if hits is None else work.m > 4
+        if has_roomy_tables(problem):
+            tables = {table_of(problem.fmt, 90, True)[1]: True} | tables
+        long = problem.share(cluster) > 8 if hits is None else problem.m > 4
         for table, roomy in tables.items():
-            usual = sized(work, table, cluster, two, long=two and long)
+            usual = sized(problem, table, cluster, two, long=two and long)
             tall = usual._replace(warps=8, tall=True)
-            for blocks in (usual,) if two or work.groups == 2 or cluster == 4 else (usual, tall):
-                most = blocks.warps if work.m > 2 else blocks.warps // 2
-                for tile in row_tiles(work.sides, most, MOST_ROWS):
-                    if not _has_registers(work, blocks, tile):
+            for blocks in (usual,) if two or problem.groups == 2 or cluster == 4 else (usual, tall):
+                most = blocks.warps if problem.m > 2 else blocks.warps // 2
+                for tile in row_tiles(problem.sides, most, MOST_ROWS):
+                    if not _has_registers(problem, blocks, tile):
                         continue
-                    if not _run_together(work, blocks, tile, numbers):
+                    if not _run_together(problem, blocks, tile, numbers):
                         continue
-                    room = room_of(work, blocks, tile, True)
+                    room = room_of(problem, blocks, tile)
                     if room.shared > blocks.room:
                         continue
-                    if stages_all_x(work, room.chunk, cluster) or not (roomy or work.sides == 2):
+                    if stages_all_x(problem, room.chunk, cluster) or not (roomy or problem.sides == 2):
                         us = sum(
-                            likely * _us(work, table, blocks, tile, room, matrices, batch)
+                            likely * _us(problem, table, blocks, tile, room, matrices, batch)
                             for matrices, likely in numbers
                         )
-                        yield Choice(us, roomy, blocks, tile)
+                        yield DecodeWay(us, roomy, blocks, tile)
 
 
-def _splits(work: Work, cluster: int) -> bool:
+def _splits(problem: DecodeProblem, cluster: int) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
-    if work.steps < cluster * _LEAST_STEPS or not places_of(work.gpu, cluster):
-        return work.groups == 2
-    few = work.steps >= _FOUR_STEPS and work.share(1) <= _FOUR_TILES and not work.fmt.walks
-    return cluster == 2 or (few and not work.grouped)
+    if problem.steps < cluster * _LEAST_STEPS or not places_of(problem.gpu, cluster):
+        return problem.groups == 2
+    few = problem.steps >= _FOUR_STEPS and problem.share(1) <= _FOUR_TILES and not problem.fmt.walks
+    return cluster == 2 or (few and not problem.grouped)
 
 
-def _made(work: Work, blocks: Blocks, tile: tuple[int, int], matrices: float) -> int:
+def _made(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int], matrices: float) -> int:
     """Blocks of a launch that have work to do."""
-    return ceil(ceil(work.row_tiles / prod(tile)) * blocks.cluster * work.batch_tiles * matrices)
+    return ceil(ceil(problem.row_tiles / prod(tile)) * blocks.cluster * problem.batch_tiles * matrices)
 
 
 def _run_together(
-    work: Work, blocks: Blocks, tile: tuple[int, int], numbers: tuple[tuple[int, float], ...]
+    problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int], numbers: tuple[tuple[int, float], ...]
 ) -> bool:
     """Whether there are more small blocks than multiprocessors, as the first ones that are free get two, and
     clusters of four all run at once."""
-    places = _places(work, blocks)
-    made = _made(work, blocks, tile, sum(matrices * likely for matrices, likely in numbers))
+    places = _places(problem, blocks)
+    made = _made(problem, blocks, tile, sum(matrices * likely for matrices, likely in numbers))
     return (made > places or not blocks.two) and (made <= places * (1 + blocks.two) or blocks.cluster < 4)
 
 
-def _places(work: Work, blocks: Blocks) -> int:
+def _places(problem: DecodeProblem, blocks: Blocks) -> int:
     """Blocks that run at once, one on a multiprocessor."""
-    return max(1, places_of(work.gpu, blocks.cluster)) * blocks.cluster
+    return max(1, places_of(problem.gpu, blocks.cluster)) * blocks.cluster
 
 
-def _has_registers(work: Work, blocks: Blocks, tile: tuple[int, int]) -> bool:
+def _has_registers(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> bool:
     """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
     row_warps, rows = tile
-    fewer = 1 + work.fmt.whole_matrices if work.grouped and blocks.cluster > 1 else 0
-    if work.groups == 2:
-        return rows <= most_rows(work) - fewer
+    fewer = 1 + problem.fmt.whole_matrices if problem.grouped and blocks.cluster > 1 else 0
+    if problem.groups == 2:
+        return rows <= most_rows(problem) - fewer
     if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
-        most = _paired_rows(work.fmt, row_warps, work.grouped)
-        most = most if work.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
-        return (1 if work.fmt.bits == 8 else 2) <= rows <= most - fewer
-    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(work.fmt, row_warps) - fewer
+        most = _paired_rows(problem.fmt, row_warps, problem.grouped)
+        most = most if problem.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
+        return (1 if problem.fmt.bits == 8 else 2) <= rows <= most - fewer
+    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(problem.fmt, row_warps) - fewer
 
 
 def _most_rows(fmt: Format, row_warps: int) -> int:
@@ -250,7 +254,7 @@ def _step_us(fmt: Format, table: int) -> float:
 
 
 def _us(
-    work: Work,
+    problem: DecodeProblem,
     table: int,
     blocks: Blocks,
     tile: tuple[int, int],
@@ -265,8 +269,8 @@ def _us(
     once it has both, as the multiprocessors that are free first get two each.
     """
     (row_warps, rows), two, cluster = tile, blocks.two, blocks.cluster
-    steps, places = ceil(work.steps / cluster), _places(work, blocks)
-    made = _made(work, blocks, tile, matrices)
+    steps, places = ceil(problem.steps / cluster), _places(problem, blocks)
+    made = _made(problem, blocks, tile, matrices)
     together = places * (1 + two)
     rounds = ceil(made / together)
     left = made - (rounds - 1) * together
@@ -276,11 +280,11 @@ def _us(
     turns = ceil(steps / k_warps)
     own = rows * row_warps * steps  # steps of a block's row tiles
     counted = busiest * (own + _IDLE * rows * row_warps * (turns * k_warps - steps))
-    instructions = counted * _step_us(work.fmt, table) * (1 + _ONCE / rows)
+    instructions = counted * _step_us(problem.fmt, table) * (1 + _ONCE / rows)
     waits = rounds * turns * _SLOT_US
-    all_steps = work.row_tiles * work.steps * work.batch_tiles * matrices
-    block_us = all_steps / made * work.step_bytes / (_BYTES_PER_US * work.gpu.memory)
-    alone_us = last * own * work.step_bytes / (_OWN_BYTES_PER_US * work.gpu.memory)
+    all_steps = problem.row_tiles * problem.steps * problem.batch_tiles * matrices
+    block_us = all_steps / made * problem.step_bytes / (_BYTES_PER_US * problem.gpu.memory)
+    alone_us = last * own * problem.step_bytes / (_OWN_BYTES_PER_US * problem.gpu.memory)
     read = (made - left) * block_us + max(left * block_us, alone_us)
     main = (instructions**_SHARPNESS + waits**_SHARPNESS + read**_SHARPNESS) ** (1 / _SHARPNESS)
     # x: what a block gets, how often its threads ask for that, and how often it stages it.
@@ -290,7 +294,7 @@ def _us(
     x += rounds * ((asks - 1) * _ASK_US + (ceil(steps / room.chunk) - 1) * _CHUNK_US)
     beside = made <= together // 2
     start = _BESIDE_US if beside else _START_US[two] + _TABLE_US * table / (64 << 10)
-    meeting = _HIDDEN_CLUSTER_US if two and work.gpu.memory <= _SLOW_MEMORY else _CLUSTER_US
+    meeting = _HIDDEN_CLUSTER_US if two and problem.gpu.memory <= _SLOW_MEMORY else _CLUSTER_US
     start += (rounds - 1) * _AGAIN_US[two] + (rounds * meeting if cluster > 1 else 0)
     end = rows * ceil(batch / 2) * (busiest * _RESULT_US + blocks.warps * _SUM_US)
     return start + main + x + end

@@ -7,8 +7,8 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import Core, Gemm, gemm_kernel, table_of
-from .launch import FLAGS, WARP, Gpu, Kernel, Plan, shared_limit
+from .cores import Core, Gemm, Problem, gemm_kernel, table_of
+from .launch import FLAGS, WARP, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
 
 _LEAST_RING, _LARGEST_RING = 4, 8
@@ -107,32 +107,32 @@ class MmaTile(NamedTuple):
         """Bytes of these sums."""
         return self.beside * 8 * self.together * (self.row_tiles * TILE_ROWS + 4) * 4
 
-    def blocks(self, m: int, n: int, matrices: int) -> int:
-        """Tiles of a product."""
-        return ceil(n / (self.row_tiles * TILE_ROWS)) * ceil(m / self.batch) * matrices
+    def grid(self, problem: Problem) -> tuple[int, int, int]:
+        """Tiles of a product: along N, of its batch rows, of its matrices."""
+        along_n = ceil(problem.n / (self.row_tiles * TILE_ROWS))
+        return along_n, ceil(problem.m / self.batch), problem.matrices
 
 
-def mma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
+def mma(problem: Problem) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
-    return _of_way(fmt, m, n, matrices, gpu, _choice(fmt, m, n, k, matrices, gpu))
+    return _of_way(problem, _fastest(problem))
 
 
-def wins_over_decode(m: int, n: int, k: int, matrices: int, gpu: Gpu) -> bool:
+def wins_over_decode(problem: Problem) -> bool:
     """From 9 rows on, where blocks of this core can share long columns, and those of the decode core cannot,
     as there are no clusters: of 4096 x 14336 16 rows take 21 to 28 us in place of 32 to 35, of 1024 x 8192 9
     in place of 13 to 17."""
-    few = matrices == 1 and n <= _FEW_ROWS * gpu.multiprocessors
-    return gpu.capability >= 80 and m > 8 and k >= _LONG_ROW and few
+    few = problem.matrices == 1 and problem.n <= _FEW_ROWS * problem.gpu.multiprocessors
+    return problem.gpu.capability >= 80 and problem.m > 8 and problem.k >= _LONG_ROW and few
 
 
-def mma_grouped(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm:
+def mma_grouped(problem: Problem) -> Gemm:
     """The same for rows that are sorted by their matrix of W, at most m of each."""
-    tiles = _usable(fmt, m, gpu)
-    best = min(tiles, key=lambda tile: _us(fmt, Choice(tile), tile.blocks(m, n, matrices), k, gpu))
-    return _of_way(fmt, m, n, matrices, gpu, Choice(best))
+    unshared = (MmaWay(tile) for tile in _usable(problem))
+    return _of_way(problem, min(unshared, key=lambda way: _us(problem, way)))
 
 
-class Choice(NamedTuple):
+class MmaWay(NamedTuple):
     """A tile, and of how many of the last ones the columns are shared, by how many blocks each."""
 
     tile: MmaTile
@@ -140,19 +140,15 @@ class Choice(NamedTuple):
     parts: int = 1
 
 
-def _choice(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Choice:
-    """What is fastest."""
-    ways = (_best_way(fmt, tile, m, n, k, matrices, gpu) for tile in _usable(fmt, m, gpu))
-    return min(ways, key=lambda each: each[0])[1]
+def _fastest(problem: Problem) -> MmaWay:
+    found = (_best_way(problem, tile) for tile in _usable(problem))
+    return min(found, key=lambda each: each[0])[1]
 
 
-def _best_way(
-    fmt: Format, tile: MmaTile, m: int, n: int, k: int, matrices: int, gpu: Gpu
-) -> tuple[float, Choice]:
+def _best_way(problem: Problem, tile: MmaTile) -> tuple[float, MmaWay]:
     """Of a tile what is fastest, and what that takes."""
-    tiles = tile.blocks(m, n, matrices)
-    ways = ((_us(fmt, way, tiles, k, gpu), way) for way in _ways(tile, m, n, k, matrices, gpu))
-    return min(ways, key=lambda each: each[0])
+    found = ((_us(problem, way), way) for way in _ways(problem, tile))
+    return min(found, key=lambda each: each[0])
 
 
 def _with_room(fmt: Format, tile: MmaTile, capability: int) -> MmaTile:
@@ -164,38 +160,39 @@ def _with_room(fmt: Format, tile: MmaTile, capability: int) -> MmaTile:
     return tile
 
 
-def _usable(fmt: Format, m: int, gpu: Gpu) -> list[MmaTile]:
-    """Tiles for so many batch rows. Before sm_80 nothing is copied meanwhile: small blocks hide each other's
+def _usable(problem: Problem) -> list[MmaTile]:
+    """Tiles for its batch rows. Before sm_80 nothing is copied meanwhile: small blocks hide each other's
     latencies."""
+    fmt, m, capability = problem.fmt, problem.m, problem.gpu.capability
     groups = 4 if m <= 32 else 8
-    if gpu.capability < 80:
-        return [_with_room(fmt, _old_tile(groups), gpu.capability)]
-    deep, square, small, *large = _tiles(fmt, groups, gpu.capability)
+    if capability < 80:
+        return [_with_room(fmt, _old_tile(groups), capability)]
+    deep, square, small, *large = _tiles(fmt, groups, capability)
     tiles = [small, deep, *([square, *large] if m > 64 else ())]
     return [tile for tile in tiles if tile.stages > 1]
 
 
-def _ways(tile: MmaTile, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Choice]:
+def _ways(problem: Problem, tile: MmaTile) -> Iterator[MmaWay]:
     """With the columns shared of no tiles, or of those that the last round has of one matrix, so that all of
     their blocks run at once."""
-    yield Choice(tile)
-    tiles, places = tile.blocks(m, n, matrices), tile.resident * gpu.multiprocessors
+    yield MmaWay(tile)
+    tiles, places = prod(tile.grid(problem)), tile.resident * problem.gpu.multiprocessors
     last = tiles % places if tiles > places else tiles
-    if matrices > 1 or not 0 < last <= FLAGS:
+    if problem.matrices > 1 or not 0 < last <= FLAGS:
         return
     for parts in _PARTS:
-        if _steps(k, parts) >= _LEAST_STEPS and last * parts <= places:
-            yield Choice(tile, last, parts)
+        if _steps(problem.k, parts) >= _LEAST_STEPS and last * parts <= places:
+            yield MmaWay(tile, last, parts)
 
 
-def _us(fmt: Format, way: Choice, tiles: int, k: int, gpu: Gpu) -> float:
-    """Of so many tiles, but for what all launches take."""
-    tile = way.tile
-    start, *steps = _PACE[_kind(fmt)][tile.shape]
-    rounds, last = divmod(tiles, tile.resident * gpu.multiprocessors)
+def _us(problem: Problem, way: MmaWay) -> float:
+    """Of all tiles, but for what all launches take."""
+    tile, k, multiprocessors = way.tile, problem.k, problem.gpu.multiprocessors
+    start, *steps = _PACE[_kind(problem.fmt)][tile.shape]
+    rounds, last = divmod(prod(tile.grid(problem)), tile.resident * multiprocessors)
     us = rounds * (start + _steps(k, 1) * steps[tile.resident - 1])
     if last:
-        together = ceil(last * way.parts / gpu.multiprocessors)
+        together = ceil(last * way.parts / multiprocessors)
         us += start + _steps(k, way.parts) * steps[together - 1]
     if way.shared:
         us += _LARGE_MEET_US if tile.row_tiles == 16 else _MEET_US
@@ -214,14 +211,14 @@ def _kind(fmt: Format) -> str:
     return "bytes" if fmt.bits == 8 else "masks"
 
 
-def _of_way(fmt: Format, m: int, n: int, matrices: int, gpu: Gpu, way: Choice) -> Gemm:
-    tile, shared_tiles, parts = way
-    copies, fixed = _table_and_factors(fmt, tile, gpu.capability)
+def _of_way(problem: Problem, way: MmaWay) -> Gemm:
+    fmt, (tile, shared_tiles, parts) = problem.fmt, way
+    copies, fixed = _table_and_factors(fmt, tile, problem.gpu.capability)
     shared = fixed + max(tile.stages * _stage_bytes(fmt, tile), tile.staged)
     constants = {"GROUPS": tile.groups, "ROW_TILES": tile.rows, "ROW_WARPS": tile.below, "WARPS": tile.warps}
     constants |= {"STAGES": tile.stages, "RESIDENT": tile.resident}
     constants |= {"TOGETHER": tile.together, "SPLITS": int(shared_tiles > 0)}
-    grid = (ceil(n / (tile.row_tiles * TILE_ROWS)), ceil(m / tile.batch), matrices)
+    grid = tile.grid(problem)
     if shared_tiles:
         grid = (prod(grid) + shared_tiles * (parts - 1), 1, 1)
     kernel = gemm_kernel(fmt, Core.MMA, copies, constants, shared)
@@ -288,13 +285,14 @@ def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     return tiles
 
 
-def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
+def variants(problem: Problem) -> Iterator[Gemm]:
     """Every tile of this core that may be fastest, the likeliest first."""
-    groups = (4, 8) if m > 16 else (4,)
-    if gpu.capability < 80:
-        tiles = [_with_room(fmt, _old_tile(count), gpu.capability) for count in groups]
+    fmt, capability = problem.fmt, problem.gpu.capability
+    groups = (4, 8) if problem.m > 16 else (4,)
+    if capability < 80:
+        tiles = [_with_room(fmt, _old_tile(count), capability) for count in groups]
     else:
-        tiles = [tile for count in groups for tile in _tiles(fmt, count, gpu.capability) if tile.stages > 1]
-    ways = [_best_way(fmt, tile, m, n, k, matrices, gpu) for tile in dict.fromkeys(tiles)]
-    for _, way in sorted(ways, key=lambda each: each[0]):
-        yield _of_way(fmt, m, n, matrices, gpu, way)
+        tiles = [tile for count in groups for tile in _tiles(fmt, count, capability) if tile.stages > 1]
+    found = [_best_way(problem, tile) for tile in dict.fromkeys(tiles)]
+    for _, way in sorted(found, key=lambda each: each[0]):
+        yield _of_way(problem, way)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ..formats import Format
 from .blocks import threads_of
-from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, core_of, tables
+from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, Problem, core_of, tables
 from .decode_core import Hits
 from .decode_grouped import decode_grouped
 from .launch import WARP, Gpu, Kernel, Plan, places_of
@@ -132,9 +132,13 @@ class Load(NamedTuple):
         hit = min(self.experts, self.rows)
         return hit + (self.rows - hit) // batch
 
+    def problem(self, fmt: Format, n: int, k: int, gpu: Gpu, half: bool, gated: bool) -> Problem:
+        """The product with a stack (E, n, k), or with two of them that are gate and up."""
+        return Problem(fmt, self.likely, n, k, gpu, self.experts, half, 1 + gated, grouped=True)
 
-class Product(NamedTuple):
-    """A grouped product: its launch, how many rows a work has at most, and how long the list of works is."""
+
+class GroupedGemm(NamedTuple):
+    """A plan of a grouped product, how many rows a work has at most, and how long the list of works is."""
 
     gemm: Gemm
     batch: int
@@ -153,35 +157,38 @@ class Product(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def product(fmt: Format, load: Load, n: int, k: int, half: bool, gated: bool, gpu: Gpu) -> Product | None:
-    """The rows of a load times (E, n, k), gated or not; None where no kernel can do it gated, or two
-    launches take less."""
-    rows, sides, us = load.likely, 1 + gated, 0.0
+def product(
+    fmt: Format, load: Load, n: int, k: int, gpu: Gpu, half: bool = True, gated: bool = False
+) -> GroupedGemm | None:
+    """The rows of a load times (E, n, k), gated or not, of weights that float16 holds (`half`) or not; None
+    where no kernel can do it gated, or two launches take less."""
+    problem = load.problem(fmt, n, k, gpu, half, gated)
+    rows, us = problem.m, 0.0
     if half and gpu.capability == 90 and rows >= WGMMA_BATCH:
         # Of those that wait for memory alike the one that copies fewer rows of x.
-        tiles = _wgmma(fmt, load, n, k, sides, gpu)
-        return min(tiles, key=lambda choice: (round(choice.us), choice.batch), default=None)
+        tiles = _wgmma(problem, load)
+        return min(tiles, key=lambda each: (round(each.us), each.batch), default=None)
     if not half or rows <= DECODE_BATCH:
         batch = min(rows, DECODE_BATCH)
-        found = decode_grouped(fmt, batch, n, k, load.hits, gpu, half, sides)
+        found = decode_grouped(problem._replace(m=batch), load.hits)
         if found is None:
             return None
         us, gemm = found
     elif gated:
         return None
     else:
-        gemm = mma_grouped(fmt, rows, n, k, load.experts, gpu)
+        gemm = mma_grouped(problem)
         batch = batch_of(gemm.plan.kernel)
     works = load.most_works(batch)
-    return Product(_grouped(fmt, gemm, sides, (gemm.plan.grid[0], 1, works)), batch, works, us)
+    return GroupedGemm(_grouped(problem, gemm, (gemm.plan.grid[0], 1, works)), batch, works, us)
 
 
-def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Iterator[Product]:
+def _wgmma(problem: Problem, load: Load) -> Iterator[GroupedGemm]:
     """The wgmma core's tiles, with the microseconds that measured times predict."""
-    steps = ceil(k / TILE_COLUMNS)
+    fmt, n, sides, steps = problem.fmt, problem.n, problem.sides, ceil(problem.k / TILE_COLUMNS)
     weights = sides * load.hit * ceil(n / TILE_ROWS) * layout(fmt).step(steps)
     for tile in WGMMA_TILES:
-        gemm, places = wgmma_grouped(fmt, tile, k, sides), places_of(gpu, tile.pair)
+        gemm, places = wgmma_grouped(problem, tile), places_of(problem.gpu, tile.pair)
         if gemm is None or not places:
             continue
         wide = tile.batch == 256 and (tile.pair == 1 or load.rows < load.hit * _FEW_WIDE)
@@ -202,21 +209,21 @@ def _wgmma(fmt: Format, load: Load, n: int, k: int, sides: int, gpu: Gpu) -> Ite
         gemm = replace(gemm, streamed=streamed, passing=passing, partials=partials)
         us = max(us, read) + _LAUNCH_US
         grid = ((places if streamed else min(places, blocks_n * works)) * tile.pair, 1, 1)
-        yield Product(_grouped(fmt, gemm, sides, grid), tile.batch, works, us)
+        yield GroupedGemm(_grouped(problem, gemm, grid), tile.batch, works, us)
 
 
-def _grouped(fmt: Format, gemm: Gemm, sides: int, grid: tuple[int, int, int]) -> Gemm:
+def _grouped(problem: Problem, gemm: Gemm, grid: tuple[int, int, int]) -> Gemm:
     kernel = gemm.plan.kernel
-    ends = (("GATED", sides - 1), ("TABLES", tables(fmt, sides)))
+    ends = (("GATED", problem.sides - 1), ("TABLES", tables(problem.fmt, problem.sides)))
     kernel = replace(kernel, constants=(*kernel.constants, *ends))
     return replace(gemm, plan=replace(gemm.plan, kernel=kernel, grid=grid))
 
 
-def gate_and_up(fmt: Format, load: Load, n: int, k: int, half: bool, gpu: Gpu) -> Product | None:
+def gate_and_up(fmt: Format, load: Load, n: int, k: int, gpu: Gpu, half: bool = True) -> GroupedGemm | None:
     """Both in one launch, where that is possible and no slower than two, of which the second reads what the
     first has stored."""
-    both = product(fmt, load, n, k, half, True, gpu)
-    single = product(fmt, load, n, k, half, False, gpu)
+    both = product(fmt, load, n, k, gpu, half, True)
+    single = product(fmt, load, n, k, gpu, half)
     assert single is not None
     results = load.rows * n * 4 / _RESULTS_US
     return None if both is None or both.us > _APART * 2 * (single.us + results) else both
@@ -283,15 +290,15 @@ def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     found = {gather(Load(1, 1, 1), 32).kernel}  # the others are of the same module
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
-        sides = gated_ways(fmt)
-        for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, sides):
-            made = product(fmt, load, n, 4096, half, gated, gpu)
+        ways = gated_ways(fmt)
+        for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, ways):
+            made = product(fmt, load, n, 4096, gpu, half, gated)
             if made is not None:
                 found.add(made.gemm.plan.kernel)
         if gpu.capability == 90:
             found |= {
                 made.gemm.plan.kernel
-                for each in range(1, 1 + len(sides))
-                for made in _wgmma(fmt, loads[0], 1024, 4096, each, gpu)
+                for gated in ways
+                for made in _wgmma(loads[0].problem(fmt, 1024, 4096, gpu, True, gated), loads[0])
             }
     return sorted(found, key=repr)

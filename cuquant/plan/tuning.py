@@ -13,10 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..formats import Format
 from . import decode_plain, mma_core, wgmma_timed
-from .cores import DECODE_BATCH, Core, Gemm
-from .launch import Gpu
+from .cores import DECODE_BATCH, Core, Gemm, Problem
 
 MOST = 8
 """Candidates of a core."""
@@ -29,11 +27,9 @@ Mark = tuple[tuple[tuple[str, int], ...], bool]
 """The constants of a kernel, and whether blocks share out the last tiles."""
 
 
-class Problem(NamedTuple):
-    """A product, as far as the choice of a launch goes by it.
-
-    Of more than 16 batch rows all that have the same next power of two are one problem.
-    """
+class ProblemKind(NamedTuple):
+    """Problems that one launch is kept for: of more than 16 batch rows all that have the same next power of
+    two."""
 
     format: str
     block_bytes: int
@@ -43,7 +39,8 @@ class Problem(NamedTuple):
     matrices: int
 
     @classmethod
-    def of(cls, fmt: Format, m: int, n: int, k: int, matrices: int) -> Problem:
+    def of(cls, problem: Problem) -> ProblemKind:
+        fmt, m, n, k, _, matrices = problem[:6]
         return cls(fmt.header, fmt.block_bytes, rows_of(m), n, k, matrices)
 
 
@@ -57,9 +54,9 @@ class NewerVersion(ValueError):
 
 
 class Tuned:
-    """The fastest launches that were measured on one GPU, by problem."""
+    """The fastest launches that were measured on one GPU, by kinds of problems."""
 
-    def __init__(self, marks: dict[Problem, Mark] | None = None) -> None:
+    def __init__(self, marks: dict[ProblemKind, Mark] | None = None) -> None:
         self._marks = dict(marks or {})
 
     def __len__(self) -> int:
@@ -70,28 +67,28 @@ class Tuned:
         """How many products, and what tells these from others."""
         return f"{len(self)} ({hashlib.sha256(self.to_json().encode()).hexdigest()[:8]})"
 
-    def __contains__(self, problem: Problem) -> bool:
-        return problem in self._marks
+    def __contains__(self, kind: ProblemKind) -> bool:
+        return kind in self._marks
 
-    def with_one(self, problem: Problem, gemm: Gemm | None) -> Tuned:
-        """These, and this one in the place of the problem's former one; None: without it."""
-        others = {known: held for known, held in self._marks.items() if known != problem}
-        return Tuned(others if gemm is None else others | {problem: mark(gemm)})
+    def with_one(self, kind: ProblemKind, gemm: Gemm | None) -> Tuned:
+        """These, and this one in the place of the kind's former one; None: without it."""
+        others = {known: held for known, held in self._marks.items() if known != kind}
+        return Tuned(others if gemm is None else others | {kind: mark(gemm)})
 
-    def choice(self, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Gemm | None:
+    def choice(self, problem: Problem) -> Gemm | None:
         """The launch that was fastest for such a product; None where nobody knows."""
-        wanted = self._marks.get(Problem.of(fmt, m, n, k, matrices))
+        wanted = self._marks.get(ProblemKind.of(problem))
         if wanted is None:
             return None
         core = dict(wanted[0]).get("CORE")
-        found = _variants(fmt, m, n, k, matrices, gpu, core)
+        found = _variants(problem, core)
         return next((gemm for gemm in found if mark(gemm) == wanted), None)
 
     def to_json(self) -> str:
-        """A problem a line."""
+        """A kind of problems a line."""
         lines = [
-            json.dumps({**problem._asdict(), "constants": dict(constants), "streamed": streamed})
-            for problem, (constants, streamed) in self._marks.items()
+            json.dumps({**kind._asdict(), "constants": dict(constants), "streamed": streamed})
+            for kind, (constants, streamed) in self._marks.items()
         ]
         return f'{{"version": {_VERSION}, "products": [\n' + ",\n".join(lines) + "\n]}\n"
 
@@ -108,7 +105,7 @@ class Tuned:
             for line in held["products"]:
                 constants = tuple((str(name), int(value)) for name, value in line.pop("constants").items())
                 streamed = bool(line.pop("streamed"))
-                marks[Problem(**line)] = (constants, streamed)
+                marks[ProblemKind(**line)] = (constants, streamed)
         except NewerVersion:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -130,12 +127,12 @@ def mark(gemm: Gemm) -> Mark:
     return constants, gemm.streamed > 0
 
 
-def candidates(usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> list[Gemm]:
+def candidates(usual: Gemm, problem: Problem) -> list[Gemm]:
     """Launches of an ordinary product that may be its fastest: the usual one, then up to MOST others of each
     core that has a chance, the likeliest first."""
     found = {mark(usual): usual}
     cores: dict[int, int] = {}
-    for gemm in _variants(fmt, m, n, k, matrices, gpu):
+    for gemm in _variants(problem):
         core = dict(gemm.plan.kernel.constants)["CORE"]
         if mark(gemm) not in found and cores.get(core, 0) < MOST:
             cores[core] = cores.get(core, 0) + 1
@@ -143,19 +140,12 @@ def candidates(usual: Gemm, fmt: Format, m: int, n: int, k: int, matrices: int, 
     return list(found.values())
 
 
-def _variants(
-    fmt: Format,
-    m: int,
-    n: int,
-    k: int,
-    matrices: int,
-    gpu: Gpu,
-    core: int | None = None,
-) -> Iterator[Gemm]:
+def _variants(problem: Problem, core: int | None = None) -> Iterator[Gemm]:
     """Every launch of the cores that have a chance, or of one of them."""
-    if core in (None, Core.WGMMA) and gpu.capability == 90 and m >= _LEAST_BATCH:
-        yield from wgmma_timed.variants(fmt, m, n, k, matrices, gpu)
+    m, capability = problem.m, problem.gpu.capability
+    if core in (None, Core.WGMMA) and capability == 90 and m >= _LEAST_BATCH:
+        yield from wgmma_timed.variants(problem)
     if core in (None, Core.DECODE) and m <= DECODE_BATCH:
-        yield from decode_plain.variants(fmt, m, n, k, matrices, gpu)
-    if core in (None, Core.MMA) and gpu.capability != 90 and m >= _LEAST_BATCH:
-        yield from mma_core.variants(fmt, m, n, k, matrices, gpu)
+        yield from decode_plain.variants(problem)
+    if core in (None, Core.MMA) and capability != 90 and m >= _LEAST_BATCH:
+        yield from mma_core.variants(problem)

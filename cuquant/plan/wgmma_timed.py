@@ -11,8 +11,8 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import WGMMA_BATCH, Gemm, looked_up, tables
-from .launch import Gpu, places_of
+from .cores import WGMMA_BATCH, Gemm, Problem, looked_up, tables
+from .launch import places_of
 from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
 from .wgmma_core import (
     ROOMY_BATCH,
@@ -132,7 +132,7 @@ _FEW_ROWS, _FEW_LOOKUPS = {5: 0.94, 6: 0.94, 8: 0.825}, 0.91
 bits of a code, and where 3 bits or more are looked up. Others take less time there."""
 
 
-class _Way(NamedTuple):
+class _Timed(NamedTuple):
     """What a tile takes of a format, whatever the product."""
 
     tile: Tile
@@ -145,7 +145,7 @@ class _Way(NamedTuple):
     """Whether the kernel itself turns a walk's sums."""
 
 
-class Choice(NamedTuple):
+class WgmmaWay(NamedTuple):
     """A way to run the wgmma core, with the microseconds that the measured times predict."""
 
     us: float
@@ -206,8 +206,9 @@ def narrow(tile: Tile) -> int:
     return 64 if tile.batch == 256 else 32
 
 
-def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
+def wgmma_grouped(problem: Problem, tile: Tile) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
+    fmt, sides = problem.fmt, problem.sides
     stages = stages_of(fmt, tile, 1, sides)
     # Work after work takes registers, too.
     scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
@@ -216,14 +217,14 @@ def wgmma_grouped(fmt: Format, tile: Tile, k: int, sides: int) -> Gemm | None:
     scarce |= few and tile.blocks == 2 and tile.batch > 128
     scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
     scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
-    if scarce or stages < 3 or ceil(k / TILE_COLUMNS) % tile.width:
+    if scarce or stages < 3 or ceil(problem.k / TILE_COLUMNS) % tile.width:
         return None
     gemm = planned(fmt, tile, 1, True, stages, sides)
     return replace(gemm, box_steps=tile.width)
 
 
 @lru_cache(maxsize=64)
-def _ways(fmt: Format) -> list[_Way]:
+def _timed(fmt: Format) -> list[_Timed]:
     """All tiles that a format has room for, and the splits of K that they allow."""
     found = []
     for tile, split in product(STEP_US, (1, 2, 4)):
@@ -231,18 +232,17 @@ def _ways(fmt: Format) -> list[_Way]:
         if stages >= 3 and (split == 1 or tile.pair == 1):
             step, store = _step_us(fmt, tile, pairs=_PAIR_STEPS), tile.rows * tile.batch * _TILE_US
             start = _START_US + (_PAIR_US if tile.pair > 1 else 0) + _MANY_GROUPS_US * (tile.k_groups > 2)
-            found.append(_Way(tile, split, stages, step, store, start, turns_sums(fmt, tile, split)))
+            found.append(_Timed(tile, split, stages, step, store, start, turns_sums(fmt, tile, split)))
     return found
 
 
-def choices(
-    fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, signs: bool = False
-) -> Iterator[Choice]:
+def ways(problem: Problem, signs: bool = False) -> Iterator[WgmmaWay]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles. `signs`
     of W's columns may want a kernel before."""
+    fmt, m, n, k, gpu, matrices = problem[:6]
     few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
-    for tile, split, stages, step, store, start, turned in _ways(fmt):
+    for tile, split, stages, step, store, start, turned in _timed(fmt):
         clusters = places_of(gpu, split * tile.pair)
         if steps % tile.width or not clusters:
             continue
@@ -261,10 +261,10 @@ def choices(
             if rounds == 1 and steps >= split * max(4, tile.width):
                 most = ceil(steps / (split * tile.width)) * tile.width
                 us = start + most * step + _SPLIT_US[split] + tile.rows * tile.batch * _SPLIT_TILE_US
-                yield Choice(us, tile, split, outputs, 0, stages)
+                yield WgmmaWay(us, tile, split, outputs, 0, stages)
             continue
         us = start + rounds * (steps * step + store)
-        yield Choice(us, tile, 1, outputs, 0, stages)
+        yield WgmmaWay(us, tile, 1, outputs, 0, stages)
         if not shares_tiles(fmt, tile):
             continue
         more, helpers = slower[m <= _ONE_TILE], min(places - rest, MOST_PARTS * rest)
@@ -278,7 +278,7 @@ def choices(
         if rest * given >= helpers and given * tile.width * step > 2 * leave:
             us = start + (rounds * steps - given * tile.width) * step * more + rounds * store
             us += ceil(helpers / rest) * GET_US
-            yield Choice(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
+            yield WgmmaWay(us if waves else us * _ALONE, tile, 1, outputs, rest, stages, passing)
 
 
 def most_shared(places: int) -> int:
@@ -291,19 +291,20 @@ def leave_us(tile: Tile, few: bool) -> float:
     return _LEAVE_US if few else _LEAVE_ALONE_US + sum_bytes(tile) * _LEAVE_BYTE_US
 
 
-def least_batch(fmt: Format, numbers: int) -> int:
-    """Batch rows from which on this core may be faster than the decode core, of so many weights. Those stored
-    as whole matrices are left out: what changes x for them takes a launch of its own here."""
+def least_batch(problem: Problem) -> int:
+    """Batch rows from which on this core may be faster than the decode core. Weights stored as whole matrices
+    are left out: what changes x for them takes a launch of its own here."""
+    fmt, numbers = problem.fmt, problem.n * problem.k * problem.matrices
     if fmt.whole_matrices or numbers < _LARGE or _part_of_few(fmt) is None:
         return WGMMA_BATCH
     return 1 if fmt.bits == 8 and numbers >= _VERY_LARGE else 5
 
 
-def few_rows(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> tuple[float, Gemm]:
+def few_rows(problem: Problem) -> tuple[float, Gemm]:
     """What should be fastest of up to 8 batch rows, and what it takes."""
-    best, part = min(choices(fmt, m, n, k, matrices, gpu)), _part_of_few(fmt)
+    best, part = min(ways(problem)), _part_of_few(problem.fmt)
     assert part is not None
-    return part * best.us, _chosen(fmt, gpu, best)
+    return part * best.us, _of_way(problem, best)
 
 
 def _part_of_few(fmt: Format) -> float | None:
@@ -313,22 +314,22 @@ def _part_of_few(fmt: Format) -> float | None:
     return _FEW_ROWS.get(fmt.bits)
 
 
-def wgmma(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu, signs: bool = False) -> Gemm:
+def wgmma(problem: Problem, signs: bool = False) -> Gemm:
     """The wgmma core, as measured times predict it to be fastest; W takes `signs` of columns where it can."""
-    found = _chosen(fmt, gpu, min(choices(fmt, m, n, k, matrices, gpu, signs)))
+    found = _of_way(problem, min(ways(problem, signs)))
     return signed(found) if signs else found
 
 
-def variants(fmt: Format, m: int, n: int, k: int, matrices: int, gpu: Gpu) -> Iterator[Gemm]:
+def variants(problem: Problem) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
-    for choice in sorted(choices(fmt, m, n, k, matrices, gpu)):
-        yield _chosen(fmt, gpu, choice)
+    for way in sorted(ways(problem)):
+        yield _of_way(problem, way)
 
 
-def _chosen(fmt: Format, gpu: Gpu, choice: Choice) -> Gemm:
-    _, tile, split, outputs, streamed, stages, passing = choice
-    gemm = planned(fmt, tile, split, streamed > 0, stages)
-    places = places_of(gpu, tile.pair) * tile.resident
+def _of_way(problem: Problem, way: WgmmaWay) -> Gemm:
+    _, tile, split, outputs, streamed, stages, passing = way
+    gemm = planned(problem.fmt, tile, split, streamed > 0, stages)
+    places = places_of(problem.gpu, tile.pair) * tile.resident
     blocks = outputs * split if split > 1 else (places if streamed else min(outputs, places)) * tile.pair
     partials = blocks * sum_bytes(tile) if streamed else 0
     grid = replace(gemm.plan, grid=(blocks, 1, 1))
