@@ -101,7 +101,7 @@ def test_mixtures_have_tiles_that_were_fast() -> None:
         fmt = cq.formats.get(name).for_kernels
         problem = DecodeProblem(*load.problem(fmt, *shape, plan.Gpu(90), True, which == "both"))
         ways = sorted(decode_timed.ways(problem, load.hits))
-        tiles = [tile_of(decode_timed.launch(problem, way)) for way in ways]
+        tiles = [tile_of(decode_timed.of_way(problem, way)) for way in ways]
         taken = next((tile for tile in tiles if tile in known), None)
         if taken is not None:
             slower.append(known[taken] / min(known.values()) - 1)

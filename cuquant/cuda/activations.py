@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     factors: int
 
 
-class Blocks(NamedTuple):
+class Quantization(NamedTuple):
     """How floats become q8_1 blocks, and the rows that a product will want."""
 
     call: jit.Call
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     """Bytes of that buffer."""
 
 
-def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
+def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Quantization | None:
     """Of floats of a shape (..., K), given as rows; None where the kernel does not take them."""
     *lead, k = shape
     count, half = prod(lead), rows.dtype == check.FLOAT16
@@ -46,8 +46,8 @@ def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Blocks | None:
         return None
     entry = "quantize_half" if half else "quantize_rows"
     step = plan.activations(entry, fmt, count, k)
-    call = jit.call(step, ACTIVATION_KERNELS[entry], (*layout(rows), k))
-    return Blocks(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
+    call = jit.call(step, ACTIVATION_KERNELS[entry], (*numbers_of(rows), k))
+    return Quantization(call, (*lead, fmt.row_bytes(k)), *buffers.rows_bytes(shape))
 
 
 def can_quantize(x: Any) -> bool:
@@ -56,7 +56,7 @@ def can_quantize(x: Any) -> bool:
     return x.shape[-1] <= plan.LONGEST_ROW or x.dtype == check.FLOAT16
 
 
-def quantize(how: Blocks, rows: Any) -> tuple[Any, Rows]:
+def quantize(how: Quantization, rows: Any) -> tuple[Any, Rows]:
     """Blocks of floats, and their rows."""
     empty = device.cupy().empty
     blocks, buffer = empty(how.shape, _BYTE), empty(how.size, _BYTE)
@@ -113,14 +113,14 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
     if entry == "blocks_to_half":
         return held, (of_blocks(count, k),)
     if entry == "quantize_rows":  # the blocks themselves are not wanted
-        return held, (Step(_call(entry, count, k, (*layout(held), k, 0))),)
+        return held, (Step(_call(entry, count, k, (*numbers_of(held), k, 0))),)
     factors, signs = x.source.factors, (buffers.pointer(x.signs), x.each or count)
     if entry == "round_halves":
-        return held, (Step(_call(entry, count, k, (*layout(held), k)), factors),)
+        return held, (Step(_call(entry, count, k, (*numbers_of(held), k)), factors),)
     if check.is_quantized(x.x):  # signs of the float16 rows, which have their factors
         made = () if x.rows is not None else (of_blocks(count, k),)
         return held, (*made, Step(_call("prepare_halves", count, k, (0, k, 1, k), signs), False))
-    return held, (Step(_call(entry, count, k, (*layout(held), k), signs), factors),)
+    return held, (Step(_call(entry, count, k, (*numbers_of(held), k), signs), factors),)
 
 
 def of_blocks(count: int, k: int) -> Step:
@@ -141,6 +141,6 @@ def _call(entry: str, count: int, k: int, numbers: tuple[int, ...], last: tuple[
     return jit.call(step, ACTIVATION_KERNELS[entry], numbers, last)
 
 
-def layout(rows: Any) -> tuple[int, ...]:
+def numbers_of(rows: Any) -> tuple[int, ...]:
     """Number of the dtype and strides in elements of rows of floats."""
     return (problem.DTYPES[rows.dtype], *buffers.element_strides(rows))

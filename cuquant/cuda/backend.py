@@ -14,7 +14,7 @@ from .. import check, cpu, device, plan, repeats
 from ..array import QuantizedArray
 from ..formats import Format
 from . import activations, buffers, exl3 as cuda_exl3, jit, problem, streams
-from .activations import Blocks, Operand, Rows, Step, addresses
+from .activations import Operand, Quantization, Rows, Step, addresses
 from .fragments import Fragments, of_matrices, tables
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _encoder(fmt: Format) -> tuple[Any, ...]:
     return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
 
 
-def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Blocks | None]:
+def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Quantization | None]:
     """Blocks of floats (..., K), the rows that a product will want, and how others like x are quantized.
 
     None instead of rows beyond the kernel's, and of how, where a copy of x was read.
@@ -121,7 +121,7 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int,
     return out
 
 
-def quantize_again(how: Blocks, x: Any) -> tuple[Any, Rows]:
+def quantize_again(how: Quantization, x: Any) -> tuple[Any, Rows]:
     """Activations like others before."""
     return activations.quantize(how, x)
 

@@ -15,7 +15,7 @@ from .. import check, device, plan
 from ..formats.exl3 import HADAMARD, Exl3, Exl3Parts
 from ..repeats import Some
 from . import buffers, jit, problem
-from .activations import Step, layout
+from .activations import Step, numbers_of
 from .fragments import Fragments
 
 
@@ -102,7 +102,7 @@ def turned_rows(rows: Any, fragments: Fragments) -> Step:
     """What makes float16 rows of floats [R, K], and their factors."""
     suh = fragments.exl3_vectors.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
-    return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*layout(rows), rows.shape[1]), (suh,)))
+    return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*numbers_of(rows), rows.shape[1]), (suh,)))
 
 
 def turned_results(

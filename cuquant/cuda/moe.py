@@ -18,7 +18,7 @@ from . import buffers, jit, problem, templates
 from .activations import addresses
 from .fragments import Fragments
 from .moe_launches import planned
-from .moe_memory import FACTORS, Given, Mixture, Rows, X, half_rows
+from .moe_memory import FACTORS, Given, Mixture, PlacedRows, X, half_rows
 from .templates import Place, Template
 
 
@@ -150,14 +150,14 @@ def _addresses(x: Any) -> tuple[int, int]:
     return addresses(x, None) if device.is_cuda(x) else addresses(x.blocks, x.rows)
 
 
-def _source(x: Any) -> tuple[Any, tuple[int, int], Rows | None]:
+def _source(x: Any) -> tuple[Any, tuple[int, int], PlacedRows | None]:
     """What is read of x, its addresses, and as which rows; None for blocks that have none."""
     if device.is_cuda(x):
         rows = buffers.as_rows(x)
         start = rows.data.ptr
         row, column = buffers.element_strides(rows)
         number, size = problem.DTYPES[rows.dtype], rows.itemsize
-        return rows, (start, 0), Rows(Place(X), start % 16 == 0, number, size, row, column, 0)
+        return rows, (start, 0), PlacedRows(Place(X), start % 16 == 0, number, size, row, column, 0)
     if x.rows is None:
         blocks = x.blocks.reshape(-1, x.blocks.shape[-1])
         return blocks, (blocks.data.ptr, 0), None

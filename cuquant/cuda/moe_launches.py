@@ -33,11 +33,11 @@ from .moe_memory import (
     Address,
     Given,
     Mixture,
+    PlacedRows,
     Products,
-    Rows,
     X,
+    arrays,
     half_rows,
-    layout,
     tokens_at_once,
 )
 from .templates import Place, Template, Tensor, template
@@ -55,8 +55,8 @@ def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
     firsts = range(0, tokens, step)
     loads = [Load(min(step, tokens - first), top_k, experts) for first in firsts]
     plans = {load: mixture.products(load) for load in loads}
-    layouts = {load: layout(mixture, load, plans[load]) for load in loads}
-    size = max(layout.size for layout in layouts.values())
+    between = {load: arrays(mixture, load, plans[load]) for load in loads}
+    size = max(each.size for each in between.values())
     steps: list[Template] = []
     x = given.x
     if x is None:
@@ -68,7 +68,7 @@ def planned(mixture: Mixture, given: Given) -> tuple[int, tuple[Template, ...]]:
         entry = first * top_k
         ids = Place(IDS, entry * (8 if given.wide else 4))
         routing = (ids, int(given.wide), load.tokens, load.top_k, experts)
-        part = Round(mixture, load, plans[load], routing, layouts[load].at)
+        part = Round(mixture, load, plans[load], routing, between[load].at)
         steps += part.sums(x.skip(first))
         steps.append(part.combine(given, first))
     return size, tuple(steps)
@@ -99,7 +99,7 @@ class Round(NamedTuple):
     routing: Routing
     at: dict[str, Place]
 
-    def sums(self, x: Rows) -> Iterator[Template]:
+    def sums(self, x: PlacedRows) -> Iterator[Template]:
         """All launches up to the results of `down`, float32 rows in the order of `places`."""
         mixture, load, at = self.mixture, self.load, self.at
         if mixture.turns:
@@ -142,7 +142,7 @@ class Round(NamedTuple):
         rows = (halves, at["factors"])
         yield self._product(mixture.down, down, rows, sums, then, 2, early=True)
 
-    def _turned_sums(self, x: Rows) -> Iterator[Template]:
+    def _turned_sums(self, x: PlacedRows) -> Iterator[Template]:
         """The same around products with EXL3 weights."""
         (gate, up, down, activation, _), at = self.mixture, self.at
         (_, width, k), n = gate.shape, down.shape[1]
@@ -199,13 +199,13 @@ class Round(NamedTuple):
             *(out, problem.DTYPES[dtype], row, column),
         )
 
-    def _converted(self, x: Rows, k: int) -> Template:
+    def _converted(self, x: PlacedRows, k: int) -> Template:
         """Rows of floats as float16."""
         entry = "prepare_rows" if x.dtype else "prepare_halves"
         to = (k, self.at["halves"], self.at["factors"], 0, 1)
         return _activations(entry, self.load.tokens, k, x.start, x.dtype, x.row, x.column, *to)
 
-    def _gather(self, x: Rows, k: int) -> Iterator[Template]:
+    def _gather(self, x: PlacedRows, k: int) -> Iterator[Template]:
         """Rows of x in the order of their experts, and every product's works."""
         load, at, (both, gate, up, down) = self.load, self.at, self.products
         starts: Address = 0

@@ -24,7 +24,7 @@ Address = Place | int
 """Of what lies nowhere 0, or of what stays where it is."""
 
 
-class Rows(NamedTuple):
+class PlacedRows(NamedTuple):
     """Rows of activations: where they start, whether on 16 bytes, number of the dtype and its bytes, strides
     in elements, where their factors start or 0."""
 
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     column: int
     factors: Address
 
-    def skip(self, rows: int) -> Rows:
+    def skip(self, rows: int) -> PlacedRows:
         factors = self.factors.behind(4 * rows) if isinstance(self.factors, Place) else 0
         return self._replace(start=self.start.behind(rows * self.row * self.size), factors=factors)
 
@@ -47,9 +47,9 @@ class Rows(NamedTuple):
         return half and self.aligned and self.row % 8 == 0 and self.column == 1
 
 
-def half_rows(start: Place, k: int, factors: Address) -> Rows:
+def half_rows(start: Place, k: int, factors: Address) -> PlacedRows:
     """Rows of float16 as kernels make them."""
-    return Rows(start, True, problem.DTYPES[check.FLOAT16], 2, k, 1, factors)
+    return PlacedRows(start, True, problem.DTYPES[check.FLOAT16], 2, k, 1, factors)
 
 
 class Given(NamedTuple):
@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
     tokens: int
     top_k: int
-    x: Rows | None
+    x: PlacedRows | None
     """None: q8_1 blocks, of which rows have to be made."""
     wide: bool
     """Whether ids are of 8 bytes, not 4."""
@@ -66,8 +66,9 @@ class Given(NamedTuple):
     """Its dtype and strides in elements."""
 
 
-class Layout:
-    """Where arrays lie in the scratch memory, by the names that they are given, one after the other."""
+class Arrays:
+    """Where arrays between the launches lie in the scratch memory, by the names that they are given: one
+    after the other."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -155,10 +156,10 @@ def _row_bytes(mixture: Mixture, levels: bool) -> dict[str, int]:
     return {**sizes, "factors": 4, "places": 4}
 
 
-def layout(mixture: Mixture, load: Load, products: Products) -> Layout:
+def arrays(mixture: Mixture, load: Load, products: Products) -> Arrays:
     """Where these arrays, those of works, and sums that blocks leave for others are."""
     count = mixture.gate.shape[0]
-    made = Layout()
+    made = Arrays()
     both, *single, down = products
     used = [one for one in ([both] if both else single) + [down] if one]
     rows = load.rows + max(one.gemm.rows_behind for one in used)

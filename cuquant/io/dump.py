@@ -64,7 +64,7 @@ def _of_others(path: Path) -> list[dict[str, Any]]:
             "shape": tuple(info["shape"]),
             "nbytes": info["data_offsets"][1] - info["data_offsets"][0],
         }
-        for name, info in safetensors.layout_of(path).tensors.items()
+        for name, info in safetensors.header_of(path).tensors.items()
     ]
 
 

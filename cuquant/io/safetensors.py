@@ -249,7 +249,7 @@ def read(path: Path) -> Saved:
         note = _note(path, metadata_of(path))
         status = os.fstat(stream.fileno())
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    infos, start = layout_of(path)
+    infos, start = header_of(path)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
     offsets = {name: start + info["data_offsets"][0] for name, info in infos.items()}
     weights, own = note.weights, None
@@ -276,26 +276,26 @@ def metadata_of(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
 
 
-class Layout(NamedTuple):
+class Header(NamedTuple):
     """What a file says of its tensors, and where their bytes begin."""
 
     tensors: Mapping[str, Any]
     end: int
 
 
-def layout_of(path: Path) -> Layout:
+def header_of(path: Path) -> Header:
     """Of a file that the safetensors package has found to be sound."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         infos = json.loads(file.read(length))
     infos.pop("__metadata__", None)
-    return Layout(infos, 8 + length)
+    return Header(infos, 8 + length)
 
 
-def small_floats(path: Path, name: str, layout: Layout) -> Any:
+def small_floats(path: Path, name: str, header: Header) -> Any:
     """A tensor of `SMALL_FLOATS`."""
-    info = layout.tensors[name]
-    dtype, first = SMALL_FLOATS[info["dtype"]], layout.end + info["data_offsets"][0]
+    info = header.tensors[name]
+    dtype, first = SMALL_FLOATS[info["dtype"]], header.end + info["data_offsets"][0]
     with path.open("rb") as file:
         file.seek(first)
         return np.fromfile(file, dtype, math.prod(info["shape"])).reshape(info["shape"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..render import escaped
-from .safetensors import SMALL_FLOATS, Layout, layout_of, small_floats, why_unreadable
+from .safetensors import SMALL_FLOATS, Header, header_of, small_floats, why_unreadable
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
@@ -25,7 +25,7 @@ class Tensors(Mapping[str, Any]):
     def __init__(self, files: Mapping[Path, Any]) -> None:
         self.files = files
         self._home: dict[str, Path] = {}
-        self._layouts: dict[Path, Layout] = {}
+        self._headers: dict[Path, Header] = {}
         for path, file in files.items():
             for name in file.keys():  # noqa: SIM118
                 if name in self._home:
@@ -35,9 +35,9 @@ class Tensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         path = self._home[name]
         if self.type(name) in SMALL_FLOATS:
-            if path not in self._layouts:
-                self._layouts[path] = layout_of(path)
-            return small_floats(path, name, self._layouts[path])
+            if path not in self._headers:
+                self._headers[path] = header_of(path)
+            return small_floats(path, name, self._headers[path])
         with _readable(path):
             try:
                 return self.files[path].get_tensor(name)

@@ -230,7 +230,7 @@ def most_rows(problem: DecodeProblem) -> int:
     return 4 if problem.groups == 1 or has_minimum(fmt) else 7
 
 
-def row_tiles(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
+def tiles_within(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:
     """Warps along N and row tiles of each, within limits."""
     return product((w for w in (1, 2, 4, 8, 16) if least <= w <= most_warps), range(1, most + 1))
 

@@ -21,9 +21,9 @@ from .decode_core import (
     planned,
     ring_bytes,
     rounds_of,
-    row_tiles,
     sized,
     stages_all_x,
+    tiles_within,
 )
 from .launch import shared_limit
 
@@ -74,9 +74,8 @@ def _candidates(
     """Ways to lay out blocks, with what they take."""
     two = _small(problem)
     blocks = sized(problem, table, 1, two, long=two and problem.m > 4)
-    for tile in row_tiles(
-        problem.sides, blocks.warps if problem.m > 2 else blocks.warps // 2, most_rows(problem)
-    ):
+    most_warps = blocks.warps if problem.m > 2 else blocks.warps // 2
+    for tile in tiles_within(problem.sides, most_warps, most_rows(problem)):
         if _fits(problem, blocks, tile):
             yield _cost(problem, blocks, tile, hit), blocks, tile
 

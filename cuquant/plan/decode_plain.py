@@ -20,9 +20,9 @@ from .decode_core import (
     planned,
     ring_bytes,
     rounds_of,
-    row_tiles,
     sized,
     stages_all_x,
+    tiles_within,
 )
 from .launch import Gpu, shared_limit
 
@@ -60,7 +60,7 @@ def decode(problem: Problem, to_convert: bool = False) -> Gemm:
     def made(roomy: bool) -> Gemm:
         table = table_of(own.fmt, own.gpu.capability, roomy)
         blocks = _blocks(own, table[1])
-        return planned(own, table, blocks, _row_tiles(own, blocks, table[1]), to_convert)
+        return planned(own, table, blocks, _tile(own, blocks, table[1]), to_convert)
 
     if has_roomy_tables(own):
         gemm = made(True)
@@ -100,12 +100,12 @@ def _limits(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, in
     return least, warps if problem.m > 2 else warps // 2, min(most_rows(problem), max(1, most))
 
 
-def _row_tiles(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, int]:
+def _tile(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, int]:
     """Warps of a block along N, and row tiles of each."""
     least, most_warps, most = _limits(problem, blocks, table)
     row_warps = max(least, min(most_warps, 1 << (ceil(blocks.share / most) - 1).bit_length()))
     usual = row_warps, min(most, ceil(blocks.share / row_warps))
-    best = min(row_tiles(least, most_warps, most), key=lambda tile: _busiest(problem, blocks, tile))
+    best = min(tiles_within(least, most_warps, most), key=lambda tile: _busiest(problem, blocks, tile))
     pace = _pace(problem.gpu)
     return best if _busiest(problem, blocks, best) < pace.less * _busiest(problem, blocks, usual) else usual
 
@@ -144,7 +144,7 @@ def variants(problem: Problem) -> Iterator[Gemm]:
             if eight:
                 blocks = blocks._replace(warps=8)
             least, _, most = _limits(own, blocks, table[1])
-            for tile in row_tiles(least, blocks.warps, most):
+            for tile in tiles_within(least, blocks.warps, most):
                 found.append((_busiest(own, blocks, tile), table, blocks, tile))
     found.sort(key=lambda each: each[0])
     for _, table, blocks, tile in found:

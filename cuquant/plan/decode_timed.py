@@ -27,9 +27,9 @@ from .decode_core import (
     most_rows,
     planned,
     room_of,
-    row_tiles,
     sized,
     stages_all_x,
+    tiles_within,
 )
 from .launch import WARP, places_of
 from .planes import has_minimum, integer_scales
@@ -98,7 +98,7 @@ def fastest(problem: Problem, to_convert: bool) -> tuple[float, Gemm]:
     # All weights have the tiles of those that float16 holds, which were measured.
     alike = own._replace(half=True, gpu=own.gpu._replace(tuned=None))
     best = _best(alike, to_convert and own.fmt.turned)
-    return best.us, launch(own, best, to_convert)
+    return best.us, of_way(own, best, to_convert)
 
 
 @lru_cache(maxsize=4096)
@@ -106,7 +106,7 @@ def _best(problem: DecodeProblem, turned: bool) -> DecodeWay:
     """The same, with activations that are to be turned, or not."""
 
     def us(way: DecodeWay) -> float:
-        itself = turned and launch(problem, way, True).converts_x
+        itself = turned and of_way(problem, way, True).converts_x
         return way.us + (_TURN_US if turned and not itself else 0)
 
     return min(ways(problem), key=us)
@@ -116,18 +116,18 @@ def fastest_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
     """The same for as many matrices as rows may lead to; None where two sides have no room."""
     own = DecodeProblem(*problem)
     best = min(ways(own._replace(half=True), hits), default=None)
-    return None if best is None else (best.us, launch(own, best))
+    return None if best is None else (best.us, of_way(own, best))
 
 
 def variants(problem: Problem) -> Iterator[Gemm]:
     """Every way of this core, those first that should be fastest."""
     own = DecodeProblem(*problem)
     for way in sorted(ways(own)):
-        yield launch(own, way)
+        yield of_way(own, way)
 
 
-def launch(problem: DecodeProblem, way: DecodeWay, to_convert: bool = False) -> Gemm:
-    """Blocks of this way."""
+def of_way(problem: DecodeProblem, way: DecodeWay, to_convert: bool = False) -> Gemm:
+    """Its launch."""
     table = table_of(problem.fmt, problem.gpu.capability, way.roomy, problem.sides)
     return planned(problem, table, way.blocks, way.tile, to_convert)
 
@@ -154,7 +154,7 @@ def ways(problem: DecodeProblem, hits: Hits | None = None) -> Iterator[DecodeWay
             tall = usual._replace(warps=8, tall=True)
             for blocks in (usual,) if two or problem.groups == 2 or cluster == 4 else (usual, tall):
                 most = blocks.warps if problem.m > 2 else blocks.warps // 2
-                for tile in row_tiles(problem.sides, most, MOST_ROWS):
+                for tile in tiles_within(problem.sides, most, MOST_ROWS):
                     if not _has_registers(problem, blocks, tile):
                         continue
                     if not _run_together(problem, blocks, tile, numbers):

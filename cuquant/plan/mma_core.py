@@ -113,6 +113,14 @@ class MmaTile(NamedTuple):
         return along_n, ceil(problem.m / self.batch), problem.matrices
 
 
+class MmaWay(NamedTuple):
+    """A tile, and of how many of the last ones the columns are shared, by how many blocks each."""
+
+    tile: MmaTile
+    shared: int = 0
+    parts: int = 1
+
+
 def mma(problem: Problem) -> Gemm:
     """The mma core. Chosen on an H200 without wgmma; elsewhere by registers (no spills) and shared memory."""
     return _of_way(problem, _fastest(problem))
@@ -132,15 +140,8 @@ def mma_grouped(problem: Problem) -> Gemm:
     return _of_way(problem, min(unshared, key=lambda way: _us(problem, way)))
 
 
-class MmaWay(NamedTuple):
-    """A tile, and of how many of the last ones the columns are shared, by how many blocks each."""
-
-    tile: MmaTile
-    shared: int = 0
-    parts: int = 1
-
-
 def _fastest(problem: Problem) -> MmaWay:
+    """Of all tiles, with columns shared or not."""
     found = (_best_way(problem, tile) for tile in _usable(problem))
     return min(found, key=lambda each: each[0])[1]
 

@@ -120,7 +120,8 @@ def _trades(tile: Tile, sides: int) -> bool:
 
 
 def stages_of(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
-    """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few."""
+    """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few. Of a
+    grouped product with so many `sides`; 0: of another."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
@@ -198,7 +199,7 @@ def signed(gemm: Gemm) -> Gemm:
 
 
 def planned(fmt: Format, tile: Tile, split: int, shares: bool, stages: int, sides: int = 0) -> Gemm:
-    """The wgmma core with a tile, but for what the batch decides."""
+    """The wgmma core with a tile, but for what the batch decides; `sides` as for `stages_of`."""
     batch, groups, blocks, k_groups, k_tiles, pair, resident = tile
     stage, (room, staged) = _stage_bytes(fmt, tile), _staged(fmt, tile, split, sides)
     copies, table = _table(fmt, tile, sides)
