@@ -285,6 +285,11 @@ def test_refuses_awq() -> None:
             r"weight_shape is \(16, 120\); .* of 4 bits$",
         ),
         ({"weight_shape": np.array([16, 64])}, ValueError, "codes of 8 bits cannot be read"),
+        (
+            {"weight_shape": np.array([16, np.inf])},
+            TypeError,
+            "weight_shape has dtype float64; integers are needed",
+        ),
         ({"weight_g_idx": np.arange(128)[::-1] // 32}, ValueError, "weight_g_idx puts weight 0 into group 3"),
         ({"weight_g_idx": np.zeros(64, int)}, ValueError, r"weight_g_idx has shape \(64,\); there are 128"),
     ],

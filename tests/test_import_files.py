@@ -175,6 +175,7 @@ def test_one_of_several_files_lacks_what_another_has(tmp_path: Path) -> None:
             '{"weight_map": {"a": "../m.safetensors"}}',
             r"index.json: '\.\./m\.safetensors' is no file beside it",
         ),
+        ('{"weight_map": {"a": ""}}', "index.json: '' is no file beside it"),
         (
             '{"weight_map": {"a": "x.safetensors", "b": "\\u001b[2J"}}',
             r"files of this checkpoint are missing beside it: \\x1b\[2J, x\.safetensors$",
@@ -253,7 +254,7 @@ def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"m\.safetensors is no safetensors file that can be read"):
+    with pytest.raises(ValueError, match=r"m\.safetensors is not a safetensors file that can be read"):
         read_safetensors(path)
     with pytest.raises(FileNotFoundError):
         read_safetensors(tmp_path / "none.safetensors")

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
+from cuquant.io.shards import opened
 
 read_safetensors = partial(cq.read_safetensors, device="cpu")
 
@@ -63,6 +64,17 @@ def test_mxfp4(shape: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(w.dequantize(), numbers)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 2, 16), (2, 0, 2, 16), (0, 2, 16)])
+def test_no_rows(shape: tuple[int, ...]) -> None:
+    """Of a stack without experts, or of experts without rows."""
+    codes, scales = np.zeros(shape, np.uint8), np.zeros(shape[:-1], np.uint8)
+    for made in (
+        cq.from_mxfp4(codes, scales),
+        cq.from_nvfp4(codes.reshape(*shape[:-2], 32), np.zeros((*shape[:-2], 4), np.uint8)),
+    ):
+        assert made.shape == made.dequantize().shape == (*shape[:-2], 64)
+
+
 def test_by_hand() -> None:
     """Byte 0 is 0x2A: weight 0 is code 10, -1, and weight 1 is code 2, 1; scales 0x38 and 127 are 1."""
     packed = np.zeros((1, 32), np.uint8)
@@ -106,6 +118,8 @@ def test_refuses_mxfp4() -> None:
         cq.from_mxfp4(CODES, np.full((4, 4), 255, np.uint8))
     with pytest.raises(ValueError, match=r"codes \(4, 64\) and scales \(4, 8\) are not of one weight"):
         cq.from_mxfp4(CODES, SCALES)
+    with pytest.raises(ValueError, match="K is 0; a multiple of 32 is needed"):
+        cq.from_mxfp4(CODES[:, :0].reshape(4, 0, 16), SCALES[:, :0])
     with pytest.raises(TypeError, match="scales has dtype float8_e4m3fn; uint8 or float8_e8m0fnu"):
         cq.from_mxfp4(CODES, np.ones((4, 4), E4M3))
     with pytest.raises(ValueError, match="scale is 0; allowed are"):
@@ -219,6 +233,15 @@ def test_a_part_that_lacks_blocks(tmp_path: Path, end: str) -> None:
     path = save(tmp_path / "m-00002-of-00002.safetensors", {f"a{end}scales": np.ones((3, 8, 2), np.uint8)})
     with pytest.raises(ValueError, match=rf"a{re.escape(end)}scales has no blocks beside it"):
         read_safetensors(path)
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """By one whose tensors lie elsewhere: all that is read is of the file that was opened."""
+    path, scales = tmp_path / "m.safetensors", np.arange(4).astype(ml_dtypes.float8_e4m3fn)
+    save(path, {"scales": scales})
+    with opened(path) as tensors:
+        save(tmp_path / "other", {"scales": scales * 2, "before": np.ones(99, np.float32)}).replace(path)
+        assert tensors["scales"].tolist() == [0, 1, 2, 3]
 
 
 def test_inputs_that_are_scaled_before(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -82,6 +84,16 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         r"16.k_qx is float16 \(0, 2, 16\); float16 \(0, 2, 24\) is",
     ),
     "dtype": (lambda a, s: a.update({"8.v_qx": a["8.v_qx"].astype(F)}), "8.v_qx is float32"),
+    "dtype of none": (
+        lambda a, s: a.update({"8.importance": a["8.importance"].astype(ml_dtypes.float8_e4m3fn)}),
+        "8.importance has the type F8_E4M3; the arrays of a cache have I32, F32, F16, I8, U8",
+    ),
+    "rooms of one number": (
+        lambda a, s: s.update(rooms=[[8]]),
+        r"rooms are \[\[8\]\]; pairs of bits and tokens",
+    ),
+    "rooms of lists": (lambda a, s: s.update(rooms=[[[8], 3]]), r"rooms are \[\[\[8\], 3\]\]; pairs of"),
+    "rooms of none": (lambda a, s: s.update(rooms=64), "rooms are 64; pairs of bits and tokens are needed"),
     "rooms": (lambda a, s: s.update(rooms=[[8, 3]], capacity=3), "8.lengths are beyond the 3 tokens"),
     "lengths": (lambda a, s: a.update({"8.lengths": np.array([-1], np.int32)}), "8.lengths are beyond"),
     "slots": (lambda a, s: a["8.global_slots"].fill(2), "global slots of sequence 0 are out of range, or"),
@@ -164,6 +176,19 @@ def test_key_scales_survive_a_file(order: Any, batch: int, tmp_path: Path) -> No
     again = cq.KVCache.load(tmp_path / "c.safetensors")
     np.testing.assert_array_equal(again.key_scales, cache.key_scales)
     np.testing.assert_array_equal(again.key_scales[0], scales)
+
+
+@pytest.mark.parametrize("text", ["", "{" * 1000, "[1]", "3", "null"])
+def test_settings_that_are_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.safetensors"
+    filled(6, 1, 8).save(path)
+    save_file(load_file(path), path, {"cuquant.kv_cache": text})
+    shown = re.escape(repr(text) if len(text) < 100 else "'{{{")
+    with pytest.raises(
+        ValueError, match=f"no cache that cuquant saved: its settings are damaged: {shown}"
+    ) as e:
+        cq.KVCache.load(path)
+    assert len(str(e.value)) < 400
 
 
 def test_settings_that_are_nested_without_end(tmp_path: Path) -> None:

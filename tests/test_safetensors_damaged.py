@@ -61,7 +61,8 @@ DAMAGED_NOTES: dict[str, tuple[Any, str]] = {
 DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
     "no format": ({"shape": [2, 32]}, "no 'format' is given"),
     "no shape": ({"format": KBIT4}, "no 'shape' is given"),
-    "not a weight": (3, ""),
+    "not a weight": (3, "3 is not a shape and a format"),
+    "a list": ([2, 32], r"\[2, 32\] is not a shape and a format"),
     "format is a word": ({"shape": [2, 32], "format": "kbit4"}, "by a mapping, not by 'kbit4'"),
     "unknown format": ({"shape": [2, 32], "format": {"name": "q9"}}, "unknown format 'q9'"),
     "no name": ({"shape": [2, 32], "format": {}}, "a format is a name"),
@@ -70,13 +71,26 @@ DAMAGED_WEIGHTS: dict[str, tuple[Any, str]] = {
         "'q4_0' is no format with parameters; known are exl3, int4",
     ),
     "bits": ({"shape": [2, 32], "format": KBIT4 | {"bits": 9}}, "bits is 9"),
-    "unknown parameter": ({"shape": [2, 32], "format": KBIT4 | {"colour": 1}}, "unexpected keyword .*colour"),
+    "unknown parameter": (
+        {"shape": [2, 32], "format": KBIT4 | {"colour": 1}},
+        "'kbit' has no parameter 'colour'; its own are bits, codebook",
+    ),
+    "long parameter": (
+        {"shape": [2, 32], "format": {"name": "int4", "x" * 10**5: 1}},
+        "'int4' has no parameter 'x{79}; ",
+    ),
+    "no bits": (
+        {"shape": [2, 32], "format": {"name": "kbit"}},
+        "'kbit' needs the parameter 'bits'; its own are",
+    ),
     "codebook": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [1, 0]}}, r"codebook has shape \(2,\)"),
     "large entry": ({"shape": [2, 32], "format": KBIT4 | {"codebook": [10**400] * 16}}, "too large"),
     "shape": ({"shape": [3, 32], "format": KBIT4}, r"raw has 34 bytes; kbit4 of shape \(3, 32\) has 51"),
     "large shape": ({"shape": [2**70, 32], "format": KBIT4}, "raw has 34 bytes"),
     "shape of words": ({"shape": ["a"], "format": KBIT4}, "is not a tuple of integers"),
-    "shape is a number": ({"shape": 64, "format": KBIT4}, "is not a tuple of integers|not iterable"),
+    "shape is a number": ({"shape": 64, "format": KBIT4}, "is not a shape and a format"),
+    "shape is a text": ({"shape": "x" * 10**5, "format": KBIT4}, "is not a shape and a format"),
+    "long shape": ({"shape": ["x"] * 10**5, "format": KBIT4}, r"shape \('x', 'x', "),
     "no axes": ({"shape": [], "format": KBIT4}, "at least one axis"),
 }
 
@@ -99,8 +113,11 @@ def test_damaged_notes(saved: Path, case: str) -> None:
 def test_damaged_weights(saved: Path, case: str) -> None:
     weight, message = DAMAGED_WEIGHTS[case]
     rewrite(saved, {"version": 1, "weights": {"w": weight}})
-    with pytest.raises(ValueError, match=rf"w\.safetensors: the weight 'w' is damaged: .*({message})"):
+    with pytest.raises(
+        ValueError, match=rf"w\.safetensors: the weight 'w' is damaged: .*({message})"
+    ) as error:
         cq.load(saved, "cpu")
+    assert len(str(error.value)) < 600
 
 
 def test_a_weight_that_is_no_bytes(saved: Path) -> None:
@@ -116,6 +133,16 @@ def test_types_that_are_not_read(saved: Path) -> None:
     saved.write_bytes(size.to_bytes(8, "little") + content[8:])
     with pytest.raises(ValueError, match="tensor 'w' has the type F8_E5M2; read are F64, F32"):
         cq.load(saved, "cpu")
+
+
+def test_what_a_file_says_is_cut(saved: Path) -> None:
+    header = {"w": {"dtype": "x" * 10**5, "shape": [1], "data_offsets": [0, 1]}}
+    text = json.dumps(header).encode()
+    saved.write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+    for read in (cq.load, cq.read_safetensors, cq.KVCache.load):
+        with pytest.raises(ValueError, match=r"unknown variant `x+\.\.\.") as error:
+            read(saved)
+        assert len(str(error.value)) < 600
 
 
 def test_what_a_file_says_is_escaped(saved: Path) -> None:
@@ -141,6 +168,24 @@ def test_a_cut_file(saved: Path) -> None:
         for read in (cq.load, cq.read_safetensors):
             with pytest.raises(ValueError, match=rf"safetensors file that can be read: {said}"):
                 read(saved)
+
+
+@pytest.mark.parametrize("read", [cq.load, cq.read_safetensors, cq.open])
+def test_a_file_that_is_replaced_while_it_is_opened(
+    saved: Path, read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two openings of its name show is of one file."""
+    safe_open = safetensors.safe_open
+
+    def replaced(path: Path, *args: Any, **kwargs: Any) -> Any:
+        cq.save(path, {"before": gauss(100), "w": cq.quantize(gauss(2, 32), "kbit4")})
+        return safe_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(safetensors, "safe_open", replaced)
+    with pytest.raises(
+        ValueError, match=r"w\.safetensors was replaced or changed while it was opened: read it a"
+    ):
+        read(saved)
 
 
 def test_a_pointer_in_place_of_a_file(saved: Path) -> None:

@@ -98,6 +98,7 @@ from .common import (
     readable as readable,
     row_name as row_name,
     safetensors_path as safetensors_path,
+    same_by_name as same_by_name,
     same_device as same_device,
     shape as shape,
     shape_of_rows as shape_of_rows,

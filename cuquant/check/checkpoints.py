@@ -44,7 +44,10 @@ def pack_quantized(packed: Any, scales: Any, zeros: Any, extents: Any) -> tuple[
         )
     n, k = len(packed), 8 * packed.shape[1]
     if extents is not None:
-        given = tuple(int(side) for side in on_cpu(array(extents, "weight_shape", "integers"), "").ravel())
+        sides = on_cpu(array(extents, "weight_shape", "integers"), "weight_shape")
+        if sides.dtype.kind not in "iu":
+            raise TypeError(f"weight_shape has dtype {sides.dtype}; integers are needed")
+        given = tuple(int(side) for side in sides.ravel())
         if given != (n, k):
             bits = f"; codes of {4 * k // given[1]} bits cannot be read" if _wider(given, n, k) else ""
             raise ValueError(
@@ -93,7 +96,7 @@ def mxfp4(codes: Any, scales: Any) -> tuple[Any, Any]:
     codes = typed(codes, "codes", np.uint8)
     raw = _as_bytes(scales, "scales", ml_dtypes.float8_e8m0fnu)
     if codes.ndim == raw.ndim + 1 and codes.shape[-1] == 16:
-        codes = codes.reshape(*codes.shape[:-2], -1)
+        codes = codes.reshape(*codes.shape[:-2], 16 * codes.shape[-2])
     _of_one_weight(codes, raw, 32, 32)
     if (raw == _E8M0_NAN).any():
         raise ValueError("scales hold 255, which is NaN in E8M0")
@@ -116,7 +119,7 @@ def _of_one_weight(codes: Any, scales: Any, group: int, block: int) -> None:
             f"codes {codes.shape} and scales {scales.shape} are not of one weight: (..., N, K / 2) and "
             f"(..., N, K / {group})"
         )
-    if k % block:
+    if k % block or k == 0:
         raise ValueError(f"K is {k}; a multiple of {block} is needed")
 
 

@@ -312,6 +312,13 @@ def still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: boo
             raise ValueError(f"{path} was changed since it was opened: open the model again")
 
 
+def same_by_name(path: Path, opened: os.stat_result) -> None:
+    """A file that is open is what its path leads to, as for those who opened it by its path since."""
+    now = os.stat(path)
+    if not os.path.samestat(opened, now) or opened.st_mtime_ns != now.st_mtime_ns:
+        raise ValueError(f"{path} was replaced or changed while it was opened: read it again")
+
+
 def model_target(value: Any) -> Path:
     """Where a model is to be written: its name says as what."""
     if not isinstance(value, (str, os.PathLike)):

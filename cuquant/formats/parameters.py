@@ -21,7 +21,8 @@ FAMILIES: dict[str, tuple[type[Format], tuple[str, ...]]] = {
     "nvfp4": (NvFp4, ("scale",)),
     "trellis": (Trellis, ("bits", "group_size", "grid")),
 }
-"""Classes of formats with parameters, which are arguments of the class and attributes of the format."""
+"""Classes of formats with parameters, which are arguments of the class and attributes of the format; a file
+says the first, if any."""
 
 
 def describe(fmt: Format) -> dict[str, Any]:
@@ -53,7 +54,14 @@ def described(description: Mapping[str, Any]) -> Format:
     parameters = {key: value for key, value in description.items() if key != "name"}
     name = description.get("name")
     if isinstance(name, str) and name in FAMILIES and (parameters or name not in names()):
-        return FAMILIES[name][0](**parameters)
+        kind, given = FAMILIES[name]
+        unknown = parameters.keys() - {*given}
+        if unknown or given[0] not in parameters:
+            lack = (
+                f"has no parameter {min(unknown)!r:.80}" if unknown else f"needs the parameter {given[0]!r}"
+            )
+            raise ValueError(f"{name!r} {lack}; its own are {', '.join(given)}")
+        return kind(**parameters)
     if parameters:
         raise ValueError(f"{name!r} is no format with parameters; known are {', '.join(FAMILIES)}")
     return get(name)  # type: ignore[arg-type]

@@ -38,7 +38,8 @@ def of_safetensors(path: Path, json: bool) -> str | None:
         head = file.read(9)
     if head[8:] != b"{" or head.startswith(b"GGUF"):
         return None
-    told = safetensors.metadata_of(path)
+    with safetensors.sound(path) as (stream, reader):
+        told, layout = reader.metadata() or {}, safetensors.layout_of(stream)
     content: dict[str, Any] = {"files": [str(path)]}
     if safetensors.KEY in told:
         tensors = [
@@ -46,7 +47,7 @@ def of_safetensors(path: Path, json: bool) -> str | None:
             for name, tensor in safetensors.load(path, "cpu").items()
         ]
     else:
-        tensors = _of_others(path)
+        tensors = _of_others(layout)
         content |= {"metadata": told}
     return to_json(content | {"tensors": tensors}) if json else _table(tensors)
 
@@ -55,7 +56,7 @@ def _kind(tensor: Any) -> str:
     return str(tensor.format) if check.is_quantized(tensor) else str(tensor.dtype.name)
 
 
-def _of_others(path: Path) -> list[dict[str, Any]]:
+def _of_others(layout: safetensors.Layout) -> list[dict[str, Any]]:
     """Tensors as the header of a file says."""
     return [
         {
@@ -64,7 +65,7 @@ def _of_others(path: Path) -> list[dict[str, Any]]:
             "shape": tuple(info["shape"]),
             "nbytes": info["data_offsets"][1] - info["data_offsets"][0],
         }
-        for name, info in safetensors.header_of(path).tensors.items()
+        for name, info in layout.tensors.items()
     ]
 
 

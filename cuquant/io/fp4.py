@@ -87,4 +87,4 @@ def _weight(fmt: Format, codes: NDArray[np.uint8], group: int, **scales: NDArray
     nibbles = unpack_pairs(codes).reshape(-1, group)
     qs = ggml.pack_nibbles(nibbles).reshape(-1, fmt.block_size // 2)
     blocks = ggml.records_of(fmt.storage, qs=qs, **scales).view(np.uint8)
-    return QuantizedArray(fmt, blocks.reshape(*codes.shape[:-1], -1))
+    return QuantizedArray(fmt, blocks.reshape(*codes.shape[:-1], fmt.row_bytes(2 * codes.shape[-1])))

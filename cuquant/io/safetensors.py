@@ -15,9 +15,10 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -26,7 +27,7 @@ from .. import check, device as devices, formats
 from ..array import QuantizedArray
 from ..formats import Format
 from ..ops.quantize import from_blocks
-from ..render import escaped
+from ..render import cut, escaped
 from .atomic import replacing
 from .header import Metadata, misfit
 from .metadata import DEFAULT_ALIGNMENT, as_gguf
@@ -42,6 +43,8 @@ OTHER_READERS = (
     "cuquant.open reads"
 )
 """What to do with a safetensors file of others."""
+_LONGEST_TOLD = 300
+"""Characters of what is said of a file and cites it."""
 LONGEST_HEADER = 100_000_000
 """Bytes; the safetensors package refuses a longer one."""
 TYPES: dict[str, np.dtype[Any]] = {
@@ -245,11 +248,11 @@ class Saved(NamedTuple):
 
 def read(path: Path) -> Saved:
     """What is in the file; ValueError where it is none of these."""
-    with path.open("rb") as stream:
-        note = _note(path, metadata_of(path))
+    with sound(path) as (stream, reader):
+        note = _note(path, reader.metadata() or {})
         status = os.fstat(stream.fileno())
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    infos, start = header_of(path)
+        infos, start = layout_of(stream)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
     offsets = {name: start + info["data_offsets"][0] for name, info in infos.items()}
     weights, own = note.weights, None
@@ -264,16 +267,23 @@ def read(path: Path) -> Saved:
     return Saved(arrays, offsets, weights, own, status)
 
 
-def metadata_of(path: Path) -> dict[str, str]:
-    """What a file says of itself; ValueError where the safetensors package refuses it."""
+@contextmanager
+def sound(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
+    """A file that is open, and the safetensors package's reader of it.
+
+    ValueError where the package refuses it, or it is another by then.
+    """
     import safetensors
 
-    try:
-        with safetensors.safe_open(path, "np") as file:
-            return file.metadata() or {}
-    except safetensors.SafetensorError as error:
-        problem = why_unreadable(path, error)
-        raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
+    with path.open("rb") as stream:
+        try:
+            reader = safetensors.safe_open(path, framework="numpy")
+        except safetensors.SafetensorError as error:
+            problem = why_unreadable(path, error)
+            raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
+        with reader:
+            check.same_by_name(path, os.fstat(stream.fileno()))
+            yield stream, reader
 
 
 class Header(NamedTuple):
@@ -283,27 +293,25 @@ class Header(NamedTuple):
     end: int
 
 
-def header_of(path: Path) -> Header:
+def layout_of(stream: BinaryIO) -> Layout:
     """Of a file that the safetensors package has found to be sound."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        infos = json.loads(file.read(length))
+    stream.seek(0)
+    length = int.from_bytes(stream.read(8), "little")
+    infos = json.loads(stream.read(length))
     infos.pop("__metadata__", None)
     return Header(infos, 8 + length)
 
 
-def small_floats(path: Path, name: str, header: Header) -> Any:
+def small_floats(stream: BinaryIO, name: str, layout: Layout) -> Any:
     """A tensor of `SMALL_FLOATS`."""
-    info = header.tensors[name]
-    dtype, first = SMALL_FLOATS[info["dtype"]], header.end + info["data_offsets"][0]
-    with path.open("rb") as file:
-        file.seek(first)
-        return np.fromfile(file, dtype, math.prod(info["shape"])).reshape(info["shape"])
+    info = layout.tensors[name]
+    stream.seek(layout.end + info["data_offsets"][0])
+    return np.fromfile(stream, SMALL_FLOATS[info["dtype"]], math.prod(info["shape"])).reshape(info["shape"])
 
 
 def why_unreadable(path: Path, error: Exception) -> str:
     """What is wrong with a file that the safetensors package refused with that error."""
-    told = escaped(str(error))  # it may cite the file
+    told = cut(escaped(str(error)), _LONGEST_TOLD)  # it may cite the file
     with path.open("rb") as file:
         if pointer := of_pointer(file.read(len(LFS_POINTER))):
             return f"it is {pointer}"
@@ -391,6 +399,9 @@ def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:
 
 def described(path: Path, name: str, weight: Any) -> tuple[Format, tuple[int, ...]]:
     """Format and shape of a weight, as the file says; ValueError where it says what cannot be."""
+    if not isinstance(weight, Mapping) or not isinstance(weight.get("shape", []), list):
+        told = cut(repr(weight))
+        raise ValueError(f"{path}: the weight {name!r} is damaged: {told} is not a shape and a format")
     try:
         shape, fmt = check.shape(tuple(weight["shape"])), formats.described(weight["format"])
         if fmt.lacks:
@@ -399,4 +410,5 @@ def described(path: Path, name: str, weight: Any) -> tuple[Format, tuple[int, ..
     except KeyError as error:
         raise ValueError(f"{path}: the weight {name!r} is damaged: no {error} is given") from None
     except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"{path}: the weight {name!r} is damaged: {error}") from None
+        told = cut(str(error), _LONGEST_TOLD)
+        raise ValueError(f"{path}: the weight {name!r} is damaged: {told}") from None

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..render import escaped
-from .safetensors import SMALL_FLOATS, Header, header_of, small_floats, why_unreadable
+from .safetensors import SMALL_FLOATS, Layout, layout_of, small_floats, sound
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
@@ -22,8 +22,8 @@ PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
 class Tensors(Mapping[str, Any]):
     """NumPy arrays by name, read from the open files when asked for."""
 
-    def __init__(self, files: Mapping[Path, Any]) -> None:
-        self.files = files
+    def __init__(self, files: Mapping[Path, Any], streams: Mapping[Path, BinaryIO]) -> None:
+        self.files, self._streams = files, streams
         self._home: dict[str, Path] = {}
         self._headers: dict[Path, Header] = {}
         for path, file in files.items():
@@ -35,15 +35,16 @@ class Tensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         path = self._home[name]
         if self.type(name) in SMALL_FLOATS:
-            if path not in self._headers:
-                self._headers[path] = header_of(path)
-            return small_floats(path, name, self._headers[path])
-        with _readable(path):
-            try:
-                return self.files[path].get_tensor(name)
-            except (AttributeError, TypeError):
-                kind = self.type(name)
-                raise TypeError(f"{self.named(name)} has the type {kind}, which NumPy lacks") from None
+            if path not in self._layouts:
+                self._layouts[path] = layout_of(self._streams[path])
+            return small_floats(self._streams[path], name, self._layouts[path])
+        from safetensors import SafetensorError
+
+        try:
+            return self.files[path].get_tensor(name)
+        except (AttributeError, TypeError, SafetensorError):
+            kind = self.type(name)
+            raise TypeError(f"{self.named(name)} has the type {kind}, which NumPy lacks") from None
 
     def type(self, name: str) -> str:
         """As the file calls it, "F8_E4M3"; the tensor is not read."""
@@ -71,29 +72,14 @@ def opened(path: Path) -> Iterator[Tensors]:
     ValueError where there is none, where one is missing, cannot be read or lacks what the index says it has,
     or where two have tensors of one name.
     """
-    from safetensors import safe_open
-
     with ExitStack() as stack:
-        files = {}
+        files, streams = {}, {}
         for each, listed in _files(path).items():
-            with _readable(each):
-                files[each] = stack.enter_context(safe_open(each, framework="numpy"))
+            streams[each], files[each] = stack.enter_context(sound(each))
             lacking = listed - {*files[each].keys()}
             if lacking:
                 raise ValueError(f"{each} has no tensor {min(lacking)!r}, which the index says it has")
-        yield Tensors(files)
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Around what the safetensors package reads."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        problem = why_unreadable(path, error)
-        raise ValueError(f"{path} is no safetensors file that can be read: {problem}") from None
+        yield Tensors(files, streams)
 
 
 def _files(path: Path) -> dict[Path, set[str]]:
@@ -131,7 +117,7 @@ def _listed(index: Path) -> dict[Path, set[str]]:
             names.setdefault(str(name), set()).add(tensor)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{index} is no index of a checkpoint: it has no weight_map of files") from None
-    outside = [name for name in names if Path(name).name != name]
+    outside = [name for name in names if not name or Path(name).name != name]
     if outside:
         raise ValueError(f"{index}: {min(outside)!r} is no file beside it")
     missing = [name for name in sorted(names) if not index.with_name(name).is_file()]

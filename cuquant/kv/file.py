@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from .. import check, device
 from ..io.atomic import replacing
 from ..io.safetensors import KEY as ARRAYS_KEY, why_unreadable
+from ..render import cut
 from . import codes
 from .tiers import Bucket, capacity_argument, of_a_token, rooms_of
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 KEY = "cuquant.kv_cache"
+_TYPES = ("I32", "F32", "F16", "I8", "U8")
+"""Of arrays, as a file calls them."""
 _SETTINGS = ("n_kv_heads", "head_dim", "batch", "rotate", "track_attention")
 
 
@@ -82,8 +85,8 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
             metadata = stored.metadata() or {}
             if ARRAYS_KEY in metadata:
                 raise ValueError("it has the arrays that cuquant.save wrote, and cuquant.load reads them")
-            settings = json.loads(metadata[KEY])
-            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+            settings = _settings(metadata[KEY])
+            arrays = {name: _array(stored, name) for name in stored.keys()}  # noqa: SIM118
         cache = restored(kind, (settings, arrays), "cpu")
     except KeyError as error:
         problem = f"it has no {error}"
@@ -91,13 +94,31 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
         problem = why_unreadable(path, error)
     except (TypeError, ValueError) as error:
         problem = str(error)
-    except RecursionError:
-        problem = "its settings are nested too deeply"
     except MemoryError as error:
         raise MemoryError(f"the cache of {path}, with all the tokens it has room for: {error}") from None
     else:
         return cache.to_device(where)  # a GPU's errors are CuPy's
     raise ValueError(f"{path} is no cache that cuquant saved: {problem}")
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """What a file says of a cache."""
+    try:
+        settings = json.loads(text)
+    except RecursionError:
+        raise ValueError("its settings are nested too deeply") from None
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"its settings are damaged: {cut(repr(text))}")
+    return settings
+
+
+def _array(stored: Any, name: str) -> Any:
+    """A tensor of a file, of a type that some array of a cache has."""
+    if (kind := stored.get_slice(name).get_dtype()) not in _TYPES:
+        raise ValueError(f"{name} has the type {kind}; the arrays of a cache have {', '.join(_TYPES)}")
+    return stored.get_tensor(name)
 
 
 def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
@@ -115,7 +136,7 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     settings, arrays = saved
     if settings["version"] != VERSION:
         raise ValueError(f"the cache's version is {settings['version']!r}; this is version {VERSION}")
-    rooms = {bits: room for bits, room in settings["rooms"]}
+    rooms = _rooms(settings["rooms"])
     capacity, widths = capacity_argument(rooms, settings["capacity"]), tuple(rooms)
     rooms = check.rooms(capacity, widths, codes.BITS)
     _sized(settings, arrays)
@@ -140,6 +161,14 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
             cache.tiers[bits].add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
     check.restored(cache)
     return cache.to_device(where)
+
+
+def _rooms(listed: Any) -> dict[int, int]:
+    """Rooms by width, from pairs of both."""
+    try:
+        return {bits: room for bits, room in listed}
+    except (TypeError, ValueError):
+        raise ValueError(f"rooms are {cut(repr(listed))}; pairs of bits and tokens are needed") from None
 
 
 def _sized(settings: dict[str, Any], arrays: dict[str, Any]) -> None:
