@@ -76,6 +76,10 @@ def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path)
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "version": (lambda a, s: s.update(version=2), "the cache's version is 2; this is version 1"),
+    "long version": (
+        lambda a, s: s.update(version="x" * 10**5),
+        r"the cache's version is 'x+\.\.\.; this is",
+    ),
     "version of a text": (lambda a, s: s.update(version="\x1b[2J"), r"version is '\\x1b\[2J'"),
     "no version": (lambda a, s: s.pop("version"), "it has no 'version'"),
     "no array": (lambda a, s: a.pop("8.k_qx"), "it has no '8.k_qx'"),
@@ -93,6 +97,11 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         r"rooms are \[\[8\]\]; pairs of bits and tokens",
     ),
     "rooms of lists": (lambda a, s: s.update(rooms=[[[8], 3]]), r"rooms are \[\[\[8\], 3\]\]; pairs of"),
+    "rooms that are lists": (
+        lambda a, s: s.update(rooms=[[8, [3]]]),
+        r"rooms are \[\[8, \[3\]\]\]; pairs of",
+    ),
+    "capacity": (lambda a, s: s.update(capacity=[3]), "capacity is a list; an integer is needed"),
     "rooms of none": (lambda a, s: s.update(rooms=64), "rooms are 64; pairs of bits and tokens are needed"),
     "rooms": (lambda a, s: s.update(rooms=[[8, 3]], capacity=3), "8.lengths are beyond the 3 tokens"),
     "lengths": (lambda a, s: a.update({"8.lengths": np.array([-1], np.int32)}), "8.lengths are beyond"),

@@ -55,6 +55,10 @@ DAMAGED_NOTES: dict[str, tuple[Any, str]] = {
     "a list": ([], r"the metadata 'cuquant' is damaged: '\[\]'"),
     "no version": ({"weights": {}}, "is damaged"),
     "weights are a number": ({"version": 1, "weights": 3}, "is damaged"),
+    "long version": (
+        {"version": "x" * 10**5, "weights": {}},
+        r"has version 'x{68}\.\.\.; this cuquant reads",
+    ),
     "another version": ({"version": 2, "weights": {}}, "has version 2; this cuquant reads version 1"),
     "no such tensor": ({"version": 1, "weights": {"v": {}}}, "'v' is listed, but there is no such tensor"),
 }

@@ -384,7 +384,7 @@ def _note(path: Path, metadata: Mapping[str, str]) -> _Note:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{path}: the metadata {KEY!r} is damaged: {metadata[KEY][:80]!r}") from None
     if version != VERSION:
-        raise ValueError(f"{path} has version {version!r}; this cuquant reads version {VERSION}")
+        raise ValueError(f"{path} has version {cut(repr(version))}; this cuquant reads version {VERSION}")
     return _Note(weights, name)
 
 

@@ -135,9 +135,12 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     """
     settings, arrays = saved
     if settings["version"] != VERSION:
-        raise ValueError(f"the cache's version is {settings['version']!r}; this is version {VERSION}")
+        raise ValueError(
+            f"the cache's version is {cut(repr(settings['version']))}; this is version {VERSION}"
+        )
     rooms = _rooms(settings["rooms"])
-    capacity, widths = capacity_argument(rooms, settings["capacity"]), tuple(rooms)
+    whole, widths = check.count(settings["capacity"], "capacity"), tuple(rooms)
+    capacity = capacity_argument(rooms, whole)
     rooms = check.rooms(capacity, widths, codes.BITS)
     _sized(settings, arrays)
     slots = _like(arrays, "next_slots", (settings["batch"],), np.int32)
@@ -166,7 +169,7 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
 def _rooms(listed: Any) -> dict[int, int]:
     """Rooms by width, from pairs of both."""
     try:
-        return {bits: room for bits, room in listed}
+        return {bits: check.count(room, "a room") for bits, room in listed}
     except (TypeError, ValueError):
         raise ValueError(f"rooms are {cut(repr(listed))}; pairs of bits and tokens are needed") from None
 
