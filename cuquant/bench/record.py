@@ -353,6 +353,10 @@ _KEYS = {
     "host": {"work", "format", "activation", "bits", "N", "K", "us"},
 }
 """What cells have, by what was measured."""
+_PRODUCTS = ("matmul", "moe")
+"""Of these, cells of products."""
+_SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "experts", "top_k")
+_RATES = ("gbps", "tflops")
 _RATIOS = {
     "floor_us": "time / floor",
     "cublas_us": "speed / cuBLAS",
@@ -368,14 +372,19 @@ def _has(cell: dict[str, Any], key: dict[str, Any]) -> bool:
 
 
 def _is_whole(cell: dict[str, Any]) -> bool:
-    """Whether a cell has what it must, and times that ratios can be made of; TypeError of no number."""
-    others = (cell.get(name) for name in _RATIOS)
+    """Whether a cell has what it must, and numbers that ratios and plots can be made of; TypeError of what is
+    none."""
+    others = (cell.get(name) for name in (*_RATIOS, *_RATES))
+    sizes = [cell.get(name) for name in _SIZES]
     return (
         cell.keys() >= _KEYS[cell["op"]]
         and not any(isinstance(value, (list, dict)) for value in cell.values())
         and all(abs(value) < 1e300 for value in cell.values() if isinstance(value, (int, float)))
         and cell["us"] > 0
-        and all(other is None or other >= 0 for other in others)
+        and all(other is None or other > 0 for other in others)
+        and all(size is None or (type(size) is int and size > 0) for size in sizes)
+        and (cell["op"] not in _PRODUCTS or all(cell[name] for name in ("M", "N", "K")))
+        and (cell["op"] not in _PRODUCTS or cell["gbps"] is None or cell["tflops"] is not None)
     )
 
 
