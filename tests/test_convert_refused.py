@@ -268,6 +268,34 @@ def test_an_interruption_leaves_nothing_behind(
     assert len(calls[-1]) == 2 + existing  # the unfinished file was there
 
 
+def test_an_interruption_as_the_file_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, close = small(tmp_path / "s.gguf"), os.close
+
+    def interrupted(number: int) -> None:
+        close(number)
+        raise KeyboardInterrupt
+
+    with untouched(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(os, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_file(source, tmp_path / "t.gguf", "q4_0")
+
+
+def test_a_folder_in_which_nothing_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the name that was given."""
+    source, opened = small(tmp_path / "s.gguf"), os.open
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
+        if Path(path).parent == tmp_path and Path(path) != source:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, *args, **kwargs)
+
+    with untouched(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with pytest.raises(PermissionError, match=r"Permission denied: '.*/t\.gguf'$"):
+            quantize_file(source, tmp_path / "t.gguf", "q4_0")
+
+
 @pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_the_mode_follows_the_umask(tmp_path: Path, mask: int, mode: int) -> None:

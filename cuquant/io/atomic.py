@@ -60,9 +60,9 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
     """
     place = place_of(target, force)
     temporary = place.with_name(f".{place.name[:_SHOWN]}.{secrets.token_hex(8)}.part")
-    # Made as any new file, it has the mode that the umask leaves; written as one of the user alone.
-    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
+        # Made as any new file, it has the mode that the umask leaves; written as one of the user alone.
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         mode = (place if place.exists() else temporary).stat().st_mode & 0o777
         temporary.chmod(0o600)
         yield temporary
@@ -75,8 +75,10 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
             _put(temporary, place, target)
     except BaseException as error:
         temporary.unlink(missing_ok=True)  # an interruption may come after the replacing
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, str(target)) from error  # a full disk has no name
+        own = isinstance(error, OSError) and error.filename in (None, temporary, str(temporary))
+        if isinstance(error, OSError) and own and error.errno is not None:
+            # A full disk has no name, and the temporary one nobody has given.
+            raise OSError(error.errno, error.strerror, str(target)) from error
         if type(error) is OSError and error.errno is None:  # NumPy's, of a full disk
             raise OSError(f"{target} could not be written (is the disk full?): {error}") from error
         raise
