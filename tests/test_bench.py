@@ -191,6 +191,15 @@ def test_a_record_of_other_types(run: Run, tmp_path: Path, wrong: dict[str, Any]
     )
 
 
+def test_a_terminal_obeys_no_record() -> None:
+    header = {"device": "a \x1b[2JGPU", "versions": {"cupy": "\r1"}, "commit": "\x07"}
+    record = Record(None, header, [asdict(cell(format="\x1b[2J")) | {"\x1b[3J": "x"}], "<b>\x1b[4J")
+    told = [record.render(style) for style in ("table", "md", "html")] + [record.origin]
+    assert not any("\x1b" in text or "\r" in text or "\x07" in text for text in told)
+    assert all(r"\x1b[2J" in text for text in told)
+    assert r"<p>&lt;b&gt;\x1b[4J</p>" in told[2]
+
+
 def test_some_cells_of_a_record() -> None:
     record = Record.read(RECORD)
     some = record.only(

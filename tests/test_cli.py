@@ -12,6 +12,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import FEW, Run, finish, start
 from gguf_files import NANO, write
@@ -129,6 +130,21 @@ def test_the_caller_s_output_stays_its_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert cli.main(words) == status
         assert warnings.showwarning is shown
         assert sys.stdout.errors == sys.stderr.errors == "xmlcharrefreplace"
+
+
+def test_stderr_that_is_closed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by 2>&-: the work is done, and stdout has results alone."""
+    source = write(tmp_path / "s.gguf", {"a.weight": np.ones((4, 32), np.float16)})
+    monkeypatch.setattr(sys, "stderr", None)
+    assert cli.main(["quantize", str(source), str(tmp_path / "t.gguf"), "--format", "q4_0"]) == 0
+    assert cli.main(["dump", str(tmp_path / "none.gguf")]) == 1
+    assert capsys.readouterr().out == ""
+    assert cli.main(["compare", str(source), str(tmp_path / "t.gguf"), "-o", "csv"]) == 0
+    assert capsys.readouterr().out.startswith("name,shape")
+    assert sys.stderr is None
+    assert cq.open(tmp_path / "t.gguf", "cpu")["a.weight"].format == "q4_0"
 
 
 # Processes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,22 @@ def test_a_file_that_is_replaced_while_it_is_opened(
         ValueError, match=r"w\.safetensors was replaced or changed while it was opened: read it a"
     ):
         read(saved)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_what_cannot_be_mapped(tmp_path: Path) -> None:
+    """A pipe, or a device among a checkpoint's files: nobody waits for what one may bring."""
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)
+    try:
+        for path, read in ((pipe, cq.load), (pipe, cq.KVCache.load), (tmp_path, cq.read_safetensors)):
+            with pytest.raises(
+                ValueError, match=r"pipe\.safetensors is no ordinary file: nothing else can be"
+            ):
+                read(path)
+    finally:
+        os.close(held)
 
 
 def test_a_pointer_in_place_of_a_file(saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import platform
@@ -19,7 +20,7 @@ import numpy as np
 from .. import __version__, device, info
 from ..cuda import jit, sources
 from ..io.atomic import place_of, rewrite
-from ..render import missing, rows_to_csv, table_format_of, to_pandas
+from ..render import escaped, missing, rows_to_csv, table_format_of, to_pandas
 from .ceilings import Ceilings, measured, told_by
 from .peers import PEERS
 
@@ -164,7 +165,7 @@ class Record:
         ]
         told = self.ceilings
         rates = "" if told is None else f"; floors by {told.read_gbps:.0f} GB/s, {told.tflops:.0f} TFLOP/s"
-        return f"{self.header['device']}, {source} ({', '.join(versions)}){rates}"
+        return escaped(f"{self.header['device']}, {source} ({', '.join(versions)})") + rates
 
     @property
     def ceilings(self) -> Ceilings | None:
@@ -297,10 +298,13 @@ class Record:
         shown = [name for name in columns if any(cell.get(name) is not None for cell in cells)]
         ratios = set(_RATIOS.values())
         rows = [
-            [f"{cell[name]:.2f}" if name in ratios and name in cell else cell.get(name) for name in shown]
+            [
+                f"{cell[name]:.2f}" if name in ratios and name in cell else _printable(cell.get(name))
+                for name in shown
+            ]
             for cell in cells
         ]
-        table = tabulate(rows, shown, tablefmt=table_format, disable_numparse=True)
+        table = tabulate(rows, map(escaped, shown), tablefmt=table_format, disable_numparse=True)
         return table if self.verdict is None else f"{table}\n\n{_paragraphs(self.verdict, style)}"
 
 
@@ -311,7 +315,13 @@ def rounded(value: float | None) -> Any:
 
 def _paragraphs(text: str, style: str) -> str:
     pattern = {"md": "- {}", "html": "<p>{}</p>"}.get(style, "{}")
-    return "\n".join(pattern.format(line) for line in text.splitlines())
+    lines = (escaped(line) for line in text.splitlines())
+    return "\n".join(pattern.format(html.escape(line) if style == "html" else line) for line in lines)
+
+
+def _printable(value: Any) -> Any:
+    """A value of a cell, as a terminal may have it."""
+    return escaped(value) if isinstance(value, str) else value
 
 
 def _listed(name: str, values: Iterable[Any]) -> str:

@@ -75,6 +75,7 @@ from .common import (
     NAMED_FLOATS as NAMED_FLOATS,
     a_or_an as a_or_an,
     array as array,
+    can_be_mapped as can_be_mapped,
     choice as choice,
     count as count,
     described as described,

@@ -359,6 +359,13 @@ def not_a_folder(path: Path) -> None:
         )
 
 
+def can_be_mapped(path: Path) -> None:
+    """A path of one file that can be mapped into memory, if there is one."""
+    not_a_folder(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no ordinary file: nothing else can be mapped into memory")
+
+
 def device_name(name: Any) -> str:
     """ "cpu" or "cuda"."""
     if name not in ("cpu", "cuda"):

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -70,6 +70,16 @@ def _parsed(given: Sequence[str]) -> argparse.Namespace:
 def _own_output() -> Iterator[None]:
     """What is printed inside is a command's: a warning is a line, and characters that the encoding of a pipe
     lacks are escapes. Whoever calls `main` finds the process as it was."""
+    with ExitStack() as stack:
+        if sys.stderr is None:  # closed: print would take stdout for it, where results are
+            stack.enter_context(redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(_in_lines())
+        yield
+
+
+@contextmanager
+def _in_lines() -> Iterator[None]:
+    """Warnings inside are lines, and what is printed has escapes."""
     show = warnings.showwarning
     streams = [s for s in (sys.stdout, sys.stderr) if isinstance(s, io.TextIOWrapper)]
     errors = [stream.errors for stream in streams]

@@ -102,9 +102,10 @@ class File:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.place = Path(os.path.abspath(path))
-        check.not_a_folder(self.path)
-        if self.path.exists() and not self.path.is_file():
-            raise GGUFError(f"{self.path} is no ordinary file: nothing else can be mapped into memory")
+        try:
+            check.can_be_mapped(self.path)
+        except ValueError as error:
+            raise GGUFError(str(error)) from None
         with self.path.open("rb") as file:
             self.status = os.fstat(file.fileno())
             if self.status.st_size == 0:

@@ -217,7 +217,6 @@ def load(path: str | os.PathLike[str], device: str | None = None) -> dict[str, A
     target = devices.default() if device is None else check.device_name(device)
     to_device = devices.cupy().asarray if target == "cuda" else _itself
     path = check.path(path)
-    check.not_a_folder(path)
     saved = read(path)
     return {
         name: _weight(path, name, to_device(array), saved.weights[name])
@@ -271,10 +270,11 @@ def read(path: Path) -> Saved:
 def sound(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """A file that is open, and the safetensors package's reader of it.
 
-    ValueError where the package refuses it, or it is another by then.
+    ValueError where the package refuses it, or it is another by then; as `check.can_be_mapped`.
     """
     import safetensors
 
+    check.can_be_mapped(path)
     with path.open("rb") as stream:
         try:
             reader = safetensors.safe_open(path, framework="numpy")

@@ -79,7 +79,7 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
     from safetensors import SafetensorError, safe_open
 
     path = check.path(path)
-    check.not_a_folder(path)
+    check.can_be_mapped(path)
     try:
         with path.open("rb"), safe_open(path, framework="numpy") as stored:
             metadata = stored.metadata() or {}
