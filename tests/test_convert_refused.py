@@ -116,6 +116,26 @@ def test_a_target_that_appears_meanwhile(
     assert sorted(tmp_path.iterdir()) == [source, target]
 
 
+@pytest.mark.parametrize("suffix", ["gguf", "safetensors"])
+@pytest.mark.parametrize("write", [quantize_file, cq.dequantize_file])
+def test_a_source_that_is_changed_meanwhile(tmp_path: Path, write: Any, suffix: str) -> None:
+    """As one that is still being downloaded: some tensors would be of its former state."""
+    source, target = small(tmp_path / "s.gguf"), tmp_path / f"t.{suffix}"
+
+    def changed(message: Any, *args: Any, **kwargs: Any) -> Any:
+        os.utime(source, ns=(0, 0))
+        return raw(message, *args, **kwargs)
+
+    raw = cq.Model.raw
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cq.Model, "raw", changed)
+        with pytest.raises(
+            ValueError, match=r"s\.gguf was changed since it was opened: open the model again"
+        ):
+            write(source, target, "q4_0" if write is quantize_file else "f16")
+    assert sorted(tmp_path.iterdir()) == [source]
+
+
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.usefixtures("no_work")
 def test_a_link_to_itself_is_no_target(tmp_path: Path, force: bool) -> None:

@@ -303,3 +303,24 @@ def test_tensors_of_integers(folder: Path, name: str, kind: str) -> None:
         config.UnsupportedModel, match=rf"integers\.gguf: tensor '{name}' holds {kind} numbers"
     ):
         evaluate(path, tokens=some_tokens(64), ctx=32)
+
+
+@pytest.mark.parametrize("reads", [evaluate, evaluate_files])
+def test_a_vocabulary_that_is_malformed(folder: Path, reads: Any) -> None:
+    """Whose it is, of several models."""
+    path = write(folder / "bad.gguf", Spec(keys={"tokenizer.ggml.pre": "kimi-k2"}))
+    with pytest.raises(ValueError, match=r"bad\.gguf: tokenizer\.ggml\.pre is 'kimi-k2'"):
+        reads(path, text="some text", ctx=32)
+
+
+def test_a_model_that_is_changed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, module = write(folder / "m.gguf", Spec()), importlib.import_module("cuquant.eval.evaluate")
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        os.utime(path, ns=(0, 0))
+        return score(*args, **kwargs)
+
+    score = module._score
+    monkeypatch.setattr(module, "_score", scored)
+    with pytest.raises(ValueError, match=r"m\.gguf was changed since it was opened"):
+        evaluate(path, tokens=some_tokens(64), ctx=32)

@@ -145,6 +145,8 @@ def evaluate(
         summaries = [score.summary() for score in scores]
     for contender, summary in zip(contenders, summaries, strict=True):
         contender.check_scores(all(number is None or isfinite(number) for number in summary.values()))
+    for file in files:
+        file._as_opened()  # also by now: weights were read meanwhile
     original = contenders[0]
     rows = [
         Row(

@@ -31,14 +31,15 @@ class Changed(NamedTuple):
 def new_file(model: Model, target: Path, force: bool) -> Iterator[Path]:
     """Where to write what takes the place of `target` when it is whole.
 
-    ValueError if that is the model's own file, FileExistsError if it exists and `force` is false; TypeError
-    if that is neither True nor False.
+    ValueError if that is the model's own file, or this is changed meanwhile; FileExistsError if it exists and
+    `force` is false; TypeError if that is neither True nor False.
     """
     force = check.flag(force, "force")
     if model._reads(target):
         raise ValueError(f"{target} is the file being read")
     with replacing(target, force) as temporary:
         yield temporary
+        model._as_opened()  # else tensors may be of two states of its file
 
 
 def write_gguf(
