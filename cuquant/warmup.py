@@ -9,7 +9,7 @@ from typing import Any
 
 from . import check, device, formats, plan
 from .array import QuantizedArray
-from .cuda import jit
+from .cuda import jit, problem
 from .formats import Format
 from .io.model import Model, open as open_model
 from .plan.blocks import activation_kernels
@@ -95,7 +95,8 @@ def kernels(
             matrices = 1 if kept.turned else prod(lead)
             for signs in {False, kept.signed_columns}:
                 how = {"to_convert": to_convert, "signs": signs}
-                found.add(plan.gemm(plan.Problem(kept, m, n, k, gpu, matrices), **how).plan.kernel)
+                product = plan.Problem(kept, m, n, problem.whole_pieces(k), gpu, matrices)
+                found.add(plan.gemm(product, **how).plan.kernel)
         found |= activation_kernels(q8_1, m, k)
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])

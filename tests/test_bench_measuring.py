@@ -14,8 +14,19 @@ import numpy as np
 import pytest
 from cells import cell
 
-from cuquant import device
-from cuquant.bench import Record, ceilings, host, matmul, moe, peers, record as records, timing, weights
+from cuquant import attention, device
+from cuquant.bench import (
+    Record,
+    attend,
+    ceilings,
+    host,
+    matmul,
+    moe,
+    peers,
+    record as records,
+    timing,
+    weights,
+)
 from cuquant.cuda.fragments import from_fragments
 
 # What is measured next to what.
@@ -119,6 +130,22 @@ def test_cells_of_mixtures() -> None:
     assert list(moe(*arguments)) == []
     cells = list(moe(record, ["exl3-4-mcg"], ["f16"], [(256, 128)], [1, 40], 4, 2))
     assert [c.M for c in cells if 0 < c.nmse <= 1e-5] == [1, 40]
+
+
+@pytest.mark.gpu
+def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(None, records.environment())
+    arguments: Any = (record, ["4", "mixed"], [64, 512], [1, 3], [(8, 2)], [1, 5])
+    cells = list(attend(*arguments))
+    assert [(c.batch, c.context, c.queries, c.bits) for c in cells] == list(
+        product((1, 3), (64, 512), (1, 5), ("4", "mixed"))
+    )
+    assert all(c.us > 0 and 0 < c.nmse <= 1e-6 for c in cells)
+    assert list(attend(*arguments)) == []
+    module = importlib.import_module("cuquant.bench.attention")
+    monkeypatch.setattr(module, "attention", lambda q, cache, out: attention(q, cache, causal=False, out=out))
+    with pytest.raises(RuntimeError, match="wrong result"):
+        list(attend(record, ["8"], [64], [1], [(8, 2)], [5]))
 
 
 @pytest.mark.gpu

@@ -32,6 +32,19 @@ def test_kernels_of_a_weight() -> None:
     assert len(found) == len(set(found))
 
 
+def test_columns_that_rows_of_x_end_in_count() -> None:
+    """Products plan with K in whole pieces, by which tuned ones are found."""
+    seen: set[int] = set()
+
+    class Tuned:
+        def choice(self, problem: plan.Problem) -> None:
+            seen.add(problem.k)
+
+    tuned: Any = Tuned()
+    kernels(formats.get("trellis3"), (4096, 4100), (1, 64), plan.Gpu(90, tuned=tuned))
+    assert seen == {4104}
+
+
 def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
     found = kernels(formats.get("int4-128"), (256, 512), BATCHES, plan.Gpu(80))
     assert {k.format for k in found if k.op == "gemm"} == {formats.get("int4-128").for_kernels.header}

@@ -32,10 +32,11 @@ SPARE = 4 << 30
 
 @dataclass(frozen=True)
 class AttentionCell:
-    """One measurement: a query per sequence; times in microseconds.
+    """One measurement; times in microseconds.
 
-    `bits` are those of the tokens; "mixed" has MIXED of them. The others' times are there where they
-    are installed. `mhz` is the GPU's mean clock meanwhile.
+    `bits` are those of the tokens; "mixed" has MIXED of them. `queries` of each sequence are the last tokens,
+    each of which sees those up to itself. The others' times are there where they are installed; their queries
+    see all tokens. `mhz` is the GPU's mean clock meanwhile.
     """
 
     op: str
@@ -51,6 +52,7 @@ class AttentionCell:
     nmse: float
     mhz: float | None = None
     flashinfer_us: float | None = None
+    queries: int = 1
 
 
 def attend(
@@ -59,6 +61,7 @@ def attend(
     contexts: Iterable[int] = CONTEXTS,
     batches: Iterable[int] = BATCHES,
     heads: Iterable[tuple[int, int]] = HEADS,
+    queries: Iterable[int] = (1,),
 ) -> Iterator[AttentionCell]:
     """Measure what the record lacks, cell by cell, adding each to it; every result is checked in float64.
 
@@ -67,8 +70,14 @@ def attend(
     """
     bits = list(bits)
     warm_up()
-    for (query_heads, kv_heads), batch, context in product(heads, batches, contexts):
-        shape = {"batch": batch, "heads": query_heads, "kv_heads": kv_heads, "context": context}
+    for (query_heads, kv_heads), batch, context, q_len in product(heads, batches, contexts, queries):
+        shape = {
+            "batch": batch,
+            "heads": query_heads,
+            "kv_heads": kv_heads,
+            "context": context,
+            "queries": q_len,
+        }
         todo = [key for width in bits if (key := {"op": "attention", "bits": width, **shape}) not in record]
         if not todo:
             continue
@@ -82,7 +91,8 @@ def attend(
 
 def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor) -> AttentionCell | None:
     cupy = device.cupy()
-    batch, heads, kv_heads, context = (key[name] for name in ("batch", "heads", "kv_heads", "context"))
+    batch, heads, kv_heads = (key[name] for name in ("batch", "heads", "kv_heads"))
+    context, q_len = key["context"], key["queries"]
     rooms = rooms_of(key["bits"], context)
     per_token = {
         b: kv_heads * (2 * codes.packed_dim(HEAD_DIM, b) * codes.dtype(b).itemsize + 16) for b in rooms
@@ -91,14 +101,15 @@ def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor)
     if not _fits(size * rotation(size)):
         return None
     caches = [random_cache(batch, kv_heads, rooms, seed) for seed in range(rotation(size))]
-    q = cupy.random.standard_normal((batch, 1, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
+    q = cupy.random.standard_normal((batch, q_len, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
     out = cupy.empty_like(q)
     error = sampled_error(q, caches[-1], out)
     us, mhz = graph_us([lambda cache=cache: attention(q, cache, out=out) for cache in caches])  # type: ignore[misc]
     moved = caches[0].used_nbytes + q.nbytes + out.nbytes
     del caches
     cupy.get_default_memory_pool().free_all_blocks()
-    values = {"us": us, "mhz": mhz, "floor_us": floor_us(moved), "gbps": moved / us * 1e-3, **others}
+    floor = floor_us(moved, 4 * HEAD_DIM * batch * heads * q_len * context)
+    values = {"us": us, "mhz": mhz, "floor_us": floor, "gbps": moved / us * 1e-3, **others}
     return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
 
 
@@ -141,13 +152,16 @@ def random_cache(batch: int, kv_heads: int, rooms: dict[int, int], seed: int) ->
 
 
 def sampled_error(q: Any, cache: KVCache, out: Any) -> float:
-    """NMSE of one key head's queries of the first and the last sequence; RuntimeError beyond the bound."""
+    """NMSE of a key head's first queries of the first sequence, and of another's last ones of the last;
+    RuntimeError beyond the bound."""
     out.view(np.uint8).fill(0xFF)
     attention(q, cache, out=out)
     group = q.shape[2] // cache.n_kv_heads
     worst = 0.0
-    for sequence, head in {(0, 0), (cache.batch - 1, cache.n_kv_heads - 1)}:
-        mine = (sequence, 0, slice(head * group, (head + 1) * group))
+    q_len = q.shape[1]
+    for sequence, position, head in {(0, 0, 0), (cache.batch - 1, q_len - 1, cache.n_kv_heads - 1)}:
+        mine = (sequence, position, slice(head * group, (head + 1) * group))
+        last = int(cache.next_slots[sequence]) - q_len + position
         scores, values = [], []
         for bits, tier in cache.tiers.items():
             b = tier.bucket(sequence)
@@ -156,7 +170,8 @@ def sampled_error(q: Any, cache: KVCache, out: Any) -> float:
                 codes.decode(as_numpy(qx[:, head : head + 1]), as_numpy(s[:, scale]), bits)[:, 0]
                 for qx, s in ((b.k_qx, b.k_scale), (b.v_qx, b.v_scale))
             )
-            scores.append(as_numpy(q[mine]).astype(np.float64) @ k.T.astype(np.float64) * HEAD_DIM**-0.5)
+            score = as_numpy(q[mine]).astype(np.float64) @ k.T.astype(np.float64) * HEAD_DIM**-0.5
+            scores.append(np.where(as_numpy(b.global_slots) <= last, score, -np.inf))
             values.append(v)
         s = np.concatenate(scores, axis=1)
         weights = np.exp(s - s.max(axis=1, keepdims=True))
@@ -184,18 +199,20 @@ def _peer_us(name: str, make: Callable[..., Any], shape: dict[str, int]) -> floa
         return None
 
 
-def _sdpa(torch: Any, batch: int, heads: int, kv_heads: int, context: int) -> Callable[[], Any]:
-    q = torch.randn(batch, heads, 1, HEAD_DIM, device="cuda", dtype=torch.float16)
+def _sdpa(torch: Any, batch: int, heads: int, kv_heads: int, context: int, queries: int) -> Callable[[], Any]:
+    q = torch.randn(batch, heads, queries, HEAD_DIM, device="cuda", dtype=torch.float16)
     k, v = torch.randn(2, batch, kv_heads, context, HEAD_DIM, device="cuda", dtype=torch.float16)
     attend = torch.nn.functional.scaled_dot_product_attention
     return lambda: attend(q, k, v, enable_gqa=heads != kv_heads)
 
 
-def _flashinfer(torch: Any, batch: int, heads: int, kv_heads: int, context: int) -> Callable[[], Any] | None:
+def _flashinfer(
+    torch: Any, batch: int, heads: int, kv_heads: int, context: int, queries: int
+) -> Callable[[], Any] | None:
     """Its decode of single sequences."""
     import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
-    if batch > 1:
+    if batch > 1 or queries > 1:
         return None
     q = torch.randn(heads, HEAD_DIM, device="cuda", dtype=torch.float16)
     k, v = torch.randn(2, context, kv_heads, HEAD_DIM, device="cuda", dtype=torch.float16)

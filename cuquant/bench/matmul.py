@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import check, device, formats, plan
 from ..array import QuantizedArray
-from ..cuda import jit
+from ..cuda import jit, problem
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse
@@ -103,7 +103,8 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
     how = {"to_convert": key["activation"] == "q8_1"}
     how["signs"] = fmt.signed_columns and key["activation"] == "f16"  # of random weights some are -1
-    return plan.gemm(plan.Problem(fmt.for_kernels, key["M"], key["N"], key["K"], jit.gpu()), **how)
+    k = problem.whole_pieces(key["K"])
+    return plan.gemm(plan.Problem(fmt.for_kernels, key["M"], key["N"], k, jit.gpu()), **how)
 
 
 def _batches(keys: list[dict[str, Any]]) -> list[int]:

@@ -365,7 +365,7 @@ _KEYS = {
 """What cells have, by what was measured."""
 _PRODUCTS = ("matmul", "moe")
 """Of these, cells of products."""
-_SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "experts", "top_k")
+_SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "queries", "experts", "top_k")
 _RATES = ("gbps", "tflops")
 _RATIOS = {
     "floor_us": "time / floor",

@@ -63,6 +63,9 @@ def add(commands: Any) -> None:
         "--heads", metavar="H/K,...", type=_head_list, help="attention: of queries, of keys (32/8,32/32)"
     )
     command.add_argument(
+        "--queries", metavar="Q,Q,...", type=int_list, help="attention: of each sequence, its last tokens (1)"
+    )
+    command.add_argument(
         "--peers",
         metavar="P,P",
         type=_peer_list,
@@ -331,9 +334,9 @@ def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     here = [package for package in ("torch", "flashinfer-python") if find_spec(package.split("-")[0])]
     record = Record.start(arguments.record, here)
     widths, contexts = arguments.bits or list(WIDTHS), arguments.contexts or CONTEXTS
-    batches, heads = arguments.batches or BATCHES, arguments.heads or HEADS
-    count = len(widths) * len(contexts) * len(batches) * len(heads)
-    return record, attend(record, widths, contexts, batches, heads), count
+    batches, heads, queries = arguments.batches or BATCHES, arguments.heads or HEADS, arguments.queries or [1]
+    count = len(widths) * len(contexts) * len(batches) * len(heads) * len(queries)
+    return record, attend(record, widths, contexts, batches, heads, queries), count
 
 
 def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
@@ -381,13 +384,14 @@ _OPTIONS = {
     "bits": "bits",
     "contexts": "context",
     "heads": "head_layout",
+    "queries": "queries",
     "peers": None,
 }
 """Options that say what is measured, and what a record's cells call it, if it selects among them."""
 _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any, int]]]] = {
     "matmul": ({"formats", "activations", "shapes", "batches", "peers", "plot"}, _matmul),
     "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k"}, _moe),
-    "attention": ({"bits", "contexts", "heads", "batches"}, _attention),
+    "attention": ({"bits", "contexts", "heads", "batches", "queries"}, _attention),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),
     "host": ({"formats", "shapes"}, _host),

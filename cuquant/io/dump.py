@@ -39,7 +39,7 @@ def of_safetensors(path: Path, json: bool) -> str | None:
     if head[8:] != b"{" or head.startswith(b"GGUF"):
         return None
     with safetensors.sound(path) as (stream, reader):
-        told, layout = reader.metadata() or {}, safetensors.layout_of(stream)
+        told, header = reader.metadata() or {}, safetensors.header_of(stream)
     content: dict[str, Any] = {"files": [str(path)]}
     if safetensors.KEY in told:
         tensors = [
@@ -47,7 +47,7 @@ def of_safetensors(path: Path, json: bool) -> str | None:
             for name, tensor in safetensors.load(path, "cpu").items()
         ]
     else:
-        tensors = _of_others(layout)
+        tensors = _of_others(header)
         content |= {"metadata": told}
     return to_json(content | {"tensors": tensors}) if json else _table(tensors)
 
@@ -56,7 +56,7 @@ def _kind(tensor: Any) -> str:
     return str(tensor.format) if check.is_quantized(tensor) else str(tensor.dtype.name)
 
 
-def _of_others(layout: safetensors.Layout) -> list[dict[str, Any]]:
+def _of_others(header: safetensors.Header) -> list[dict[str, Any]]:
     """Tensors as the header of a file says."""
     return [
         {
@@ -65,7 +65,7 @@ def _of_others(layout: safetensors.Layout) -> list[dict[str, Any]]:
             "shape": tuple(info["shape"]),
             "nbytes": info["data_offsets"][1] - info["data_offsets"][0],
         }
-        for name, info in layout.tensors.items()
+        for name, info in header.tensors.items()
     ]
 
 

@@ -251,7 +251,7 @@ def read(path: Path) -> Saved:
         note = _note(path, reader.metadata() or {})
         status = os.fstat(stream.fileno())
         buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        infos, start = layout_of(stream)
+        infos, start = header_of(stream)
     arrays = {name: _view(path, name, buffer, start, info) for name, info in infos.items()}
     offsets = {name: start + info["data_offsets"][0] for name, info in infos.items()}
     weights, own = note.weights, None
@@ -293,7 +293,7 @@ class Header(NamedTuple):
     end: int
 
 
-def layout_of(stream: BinaryIO) -> Layout:
+def header_of(stream: BinaryIO) -> Header:
     """Of a file that the safetensors package has found to be sound."""
     stream.seek(0)
     length = int.from_bytes(stream.read(8), "little")
@@ -302,10 +302,10 @@ def layout_of(stream: BinaryIO) -> Layout:
     return Header(infos, 8 + length)
 
 
-def small_floats(stream: BinaryIO, name: str, layout: Layout) -> Any:
+def small_floats(stream: BinaryIO, name: str, header: Header) -> Any:
     """A tensor of `SMALL_FLOATS`."""
-    info = layout.tensors[name]
-    stream.seek(layout.end + info["data_offsets"][0])
+    info = header.tensors[name]
+    stream.seek(header.end + info["data_offsets"][0])
     return np.fromfile(stream, SMALL_FLOATS[info["dtype"]], math.prod(info["shape"])).reshape(info["shape"])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..render import escaped
-from .safetensors import SMALL_FLOATS, Layout, layout_of, small_floats, sound
+from .safetensors import SMALL_FLOATS, Header, header_of, small_floats, sound
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
@@ -35,9 +35,9 @@ class Tensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         path = self._home[name]
         if self.type(name) in SMALL_FLOATS:
-            if path not in self._layouts:
-                self._layouts[path] = layout_of(self._streams[path])
-            return small_floats(self._streams[path], name, self._layouts[path])
+            if path not in self._headers:
+                self._headers[path] = header_of(self._streams[path])
+            return small_floats(self._streams[path], name, self._headers[path])
         from safetensors import SafetensorError
 
         try:
