@@ -96,10 +96,10 @@ def test_the_token_that_does_not_fit(checked: list[int], first: str) -> None:
 def test_slots_end_with_int32(checked: list[int]) -> None:
     cache = cq.KVCache(2, 64, 8, device="cuda")
     k, v = map(put, tokens(1, 1, 2, 64))
-    cache.next_slots[:] = np.iinfo(np.int32).max
+    cache.next_slots[:] = np.iinfo(np.int32).max - 1
     cache._refresh()
-    cache.append(k, v)
-    cache.next_slots[:] = np.iinfo(np.int32).max  # the last was given out
+    cache.append(k, v)  # the last
+    assert cache.slots == np.iinfo(np.int32).max
     with pytest.raises(ValueError, match="slot 2147483648 is beyond int32"):
         cache.append(k, v)
     assert checked == [1]

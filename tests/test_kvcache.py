@@ -146,9 +146,27 @@ def test_tokens_beyond_lengths_may_be_anything() -> None:
     assert state(a) == state(b)
     a._next_slots[:] = b._next_slots[:] = 2**31 - 2
     a.append(k, v, lengths=[1, 0])
-    for lengths, bits, problem in (([0, 3], 8, "slot 2147483648 is beyond int32"), ([0, 0], 7, "bits is 7")):
+    for lengths, bits, problem in (([0, 2], 8, "slot 2147483648 is beyond int32"), ([0, 0], 7, "bits is 7")):
         with pytest.raises(ValueError, match=problem):
             b.append(k, v, bits, lengths=lengths)
+
+
+def test_the_largest_id() -> None:
+    cache = cq.KVCache(2, 16, 10)
+    cache.append(*tokens(1, 1, 2, 16), 4, token_ids=[2**31 - 1])
+    assert cache.assign([2**31 - 1], 2) == 1
+
+
+def test_slots_end_with_int32() -> None:
+    """Before the next one would be negative, and queries by themselves would see nothing."""
+    cache = cq.KVCache(2, 16, 10)
+    cache._next_slots[:] = 2**31 - 3
+    k, v = tokens(1, 2, 2, 16)
+    cache.append(k, v)
+    assert (cache.slots, cache.tokens(0).slots.tolist()) == (2**31 - 1, [2**31 - 3, 2**31 - 2])
+    assert cq.attention(k[:, -1:], cache).any()
+    with pytest.raises(ValueError, match="slot 2147483648 is beyond int32: clear the cache"):
+        cache.append(k[:, :1], v[:, :1])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, F])

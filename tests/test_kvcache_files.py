@@ -34,6 +34,21 @@ def test_save_and_load(tmp_path: Path, options: dict[str, Any]) -> None:
     assert state(loaded) == state(cache)
 
 
+def test_save_and_load_of_a_full_cache(tmp_path: Path) -> None:
+    """Which has no more tokens than there is room for, of all widths together."""
+    path = tmp_path / "cache"
+    cache = filled(6, 1, [8, 8, 8, 4, 4, 4], capacity=6, widths=(8, 4))
+    cache.save(path)
+    assert state(cq.KVCache.load(path)) == state(cache)
+
+    def smaller(arrays: dict[str, Any], settings: dict[str, Any]) -> None:
+        settings |= {"rooms": [[8, 5], [4, 5]], "capacity": 5}
+
+    changed(smaller, path)
+    with pytest.raises(ValueError, match="a sequence has 6 tokens, beyond the capacity 5"):
+        cq.KVCache.load(path)
+
+
 def test_save_and_load_of_an_empty_rotated_cache(tmp_path: Path) -> None:
     cq.KVCache(2, 32, 5, key_scales="pairs", rotate=True).save(str(tmp_path / "cache"))
     loaded = cq.KVCache.load(tmp_path / "cache")
@@ -63,15 +78,20 @@ def test_the_name_of_a_gguf_file(tmp_path: Path) -> None:
         cq.open(tmp_path / "c")
 
 
-def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path) -> None:
-    """A saved cache after a change of its arrays and settings."""
-    filled(6, 1, 8).save(path)
+def changed(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path) -> None:
+    """A saved cache gets other arrays and settings."""
     arrays = {name: array.copy() for name, array in load_file(path).items()}
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     settings = json.loads(header["__metadata__"]["cuquant.kv_cache"])
     change(arrays, settings)
     save_file(arrays, path, {"cuquant.kv_cache": json.dumps(settings)})
+
+
+def damaged(change: Callable[[dict[str, Any], dict[str, Any]], Any], path: Path) -> None:
+    """A small cache, saved and changed."""
+    filled(6, 1, 8).save(path)
+    changed(change, path)
 
 
 DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
@@ -107,12 +127,20 @@ DAMAGES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "lengths": (lambda a, s: a.update({"8.lengths": np.array([-1], np.int32)}), "8.lengths are beyond"),
     "slots": (lambda a, s: a["8.global_slots"].fill(2), "global slots of sequence 0 are out of range, or"),
     "next slot": (lambda a, s: a["next_slots"].fill(5), "global slots of sequence 0 are out of range"),
+    "negative slots": (
+        lambda a, s: a["8.global_slots"].__isub__(1),
+        "global slots of sequence 0 are out of range, or",
+    ),
     "ids": (lambda a, s: a["8.token_ids"].fill(-1), "sequence 0 has a negative token id"),
     "importance": (
         lambda a, s: a["8.importance"].fill(np.nan),
         "sequence 0 has an importance that is negative",
     ),
     "negative importance": (lambda a, s: a["8.importance"].fill(-1), "sequence 0 has an importance that is"),
+    "infinite importance": (
+        lambda a, s: a["8.importance"].fill(np.inf),
+        "sequence 0 has an importance that is",
+    ),
     "batch": (lambda a, s: s.update(batch=2**31 - 1), "batch is 2147483647, but that of arrays is another"),
     "heads": (lambda a, s: s.update(n_kv_heads=2**31 - 1), "n_kv_heads is 2147483647, but that of arrays"),
     "heads of some": (lambda a, s: a.update({"8.v_qx": a["8.v_qx"][:, :1]}), "n_kv_heads is 2, but that of"),

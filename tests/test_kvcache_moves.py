@@ -233,6 +233,14 @@ def test_tokens_age() -> None:
     assert widths(0) == [2] * 12
 
 
+def test_ages_of_every_width() -> None:
+    """The narrowest may be named, too: what is older has it as well."""
+    cache = cq.KVCache(1, 8, 10, bits=(8, 4))
+    cache.append(*np.ones((2, 1, 5, 1, 8), np.float32))
+    assert cache.age({8: 2, 4: 1}) == 3
+    assert [len(tier.bucket(0).token_ids) for tier in cache.tiers.values()] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("newest", "error", "message"),
     [

@@ -16,6 +16,12 @@ def full_bucket() -> cq.KVCache:
     return filled(6, 1, [8, 8, 8, 4, 4, 4], capacity={8: 3, 4: 8})
 
 
+def without_0() -> cq.KVCache:
+    cache = filled(3)
+    cache.evict(0)
+    return cache
+
+
 FULL: dict[str, tuple[Callable[[], cq.KVCache], Callable[[cq.KVCache], Any], str]] = {
     "cache": (
         lambda: filled(20, capacity=22),
@@ -33,6 +39,11 @@ FULL: dict[str, tuple[Callable[[], cq.KVCache], Callable[[cq.KVCache], Any], str
         lambda: filled(3),
         lambda c: c.evict([[0, 1], [2, 3]]),
         "sequence 1 holds no token of id 3",
+    ),
+    "unknown id 0 of a sequence": (
+        without_0,
+        lambda c: c.evict([[-1], [0]]),
+        "sequence 1 holds no token of id 0",
     ),
     "unknown bits": (full_bucket, lambda c: c.assign([3], 2), "bits is 2; this cache has 8, 4"),
     "bits of append": (full_bucket, lambda c: c.append(*tokens(1, 1, 2, 16), 5), "bits is 5; this cache"),
@@ -57,7 +68,7 @@ def test_a_full_bucket_takes_one_for_one() -> None:
 
 K, V = tokens(2, 3, 2, 16)
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "head_dim": (lambda: cq.KVCache(2, 100, 8), ValueError, "head_dim is 100; a multiple of 8 up to 256"),
+    "head_dim": (lambda: cq.KVCache(2, 100, 8), ValueError, "head_dim is 100; .* 8 up to 256 is needed$"),
     "large head_dim": (lambda: cq.KVCache(2, 264, 8), ValueError, "head_dim is 264"),
     "rotated head_dim": (
         lambda: cq.KVCache(2, 80, 8, rotate=True),
@@ -135,6 +146,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "must be finite and positive",
     ),
+    "infinite key_scales": (
+        lambda: cq.KVCache(2, 64, 8, key_scales=np.full((2, 64), np.inf, F)),
+        ValueError,
+        "must be finite and positive",
+    ),
     "unknown key_scales": (
         lambda: cq.KVCache(2, 64, 8, key_scales="auto"),
         ValueError,
@@ -152,6 +168,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: filled().append(K, V, lengths=[3, 4]),
         ValueError,
         r"lengths are \[3, 4\]; allowed are 0 to 3",
+    ),
+    "a negative length": (
+        lambda: filled().append(K, V, lengths=[3, -1]),
+        ValueError,
+        r"lengths are \[3, -1\]; allowed are 0 to 3",
     ),
     "one length": (lambda: filled().append(K, V, lengths=[3]), ValueError, r"lengths has shape \(1,\)"),
     "ids": (lambda: filled().append(K, V, token_ids=[1, 2, -1]), ValueError, "token_ids has -1; they are"),
@@ -206,9 +227,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "average": (lambda: filled().allocate(1.9), ValueError, "average_bits is 1.9; .* allow 2 to 16"),
     "a giant average": (lambda: filled().allocate(10**400), ValueError, "average_bits is inf"),
     "no average": (lambda: filled().allocate("4 bits"), TypeError, "average_bits is a str"),  # type: ignore[arg-type]
+    "an average in text": (lambda: filled().allocate("4"), TypeError, "average_bits is a str"),  # type: ignore[arg-type]
+    "infinite hysteresis": (lambda: filled().allocate(4, hysteresis=np.inf), ValueError, "hysteresis is inf"),
     "hysteresis": (lambda: filled().allocate(4, hysteresis=-1), ValueError, "hysteresis is -1"),
     "importance": (lambda: filled().allocate(4, [1.0] * 19), ValueError, r"\(19,\); \(20,\) or \(2, 20\)"),
     "negative importance": (lambda: filled().allocate(4, [-1.0] * 20), ValueError, "finite and not negative"),
+    "infinite importance": (
+        lambda: filled().allocate(4, [np.inf] * 20),
+        ValueError,
+        "importance must be finite and not negative",
+    ),
     "text importance": (lambda: filled().trim(4, ["a"] * 20), TypeError, "importance has dtype <U1"),
     "recent": (lambda: filled().trim(4, recent=-1), ValueError, "recent is -1; allowed are 0"),
 }

@@ -214,7 +214,7 @@ def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
 
 def found(ids: Any, seen: Any, own: bool) -> None:
     """Every id (batch, n) names a token: of its sequence, or of any for ids that are all sequences'."""
-    missing = ~seen & (ids >= 0) if own else ~seen.any(axis=0, keepdims=True) & np.ones_like(ids, bool)
+    missing = ~seen & (ids >= 0) if own else ~seen.any(axis=0, keepdims=True)
     if missing.any():
         sequence, index = (int(i) for i in np.argwhere(missing)[0])
         where = f"sequence {sequence}" if own else "the cache"
@@ -293,10 +293,10 @@ def _room(held: Any, new: Any, room: int, place: str, hint: str) -> None:
         )
 
 
-def slot_range(last: int) -> None:
-    """Slots are int32."""
-    if last > LARGEST_INDEX:
-        raise ValueError(f"slot {last} is beyond int32: clear the cache")
+def slot_range(after: int) -> None:
+    """Slots are int32, and so is the one after those that are given out, which `next_slots` holds."""
+    if after > LARGEST_INDEX:
+        raise ValueError(f"slot {after} is beyond int32: clear the cache")
 
 
 def importance(value: Any, shape: tuple[int, int]) -> Any:

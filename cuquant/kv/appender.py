@@ -155,7 +155,7 @@ class Appender:
         if new_known is not None and bits_known is not None:
             counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
             check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
-            check.slot_range(int((self._slots + new_known).max()) - 1)
+            check.slot_range(int((self._slots + new_known).max()))
         if n == 0:
             return None
         former = None
@@ -213,7 +213,7 @@ class Appender:
         if cache.auto_scales and not self._slots.all():
             return {}
         total: Any = sum(self._held.values())
-        most = min(cache.capacity - int(total.max()), check.LARGEST_INDEX + 1 - int(self._slots.max()))
+        most = min(cache.capacity - int(total.max()), check.LARGEST_INDEX - int(self._slots.max()))
         held = {b: int(self._held[b].max()) for b in cache.bits}
         return {b: min(most, room - held[b]) for b, room in rooms_of(cache.tiers).items()}
 

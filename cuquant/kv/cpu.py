@@ -172,7 +172,7 @@ class Appender:
         counts = check.lengths(lengths, cache.batch, n)
         new = np.arange(n) < counts[:, None]
         wanted = check.token_bits(bits, (cache.batch, n), cache.bits, new)
-        check.slot_range(int((cache.next_slots + counts).max()) - 1)
+        check.slot_range(int((cache.next_slots + counts).max()))
         slots = cache.next_slots[:, None] + np.arange(n)
         ids = check.token_ids(slots if token_ids is None else token_ids, (cache.batch, n), new)
         adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in cache.bits}
