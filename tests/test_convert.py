@@ -422,6 +422,16 @@ def test_a_source_that_was_written_to_or_closed(tmp_path: Path) -> None:
     assert not (tmp_path / "u.gguf").exists()
 
 
+def test_a_source_that_is_gone_is_still_open(tmp_path: Path) -> None:
+    """Also where another file has its name."""
+    model = cq.open(small(tmp_path / "s.gguf"), "cpu")
+    (tmp_path / "s.gguf").unlink()
+    cq.dequantize_file(model, tmp_path / "a.gguf")
+    (tmp_path / "s.gguf").write_bytes(b"another")
+    cq.dequantize_file(model, tmp_path / "b.gguf")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
 def test_all_is_kept(tmp_path: Path) -> None:
     source = small(tmp_path / "s.gguf")
     for fmt in ("q4_0", {"*": "q8_0"}):

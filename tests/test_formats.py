@@ -269,6 +269,8 @@ def test_refuses_what_is_not_finite(name: str, bad: float, index: tuple[int, int
     x[index] = bad
     with pytest.raises(ValueError, match=rf"{bad} in row {row}: weights must be finite"):
         cq.quantize(x, name)
+    with pytest.raises(ValueError, match=f"{bad} in row 0: weights must be finite"):
+        cq.quantize(x[index[0]], name)  # a vector's only one
 
 
 def test_names_the_row_of_a_stack() -> None:

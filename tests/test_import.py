@@ -134,6 +134,10 @@ def test_scales_of_pack_quantized_become_float16() -> None:
     assert found[2, 0] == 2.0**-20
     with pytest.raises(ValueError, match=r"weight_scale holds 65536\.0, which is beyond float16"):
         cq.from_pack_quantized(packed, np.full((3, 1), 65536, ml_dtypes.bfloat16))
+    with pytest.raises(ValueError, match=r"weight_scale holds 65520\.0, which is beyond float16"):
+        cq.from_pack_quantized(packed, np.full((3, 1), 65520, F))
+    kept = np.array([[65504], [np.inf], [np.nan]], F)
+    np.testing.assert_array_equal(cq.int4_parts(cq.from_pack_quantized(packed, kept))[1], kept)
 
 
 def test_gptq_by_hand() -> None:
@@ -284,6 +288,7 @@ def test_refuses_awq() -> None:
             ValueError,
             r"weight_shape is \(16, 120\); .* of 4 bits$",
         ),
+        ({"weight_shape": np.array([16, 0])}, ValueError, r"weight_shape is \(16, 0\); .* of 4 bits$"),
         ({"weight_shape": np.array([16, 64])}, ValueError, "codes of 8 bits cannot be read"),
         (
             {"weight_shape": np.array([16, np.inf])},

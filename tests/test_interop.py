@@ -111,6 +111,9 @@ def test_what_cannot_be_joined() -> None:
         np.stack([ragged, ragged])
     with pytest.raises(ValueError, match="axis 3 is out of range for arrays of 2 axes"):
         np.stack([w, w], axis=3)
+    assert np.concatenate([w, w], axis=-2).shape == (64, 256)
+    with pytest.raises(ValueError, match="axis -3 is out of range for arrays of 2 axes"):
+        np.concatenate([w, w], axis=-3)
     for axis in (None, "0", 0.0):
         with pytest.raises(
             TypeError, match=r"concatenate: axis is (None|a str|a float); an integer is needed"

@@ -169,6 +169,7 @@ def test_tiles_that_do_not_fit_are_refused() -> None:
         (lambda: cq.kbit_from_tiles(packed, scales, name, shape), TypeError, "a cuquant.KBit is needed"),
         (lambda: cq.kbit_from_tiles(packed, scales, cq.KBit(4), shape), ValueError, "for packed 4 more"),
         (lambda: cq.kbit_from_tiles(packed, scales, three, extent), ValueError, "do not hold a weight"),
+        (lambda: cq.kbit_from_tiles(packed, scales, three, (40, 48)), ValueError, "which has 48 elements"),
         (lambda: cq.kbit_from_tiles(packed, scales, three, (140, 64)), ValueError, "do not hold a weight"),
         (lambda: cq.kbit_from_tiles(packed.view(np.int32), scales, three, shape), TypeError, "int32"),
     ):

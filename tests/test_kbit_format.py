@@ -185,6 +185,7 @@ def test_a_codebook_is_copied_and_cannot_be_written() -> None:
             ValueError,
             r"not sorted: entry 2 \(0.5\) is below entry 1 \(1.0\)",
         ),
+        ({"codebook": [0, 0, 1, 0.5]}, ValueError, r"not sorted: entry 3 \(0.5\) is below entry 2 \(1.0\)"),
         ({"codebook": [1, 0.5, 0, -1]}, ValueError, "not sorted: entry 1 .* pass numpy.sort"),
         ({"codebook": [0, 0.5, 1]}, ValueError, r"codebook has shape \(3,\); 4 numbers are needed"),
         ({"codebook": np.zeros((2, 2))}, ValueError, r"codebook has shape \(2, 2\)"),

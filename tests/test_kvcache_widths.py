@@ -156,6 +156,19 @@ def test_allocate_holds_each_sequence() -> None:
     assert state(cache) == before
 
 
+def test_recent_tokens_count_as_much_as_the_most_important() -> None:
+    """Also where none is important: then steps of others, the lowest first, come after theirs."""
+    for bits, importance, recent, expected in (
+        ((8, 2), [3, 9, 9, 9, 9, 1, 1, 1], 1, [2, 2, 2, 8, 8, 2, 2, 8]),
+        ((8, 4, 2), [0] * 8, 2, [2, 2, 2, 2, 2, 4, 8, 8]),
+    ):
+        cache = cq.KVCache(1, 8, 8, bits=bits)
+        cache.append(*tokens(1, 8, 1, 8), 2)
+        cache.allocate(sum(expected) / 8, importance, recent=recent)
+        held = widths(cache)
+        assert [held[i] for i in range(8)] == expected
+
+
 def test_allocate_by_attention_received() -> None:
     cache = cq.KVCache(1, 16, 64, bits=(8, 2), track_attention=True)
     k, v = tokens(1, 30, 1, 16)

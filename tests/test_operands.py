@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "bias shape": (
         lambda: cq.linear(X, W, bias=np.zeros(7, F)),
         ValueError,
-        r"bias has shape \(7,\); .* \(6,\)",
+        r"bias has shape \(7,\); for W \(6, 64\) it is \(6,\)$",
     ),
     "bias of another stack": (
         lambda: cq.linear(X, weight("q4_0", (3, 6, 64)), bias=np.zeros((2, 6), F)),
@@ -404,6 +404,18 @@ class Tensor(Own):
 
     def __dlpack_device__(self) -> Any:
         return self.array.__dlpack_device__()
+
+
+class NotShared(Tensor):
+    """Memory that its library gives to nobody, as that of tensors that need gradients."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("call detach() first")
+
+
+def test_memory_that_is_not_shared() -> None:
+    with pytest.raises(TypeError, match=r"^x: NumPy cannot take this NotShared: call detach\(\) first$"):
+        cq.linear(NotShared(X), W)
 
 
 def test_other_classes_multiply_themselves() -> None:

@@ -124,6 +124,10 @@ def test_rows_merge_where_w_is_one_matrix() -> None:
 
 
 def test_too_many_axes_are_refused() -> None:
+    w = problem.Weight(cq.formats.get("q8_0"), (32, 64))
+    rows = problem.source((2, 2, 2, 4, 64), (0, 0, 0, 128, 2), True)
+    out = problem.Output((2, 2, 2, 4, 32), (1111, 555, 222, 32, 1), 0)
+    assert unpack(problem.resolve(w, rows, out, NOTHING, plan.Gpu(90)))["extent"] == (2, 2, 2)
     rows = problem.source((2, 2, 2, 2, 4, 64), (0, 0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
     with pytest.raises(ValueError, match="4 leading axes that do not merge; at most 3"):
@@ -141,12 +145,16 @@ def test_too_many_columns_are_refused(name: str) -> None:
 
 
 def test_too_many_matrices_are_refused() -> None:
-    rows = problem.source((70_000, 2, 64), (256, 128, 2), True)
-    out = problem.Output((70_000, 2, 32), (64, 32, 1), 0)
-    with pytest.raises(ValueError, match="70000 blocks along an axis of one launch; at most 65535"):
-        problem.resolve(
-            problem.Weight(cq.formats.get("q4_0"), (70_000, 32, 64)), rows, out, NOTHING, plan.Gpu(90)
-        )
+    def resolved(count: int) -> problem.Launch:
+        rows = problem.source((count, 2, 64), (256, 128, 2), True)
+        out = problem.Output((count, 2, 32), (64, 32, 1), 0)
+        w = problem.Weight(cq.formats.get("q4_0"), (count, 32, 64))
+        return problem.resolve(w, rows, out, NOTHING, plan.Gpu(90))
+
+    assert resolved(65_535).plan.grid[2] == 65_535
+    for count in (65_536, 70_000):
+        with pytest.raises(ValueError, match=f"{count} blocks along an axis of one launch; at most 65535"):
+            resolved(count)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,7 @@ def test_an_interruption_leaves_nothing_behind(
         ({1: np.zeros(2)}, TypeError, "a tensor is named 1; names are str"),
         ({"__metadata__": np.zeros(2)}, ValueError, "can have no tensor named '__metadata__'"),
         ({"a\ud800": np.zeros(2)}, ValueError, r"can have no tensor named 'a\\ud800'"),
+        ({"\udfff": np.zeros(2)}, ValueError, r"can have no tensor named '\\udfff'"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path: Path, tensors: Any, kind: type[Exception], message: str) -> None:

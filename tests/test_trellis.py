@@ -154,6 +154,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     refused("group_size is 64; allowed are 32 and 128", group_size=64)
     refused("scales has dtype float16", TypeError, scales=p["scales"].astype(np.float16))
     refused(r"su has shape \(17,\); \(40,\) is needed", su=p["sv"])
+    refused("su has dtype bool; .1 and -1 are integers or floats", TypeError, su=p["su"] > 0)
     refused(r"sv has shape \(40,\); \(17,\) is needed", sv=p["su"])
     refused(r"grid has shape \(9,\); 1 to 8 numbers", grid=np.arange(9))
     refused(r"grid has shape \(0,\)", grid=[])
