@@ -17,7 +17,7 @@ from test_convert import small, weights
 
 import cuquant as cq
 from cuquant.formats.q4_0 import Q4_0
-from cuquant.io import convert
+from cuquant.io import atomic, convert
 from cuquant.io.convert import quantize_file
 
 
@@ -339,6 +339,32 @@ def test_a_file_that_is_replaced_gives_its_mode(tmp_path: Path, mode: int) -> No
     quantize_file(source, target, "q4_0", force=True)
     assert target.stat().st_mode & 0o777 == mode
     assert cq.open(target)["output.weight"].format == "q4_0"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), r"^\[Errno \d+\] No space left: '.*t\.gguf'$"),
+        (OSError("2 of 5 written"), r"t\.gguf could not be written \(is the disk full\?\): 2 of 5 written$"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "s.gguf"), r"^\[Errno \d+\] No such file: 's\.gguf'$"),
+    ],
+)
+def test_errors_of_writing_name_the_file(tmp_path: Path, error: OSError, told: str) -> None:
+    """Where they name none themselves."""
+    with pytest.raises(OSError, match=told), atomic.replacing(tmp_path / "t.gguf"):
+        raise error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_that_is_to_stay(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    atomic.rewrite(path, lambda: None)
+    assert not list(tmp_path.iterdir())
+    atomic.rewrite(path, lambda: "ü")
+    before = path.stat()
+    atomic.rewrite(path, lambda: None)
+    assert path.read_bytes() == "ü".encode()
+    assert path.stat().st_ino == before.st_ino
 
 
 @pytest.mark.parametrize("letter", ["n", "ü", "𝄞"])
