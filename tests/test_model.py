@@ -193,8 +193,8 @@ def test_metadata_that_cannot_be_read_says_so() -> None:
     with cq.open(NANO) as model:
         pass
     assert repr(model.metadata).startswith("GGUF metadata of 26 keys: ")
-    assert repr(model.metadata).endswith("the file is closed")
-    assert "the file is closed" in model.metadata._repr_html_()
+    assert repr(model.metadata).endswith("general.architecture': the file is closed")
+    assert model.metadata._repr_html_().endswith("general.architecture&#x27;: the file is closed")
 
 
 @pytest.mark.parametrize("access", [Metadata.__getitem__, Metadata.value_type])
