@@ -346,7 +346,10 @@ def test_a_file_that_is_replaced_gives_its_mode(tmp_path: Path, mode: int) -> No
     [
         (OSError(errno.ENOSPC, "No space left"), r"^\[Errno \d+\] No space left: '.*t\.gguf'$"),
         (OSError("2 of 5 written"), r"t\.gguf could not be written \(is the disk full\?\): 2 of 5 written$"),
-        (FileNotFoundError(errno.ENOENT, "No such file", "s.gguf"), r"^\[Errno \d+\] No such file: 's\.gguf'$"),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file", "s.gguf"),
+            r"^\[Errno \d+\] No such file: 's\.gguf'$",
+        ),
     ],
 )
 def test_errors_of_writing_name_the_file(tmp_path: Path, error: OSError, told: str) -> None:

@@ -64,7 +64,7 @@ CHOSEN = {
     "test_gpu_random.py": (5, "(caches and (20 or 21)) or (mixtures and 3) or (products and 5)"),
     "test_gpu_rechecks.py": (9, "test"),
     "test_gpu_operands.py": (24, "test"),
-    "test_gpu_repeats.py": (27, "test and not (formats_and and (trellis2 or nvfp4 or q4_k))"),
+    "test_gpu_repeats.py": (28, "test and not (formats_and and (trellis2 or nvfp4 or q4_k))"),
     "test_gpu_trellis.py": (
         20,
         "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"

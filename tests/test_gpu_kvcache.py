@@ -196,6 +196,10 @@ def test_files_and_copies(tmp_path: Path) -> None:
     a.append(*more)
     made.append(*map(put, more))
     assert_same(a, made)
+    full = tokens(2, 28, 2, 64)
+    for cache in (a.to_device("cuda"), b.copy()):
+        with pytest.raises(ValueError, match=r"sequence 0 holds 5[03] tokens of the 80 that this cache has"):
+            cache.append(*map(put, (np.concatenate([x, x], axis=1) for x in full)))
 
 
 COPIES: dict[str, Callable[[cq.KVCache], cq.KVCache]] = {

@@ -124,6 +124,20 @@ def test_vectors_stacks_and_the_other_side(counted: list[int]) -> None:
     assert [counted[0] - before[0], counted[1] - before[1]] == [6, 2]
 
 
+def test_a_residual_in_place_and_one_that_is_almost_there(counted: list[int]) -> None:
+    """Of what is like the first, a residual a row further on would be overwritten while it is read."""
+    w, x, sums = weight(), there((3, K)), there((4, N), F)
+    for known in (0, 1):
+        cq.linear(x, w, residual=sums[:3], out=sums[:3])
+        assert counted == [1, known]
+    for start, stop in ((1, 0), (0, 1)):
+        with pytest.raises(ValueError, match="out may share memory with residual"):
+            cq.linear(x, w, residual=sums[start : start + 3], out=sums[stop : stop + 3])
+    apart = there((3, N), F, 1)
+    expected = testing.linear(x, w) + as_numpy(apart)
+    assert nmse(cq.linear(x, w, residual=apart, out=sums[:3]), expected) < 1e-5
+
+
 NO_FORMAT: Any = ["q8_1"]
 VIEWS: list[Callable[[Any], Any]] = [
     lambda x: x[:, :64],

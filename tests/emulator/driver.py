@@ -27,6 +27,8 @@ STACKS = 4096 * (256 << 10)
 """Bytes of the stacks of a cluster's threads (device.h)."""
 CLUSTERS = 4
 """The launch attribute that asks for them."""
+capability = 80
+"""Of the GPU. Those before 90 take no launch attributes."""
 _one_at_a_time = threading.Lock()
 _functions: list[Function] = []
 captured: list[Callable[[], None]] | None = None
@@ -104,6 +106,7 @@ class Function:
     def launch(self, config: Any, arguments: Any) -> None:
         """Now, or with the graph that is being captured."""
         attributes = [config.attributes[i] for i in range(config.count)]
+        assert not attributes or capability >= 90
         cluster = next((a.value[0] for a in attributes if a.id == CLUSTERS), 1)
         assert config.shared <= max((48 << 10) - self.shared_size_bytes, self.max_dynamic_shared_size_bytes)
         given = [
