@@ -27,12 +27,33 @@ from synthetic import BOS, EXPERTS, VOCABULARY, Spec, metadata, some_tokens, wri
 
 import cuquant as cq
 from cuquant.eval import Evaluation, evaluate
+from cuquant.eval.scores import Tokens, log_softmax
 from cuquant.eval.tokenizer import Tokenizer
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "reference.json").read_text(encoding="utf-8"))
 
 
 # What is scored.
+
+
+def test_probabilities_of_large_logits() -> None:
+    """No sum of their exponentials overflows."""
+    logits = np.array([[-1000, 0, 1000], [200, 200, 0]], np.float32)
+    expected = [[-2000, -1000, 0], [-np.log(2), -np.log(2), -200 - np.log(2)]]
+    np.testing.assert_allclose(log_softmax(logits), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [None, "probability", "divergence"])
+def test_one_score_that_is_no_number_is_seen(bad: str | None) -> None:
+    """Of any token, also if only the divergence is none."""
+    logp, base = np.log(np.full((2, 3, 4), 0.25, np.float32))
+    if bad == "probability":
+        logp[1] = np.nan
+    elif bad == "divergence":
+        logp[1, 3] = -np.inf
+    found = Tokens()
+    found.add(logp, np.array([0, 1, 2]), base)
+    assert found.finite == (bad is None)
 
 
 @pytest.mark.parametrize(

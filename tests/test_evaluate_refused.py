@@ -83,6 +83,8 @@ def test_text_is_a_string_or_a_path(model: Path, text: Any) -> None:
 def test_the_name_of_a_file_is_no_text(model: Path) -> None:
     with pytest.raises(ValueError, match=r"for the file pass pathlib\.Path\('wiki\.test\.raw'\)"):
         evaluate(model, text="wiki.test.raw", ctx=4)
+    with pytest.raises(ValueError, match=r"too few|tokens"):
+        evaluate(model, text="see\nwiki.test.raw", ctx=512)
 
 
 @pytest.mark.parametrize("bad", [-1, len(VOCABULARY), 2**40])

@@ -209,6 +209,16 @@ def test_what_cannot_be_mapped(tmp_path: Path) -> None:
         os.close(held)
 
 
+def test_a_cut_file_of_several_tensors(tmp_path: Path) -> None:
+    """As many bytes as the last of them needs are missing."""
+    path = tmp_path / "two.safetensors"
+    cq.save(path, {"a": np.zeros(1000, np.float32), "b": np.zeros(10, np.float32)})
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=f"{len(content) - 1:,} bytes of {len(content):,} or more are there"):
+        cq.load(path)
+
+
 def test_a_pointer_in_place_of_a_file(saved: Path) -> None:
     saved.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
     for read in (cq.load, cq.read_safetensors):
