@@ -427,8 +427,13 @@ def test_a_source_that_is_gone_is_still_open(tmp_path: Path) -> None:
     model = cq.open(small(tmp_path / "s.gguf"), "cpu")
     (tmp_path / "s.gguf").unlink()
     cq.dequantize_file(model, tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match=r"s\.gguf is the file being read"):
+        cq.dequantize_file(model, tmp_path / "s.gguf")
     (tmp_path / "s.gguf").write_bytes(b"another")
     cq.dequantize_file(model, tmp_path / "b.gguf")
+    with pytest.raises(ValueError, match=r"s\.gguf is the file being read"):
+        cq.dequantize_file(model, tmp_path / "s.gguf", force=True)
+    assert (tmp_path / "s.gguf").read_bytes() == b"another"
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
