@@ -341,6 +341,18 @@ def test_activations_in_odd_places() -> None:
         assert np.isfinite(np.delete(y, 1, axis=0)).all()
 
 
+def test_storage_bytes_in_odd_places() -> None:
+    """Which kernels cannot read where they lie."""
+    cupy = device.cupy()
+    w, x = cq.quantize(gauss(33, 130), "trellis3"), cupy.asarray(gauss(3, 130)).astype(np.float16)
+    for start in (0, 1, 2, 8):
+        room = cupy.zeros(w.nbytes + 16, np.uint8)
+        room[start : start + w.nbytes] = cupy.asarray(w.blocks.reshape(-1))
+        there = cq.from_blocks(room[start : start + w.nbytes], w.format, w.shape)
+        np.testing.assert_array_equal(as_numpy(there.dequantize()), w.dequantize())
+        agrees(cq.matmul(x, there.T, dtype=F), testing.linear(x, w))
+
+
 @pytest.mark.parametrize("name", TRELLIS)
 def test_same_bits_and_graphs(name: str) -> None:
     cupy = device.cupy()

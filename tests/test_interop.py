@@ -136,6 +136,9 @@ def test_what_fitted_formats_say_joins_them() -> None:
     rows = "stored whole, in tiles, .*: multiply by each, and join products, or quantize the joined floats$"
     with pytest.raises(ValueError, match=f"axis 0, as matrices are {rows}"):
         np.concatenate(trellis)
+    for join in (np.concatenate, np.stack):
+        with pytest.raises(ValueError, match=r"axis 1, as matrices are stored whole$"):
+            join(trellis, axis=1)
     scaled: Any = [cq.quantize(w, cq.NvFp4()) for w in floats]
     own = [w.format.scale for w in scaled]
     assert own[0] != own[1]

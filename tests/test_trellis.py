@@ -158,6 +158,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     refused(r"sv has shape \(40,\); \(17,\) is needed", sv=p["su"])
     refused(r"grid has shape \(9,\); 1 to 8 numbers", grid=np.arange(9))
     refused(r"grid has shape \(0,\)", grid=[])
+    refused(r"grid has shape \(2, 4\); 1 to 8 numbers are needed", grid=np.zeros((2, 4)))
     refused("grid is no array of numbers", TypeError, grid=["x"])
     refused(r"shape is \(40,\)", shape=(40,))
     refused(r"shape is \(0, 40\)", shape=(0, 40))

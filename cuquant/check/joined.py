@@ -47,7 +47,7 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
     same_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
     for number, w in enumerate(others, 1):
         shapes = [tuple(n for i, n in enumerate(v.shape) if new or i != axis) for v in (first, w)]
-        if shapes[0] != shapes[1] or w.ndim != first.ndim:
+        if shapes[0] != shapes[1]:
             besides = "" if new else f" in all axes but {axis}"
             raise ValueError(
                 f"{name} takes arrays of one shape{besides}; number {number} is {w.shape}, "
