@@ -54,7 +54,7 @@ def test_nvfp4(shape: tuple[int, ...], scale: float) -> None:
         np.testing.assert_array_equal(w.dequantize(), numbers * F(scale))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 32)])  # also of one block in a row
 def test_mxfp4(shape: tuple[int, ...]) -> None:
     packed, scales, numbers = mxfp4(shape)
     blocks = packed.reshape(*shape[:-1], -1, 16)
