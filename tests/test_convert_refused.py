@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +349,10 @@ def test_a_file_that_is_replaced_gives_its_mode(tmp_path: Path, mode: int) -> No
         (OSError(errno.ENOSPC, "No space left"), r"^\[Errno \d+\] No space left: '.*t\.gguf'$"),
         (OSError("2 of 5 written"), r"t\.gguf could not be written \(is the disk full\?\): 2 of 5 written$"),
         (
+            OSError(errno.EIO, "Input/output error", "s.gguf"),
+            r"^\[Errno \d+\] Input/output error: 's\.gguf'$",
+        ),
+        (
             FileNotFoundError(errno.ENOENT, "No such file", "s.gguf"),
             r"^\[Errno \d+\] No such file: 's\.gguf'$",
         ),
@@ -359,6 +365,21 @@ def test_errors_of_writing_name_the_file(tmp_path: Path, error: OSError, told: s
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no such locks")
+def test_texts_are_rewritten_one_after_the_other(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text("0")
+
+    def one_more() -> str:
+        number = int(path.read_text())
+        time.sleep(0.005)
+        return str(number + 1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: atomic.rewrite(path, one_more), range(8)))
+    assert path.read_text() == "8"
+
+
 def test_a_text_that_is_to_stay(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     atomic.rewrite(path, lambda: None)
@@ -368,6 +389,12 @@ def test_a_text_that_is_to_stay(tmp_path: Path) -> None:
     atomic.rewrite(path, lambda: None)
     assert path.read_bytes() == "ü".encode()
     assert path.stat().st_ino == before.st_ino
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX file modes")
+def test_nobody_else_reads_what_is_not_whole(tmp_path: Path) -> None:
+    with atomic.replacing(tmp_path / "t.gguf") as part:
+        assert part.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("letter", ["n", "ü", "𝄞"])

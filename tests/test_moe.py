@@ -261,6 +261,10 @@ def test_operands_that_do_not_fit() -> None:
     refused(r"experts.up is a transposed q4_0", TypeError, experts=good._replace(up=good.up.T))
     refused("experts.down is an int", TypeError, experts=good._replace(down=3))
     refused(r"experts have gate \(128, 128\), up", experts=good._replace(gate=good.gate[0]))
+    refused(
+        r"experts have gate \(128, 128\), up \(128, 128\)",
+        experts=cq.Experts._make((good.gate[0], good.up[0], cq.quantize(np.zeros((128, 1, 128), F), "q4_0"))),
+    )
     refused(r"up \(4, 128, 128\) and down", experts=good._replace(up=good.up[:4]))
     refused(r"down \(5, 48, 64\); \(E, F, K\)", experts=good._replace(down=stacks("q4_0", hidden=64).down))
     refused(
@@ -270,6 +274,8 @@ def test_operands_that_do_not_fit() -> None:
     )
     refused(r"expert_ids \(5, 2\) and expert_probs \(6, 2\) do not fit x \(6, 128\)", expert_ids=ids[:5])
     refused(r"expert_probs \(6, 1\) do not fit", expert_probs=probs[:, :1])
+    one: dict[str, Any] = {"expert_ids": np.array(ids[0, 0]), "expert_probs": np.array(probs[0, 0])}
+    refused(r"expert_ids \(\) and expert_probs \(\) do not fit x \(128,\)", x=gauss(128), **one)
     refused("do not fit x", expert_ids=ids[None], expert_probs=probs[None])
     refused("expert_ids has dtype float32; experts are numbered", TypeError, expert_ids=probs)
     refused("expert_ids has dtype bool", TypeError, expert_ids=ids > 0)
