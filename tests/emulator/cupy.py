@@ -206,7 +206,13 @@ class Device(_Context):
 
 
 class Pinned(ctypes.Array[ctypes.c_char]):
+    """Memory that holds what others left there."""
+
     _length_, _type_ = 4096, ctypes.c_char
+
+    @classmethod
+    def made(cls) -> Pinned:
+        return cls.from_buffer(bytearray(b"\xa5" * cls._length_))
 
     @property
     def ptr(self) -> int:
@@ -225,7 +231,7 @@ random = SimpleNamespace(
 cuda = SimpleNamespace(
     Device=Device,
     Stream=Stream,
-    alloc_pinned_memory=lambda size: Pinned(),
+    alloc_pinned_memory=lambda size: Pinned.made(),
     compiler=SimpleNamespace(CompileException=driver.CompileError),
     get_current_stream=Stream,
     nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
