@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cuquant.cuda.streams
-from cuquant import device
+from cuquant import device, plan
 from cuquant.bench import timing
 from cuquant.cuda import buffers
 
@@ -123,6 +123,31 @@ def test_a_handle_that_is_given_again_is_another_stream(streams: Streams) -> Non
     assert buffers.scratch() is first
     streams.enter(100)
     assert buffers.scratch() is not first
+
+
+def test_the_stream_of_a_thread_is_not_the_default_one(streams: Streams) -> None:
+    streams.enter(0)
+    default = buffers.scratch()
+    own = streams.enter(2)  # cudaStreamPerThread
+    first = buffers.scratch()
+    assert first is not default
+    buffers.give_back()
+    streams.current = own
+    assert buffers.scratch() not in (first, default)
+    streams.enter(0)
+    assert buffers.scratch() is default
+
+
+def test_flags_are_made_once_and_are_there(streams: Streams) -> None:
+    """More of them only for those who need more."""
+    streams.enter(100)
+    made = buffers.scratch()
+    first = made.flags()
+    assert streams.waits == 1
+    assert first == made.flags() == made.flags(plan.FLAGS)
+    more = made.flags(plan.FLAGS + 1)
+    assert more == made.flags() == made.flags(2 * plan.FLAGS)
+    assert (more == first, streams.waits) == (False, 2)
 
 
 def test_graphs_have_the_memory_of_their_stream(streams: Streams) -> None:
