@@ -262,6 +262,14 @@ def test_files_of_saved_arrays(tmp_path: Path, fmt: str | cq.Format) -> None:
         assert cq.compare(gguf_target, target).identical
 
 
+def test_a_model_and_arrays_without_metadata(tmp_path: Path) -> None:
+    model, arrays = write(tmp_path / "m.gguf", {"w.weight": W}), tmp_path / "a.safetensors"
+    cq.save(arrays, {"w.weight": W})
+    for pair in ((model, arrays), (arrays, model)):
+        found = cq.compare(*pair)
+        assert ([tensor.identical for tensor in found.tensors], found.metadata) == ([True], None)
+
+
 def test_saved_arrays_of_other_parameters(tmp_path: Path) -> None:
     """Equal bytes of other codebooks, or scales, are no equal tensors."""
     for number, factor in enumerate((1, 2)):
