@@ -376,6 +376,7 @@ private:
     static constexpr float NOTHING = 8.7e-19f;  // about 2^-60
 
     static DEVICE constexpr u32 bit(int n, int t, int h, int c) {
-        return 1u << (((n * TILES + t) * 2 + h) * 2 + c) % 32;
+        static_assert(GROUPS * TILES * 4 <= 32, "each score has one");
+        return 1u << (((n * TILES + t) * 2 + h) * 2 + c);
     }
 };

@@ -58,6 +58,8 @@ DEVICE int last_seen(const Attention& p, int sequence, int position) {
     return p.next_slots[sequence] - p.q_len + position;
 }
 
+constexpr float ROTATED = 0.17677669529663687f;  // 1 / sqrt(32), by which Hadamard's transform of 32 numbers is orthogonal
+
 // Scores are logarithms to base 2.
 DEVICE float exp2_of(float x) {
     float r;

@@ -2,6 +2,7 @@
 // lane l has the eight numbers from 8 l on.
 #pragma once
 #include "../core/ieee.cuh"
+#include "cache.cuh"
 #include "../core/ptx.cuh"
 
 constexpr int UNIT = 8;
@@ -35,7 +36,7 @@ DEVICE void rotate_unit(float (&x)[UNIT], int lane) {
             x[e] = lane & step ? ieee_sub(other, x[e]) : ieee_add(x[e], other);
         }
 #pragma unroll
-    for (int e = 0; e < UNIT; e++) x[e] = ieee_mul(x[e], 0.17677669529663687f);  // 1 / sqrt(32) in float32
+    for (int e = 0; e < UNIT; e++) x[e] = ieee_mul(x[e], ROTATED);
 }
 
 // The number of the largest magnitude, the first of several; NaN if there is one.

@@ -390,7 +390,7 @@ private:
                 const float other = __shfl_xor_sync(~0u, x[e], 1);
                 x[e] = threadIdx.x % 2 ? other - x[e] : x[e] + other;
             }
-            x[e] *= 0.17677669529f;
+            x[e] *= ROTATED;
         }
     }
 

@@ -59,7 +59,7 @@ DEVICE void decode(const P& p) {
         return first_m + m;
     };
     const int rank = CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER;
-    const int begin = int(s64(tiles) * rank / CLUSTER), end = int(s64(tiles) * (rank + 1) / CLUSTER);
+    const int start = int(s64(tiles) * rank / CLUSTER), end = int(s64(tiles) * (rank + 1) / CLUSTER);
 
     // One slot: every plane's share of the tiles at `tile`, 16 bytes a lane. A row tile beyond N reads the last one
     // instead; its rows are not stored. Offsets from the warp's first row tile fit 32 bits.
@@ -93,7 +93,7 @@ DEVICE void decode(const P& p) {
         }
         copy_commit();
     };
-    int next = begin + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
+    int next = start + warp % K_WARPS, fetched = next;  // tiles to compute and to fetch
 #pragma unroll
     for (int slot = 0; slot < AHEAD; slot++, fetched += K_WARPS) fetch(slot, fetched);
     if constexpr (ROW_FACTORS<F>) {
@@ -121,18 +121,18 @@ DEVICE void decode(const P& p) {
     int plain = 0;
     if constexpr (!P::GROUPED) plain = is_plain(p);
     asm volatile("" : "+r"(plain));  // kept, rather than found again in the end
-    if (begin == end) copy_commit(), wait_for_operands<P>();  // no columns for this block of the cluster, but rows
+    if (start == end) copy_commit(), wait_for_operands<P>();  // no columns for this block of the cluster, but rows
 
     u8* const x_rows = shared + WARPS * DEPTH * Slot::SIZE;
     const int row_bytes = p.chunk * 128 + 16;  // 16 more: the 8 rows of a matrix load fall into different banks
     float acc[ROW_TILES][GROUPS][4] = {}, turned = 1;
     int slot = 0;
-    for (int chunk = begin; chunk < end; chunk += p.chunk) {
+    for (int chunk = start; chunk < end; chunk += p.chunk) {
         const int stop = min(chunk + p.chunk, end);
-        if (chunk > begin) __syncthreads();
+        if (chunk > start) __syncthreads();
         const int pieces = (stop - chunk) * 8;
         auto wait = [&] {
-            if (chunk == begin) wait_for_operands<P>();
+            if (chunk == start) wait_for_operands<P>();
         };
         auto fill = [&] {
             if (fetched == next + AHEAD * K_WARPS)

@@ -165,20 +165,20 @@ DEVICE void mma(const P& p) {
 #pragma unroll
     for (int r = 0; r < ROW_TILES; r++) load_w(0, r);
     codec.weights(w[0], 0, a[0]);
-    int stage = 0, free = (STAGES - 1) * STAGE;  // where this tile is, and the next copy goes
+    int stage = 0, freed = (STAGES - 1) * STAGE;  // where this tile is, and the next copy goes
     for (int tile = start; SPLITS ? tile * 64 < columns : tile < end; tile++) {
 #pragma unroll
         for (int h = 0; h < 4; h++) {
             if (h == 3) {
                 copy_wait<STAGES - 2>();
                 __syncthreads();  // the next tile has arrived, and everyone has read this one, whose place is free
-                free = stage, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
+                freed = stage, stage = stage == (STAGES - 1) * STAGE ? 0 : stage + STAGE;
             }
             if (STEPS == 2) load_x(stage, h + 1);
             if (h == 0)
 #pragma unroll
-                for (int j = 0; j < OWN; j++) copy_x(tile + STAGES - 1, free, j);
-            if (h == (STAGES > 2)) copy_w(tile + STAGES - 1, free);
+                for (int j = 0; j < OWN; j++) copy_x(tile + STAGES - 1, freed, j);
+            if (h == (STAGES > 2)) copy_w(tile + STAGES - 1, freed);
 #pragma unroll
             for (int r = 0; r < ROW_TILES; r++) {
                 if (h == 3) load_w(stage, r);

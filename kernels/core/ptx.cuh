@@ -276,6 +276,8 @@ DEVICE u32 warp_max(u32 value) {
 //     one done, and need not wait for what they have left: a mixture's ids and works, lengths of a cache. It reads that from
 //     the L2 cache (`__ldcg`), since an L1 cache may have what was there before. `merge`, behind attention, may store before
 //     it waits, too (attention/merge.cuh).
+//   - One thread's call counts for its block: where it is to come after a wait, the waiting thread makes it, or meets those who
+//     do at a barrier before.
 constexpr bool OVERLAPS = __CUDA_ARCH__ >= 900;
 
 DEVICE void let_successor_start() {

@@ -104,9 +104,10 @@ struct Schedule {
     }
 
 private:
-    DEVICE Schedule(const Problem& p, int blocks_m, int matrices, int cluster, int clusters)
-        : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)), blocks_m(SOON && blocks_m * matrices == 1 ? 0 : blocks_m),
-          shares(blocks_n * blocks_m * matrices, p.streamed, p.passing, (p.K + 63) / 64, cluster, clusters) {}
+    DEVICE Schedule(const Problem& p, int batch_tiles, int matrices, int cluster, int clusters)
+        : blocks_n((p.N + ROW_TILES * 16 - 1) / (ROW_TILES * 16)),
+          blocks_m(SOON && batch_tiles * matrices == 1 ? 0 : batch_tiles),
+          shares(blocks_n * batch_tiles * matrices, p.streamed, p.passing, (p.K + 63) / 64, cluster, clusters) {}
 };
 
 // What the copying warpgroup tells the others, who would all have to work it out: a segment at a time, in places one

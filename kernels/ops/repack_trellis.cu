@@ -162,10 +162,10 @@ to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u
                     Pairs<F>::put(share, b, j, spread_bits(codes[b][j][0]) | spread_bits(codes[b][j][1]) << 1);
             store_low(low + at * F::LOW_BYTES, share, lane);
             if constexpr (F::HIGH_BYTES > 0) reinterpret_cast<u32*>(high + at * F::HIGH_BYTES)[lane] = share.high[0];
-            const int own = (tile * 2 + i % 2) * 32 / F::GROUP;
+            const int group_of_scale = (tile * 2 + i % 2) * 32 / F::GROUP;
             u32 bits = 0;
-            if (n < N && own < record.groups())
-                bits = __float_as_int(scaled(scales[s64(own) * N + n], lift)) ^ (negative ? 1u << 31 : 0);
+            if (n < N && group_of_scale < record.groups())
+                bits = __float_as_int(scaled(scales[s64(group_of_scale) * N + n], lift)) ^ (negative ? 1u << 31 : 0);
             if (u32* const place = scale_at(scale, group, run, tile, lane)) *place = bits;
         }
     }
@@ -214,10 +214,10 @@ from_fragments(u8* storage, s64 matrices, int N, int K, const u8* low, const u8*
                     store_row<F>(to + record.tile_at(tile * 4 + k / 16, run.row_tile) + k % 16 * F::ROW_BYTES,
                                  reinterpret_cast<const uint4*>(own)[k]);
             __syncwarp();
-            const int own = (tile * 2 + i % 2) * 32 / F::GROUP;
+            const int group_of_scale = (tile * 2 + i % 2) * 32 / F::GROUP;
             const u32* const place = scale_at(scale, group, run, tile, lane);
-            if (place && n < N && own < record.groups())
-                scales[s64(own) * N + n] = scaled(__int_as_float(*place ^ (negative ? 1u << 31 : 0)), -lift);
+            if (place && n < N && group_of_scale < record.groups())
+                scales[s64(group_of_scale) * N + n] = scaled(__int_as_float(*place ^ (negative ? 1u << 31 : 0)), -lift);
         }
     }
 }
