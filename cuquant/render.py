@@ -39,6 +39,13 @@ def short(value: Any, width: int = 72) -> str:
     return cut(text, width)
 
 
+def told(value: Any) -> str:
+    """A value of metadata as errors show it, in a line: texts in quotes, arrays in brackets; cut if long."""
+    if isinstance(value, (list, np.ndarray)):
+        return f"[{short(value)}]"
+    return cut(repr(value)) if isinstance(value, str) else short(value)
+
+
 def cut(text: str, width: int = 72) -> str:
     """So many characters of a text at most; what is missing is three dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."

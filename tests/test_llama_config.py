@@ -83,6 +83,40 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
         read(LINEAR | {key: value})
 
 
+@pytest.mark.parametrize(
+    "value", ["x\n" * 10**5, np.arange(300), ["x" * 10**5]], ids=["text", "array", "texts"]
+)
+@pytest.mark.parametrize("key", ["attention.head_count", "rope.scaling.type", "general.architecture"])
+def test_a_long_value_is_told_in_a_line(key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=r"\.\.\.") as error:
+        read({key: value})
+    assert len(str(error.value)) < 300
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"attention.key_length": 2**63, "attention.value_length": None},
+        {"embedding_length": 2**40, "attention.key_length": None, "attention.value_length": None},
+    ],
+    ids=["key_length", "embedding_length"],
+)
+def test_the_widest_heads_take_no_memory(keys: dict[str, Any]) -> None:
+    """Before tensors tell that there are none of them."""
+    with pytest.raises(
+        UnsupportedModel, match=r"^llama heads of \d+ channels; at most 65536 are implemented"
+    ):
+        read(keys)
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_frequencies_that_are_not_finite(key: str, kind: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"llama\.rope\.scaling makes .* not finite"):
+        read({"rope.scaling.type": kind, key: 1e-320})
+
+
 def test_impossible_ramp_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="yarn_beta_fast"):
         read(YARN | {"rope.scaling.yarn_beta_fast": 0.0})

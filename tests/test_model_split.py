@@ -90,10 +90,13 @@ def test_a_single_part(tmp_path: Path) -> None:
     assert list(cq.open(path)) == ["w"]
 
 
-def write_part(folder: Path, number: int, keys: Mapping[str, int], name: str) -> Path:
-    """Part `number` (from 0) of two with one tensor; `keys` are uint32 under "split."."""
-    entries = [entry(f"split.{key}", Value.UINT32, u32(value)) for key, value in keys.items()]
-    path = folder / f"m-0000{number + 1}-of-00002.gguf"
+PART_OF_TWO = [f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+
+
+def write_part(folder: Path, number: int, keys: Mapping[str, int], name: str, *more: bytes) -> Path:
+    """Part `number` (from 0) of two with one tensor; `keys` are uint32 under "split.", `more` are others."""
+    entries = [entry(f"split.{key}", Value.UINT32, u32(value)) for key, value in keys.items()] + [*more]
+    path = folder / PART_OF_TWO[number]
     path.write_bytes(gguf_file(entries, [tensor(name, [8])], bytes(32)))
     return path
 
@@ -143,6 +146,19 @@ def test_a_hostile_count_of_parts(tmp_path: Path, count: bytes) -> None:
     path.write_bytes(gguf_file([count], [tensor("w", [8])], bytes(32)))
     with pytest.raises(GGUFError, match=r"m-00001-of-00002\.gguf"):
         cq.open(path)
+
+
+@pytest.mark.parametrize(("number", "key"), [(1, "no"), (1, "count"), (0, "tensors.count")])
+@pytest.mark.parametrize(("count", "said"), [(0, "[]"), (2, "[1, 1]")])
+def test_arrays_in_place_of_a_part_s_numbers(
+    tmp_path: Path, number: int, key: str, count: int, said: str
+) -> None:
+    for part in (0, 1):
+        keys = {each: value for each, value in (("no", part), ("count", 2)) if (part, each) != (number, key)}
+        more = [array(f"split.{key}", Value.UINT32, count, u32(1) * count)] * (part == number)
+        write_part(tmp_path, part, keys, "ab"[part], *more)
+    with pytest.raises(GGUFError, match=rf"{PART_OF_TWO[number]}: .*{re.escape(said)}"):
+        cq.open(tmp_path / PART_OF_TWO[0])
 
 
 @pytest.mark.parametrize(

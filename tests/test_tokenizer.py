@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from synthetic import Spec, write
 from vocabularies import (
     ALPHABET,
     CONTROL,
@@ -245,37 +246,64 @@ def test_beginning_of_text(metadata: Metadata, add_bos: bool, bos_id: int | None
             for merge in ("ab", "a b c", "ab c", "a b")
         ),
         (byte_level(bos_token_id=256), "bos_token_id is 256; the vocabulary has tokens 0 to 255"),
-        (byte_level(bos_token_id="\x1b[2J"), r"bos_token_id is \\x1b\[2J; the vocabulary has"),
+        (byte_level(bos_token_id="\x1b[2J"), r"bos_token_id is '\\x1b\[2J'; the vocabulary has"),
         *(
             (byte_level() | {f"tokenizer.ggml.{key}": value}, f"{key} is {shown}.* needed")
             for key, value, shown in (
-                ("tokens", np.arange(3), "0, 1, 2; an array of strings"),
-                ("merges", np.arange(3), "0, 1, 2; an array of strings"),
+                ("tokens", np.arange(3), r"\[0, 1, 2\]; an array of strings"),
+                ("merges", "", "''; an array of strings"),
                 ("token_type", 5, "5; an array of numbers"),
                 ("token_type", ["1", "1"], "an array of <U1; one of numbers"),
-                ("pre", np.arange(3), "0, 1, 2; a string"),
+                ("pre", np.arange(3), r"\[0, 1, 2\]; a string"),
                 ("pre", 5, "5; a string"),
-                ("add_bos_token", np.ones(2), r"1\.0, 1\.0; a bool"),
+                ("add_bos_token", np.ones(2), r"\[1\.0, 1\.0\]; a bool"),
+                ("add_bos_token", [], r"\[\]; a bool"),
             )
         ),
         *(
             (sentencepiece(SPACED) | {f"tokenizer.ggml.{key}": value}, f"{key} is {shown}")
             for key, value, shown in (
-                ("model", np.arange(3), r"array.*known are 'gpt2'"),
-                ("scores", "x", "x; an array of numbers"),
-                ("bos_token_id", np.arange(3), "0, 1, 2; the vocabulary has"),
+                ("model", np.arange(3), r"\[0, 1, 2\]; known are 'gpt2'"),
+                ("scores", "x", "'x'; an array of numbers"),
+                ("bos_token_id", np.arange(3), r"\[0, 1, 2\]; the vocabulary has"),
                 ("bos_token_id", 1.0, "1.0; the vocabulary has"),
-                ("unknown_token_id", [1, 2], "1, 2; the vocabulary has"),
-                ("add_space_prefix", "no", "no; a bool"),
+                ("unknown_token_id", [1, 2], r"\[1, 2\]; the vocabulary has"),
+                ("add_space_prefix", "no", "'no'; a bool"),
             )
         ),
         (sentencepiece(SPACED, unknown_token_id=-1), "unknown_token_id is -1"),
+        (sentencepiece(SPACED | {"a": np.nan}), "scores has NaN for token 261"),
         (byte_level(pre="llama-bpe"), "bos_token_id is missing"),
     ],
 )
 def test_malformed_vocabularies(metadata: Metadata, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_metadata(metadata)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"tokenizer.ggml.model": "x" * 10**5},
+        byte_level(pre="x" * 10**5),
+        byte_level(extra=["x" * 10**5] * 2),
+        byte_level() | {"tokenizer.ggml.merges": ["x\n" * 10**5]},
+        byte_level() | {"tokenizer.ggml.model": np.arange(300)},
+    ],
+    ids=["model", "pre", "tokens", "merges", "array"],
+)
+def test_long_values_are_told_in_a_line(metadata: Metadata) -> None:
+    with pytest.raises(ValueError, match=r"\.\.\.") as error:
+        Tokenizer.from_metadata(metadata)
+    assert len(str(error.value)) < 1000
+    assert "\n" not in str(error.value)
+
+
+def test_a_malformed_vocabulary_is_told_with_its_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", Spec(keys={"tokenizer.ggml.pre": "kimi-k2"}))
+    for source in (path, cq.open(path, "cpu")):
+        with pytest.raises(ValueError, match=r"m\.gguf: tokenizer\.ggml\.pre is 'kimi-k2'; known are"):
+            Tokenizer.from_metadata(source)
 
 
 def test_empty_token_texts_keep_their_places() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..render import told
+
 ARCHITECTURES = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 """Known architectures, and whether their rotary embedding turns interleaved pairs (x[2i], x[2i+1])
 rather than halves (x[i], x[i + d/2])."""
@@ -30,6 +32,10 @@ _CHANGES_THE_MODEL = (
     "use_parallel_residual",
 )
 """Keys that change the computation and are not implemented here."""
+
+
+_WIDEST_HEAD = 1 << 16
+"""Channels of a head, far above real ones: rotary frequencies are made before tensors are looked at."""
 
 
 class UnsupportedModel(ValueError):
@@ -62,7 +68,7 @@ def read(metadata: Mapping[str, Any]) -> Config:
     arch = metadata.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UnsupportedModel(
-            f"architecture {arch!r} is not supported; known are {', '.join(ARCHITECTURES)}"
+            f"architecture {told(arch)} is not supported; known are {', '.join(ARCHITECTURES)}"
         )
     odd = [key for key in _CHANGES_THE_MODEL if not _is_zero(metadata.get(f"{arch}.{key}"))]
     if metadata.get(f"{arch}.attention.causal", True) is not True:
@@ -73,6 +79,8 @@ def read(metadata: Mapping[str, Any]) -> Config:
     n_heads = keys.integer("attention.head_count")
     d_model = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", d_model // n_heads)
+    if head_dim > _WIDEST_HEAD:
+        raise UnsupportedModel(f"{arch} heads of {head_dim} channels; at most {_WIDEST_HEAD} are implemented")
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{arch}.attention.value_length differs from the key length {head_dim}")
     n_kv_heads = keys.integer("attention.head_count_kv", n_heads)
@@ -84,7 +92,10 @@ def read(metadata: Mapping[str, Any]) -> Config:
         raise UnsupportedModel(
             f"{arch}.expert_used_count is {n_experts_used}, but there are {n_experts} experts"
         )
-    frequencies, scale = _rope(keys, head_dim)
+    with np.errstate(all="ignore"):
+        frequencies, scale = _rope(keys, head_dim)
+    if not (np.isfinite(frequencies).all() and np.isfinite(scale)):
+        raise UnsupportedModel(f"{arch}.rope.scaling makes rotary embeddings that are not finite")
     return Config(
         architecture=arch,
         n_layers=keys.integer("block_count"),
@@ -119,7 +130,7 @@ class _Keys:
         if value is None:
             raise UnsupportedModel(f"the metadata has no {self._arch}.{key}")
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise UnsupportedModel(f"{self._arch}.{key} is {value!r}; {what} is needed")
+            raise UnsupportedModel(f"{self._arch}.{key} is {told(value)}; {what} is needed")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
@@ -159,7 +170,9 @@ def _rope(keys: _Keys, head_dim: int) -> tuple[NDArray[np.float64], float]:
     frequencies = base ** (-np.arange(0, dim, 2) / dim)
     kind = keys.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
-        raise UnsupportedModel(f"rope.scaling.type {kind!r} is not supported; known are none, linear, yarn")
+        raise UnsupportedModel(
+            f"rope.scaling.type {told(kind)} is not supported; known are none, linear, yarn"
+        )
     _check_yarn(keys, kind)
     factor = keys.not_negative("rope.scaling.factor", keys.number("rope.scale_linear", 1.0)) or 1.0
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)

@@ -250,7 +250,7 @@ def _token_ids(
     """Token ids [n], the BOS id that starts every chunk or None, and what to call the text."""
     if isinstance(given, np.ndarray):
         return given, None, "token ids"
-    words = Tokenizer.from_metadata(source.metadata)
+    words = Tokenizer.from_metadata(source)
     return words.encode(given), words.bos_id if words.add_bos else None, given.label
 
 

@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import isnan
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from ..io.gguf import GGUFError
 from ..io.model import Model, open as open_model
-from ..render import short
+from ..render import told
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 """Of `tokenizer.ggml.token_type`."""
@@ -87,13 +89,18 @@ class Tokenizer:
         if isinstance(metadata, (str, os.PathLike)):
             metadata = open_model(metadata, "cpu")
         if isinstance(metadata, Model):
-            metadata = metadata.metadata
+            try:
+                return cls.from_metadata(metadata.metadata)
+            except GGUFError:  # which says where it is
+                raise
+            except ValueError as error:
+                raise ValueError(f"{metadata.path}: {error}") from None
         if not isinstance(metadata, Mapping):
             given = check.a_or_an(metadata)
             raise TypeError(f"metadata is {given}; a mapping, a cuquant.Model or the path of one is needed")
         model = metadata.get("tokenizer.ggml.model")
         if not isinstance(model, str) or model not in ("gpt2", "llama"):
-            raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'; {_HINT}")
+            raise ValueError(f"tokenizer.ggml.model is {told(model)}; known are 'gpt2' and 'llama'; {_HINT}")
         ids, types = _vocabulary(metadata)
         prefix, default_bos = "", None
         to_bytes: Callable[[str, float], bytes]
@@ -183,7 +190,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> tuple[dict[str, int], list[float
     for i, token in enumerate(_texts(metadata, "tokenizer.ggml.tokens")):
         text = token or f"[EMPTY_{i}]"
         if ids.setdefault(text, i) != i:
-            raise ValueError(f"tokenizer.ggml.tokens has {text!r} twice: tokens {ids[text]} and {i}")
+            raise ValueError(f"tokenizer.ggml.tokens has {told(text)} twice: tokens {ids[text]} and {i}")
     return ids, _numbers(metadata, "tokenizer.ggml.token_type", len(ids), default=np.ones(len(ids)))
 
 
@@ -193,7 +200,7 @@ def _typed(metadata: Mapping[str, Any], key: str, kind: Any, what: str, default:
     if value is None:
         raise ValueError(f"{key} is missing: text cannot become token ids; {_HINT}")
     if not isinstance(value, kind):
-        raise ValueError(f"{key} is {short(value)}; {what} is needed; {_HINT}")
+        raise ValueError(f"{key} is {told(value)}; {what} is needed; {_HINT}")
     return value
 
 
@@ -220,7 +227,7 @@ def _flag(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 def _token_id(key: str, value: Any, vocab_size: int) -> int:
     """The value of a key that names a token, if there is such a token."""
     if type(value) is not int or value not in range(vocab_size):
-        raise ValueError(f"{key} is {short(value)}; the vocabulary has tokens 0 to {vocab_size - 1}")
+        raise ValueError(f"{key} is {told(value)}; the vocabulary has tokens 0 to {vocab_size - 1}")
     return value
 
 
@@ -295,7 +302,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer:
         return _PRE_TOKENIZERS[name]
     except KeyError:
         known = ", ".join(sorted(_PRE_TOKENIZERS))
-        raise ValueError(f"tokenizer.ggml.pre is {name!r}; known are {known}; {_HINT}") from None
+        raise ValueError(f"tokenizer.ggml.pre is {told(name)}; known are {known}; {_HINT}") from None
 
 
 def _byte_level_bpe(
@@ -309,7 +316,7 @@ def _byte_level_bpe(
     for merge in _texts(metadata, "tokenizer.ggml.merges"):
         left, _, right = merge.partition(" ")
         if not (left in ids and right in ids and left + right in ids):
-            raise ValueError(f"tokenizer.ggml.merges has {merge!r}: not two tokens that join to a third")
+            raise ValueError(f"tokenizer.ggml.merges has {told(merge)}: not two tokens that join to a third")
         ranked[left, right] = None
     bpe = tokenizers.Tokenizer(models.BPE(ids, list(ranked), ignore_merges=pre.ignore_merges))
     splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -355,6 +362,9 @@ class _SentencePiece:
 
     def __init__(self, ids: dict[str, int], metadata: Mapping[str, Any]) -> None:
         scores = _numbers(metadata, "tokenizer.ggml.scores", len(ids))
+        if any(map(isnan, scores)):
+            at = next(i for i, score in enumerate(scores) if isnan(score))
+            raise ValueError(f"tokenizer.ggml.scores has NaN for token {at}, which no score compares with")
         self._ids = ids
         self._costs = {text: -scores[i] for text, i in ids.items()}
         self._inner_pairs = {text[i : i + 2] for text in self._costs for i in range(len(text) - 1)}

@@ -6,8 +6,9 @@ import re
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..render import cut, short
+from ..render import short, told
 from .gguf import File, GGUFError, SavedArraysError
+from .header import same_value
 from .saved import SavedFile
 
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -28,8 +29,7 @@ def open_parts(path: Path, mapped: ExitStack) -> list[File | SavedFile]:
     first = file(path)
     count = first.header.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= 99999:
-        told = cut(repr(count)) if isinstance(count, str) else short(count)
-        raise GGUFError(f"{path}: split.count is {told}, not a number of parts")
+        raise GGUFError(f"{path}: split.count is {told(count)}, not a number of parts")
     if count in (0, 1):
         return [first]
     match = _SPLIT_NAME.fullmatch(path.name)
@@ -54,16 +54,16 @@ def _check_parts(parts: list[File | SavedFile]) -> None:
     seen: set[str] = set()
     for number, part in enumerate(parts):
         meta = part.header.metadata
-        if (meta.get("split.no"), meta.get("split.count")) != (number, len(parts)):
+        own_number, count = meta.get("split.no"), meta.get("split.count")
+        if not (same_value(own_number, number) and same_value(count, len(parts))):
             raise GGUFError(
-                f"{part.path}: says it is part {short(meta.get('split.no'))} of "
-                f"{short(meta.get('split.count'))}, but is named as part {number} of {len(parts)} "
-                "(counted from 0)"
+                f"{part.path}: says it is part {told(own_number)} of {told(count)}, but is named as part "
+                f"{number} of {len(parts)} (counted from 0)"
             )
         twice = seen & part.header.tensors.keys()
         if twice:
             raise GGUFError(f"{part.path}: tensor {min(twice)!r} is in an earlier part too")
         seen |= part.header.tensors.keys()
     total = parts[0].header.metadata.get("split.tensors.count", len(seen))
-    if total != len(seen):
-        raise GGUFError(f"{parts[0].path}: {short(total)} tensors are announced, the parts hold {len(seen)}")
+    if not same_value(total, len(seen)):
+        raise GGUFError(f"{parts[0].path}: {told(total)} tensors are announced, the parts hold {len(seen)}")
