@@ -173,6 +173,12 @@ def test_a_recipe_is_for_quantize(run: Run, model: Path, some: tuple[object, ...
     assert 'cuquant.evaluate(formats={"*": "q4_k"})' in done.err
 
 
+def shaped(ids: bytes, end: str) -> bytes:
+    """A file of NumPy's whose header has another end, from the shape on."""
+    head, data = ids[:128], ids[128:]
+    return head[: head.index(b"(")] + end.encode().ljust(127 - head.index(b"(")) + b"\n" + data
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Files that are not what they are taken for."""
@@ -185,6 +191,12 @@ def folder(tmp_path: Path) -> Path:
         "zip.npy": b"PK\3\4" + bytes(40),
         "huge.npy": ids.replace(b"(4,), }" + b" " * 12, b"(1000000000000,), }"),
         "text.npy": b"1 2 3",
+        "open.npy": shaped(ids, "(4,, }"),
+        "words.npy": shaped(ids, "{[]:1}, }"),
+        "indented.npy": shaped(ids, "\n\t1\n  2"),
+        "true.npy": shaped(ids, "(True,), }"),
+        "negative.npy": shaped(ids, "(-400,), }"),
+        "beyond.npy": shaped(ids, f"({2**62},), }}"),
         "short.txt": b"too short",
         "latin1.txt": b"caf\xe9 " * 1000,
         "magic.gguf": b"GGML" + bytes(20),
@@ -229,7 +241,15 @@ def folder(tmp_path: Path) -> Path:
         ("NANO --tokens huge.npy", r"huge\.npy is not a \.npy file of token ids"),
         ("NANO --tokens text.npy", r"text\.npy is not a \.npy file of token ids"),
         ("NANO --tokens objects.npy", r"objects\.npy is not a \.npy file of token ids"),
-        ("NANO --tokens floats.npy", "tokens are a 1-D integer array, not 1-D float64"),
+        *(
+            (
+                f"NANO --tokens {name}.npy",
+                rf"{name}\.npy is not a \.npy file of token ids: its header is damaged$",
+            )
+            for name in ("open", "words", "indented", "true", "negative")
+        ),
+        ("NANO --tokens beyond.npy", r"beyond\.npy is not a \.npy file of token ids"),
+        ("NANO --tokens floats.npy", r"floats\.npy: tokens are a 1-D integer array, not 1-D float64"),
         ("NANO --tokens matrix.npy", "tokens are a 1-D integer array, not 2-D int64"),
         ("NANO --tokens strangers.npy", "token ids run from 4096 to 4096, but the vocabulary of nano-llama"),
         ("NANO --tokens ids.npy --ctx 3", "ctx is 3; allowed are 4 to"),

@@ -7,9 +7,11 @@ import io
 import sys
 import time
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
-from ..render import counted
+from .. import check
+from ..render import counted, cut, escaped
 from .arguments import file_format_list, positive_int, subcommand
 
 
@@ -128,12 +130,26 @@ def _left(arguments: argparse.Namespace) -> str:
 def _load_ids(path: Path) -> Any:
     import numpy as np
 
+    raw = None if path.is_file() else path.read_bytes()  # of a pipe
     try:
-        if path.is_file():
-            return np.lib.format.open_memmap(path, mode="r")
-        return np.lib.format.read_array(io.BytesIO(path.read_bytes()))  # of a pipe
+        with np.errstate(over="ignore"):  # of a size, which is found to be none then
+            ids = (
+                np.lib.format.open_memmap(path, mode="r")
+                if raw is None
+                else np.lib.format.read_array(io.BytesIO(raw))
+            )
     except ValueError as error:
-        raise ValueError(f"{path} is not a .npy file of token ids: {error}") from None
+        raise ValueError(f"{path} is not a .npy file of token ids: {cut(escaped(str(error)), 200)}") from None
+    except _OF_A_HEADER:
+        raise ValueError(f"{path} is not a .npy file of token ids: its header is damaged") from None
+    try:
+        return check.token_vector(ids)
+    except TypeError as error:
+        raise TypeError(f"{path}: {error}") from None
+
+
+_OF_A_HEADER = (TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError)
+"""What NumPy raises beside ValueError of a header that is none, or claims what no memory holds."""
 
 
 def _kv_bits(text: str) -> str:
