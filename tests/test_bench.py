@@ -304,6 +304,10 @@ def test_cells_of_attention(header: dict[str, Any], tmp_path: Path) -> None:
     key = {"op": "attention", "bits": "4", "batch": 1, "heads": 32, "kv_heads": 8, "context": 1024}
     assert key in record
     assert key | {"context": 4096} not in record
+    del record.cells[0]["queries"]  # as records before had no such
+    assert key | {"queries": 1} in record
+    assert key | {"queries": 4} not in record
+    assert len(record.only(queries=[1]).cells) == 2
     assert [c["bits"] for c in record.only(bits=["mixed"], M=None).cells] == ["mixed"]
     shown, *rows = (line.split() for line in record.render("table").splitlines() if "--" not in line)
     assert shown[-6:] == ["time", "/", "floor", "speed", "/", "SDPA"]

@@ -143,9 +143,12 @@ def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(c.us > 0 and 0 < c.nmse <= 1e-6 for c in cells)
     assert list(attend(*arguments)) == []
     module = importlib.import_module("cuquant.bench.attention")
-    monkeypatch.setattr(module, "attention", lambda q, cache, out: attention(q, cache, causal=False, out=out))
-    with pytest.raises(RuntimeError, match="wrong result"):
-        list(attend(record, ["8"], [64], [1], [(8, 2)], [5]))
+    for wrong in (lambda q, cache, out: attention(q, cache, causal=False, out=out), lambda *a, out: out):
+        monkeypatch.setattr(module, "attention", wrong)
+        with pytest.raises(RuntimeError, match="wrong result"):
+            list(attend(record, ["8"], [64], [1], [(8, 2)], [5]))
+    with pytest.raises(ValueError, match=r"queries are \[1, 33\]; of each sequence there can be 1 to 32"):
+        list(attend(record, ["8"], [64, 32], [1], [(8, 2)], [1, 33]))
 
 
 @pytest.mark.gpu

@@ -194,6 +194,7 @@ def folder(tmp_path: Path) -> Path:
         "open.npy": shaped(ids, "(4,, }"),
         "words.npy": shaped(ids, "{[]:1}, }"),
         "indented.npy": shaped(ids, "\n\t1\n  2"),
+        "typeless.npy": ids.replace(b"'<i8'", b"()   "),
         "true.npy": shaped(ids, "(True,), }"),
         "negative.npy": shaped(ids, "(-400,), }"),
         "beyond.npy": shaped(ids, f"({2**62},), }}"),
@@ -246,7 +247,7 @@ def folder(tmp_path: Path) -> Path:
                 f"NANO --tokens {name}.npy",
                 rf"{name}\.npy is not a \.npy file of token ids: its header is damaged$",
             )
-            for name in ("open", "words", "indented", "true", "negative")
+            for name in ("open", "words", "indented", "typeless", "true", "negative")
         ),
         ("NANO --tokens beyond.npy", r"beyond\.npy is not a \.npy file of token ids"),
         ("NANO --tokens floats.npy", r"floats\.npy: tokens are a 1-D integer array, not 1-D float64"),

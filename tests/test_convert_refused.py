@@ -305,16 +305,20 @@ def test_an_interruption_as_the_file_is_made(tmp_path: Path, monkeypatch: pytest
 
 def test_a_folder_in_which_nothing_may_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the name that was given."""
-    source, opened = small(tmp_path / "s.gguf"), os.open
+    source = small(tmp_path / "s.gguf")
 
-    def refused(path: Any, *args: Any, **kwargs: Any) -> int:
-        if Path(path).parent == tmp_path and Path(path) != source:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return opened(path, *args, **kwargs)
+    def refuses(operation: Any) -> Any:
+        def refused(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if Path(path).parent == tmp_path and Path(path) != source:
+                raise OSError(errno.EROFS, "Read-only file system", path)
+            return operation(path, *args, **kwargs)
+
+        return refused
 
     with untouched(tmp_path), monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        with pytest.raises(PermissionError, match=r"Permission denied: '.*/t\.gguf'$"):
+        for name in ("open", "unlink"):  # Linux asks whether a file may be removed before whether it is there
+            patch.setattr(os, name, refuses(getattr(os, name)))
+        with pytest.raises(OSError, match=r"Read-only file system: '.*/t\.gguf'$"):
             quantize_file(source, tmp_path / "t.gguf", "q4_0")
 
 

@@ -335,6 +335,7 @@ def _aliases(cell: dict[str, Any]) -> dict[str, Any]:
         "M": cell.get("M", cell.get("batch")),
         "shape": (cell.get("N"), cell.get("K")),
         "head_layout": (cell.get("heads"), cell.get("kv_heads")),
+        "queries": cell.get("queries", 1 if cell.get("op") == "attention" else None),
     }
 
 
@@ -378,7 +379,8 @@ _RATIOS = {
 
 
 def _has(cell: dict[str, Any], key: dict[str, Any]) -> bool:
-    return all(cell.get(name) == value for name, value in key.items())
+    values = _aliases(cell) | cell
+    return all(values.get(name) == value for name, value in key.items())
 
 
 def _is_whole(cell: dict[str, Any]) -> bool:

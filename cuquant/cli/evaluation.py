@@ -148,7 +148,7 @@ def _load_ids(path: Path) -> Any:
         raise TypeError(f"{path}: {error}") from None
 
 
-_OF_A_HEADER = (TypeError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError)
+_OF_A_HEADER = (TypeError, LookupError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError)
 """What NumPy raises beside ValueError of a header that is none, or claims what no memory holds."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
 from itertools import count, pairwise
 from math import ceil, prod
@@ -147,18 +147,12 @@ class Scratch:
         try:
             yield
         except BaseException:
-            if not self._cleared():
-                self._flags.append(np.empty(0, np.uint32))
+            self._flags.append(np.empty(0, np.uint32))
+            if len(self._flags) > 1 and not device.is_capturing():
+                with suppress(RuntimeError):  # CUDA's: it works no more
+                    self._flags[-2].fill(0)
+                    self._flags.pop()
             raise
-
-    def _cleared(self) -> bool:
-        if not self._flags or device.is_capturing():
-            return False
-        try:
-            self._flags[-1].fill(0)
-        except RuntimeError:  # CUDA's: it works no more
-            return False
-        return True
 
     def __enter__(self) -> Scratch:
         self.lock.acquire()

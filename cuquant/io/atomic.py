@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _SHOWN = 50
@@ -74,7 +74,10 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
         else:
             _put(temporary, place, target)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)  # an interruption may come after the replacing
+        with suppress(
+            OSError
+        ):  # an interruption may come after the replacing; where nothing may be made, none was
+            temporary.unlink()
         own = isinstance(error, OSError) and error.filename in (None, temporary, str(temporary))
         if isinstance(error, OSError) and own and error.errno is not None:
             # A full disk has no name, and the temporary one nobody has given.

@@ -2,8 +2,8 @@
 // lane l has the eight numbers from 8 l on.
 #pragma once
 #include "../core/ieee.cuh"
-#include "cache.cuh"
 #include "../core/ptx.cuh"
+#include "cache.cuh"
 
 constexpr int UNIT = 8;
 

@@ -7,7 +7,8 @@
 //   attention   16 warps x 112 registers   57344
 //   merge        4 warps x  64 registers    8192
 //
-// What they wait for comes: none of them starts before all of attention's blocks have (core/ptx.cuh).
+// What they wait for comes, unless another stream has changed lengths since attention read them: none of them starts before all
+// of attention's blocks have (core/ptx.cuh).
 //
 // Of boxes (boxes.cuh) there are four times as many, or many sequences: a block of several warps for each row, or part of
 // it, asks for all of them at a time. There is room for it when attention is done, which it waits for. That has left the

@@ -4,8 +4,9 @@
 //   scores^T [tokens x 4 queries in two parts] = K Q^T      operand A: keys, rows are tokens      operand B: queries
 //
 // A query's channel is the sum of two float16 numbers, whose products have a column each, so that a lane has both parts of a
-// score. A warp keeps queries of one key head in registers, and goes with them through all tokens of its block; what these
-// received of the warps' queries meets in shared memory.
+// score. A warp keeps queries of one key head in registers, and goes with them through the tokens of its block, of which warps
+// with the same queries, where there are few, share the steps. What tokens received of the warps' queries meets in shared
+// memory.
 #include "../attention/cache.cuh"
 #include "../attention/codes.cuh"
 #include "../attention/encode_token.cuh"
