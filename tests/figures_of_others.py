@@ -108,6 +108,7 @@ def attention() -> Iterator[Figure]:
             "h100": "from 32k tokens on {} of {} caches are within 1.2 times their floor.",
         }
         yield Figure(PERFORMANCE, words[gpu], (str(near), str(len(long))))
+    yield from several_queries()
     every = read_cells("h200-attention")
     cells = {(c["bits"], c["kv_heads"], (c["batch"], c["context"])): c for c in every}
     compared = [(8, (1, 131072)), (8, (8, 32768)), (8, (8, 131072)), (32, (1, 131072)), (32, (8, 131072))]
@@ -192,6 +193,20 @@ def attention() -> Iterator[Figure]:
             f"{many[1][0]['sdpa_us']:.0f}",
         ),
     )
+
+
+def several_queries() -> Iterator[Figure]:
+    cells = {
+        (c["bits"], c["batch"], c["context"], c["queries"]): c for c in read_cells("h200-attention-queries")
+    }
+    columns = list(itertools.product(((1, 4096), (1, 32768), (8, 4096)), (2, 4, 16, 64)))
+
+    def time(bits: str, column: tuple[tuple[int, int], int]) -> float:
+        kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
+        return cells[bits if kind == "us" else "4", *column[0], column[1]][kind]
+
+    header = "| bits | 4k tokens: 2 queries | 4 | 16 | 64 | 32k: 2 | 4 | 16 | 64 | 8 x 4k: 2 | 4 | 16 | 64 |"
+    yield from table(PERFORMANCE, header, 6, time, columns)
 
 
 WEIGHTS = {
