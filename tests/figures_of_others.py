@@ -203,7 +203,8 @@ def several_queries() -> Iterator[Figure]:
 
     def time(bits: str, column: tuple[tuple[int, int], int]) -> float:
         kind = {"torch SDPA, float16": "sdpa_us", "floor, 4 bits": "floor_us"}.get(bits, "us")
-        return cells[bits if kind == "us" else "4", *column[0], column[1]][kind]
+        (batch, context), queries = column
+        return cells[bits if kind == "us" else "4", batch, context, queries][kind]
 
     header = "| bits | 4k tokens: 2 queries | 4 | 16 | 64 | 32k: 2 | 4 | 16 | 64 | 8 x 4k: 2 | 4 | 16 | 64 |"
     yield from table(PERFORMANCE, header, 6, time, columns)

@@ -182,6 +182,44 @@ def test_allocate_by_attention_received() -> None:
     }
     assert sum(received.values()) == pytest.approx(3, rel=1e-5)
     assert {4, 9} == {*sorted(received, key=received.__getitem__)[-2:]}
-    cache.allocate(2.4)
+    cache.allocate(2.4, recent=0)
     assert {i for i, bits in widths(cache).items() if bits == 8} == {4, 9}
     assert cache.tiers[8].bucket(0).importance.tolist() == [np.float32(received[4]), np.float32(received[9])]
+
+
+def test_the_newest_count_where_attention_has_had_little_time() -> None:
+    """A sum over steps says little of new tokens: `trim` keeps them, `allocate` keeps them wide."""
+    cache = cq.KVCache(1, 16, 256, bits=(8, 2), track_attention=True)
+    k, v = tokens(1, 200, 1, 16)
+    for step in range(200):
+        cache.append(k[:, [step]], v[:, [step]], bits=8)
+        cq.attention(k[:, [step]], cache)
+        cache.trim(100)
+    slots = cache.tokens(0).slots
+    assert len(slots) == 100
+    assert set(range(150, 200)) <= set(slots.tolist())
+    assert min(slots) < 50
+    cache.allocate(5)
+    assert all(widths(cache)[i] == 8 for i in range(150, 200))
+    cache.trim(6, recent=1)
+    assert 199 in cache.tokens(0).slots
+    cache.trim(5, importance=np.arange(200, 0, -1))
+    assert 199 not in cache.tokens(0).slots
+
+
+def test_allocate_leaves_room_for_tokens_to_come() -> None:
+    cache = cq.KVCache(1, 16, {16: 8, 4: 64}, track_attention=True)
+    k, v = tokens(1, 60, 1, 16)
+    for step in range(60):
+        cache.append(k[:, [step]], v[:, [step]])
+        cq.attention(k[:, [step]], cache)
+        cache.allocate(16, coming=1)
+        assert len(cache.tiers[16].bucket(0).token_ids) == min(step + 1, 7)
+    cache.append(k[:, :1], v[:, :1])
+    with pytest.raises(ValueError, match="16-bit bucket has room for"):
+        cache.append(k[:, :1], v[:, :1])
+    full = cq.KVCache(1, 16, {16: 4, 4: 4})
+    full.append(k[:, :4], v[:, :4])
+    full.append(k[:, :4], v[:, :4], bits=4)
+    full.allocate(16, coming=2)
+    assert full.tokens(0).bits.tolist().count(16) == 4

@@ -98,7 +98,7 @@ def no_numbers(w: Any) -> TypeError:
     pandas = "; in a product x is an array, no table of pandas: write x.to_numpy(numpy.float32) @ W.T"
     return TypeError(
         f"a {type(w).__name__} ({w.format}) holds packed blocks, not numbers: "
-        "call .dequantize() for the numbers, .blocks for the bytes"
+        "products are x @ W.T; call .dequantize() for the numbers, .blocks for the bytes"
         + (pandas if "pandas" in sys.modules else "")
     )
 

@@ -369,7 +369,10 @@ def can_be_mapped(path: Path) -> None:
 def device_name(name: Any) -> str:
     """ "cpu" or "cuda"."""
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"unknown device {name!r}; allowed are 'cpu' and 'cuda'")
+        chosen = (
+            ", the current GPU: with cupy.cuda.Device(1): is another" if str(name).startswith("cuda") else ""
+        )
+        raise ValueError(f"unknown device {name!r}; allowed are 'cpu' and 'cuda'{chosen}")
     return str(name)
 
 
@@ -388,9 +391,11 @@ def is_transposed(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
+    if is_transposed(value):
+        return f"{described(value.T)}.T"
     shape = getattr(value, "shape", None)
-    name = f"{value.format} array" if is_quantized(value) or is_transposed(value) else type(value).__name__
-    return name if shape is None else f"{name} {tuple(shape)}" + ".T" * is_transposed(value)
+    name = f"{value.format} array" if is_quantized(value) else type(value).__name__
+    return name if shape is None else f"{name} {tuple(shape)}"
 
 
 LARGEST_INDEX = np.iinfo(np.int32).max

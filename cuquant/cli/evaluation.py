@@ -24,7 +24,10 @@ def add(commands: Any) -> None:
         _left,
     )
     command.add_argument(
-        "models", metavar="MODEL.gguf", nargs="+", help="or MODEL.safetensors that quantize wrote"
+        "models",
+        metavar="MODEL.gguf",
+        nargs="+",
+        help="or MODEL.safetensors that quantize or dequantize wrote",
     )
     command.add_argument(
         "--results",

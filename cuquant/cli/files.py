@@ -33,7 +33,7 @@ def _add_quantize(commands: Any) -> None:
         replaces="target",
     )
     command.add_argument(
-        "source", metavar="IN", help="a float model: IN.gguf, or IN.safetensors that quantize wrote"
+        "source", metavar="IN", help="a float model: IN.gguf, or IN.safetensors that dequantize wrote"
     )
     command.add_argument(
         "target", metavar="OUT", help="OUT.gguf, or OUT.safetensors, which eval and the others take"

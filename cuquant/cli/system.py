@@ -20,7 +20,10 @@ def add(commands: Any) -> None:
         lambda arguments: "kernels compiled so far are kept, and the same command goes on from there",
     )
     command.add_argument(
-        "models", metavar="MODEL", nargs="+", help="MODEL.gguf, or MODEL.safetensors that quantize wrote"
+        "models",
+        metavar="MODEL",
+        nargs="+",
+        help="MODEL.gguf, or MODEL.safetensors that quantize or dequantize wrote",
     )
     command.add_argument(
         "--batches", metavar="M,M,...", type=int_list, help="rows of x (1,2,4,...,512)", default=None

@@ -247,7 +247,13 @@ class KVCache:
 
     @shown
     def allocate(
-        self, average_bits: float, importance: Any = None, *, recent: int = 0, hysteresis: float = 0.5
+        self,
+        average_bits: float,
+        importance: Any = None,
+        *,
+        recent: int | None = None,
+        hysteresis: float = 0.5,
+        coming: int = 0,
     ) -> int:
         """Move tokens between bit widths so that each sequence holds an average, important tokens wide.
 
@@ -261,10 +267,15 @@ class KVCache:
         importance : float array (batch, slots) or (slots,), optional
             Not negative, by global slot; by default the attention that was tracked. Without either all tokens
             are as important, and newer ones go first. CuPy's arrays are read by the host.
-        recent : int
-            So many of the newest tokens count as much as the most important one.
+        recent : int, optional
+            So many of the newest tokens count as much as the most important one: by default 64, or half of
+            them if these are fewer, where tracked attention decides, as it is a sum over steps, of which they
+            have seen few; else none.
         hysteresis : float
             By what share a token must be more important than one that holds a width to take it.
+        coming : int
+            So many tokens are to be appended next, to every sequence: the widest bucket, to which `append`
+            brings them, keeps room for them, as far as others have room for its tokens.
 
         Returns
         -------
@@ -279,13 +290,17 @@ class KVCache:
         """
         average = check.average_bits(average_bits, self.bits)
         hysteresis = check.not_negative(hysteresis, "hysteresis")
+        coming = check.count(coming, "coming", least=0)
         rooms = rooms_of(self.tiers)
+        widest, room = max(rooms), sum(rooms.values())
         with self._appender.moving(self):
             tokens, slots, weights = moves.ranked(self, importance, recent)
             wanted = tokens.bits.copy()
             for own in tokens.of_sequences():
                 held = tokens.bits[own], slots[own]
-                wanted[own] = allocator.allocate(weights[own], *held, rooms, average, hysteresis)
+                kept = min(coming, rooms[widest], room - len(held[0]))
+                given = rooms | {widest: rooms[widest] - kept}
+                wanted[own] = allocator.allocate(weights[own], *held, given, average, hysteresis)
             return moves.move(self, tokens, wanted)
 
     @shown
@@ -334,14 +349,15 @@ class KVCache:
             return moves.move(self, tokens, np.where(column < 0, tokens.bits, moves.GONE))
 
     @shown
-    def trim(self, length: int, importance: Any = None, *, recent: int = 0) -> int:
+    def trim(self, length: int, importance: Any = None, *, recent: int | None = None) -> int:
         """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
 
-        importance and recent are those of `allocate`, and so are the errors. Returns how many it evicts.
+        importance and recent are those of `allocate` (by default half of the tokens that stay, 64 at most),
+        and so are the errors. Returns how many it evicts.
         """
         length = check.count(length, "length", least=0)
         with self._appender.moving(self):
-            tokens, slots, weights = moves.ranked(self, importance, recent)
+            tokens, slots, weights = moves.ranked(self, importance, recent, length)
             kept = tokens.bits.copy()
             for own in tokens.of_sequences():
                 ascending = np.lexsort((slots[own], weights[own]))

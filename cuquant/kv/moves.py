@@ -113,17 +113,27 @@ def named(cache: KVCache, token_ids: Any) -> tuple[Tokens, Numbers, Numbers]:
     return tokens, ids, last
 
 
+RECENT = 64
+"""Newest tokens, at most, that count as the most important ones where tracked attention decides: it is a sum
+over steps, of which they have seen few."""
+
+
 def ranked(
-    cache: KVCache, importance: Any, recent: int
+    cache: KVCache, importance: Any, recent: int | None, length: int | None = None
 ) -> tuple[Tokens, NDArray[np.int32], NDArray[np.float64]]:
-    """The tokens of a cache, their slots [n] and their importances [n]."""
-    recent = check.count(recent, "recent", least=0)
+    """The tokens of a cache, their slots [n] and their importances [n]; `length` of a sequence's stay (None:
+    all)."""
+    tracked_decides = recent is None and importance is None and cache.track_attention
+    count = check.count(recent or 0, "recent", least=0)
     tokens, (slots, tracked) = held(cache, "global_slots", "importance")
     given = check.importance(importance, (cache.batch, int(tokens.next_slots.max())))
     known = tracked.view(np.float32) if given is None else given[tokens.sequence, slots]
     weights = known.astype(np.float64)
     for own in tokens.of_sequences():
-        newest = np.argsort(-slots[own])[:recent]
+        if tracked_decides:
+            stay = len(slots[own]) if length is None else min(length, len(slots[own]))
+            count = min(RECENT, (stay + 1) // 2)
+        newest = np.argsort(-slots[own])[:count]
         weights[own][newest] = weights[own].max(initial=0) or 1
     return tokens, slots, weights
 
