@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from test_kvcache import WIDTHS, F, state, tokens, widths
 
 import cuquant as cq
-from cuquant.kv import allocator
+from cuquant.kv import allocator, moves
 
 
 def allocated(
@@ -205,6 +205,35 @@ def test_the_newest_count_where_attention_has_had_little_time() -> None:
     assert 199 in cache.tokens(0).slots
     cache.trim(5, importance=np.arange(200, 0, -1))
     assert 199 not in cache.tokens(0).slots
+
+
+@pytest.mark.parametrize(("held", "length", "newest"), [(40, 10, 5), (40, 11, 6), (200, 160, 64), (9, 20, 0)])
+def test_half_of_the_tokens_that_stay_are_new_ones(held: int, length: int, newest: int) -> None:
+    """64 at most; the others are those of which attention has made the most, here the oldest."""
+    cache = cq.KVCache(1, 8, held, bits=(8,), track_attention=True)
+    cache.append(*tokens(1, held, 1, 8))
+    cache.tiers[8].buffers.importance[:] = np.arange(held, 0, -1)
+    assert cache.trim(length) == max(0, held - length)
+    stay = min(held, length)
+    oldest = [*range(stay)] if not newest else [*range(stay - newest), *range(held - newest, held)]
+    assert cache.tokens(0).slots.tolist() == oldest
+
+
+def test_tokens_of_which_nothing_is_known_are_alike() -> None:
+    """Without attention that was tracked the newest are worth no more than the others."""
+    weights = {}
+    for track in (False, True):
+        cache = cq.KVCache(1, 8, 8, bits=(8, 2), track_attention=track)
+        cache.append(*tokens(1, 8, 1, 8))
+        weights[track] = moves.ranked(cache, None, None)[2].tolist()
+    assert weights == {False: [0] * 8, True: [0] * 4 + [1] * 4}
+
+
+def test_importance_reaches_the_last_slot_of_the_longest_sequence() -> None:
+    cache = cq.KVCache(2, 16, 64, 2)
+    cache.append(*tokens(2, 40, 2, 16), lengths=[20, 40])
+    with pytest.raises(ValueError, match=r"importance has shape \(39,\); \(40,\) or \(2, 40\) is needed"):
+        cache.trim(5, np.ones(39))
 
 
 def test_allocate_leaves_room_for_tokens_to_come() -> None:

@@ -109,8 +109,19 @@ def test_every_element_is_where_numpy_has_it(
             assert at["residual"] == at["out"]
             if converted:
                 assert (at["x_rows"] + m) * left[-1] == at["x"] + m * read["x_row"]
+            else:
+                assert at["x_rows"] == 0
     assert sorted(seen) == sorted(out[..., 0].reshape(-1).tolist())
     assert (read["N"], read["K"], read["out_column"]) == (right[-2], right[-1], strides(out)[-1])
+
+
+def test_a_residual_has_strides_of_its_own() -> None:
+    x = problem.source((2, 4, 64), (512, 128, 2), True)
+    out, w = problem.Output((2, 4, 32), (128, 32, 1), 0), problem.Weight(cq.formats.get("q8_0"), (32, 64))
+    read = unpack(problem.resolve(w, x, out, NOTHING._replace(residual_strides=(1, 64, 2)), plan.Gpu(90)))
+    assert (read["M"], read["extent"]) == (4, (1, 1, 2))
+    assert (read["residual"][2], read["residual_row"], read["residual_column"]) == (1, 64, 2)
+    assert (read["out"][2], read["out_row"], read["out_column"]) == (128, 32, 1)
 
 
 def test_rows_merge_where_w_is_one_matrix() -> None:
@@ -127,6 +138,9 @@ def test_too_many_axes_are_refused() -> None:
     w = problem.Weight(cq.formats.get("q8_0"), (32, 64))
     rows = problem.source((2, 2, 2, 4, 64), (0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 4, 32), (1111, 555, 222, 32, 1), 0)
+    assert unpack(problem.resolve(w, rows, out, NOTHING, plan.Gpu(90)))["extent"] == (2, 2, 2)
+    rows = problem.source((2, 1, 2, 1, 2, 1, 4, 64), (0, 0, 0, 0, 0, 0, 128, 2), True)
+    out = problem.Output((2, 1, 2, 1, 2, 1, 4, 32), (1111, 9, 555, 9, 222, 9, 32, 1), 0)
     assert unpack(problem.resolve(w, rows, out, NOTHING, plan.Gpu(90)))["extent"] == (2, 2, 2)
     rows = problem.source((2, 2, 2, 2, 4, 64), (0, 0, 0, 0, 128, 2), True)
     out = problem.Output((2, 2, 2, 2, 4, 32), (4096, 1111, 555, 222, 32, 1), 0)
@@ -167,10 +181,20 @@ def test_too_many_matrices_are_refused() -> None:
         ((130, 2), True, "prepare_halves"),
         ((128, 4), True, "prepare_halves"),
         ((256, 4), False, "prepare_rows"),
+        ((128, 2), False, "prepare_rows"),  # bfloat16
+        ((512, 128, 2), True, None),
+        ((0, 128, 2), True, None),
+        ((-512, 128, 2), True, "prepare_halves"),
+        ((520, 128, 2), True, "prepare_halves"),
     ],
 )
 def test_what_is_read_as_it_is(strides: tuple[int, ...], half: bool, entry: str | None) -> None:
-    assert problem.source((4, 64), strides, half).entry == entry
+    source = problem.source((2, 4, 64)[-len(strides) :], strides, half)
+    assert (source.entry, source.factors) == (entry, not half)
+
+
+def test_what_lies_behind_a_row_is_not_read() -> None:
+    assert problem.source((4, 70), (160, 2), True).entry == "prepare_halves"
 
 
 def test_q8_1_activations_are_read_as_half_rows() -> None:
@@ -210,6 +234,19 @@ def test_the_map_describes_x_to_the_copy_engine() -> None:
         assert tensor.box[2:] == (1, 1, 1)
 
 
+def test_the_map_has_no_axis_that_x_lacks() -> None:
+    """Of one x for a stack of weights; the copy engine has no stride of 0."""
+    x = problem.source((100, 96), (192, 2), True)
+    w = problem.Weight(cq.formats.get("q4_0"), (3, 256, 96))
+    out = problem.Output((3, 100, 256), (25_600, 256, 1), 0)
+    launch = problem.resolve(w, x, out, NOTHING, plan.Gpu(90))
+    assert unpack(launch)["extent"] == (1, 1, 3)
+    for tensor in launch.maps:
+        assert tensor is not None
+        assert tensor.dims == (96, 100, 1, 1, 1)
+        assert min(tensor.strides) > 0
+
+
 @pytest.mark.parametrize("m", [1, 128, 129, 300, 4096, 5000])
 def test_boxes_end_with_the_last_batch_row(m: int) -> None:
     """One map for whole ones, and one for what is left, if there are any."""
@@ -221,6 +258,7 @@ def test_boxes_end_with_the_last_batch_row(m: int) -> None:
     most = constants["BATCH"] // constants["PAIR"]
     boxes = [tensor.box[1] if tensor else 0 for tensor in launch.maps]
     assert boxes == [most if m >= most else 0, m % most]
+    assert [tensor is None for tensor in launch.maps] == [box == 0 for box in boxes]
 
 
 def test_other_cores_take_what_wgmma_cannot() -> None:
@@ -287,6 +325,7 @@ def test_when_results_are_stored_straight() -> None:
         (problem.Output((3000, 2560), (2564, 1), 0), NOTHING, False, False),
         (problem.Output((3000, 2560), (-2560, 1), 0), NOTHING, False, False),
         (problem.Output((3000, 2560), (1, 3000), 0), NOTHING, False, False),
+        (problem.Output((3000, 2560), (1, 3000), 2), NOTHING, False, False),
         (problem.Output((3000, 2560), (2560, 1), 0), NOTHING._replace(activation="relu"), False, False),
         (
             problem.Output((3000, 2560), (2560, 1), 0),
@@ -305,7 +344,20 @@ def test_what_the_copy_engine_may_store(
     if launch.out_map is not None:
         assert launch.out_map.dims == (2560, 3000, 1, 1, 1)
         assert launch.out_map.strides[0] == 5120
-        assert not any(stride % 16 for stride in launch.out_map.strides)
+        assert not any(stride % 16 or stride <= 0 for stride in launch.out_map.strides)
+
+
+@pytest.mark.parametrize(("apart", "straight"), [(4, False), (8, True), (-(1 << 23), False)])
+def test_all_matrices_lie_where_the_copy_engine_may_store(apart: int, straight: bool) -> None:
+    x = problem.source((3000, 1024), (2048, 2), True)
+    w, steps = problem.Weight(cq.formats.get("q4_0"), (2, 2560, 1024)), (3000 * 2560 + apart, 2560, 1)
+    launch = problem.resolve(w, x, problem.Output((2, 3000, 2560), steps, 0), NOTHING, plan.Gpu(90))
+    assert (launch.straight, launch.out_map is not None) == (straight, straight)
+
+
+def test_few_rows_are_not_stored_by_the_copy_engine() -> None:
+    launch = resolved(3, problem.source((3, 64), (128, 2), True))
+    assert (launch.maps, launch.straight, launch.out_map) == ((), False, None)
 
 
 def test_a_single_row_has_no_stride() -> None:
