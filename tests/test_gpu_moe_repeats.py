@@ -248,6 +248,10 @@ def test_several_rounds(counted: list[int], monkeypatch: pytest.MonkeyPatch, qua
         given = GIVEN["blocks"](x) if quantized else x
         good(cq.moe(given, experts, ids, probs), given, experts, ids, probs)
     assert counted[:2] == [1, 1]
+    # Each round starts where the one before ends, also of ids, probabilities and results of other sizes.
+    ids, probs = ids.astype(np.int64), probs.astype(H)
+    out = device.cupy().empty((130, N), H)
+    good(cq.moe(given, experts, ids, probs, out=out), given, experts, ids, probs)
 
 
 @pytest.mark.parametrize("tokens", [2, 40])

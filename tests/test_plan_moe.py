@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from test_compile import ELSEWHERE, FORMATS, OTHERS, check
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.cuda import jit, problem
+from cuquant.cuda import jit, moe_memory, problem
+from cuquant.cuda.templates import Place
 from cuquant.plan.moe import Load
 from cuquant.plan.wgmma_core import Tile
 from cuquant.plan.wgmma_timed import wgmma_grouped
@@ -237,6 +240,51 @@ def test_numbers_are_those_of_the_struct() -> None:
     group = problem.group(problem.Weight(fmt, (8, 256, 512)), 128, made.gemm, "silu", 512, False)
     codes, values = group.members(bytes(128), plan.Planes(*range(5)), 5, 0, (6, 7, 8, 9, 10, 11), *range(15))
     assert len(jit.layout(codes)[0].pack(*values)) == 768 + 128
+
+
+def test_which_rows_blocks_find_by_themselves() -> None:
+    rows = moe_memory.half_rows(Place(moe_memory.X), 64, 0)
+    assert rows.halves
+    for other in ({"dtype": 2}, {"aligned": False}, {"row": 68}, {"column": 2}):
+        assert not rows._replace(**other).halves, other
+
+
+@pytest.mark.parametrize(("width", "k", "n"), [(256, 64, 512), (256, 512, 64), (512, 64, 256)])
+@pytest.mark.parametrize("kind", ["floats", "blocks", "levels", "turned"])
+def test_arrays_between_launches_hold_all_that_is_kept_there(width: int, k: int, n: int, kind: str) -> None:
+    """Of projections that are wider than what comes before them, and narrower; rows that a box reads behind
+    the last one; sums that blocks leave of any product."""
+    fmt, load = cq.formats.get("q4_0"), Load(700, 2, 8)
+    singles = [plan.moe.product(fmt, load, *shape, plan.Gpu(90)) for shape in ((width, k), (n, width))]
+    gate, down = (product for product in singles if product is not None)
+    both = plan.moe.product(fmt, load, width, k, plan.Gpu(90), gated=True) if kind == "levels" else None
+    most = gate._replace(gemm=replace(gate.gemm, partials=1 << 20))
+    shapes = SimpleNamespace(shape=(8, width, k)), SimpleNamespace(shape=(8, n, width))
+    mixture: Any = SimpleNamespace(
+        gate=shapes[0], down=shapes[1], turns=kind == "turned", blocks=kind == "blocks"
+    )
+    mixture.levels = lambda product: product is not None
+    first = (both, gate, gate) if both else (None, most, gate)
+    made = moe_memory.arrays(mixture, load, (*first, down))
+    starts = sorted(place.offset for place in made.at.values()) + [made.size]
+    sizes = {name: starts[starts.index(at.offset) + 1] - at.offset for name, at in made.at.items()}
+    assert not any(start % 256 for start in starts)
+    rows = load.rows + max(each.gemm.rows_behind for each in (gate, down))
+    assert rows > load.rows
+    needs: dict[str, int] = {"factors": 4, "places": 4, "halves": 2 * k, "sums": 4 * max(width, n)}
+    if kind in ("floats", "blocks"):
+        needs["halves"] = 2 * max(k, width)
+    if kind == "blocks":
+        needs["blocks"] = width // 32 * 36
+    if kind == "levels":
+        needs |= {"halves": max(2 * k, 4 * n), "sums": 2 * width, "levels": width // plan.moe.LEVEL_COLUMNS}
+    if kind == "turned":
+        needs |= {"turned": 2 * max(k, width), "sums of up": 4 * width, "turned factors": 4}
+    for name, row in needs.items():
+        assert sizes[name] >= rows * row, name
+    assert sizes["starts"] >= 9 * 4
+    assert min(sizes[f"of {name}"] for name in ("gate", "up", "down")) >= 16 * load.most_works(1)
+    assert sizes["partials"] >= (both.gemm.partials if both else 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_the_map_has_no_axis_that_x_lacks() -> None:
         assert min(tensor.strides) > 0
 
 
-@pytest.mark.parametrize("m", [1, 128, 129, 300, 4096, 5000])
+@pytest.mark.parametrize("m", [1, 9, 16, 128, 129, 300, 4096, 5000])
 def test_boxes_end_with_the_last_batch_row(m: int) -> None:
     """One map for whole ones, and one for what is left, if there are any."""
     launch = resolved(m, problem.source((m, 4096), (8192, 2), True))
