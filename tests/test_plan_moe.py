@@ -254,19 +254,19 @@ def test_which_rows_blocks_find_by_themselves() -> None:
 def test_arrays_between_launches_hold_all_that_is_kept_there(width: int, k: int, n: int, kind: str) -> None:
     """Of projections that are wider than what comes before them, and narrower; rows that a box reads behind
     the last one; sums that blocks leave of any product."""
-    fmt, load = cq.formats.get("q4_0"), Load(700, 2, 8)
+    fmt, load = cq.formats.get("q4_0"), Load(700, 2, 64)
     singles = [plan.moe.product(fmt, load, *shape, plan.Gpu(90)) for shape in ((width, k), (n, width))]
     gate, down = (product for product in singles if product is not None)
     both = plan.moe.product(fmt, load, width, k, plan.Gpu(90), gated=True) if kind == "levels" else None
     most = gate._replace(gemm=replace(gate.gemm, partials=1 << 20))
-    shapes = SimpleNamespace(shape=(8, width, k)), SimpleNamespace(shape=(8, n, width))
+    shapes = SimpleNamespace(shape=(64, width, k)), SimpleNamespace(shape=(64, n, width))
     mixture: Any = SimpleNamespace(
         gate=shapes[0], down=shapes[1], turns=kind == "turned", blocks=kind == "blocks"
     )
     mixture.levels = lambda product: product is not None
     first = (both, gate, gate) if both else (None, most, gate)
     made = moe_memory.arrays(mixture, load, (*first, down))
-    starts = sorted(place.offset for place in made.at.values()) + [made.size]
+    starts = [*sorted(place.offset for place in made.at.values()), made.size]
     sizes = {name: starts[starts.index(at.offset) + 1] - at.offset for name, at in made.at.items()}
     assert not any(start % 256 for start in starts)
     rows = load.rows + max(each.gemm.rows_behind for each in (gate, down))
@@ -282,7 +282,7 @@ def test_arrays_between_launches_hold_all_that_is_kept_there(width: int, k: int,
         needs |= {"turned": 2 * max(k, width), "sums of up": 4 * width, "turned factors": 4}
     for name, row in needs.items():
         assert sizes[name] >= rows * row, name
-    assert sizes["starts"] >= 9 * 4
+    assert sizes["starts"] >= 65 * 4
     assert min(sizes[f"of {name}"] for name in ("gate", "up", "down")) >= 16 * load.most_works(1)
     assert sizes["partials"] >= (both.gemm.partials if both else 1 << 20)
 

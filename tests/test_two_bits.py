@@ -113,6 +113,19 @@ def test_a_file_that_is_cut_short_is_no_other(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
     with pytest.raises(cq.GGUFError, match="it is cut short"):
         cq.open(path, "cpu")
+    # Even where they would be: rows of 192 weights have none of them.
+    write(path, "q2_0", [(40, 192), (64, 2048)])
+    path.write_bytes(path.read_bytes()[: -64 * (2048 // 64 * 18 - 2048 // 128 * 34)])
+    with pytest.raises(cq.GGUFError, match="it is cut short"):
+        cq.open(path, "cpu")
+
+
+def test_what_either_may_be_is_llama_cpp_s(tmp_path: Path) -> None:
+    """A tensor that is so small that padding hides which blocks it has."""
+    (raw,) = write(tmp_path / "s.gguf", "q2_0", [(1, 128)])
+    (w,) = cq.open(tmp_path / "s.gguf", "cpu").values()
+    assert w.format == "q2_0"
+    np.testing.assert_array_equal(w.blocks, raw)
 
 
 @pytest.mark.parametrize("name", NAMES)
