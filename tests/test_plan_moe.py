@@ -18,7 +18,7 @@ from test_compile import ELSEWHERE, FORMATS, OTHERS, check
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.cuda import jit, moe_memory, problem
+from cuquant.cuda import jit, moe, moe_memory, problem
 from cuquant.cuda.templates import Place
 from cuquant.plan.moe import Load
 from cuquant.plan.wgmma_core import Tile
@@ -336,3 +336,32 @@ def test_few_multiprocessors_wait_for_the_experts_that_are_likely_hit() -> None:
             found.append(busiest / ((1 + gated) * ceil(n / 16) * round(load.hit) / plan.LARGE_GPU))
             assert found[-1] <= (1.32 if left_over else 1.25), (tokens, n, name, gated)
     assert np.mean(found) < 1.12
+
+
+def test_which_mixtures_have_kernels() -> None:
+    """Of others each limit is passed alone."""
+
+    def takes(
+        width: int = 64, k: int = 64, n: int = 5, top_k: int = 2, x: Any = None, count: int = 3
+    ) -> bool:
+        shapes, fmt = [(count, width, k)] * 2 + [(count, n, width)], cq.formats.get("q4_0")
+        zeros = [np.zeros(fmt.stored(shape), np.uint8) for shape in shapes]
+        gate, up, down = (cq.from_blocks(*each) for each in zip(zeros, [fmt] * 3, shapes, strict=True))
+        return moe.takes(x, gate, up, down, top_k)
+
+    blocks = cq.quantize(np.zeros((1, 64), np.float32), "q8_1")
+    longest = plan.LONGEST_ROW
+    assert takes()
+    assert takes(x=blocks)
+    assert takes(longest, 32, 1, 1, blocks, 1)
+    assert takes(longest + 32, 32, 1, 1, None, 1)
+    assert not takes(longest + 32, 32, 1, 1, blocks, 1)
+    assert takes(top_k=plan.moe.MOST_SLOTS)
+    assert not takes(top_k=plan.moe.MOST_SLOTS + 1)
+    assert not takes(top_k=0)
+    assert not takes(n=0)
+    assert not takes(count=0)
+    for width, k, whole in ((96, 96, True), (80, 96, False), (96, 80, False)):
+        shapes = ((1, width, k), (1, width, k), (1, 8, width))
+        gate, up, down = (cq.quantize(np.zeros(shape, np.float32), "trellis2") for shape in shapes)
+        assert moe.takes(None, gate, up, down, 1) == whole
