@@ -238,6 +238,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "importance must be finite and not negative",
     ),
     "text importance": (lambda: filled().trim(4, ["a"] * 20), TypeError, "importance has dtype <U1"),
+    "recent that is no number": (
+        lambda: filled().allocate(4, recent=""),  # type: ignore[arg-type]
+        TypeError,
+        "recent is a str",
+    ),
     "recent": (lambda: filled().trim(4, recent=-1), ValueError, "recent is -1; allowed are 0"),
 }
 

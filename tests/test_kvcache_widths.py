@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from test_kvcache import WIDTHS, F, state, tokens, widths
 
 import cuquant as cq
-from cuquant.kv import allocator, moves
+from cuquant.kv import allocator, widths as cached_widths
 
 
 def allocated(
@@ -225,7 +225,7 @@ def test_tokens_of_which_nothing_is_known_are_alike() -> None:
     for track in (False, True):
         cache = cq.KVCache(1, 8, 8, bits=(8, 2), track_attention=track)
         cache.append(*tokens(1, 8, 1, 8))
-        weights[track] = moves.ranked(cache, None, None)[2].tolist()
+        weights[track] = cached_widths.ranked(cache, None, None)[2].tolist()
     assert weights == {False: [0] * 8, True: [0] * 4 + [1] * 4}
 
 

@@ -367,8 +367,9 @@ def test_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cuda:0", "CPU", "GPU"])
 def test_unknown_device(device: str) -> None:
-    with pytest.raises(ValueError, match=f"unknown device {device!r}; allowed are 'cpu' and 'cuda'"):
+    with pytest.raises(ValueError, match=f"unknown device {device!r}; allowed are 'cpu' and 'cuda'") as error:
         cq.open(NANO, device)
+    assert ("cupy.cuda.Device" in str(error.value)) == (device == "cuda:0")
 
 
 def test_the_module_of_its_arrays_makes_others(model: Path) -> None:

@@ -369,10 +369,10 @@ def can_be_mapped(path: Path) -> None:
 def device_name(name: Any) -> str:
     """ "cpu" or "cuda"."""
     if name not in ("cpu", "cuda"):
-        chosen = (
-            ", the current GPU: with cupy.cuda.Device(1): is another" if str(name).startswith("cuda") else ""
+        other = " (the current GPU: `with cupy.cuda.Device(1):` has another)"
+        raise ValueError(
+            f"unknown device {name!r}; allowed are 'cpu' and 'cuda'{other * str(name).startswith('cuda')}"
         )
-        raise ValueError(f"unknown device {name!r}; allowed are 'cpu' and 'cuda'{chosen}")
     return str(name)
 
 

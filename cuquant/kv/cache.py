@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from .. import check, device as gpu, repeats
 from ..debug import shown
 from ..plan import MOST_BLOCKS
-from . import allocator, codes, contents, copies, cpu, file, moves
+from . import codes, contents, copies, cpu, file, widths
 from .contents import CachedTokens
-from .tiers import Tier, rooms_of
+from .tiers import Tier
 
 
 class KVCache:
@@ -239,11 +239,7 @@ class KVCache:
             A CUDA graph is being captured.
         """
         with self._appender.moving(self):
-            tokens, ids, column = moves.named(self, token_ids)
-            given, wanted = check.token_bits(bits, ids.shape, self.bits), tokens.bits.copy()
-            named = column >= 0
-            wanted[named] = given[tokens.sequence[named], column[named]]
-            return moves.move(self, tokens, wanted)
+            return widths.assign(self, token_ids, bits)
 
     @shown
     def allocate(
@@ -291,17 +287,8 @@ class KVCache:
         average = check.average_bits(average_bits, self.bits)
         hysteresis = check.not_negative(hysteresis, "hysteresis")
         coming = check.count(coming, "coming", least=0)
-        rooms = rooms_of(self.tiers)
-        widest, room = max(rooms), sum(rooms.values())
         with self._appender.moving(self):
-            tokens, slots, weights = moves.ranked(self, importance, recent)
-            wanted = tokens.bits.copy()
-            for own in tokens.of_sequences():
-                held = tokens.bits[own], slots[own]
-                kept = min(coming, rooms[widest], room - len(held[0]))
-                given = rooms | {widest: rooms[widest] - kept}
-                wanted[own] = allocator.allocate(weights[own], *held, given, average, hysteresis)
-            return moves.move(self, tokens, wanted)
+            return widths.allocate(self, average, importance, recent, hysteresis, coming)
 
     @shown
     def age(self, newest: Mapping[int, int], *, coming: int = 0) -> int:
@@ -330,13 +317,10 @@ class KVCache:
         RuntimeError
             A CUDA graph is being captured.
         """
-        widths, ages = check.ages(newest, self.bits)
+        ages = check.ages(newest, self.bits)
         coming = check.count(coming, "coming", least=0)
         with self._appender.moving(self):
-            tokens, (slots,) = moves.held(self, "global_slots")
-            age = tokens.next_slots[tokens.sequence] + coming - slots
-            wanted = widths[np.searchsorted(ages, age)]
-            return moves.move(self, tokens, np.minimum(wanted, tokens.bits))
+            return widths.age(self, *ages, coming)
 
     @shown
     def evict(self, token_ids: Any) -> int:
@@ -345,8 +329,7 @@ class KVCache:
         Their slots stay empty.
         """
         with self._appender.moving(self):
-            tokens, _, column = moves.named(self, token_ids)
-            return moves.move(self, tokens, np.where(column < 0, tokens.bits, moves.GONE))
+            return widths.evict(self, token_ids)
 
     @shown
     def trim(self, length: int, importance: Any = None, *, recent: int | None = None) -> int:
@@ -357,12 +340,7 @@ class KVCache:
         """
         length = check.count(length, "length", least=0)
         with self._appender.moving(self):
-            tokens, slots, weights = moves.ranked(self, importance, recent, length)
-            kept = tokens.bits.copy()
-            for own in tokens.of_sequences():
-                ascending = np.lexsort((slots[own], weights[own]))
-                kept[own][ascending[: max(0, len(ascending) - length)]] = moves.GONE
-            return moves.move(self, tokens, kept)
+            return widths.trim(self, length, importance, recent)
 
     def clear(self, sequence: int | None = None) -> None:
         """Empty the cache, or one sequence, whose place another can take: slots count from 0 again, and

@@ -1,7 +1,7 @@
-"""Tokens of a cache by their ids and by their importance, and where they go when their widths change.
+"""Tokens of a cache, also by their ids, and where they go when their widths change.
 
-The host decides, also for a GPU: by lengths, and by ids, or slots and importances, of all tokens, which come
-from it together. Keys and values stay where they are, and the backend moves them.
+The host decides, also for a GPU (widths.py): by lengths, and by ids, or slots and importances, of all tokens,
+which come from it together. Keys and values stay where they are, and the backend moves them.
 
 In every bucket tokens that leave make holes. Those that arrive take the holes in order, and then the end; to
 holes that are left come the last tokens that stay, so that few others are touched:
@@ -111,31 +111,6 @@ def named(cache: KVCache, token_ids: Any) -> tuple[Tokens, Numbers, Numbers]:
         seen[sequence] = np.isin(row, names[own])
     check.found(ids, seen, rows)
     return tokens, ids, last
-
-
-RECENT = 64
-"""Newest tokens, at most, that count as the most important ones where tracked attention decides: it is a sum
-over steps, of which they have seen few."""
-
-
-def ranked(
-    cache: KVCache, importance: Any, recent: int | None, length: int | None = None
-) -> tuple[Tokens, NDArray[np.int32], NDArray[np.float64]]:
-    """The tokens of a cache, their slots [n] and their importances [n]; `length` of a sequence's stay (None:
-    all)."""
-    tracked_decides = recent is None and importance is None and cache.track_attention
-    count = check.count(recent or 0, "recent", least=0)
-    tokens, (slots, tracked) = held(cache, "global_slots", "importance")
-    given = check.importance(importance, (cache.batch, int(tokens.next_slots.max())))
-    known = tracked.view(np.float32) if given is None else given[tokens.sequence, slots]
-    weights = known.astype(np.float64)
-    for own in tokens.of_sequences():
-        if tracked_decides:
-            stay = len(slots[own]) if length is None else min(length, len(slots[own]))
-            count = min(RECENT, (stay + 1) // 2)
-        newest = np.argsort(-slots[own])[:count]
-        weights[own][newest] = weights[own].max(initial=0) or 1
-    return tokens, slots, weights
 
 
 def move(cache: KVCache, tokens: Tokens, wanted: Numbers) -> int:
