@@ -74,9 +74,8 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
         else:
             _put(temporary, place, target)
     except BaseException as error:
-        with suppress(
-            OSError
-        ):  # an interruption may come after the replacing; where nothing may be made, none was
+        # An interruption may come after the replacing, and where nothing may be made nothing was.
+        with suppress(OSError):
             temporary.unlink()
         own = isinstance(error, OSError) and error.filename in (None, temporary, str(temporary))
         if isinstance(error, OSError) and own and error.errno is not None:
