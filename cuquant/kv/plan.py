@@ -52,6 +52,12 @@ BOX_RING, BOX_BARRIERS = 100 << 10, 1 << 10
 """Most bytes of a ring of boxes, and of its barriers (kernels/attention/boxes.cuh)."""
 COPYING_WARPS = 4
 """Beside those that compute: a warpgroup, which gives them its registers."""
+PANEL_ROWS = 32
+"""Rows of a key head's queries from which on tokens are converted to panels, once for 64 or 128 rows, where a GPU
+has warpgroups' products (sm_90)."""
+PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
+"""Tokens of a panel; panels of keys or values in shared memory, and bytes of codes that wait to be converted
+(kernels/attention/panels.cuh)."""
 MOVING_BLOCKS = 1 << 12
 """Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
@@ -118,6 +124,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     with one query a sequence. Else 8, or as many as shared memory has room for.
     """
     rows = shape.rows
+    if capability == 90 and rows >= PANEL_ROWS and shape.halves == 1 and shape.head_dim in (64, 96, 128):
+        return _panels(shape, capability, multiprocessors)
     wide = padded(shape.head_dim) > 128
     groups = 2 if rows > GROUP_ROWS and shape.halves == 1 and not wide else 1
     sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
@@ -175,6 +183,40 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
+    )
+
+
+def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
+    """Of many rows: 64 rows for each of two warpgroups, or for both if there are no more, that share the tokens."""
+    streams = 2 if shape.rows <= 64 else 1
+    tiles = ceil(shape.rows / (128 // streams))
+    budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * shape.kv_heads)))
+    constants = {
+        "DIM": shape.head_dim,
+        "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
+        "GROUPS": 2,
+        "HALVES": 1,
+        "SPREAD": 0,
+        "MASKED": int(shape.masked),
+        "HEADS": shape.kv_heads,
+        "RING": 0,
+        "BOXES": 0,
+        "MERGE_WARPS": 1,
+        "STREAMS": streams,
+        "CODES": PANEL_CODES,
+    }
+    panel = ceil(shape.head_dim / 64) * 64 * PANEL_TOKENS * 2
+    shared = lone(PANEL_SLOTS * panel + PANEL_CODES, capability)
+    attention, merge = (
+        Kernel("attention_panels", entry, None, tuple(constants.items()), size)
+        for entry, size in (("attention", shared), ("merge", 0))
+    )
+    return Launch(
+        Plan(attention, (budget + shape.batch - 1, tiles, shape.kv_heads), 3 * 4 * WARP, shared, overlaps=True),
+        _merge(merge, shape, 1, multiprocessors),
+        budget,
+        LEAST,
+        False,
     )
 
 

@@ -328,7 +328,7 @@ private:
                 for (int u = 0; u < VALUES; u++) {
                     u32 a[8], b[8];
                     pairs(v[0], v[1], u, a);
-                    pairs<BALANCED<BITS>>(v[2], v[3], u, b);
+                    pairs<BALANCED<BITS> ? COMPLEMENTED : MASKED>(v[2], v[3], u, b);
                     centre<BITS>(a);
                     centre<BITS>(b);
 #pragma unroll
@@ -370,10 +370,6 @@ private:
                 if (__ballot_sync(~0u, sees) & 0x11111111u << i) q.o[n][0][c] = __int_as_float(0x7fffffff);
             }
     }
-
-    // In place of a scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and
-    // never 0 times infinity.
-    static constexpr float NOTHING = 8.7e-19f;  // about 2^-60
 
     static DEVICE constexpr u32 bit(int n, int t, int h, int c) {
         static_assert(GROUPS * TILES * 4 <= 32, "each score has one");

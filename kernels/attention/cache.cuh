@@ -76,6 +76,10 @@ DEVICE float log2_of(float x) {
 // The least score that a finite mask leaves: tokens that are far below all others still share what there is.
 constexpr float LEAST_SCORE = -1.6e38f;
 
+// In place of a value's scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and never 0
+// times infinity.
+constexpr float NOTHING = 8.7e-19f;  // about 2^-60
+
 // Whether the mask lets a row of a key head's queries see a slot; a float mask is added to the score, in bits.
 DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {
     if (p.mask_dtype == NO_MASK) return true;

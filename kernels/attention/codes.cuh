@@ -98,13 +98,18 @@ struct Units {
 // Words of bytes at, at + 1 and to, to + 1 of two others, the second of which has the numbers from 4 on.
 DEVICE constexpr u32 bytes(int at, int to) { return at | (at + 1) << 4 | to << 8 | (to + 1) << 12; }
 
-// Pairs of units i and i + 1, i even, of a key (of 3 bits not apart), or of unit i of the values a and b. FLIP: of
-// complemented codes.
-template <bool FLIP = false, int BITS, int COUNT>
+// How codes are picked out: as subnormal numbers, the same of complemented codes, or with the exponent of 1024.
+enum Picked { MASKED, COMPLEMENTED, ABOVE_1024 };
+
+// Pairs of units i and i + 1, i even, of a key (of 3 bits not apart), or of unit i of the values a and b.
+template <Picked PICKED = MASKED, int BITS, int COUNT>
 DEVICE void pairs(const Units<BITS, COUNT>& a, const Units<BITS, COUNT>& b, int i, u32 (&h)[8]) {
     const bool key = &a == &b;
     const int j = key ? i + 1 : i;
-    const auto codes = [](u32 x, u32 mask) { return FLIP ? masked_not(x, mask) : masked(x, mask); };
+    constexpr u32 EXPONENT = PICKED == ABOVE_1024 ? 0x64006400 : 0;
+    const auto codes = [](u32 x, u32 mask) {
+        return PICKED == COMPLEMENTED ? masked_not(x, mask) : and_or(x, mask, EXPONENT);
+    };
     if constexpr (BITS == 16) {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -115,8 +120,8 @@ DEVICE void pairs(const Units<BITS, COUNT>& a, const Units<BITS, COUNT>& b, int 
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const u32 x = __byte_perm(a.w[2 * i + k / 2], b.w[2 * j + k / 2], k % 2 ? 0x7632 : 0x5410);
-            h[2 * k] = (x & 0x00ff00ff) ^ 0x00800080;
-            h[2 * k + 1] = (x >> 8 & 0x00ff00ff) ^ 0x00800080;
+            h[2 * k] = (x & 0x00ff00ff) ^ (0x00800080 | EXPONENT);
+            h[2 * k + 1] = (x >> 8 & 0x00ff00ff) ^ (0x00800080 | EXPONENT);
         }
     } else if constexpr (BITS == 4) {
 #pragma unroll
@@ -154,6 +159,24 @@ DEVICE void centre(u32 (&h)[8]) {
     if constexpr (BITS < 16 && !BALANCED<BITS>)
 #pragma unroll
         for (int j = 0; j < 8; j++) h[j] = sub_half2(h[j], (OFFSET<BITS> << shift<BITS>(j)) * 0x00010001u);
+}
+
+// Codes picked ABOVE_1024 as what they are, exactly: less than 2^7, or those of 8 bits.
+template <int BITS>
+DEVICE void to_integers(u32 (&h)[8]) {
+    // Float16's bits of integers below 2048.
+    const auto half_of = [](int n) {
+        int exponent = 0;
+        while (n >> exponent > 1) exponent++;
+        return u32(15 + exponent << 10 | (n << 10 - exponent & 0x3ff)) * 0x00010001u;
+    };
+    if constexpr (BITS < 16)
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            constexpr int ONE = 15;
+            const int n = shift<BITS>(j);
+            h[j] = fma_half2(h[j], (ONE - n << 10) * 0x00010001u, half_of((1024 >> n) + OFFSET<BITS>) ^ 0x80008000);
+        }
 }
 
 // Keys' codes are bytes where queries are integers: a product of 16 tokens and 32 channels takes two registers of four

@@ -1,12 +1,13 @@
 // What warpgroups of sm_90a have of their own: asynchronous products with operand A in registers, and barriers of some
 // threads.
 #pragma once
-#include "epilogue.cuh"
+#include "ptx_90.cuh"
 
 #if __CUDA_ARCH__ == 900
 constexpr int WARPGROUP = 128;
 
-// d[64 x N] += a[64 x 16] b[16 x N], asynchronous; a in registers (a warp's 16 rows), b described by `b`.
+// d[64 x N] += a[64 x 16] b[16 x N], asynchronous; a in registers (a warp's 16 rows), b described by `b`: N rows of 16 numbers
+// each, or, for `add_turned`, 16 rows of N. `set` begins a sum.
 template <int N>
 struct Wgmma;
 
@@ -33,16 +34,20 @@ struct Wgmma;
 #define SUMS_72(i) SUMS_64(i), SUMS_8(i + 64)
 #define SUMS_128(i) SUMS_64(i), SUMS_64(i + 64)
 
-// COUNT sums; A and B name the operands behind them.
-#define WGMMA(N, COUNT, A, B)                                                                               \
-    template <>                                                                                             \
-    struct Wgmma<N> {                                                                                       \
-        static DEVICE void add(float (&d)[COUNT], const u32* a, u64 b) {                                    \
-            asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##COUNT "}, {" A  \
-                         "}, " B ", 1, 1, 1, 0;"                                                            \
-                         : SUMS_##COUNT(0)                                                                  \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                             \
-        }                                                                                                   \
+// COUNT sums; A and B name the operands behind them. The constants: whether d is added, signs of a and b, whether b is turned.
+#define WGMMA_STEP(NAME, CONSTANTS, N, COUNT, A, B)                                                     \
+    static DEVICE void NAME(float (&d)[COUNT], const u32* a, u64 b) {                                   \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" NAMES_##COUNT "}, {" A  \
+                     "}, " B ", " CONSTANTS ";"                                                         \
+                     : SUMS_##COUNT(0)                                                                  \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                             \
+    }
+#define WGMMA(N, COUNT, A, B)                                       \
+    template <>                                                     \
+    struct Wgmma<N> {                                               \
+        WGMMA_STEP(set, "0, 1, 1, 0", N, COUNT, A, B)               \
+        WGMMA_STEP(add, "1, 1, 1, 0", N, COUNT, A, B)               \
+        WGMMA_STEP(add_turned, "1, 1, 1, 1", N, COUNT, A, B)        \
     };
 
 WGMMA(16, 8, "%8, %9, %10, %11", "%12")

@@ -64,9 +64,32 @@ struct Box {
     u32 shared, barrier, ranks, thread, group;
 };
 
-// Of a warpgroup's product that nothing has waited for: n rows of its operand b, which may still be read.
+// Operand b[16 x n] of a warpgroup's product, swizzled: n rows of 16 numbers, which lie 128 bytes apart; or, turned, 16 rows of n,
+// of which every 64 lie `apart`.
+struct OperandB {
+    u32 start, n, apart;
+    bool turned;
+
+    // Four numbers: of row r from k on; turned, of row k from r on.
+    u64 four(u32 r, u32 k) const {
+        const u32 place = turned ? k * 128 + r / 64 * apart + r % 64 * 2 : r * 128 + k * 2;
+        u64 halves;
+        memcpy(&halves, dynamic + swizzled(start + place), 8);
+        return halves;
+    }
+
+    u64 sum() const {
+        u64 sum = 0;
+        for (u32 r = 0; r < n; r += turned ? 4 : 1)
+            for (u32 k = 0; k < 16; k += turned ? 1 : 4) sum = (sum ^ four(r, k)) * 0x9e3779b97f4a7c15;
+        return sum;
+    }
+};
+
+// Of a warpgroup's product that nothing has waited for, which may still be read.
 struct Reading {
-    u32 start, n, group;
+    OperandB b;
+    u32 group;
     u64 sum;
 };
 
@@ -350,20 +373,6 @@ inline void wgmma_commit_group_sync_aligned() {
     if (emulated::current % emulated::WARP == 0) emulated::reading_groups[warp]++, emulated::fenced[warp] = false;
 }
 
-// Four columns k of a row of operand b.
-inline u64 four_of(u32 start, u32 row, u32 k) {
-    u64 halves;
-    memcpy(&halves, dynamic + emulated::swizzled(start + row * 128 + 2 * k), 8);
-    return halves;
-}
-
-inline u64 sum_of(u32 start, u32 n) {
-    u64 sum = 0;
-    for (u32 row = 0; row < n; row++)
-        for (u32 k = 0; k < 16; k += 4) sum = (sum ^ four_of(start, row, k)) * 0x9e3779b97f4a7c15;
-    return sum;
-}
-
 inline void wgmma_wait_group_sync_aligned(u32 pending) {
     using namespace emulated;
     exchange(~0u, 0);
@@ -374,7 +383,7 @@ inline void wgmma_wait_group_sync_aligned(u32 pending) {
         const Reading& reading = readings[warp][i];
         if (reading.group + pending >= reading_groups[warp])
             readings[warp][left++] = reading;
-        else if (sum_of(reading.start, reading.n) != reading.sum)
+        else if (reading.b.sum() != reading.sum)
             fail("what warp %u multiplied changed before it had waited", warp);
     }
     reading_counts[warp] = left;
@@ -383,17 +392,19 @@ inline void wgmma_wait_group_sync_aligned(u32 pending) {
 // A warp's 16 rows of a times b[16 x n], which its descriptor says is in rows of 128 bytes, swizzled. Given are the
 // lanes' registers of a, the descriptor and where their sums are. By the last lane for all; that sums are there before
 // they are waited for is not seen.
-__attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words words, u32 n) {
+__attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words words, u32 n, bool adds, bool turned) {
     using namespace emulated;
     const Unflushed guard;
     const u64 described = words[0][2];
+    const u32 apart = u32(described >> 16 & 0x3fff) << 4;
     if (described >> 46 != 1 << 16 || (described >> 32 & 0x3fff) != 64) fail("not such a descriptor: %llx", described);
-    const u32 start = u32(described & 0x3fff) << 4, warp = current / WARP;
-    if (start % 1024 >= 128) fail("a product's rows begin at %x", start);
-    shared(start / 1024 * 1024, n * 128, 1024);
+    const OperandB operand = {u32(described & 0x3fff) << 4, n, apart, turned};
+    const u32 start = operand.start, warp = current / WARP;
+    if (start % 1024 >= (turned ? 1 : 128)) fail("a product's rows begin at %x", start);
+    shared(start / 1024 * 1024, turned ? (n - 1) / 64 * apart + 16 * 128 : n * 128, 1024);
     if (!fenced[warp]) fail("a product of warp %u without a fence", warp);
     if (reading_counts[warp] == MOST_READINGS) fail("too many products");
-    readings[warp][reading_counts[warp]++] = {start, n, reading_groups[warp], sum_of(start, n)};
+    readings[warp][reading_counts[warp]++] = {operand, reading_groups[warp], operand.sum()};
     float a[16][16];
     for (u32 lane = 0; lane < WARP; lane++)
         for (u32 half = 0; half < 2; half++) {  // columns from 8 half on, of row lane / 4 and 8 further
@@ -403,16 +414,17 @@ __attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words w
         }
     for (u32 column = 0; column < n; column += 8) {
         Eight b[16];
-        for (u32 row = 0; row < 8; row++)
-            for (u32 k = 0; k < 16; k += 4) {
-                const Four values = widened_four(four_of(start, column + row, k));
-                for (u32 i = 0; i < 4; i++) b[k + i][row] = values[i];
+        for (u32 row = 0; row < 8; row += turned ? 4 : 1)
+            for (u32 k = 0; k < 16; k += turned ? 1 : 4) {
+                const Four values = widened_four(operand.four(column + row, k));
+                for (u32 i = 0; i < 4; i++) b[turned ? k : k + i][turned ? row + i : row] = values[i];
             }
         for (u32 row = 0; row < 8; row++) {
             Eight sums = {}, below = {};
             for (u32 k = 0; k < 16; k++) sums += a[row][k] * b[k], below += a[row + 8][k] * b[k];
             for (u32 i = 0; i < 4; i++) {
                 float** const to = reinterpret_cast<float**>(words[4 * row + i][3]) + column / 2;
+                for (u32 j = 0; j < 4 && !adds; j++) *to[j] = 0;
                 *to[0] += sums[2 * i], *to[1] += sums[2 * i + 1];
                 *to[2] += below[2 * i], *to[3] += below[2 * i + 1];
             }
@@ -420,7 +432,8 @@ __attribute__((optimize("O2"))) static void multiply_warpgroup(emulated::Words w
     }
 }
 
-// The operands: n / 2 sums, four registers of a, the descriptor, and four constants.
+// The operands: n / 2 sums, four registers of a, the descriptor, and four constants: whether sums are added to, two signs,
+// whether b is turned.
 template <u32 N, class... Operands>
 void multiply_asynchronously(Operands&... operands) {
     void* all[] = {const_cast<void*>(static_cast<const void*>(&operands))...};
@@ -428,8 +441,15 @@ void multiply_asynchronously(Operands&... operands) {
     const u32* const a[] = {static_cast<u32*>(all[N / 2]), static_cast<u32*>(all[N / 2 + 1]),
                             static_cast<u32*>(all[N / 2 + 2]), static_cast<u32*>(all[N / 2 + 3])};
     const auto pair = [](u32 low, u32 high) { return u64(high) << 32 | low; };
-    emulated::together(~0u, [](emulated::Words words) { multiply_warpgroup(words, N); }, pair(*a[0], *a[1]),
-                       pair(*a[2], *a[3]), *static_cast<u64*>(all[N / 2 + 4]), reinterpret_cast<u64>(all));
+    const bool adds = *static_cast<int*>(all[N / 2 + 5]), turned = *static_cast<int*>(all[N / 2 + 8]);
+    const u64 b = *static_cast<u64*>(all[N / 2 + 4]), to = reinterpret_cast<u64>(all);
+    const u64 low = pair(*a[0], *a[1]), high = pair(*a[2], *a[3]);
+    if (turned)
+        emulated::together(~0u, [](emulated::Words words) { multiply_warpgroup(words, N, true, true); }, low, high, b, to);
+    else if (adds)
+        emulated::together(~0u, [](emulated::Words words) { multiply_warpgroup(words, N, true, false); }, low, high, b, to);
+    else
+        emulated::together(~0u, [](emulated::Words words) { multiply_warpgroup(words, N, false, false); }, low, high, b, to);
 }
 
 #define EMULATED_WGMMA(N)                                                                          \

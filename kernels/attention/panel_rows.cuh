@@ -1,0 +1,286 @@
+// 64 rows of a key head's queries, in the registers of a warpgroup, and what is summed up for them over panels (panels.cuh).
+//
+//   scores [rows x tokens] = Q K^T      operand A: queries      operand B: keys, a row each
+//   sums [rows x channels] += P V       operand A: weights      operand B: values, turned
+//
+// Weights are as in bucket.cuh. Scores of the next panel are multiplied in front of this one's sums, so that the tensor cores
+// have these to do while weights are worked out:
+//
+//   tensor cores:   scores 1, sums 0   | scores 2, sums 1   | ...
+//   warpgroup:           weights 1          weights 2
+//
+// With lane = 4 g + i a lane has rows g and g + 8 of its warp's 16, of scores tokens 8 n + 2 i and the one behind.
+#pragma once
+#include "bucket.cuh"
+#include "panels.cuh"
+
+#if __CUDA_ARCH__ == 900
+struct PanelRows {
+    static constexpr int STEPS = CUQUANT_DIM / 16, TOKENS = PANEL_TOKENS;
+    static_assert(GROUPS == 2 && HALVES == 1 && COLUMNS == 2, "a warp has 16 rows, each channel a float16 number");
+
+    const Attention& p;
+    const PanelRing& ring;
+    const int sequence, head, first_row, lane, g, i;  // the warp's first row
+    u32 a[STEPS][4];                                  // queries
+    float o[1][CUQUANT_DIM / 2], s[1][TOKENS / 2];
+    u32 w[TOKENS / 16][4];       // weights as operand A
+    float weights[TOKENS / 2];  // those that are multiplied next: `w` may still be read
+    float scale[2], reference[2], total[2];
+    int last[2];
+    u32 seen;  // bits of scores that are not hidden
+
+    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int lane)
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), lane(lane), g(lane / 4), i(lane % 4) {}
+
+    // `writes`: queries are left for `importance`.
+    DEVICE void begin(const Given& given, bool writes) {
+        Queries q;
+        q.take(p, given, sequence, head, first_row, writes, lane);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+#pragma unroll
+            for (int u = 0; u < PAIRS; u++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32 x[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) x[j] = q.b[0][n][u][half * 4 + j];
+                    turn(x);
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        if (j * PAIRS + u < STEPS) a[j * PAIRS + u][n + 2 * half] = x[j];
+                }
+            scale[n] = of_row(q.scale[n]);
+            last[n] = CUQUANT_MASKED ? of_row(q.last[n]) : 0x7fffffff;
+            reference[n] = Queries::LEAST, total[n] = 0;
+        }
+#pragma unroll
+        for (int m = 0; m < CUQUANT_DIM / 2; m++) o[0][m] = 0;
+    }
+
+    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on.
+    DEVICE void run(int panels, int panel, int apart) {
+        if (panel >= panels) return;
+        PanelPlace place;
+        int before = -1;  // slot of the values that sums may still read
+        place.advance(panel * 2);
+        multiply_keys(place);
+        wgmma_commit();  // nothing
+#pragma unroll 1
+        while (true) {
+            wgmma_wait<1>();
+            find_weights(place, [&] {
+                wgmma_wait<0>();
+                barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
+            });
+#pragma unroll
+            for (int k = 0; k < TOKENS / 16; k++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) w[k][c] = pack(weights[k * 8 + c * 2], weights[k * 8 + c * 2 + 1], FLOAT16);
+            const int values = place.at + 1;
+            panel += apart;
+            if (panel >= panels) break;
+            place.advance(apart * 2);
+            multiply_keys(place);
+            multiply_values(values);
+            before = values;
+        }
+        multiply_values(place.at + 1);
+        wgmma_wait<0>();
+        pin(o);
+    }
+
+    // To shared memory: rows of the warp, `WIDTH` numbers apart; and their references and sums of weights.
+    static constexpr int WIDTH = CUQUANT_DIM + 4;  // so that rows begin in other banks
+    DEVICE void store(float* sums, float2* weights) {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            float all = total[n];
+            all += __shfl_xor_sync(~0u, all, 1);
+            all += __shfl_xor_sync(~0u, all, 2);
+            if (i == 0) weights[n * 8 + g] = make_float2(reference[n], all);
+            float* const row = sums + (n * 8 + g) * WIDTH;
+#pragma unroll
+            for (int m = 0; m < CUQUANT_DIM / 8; m++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) row[m / 2 * 16 + m % 2 * 4 + i + c * 8] = o[0][m * 4 + n * 2 + c];
+        }
+    }
+
+private:
+    // Of row g, from the lane that has rows 2 i and 2 i + 1.
+    template <class T>
+    DEVICE T of_row(const T (&two)[2]) const {
+        const int from = lane / 4 * 4 + g / 2;
+        const T even = __shfl_sync(~0u, two[0], from), odd = __shfl_sync(~0u, two[1], from);
+        return g % 2 ? odd : even;
+    }
+
+    // A 4 x 4 matrix of a lane's registers and four lanes.
+    DEVICE void turn(u32 (&x)[4]) const {
+#pragma unroll
+        for (int bit = 1; bit < 4; bit *= 2)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                if (j & bit) continue;
+                const bool upper = i & bit;
+                const u32 other = __shfl_xor_sync(~0u, upper ? x[j] : x[j | bit], bit);
+                (upper ? x[j] : x[j | bit]) = other;
+            }
+    }
+
+    // What describes an operand of rows of 128 bytes, eight of which are 1024; for values, blocks of 64 channels lie PANEL_ROWS
+    // apart.
+    static DEVICE u64 described(u32 address, int apart) {
+        return u64(address >> 4) | u64(apart >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
+    }
+
+    DEVICE void multiply_keys(const PanelPlace& place) {
+        barrier_wait(ring.full + place.at * 8, place.parity);
+        const u64 keys = described(ring.slot(place.at), 16);
+        pin(a), pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const u64 step = keys + (k / 4 * PANEL_ROWS >> 4) + k % 4 * 2;
+            if (k == 0)
+                Wgmma<TOKENS>::set(s[0], a[k], step);
+            else
+                Wgmma<TOKENS>::add(s[0], a[k], step);
+        }
+        wgmma_commit();
+    }
+
+    DEVICE void multiply_values(int slot) {
+        const u64 values = described(ring.slot(slot), PANEL_ROWS);
+        pin(w), pin(o);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; k++) Wgmma<CUQUANT_DIM>::add_turned(o[0], w[k], values + (k * 16 * 128 >> 4));
+        wgmma_commit();
+    }
+
+    // Weights of the panel whose scores are there. `before` waits until sums, and references, may be changed.
+    template <class F>
+    DEVICE void find_weights(const PanelPlace& place, F before) {
+        pin(s);
+        barrier_arrive(ring.empty + place.at * 8, elected());
+        barrier_wait(ring.full + (place.at + 1) * 8, place.parity);
+        const About& about = ring.about[place.at / 2];
+        if (CUQUANT_MASKED && p.mask_dtype != NO_MASK)
+            finish_weights<BY_MASK>(about, before);
+        else if (about.hidden[0] | about.hidden[1])
+            finish_weights<BY_SLOT>(about, before);
+        else
+            finish_weights<NONE>(about, before);
+    }
+
+    // What hides tokens. Where any may be hidden, `weights` has scores first, and `s` stays as it is: the compiler wants it so
+    // while products are under way.
+    enum Hiding { NONE, BY_SLOT, BY_MASK };
+
+    template <Hiding HIDING, class F>
+    DEVICE void finish_weights(const About& about, F before) {
+        float gained[2];
+        if (HIDING != NONE) hide<HIDING>(about);
+        const float most = weigh<HIDING, false>(about, gained);
+        before();
+        if (__any_sync(~0u, most > MOST_WEIGHT)) {
+            if (HIDING != NONE) hide<HIDING>(about);
+            move_references<HIDING>(about);
+            weigh<HIDING, true>(about, gained);
+        }
+        total[0] += gained[0], total[1] += gained[1];
+    }
+
+    static DEVICE float2 of_tokens(const float (&numbers)[TOKENS], int at) {
+        return *reinterpret_cast<const float2*>(numbers + at);
+    }
+
+    // In two roundings: what the reference is made of, to the bit.
+    DEVICE float score(float product, float k_scale, int n) const { return __fmul_rn(__fmul_rn(product, k_scale), scale[n]); }
+
+    // Weights, what they add to the rows' sums, and the largest of this lane. SPOILS: infinite scales of values become
+    // NaN.
+    template <Hiding HIDING, bool SPOILS>
+    DEVICE float weigh(const About& about, float (&gained)[2]) {
+        float most = 0;
+        gained[0] = gained[1] = 0;
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) {
+            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i), v = of_tokens(about.v_scale, m * 8 + 2 * i);
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const int at = m * 4 + n * 2 + c;
+                    float& own = weights[at];
+                    const float x = HIDING != NONE ? own : score(s[0][at], c ? k.y : k.x, n);
+                    const float share = exp2_of(__fadd_rn(x, -reference[n]));
+                    const float given = c ? v.y : v.x;
+                    own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
+                    if (HIDING != NONE) own = seen >> at & 1 ? own : 0;
+                    gained[n] += share;
+                    most = fmaxf(most, fabsf(own));
+                }
+            }
+        }
+        return most;
+    }
+
+    // Scores, of which those that are not seen become -infinity.
+    template <Hiding HIDING>
+    DEVICE void hide(const About& about) {
+        seen = 0;
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) {
+            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i);
+            const int2 slots = *reinterpret_cast<const int2*>(about.slots + m * 8 + 2 * i);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const int at = m * 4 + n * 2 + c, slot = c ? slots.y : slots.x;
+                    float own = score(s[0][at], c ? k.y : k.x, n);
+                    bool visible = slot >= 0 && slot <= last[n];
+                    if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
+                    weights[at] = visible ? own : -INFINITE;
+                    seen |= u32(visible) << at;
+                }
+        }
+    }
+
+    // As in bucket.cuh.
+    template <Hiding HIDING>
+    DEVICE void move_references(const About& about) {
+        pin(o);
+        float most[2] = {-INFINITE, -INFINITE};
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) {
+            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i), v = of_tokens(about.v_scale, m * 8 + 2 * i);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const float size = fabsf(c ? v.y : v.x), lift = size < INFINITE ? log2_of(size) : 0;
+#pragma unroll
+                for (int n = 0; n < 2; n++) {
+                    const int at = m * 4 + n * 2 + c;
+                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[at] : score(s[0][at], c ? k.y : k.x, n)) + lift);
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 1));
+            most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 2));
+            const float moved = most[n] - reference[n] > log2_of(MOST_WEIGHT) ? most[n] - HEADROOM : reference[n];
+            const float factor = exp2_of(reference[n] - moved);
+            reference[n] = moved;
+            total[n] *= factor;
+#pragma unroll
+            for (int m = 0; m < CUQUANT_DIM / 8; m++) o[0][m * 4 + n * 2] *= factor, o[0][m * 4 + n * 2 + 1] *= factor;
+        }
+        pin(o);
+    }
+};
+#endif

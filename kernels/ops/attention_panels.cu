@@ -1,0 +1,106 @@
+// Attention of many queries (sm_90a): every block has a share of one sequence's tokens, all its buckets, of one key head, and 64
+// or 128 of its rows of queries. One warpgroup converts the tokens' codes to float16 numbers in shared memory, once for all rows,
+// and two multiply: each has 64 rows, or every other panel of the same 64 (STREAMS). Then `merge` adds up the shares of each
+// sequence, in order, as behind ops/attention.cu.
+#include "../attention/combine.cuh"
+#include "../attention/panel_rows.cuh"
+
+#if __CUDA_ARCH__ == 900
+constexpr int MULTIPLYING = 2 * WARPGROUP, STREAMS = CUQUANT_STREAMS, BLOCK_ROWS = 128 / STREAMS;
+// Registers of a thread: those that convert leave theirs to the others.
+constexpr int CONVERTING_REGISTERS = 56, MULTIPLYING_REGISTERS = 224;
+static_assert(CONVERTING_REGISTERS + 2 * MULTIPLYING_REGISTERS <= 3 * 168, "else multiplying warps wait for ever");
+
+// What a warpgroup leaves in shared memory, in the place of panels, when all have been read.
+struct Left {
+    float o[64][PanelRows::WIDTH];
+    float2 weight[64];
+
+    struct Row {
+        const float2* weight;
+        const float* o;
+    };
+};
+static_assert(2 * sizeof(Left) <= PANEL_SLOTS * PANEL, "there is room");
+
+DEVICE Left& left_by(int warpgroup) { return reinterpret_cast<Left*>(dynamic_shared())[warpgroup]; }
+
+// The tokens of all buckets, in panels.
+template <int TIER = 0>
+DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& share, int head, int least_last, PanelPlace& place) {
+    if constexpr (has_tier(TIER)) {
+        const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
+        if (begin < end)
+            Converter<bits_of(TIER)>(p, p.tiers[TIER], ring, share.sequence, head, begin, end, least_last,
+                                     threadIdx.x - MULTIPLYING).run(place);
+    }
+    if constexpr (TIER + 1 < TIERS) convert<TIER + 1>(p, ring, share, head, least_last, place);
+}
+
+DEVICE int panels_of(const Share& share) {
+    int panels = 0;
+#pragma unroll
+    for (int t = 0; t < TIERS; t++)
+        if (has_tier(t)) panels += max(0, share.cuts[1][t] - share.cuts[0][t] + PANEL_TOKENS - 1) / PANEL_TOKENS;
+    return panels;
+}
+
+// Tokens up to this slot are seen by all of a sequence's queries.
+DEVICE int least_last_of(const Attention& p, int sequence) {
+    int least = 0x7fffffff;
+    if (CUQUANT_MASKED)
+        for (int position = 0; position < (p.positions ? p.q_len : 1); position++)
+            least = min(least, last_seen(p, sequence, position));
+    return least;
+}
+
+// Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
+extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1) attention(const __grid_constant__ Attention p) {
+    __shared__ Share share;
+    __shared__ __align__(8) u64 barriers[2 * PANEL_SLOTS];
+    __shared__ __align__(16) About about[PANEL_SLOTS / 2];
+    const PanelRing ring{shared_address(dynamic_shared()), shared_address(barriers), shared_address(barriers + PANEL_SLOTS), about};
+    const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
+    if (threadIdx.x < PANEL_SLOTS) {
+        barrier_init(ring.full + threadIdx.x * 8, WARPGROUP);
+        barrier_init(ring.empty + threadIdx.x * 8, MULTIPLYING / WARP / STREAMS);
+        barrier_init_fence();
+    }
+    wait_for_predecessor();
+    if (warp == 0) {
+        const bool single = p.batch == 1;
+        const Lengths lengths(p, single ? 0 : lane);
+        if (single)
+            share.find_single(p, lengths, blockIdx.x, lane);
+        else
+            share.find(p, lengths, blockIdx.x, lane);
+    }
+    __syncthreads();
+    let_successor_start();
+    if (share.sequence < 0) return;
+    const int head = blockIdx.z;
+    if (warp >= MULTIPLYING / WARP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
+        PanelPlace place;
+        convert(p, ring, share, head, least_last_of(p, share.sequence), place);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
+    const int warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
+    const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
+    Given given(p, share.sequence, head, first_row + own_row, lane);
+    given.ask();
+    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, lane);
+    rows.begin(given, p.queries && share.split == 0 && stream == 0);
+    rows.run(panels_of(share), stream, STREAMS);
+    warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
+    rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
+    warpgroups_sync<MULTIPLYING>(EVERYONE);
+    const int count = min(BLOCK_ROWS, rows_of(p) - first_row);
+    for (int row = warp; row < count; row += MULTIPLYING / WARP)
+        combine<STREAMS>(p, share, head * rows_of(p) + first_row + row, lane, [&](int k) {
+            const Left& own = left_by(STREAMS == 2 ? k : row / 64);
+            return Left::Row{own.weight + row % 64, own.o[row % 64]};
+        });
+}
+#endif
