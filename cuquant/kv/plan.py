@@ -212,7 +212,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         for entry, size in (("attention", shared), ("merge", 0))
     )
     return Launch(
-        Plan(attention, (budget + shape.batch - 1, tiles, shape.kv_heads), 3 * 4 * WARP, shared, overlaps=True),
+        Plan(attention, (budget + shape.batch - 1, tiles, shape.kv_heads), 4 * 4 * WARP, shared, overlaps=True),
         _merge(merge, shape, 1, multiprocessors),
         budget,
         LEAST,

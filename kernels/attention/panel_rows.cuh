@@ -170,7 +170,7 @@ private:
         const About& about = ring.about[place.at / 2];
         if (CUQUANT_MASKED && p.mask_dtype != NO_MASK)
             finish_weights<BY_MASK>(about, before);
-        else if (about.hidden[0] | about.hidden[1])
+        else if (about.hidden[0] | about.hidden[1])  // of keys' two warps
             finish_weights<BY_SLOT>(about, before);
         else
             finish_weights<NONE>(about, before);
@@ -180,13 +180,16 @@ private:
     // while products are under way.
     enum Hiding { NONE, BY_SLOT, BY_MASK };
 
+    // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
     template <Hiding HIDING, class F>
     DEVICE void finish_weights(const About& about, F before) {
         float gained[2];
         if (HIDING != NONE) hide<HIDING>(about);
-        const float most = weigh<HIDING, false>(about, gained);
+        weigh<HIDING, false>(about, gained);
         before();
-        if (__any_sync(~0u, most > MOST_WEIGHT)) {
+        const float4 of_warps = *reinterpret_cast<const float4*>(about.largest);
+        const float largest = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
+        if (__any_sync(~0u, fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT)) {
             if (HIDING != NONE) hide<HIDING>(about);
             move_references<HIDING>(about);
             weigh<HIDING, true>(about, gained);
@@ -194,39 +197,29 @@ private:
         total[0] += gained[0], total[1] += gained[1];
     }
 
-    static DEVICE float2 of_tokens(const float (&numbers)[TOKENS], int at) {
-        return *reinterpret_cast<const float2*>(numbers + at);
-    }
-
-    // In two roundings: what the reference is made of, to the bit.
     DEVICE float score(float product, float k_scale, int n) const { return __fmul_rn(__fmul_rn(product, k_scale), scale[n]); }
 
-    // Weights, what they add to the rows' sums, and the largest of this lane. SPOILS: infinite scales of values become
-    // NaN.
+    // Weights, and what they add to the rows' sums. SPOILS: infinite scales of values become NaN.
     template <Hiding HIDING, bool SPOILS>
-    DEVICE float weigh(const About& about, float (&gained)[2]) {
-        float most = 0;
+    DEVICE void weigh(const About& about, float (&gained)[2]) {
         gained[0] = gained[1] = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
-            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i), v = of_tokens(about.v_scale, m * 8 + 2 * i);
+            const float4 scales = about.scales[m * 4 + i];
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
+            for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int at = m * 4 + n * 2 + c;
                     float& own = weights[at];
-                    const float x = HIDING != NONE ? own : score(s[0][at], c ? k.y : k.x, n);
-                    const float share = exp2_of(__fadd_rn(x, -reference[n]));
-                    const float given = c ? v.y : v.x;
+                    const float share = exp2_of(HIDING != NONE ? __fadd_rn(own, -reference[n])
+                                                               : fmaf(s[0][at] * (c ? scales.y : scales.x), scale[n], -reference[n]));
+                    const float given = c ? scales.w : scales.z;
                     own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
                     if (HIDING != NONE) own = seen >> at & 1 ? own : 0;
                     gained[n] += share;
-                    most = fmaxf(most, fabsf(own));
                 }
-            }
         }
-        return most;
     }
 
     // Scores, of which those that are not seen become -infinity.
@@ -235,14 +228,14 @@ private:
         seen = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
-            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i);
+            const float4 scales = about.scales[m * 4 + i];
             const int2 slots = *reinterpret_cast<const int2*>(about.slots + m * 8 + 2 * i);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int at = m * 4 + n * 2 + c, slot = c ? slots.y : slots.x;
-                    float own = score(s[0][at], c ? k.y : k.x, n);
+                    float own = score(s[0][at], c ? scales.y : scales.x, n);
                     bool visible = slot >= 0 && slot <= last[n];
                     if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
                     weights[at] = visible ? own : -INFINITE;
@@ -251,21 +244,22 @@ private:
         }
     }
 
-    // As in bucket.cuh.
+    // The largest weight of those who move is 2^8: room for a sum of 16, and for scales that differ.
+    static constexpr float ROOM_ABOVE = 8;
     template <Hiding HIDING>
     DEVICE void move_references(const About& about) {
         pin(o);
         float most[2] = {-INFINITE, -INFINITE};
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
-            const float2 k = of_tokens(about.k_scale, m * 8 + 2 * i), v = of_tokens(about.v_scale, m * 8 + 2 * i);
+            const float4 scales = about.scales[m * 4 + i];
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const float size = fabsf(c ? v.y : v.x), lift = size < INFINITE ? log2_of(size) : 0;
+                const float size = fabsf(c ? scales.w : scales.z), lift = size < INFINITE ? log2_of(size) : 0;
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     const int at = m * 4 + n * 2 + c;
-                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[at] : score(s[0][at], c ? k.y : k.x, n)) + lift);
+                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[at] : score(s[0][at], c ? scales.y : scales.x, n)) + lift);
                 }
             }
         }
@@ -273,7 +267,7 @@ private:
         for (int n = 0; n < 2; n++) {
             most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 1));
             most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 2));
-            const float moved = most[n] - reference[n] > log2_of(MOST_WEIGHT) ? most[n] - HEADROOM : reference[n];
+            const float moved = fmaxf(reference[n], most[n] - ROOM_ABOVE);
             const float factor = exp2_of(reference[n] - moved);
             reference[n] = moved;
             total[n] *= factor;

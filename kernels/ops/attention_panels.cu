@@ -1,15 +1,15 @@
 // Attention of many queries (sm_90a): every block has a share of one sequence's tokens, all its buckets, of one key head, and 64
-// or 128 of its rows of queries. One warpgroup converts the tokens' codes to float16 numbers in shared memory, once for all rows,
+// or 128 of its rows of queries. Two warpgroups convert the tokens' codes to float16 numbers in shared memory, once for all rows,
 // and two multiply: each has 64 rows, or every other panel of the same 64 (STREAMS). Then `merge` adds up the shares of each
 // sequence, in order, as behind ops/attention.cu.
 #include "../attention/combine.cuh"
 #include "../attention/panel_rows.cuh"
 
 #if __CUDA_ARCH__ == 900
-constexpr int MULTIPLYING = 2 * WARPGROUP, STREAMS = CUQUANT_STREAMS, BLOCK_ROWS = 128 / STREAMS;
+constexpr int MULTIPLYING = 2 * WARPGROUP, THREADS = 4 * WARPGROUP, STREAMS = CUQUANT_STREAMS, BLOCK_ROWS = 128 / STREAMS;
 // Registers of a thread: those that convert leave theirs to the others.
-constexpr int CONVERTING_REGISTERS = 56, MULTIPLYING_REGISTERS = 224;
-static_assert(CONVERTING_REGISTERS + 2 * MULTIPLYING_REGISTERS <= 3 * 168, "else multiplying warps wait for ever");
+constexpr int CONVERTING_REGISTERS = 56, MULTIPLYING_REGISTERS = 200;
+static_assert(CONVERTING_REGISTERS + MULTIPLYING_REGISTERS <= 2 * 128, "else multiplying warps wait for ever");
 
 // What a warpgroup leaves in shared memory, in the place of panels, when all have been read.
 struct Left {
@@ -25,16 +25,16 @@ static_assert(2 * sizeof(Left) <= PANEL_SLOTS * PANEL, "there is room");
 
 DEVICE Left& left_by(int warpgroup) { return reinterpret_cast<Left*>(dynamic_shared())[warpgroup]; }
 
-// The tokens of all buckets, in panels.
-template <int TIER = 0>
-DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& share, int head, int least_last, PanelPlace& place) {
+// Keys or values of all buckets, in panels.
+template <bool VALUES, int TIER = 0>
+DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& share, int least_last, PanelPlace place) {
     if constexpr (has_tier(TIER)) {
         const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
         if (begin < end)
-            Converter<bits_of(TIER)>(p, p.tiers[TIER], ring, share.sequence, head, begin, end, least_last,
-                                     threadIdx.x - MULTIPLYING).run(place);
+            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last,
+                                             threadIdx.x % WARPGROUP).run(place);
     }
-    if constexpr (TIER + 1 < TIERS) convert<TIER + 1>(p, ring, share, head, least_last, place);
+    if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, place);
 }
 
 DEVICE int panels_of(const Share& share) {
@@ -55,7 +55,7 @@ DEVICE int least_last_of(const Attention& p, int sequence) {
 }
 
 // Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
-extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1) attention(const __grid_constant__ Attention p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Share share;
     __shared__ __align__(8) u64 barriers[2 * PANEL_SLOTS];
     __shared__ __align__(16) About about[PANEL_SLOTS / 2];
@@ -78,15 +78,19 @@ extern "C" __global__ void __launch_bounds__(3 * WARPGROUP, 1) attention(const _
     __syncthreads();
     let_successor_start();
     if (share.sequence < 0) return;
-    const int head = blockIdx.z;
     if (warp >= MULTIPLYING / WARP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
         PanelPlace place;
-        convert(p, ring, share, head, least_last_of(p, share.sequence), place);
+        if (warp < (MULTIPLYING + WARPGROUP) / WARP) {
+            convert<false>(p, ring, share, 0, place);
+        } else {
+            place.at = 1;
+            convert<true>(p, ring, share, least_last_of(p, share.sequence), place);
+        }
         return;
     }
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
-    const int warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
+    const int head = blockIdx.z, warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
     Given given(p, share.sequence, head, first_row + own_row, lane);
     given.ask();
