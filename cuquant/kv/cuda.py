@@ -71,7 +71,7 @@ class _Planned(NamedTuple):
 @lru_cache(maxsize=1024)
 def _planned(given: _Given) -> _Planned:
     batch, q_len, heads, dim = given.q
-    masked = given.mask is not None or (given.causal and (q_len > 1 or given.positions))
+    masked = 2 if given.mask is not None else int(given.causal and (q_len > 1 or given.positions))
     halves = 2 if given.q_dtype == np.float32 else 1
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = given.gpu.multiprocessors

@@ -77,7 +77,8 @@ class Launch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. `halves`: float16 numbers that a query's channel becomes."""
+    """What a launch depends on. `masked`: whether tokens may be hidden, and 2 where a mask says so. `halves`: float16
+    numbers that a query's channel becomes."""
 
     batch: int
     q_len: int
@@ -85,7 +86,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     bits: tuple[int, ...]
-    masked: bool
+    masked: int
     halves: int
 
     @property
@@ -99,10 +100,10 @@ def padded(head_dim: int) -> int:
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
-def slot(bits: int, head_dim: int, masked: bool) -> int:
+def slot(bits: int, head_dim: int, masked: int) -> int:
     """Bytes of half a step in a warp's ring: `Layout` in kernels/attention/ring.cuh."""
     tokens = 16 if bits >= 8 else 32
-    return ceil(tokens * (padded(head_dim) * bits / 8 + 8 + 4 * masked) / 16) * 16
+    return ceil(tokens * (padded(head_dim) * bits / 8 + 8 + 4 * (masked > 0)) / 16) * 16
 
 
 def box_tokens(bits: int) -> int:
@@ -155,7 +156,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "GROUPS": groups,
         "HALVES": shape.halves,
         "SPREAD": int(spread),
-        "MASKED": int(shape.masked),
+        "MASKED": int(shape.masked > 0),
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": block_heads,
         "WARPS": warps,
@@ -197,7 +198,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "GROUPS": 2,
         "HALVES": 1,
         "SPREAD": 0,
-        "MASKED": int(shape.masked),
+        "MASKED": shape.masked,
         "HEADS": shape.kv_heads,
         "RING": 0,
         "BOXES": 0,

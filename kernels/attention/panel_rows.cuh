@@ -24,8 +24,8 @@ struct PanelRows {
     const int sequence, head, first_row, lane, g, i;  // the warp's first row
     u32 a[STEPS][4];                                  // queries
     float o[1][CUQUANT_DIM / 2], s[1][TOKENS / 2];
-    u32 w[TOKENS / 16][4];       // weights as operand A
-    float weights[TOKENS / 2];  // those that are multiplied next: `w` may still be read
+    u32 w[TOKENS / 16][4];         // weights as operand A
+    float weights[1][TOKENS / 2];  // those that are multiplied next: `w` may still be read
     float scale[2], reference[2], total[2];
     int last[2];
     u32 seen;  // bits of scores that are not hidden
@@ -69,24 +69,20 @@ struct PanelRows {
         wgmma_commit();  // nothing
 #pragma unroll 1
         while (true) {
-            wgmma_wait<1>();
-            find_weights(place, [&] {
-                wgmma_wait<0>();
-                barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
-            });
+            barrier_wait(ring.full + (place.at + 1) * 8, place.parity);
+            find_weights(place, before);
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++)
 #pragma unroll
-                for (int c = 0; c < 4; c++) w[k][c] = pack(weights[k * 8 + c * 2], weights[k * 8 + c * 2 + 1], FLOAT16);
-            const int values = place.at + 1;
+                for (int c = 0; c < 4; c++) w[k][c] = pack(weights[0][k * 8 + c * 2], weights[0][k * 8 + c * 2 + 1], FLOAT16);
+            before = place.at + 1;
             panel += apart;
             if (panel >= panels) break;
             place.advance(apart * 2);
             multiply_keys(place);
-            multiply_values(values);
-            before = values;
+            multiply_values(before);
         }
-        multiply_values(place.at + 1);
+        multiply_values(before);
         wgmma_wait<0>();
         pin(o);
     }
@@ -161,39 +157,43 @@ private:
         wgmma_commit();
     }
 
-    // Weights of the panel whose scores are there. `before` waits until sums, and references, may be changed.
-    template <class F>
-    DEVICE void find_weights(const PanelPlace& place, F before) {
+    // What hides tokens. Where any may be hidden, `weights` has scores first, and `s` stays as it is: the compiler wants it so
+    // while products are under way.
+    enum Hiding { NONE, BY_SLOT, BY_MASK };
+
+    // Weights of a panel whose scores are multiplied. Then sums of the one before are there, whose values are in slot `before`.
+    DEVICE void find_weights(const PanelPlace& place, int before) {
+        const About& about = ring.about[place.at / 2];
+        const bool hides = about.hidden[0] | about.hidden[1];  // of keys' two warps
+        wgmma_wait<1>();
         pin(s);
         barrier_arrive(ring.empty + place.at * 8, elected());
-        barrier_wait(ring.full + (place.at + 1) * 8, place.parity);
-        const About& about = ring.about[place.at / 2];
-        if (CUQUANT_MASKED && p.mask_dtype != NO_MASK)
+        if (CUQUANT_MASKED == 2)
             finish_weights<BY_MASK>(about, before);
-        else if (about.hidden[0] | about.hidden[1])  // of keys' two warps
+        else if (__builtin_expect(hides, 0))
             finish_weights<BY_SLOT>(about, before);
         else
             finish_weights<NONE>(about, before);
     }
 
-    // What hides tokens. Where any may be hidden, `weights` has scores first, and `s` stays as it is: the compiler wants it so
-    // while products are under way.
-    enum Hiding { NONE, BY_SLOT, BY_MASK };
-
     // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
-    template <Hiding HIDING, class F>
-    DEVICE void finish_weights(const About& about, F before) {
+    template <Hiding HIDING>
+    DEVICE void finish_weights(const About& about, int before) {
         float gained[2];
         if (HIDING != NONE) hide<HIDING>(about);
         weigh<HIDING, false>(about, gained);
-        before();
         const float4 of_warps = *reinterpret_cast<const float4*>(about.largest);
         const float largest = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
-        if (__any_sync(~0u, fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT)) {
+        // What is worked out in front of this branch stays there, and does not wait for sums.
+        if (__builtin_expect(__any_sync(~0u, fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT), 0)) {
+            wgmma_wait<0>();
             if (HIDING != NONE) hide<HIDING>(about);
             move_references<HIDING>(about);
             weigh<HIDING, true>(about, gained);
         }
+        pin(weights);
+        wgmma_wait<0>();
+        barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
         total[0] += gained[0], total[1] += gained[1];
     }
 
@@ -211,7 +211,7 @@ private:
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int at = m * 4 + n * 2 + c;
-                    float& own = weights[at];
+                    float& own = weights[0][at];
                     const float share = exp2_of(HIDING != NONE ? __fadd_rn(own, -reference[n])
                                                                : fmaf(s[0][at] * (c ? scales.y : scales.x), scale[n], -reference[n]));
                     const float given = c ? scales.w : scales.z;
@@ -238,7 +238,7 @@ private:
                     float own = score(s[0][at], c ? scales.y : scales.x, n);
                     bool visible = slot >= 0 && slot <= last[n];
                     if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
-                    weights[at] = visible ? own : -INFINITE;
+                    weights[0][at] = visible ? own : -INFINITE;
                     seen |= u32(visible) << at;
                 }
         }
@@ -259,7 +259,7 @@ private:
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     const int at = m * 4 + n * 2 + c;
-                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[at] : score(s[0][at], c ? scales.y : scales.x, n)) + lift);
+                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[0][at] : score(s[0][at], c ? scales.y : scales.x, n)) + lift);
                 }
             }
         }

@@ -8,7 +8,7 @@
 #if __CUDA_ARCH__ == 900
 constexpr int MULTIPLYING = 2 * WARPGROUP, THREADS = 4 * WARPGROUP, STREAMS = CUQUANT_STREAMS, BLOCK_ROWS = 128 / STREAMS;
 // Registers of a thread: those that convert leave theirs to the others.
-constexpr int CONVERTING_REGISTERS = 56, MULTIPLYING_REGISTERS = 200;
+constexpr int CONVERTING_REGISTERS = 48, MULTIPLYING_REGISTERS = 208;
 static_assert(CONVERTING_REGISTERS + MULTIPLYING_REGISTERS <= 2 * 128, "else multiplying warps wait for ever");
 
 // What a warpgroup leaves in shared memory, in the place of panels, when all have been read.
@@ -60,7 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     __shared__ __align__(8) u64 barriers[2 * PANEL_SLOTS];
     __shared__ __align__(16) About about[PANEL_SLOTS / 2];
     const PanelRing ring{shared_address(dynamic_shared()), shared_address(barriers), shared_address(barriers + PANEL_SLOTS), about};
-    const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
+    const int warp = uniform(threadIdx.x / WARP);
+    int lane = threadIdx.x % WARP;
+    asm volatile("" : "+r"(lane));  // opaque, lest it be worked out anew in the loop
     if (threadIdx.x < PANEL_SLOTS) {
         barrier_init(ring.full + threadIdx.x * 8, WARPGROUP);
         barrier_init(ring.empty + threadIdx.x * 8, MULTIPLYING / WARP / STREAMS);
