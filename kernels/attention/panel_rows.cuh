@@ -23,9 +23,9 @@ struct PanelRows {
     const PanelRing& ring;
     const int sequence, head, first_row, lane, g, i;  // the warp's first row
     u32 a[STEPS][4];                                  // queries
-    float o[1][CUQUANT_DIM / 2], s[1][TOKENS / 2];
-    u32 w[TOKENS / 16][4];         // weights as operand A
-    float weights[1][TOKENS / 2];  // those that are multiplied next: `w` may still be read
+    float o[1][CUQUANT_DIM / 2];
+    float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
+    u32 w[TOKENS / 16][4];  // weights as operand A
     float scale[2], reference[2], total[2];
     int last[2];
     u32 seen;  // bits of scores that are not hidden
@@ -74,7 +74,7 @@ struct PanelRows {
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++)
 #pragma unroll
-                for (int c = 0; c < 4; c++) w[k][c] = pack(weights[0][k * 8 + c * 2], weights[0][k * 8 + c * 2 + 1], FLOAT16);
+                for (int c = 0; c < 4; c++) w[k][c] = pack(s[0][k * 8 + c * 2], s[0][k * 8 + c * 2 + 1], FLOAT16);
             before = place.at + 1;
             panel += apart;
             if (panel >= panels) break;
@@ -157,43 +157,56 @@ private:
         wgmma_commit();
     }
 
-    // What hides tokens. Where any may be hidden, `weights` has scores first, and `s` stays as it is: the compiler wants it so
-    // while products are under way.
+    // What hides tokens.
     enum Hiding { NONE, BY_SLOT, BY_MASK };
 
     // Weights of a panel whose scores are multiplied. Then sums of the one before are there, whose values are in slot `before`.
     DEVICE void find_weights(const PanelPlace& place, int before) {
-        const About& about = ring.about[place.at / 2];
-        const bool hides = about.hidden[0] | about.hidden[1];  // of keys' two warps
+        const u32 about = ring.about(place.at);
+        const int4 hidden = load_shared(about + About::HIDDEN);
+        const bool hides = hidden.x | hidden.y | hidden.z | hidden.w;
+        float4 scales[TOKENS / 8];
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) scales[m] = floats(about + About::SCALES + i * 16 + m * 64);
+        const float4 of_warps = floats(about + About::LARGEST);
+        const float largest = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
         wgmma_wait<1>();
         pin(s);
-        barrier_arrive(ring.empty + place.at * 8, elected());
         if (CUQUANT_MASKED == 2)
-            finish_weights<BY_MASK>(about, before);
+            finish_weights<BY_MASK>(place, about, scales, largest, before);
         else if (__builtin_expect(hides, 0))
-            finish_weights<BY_SLOT>(about, before);
+            finish_weights<BY_SLOT>(place, about, scales, largest, before);
         else
-            finish_weights<NONE>(about, before);
+            finish_weights<NONE>(place, about, scales, largest, before);
+        barrier_arrive(ring.empty + place.at * 8, elected());
+        pin(s);
+        wgmma_wait<0>();
+        barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
+    }
+
+    using Scales = float4[TOKENS / 8];
+
+    static DEVICE float4 floats(u32 address) {
+        const int4 v = load_shared(address);
+        return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
     }
 
     // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
+    // What is worked out in front of that branch stays there, and does not wait for sums.
     template <Hiding HIDING>
-    DEVICE void finish_weights(const About& about, int before) {
+    DEVICE void finish_weights(const PanelPlace& place, u32 about, const Scales& scales, float largest, int before) {
         float gained[2];
-        if (HIDING != NONE) hide<HIDING>(about);
-        weigh<HIDING, false>(about, gained);
-        const float4 of_warps = *reinterpret_cast<const float4*>(about.largest);
-        const float largest = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
-        // What is worked out in front of this branch stays there, and does not wait for sums.
+        if (HIDING != NONE) hide<HIDING>(about, scales);
+        weigh<HIDING, false>(scales, gained);
         if (__builtin_expect(__any_sync(~0u, fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT), 0)) {
             wgmma_wait<0>();
-            if (HIDING != NONE) hide<HIDING>(about);
-            move_references<HIDING>(about);
-            weigh<HIDING, true>(about, gained);
+            multiply_keys(place);
+            wgmma_wait<0>();
+            pin(s);
+            if (HIDING != NONE) hide<HIDING>(about, scales);
+            move_references<HIDING>(scales);
+            weigh<HIDING, true>(scales, gained);
         }
-        pin(weights);
-        wgmma_wait<0>();
-        barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
         total[0] += gained[0], total[1] += gained[1];
     }
 
@@ -201,44 +214,41 @@ private:
 
     // Weights, and what they add to the rows' sums. SPOILS: infinite scales of values become NaN.
     template <Hiding HIDING, bool SPOILS>
-    DEVICE void weigh(const About& about, float (&gained)[2]) {
+    DEVICE void weigh(const Scales& scales, float (&gained)[2]) {
         gained[0] = gained[1] = 0;
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) {
-            const float4 scales = about.scales[m * 4 + i];
+        for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int at = m * 4 + n * 2 + c;
-                    float& own = weights[0][at];
+                    float& own = s[0][at];
+                    const float given = c ? scales[m].w : scales[m].z;
                     const float share = exp2_of(HIDING != NONE ? __fadd_rn(own, -reference[n])
-                                                               : fmaf(s[0][at] * (c ? scales.y : scales.x), scale[n], -reference[n]));
-                    const float given = c ? scales.w : scales.z;
+                                                               : fmaf(own * (c ? scales[m].y : scales[m].x), scale[n], -reference[n]));
                     own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
                     if (HIDING != NONE) own = seen >> at & 1 ? own : 0;
                     gained[n] += share;
                 }
-        }
     }
 
     // Scores, of which those that are not seen become -infinity.
     template <Hiding HIDING>
-    DEVICE void hide(const About& about) {
+    DEVICE void hide(u32 about, const Scales& scales) {
         seen = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
-            const float4 scales = about.scales[m * 4 + i];
-            const int2 slots = *reinterpret_cast<const int2*>(about.slots + m * 8 + 2 * i);
+            const u32 slots = about + About::SLOTS + (m * 8 + 2 * i) * 4;
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
-                    const int at = m * 4 + n * 2 + c, slot = c ? slots.y : slots.x;
-                    float own = score(s[0][at], c ? scales.y : scales.x, n);
+                    const int at = m * 4 + n * 2 + c, slot = load_shared_int(slots + c * 4);
+                    float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
                     bool visible = slot >= 0 && slot <= last[n];
                     if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
-                    weights[0][at] = visible ? own : -INFINITE;
+                    s[0][at] = visible ? own : -INFINITE;
                     seen |= u32(visible) << at;
                 }
         }
@@ -247,22 +257,20 @@ private:
     // The largest weight of those who move is 2^8: room for a sum of 16, and for scales that differ.
     static constexpr float ROOM_ABOVE = 8;
     template <Hiding HIDING>
-    DEVICE void move_references(const About& about) {
+    DEVICE void move_references(const Scales& scales) {
         pin(o);
         float most[2] = {-INFINITE, -INFINITE};
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) {
-            const float4 scales = about.scales[m * 4 + i];
+        for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const float size = fabsf(c ? scales.w : scales.z), lift = size < INFINITE ? log2_of(size) : 0;
+                const float size = fabsf(c ? scales[m].w : scales[m].z), lift = size < INFINITE ? log2_of(size) : 0;
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const int at = m * 4 + n * 2 + c;
-                    most[n] = fmaxf(most[n], (HIDING != NONE ? weights[0][at] : score(s[0][at], c ? scales.y : scales.x, n)) + lift);
+                    const float own = s[0][m * 4 + n * 2 + c];
+                    most[n] = fmaxf(most[n], (HIDING != NONE ? own : score(own, c ? scales[m].y : scales[m].x, n)) + lift);
                 }
             }
-        }
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 1));

@@ -8,7 +8,7 @@
 //   memory  -- copies, `AHEAD` panels -->  codes  -- converted -->  panels  -- products -->  scores, sums
 //
 // Numbers of a panel are codes, without their offset, or float16 numbers as they are; what they are multiplied by lies beside the
-// panels of values (`About`). Among 16 channels number 2 j is channel j, and 2 j + 1 channel 8 + j (`pairs`).
+// panels (`About`). Among 16 channels number 2 j is channel j, and 2 j + 1 channel 8 + j (`pairs`).
 #pragma once
 #include "../core/warpgroup.cuh"
 #include "split.cuh"
@@ -21,20 +21,29 @@ constexpr int PANEL = (CUQUANT_DIM + 63) / 64 * PANEL_ROWS;
 constexpr int PANEL_SLOTS = 8, CODES_AT = PANEL_SLOTS * PANEL;
 static_assert(CUQUANT_DIM % 32 == 0, "threads convert 32 channels");
 
-// What else is known of a panel's tokens.
+// What else is known of a panel's tokens, in shared memory, at so many bytes:
 struct About {
-    float4 scales[PANEL_TOKENS / 2];  // of two tokens: of their keys, of their values
-    int slots[PANEL_TOKENS];          // global ones, where somebody asks; negative where there is no token
-    u32 hidden[4];                    // whether a query may not see one, and the largest scale of values, as a warp knows it
-    float largest[4];
+    static constexpr int SCALES = 0;                      // of two tokens each: of their keys, of their values
+    static constexpr int SLOTS = PANEL_TOKENS * 8;        // global ones, where somebody asks; negative where there is no token
+    static constexpr int HIDDEN = SLOTS + PANEL_TOKENS * 4;  // whether a query may not see one, as each warp knows that converts keys
+    static constexpr int LARGEST = HIDDEN + 16;           // scale, as each of those knows that convert values
+    static constexpr int SIZE = LARGEST + 16;
+
+    static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
 };
 
-// Slots of the ring, and who waits for them.
+// Where the ring's slots are, their barriers, and what is known of the tokens of every other slot and the next. (Addresses are
+// opaque, lest the compiler work them out anew.)
 struct PanelRing {
-    u32 panels, full, empty;
-    About* about;  // of every other slot, which has values
+    u32 panels, full, empty, known;
+
+    DEVICE PanelRing(u32 panels, u32 barriers, u32 known) : panels(panels), full(barriers), known(known) {
+        asm volatile("" : "+r"(this->panels), "+r"(full), "+r"(this->known));
+        empty = full + PANEL_SLOTS * 8;
+    }
 
     DEVICE u32 slot(int at) const { return panels + at * PANEL; }
+    DEVICE u32 about(int at) const { return known + at / 2 * About::SIZE; }
 };
 
 // A place in the ring.
@@ -69,9 +78,8 @@ struct Jobs {
     static constexpr int STEP = WARPGROUP / LANES * TOKENS;            // tokens from job to job
     static constexpr int COUNT = PANEL_TOKENS / STEP;
     static constexpr int GIVEN = CUQUANT_DIM / 8 * BITS;  // bytes of a token in the cache
-    // Of a panel: codes, then a word for each thread with a scale in it, then slots.
-    static constexpr int SCALES = COUNT * AREA * WARPGROUP, SLOTS = SCALES + WARPGROUP * 4;
-    static constexpr int SIZE = SLOTS + PANEL_TOKENS * 4;
+    // Of a panel: codes, then a word for each thread: with the scale of a token, or, of the others who convert keys, its slot.
+    static constexpr int WORDS = COUNT * AREA * WARPGROUP, SIZE = WORDS + WARPGROUP * 4;
     static constexpr int AHEAD = CUQUANT_CODES / 2 / SIZE < 6 ? CUQUANT_CODES / 2 / SIZE : 6;
     static_assert(AHEAD >= 2, "a panel that is converted, one on its way");
 };
@@ -116,42 +124,42 @@ struct Converter {
     DEVICE void run(PanelPlace& place) {
 #pragma unroll 1
         for (int i = 0; i < J::AHEAD; i++) copy(i * PANEL_TOKENS, i);
-        int at = 0;
+        int at = 0, before = 0;
 #pragma unroll 1
         for (int first = 0; first < count; first += PANEL_TOKENS) {
             copy_wait<J::AHEAD - 1>();
             if (TOGETHER) __syncwarp();
             Units<BITS, J::UNITS> units[J::COUNT];
-            u32 scale = 0;
-            int slot = 0;
 #pragma unroll
             for (int k = 0; k < J::COUNT; k++) take(units[k], at * J::SIZE + k * J::AREA * WARPGROUP);
-            if (VALUES) {
-                const u32 words = codes + at * J::SIZE + thread * 4;
-                if (BITS < 16) scale = load_shared_int(words + J::SCALES);
-                if (CUQUANT_MASKED && thread < PANEL_TOKENS) slot = load_shared_int(words + J::SLOTS);
-            }
+            const u32 word = has_word() ? load_shared_int(codes + at * J::SIZE + J::WORDS + thread * 4) : 0;
+            if (first > 0) arrive(before);
             if (TOGETHER) __syncwarp();
             copy(first + J::AHEAD * PANEL_TOKENS, at);
             if (++at == J::AHEAD) at = 0;
             barrier_wait(ring.empty + place.at * 8, place.parity ^ 1);
-            if constexpr (VALUES) {
-                u32 bad = 0;
-                if constexpr (BITS == 16) bad = clear_bad(units);
-                about(ring.about[place.at / 2], first, scale, slot, bad);
-            }
+            about(ring.about(place.at), first, word, units);
             const u32 row = ring.slot(place.at) + own.row * PANEL_ROWS + own.token * 128;
 #pragma unroll
             for (int k = 0; k < J::COUNT; k++) put(units[k], row + k * J::STEP * 128);
-            store_box_fence();  // what warpgroups multiply is read as the copy engine reads
-            barrier_arrive(ring.full + place.at * 8, true);
+            before = place.at;
             place.advance(2);
         }
+        arrive(before);
         copy_wait<0>();
         if (TOGETHER) __syncwarp();
     }
 
 private:
+    // The panel in a slot is there: said when the next one's codes are asked for, as stores take their time.
+    DEVICE void arrive(int slot) const {
+        store_box_fence();  // what warpgroups multiply is read as the copy engine reads
+        barrier_arrive(ring.full + slot * 8, true);
+    }
+
+    DEVICE bool of_scale() const { return thread < PANEL_TOKENS; }
+    DEVICE bool has_word() const { return of_scale() ? BITS < 16 : CUQUANT_MASKED && !VALUES; }
+
     // Codes of the panel from token `first` on are on their way to place `at`.
     DEVICE void copy(int first, int at) {
         if (first + PANEL_TOKENS <= count)
@@ -183,16 +191,12 @@ private:
 #pragma unroll
                 for (int half = 0; half < (TOGETHER ? 2 : 1); half++)
                     piece(k, half, k * J::STEP + half * (16 / J::LANES * J::TOKENS));
-        if constexpr (VALUES) {
+        if (has_word()) {
             const int token = first + thread % PANEL_TOKENS;
-            const u32 words = codes + at * J::SIZE + thread * 4;
-            const bool there = WHOLE || token < count;
-            if constexpr (BITS < 16) {
-                const u64 scale = reinterpret_cast<u64>((thread < PANEL_TOKENS ? tier.k_scale : tier.v_scale) + scale_at(token));
-                copy_or_zeros<4>(words + J::SCALES, reinterpret_cast<const u8*>(scale & ~3ull), there);
-            }
-            if (CUQUANT_MASKED && thread < PANEL_TOKENS)
-                copy_or_zeros<4>(words + J::SLOTS, reinterpret_cast<const u8*>(tier.slots + origin / CUQUANT_HEADS + token), there);
+            const void* const source = of_scale() ? static_cast<const void*>((VALUES ? tier.v_scale : tier.k_scale) + scale_at(token))
+                                                  : tier.slots + origin / CUQUANT_HEADS + token;
+            copy_or_zeros<4>(codes + at * J::SIZE + J::WORDS + thread * 4,
+                             reinterpret_cast<const u8*>(reinterpret_cast<u64>(source) & ~3ull), WHOLE || token < count);
         }
     }
 
@@ -248,28 +252,35 @@ private:
 
     // Infinite scales of keys become NaN, as codes of 0 times them are; scales of values that are NaN become infinite, and
     // those of 0 next to nothing (bucket.cuh).
-    DEVICE void about(About& to, int first, u32 scale, int slot, u32 bad) const {
-        const int at = thread % PANEL_TOKENS, warp = thread / WARP;
-        const bool keys = thread < PANEL_TOKENS, there = first + at < count;
-        const auto scale_of = [&](bool values, int token) -> float& {
-            return reinterpret_cast<float*>(to.scales)[token / 2 * 4 + token % 2 + values * 2];
-        };
-        float largest = 0;
-        if constexpr (BITS == 16) {
-            if (keys) scale_of(false, at) = 1;
-            if (own.row == 0 && own.part == 0)
+    DEVICE void about(u32 to, int first, u32 word, Units<BITS, J::UNITS> (&units)[J::COUNT]) const {
+        const int at = thread % PANEL_TOKENS, token = first + at;
+        const auto store = [&](int place, float v) { store_shared_int(to + place, __float_as_int(v)); };
+        const float stored = scale_at(token) % 2 ? high_to_float(word) : low_to_float(word);
+        if constexpr (VALUES) {
+            float largest = 0;
+            if constexpr (BITS == 16) {
+                const u32 bad = clear_bad(units);
+                if (own.row == 0 && own.part == 0)
 #pragma unroll
-                for (int k = 0; k < J::COUNT; k++) scale_of(true, own.token + k * J::STEP) = bad >> k & 1 ? INFINITE : 1;
-            largest = bad ? INFINITE : 1;
+                    for (int k = 0; k < J::COUNT; k++)
+                        store(About::scale(true, own.token + k * J::STEP), bad >> k & 1 ? INFINITE : 1);
+                largest = bad ? INFINITE : 1;
+            } else if (of_scale()) {
+                const float used = fminf(stored + NOTHING, INFINITE);
+                store(About::scale(true, at), used);
+                largest = fabsf(used);
+            }
+            const u32 most = warp_max(__float_as_int(largest));
+            if (thread % WARP == 0) store_shared_int(to + About::LARGEST + thread / WARP * 4, most);
         } else {
-            const float stored = scale_at(first + at) % 2 ? high_to_float(scale) : low_to_float(scale);
-            const float used = keys ? fmaf(stored, 0.f, stored) : fminf(stored + NOTHING, INFINITE);
-            scale_of(!keys, at) = used;
-            if (!keys) largest = fabsf(used);
+            const int slot = token >= count ? -1 : CUQUANT_MASKED ? int(word) : 0;
+            if (of_scale())
+                store(About::scale(false, at), BITS < 16 ? fmaf(stored, 0.f, stored) : 1);
+            else
+                store_shared_int(to + About::SLOTS + at * 4, slot);
+            const u32 hidden = __ballot_sync(~0u, !of_scale() && (slot < 0 || slot > least_last));
+            if (thread % WARP == 0) store_shared_int(to + About::HIDDEN + thread / WARP * 4, hidden);
         }
-        if (keys) to.slots[at] = there ? slot : -1;
-        const u32 hidden = __ballot_sync(~0u, keys && (!there || slot > least_last)), most = warp_max(__float_as_int(largest));
-        if (thread % WARP == 0) to.hidden[warp] = hidden, to.largest[warp] = __int_as_float(most);
     }
 };
 #endif

@@ -58,8 +58,8 @@ DEVICE int least_last_of(const Attention& p, int sequence) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Share share;
     __shared__ __align__(8) u64 barriers[2 * PANEL_SLOTS];
-    __shared__ __align__(16) About about[PANEL_SLOTS / 2];
-    const PanelRing ring{shared_address(dynamic_shared()), shared_address(barriers), shared_address(barriers + PANEL_SLOTS), about};
+    __shared__ __align__(16) u8 about[PANEL_SLOTS / 2 * About::SIZE];
+    const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP);
     int lane = threadIdx.x % WARP;
     asm volatile("" : "+r"(lane));  // opaque, lest it be worked out anew in the loop
@@ -84,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
         PanelPlace place;
         if (warp < (MULTIPLYING + WARPGROUP) / WARP) {
-            convert<false>(p, ring, share, 0, place);
+            convert<false>(p, ring, share, least_last_of(p, share.sequence), place);
         } else {
             place.at = 1;
-            convert<true>(p, ring, share, least_last_of(p, share.sequence), place);
+            convert<true>(p, ring, share, 0, place);
         }
         return;
     }
