@@ -64,7 +64,7 @@ class _Planned(NamedTuple):
     pieces: tuple[int, ...]
     """Where its pieces start."""
     counters: int
-    """That blocks raise where they share a sequence; boxes have none."""
+    """That blocks raise where they share a sequence, if `merge` goes by them."""
     numbers: bytes
 
 
@@ -100,7 +100,7 @@ def _planned(given: _Given) -> _Planned:
         parts,
     )
     importance = plan.importance(batch, dim, shape.rows, multiprocessors) if given.track else None
-    counters = 0 if launch.boxes else batch * rows * parts
+    counters = batch * rows * parts if launch.counted else 0
     return _Planned(launch, importance, size, tuple(pieces), counters, numbers)
 
 

@@ -74,6 +74,8 @@ class Launch(NamedTuple):
     """Cost of tokens below which they are not shared."""
     boxes: bool
     """Whether the copy engine takes them."""
+    counted: bool
+    """Whether shares that are there are counted for what merges them; else it waits until attention is done."""
 
 
 class Shape(NamedTuple):
@@ -162,6 +164,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "WARPS": warps,
         "RING": ring,
         "BOXES": int(boxes),
+        "COUNTED": int(not boxes),
         "BESIDE": int(registers_to_spare and not boxes),
         "MERGE_WARPS": merge_warps,
     }
@@ -184,6 +187,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         budget,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
+        not boxes,
     )
 
 
@@ -202,6 +206,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "HEADS": shape.kv_heads,
         "RING": 0,
         "BOXES": 0,
+        "COUNTED": 0,
         "MERGE_WARPS": 1,
         "STREAMS": streams,
         "CODES": PANEL_CODES,
@@ -217,6 +222,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         _merge(merge, shape, 1, multiprocessors),
         budget,
         LEAST,
+        False,
         False,
     )
 

@@ -12,13 +12,14 @@
 //
 // Of boxes (boxes.cuh) there are four times as many, or many sequences: a block of several warps for each row, or part of
 // it, asks for all of them at a time. There is room for it when attention is done, which it waits for. That has left the
-// split, too, which many blocks would work out.
+// split, too, which many blocks would work out. Beside panels (panels.cuh) there is no room for anything, either.
 #pragma once
 #include "bucket.cuh"
 
 constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;  // of a block
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
-constexpr int AT_ONCE = 5;  // shares that a lane asks for together
+constexpr bool COUNTED = CUQUANT_COUNTED;  // else it waits until attention is done
+constexpr int AT_ONCE = 5;                 // shares that a lane asks for together
 
 DEVICE void add(float4& sum, const float4& v, float factor) {
     sum.x += v.x * factor, sum.y += v.y * factor, sum.z += v.z * factor, sum.w += v.w * factor;
@@ -35,8 +36,14 @@ DEVICE s64 place_of(const Attention& p, int sequence, int row) {
 DEVICE void store_channels(const Attention& p, s64 place, int column, const float4& sum, float total) {
     const float factor = total == 0 ? 1 : __fdividef(1, total);
     const float y[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
+    const s64 first = place + column * p.out_strides[3];
+    u16* const halves = static_cast<u16*>(p.out) + first;
+    if (p.out_dtype != FLOAT32 && p.out_strides[3] == 1 && reinterpret_cast<u64>(halves) % 8 == 0) {
+        *reinterpret_cast<uint2*>(halves) = make_uint2(pack(y[0], y[1], p.out_dtype), pack(y[2], y[3], p.out_dtype));
+        return;
+    }
 #pragma unroll
-    for (int c = 0; c < 4; c++) store_float(p.out, place + (column + c) * p.out_strides[3], p.out_dtype, y[c]);
+    for (int c = 0; c < 4; c++) store_float(p.out, first + c * p.out_strides[3], p.out_dtype, y[c]);
 }
 
 // What a block leaves of a row: sums, then a sector of memory that begins with the reference of their weights and the sum
@@ -109,12 +116,13 @@ DEVICE void merge_part(const Attention& p) {
     const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
     const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
     // Shares go round the lanes with the same piece, in the order of their ranks, and the warps; a few lanes may be too many.
-    // (Of boxes the width is a power of two: nothing hides a division there.)
-    const int rank = CUQUANT_BOXES ? lane >> __ffs(width) - 1 : lane / width;
-    const int apart = CUQUANT_BOXES ? WARP >> __ffs(width) - 1 : WARP / width;
+    // (Where nothing hides a division the width is mostly a power of two.)
+    constexpr bool SHIFTS = !COUNTED && (CUQUANT_DIM & (CUQUANT_DIM - 1)) == 0;
+    const int rank = SHIFTS ? lane >> __ffs(width) - 1 : lane / width;
+    const int apart = SHIFTS ? WARP >> __ffs(width) - 1 : WARP / width;
     const u32 stride = p.heads * p.q_len * LEFT_ROW;
     int2 shares;
-    if (CUQUANT_BOXES) {
+    if (!COUNTED) {
         const bool single = p.batch == 1;
         if (single) shares = Share::of_single(p);
         wait_for_predecessor();
@@ -127,7 +135,7 @@ DEVICE void merge_part(const Attention& p) {
 
     const float4* const left = left_at(p, shares.x, row);
     bool late = false;
-    if (!CUQUANT_BOXES && lane == 0) {
+    if (COUNTED && lane == 0) {
         u32* const counter = counter_of(p, sequence, row, blockIdx.z);
         late = !wait_for_counter(counter, splits * counted(splits));
         *counter = 0;
@@ -175,7 +183,7 @@ DEVICE void merge_part(const Attention& p) {
     }
 }
 
-constexpr int MERGES = CUQUANT_BOXES ? 1 : 4 * REGISTERS / MERGE_REGISTERS;  // that a multiprocessor has room for
+constexpr int MERGES = !COUNTED ? 1 : 4 * REGISTERS / MERGE_REGISTERS;  // that a multiprocessor has room for
 
 extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP, MERGES)
     merge(const __grid_constant__ Attention p) {

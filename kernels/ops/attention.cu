@@ -235,11 +235,7 @@ struct Partial {
     float2 weight[ROWS];  // reference, sum
     float o[ROWS][PADDED];
 
-    struct Row {
-        const float2* weight;
-        const float* o;
-    };
-    DEVICE Row at(int row) const { return {&weight[row], o[row]}; }
+    DEVICE StreamRow at(int row) const { return {&weight[row], o[row]}; }
 
     DEVICE void store(const Queries& q, int lane) {
         const int g = lane / 4, i = lane % 4;
@@ -301,14 +297,18 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     if (work.busy(share)) work.run(q, share);
     if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
     partial(warp % BLOCK_HEADS, own).store(q, lane);
-    if (CUQUANT_BOXES && p.batch > 1 && threadIdx.x == 0 && share.split + blockIdx.z == 0)
-        p.shares[share.sequence] = make_int2(share.first, share.splits);
+    if (!COUNTED && threadIdx.x == 0) tell_merge(p, share);
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);
     for (int item = warp; item < BLOCK_HEADS * count; item += WARPS) {
         const int local = item % BLOCK_HEADS, row = item / BLOCK_HEADS;
         const int out_row = (blockIdx.z * BLOCK_HEADS + local) * rows_of(p) + first_row + row;
-        combine<STREAMS>(p, share, out_row, lane, [&](int stream) { return partial(local, stream).at(row); });
+        Combined combined;
+        combined.add_up<STREAMS>(lane, [&](int stream) { return partial(local, stream).at(row); });
+        combined.store(p, share, out_row, lane);
+        if (!COUNTED || share.splits == 1) continue;
+        __syncwarp();
+        if (lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
     }
 }
 

@@ -15,11 +15,6 @@ static_assert(CONVERTING_REGISTERS + MULTIPLYING_REGISTERS <= 2 * 128, "else mul
 struct Left {
     float o[64][PanelRows::WIDTH];
     float2 weight[64];
-
-    struct Row {
-        const float2* weight;
-        const float* o;
-    };
 };
 static_assert(2 * sizeof(Left) <= PANEL_SLOTS * PANEL, "there is room");
 
@@ -102,11 +97,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
     rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
     warpgroups_sync<MULTIPLYING>(EVERYONE);
+    if (threadIdx.x == 0) tell_merge(p, share);
     const int count = min(BLOCK_ROWS, rows_of(p) - first_row);
-    for (int row = warp; row < count; row += MULTIPLYING / WARP)
-        combine<STREAMS>(p, share, head * rows_of(p) + first_row + row, lane, [&](int k) {
-            const Left& own = left_by(STREAMS == 2 ? k : row / 64);
-            return Left::Row{own.weight + row % 64, own.o[row % 64]};
-        });
+    constexpr int AT_ONCE = 4, APART = MULTIPLYING / WARP;  // rows of a warp, whose latencies hide each other
+    for (int base = warp; base < count; base += AT_ONCE * APART) {
+        Combined combined[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int row = base + k * APART;
+            combined[k].add_up<STREAMS>(lane, [&](int stream) {
+                const Left& own = left_by(STREAMS == 2 ? stream : row / 64 % 2);
+                return StreamRow{own.weight + row % 64, own.o[row % 64]};
+            });
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int row = base + k * APART;
+            if (row < count) combined[k].store(p, share, head * rows_of(p) + first_row + row, lane);
+        }
+    }
 }
 #endif
