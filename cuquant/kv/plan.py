@@ -58,6 +58,8 @@ has warpgroups' products (sm_90)."""
 PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
 """Tokens of a panel; panels of keys or values in shared memory, and bytes of codes that wait to be converted
 (kernels/attention/panels.cuh)."""
+MERGE_ROWS = 16
+"""Rows that a block merges which waits until attention of panels is done, a warp each."""
 MOVING_BLOCKS = 1 << 12
 """Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
@@ -167,6 +169,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "COUNTED": int(not boxes),
         "BESIDE": int(registers_to_spare and not boxes),
         "MERGE_WARPS": merge_warps,
+        "MERGE_ROWS": 1,
     }
     if boxes:
         constants["DEPTH"] = depth
@@ -208,6 +211,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "BOXES": 0,
         "COUNTED": 0,
         "MERGE_WARPS": 1,
+        "MERGE_ROWS": MERGE_ROWS,
         "STREAMS": streams,
         "CODES": PANEL_CODES,
     }
@@ -219,7 +223,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     )
     return Launch(
         Plan(attention, (budget + shape.batch - 1, tiles, shape.kv_heads), 4 * 4 * WARP, shared, overlaps=True),
-        _merge(merge, shape, 1, multiprocessors),
+        Plan(merge, (shape.batch, ceil(shape.heads * shape.q_len / MERGE_ROWS), 1), MERGE_ROWS * WARP, overlaps=True),
         budget,
         LEAST,
         False,

@@ -16,7 +16,8 @@
 #pragma once
 #include "bucket.cuh"
 
-constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS;  // of a block
+constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS, MERGE_ROWS = CUQUANT_MERGE_ROWS;  // warps of a row, rows of a block
+static_assert(MERGE_WARPS == 1 || MERGE_ROWS == 1, "warps of a row meet");
 constexpr int REGISTERS = 65536, MERGE_REGISTERS = 4 * WARP * 64;  // of a multiprocessor, and of four warps that merge
 constexpr bool COUNTED = CUQUANT_COUNTED;  // else it waits until attention is done
 constexpr int AT_ONCE = 5;                 // shares that a lane asks for together
@@ -109,11 +110,12 @@ DEVICE Sums take(const float4* left, int piece, int start, int splits, int apart
     return all;
 }
 
-// Grid: sequences, rows, a power of two of parts of channels. Lanes have four channels each, a piece, of some of the
+// Grid: sequences, groups of rows, a power of two of parts of channels. Lanes have four channels each, a piece, of some of the
 // shares.
 DEVICE void merge_part(const Attention& p) {
     __shared__ Sums sums_of[MERGE_WARPS > 1 ? MERGE_WARPS * WARP : 1];
-    const int sequence = blockIdx.x, row = blockIdx.y, thread = threadIdx.x, lane = thread % WARP;
+    const int sequence = blockIdx.x, row = MERGE_ROWS > 1 ? blockIdx.y * MERGE_ROWS + threadIdx.x / WARP : blockIdx.y;
+    const int thread = MERGE_ROWS > 1 ? threadIdx.x % WARP : threadIdx.x, lane = thread % WARP;
     const int pieces = CUQUANT_DIM / 4 >> __ffs(gridDim.z) - 1, width = min(pieces, WARP);
     // Shares go round the lanes with the same piece, in the order of their ranks, and the warps; a few lanes may be too many.
     // (Where nothing hides a division the width is mostly a power of two.)
@@ -131,7 +133,7 @@ DEVICE void merge_part(const Attention& p) {
         shares = Share::of_sequence(p, sequence, lane);
     }
     const int splits = shares.y;
-    if (splits == 1) return;
+    if (splits == 1 || (MERGE_ROWS > 1 && row >= p.heads * p.q_len)) return;
 
     const float4* const left = left_at(p, shares.x, row);
     bool late = false;
@@ -179,13 +181,13 @@ DEVICE void merge_part(const Attention& p) {
         if (thread >= width || piece >= pieces) continue;
         store_channels(p, place_of(p, sequence, row), (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
         if (p.totals && blockIdx.z == 0 && piece == 0)
-            p.totals[s64(sequence) * gridDim.y + row] = make_float2(most, sums.total);
+            p.totals[s64(sequence) * p.heads * p.q_len + row] = make_float2(most, sums.total);
     }
 }
 
 constexpr int MERGES = !COUNTED ? 1 : 4 * REGISTERS / MERGE_REGISTERS;  // that a multiprocessor has room for
 
-extern "C" __global__ void __launch_bounds__(MERGE_WARPS* WARP, MERGES)
+extern "C" __global__ void __launch_bounds__(MERGE_WARPS* MERGE_ROWS* WARP, MERGES)
     merge(const __grid_constant__ Attention p) {
     let_successor_start();
     merge_part(p);

@@ -21,7 +21,7 @@ struct PanelRows {
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, lane, g, i;  // the warp's first row
+    const int sequence, head, first_row, barrier, lane, g, i;  // the warp's first row, and where its warpgroup meets
     u32 a[STEPS][4];                                  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
@@ -30,8 +30,8 @@ struct PanelRows {
     int last[2];
     u32 seen;  // bits of scores that are not hidden
 
-    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), lane(lane), g(lane / 4), i(lane % 4) {}
+    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int barrier, int lane)
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), barrier(barrier), lane(lane), g(lane / 4), i(lane % 4) {}
 
     // `writes`: queries are left for `importance`.
     DEVICE void begin(const Given& given, bool writes) {
@@ -192,13 +192,15 @@ private:
     }
 
     // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
-    // What is worked out in front of that branch stays there, and does not wait for sums.
+    // That takes scores again, which all warps multiply together. What is worked out in front of that branch stays there, and
+    // does not wait for sums.
     template <Hiding HIDING>
     DEVICE void finish_weights(const PanelPlace& place, u32 about, const Scales& scales, float largest, int before) {
         float gained[2];
         if (HIDING != NONE) hide<HIDING>(about, scales);
         weigh<HIDING, false>(scales, gained);
-        if (__builtin_expect(__any_sync(~0u, fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT), 0)) {
+        const bool above = fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT;
+        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(barrier, above), 0)) {
             wgmma_wait<0>();
             multiply_keys(place);
             wgmma_wait<0>();

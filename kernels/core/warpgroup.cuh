@@ -98,6 +98,16 @@ DEVICE void warpgroups_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
+// Whether it is true of any of the threads that meet.
+template <int THREADS>
+DEVICE bool any_of_warpgroups(int barrier, bool value) {
+    u32 any;
+    asm volatile("{.reg .pred p;\n.reg .pred q;\nsetp.ne.u32 p, %3, 0;\n"
+                 "bar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;}"
+                 : "=r"(any) : "r"(barrier), "n"(THREADS), "r"(u32(value)) : "memory");
+    return any;
+}
+
 // From shared memory, anew each time.
 DEVICE int4 load_shared(u32 from) {
     int4 v;

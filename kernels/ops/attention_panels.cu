@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
     Given given(p, share.sequence, head, first_row + own_row, lane);
     given.ask();
-    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, lane);
+    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, 1 + warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
     rows.run(panels_of(share), stream, STREAMS);
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
@@ -99,22 +99,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     warpgroups_sync<MULTIPLYING>(EVERYONE);
     if (threadIdx.x == 0) tell_merge(p, share);
     const int count = min(BLOCK_ROWS, rows_of(p) - first_row);
-    constexpr int AT_ONCE = 4, APART = MULTIPLYING / WARP;  // rows of a warp, whose latencies hide each other
-    for (int base = warp; base < count; base += AT_ONCE * APART) {
-        Combined combined[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int row = base + k * APART;
-            combined[k].add_up<STREAMS>(lane, [&](int stream) {
-                const Left& own = left_by(STREAMS == 2 ? stream : row / 64 % 2);
-                return StreamRow{own.weight + row % 64, own.o[row % 64]};
-            });
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int row = base + k * APART;
-            if (row < count) combined[k].store(p, share, head * rows_of(p) + first_row + row, lane);
-        }
+#pragma unroll 1
+    for (int row = warp; row < count; row += MULTIPLYING / WARP) {
+        Combined combined;
+        combined.add_up<STREAMS>(lane, [&](int stream) {
+            const Left& own = left_by(STREAMS == 2 ? stream : row / 64);
+            return StreamRow{own.weight + row % 64, own.o[row % 64]};
+        });
+        combined.store(p, share, head * rows_of(p) + first_row + row, lane);
     }
 }
 #endif

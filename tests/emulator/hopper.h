@@ -113,11 +113,13 @@ static u32 cluster_arrivals[MOST_THREADS];  // of threads that have yet to wait,
 
 void forget_arrivals() {
     coming_count = going_count = sent_count = 0, cluster = {};
-    memset(reading_counts, 0, sizeof reading_counts), memset(fenced, 0, sizeof fenced);
+    memset(reading_counts, 0, sizeof reading_counts), memset(reading_groups, 0, sizeof reading_groups), memset(fenced, 0, sizeof fenced);
     memset(cluster_arrivals, 0, sizeof cluster_arrivals);
 }
 
 bool all_has_arrived() {
+    for (u32 warp = 0; warp < MOST_THREADS / WARP; warp++)
+        if (reading_groups[warp] != reading_groups[warp / 4 * 4]) return complain("warps of a warpgroup multiply without others"), true;
     for (u32 count : reading_counts)
         if (count) return false;
     return !coming_count && !going_count && !sent_count;
@@ -227,6 +229,16 @@ __noinline__ static void barrier_cluster_wait_acquire_aligned() {
 inline void bar_sync(u32 number, u32 threads) {
     if (number > 15 || threads % emulated::WARP) emulated::fail("no barrier: %u of %u threads", number, threads);
     emulated::meet(emulated::blocks[emulated::block].some[number], threads);
+}
+// Whether a predicate is true of any of those who meet.
+inline void bar_red_or_pred(bool& r, u32 number, u32 threads, bool p) {
+    static bool any[16];
+    any[number] |= p;
+    bar_sync(number, threads);
+    r = any[number];
+    bar_sync(number, threads);
+    any[number] = false;
+    bar_sync(number, threads);
 }
 inline void setmaxnreg_dec_sync_aligned_u32(u32) {}
 inline void setmaxnreg_inc_sync_aligned_u32(u32) {}
