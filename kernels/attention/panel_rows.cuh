@@ -17,11 +17,12 @@
 #if __CUDA_ARCH__ == 900
 struct PanelRows {
     static constexpr int STEPS = CUQUANT_DIM / 16, TOKENS = PANEL_TOKENS;
+    static constexpr int TURN = 3;  // barriers, behind those of each warpgroup
     static_assert(GROUPS == 2 && HALVES == 1 && COLUMNS == 2, "a warp has 16 rows, each channel a float16 number");
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, barrier, lane, g, i;  // the warp's first row, and where its warpgroup meets
+    const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
     u32 a[STEPS][4];                                  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
@@ -30,8 +31,8 @@ struct PanelRows {
     int last[2];
     u32 seen;  // bits of scores that are not hidden
 
-    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int barrier, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), barrier(barrier), lane(lane), g(lane / 4), i(lane % 4) {}
+    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane), g(lane / 4), i(lane % 4) {}
 
     // `writes`: queries are left for `importance`.
     DEVICE void begin(const Given& given, bool writes) {
@@ -59,7 +60,18 @@ struct PanelRows {
         for (int m = 0; m < CUQUANT_DIM / 2; m++) o[0][m] = 0;
     }
 
-    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on.
+    // Before and after `run`, where warpgroups take turns: the first one's turn is first, and the second arrives once more. (As
+    // branches in `run` the compiler would have products wait for each other.)
+    DEVICE void begin_turns() const {
+        if (second) warpgroups_arrive<2 * WARPGROUP>(TURN);
+    }
+    DEVICE void end_turns() const {
+        if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
+    }
+
+    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on. Where warpgroups take turns, one's products
+    // are multiplied while the other works out weights; they would do the same at the same time, as they wait for the same panels.
+    template <bool TURNS>
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
         PanelPlace place;
@@ -79,8 +91,10 @@ struct PanelRows {
             panel += apart;
             if (panel >= panels) break;
             place.advance(apart * 2);
+            if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(place);
             multiply_values(before);
+            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
         }
         multiply_values(before);
         wgmma_wait<0>();
@@ -96,11 +110,11 @@ struct PanelRows {
             all += __shfl_xor_sync(~0u, all, 1);
             all += __shfl_xor_sync(~0u, all, 2);
             if (i == 0) weights[n * 8 + g] = make_float2(reference[n], all);
-            float* const row = sums + (n * 8 + g) * WIDTH;
+            float* const row = sums + (n * 8 + g) * WIDTH + i;
 #pragma unroll
             for (int m = 0; m < CUQUANT_DIM / 8; m++)
 #pragma unroll
-                for (int c = 0; c < 2; c++) row[m / 2 * 16 + m % 2 * 4 + i + c * 8] = o[0][m * 4 + n * 2 + c];
+                for (int c = 0; c < 2; c++) row[m / 2 * 16 + m % 2 * 4 + c * 8] = o[0][m * 4 + n * 2 + c];
         }
     }
 
@@ -200,7 +214,7 @@ private:
         if (HIDING != NONE) hide<HIDING>(about, scales);
         weigh<HIDING, false>(scales, gained);
         const bool above = fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT;
-        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(barrier, above), 0)) {
+        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above), 0)) {
             wgmma_wait<0>();
             multiply_keys(place);
             wgmma_wait<0>();

@@ -1,7 +1,7 @@
 // Attention over a cache of buckets: every block streams a share of one sequence's tokens, all its buckets, for a few
 // key heads; then `merge` adds up the shares of each sequence, in order.
 #include "../attention/bucket.cuh"
-#include "../attention/combine.cuh"
+#include "../attention/merge.cuh"
 #if CUQUANT_BOXES
 #include "../attention/boxes.cuh"
 #endif
@@ -235,8 +235,6 @@ struct Partial {
     float2 weight[ROWS];  // reference, sum
     float o[ROWS][PADDED];
 
-    DEVICE StreamRow at(int row) const { return {&weight[row], o[row]}; }
-
     DEVICE void store(const Queries& q, int lane) {
         const int g = lane / 4, i = lane % 4;
 #pragma unroll
@@ -263,6 +261,42 @@ static_assert(sizeof(Partial) <= PARTIAL, "for each");
 
 DEVICE Partial& partial(int head, int stream) {
     return *reinterpret_cast<Partial*>(dynamic_shared() + (stream * BLOCK_HEADS + head) * PARTIAL);
+}
+
+// A warp adds up what the streams of a block have of a row; the result, or what `merge` goes on with.
+DEVICE void combine(const Attention& p, const Share& share, int local, int row, int first_row, int lane) {
+    static_assert((STREAMS & (STREAMS - 1)) == 0 && STREAMS <= WARP, "each stream has a lane, or several");
+    float2 all = partial(local, lane % STREAMS).weight[row];
+    const float own = all.x;
+#pragma unroll
+    for (int step = 1; step < STREAMS; step *= 2) all.x = fmaxf(all.x, __shfl_xor_sync(~0u, all.x, step));
+    const float factor = exp2_of(own - all.x);
+    all.y *= factor;
+#pragma unroll
+    for (int step = 1; step < STREAMS; step *= 2) all.y += __shfl_xor_sync(~0u, all.y, step);
+    const int head = blockIdx.z * BLOCK_HEADS + local, at = first_row + row, out_row = head * rows_of(p) + at;
+#pragma unroll
+    for (int base = 0; base < PADDED; base += WARP * 4) {
+        const int column = base + lane * 4;
+        float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) {
+            const float own = __shfl_sync(~0u, factor, k);
+            if (column < PADDED) add(sum, *reinterpret_cast<const float4*>(&partial(local, k).o[row][column]), own);
+        }
+        if (column >= CUQUANT_DIM) continue;
+        if (share.splits > 1)
+            left_at(p, blockIdx.x, out_row)[column / 4] = sum;
+        else
+            store_channels(p, place_of(p, share.sequence, out_row), column, sum, all.y);
+    }
+    if (share.splits > 1) {
+        if (lane < 2) left_at(p, blockIdx.x, out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
+        __syncwarp();
+        if (COUNTED && lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
+    } else if (p.totals && lane == 0) {
+        p.totals[s64(share.sequence) * p.heads * p.q_len + out_row] = all;
+    }
 }
 
 #if CUQUANT_BOXES
@@ -300,16 +334,8 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     if (!COUNTED && threadIdx.x == 0) tell_merge(p, share);
     __syncthreads();
     const int count = min(ROWS, rows_of(p) - first_row);
-    for (int item = warp; item < BLOCK_HEADS * count; item += WARPS) {
-        const int local = item % BLOCK_HEADS, row = item / BLOCK_HEADS;
-        const int out_row = (blockIdx.z * BLOCK_HEADS + local) * rows_of(p) + first_row + row;
-        Combined combined;
-        combined.add_up<STREAMS>(lane, [&](int stream) { return partial(local, stream).at(row); });
-        combined.store(p, share, out_row, lane);
-        if (!COUNTED || share.splits == 1) continue;
-        __syncwarp();
-        if (lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
-    }
+    for (int item = warp; item < BLOCK_HEADS * count; item += WARPS)
+        combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
 }
 
 // BESIDE: registers of `merge` stay free, where the compiler can be told so.

@@ -2,7 +2,7 @@
 // or 128 of its rows of queries. Two warpgroups convert the tokens' codes to float16 numbers in shared memory, once for all rows,
 // and two multiply: each has 64 rows, or every other panel of the same 64 (STREAMS). Then `merge` adds up the shares of each
 // sequence, in order, as behind ops/attention.cu.
-#include "../attention/combine.cuh"
+#include "../attention/merge.cuh"
 #include "../attention/panel_rows.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -49,6 +49,39 @@ DEVICE int least_last_of(const Attention& p, int sequence) {
     return least;
 }
 
+// A warp's rows of the block's, from `row` on: their streams are added up, to results or what `merge` goes on with. Where one goes
+// follows from where the last went: a single warp is slow to work out anything.
+DEVICE void finish(const Attention& p, const Share& share, int row, int count, int first_row, int lane) {
+    const int own = first_row + row, out_row = blockIdx.z * rows_of(p) + own, column = lane * 4;
+    const bool whole = share.splits == 1, there = column < CUQUANT_DIM;
+    s64 place = place_of(p, share.sequence, out_row);
+    float4* left = left_at(p, blockIdx.x, out_row);
+    int position = own % p.q_len;
+#pragma unroll 2
+    for (int k = 0; k < count; k++) {
+        const int at = (row + k) % 64;
+        const Left& first = left_by(STREAMS == 2 ? 0 : (row + k) / 64);
+        float2 weight = first.weight[at];
+        float4 sum = there ? *reinterpret_cast<const float4*>(first.o[at] + column) : make_float4(0, 0, 0, 0);
+        if (STREAMS == 2) {
+            const float2 other = left_by(1).weight[at];
+            const float most = fmaxf(weight.x, other.x), own = exp2_of(weight.x - most), factor = exp2_of(other.x - most);
+            sum.x *= own, sum.y *= own, sum.z *= own, sum.w *= own;
+            if (there) add(sum, *reinterpret_cast<const float4*>(left_by(1).o[at] + column), factor);
+            weight = make_float2(most, fmaf(weight.y, own, other.y * factor));
+        }
+        if (!whole) {
+            if (there) left[lane] = sum;
+            if (lane < 2) left[CUQUANT_DIM / 4 + lane] = make_float4(weight.x, weight.y, 0, 0);
+        } else {
+            if (there) store_channels(p, place, column, sum, weight.y);
+            if (p.totals && lane == 0) p.totals[s64(share.sequence) * p.heads * p.q_len + out_row + k] = weight;
+        }
+        left += LEFT_ROW, place += p.out_strides[1];
+        if (++position == p.q_len) position = 0, place += p.out_strides[2] - p.q_len * p.out_strides[1];
+    }
+}
+
 // Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Share share;
@@ -91,22 +124,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
     Given given(p, share.sequence, head, first_row + own_row, lane);
     given.ask();
-    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, 1 + warpgroup, lane);
+    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
-    rows.run(panels_of(share), stream, STREAMS);
+    if (STREAMS == 1) rows.begin_turns();
+    rows.run<STREAMS == 1>(panels_of(share), stream, STREAMS);
+    if (STREAMS == 1) rows.end_turns();
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
     rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
     warpgroups_sync<MULTIPLYING>(EVERYONE);
     if (threadIdx.x == 0) tell_merge(p, share);
-    const int count = min(BLOCK_ROWS, rows_of(p) - first_row);
-#pragma unroll 1
-    for (int row = warp; row < count; row += MULTIPLYING / WARP) {
-        Combined combined;
-        combined.add_up<STREAMS>(lane, [&](int stream) {
-            const Left& own = left_by(STREAMS == 2 ? stream : row / 64);
-            return StreamRow{own.weight + row % 64, own.o[row % 64]};
-        });
-        combined.store(p, share, head * rows_of(p) + first_row + row, lane);
-    }
+    constexpr int EACH = BLOCK_ROWS / (MULTIPLYING / WARP);
+    finish(p, share, warp * EACH, min(rows_of(p) - first_row - warp * EACH, EACH), first_row, lane);
 }
 #endif

@@ -162,14 +162,14 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
 inline void pause() { wait_until_changed(turn, turn); }
 
 // So many threads meet.
-inline void meet(Meeting& meeting, u32 threads) {
+inline void meet(Meeting& meeting, u32 threads, bool waits = true) {
     const u32 seen = meeting.generation;
     if (meeting.arrived && meeting.threads < threads)
         fail("thread %u meets %u threads, others %u", current, threads, meeting.threads);
     meeting.threads = threads;
     if (++meeting.arrived == threads)
         meeting.arrived = 0, meeting.generation++;
-    else
+    else if (waits)
         wait_until_changed(meeting.generation, seen);
 }
 
