@@ -77,12 +77,12 @@ struct PanelRows {
         PanelPlace place;
         int before = -1;  // slot of the values that sums may still read
         place.advance(panel * 2);
+        Known known = look(place);
         multiply_keys(place);
         wgmma_commit();  // nothing
 #pragma unroll 1
         while (true) {
-            barrier_wait(ring.full + (place.at + 1) * 8, place.parity);
-            find_weights(place, before);
+            find_weights(place, known, before);
 #pragma unroll
             for (int k = 0; k < TOKENS / 16; k++)
 #pragma unroll
@@ -91,6 +91,7 @@ struct PanelRows {
             panel += apart;
             if (panel >= panels) break;
             place.advance(apart * 2);
+            known = look(place);
             if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(place);
             multiply_values(before);
@@ -146,8 +147,36 @@ private:
         return u64(address >> 4) | u64(apart >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
     }
 
-    DEVICE void multiply_keys(const PanelPlace& place) {
+    using Scales = float4[TOKENS / 8];
+
+    // What products of a panel are multiplied by, in this lane, asked for while others are multiplied.
+    struct Known {
+        float4 scales[TOKENS / 8];
+        float largest;
+        int hides;
+    };
+
+    static DEVICE float4 floats(u32 address) {
+        const int4 v = load_shared(address);
+        return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
+    }
+
+    // When the panel of keys and that of values are there.
+    DEVICE Known look(const PanelPlace& place) const {
+        const u32 about = ring.about(place.at);
+        Known known;
         barrier_wait(ring.full + place.at * 8, place.parity);
+        barrier_wait(ring.full + place.at * 8 + 8, place.parity);
+        const int4 hidden = load_shared(about + About::HIDDEN);
+        const float4 largest = floats(about + About::LARGEST);
+        known.hides = hidden.x | hidden.y | hidden.z | hidden.w;
+        known.largest = fmaxf(fmaxf(largest.x, largest.y), fmaxf(largest.z, largest.w));
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = floats(about + About::SCALES + i * 16 + m * 64);
+        return known;
+    }
+
+    DEVICE void multiply_keys(const PanelPlace& place) {
         const u64 keys = described(ring.slot(place.at), 16);
         pin(a), pin(s);
         wgmma_fence();
@@ -175,47 +204,35 @@ private:
     enum Hiding { NONE, BY_SLOT, BY_MASK };
 
     // Weights of a panel whose scores are multiplied. Then sums of the one before are there, whose values are in slot `before`.
-    DEVICE void find_weights(const PanelPlace& place, int before) {
-        const u32 about = ring.about(place.at);
-        const int4 hidden = load_shared(about + About::HIDDEN);
-        const bool hides = hidden.x | hidden.y | hidden.z | hidden.w;
-        float4 scales[TOKENS / 8];
-#pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) scales[m] = floats(about + About::SCALES + i * 16 + m * 64);
-        const float4 of_warps = floats(about + About::LARGEST);
-        const float largest = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
+    DEVICE void find_weights(const PanelPlace& place, const Known& known, int before) {
         wgmma_wait<1>();
         pin(s);
         if (CUQUANT_MASKED == 2)
-            finish_weights<BY_MASK>(place, about, scales, largest, before);
-        else if (__builtin_expect(hides, 0))
-            finish_weights<BY_SLOT>(place, about, scales, largest, before);
+            finish_weights<BY_MASK>(place, known);
+        else if (__builtin_expect(known.hides, 0))
+            finish_weights<BY_SLOT>(place, known);
         else
-            finish_weights<NONE>(place, about, scales, largest, before);
+            finish_weights<NONE>(place, known);
         barrier_arrive(ring.empty + place.at * 8, elected());
         pin(s);
         wgmma_wait<0>();
         barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
     }
 
-    using Scales = float4[TOKENS / 8];
-
-    static DEVICE float4 floats(u32 address) {
-        const int4 v = load_shared(address);
-        return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
-    }
-
     // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
     // That takes scores again, which all warps multiply together. What is worked out in front of that branch stays there, and
     // does not wait for sums.
     template <Hiding HIDING>
-    DEVICE void finish_weights(const PanelPlace& place, u32 about, const Scales& scales, float largest, int before) {
+    DEVICE void finish_weights(const PanelPlace& place, const Known& known) {
+        const Scales& scales = known.scales;
+        const u32 about = ring.about(place.at);
         float gained[2];
         if (HIDING != NONE) hide<HIDING>(about, scales);
         weigh<HIDING, false>(scales, gained);
-        const bool above = fmaxf(gained[0] * largest, gained[1] * largest) > MOST_WEIGHT;
+        const bool above = fmaxf(gained[0], gained[1]) * known.largest > MOST_WEIGHT;
         if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above), 0)) {
             wgmma_wait<0>();
+            barrier_wait(ring.full + place.at * 8, place.parity);
             multiply_keys(place);
             wgmma_wait<0>();
             pin(s);
