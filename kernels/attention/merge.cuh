@@ -33,9 +33,12 @@ DEVICE s64 place_of(const Attention& p, int sequence, int row) {
     return at + row % p.q_len * p.out_strides[1] + row / p.q_len * p.out_strides[2];
 }
 
-// Four channels of a result, from `column` on; without weights they are 0.
+// Of a sum of weights; without any, what they weigh is 0.
+DEVICE float inverse_of(float total) { return total == 0 ? 1 : __fdividef(1, total); }
+
+// Four channels of a result, from `column` on.
 DEVICE void store_channels(const Attention& p, s64 place, int column, const float4& sum, float total) {
-    const float factor = total == 0 ? 1 : __fdividef(1, total);
+    const float factor = inverse_of(total);
     const float y[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
     const s64 first = place + column * p.out_strides[3];
     u16* const halves = static_cast<u16*>(p.out) + first;

@@ -49,36 +49,73 @@ DEVICE int least_last_of(const Attention& p, int sequence) {
     return least;
 }
 
-// A warp's rows of the block's, from `row` on: their streams are added up, to results or what `merge` goes on with. Where one goes
-// follows from where the last went: a single warp is slow to work out anything.
-DEVICE void finish(const Attention& p, const Share& share, int row, int count, int first_row, int lane) {
-    const int own = first_row + row, out_row = blockIdx.z * rows_of(p) + own, column = lane * 4;
-    const bool whole = share.splits == 1, there = column < CUQUANT_DIM;
-    s64 place = place_of(p, share.sequence, out_row);
-    float4* left = left_at(p, blockIdx.x, out_row);
-    int position = own % p.q_len;
-#pragma unroll 2
-    for (int k = 0; k < count; k++) {
-        const int at = (row + k) % 64;
-        const Left& first = left_by(STREAMS == 2 ? 0 : (row + k) / 64);
-        float2 weight = first.weight[at];
-        float4 sum = there ? *reinterpret_cast<const float4*>(first.o[at] + column) : make_float4(0, 0, 0, 0);
-        if (STREAMS == 2) {
-            const float2 other = left_by(1).weight[at];
+// Of each of a warp's rows, of the block's from `row` on: store(k, sums of a lane's four channels, reference and sum of weights), when
+// streams are added up.
+template <class F>
+DEVICE void each_row(int row, int count, int lane, F store) {
+    const bool there = lane * 4 < CUQUANT_DIM;
+    const Left& left = left_by(STREAMS == 2 ? 0 : row / 64);
+    const float4* from = reinterpret_cast<const float4*>(left.o[row % 64]) + (there ? lane : 0);
+    const float2* weights = left.weight + row % 64;
+    constexpr int OTHER = sizeof(Left);  // bytes to the second stream's
+#pragma unroll 4
+    for (int k = 0; k < count; k++, from += PanelRows::WIDTH / 4, weights++) {
+        float2 weight = *weights;
+        float4 sum = *from;
+        if constexpr (STREAMS == 2) {
+            const float2 other = *reinterpret_cast<const float2*>(reinterpret_cast<const u8*>(weights) + OTHER);
+            const float4 more = *reinterpret_cast<const float4*>(reinterpret_cast<const u8*>(from) + OTHER);
             const float most = fmaxf(weight.x, other.x), own = exp2_of(weight.x - most), factor = exp2_of(other.x - most);
             sum.x *= own, sum.y *= own, sum.z *= own, sum.w *= own;
-            if (there) add(sum, *reinterpret_cast<const float4*>(left_by(1).o[at] + column), factor);
+            add(sum, more, factor);
             weight = make_float2(most, fmaf(weight.y, own, other.y * factor));
         }
-        if (!whole) {
+        store(k, sum, weight);
+    }
+}
+
+// Those rows to results, or to what `merge` goes on with. Where one goes follows from where the last went, and all is asked
+// once: a single warp is slow to work out anything.
+DEVICE void finish(const Attention& p, const Share& share, int row, int count, int first_row, int lane) {
+    const int own = first_row + row, out_row = blockIdx.z * rows_of(p) + own;
+    const bool there = lane * 4 < CUQUANT_DIM;
+    if (share.splits > 1) {
+        float4* left = left_at(p, blockIdx.x, out_row);
+        each_row(row, count, lane, [&](int, const float4& sum, const float2& weight) {
             if (there) left[lane] = sum;
             if (lane < 2) left[CUQUANT_DIM / 4 + lane] = make_float4(weight.x, weight.y, 0, 0);
-        } else {
-            if (there) store_channels(p, place, column, sum, weight.y);
-            if (p.totals && lane == 0) p.totals[s64(share.sequence) * p.heads * p.q_len + out_row + k] = weight;
-        }
-        left += LEFT_ROW, place += p.out_strides[1];
-        if (++position == p.q_len) position = 0, place += p.out_strides[2] - p.q_len * p.out_strides[1];
+            left += LEFT_ROW;
+        });
+        return;
+    }
+    s64 place = place_of(p, share.sequence, out_row) + lane * 4 * p.out_strides[3];
+    int position = own % p.q_len;
+    const s64 next = p.out_strides[1], next_head = p.out_strides[2] - (p.q_len - 1) * p.out_strides[1];
+    const auto advance = [&] {
+        const bool last = ++position == p.q_len;
+        place += last ? next_head : next, position = last ? 0 : position;
+    };
+    const bool bfloat = p.out_dtype == BFLOAT16;
+    const u64 apart = u64(p.out) / 2 | p.out_strides[0] | p.out_strides[1] | p.out_strides[2];  // in numbers of 16 bits
+    if (p.out_dtype != FLOAT32 && p.out_strides[3] == 1 && apart % 4 == 0) {
+        each_row(row, count, lane, [&](int, const float4& sum, const float2& weight) {
+            const float factor = inverse_of(weight.y), x = sum.x * factor, y = sum.y * factor, z = sum.z * factor, w = sum.w * factor;
+            if (there)
+                *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + place) =
+                    bfloat ? make_uint2(pack(x, y, BFLOAT16), pack(z, w, BFLOAT16)) : make_uint2(pack(x, y, FLOAT16), pack(z, w, FLOAT16));
+            advance();
+        });
+    } else {
+        each_row(row, count, lane, [&](int, const float4& sum, const float2& weight) {
+            if (there) store_channels(p, place, 0, sum, weight.y);
+            advance();
+        });
+    }
+    if (p.totals) {
+        float2* const totals = p.totals + s64(share.sequence) * p.heads * p.q_len + out_row;
+        each_row(row, count, lane, [&](int k, const float4&, const float2& weight) {
+            if (lane == 0) totals[k] = weight;
+        });
     }
 }
 
