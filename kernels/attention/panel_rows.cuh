@@ -232,7 +232,7 @@ private:
         const bool above = fmaxf(gained[0], gained[1]) * known.largest > MOST_WEIGHT;
         if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above), 0)) {
             wgmma_wait<0>();
-            barrier_wait(ring.full + place.at * 8, place.parity);
+            barrier_wait(ring.full + place.at * 8, place.parity);  // it has; without a branch here products would all wait
             multiply_keys(place);
             wgmma_wait<0>();
             pin(s);
@@ -271,18 +271,19 @@ private:
     DEVICE void hide(u32 about, const Scales& scales) {
         seen = 0;
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) {
-            const u32 slots = about + About::SLOTS + (m * 8 + 2 * i) * 4;
+        for (int n = 0; n < 2; n++) {
+            const MaskRow mask(p, sequence, head, first_row + n * 8 + g);
 #pragma unroll
-            for (int n = 0; n < 2; n++)
+            for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
-                    const int at = m * 4 + n * 2 + c, slot = load_shared_int(slots + c * 4);
+                    const int at = m * 4 + n * 2 + c, slot = load_shared_int(about + About::SLOTS + (m * 8 + 2 * i + c) * 4);
                     float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
                     bool visible = slot >= 0 && slot <= last[n];
-                    if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
+                    if (HIDING == BY_MASK) visible = visible && mask.shows(p, slot, own);
                     s[0][at] = visible ? own : -INFINITE;
                     seen |= u32(visible) << at;
+                    if (HIDING == BY_MASK) asm volatile("" : "+r"(seen) :: "memory");  // there are no registers for all at once
                 }
         }
     }

@@ -102,6 +102,7 @@ struct Converter {
     using J = Jobs<BITS>;
     // Of float16 numbers a job is both halves of a sector of memory. Neighbouring lanes copy these, of every other lane's job.
     static constexpr bool TOGETHER = BITS == 16;
+    static constexpr int AT_ONCE = BITS == 16 && J::COUNT % 2 == 0 ? J::COUNT / 2 : J::COUNT;  // jobs in registers
 
     const Tier& tier;
     const PanelRing& ring;
@@ -129,19 +130,28 @@ struct Converter {
         for (int first = 0; first < count; first += PANEL_TOKENS) {
             copy_wait<J::AHEAD - 1>();
             if (TOGETHER) __syncwarp();
-            Units<BITS, J::UNITS> units[J::COUNT];
-#pragma unroll
-            for (int k = 0; k < J::COUNT; k++) take(units[k], at * J::SIZE + k * J::AREA * WARPGROUP);
-            const u32 word = has_word() ? load_shared_int(codes + at * J::SIZE + J::WORDS + thread * 4) : 0;
-            if (first > 0) arrive(before);
-            if (TOGETHER) __syncwarp();
-            copy(first + J::AHEAD * PANEL_TOKENS, at);
-            if (++at == J::AHEAD) at = 0;
-            barrier_wait(ring.empty + place.at * 8, place.parity ^ 1);
-            about(ring.about(place.at), first, word, units);
             const u32 row = ring.slot(place.at) + own.row * PANEL_ROWS + own.token * 128;
+            u32 word = 0, bad = 0;
 #pragma unroll
-            for (int k = 0; k < J::COUNT; k++) put(units[k], row + k * J::STEP * 128);
+            for (int base = 0; base < J::COUNT; base += AT_ONCE) {
+                Units<BITS, J::UNITS> units[AT_ONCE];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) take(units[k], at * J::SIZE + (base + k) * J::AREA * WARPGROUP);
+                if (base == 0) {
+                    if (has_word()) word = load_shared_int(codes + at * J::SIZE + J::WORDS + thread * 4);
+                    if (first > 0) arrive(before);
+                }
+                if (base + AT_ONCE == J::COUNT) {
+                    if (TOGETHER) __syncwarp();
+                    copy(first + J::AHEAD * PANEL_TOKENS, at);
+                }
+                if (base == 0) barrier_wait(ring.empty + place.at * 8, place.parity ^ 1);
+                if constexpr (VALUES && BITS == 16) bad |= clear_bad(units) << base;
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) put(units[k], row + (base + k) * J::STEP * 128);
+            }
+            if (++at == J::AHEAD) at = 0;
+            about(ring.about(place.at), first, word, bad);
             before = place.at;
             place.advance(2);
         }
@@ -232,12 +242,12 @@ private:
 
     // Values that are infinite or NaN count as 0, lest a weight of 0 makes them NaN. Bits of this thread's jobs that have some,
     // or whose token has in another thread's.
-    DEVICE u32 clear_bad(Units<BITS, J::UNITS> (&units)[J::COUNT]) const {
+    DEVICE u32 clear_bad(Units<BITS, J::UNITS> (&units)[AT_ONCE]) const {
         u32 bad = 0;
         const int lane = thread % WARP;
         const u32 part = ((1u << J::IN_ROW) - 1) << lane / J::LANES * J::LANES + lane % 8 / J::IN_ROW * J::IN_ROW;
 #pragma unroll
-        for (int k = 0; k < J::COUNT; k++) {
+        for (int k = 0; k < AT_ONCE; k++) {
             u32 carried = 0;
 #pragma unroll
             for (int w = 0; w < J::UNITS * 4; w++) carried |= (units[k].w[w] & 0x7fff7fff) + 0x04000400;
@@ -252,14 +262,13 @@ private:
 
     // Infinite scales of keys become NaN, as codes of 0 times them are; scales of values that are NaN become infinite, and
     // those of 0 next to nothing (bucket.cuh).
-    DEVICE void about(u32 to, int first, u32 word, Units<BITS, J::UNITS> (&units)[J::COUNT]) const {
+    DEVICE void about(u32 to, int first, u32 word, u32 bad) const {
         const int at = thread % PANEL_TOKENS, token = first + at;
         const auto store = [&](int place, float v) { store_shared_int(to + place, __float_as_int(v)); };
         const float stored = scale_at(token) % 2 ? high_to_float(word) : low_to_float(word);
         if constexpr (VALUES) {
             float largest = 0;
             if constexpr (BITS == 16) {
-                const u32 bad = clear_bad(units);
                 if (own.row == 0 && own.part == 0)
 #pragma unroll
                     for (int k = 0; k < J::COUNT; k++)
