@@ -48,6 +48,7 @@ def compile_text(text: str, arch: str, options: tuple[str, ...] = (), what: str 
     """The same for a source of one's own."""
     status, log = _compiled(text, arch, ("--ptxas-options=-v", *options))
     assert status == 0, f"{what}:\n{log}"
+    assert "instructions are serialized" not in log, f"products of {what} wait for each other:\n{log}"
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
     assert registers, f"no resource report in the log:\n{log}"
     frames = [(int(a), int(b)) for a, b in re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill", log)]

@@ -85,6 +85,8 @@ SPILLED = {"sm_75": 64, "sm_120": 176}
 """Bytes of registers for which attention of float32 queries of 256 channels has no room."""
 CROWDED = 24
 """The same of caches of all five widths in boxes, with more than four queries for a key head."""
+PANELS = {0: 40, 1: 40, 2: 400}
+"""The same of panels, where no product waits: of tiles in which nothing, positions or a mask hide tokens."""
 BY_ERF = 16
 """The same of the largest gated tile of experts where results go through gelu by erf, and nowhere else."""
 
@@ -97,6 +99,9 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         crowded = {("TIERS", 31), ("BOXES", 1), ("SPREAD", 0)} <= constants
         wide = {("DIM", 256), ("HALVES", 2)} <= constants
         spilled = SPILLED.get(arch, 0) if wide else CROWDED if crowded else 0
+        if kernel.op == "attention_panels":
+            spilled = PANELS[dict(kernel.constants)["MASKED"]]
+            assert kernel.entry == "merge" or report.registers == 128, "as many as its warpgroups share out"
         if {("GATED", 1), ("BATCH", 144), ("ROW_BLOCKS", 2)} <= set(kernel.constants):
             spilled = BY_ERF
         assert max(report.stack, report.spills) <= spilled, f"{kernel} on {arch}: {report}"

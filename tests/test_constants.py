@@ -23,6 +23,7 @@ ONE = (1, 128, 128)  # matrix, N, K
 BOXES = kv_plan.attention(kv_plan.Shape(1, 1, 32, 8, 128, codes.BITS, False, 1), 90, plan.LARGE_GPU)
 SINGLE = kv_plan.attention(kv_plan.Shape(1, 1, 32, 8, 64, codes.BITS, True, 1), 90, plan.LARGE_GPU)
 BOX_SLOT = "(Box<{0}>::SCALES + 2 * Box<{0}>::SCALE_BYTES + 1023) / 1024 * 1024"
+PANELS = kv_plan.attention(kv_plan.Shape(1, 64, 32, 8, 96, codes.BITS, 1, 1), 90, plan.LARGE_GPU)
 RESULTS = exl3.turn_results(1, 128)
 SUMS = exl3.turn_sums(1, 128)
 SQUARES = exl3.dequantize(WALK, *ONE)
@@ -84,6 +85,17 @@ SHARED: list[Case] = [
         | {f"bits_of({tier})": bits for tier, bits in enumerate(codes.BITS)}
         | {f"Box<{bits}>::TOKENS": kv_plan.box_tokens(bits) for bits in codes.BITS}
         | {BOX_SLOT.format(bits): kv_plan.box_slot(bits, 128) for bits in codes.BITS},
+    ),
+    (
+        PANELS.attention.kernel,
+        {
+            "THREADS": PANELS.attention.block,
+            "MERGE_ROWS * MERGE_WARPS * WARP": PANELS.merge.block,
+            "PANEL_TOKENS": kv_plan.PANEL_TOKENS,
+            "PANEL_SLOTS": kv_plan.PANEL_SLOTS,
+            "PANEL_SLOTS * PANEL + CUQUANT_CODES": kv_plan.PANEL_SLOTS * 128 * 128 + kv_plan.PANEL_CODES,
+            "BLOCK_ROWS": 128,
+        },
     ),
     (
         SINGLE.attention.kernel,

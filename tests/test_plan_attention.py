@@ -18,7 +18,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
     for dim, heads, group, q_len in combinations(
         (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
     ):
-        for masked, parts, batch in combinations((False, True), (1, 2), (1, 20, 33, 1000)):
+        for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 20, 33, 1000)):
             shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
             launch = kv_plan.attention(shape, capability, 132)
             kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
@@ -30,6 +30,20 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
             else:
                 assert alone == rings * ring
+            rows = heads * group * q_len
+            if kernel.op == "attention_panels":
+                assert capability == 90
+                assert group * q_len >= kv_plan.PANEL_ROWS
+                assert y * 128 // c["STREAMS"] >= group * q_len
+                assert c["STREAMS"] == (2 if group * q_len <= 64 else 1)
+                assert (x, z) == (launch.budget + batch - 1, heads)
+                assert launch.attention.shared == kernel.max_shared <= 227 << 10
+                assert 2 * kernel.max_shared > 227 << 10
+                assert launch.merge.grid == (batch, -(-rows // c["MERGE_ROWS"]), 1)
+                assert launch.merge.block == 32 * c["MERGE_ROWS"]
+                assert max(y, z, launch.merge.grid[1]) <= plan.MOST_BLOCKS
+                assert not launch.counted
+                continue
             one_each = x * y * z <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)
             assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
@@ -48,7 +62,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
             assert y * c["GROUPS"] * 8 >= group * q_len
             assert x == launch.budget + batch - 1
             assert max(y, z) <= plan.MOST_BLOCKS
-            rows, parts_of_a_row = heads * group * q_len, launch.merge.grid[2]
+            parts_of_a_row = launch.merge.grid[2]
             assert launch.merge.grid[:2] == (batch, rows)
             assert rows <= plan.MOST_BLOCKS
             assert dim % (4 * parts_of_a_row) == 0

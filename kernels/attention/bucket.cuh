@@ -9,7 +9,6 @@
 #pragma once
 #include "queries.cuh"
 
-constexpr float MOST_WEIGHT = 32768.f;
 constexpr float HEADROOM = 10.f;
 
 DEVICE float load_shared_half(u32 address) {

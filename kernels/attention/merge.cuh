@@ -14,7 +14,7 @@
 // it, asks for all of them at a time. There is room for it when attention is done, which it waits for. That has left the
 // split, too, which many blocks would work out. Beside panels (panels.cuh) there is no room for anything, either.
 #pragma once
-#include "bucket.cuh"
+#include "queries.cuh"
 
 constexpr int MERGE_WARPS = CUQUANT_MERGE_WARPS, MERGE_ROWS = CUQUANT_MERGE_ROWS;  // warps of a row, rows of a block
 static_assert(MERGE_WARPS == 1 || MERGE_ROWS == 1, "warps of a row meet");

@@ -11,7 +11,7 @@
 //
 // With lane = 4 g + i a lane has rows g and g + 8 of its warp's 16, of scores tokens 8 n + 2 i and the one behind.
 #pragma once
-#include "bucket.cuh"
+#include "queries.cuh"
 #include "panels.cuh"
 
 #if __CUDA_ARCH__ == 900
@@ -219,36 +219,40 @@ private:
         barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
     }
 
-    // References are moved where a weight might be above MOST_WEIGHT: no larger than the sum of a lane's, times the largest scale.
-    // That takes scores again, which all warps multiply together. What is worked out in front of that branch stays there, and
-    // does not wait for sums.
+    // A row's reference is moved where a weight might be above MOST_WEIGHT: none is larger than the sum of those that a lane has
+    // of the row, but for values' scales, times the largest scale that the row sees. (So it goes by nothing else, and no row's
+    // result depends on other rows.) That takes scores again, which all warps multiply together. What is worked out in front of
+    // that branch stays there, and does not wait for sums.
     template <Hiding HIDING>
     DEVICE void finish_weights(const PanelPlace& place, const Known& known) {
         const Scales& scales = known.scales;
         const u32 about = ring.about(place.at);
-        float gained[2];
+        float gained[2], largest[2];
         if (HIDING != NONE) hide<HIDING>(about, scales);
-        weigh<HIDING, false>(scales, gained);
-        const bool above = fmaxf(gained[0], gained[1]) * known.largest > MOST_WEIGHT;
-        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above), 0)) {
+        weigh<HIDING, false>(scales, gained, largest);
+        bool above[2];
+#pragma unroll
+        for (int n = 0; n < 2; n++) above[n] = gained[n] * (HIDING != NONE ? largest[n] : known.largest) > MOST_WEIGHT;
+        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above[0] | above[1]), 0)) {
             wgmma_wait<0>();
             barrier_wait(ring.full + place.at * 8, place.parity);  // it has; without a branch here products would all wait
             multiply_keys(place);
             wgmma_wait<0>();
             pin(s);
             if (HIDING != NONE) hide<HIDING>(about, scales);
-            move_references<HIDING>(scales);
-            weigh<HIDING, true>(scales, gained);
+            move_references<HIDING>(scales, above);
+            weigh<HIDING, true>(scales, gained, largest);
         }
         total[0] += gained[0], total[1] += gained[1];
     }
 
     DEVICE float score(float product, float k_scale, int n) const { return __fmul_rn(__fmul_rn(product, k_scale), scale[n]); }
 
-    // Weights, and what they add to the rows' sums. SPOILS: infinite scales of values become NaN.
+    // Weights, what they add to the rows' sums, and, where any are hidden, the largest scale of the others' values. SPOILS: infinite
+    // ones become NaN.
     template <Hiding HIDING, bool SPOILS>
-    DEVICE void weigh(const Scales& scales, float (&gained)[2]) {
-        gained[0] = gained[1] = 0;
+    DEVICE void weigh(const Scales& scales, float (&gained)[2], float (&largest)[2]) {
+        gained[0] = gained[1] = largest[0] = largest[1] = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
@@ -261,7 +265,10 @@ private:
                     const float share = exp2_of(HIDING != NONE ? __fadd_rn(own, -reference[n])
                                                                : fmaf(own * (c ? scales[m].y : scales[m].x), scale[n], -reference[n]));
                     own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
-                    if (HIDING != NONE) own = seen >> at & 1 ? own : 0;
+                    if (HIDING != NONE) {
+                        const bool visible = seen >> at & 1;
+                        own = visible ? own : 0, largest[n] = fmaxf(largest[n], visible ? fabsf(given) : 0);
+                    }
                     gained[n] += share;
                 }
     }
@@ -283,7 +290,7 @@ private:
                     if (HIDING == BY_MASK) visible = visible && mask.shows(p, slot, own);
                     s[0][at] = visible ? own : -INFINITE;
                     seen |= u32(visible) << at;
-                    if (HIDING == BY_MASK) asm volatile("" : "+r"(seen) :: "memory");  // there are no registers for all at once
+                    asm volatile("" : "+r"(seen) :: "memory");  // one after the other: there are no registers for all at once
                 }
         }
     }
@@ -291,7 +298,7 @@ private:
     // The largest weight of those who move is 2^8: room for a sum of 16, and for scales that differ.
     static constexpr float ROOM_ABOVE = 8;
     template <Hiding HIDING>
-    DEVICE void move_references(const Scales& scales) {
+    DEVICE void move_references(const Scales& scales, const bool (&above)[2]) {
         pin(o);
         float most[2] = {-INFINITE, -INFINITE};
 #pragma unroll
@@ -309,7 +316,8 @@ private:
         for (int n = 0; n < 2; n++) {
             most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 1));
             most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 2));
-            const float moved = fmaxf(reference[n], most[n] - ROOM_ABOVE);
+            const bool moves = __ballot_sync(~0u, above[n]) >> lane / 4 * 4 & 15;
+            const float moved = moves ? fmaxf(reference[n], most[n] - ROOM_ABOVE) : reference[n];
             const float factor = exp2_of(reference[n] - moved);
             reference[n] = moved;
             total[n] *= factor;

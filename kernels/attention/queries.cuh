@@ -11,7 +11,7 @@
 #pragma once
 #include "../core/ieee.cuh"
 #include "split.cuh"
-#include "ring.cuh"
+#include "codes.cuh"
 
 constexpr int GROUPS = CUQUANT_GROUPS;  // of eight rows
 constexpr int ROWS = GROUPS * 8;
@@ -19,6 +19,8 @@ constexpr int ROWS = GROUPS * 8;
 // second is for low bytes, or nobody looks at it.
 constexpr int COLUMNS = CUQUANT_SPREAD ? 1 : 2;
 constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's channel is the sum: of float32 two
+
+constexpr float MOST_WEIGHT = 32768.f;  // of a token, beyond which references move (bucket.cuh)
 
 constexpr bool FEW_CODES = PAIRS == 1 && (has_tier(3) || has_tier(4));
 constexpr bool INTEGER_QUERIES = __CUDA_ARCH__ >= 800 && COLUMNS == 1 && HALVES == 1 && !FEW_CODES;

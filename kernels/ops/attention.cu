@@ -1,6 +1,7 @@
 // Attention over a cache of buckets: every block streams a share of one sequence's tokens, all its buckets, for a few
 // key heads; then `merge` adds up the shares of each sequence, in order.
 #include "../attention/bucket.cuh"
+#include "../attention/ring.cuh"
 #include "../attention/merge.cuh"
 #if CUQUANT_BOXES
 #include "../attention/boxes.cuh"
