@@ -23,13 +23,6 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
             launch = kv_plan.attention(shape, capability, 132)
             kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
             c = dict(kernel.constants)
-            rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
-            ring = c["RING"] + kv_plan.BOX_BARRIERS * launch.boxes
-            alone = kernel.max_shared
-            if masked and capability >= 90:
-                assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
-            else:
-                assert alone == rings * ring
             rows = heads * group * q_len
             if kernel.op == "attention_panels":
                 assert capability == 90
@@ -44,6 +37,13 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert max(y, z, launch.merge.grid[1]) <= plan.MOST_BLOCKS
                 assert not launch.counted
                 continue
+            rings = c["WARPS"] // (c["BLOCK_HEADS"] if launch.boxes else 1)
+            ring = c["RING"] + kv_plan.BOX_BARRIERS * launch.boxes
+            alone = kernel.max_shared
+            if masked and capability >= 90:
+                assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
+            else:
+                assert alone == rings * ring
             one_each = x * y * z <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)
             assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)

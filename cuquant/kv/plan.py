@@ -54,7 +54,7 @@ COPYING_WARPS = 4
 """Beside those that compute: a warpgroup, which gives them its registers."""
 PANEL_ROWS = 32
 """Rows of a key head's queries from which on tokens become panels, once for 64 or 128 rows, where there are
-warpgroups' products (sm_90). With 16 rows 8 x 4096 tokens of 4 bits take an H200 33 us, and 26 without panels;
+warpgroups' products (sm_90). With 16 rows 8 x 4096 tokens of 4 bits take an H200 33 us, without panels 26;
 with 32 rows 34 and 38, with 256 rows 82 and 219."""
 PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
 """Tokens of a panel; panels of keys or values in shared memory, and bytes of codes that wait to be converted
@@ -82,8 +82,8 @@ class Launch(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a launch depends on. `masked`: whether tokens may be hidden, and 2 where a mask says so. `halves`:
-    float16 numbers that a query's channel becomes."""
+    """What a launch depends on. `masked`: whether tokens may be hidden, and 2 where a mask says so.
+    `halves`: float16 numbers that a query's channel becomes."""
 
     batch: int
     q_len: int
