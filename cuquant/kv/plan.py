@@ -78,7 +78,7 @@ class Launch(NamedTuple):
     boxes: bool
     """Whether the copy engine takes them."""
     counted: bool
-    """Whether shares that are there are counted for what merges them; else it waits until attention is done."""
+    """Whether shares are counted for what merges them; else it waits until attention is done."""
 
 
 class Shape(NamedTuple):

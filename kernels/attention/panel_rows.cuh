@@ -205,14 +205,15 @@ private:
 
     // Weights of a panel whose scores are multiplied. Then sums of the one before are there, whose values are in slot `before`.
     DEVICE void find_weights(const PanelPlace& place, const Known& known, int before) {
+        const bool first = before < 0;
         wgmma_wait<1>();
         pin(s);
         if (CUQUANT_MASKED == 2)
-            finish_weights<BY_MASK>(place, known);
+            finish_weights<BY_MASK>(place, known, first);
         else if (__builtin_expect(known.hides, 0))
-            finish_weights<BY_SLOT>(place, known);
+            finish_weights<BY_SLOT>(place, known, first);
         else
-            finish_weights<NONE>(place, known);
+            finish_weights<NONE>(place, known, first);
         barrier_arrive(ring.empty + place.at * 8, elected());
         pin(s);
         wgmma_wait<0>();
@@ -224,16 +225,19 @@ private:
     // result depends on other rows.) That takes scores again, which all warps multiply together. What is worked out in front of
     // that branch stays there, and does not wait for sums.
     template <Hiding HIDING>
-    DEVICE void finish_weights(const PanelPlace& place, const Known& known) {
+    DEVICE void finish_weights(const PanelPlace& place, const Known& known, bool first) {
         const Scales& scales = known.scales;
         const u32 about = ring.about(place.at);
         float gained[2], largest[2];
-        if (HIDING != NONE) hide<HIDING>(about, scales);
-        weigh<HIDING, false>(scales, gained, largest);
-        bool above[2];
+        bool above[2] = {true, true}, moves = first;
+        if (!first) {
+            if (HIDING != NONE) hide<HIDING>(about, scales);
+            weigh<HIDING, false>(scales, gained, largest);
 #pragma unroll
-        for (int n = 0; n < 2; n++) above[n] = gained[n] * (HIDING != NONE ? largest[n] : known.largest) > MOST_WEIGHT;
-        if (__builtin_expect(any_of_warpgroups<WARPGROUP>(1 + second, above[0] | above[1]), 0)) {
+            for (int n = 0; n < 2; n++) above[n] = gained[n] * (HIDING != NONE ? largest[n] : known.largest) > MOST_WEIGHT;
+            moves = any_of_warpgroups<WARPGROUP>(1 + second, above[0] | above[1]);
+        }
+        if (__builtin_expect(moves, 0)) {
             wgmma_wait<0>();
             barrier_wait(ring.full + place.at * 8, place.parity);  // it has; without a branch here products would all wait
             multiply_keys(place);

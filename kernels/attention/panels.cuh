@@ -248,10 +248,10 @@ private:
         const u32 part = ((1u << J::IN_ROW) - 1) << lane / J::LANES * J::LANES + lane % 8 / J::IN_ROW * J::IN_ROW;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-            u32 carried = 0;
+            u32 zeros = 0;  // or NaN
 #pragma unroll
-            for (int w = 0; w < J::UNITS * 4; w++) carried |= (units[k].w[w] & 0x7fff7fff) + 0x04000400;
-            const bool spoils = carried & 0x80008000 && own.there();
+            for (int w = 0; w < J::UNITS * 4; w++) zeros = fma_half2(units[k].w[w], 0, zeros);
+            const bool spoils = zeros & 0x7fff7fff && own.there();
             if (spoils)
 #pragma unroll
                 for (int w = 0; w < J::UNITS * 4; w++) units[k].w[w] = 0;

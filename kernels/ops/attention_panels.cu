@@ -133,19 +133,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         barrier_init(ring.empty + threadIdx.x * 8, MULTIPLYING / WARP / STREAMS);
         barrier_init_fence();
     }
+    const bool single = p.batch == 1;
+    // Who has what is known, and what merges may start. Whether this block has anything.
+    const auto meet = [&] {
+        __syncthreads();
+        let_successor_start();
+        return share.sequence >= 0;
+    };
     wait_for_predecessor();
-    if (warp == 0) {
-        const bool single = p.batch == 1;
+    if (warp == THREADS / WARP - 1) {
         const Lengths lengths(p, single ? 0 : lane);
         if (single)
             share.find_single(p, lengths, blockIdx.x, lane);
         else
             share.find(p, lengths, blockIdx.x, lane);
     }
-    __syncthreads();
-    let_successor_start();
-    if (share.sequence < 0) return;
+    if (!single && !meet()) return;
     if (warp >= MULTIPLYING / WARP) {
+        if (single && !meet()) return;
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
         PanelPlace place;
         if (warp < (MULTIPLYING + WARPGROUP) / WARP) {
@@ -156,11 +161,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         }
         return;
     }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
+    // Of a single sequence queries are asked for while it is shared out.
     const int head = blockIdx.z, warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
-    Given given(p, share.sequence, head, first_row + own_row, lane);
+    Given given(p, single ? 0 : share.sequence, head, first_row + own_row, lane);
     given.ask();
+    if (single && !meet()) return;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
     PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
     if (STREAMS == 1) rows.begin_turns();
@@ -168,7 +175,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (STREAMS == 1) rows.end_turns();
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
     rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
-    warpgroups_sync<MULTIPLYING>(EVERYONE);
+    if (STREAMS == 2)
+        warpgroups_sync<MULTIPLYING>(EVERYONE);
+    else
+        __syncwarp();  // each goes on with its own
     if (threadIdx.x == 0) tell_merge(p, share);
     constexpr int EACH = BLOCK_ROWS / (MULTIPLYING / WARP);
     finish(p, share, warp * EACH, min(rows_of(p) - first_row - warp * EACH, EACH), first_row, lane);
