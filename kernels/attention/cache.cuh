@@ -80,29 +80,16 @@ constexpr float LEAST_SCORE = -1.6e38f;
 // times infinity.
 constexpr float NOTHING = 8.7e-19f;  // about 2^-60
 
-// The mask's row of a row of a key head's queries.
-struct MaskRow {
-    s64 at;
-    bool there;
-
-    DEVICE MaskRow(const Attention& p, int sequence, int head, int row) : there(row < rows_of(p)) {
-        const int query_head = head * p.group + row / p.q_len;
-        at = sequence * p.mask_strides[0] + query_head * p.mask_strides[1] + row % p.q_len * p.mask_strides[2];
-    }
-
-    // Whether it lets a slot be seen; a float mask is added to the score, in bits.
-    DEVICE bool shows(const Attention& p, int slot, float& score) const {
-        if (!there || slot >= p.mask_columns) return false;
-        const s64 own = at + slot * p.mask_strides[3];
-        if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[own];
-        const float value = load_float(p.mask, own, p.mask_dtype);
-        const float sum = score + value * 1.44269504f;
-        score = sum < LEAST_SCORE && score > -INFINITE ? LEAST_SCORE : sum;
-        return value != -INFINITE;
-    }
-};
-
-// The same of one number, where there may be no mask.
+// Whether the mask lets a row of a key head's queries see a slot; a float mask is added to the score, in bits.
 DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {
-    return p.mask_dtype == NO_MASK || MaskRow(p, sequence, head, row).shows(p, slot, score);
+    if (p.mask_dtype == NO_MASK) return true;
+    if (row >= rows_of(p) || slot >= p.mask_columns) return false;
+    const int query_head = head * p.group + row / p.q_len;
+    const s64 at = sequence * p.mask_strides[0] + query_head * p.mask_strides[1] + row % p.q_len * p.mask_strides[2] +
+                   slot * p.mask_strides[3];
+    if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[at];
+    const float value = load_float(p.mask, at, p.mask_dtype);
+    const float sum = score + value * 1.44269504f;
+    score = sum < LEAST_SCORE && score > -INFINITE ? LEAST_SCORE : sum;
+    return value != -INFINITE;
 }

@@ -40,14 +40,8 @@ DEVICE float inverse_of(float total) { return total == 0 ? 1 : __fdividef(1, tot
 DEVICE void store_channels(const Attention& p, s64 place, int column, const float4& sum, float total) {
     const float factor = inverse_of(total);
     const float y[4] = {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor};
-    const s64 first = place + column * p.out_strides[3];
-    u16* const halves = static_cast<u16*>(p.out) + first;
-    if (p.out_dtype != FLOAT32 && p.out_strides[3] == 1 && reinterpret_cast<u64>(halves) % 8 == 0) {
-        *reinterpret_cast<uint2*>(halves) = make_uint2(pack(y[0], y[1], p.out_dtype), pack(y[2], y[3], p.out_dtype));
-        return;
-    }
 #pragma unroll
-    for (int c = 0; c < 4; c++) store_float(p.out, first + c * p.out_strides[3], p.out_dtype, y[c]);
+    for (int c = 0; c < 4; c++) store_float(p.out, place + (column + c) * p.out_strides[3], p.out_dtype, y[c]);
 }
 
 // What a block leaves of a row: sums, then a sector of memory that begins with the reference of their weights and the sum
@@ -189,7 +183,7 @@ DEVICE void merge_part(const Attention& p) {
         if (thread >= width || piece >= pieces) continue;
         store_channels(p, place_of(p, sequence, row), (blockIdx.z * pieces + piece) * 4, sums.o, sums.total);
         if (p.totals && blockIdx.z == 0 && piece == 0)
-            p.totals[s64(sequence) * p.heads * p.q_len + row] = make_float2(most, sums.total);
+            p.totals[s64(sequence) * (MERGE_ROWS > 1 ? p.heads * p.q_len : gridDim.y) + row] = make_float2(most, sums.total);
     }
 }
 

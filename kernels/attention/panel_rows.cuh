@@ -283,7 +283,6 @@ private:
         seen = 0;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            const MaskRow mask(p, sequence, head, first_row + n * 8 + g);
 #pragma unroll
             for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
@@ -291,7 +290,7 @@ private:
                     const int at = m * 4 + n * 2 + c, slot = load_shared_int(about + About::SLOTS + (m * 8 + 2 * i + c) * 4);
                     float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
                     bool visible = slot >= 0 && slot <= last[n];
-                    if (HIDING == BY_MASK) visible = visible && mask.shows(p, slot, own);
+                    if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
                     s[0][at] = visible ? own : -INFINITE;
                     seen |= u32(visible) << at;
                     asm volatile("" : "+r"(seen) :: "memory");  // one after the other: there are no registers for all at once
