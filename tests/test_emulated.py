@@ -116,6 +116,12 @@ CHOSEN_OF_SM_90 = {
         12,
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
     ),
+    "test_gpu_attention_panels.py": (
+        16,
+        "(types and (64-16 or 128-33) and not bfloat16) or (tokens and 40-129) or (masks and True and shape1)"
+        " or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one) or only_itself"
+        " or (importance and 90 and not options1) or (behind and 96) or empty or (positions and 70) or these",
+    ),
     "test_gpu_cores.py": (
         3,
         "(edges and q5_1 and 256) or (parts_of and (16x1x1x4x2x1x1-q8_0 or 64x1x1x2x2x1x1-q4_k))",
@@ -158,7 +164,12 @@ PROCESSES_OF_SM_90 = {
     "products": ("test_matmul.py", "test_epilogue.py", "test_gpu_cores.py", "test_gpu_launches.py"),
     "mixtures": ("test_gpu_moe_prefill.py", "test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py"),
     "walks and trellises": ("test_gpu_exl3.py", "test_gpu_trellis.py"),
-    "attention": ("test_gpu_attention.py", "test_gpu_attention_queries.py", "test_gpu_random.py"),
+    "attention": (
+        "test_gpu_attention.py",
+        "test_gpu_attention_queries.py",
+        "test_gpu_attention_panels.py",
+        "test_gpu_random.py",
+    ),
 }
 """Likewise."""
 

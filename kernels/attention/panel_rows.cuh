@@ -17,12 +17,11 @@
 #if __CUDA_ARCH__ == 900
 struct PanelRows {
     static constexpr int STEPS = CUQUANT_DIM / 16, TOKENS = PANEL_TOKENS;
-    static constexpr int TURN = 3;  // barriers, behind those of each warpgroup
     static_assert(GROUPS == 2 && HALVES == 1 && COLUMNS == 2, "a warp has 16 rows, each channel a float16 number");
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
+    const int sequence, head, first_row, barrier, lane, g, i;  // the warp's first row, and where its warpgroup meets
     u32 a[STEPS][4];                                  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
@@ -31,8 +30,8 @@ struct PanelRows {
     int last[2];
     u32 seen;  // bits of scores that are not hidden
 
-    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane), g(lane / 4), i(lane % 4) {}
+    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int barrier, int lane)
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), barrier(barrier), lane(lane), g(lane / 4), i(lane % 4) {}
 
     // `writes`: queries are left for `importance`.
     DEVICE void begin(const Given& given, bool writes) {
@@ -60,18 +59,7 @@ struct PanelRows {
         for (int m = 0; m < CUQUANT_DIM / 2; m++) o[0][m] = 0;
     }
 
-    // Before and after `run`, where warpgroups take turns: the first one's turn is first, and the second arrives once more. (As
-    // branches in `run` the compiler would have products wait for each other.)
-    DEVICE void begin_turns() const {
-        if (second) warpgroups_arrive<2 * WARPGROUP>(TURN);
-    }
-    DEVICE void end_turns() const {
-        if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
-    }
-
-    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on. Where warpgroups take turns, one's products
-    // are multiplied while the other works out weights; they would do the same at the same time, as they wait for the same panels.
-    template <bool TURNS>
+    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on.
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
         PanelPlace place;
@@ -92,10 +80,8 @@ struct PanelRows {
             if (panel >= panels) break;
             place.advance(apart * 2);
             known = look(place);
-            if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(place);
             multiply_values(before);
-            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
         }
         multiply_values(before);
         wgmma_wait<0>();
@@ -235,7 +221,7 @@ private:
             weigh<HIDING, false>(scales, gained, largest);
 #pragma unroll
             for (int n = 0; n < 2; n++) above[n] = gained[n] * (HIDING != NONE ? largest[n] : known.largest) > MOST_WEIGHT;
-            moves = any_of_warpgroups<WARPGROUP>(1 + second, above[0] | above[1]);
+            moves = any_of_warpgroups<WARPGROUP>(barrier, above[0] | above[1]);
         }
         if (__builtin_expect(moves, 0)) {
             wgmma_wait<0>();

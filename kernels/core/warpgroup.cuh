@@ -98,12 +98,6 @@ DEVICE void warpgroups_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
-// Those who arrive do not wait for the others.
-template <int THREADS>
-DEVICE void warpgroups_arrive(int barrier) {
-    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
-}
-
 // Whether it is true of any of the threads that meet.
 template <int THREADS>
 DEVICE bool any_of_warpgroups(int barrier, bool value) {

@@ -168,11 +168,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     given.ask();
     if (single && !meet()) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
-    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
+    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, 1 + warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
-    if (STREAMS == 1) rows.begin_turns();
-    rows.run<STREAMS == 1>(panels_of(share), stream, STREAMS);
-    if (STREAMS == 1) rows.end_turns();
+    rows.run(panels_of(share), stream, STREAMS);
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
     rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
     if (STREAMS == 2)

@@ -162,14 +162,14 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
 inline void pause() { wait_until_changed(turn, turn); }
 
 // So many threads meet.
-inline void meet(Meeting& meeting, u32 threads, bool waits = true) {
+inline void meet(Meeting& meeting, u32 threads) {
     const u32 seen = meeting.generation;
     if (meeting.arrived && meeting.threads < threads)
         fail("thread %u meets %u threads, others %u", current, threads, meeting.threads);
     meeting.threads = threads;
     if (++meeting.arrived == threads)
         meeting.arrived = 0, meeting.generation++;
-    else if (waits)
+    else
         wait_until_changed(meeting.generation, seen);
 }
 

@@ -230,7 +230,6 @@ inline void bar_sync(u32 number, u32 threads) {
     if (number > 15 || threads % emulated::WARP) emulated::fail("no barrier: %u of %u threads", number, threads);
     emulated::meet(emulated::blocks[emulated::block].some[number], threads);
 }
-inline void bar_arrive(u32 number, u32 threads) { emulated::meet(emulated::blocks[emulated::block].some[number], threads, false); }
 // Whether a predicate is true of any of those who meet.
 inline void bar_red_or_pred(bool& r, u32 number, u32 threads, bool p) {
     static bool any[16];
