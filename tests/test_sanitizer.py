@@ -67,7 +67,7 @@ cache.append(k[:, :1], v[:, :1], lengths=[1, 0])
 for bits in (2, 3, 4):
     cache.assign(list(range(10 * bits, 10 * bits + 9)), bits)
 cache.evict([7, 50])
-for queries in (1, 5):
+for queries in (1, 5, 40):
     q = cupy.asarray(generator.standard_normal((2, queries, 8, 64)).astype(numpy.float16))
     cq.attention(q, cache)
     cq.attention(q, cache, mask=cupy.ones((queries, 61), bool))
