@@ -6,10 +6,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import device, testing
+from cuquant.cuda import jit, sources
 
 F = np.float32
 WIDTHS = (16, 8, 4, 3, 2)
@@ -35,6 +37,18 @@ def filled(
     chosen = np.random.default_rng(2).choice(cache.bits if bits is None else bits, (batch, n))
     cache.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), chosen)
     return cache.to_device("cuda")
+
+
+def changed_kernel(patch: pytest.MonkeyPatch, op: str, line: str, after: str) -> None:
+    """Kernels of a file from now on have something more after a line."""
+    flatten = sources.flatten
+    text = flatten(op, None)
+    assert text.count(line) == 1
+    changed = {op: text.replace(line, f"{line}\n{after}")}
+    patch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
+    fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
+    for name, value in fresh.items():
+        patch.setattr(jit, name, value)
 
 
 def on_gpu(**arguments: Any) -> dict[str, Any]:

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attending import F, filled, normal, on_gpu
+from attending import F, changed_kernel, filled, normal, on_gpu
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.cuda import jit, sources
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +56,7 @@ def test_lengths_that_were_others_when_a_launch_began(
     expected = found()
     others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
     with monkeypatch.context() as patch:
-        change_attention(patch, "Lengths lengths(p, which);", others)
+        changed_kernel(patch, "attention", "Lengths lengths(p, which);", others)
         for ours, theirs in zip(found(), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -70,18 +69,6 @@ def test_lengths_that_change_while_attention_runs(shares: str, monkeypatch: pyte
     expected = testing.as_numpy(cq.attention(q, cache))
     with monkeypatch.context() as patch:
         line = "shares = Share::of_sequence(p, sequence, lane);"
-        change_attention(patch, line, f"if (shares.y > 1) shares.y = {shares};")
+        changed_kernel(patch, "attention", line, f"if (shares.y > 1) shares.y = {shares};")
         assert np.isnan(testing.as_numpy(cq.attention(q, cache))).all()
     np.testing.assert_array_equal(testing.as_numpy(cq.attention(q, cache)), expected)
-
-
-def change_attention(patch: pytest.MonkeyPatch, line: str, after: str) -> None:
-    """Kernels of attention from now on have something more after a line."""
-    flatten = sources.flatten
-    text = flatten("attention", None)
-    assert text.count(line) == 1
-    changed = {"attention": text.replace(line, f"{line}\n{after}")}
-    patch.setattr(sources, "flatten", lambda op, fmt: changed.get(op) or flatten(op, fmt))
-    fresh: dict[str, Any] = {"_modules": {}, "_functions": {}, "_prepared": jit._Prepared()}
-    for name, value in fresh.items():
-        patch.setattr(jit, name, value)

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from attending import WIDTHS, Array, F, agree, filled, normal, on_gpu
+from attending import WIDTHS, Array, F, agree, changed_kernel, filled, normal, on_gpu
 
 import cuquant as cq
 from cuquant import device, testing
@@ -246,6 +246,34 @@ def test_other_queries_do_not_matter() -> None:
     y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
     assert np.array_equal(y[:, ::2], expected[:, ::2])
     assert not np.array_equal(y[:, 1::2], expected[:, 1::2])
+
+
+@pytest.mark.parametrize("widths", [(4,), (16,)])
+@pytest.mark.parametrize("q_len", [16, 40])
+def test_what_other_queries_see_does_not_matter(q_len: int, widths: tuple[int, ...]) -> None:
+    cupy, cache = device.cupy(), filled(300, 1, widths)
+    q, positions = cupy.asarray(queries(1, q_len, 8, 64)), np.full((1, q_len), 1000)
+    every, one = (
+        testing.as_numpy(cq.attention(q, cache, out=cupy.empty(q.shape, F), positions=given))
+        for given in (positions, np.where(np.arange(q_len) == 5, 3, positions))
+    )
+    same = np.arange(q_len) != 5
+    assert np.array_equal(every[:, same], one[:, same])
+    assert not np.array_equal(every, one)
+
+
+@pytest.mark.parametrize("widths", [(16, 8), (8, 4, 2), (3, 2), WIDTHS])
+def test_a_warp_that_converts_late(widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes of another width, which others have asked for, do not come where this one's still are."""
+    cache, q = filled(700, 2, widths, dim=128), device.cupy().asarray(queries(2, 16, 8, 128))
+    expected = testing.as_numpy(cq.attention(q, cache))
+    wait = 'for (int i = 0; i < 1000; i++) asm volatile("nanosleep.u32 100;" ::: "memory");'
+    with monkeypatch.context() as patch:
+        changed_kernel(
+            patch, "attention_panels", "copy_wait<J::AHEAD - 1>();", f"if (thread / WARP == 1) {wait}"
+        )
+        late = testing.as_numpy(cq.attention(q, cache))
+    assert np.array_equal(late, expected)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

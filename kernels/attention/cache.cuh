@@ -34,7 +34,7 @@ struct Attention {
     const float* key_scales; // [batch, kv_heads, DIM], or null
     float4* left;            // [blocks along x, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
     u32* counters;           // [batch, heads * q_len, parts] of shares that are there; else 0
-    int2* shares;            // [batch], of boxes: the first block of a sequence, and how many share it
+    int2* shares;            // [batch], where nothing counts: the first block of a sequence, and how many share it
     float* queries;          // [batch, heads * q_len, DIM] as they meet stored keys, for importance; or null
     float2* totals;          // [batch, heads * q_len], for importance; or null
     s64 q_strides[3], out_strides[4], mask_strides[4];

@@ -207,9 +207,9 @@ private:
     }
 
     // A row's reference is moved where a weight might be above MOST_WEIGHT: none is larger than the sum of those that a lane has
-    // of the row, but for values' scales, times the largest scale that the row sees. (So it goes by nothing else, and no row's
-    // result depends on other rows.) That takes scores again, which all warps multiply together. What is worked out in front of
-    // that branch stays there, and does not wait for sums.
+    // of the row, but for values' scales, times the largest scale that the row sees. So it goes by nothing else, as weights do, and
+    // no row's result depends on others, or on what it does not see. That takes scores again, which all warps multiply together.
+    // What is worked out in front of that branch stays there, and does not wait for sums. The first panel moves all rows.
     template <Hiding HIDING>
     DEVICE void finish_weights(const PanelPlace& place, const Known& known, bool first) {
         const Scales& scales = known.scales;
@@ -220,7 +220,10 @@ private:
             if (HIDING != NONE) hide<HIDING>(about, scales);
             weigh<HIDING, false>(scales, gained, largest);
 #pragma unroll
-            for (int n = 0; n < 2; n++) above[n] = gained[n] * (HIDING != NONE ? largest[n] : known.largest) > MOST_WEIGHT;
+            for (int n = 0; n < 2; n++) {
+                if (HIDING == NONE || (HIDING == BY_SLOT && sees_all(n))) largest[n] = known.largest;
+                above[n] = gained[n] * largest[n] > MOST_WEIGHT;
+            }
             moves = any_of_warpgroups<WARPGROUP>(barrier, above[0] | above[1]);
         }
         if (__builtin_expect(moves, 0)) {
@@ -238,6 +241,12 @@ private:
 
     DEVICE float score(float product, float k_scale, int n) const { return __fmul_rn(__fmul_rn(product, k_scale), scale[n]); }
 
+    // Whether row n sees all tokens: those of four lanes.
+    DEVICE bool sees_all(int n) const {
+        const u32 own = 0x33333333u << 2 * n;
+        return (__ballot_sync(~0u, (seen & own) == own) >> lane / 4 * 4 & 15) == 15;
+    }
+
     // Weights, what they add to the rows' sums, and, where any are hidden, the largest scale of the others' values. SPOILS: infinite
     // ones become NaN.
     template <Hiding HIDING, bool SPOILS>
@@ -252,32 +261,36 @@ private:
                     const int at = m * 4 + n * 2 + c;
                     float& own = s[0][at];
                     const float given = c ? scales[m].w : scales[m].z;
-                    const float share = exp2_of(HIDING != NONE ? __fadd_rn(own, -reference[n])
-                                                               : fmaf(own * (c ? scales[m].y : scales[m].x), scale[n], -reference[n]));
+                    float share = exp2_of(HIDING == BY_MASK ? __fadd_rn(own, -reference[n])
+                                                            : fmaf(own * (c ? scales[m].y : scales[m].x), scale[n], -reference[n]));
                     own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
                     if (HIDING != NONE) {
                         const bool visible = seen >> at & 1;
-                        own = visible ? own : 0, largest[n] = fmaxf(largest[n], visible ? fabsf(given) : 0);
+                        share = visible ? share : 0, own = visible ? own : 0;
+                        largest[n] = fmaxf(largest[n], visible ? fabsf(given) : 0);
                     }
                     gained[n] += share;
                 }
     }
 
-    // Scores, of which those that are not seen become -infinity.
+    // Which tokens are seen. Where a mask may change them scores take the products' place, those that are not seen as -infinity.
     template <Hiding HIDING>
     DEVICE void hide(u32 about, const Scales& scales) {
         seen = 0;
 #pragma unroll
         for (int n = 0; n < 2; n++) {
+            const int row = first_row + n * 8 + g;
 #pragma unroll
             for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     const int at = m * 4 + n * 2 + c, slot = load_shared_int(about + About::SLOTS + (m * 8 + 2 * i + c) * 4);
-                    float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
                     bool visible = slot >= 0 && slot <= last[n];
-                    if (HIDING == BY_MASK) visible = visible && unmasked(p, sequence, head, first_row + n * 8 + g, slot, own);
-                    s[0][at] = visible ? own : -INFINITE;
+                    if (HIDING == BY_MASK) {
+                        float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
+                        visible = visible && unmasked(p, sequence, head, row, slot, own);
+                        s[0][at] = visible ? own : -INFINITE;
+                    }
                     seen |= u32(visible) << at;
                     asm volatile("" : "+r"(seen) :: "memory");  // one after the other: there are no registers for all at once
                 }
@@ -298,7 +311,8 @@ private:
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
                     const float own = s[0][m * 4 + n * 2 + c];
-                    most[n] = fmaxf(most[n], (HIDING != NONE ? own : score(own, c ? scales[m].y : scales[m].x, n)) + lift);
+                    const float all = (HIDING == BY_MASK ? own : score(own, c ? scales[m].y : scales[m].x, n)) + lift;
+                    most[n] = fmaxf(most[n], HIDING == NONE || seen >> (m * 4 + n * 2 + c) & 1 ? all : -INFINITE);
                 }
             }
 #pragma unroll

@@ -21,6 +21,9 @@ constexpr int PANEL = (CUQUANT_DIM + 63) / 64 * PANEL_ROWS;
 constexpr int PANEL_SLOTS = 8, CODES_AT = PANEL_SLOTS * PANEL;
 static_assert(CUQUANT_DIM % 32 == 0, "threads convert 32 channels");
 
+// Where those meet who convert keys, and, at the next barrier, values; before it are those of warpgroups that multiply.
+constexpr int CONVERTED = 3;
+
 // What else is known of a panel's tokens, in shared memory, at so many bytes:
 struct About {
     static constexpr int SCALES = 0;                      // of two tokens each: of their keys, of their values
@@ -157,7 +160,7 @@ struct Converter {
         }
         arrive(before);
         copy_wait<0>();
-        if (TOGETHER) __syncwarp();
+        warpgroups_sync<WARPGROUP>(CONVERTED + VALUES);  // another width's codes lie in other places: these have been taken
     }
 
 private:

@@ -40,12 +40,15 @@ DEVICE int panels_of(const Share& share) {
     return panels;
 }
 
-// Tokens up to this slot are seen by all of a sequence's queries.
+// Tokens up to this slot are seen by all of a sequence's queries. By a warp.
 DEVICE int least_last_of(const Attention& p, int sequence) {
+    if (!CUQUANT_MASKED) return 0x7fffffff;
+    if (!p.positions) return last_seen(p, sequence, 0);
     int least = 0x7fffffff;
-    if (CUQUANT_MASKED)
-        for (int position = 0; position < (p.positions ? p.q_len : 1); position++)
-            least = min(least, last_seen(p, sequence, position));
+    for (int position = threadIdx.x % WARP; position < p.q_len; position += WARP)
+        least = min(least, last_seen(p, sequence, position));
+#pragma unroll
+    for (int step = 16; step; step /= 2) least = min(least, __shfl_xor_sync(~0u, least, step));
     return least;
 }
 

@@ -227,7 +227,7 @@ inline void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w) {
 inline void st_shared_u32(u32 address, u32 value) { memcpy(shared(address, 4), &value, 4); }
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
 inline void prefetch_global_L2(u64) {}
-inline void nanosleep_u32(u32) {}
+inline void nanosleep_u32(u32) { emulated::pause(); }  // others may overtake
 inline void fence_acq_rel_gpu() {}
 inline void red_relaxed_gpu_global_add_u32(u64 address, u32 v) { *reinterpret_cast<u32*>(address) += v; }
 inline void atom_relaxed_gpu_global_add_u32(u32& r, u64 address, u32 v) {
