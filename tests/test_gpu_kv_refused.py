@@ -27,7 +27,7 @@ def test_more_than_a_launch_has_blocks_for() -> None:
     with pytest.raises(ValueError, match="batch is 65536; allowed are 1 to 65535"):
         cq.KVCache(1, 8, 1, 2**16, (2,)).to_device("cuda")
     cache = cache_of(1)
-    q = device.cupy().zeros((2, 64, 2**10, 64), H)
+    q = device.cupy().zeros((2, 64, 2**10, 64), F)  # of float16 fewer blocks do
     for _ in range(2):
         with pytest.raises(
             ValueError, match=r"the result \(2, 64, 1024, 64\) takes 65536 blocks along an axis"
