@@ -183,14 +183,13 @@ private:
         copy_commit();
     }
 
-    // WHOLE: all tokens are there. Else zeros are in the others' place, and the address is the last one's.
+    // WHOLE: all tokens are there. Else zeros are in the others' place, and addresses are those of the bucket.
     template <bool WHOLE>
     DEVICE void copy_panel(int first, int at) const {
         const u32 place = to + at * J::SIZE;
-        const int last = count - 1 - first;
         const auto piece = [&](int k, int half, int tokens) {
-            const bool there = WHOLE || copied.token + tokens <= last;
-            const u8* const source = from + (WHOLE ? tokens : min(tokens, last - copied.token)) * (CUQUANT_HEADS * J::GIVEN);
+            const bool there = WHOLE || first + copied.token + tokens < count;
+            const u8* const source = there ? from + tokens * (CUQUANT_HEADS * J::GIVEN) : VALUES ? tier.v : tier.k;
             const u32 target = place + k * J::AREA * WARPGROUP + half * 16 * WARP;
             if constexpr (J::BYTES == 12) {
 #pragma unroll
@@ -206,11 +205,12 @@ private:
                 for (int half = 0; half < (TOGETHER ? 2 : 1); half++)
                     piece(k, half, k * J::STEP + half * (16 / J::LANES * J::TOKENS));
         if (has_word()) {
-            const int own = thread % PANEL_TOKENS, token = first + (WHOLE ? own : min(own, last));
+            const bool there = WHOLE || first + thread % PANEL_TOKENS < count;
+            const int token = there ? first + thread % PANEL_TOKENS : 0;
             const void* const source = of_scale() ? static_cast<const void*>((VALUES ? tier.v_scale : tier.k_scale) + scale_at(token))
                                                   : tier.slots + origin / CUQUANT_HEADS + token;
             copy_or_zeros<4>(codes + at * J::SIZE + J::WORDS + thread * 4,
-                             reinterpret_cast<const u8*>(reinterpret_cast<u64>(source) & ~3ull), WHOLE || own <= last);
+                             reinterpret_cast<const u8*>(reinterpret_cast<u64>(source) & ~3ull), there);
         }
     }
 
