@@ -111,16 +111,16 @@ CHOSEN = {
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
-    "test_gpu_attention.py": (5, "eight_heads_at_once and 1000"),
+    "test_gpu_attention.py": (6, "(eight_heads_at_once and 1000) or (zeros and 20)"),
     "test_gpu_attention_queries.py": (
-        12,
-        "(overflow and widths1-8) or (integers and 8-bfloat16 and larger)",
+        13,
+        "(overflow and widths1-8) or (integers and 8-bfloat16 and larger) or (only_itself and 20)",
     ),
     "test_gpu_attention_panels.py": (
-        16,
+        14,
         "(types and (64-16 or 128-33) and not bfloat16) or (tokens and 40-129) or (masks and True and shape1)"
-        " or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one) or only_itself"
-        " or (importance and 90 and not options1) or (behind and 96) or empty or (positions and 70) or these",
+        " or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one)"
+        " or (importance and 90 and not options1) or (behind and 96) or (positions and 70) or these",
     ),
     "test_gpu_cores.py": (
         3,

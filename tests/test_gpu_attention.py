@@ -164,17 +164,18 @@ def test_tokens_move_in_mid_stream() -> None:
         agree(q, cache)
 
 
-def test_empty_caches_and_sequences_give_zeros() -> None:
+@pytest.mark.parametrize(("q_len", "dtype"), [(3, F), (20, np.float16)])
+def test_empty_caches_and_sequences_give_zeros(q_len: int, dtype: Any) -> None:
     put = device.cupy().asarray
-    q = normal(3, 3, 8, 64)
-    cache = cq.KVCache(2, 64, 8, 3, WIDTHS, device="cuda")
-    out = put(np.full(q.shape, np.nan, F))
+    q = normal(3, q_len, 8, 64, dtype=dtype)
+    cache = cq.KVCache(2, 64, 80, 3, WIDTHS, device="cuda")
+    out = put(np.full(q.shape, np.nan, dtype))
     assert not cq.attention(put(q), cache, out=out).any()
-    k = put(normal(3, 4, 2, 64, seed=1))
-    cache.append(k, k, lengths=[0, 4, 1])
+    k = put(normal(3, 70, 2, 64, seed=1))
+    cache.append(k, k, lengths=[0, 70, 1])
     y = agree(q, cache)
     assert not y[0].any()
-    assert not y[2, 0].any()
+    assert not y[2, :-1].any()
     assert y[1].any(axis=-1).all()
 
 

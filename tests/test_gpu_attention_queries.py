@@ -125,8 +125,9 @@ def test_bad_queries_that_would_become_integers(heads: int, bad: float) -> None:
     assert np.array_equal(y, expected)
 
 
-def test_a_bad_query_spoils_only_itself() -> None:
-    cache, q = filled(), normal(2, 3, 8, 64, seed=3)
+@pytest.mark.parametrize(("q_len", "dtype"), [(3, F), (20, np.float16)])
+def test_a_bad_query_spoils_only_itself(q_len: int, dtype: Any) -> None:
+    cache, q = filled(), normal(2, q_len, 8, 64, seed=3, dtype=dtype)
     expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
     q[0, 1, 2, 5] = np.nan
     y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))

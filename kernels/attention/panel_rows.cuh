@@ -22,10 +22,10 @@ struct PanelRows {
     const Attention& p;
     const PanelRing& ring;
     const int sequence, head, first_row, barrier, lane, g, i;  // the warp's first row, and where its warpgroup meets
-    u32 a[STEPS][4];                                  // queries
+    u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
-    u32 w[TOKENS / 16][4];  // weights as operand A
+    u32 w[TOKENS / 16][4];   // weights as operand A
     float scale[2], reference[2], total[2];
     int last[2];
     u32 seen;  // bits of scores that are not hidden

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP);
     int lane = threadIdx.x % WARP;
-    asm volatile("" : "+r"(lane));  // opaque, lest it be worked out anew in the loop
+    asm volatile("" : "+r"(lane));  // opaque; ptxas makes it anew in the loop all the same (docs/tuning.md)
     if (threadIdx.x < PANEL_SLOTS) {
         barrier_init(ring.full + threadIdx.x * 8, WARPGROUP);
         barrier_init(ring.empty + threadIdx.x * 8, MULTIPLYING / WARP / STREAMS);
