@@ -166,6 +166,36 @@ def test_references_move_in_mid_stream(q_len: int, order: str) -> None:
     agree(q, cache.to_device("cuda"), largest_score=200)
 
 
+@pytest.mark.parametrize("kind", ["causal", "all", "mask"])
+@pytest.mark.parametrize("q_len", [16, 64])
+def test_scores_out_of_reach_of_what_was_seen(q_len: int, kind: str) -> None:
+    """Weights that no float32 holds beside those before: scores 2^7 and more above, in mid-stream."""
+    n, dim = 700, 64
+    k = normal(1, n, 1, dim)
+    k[0, 150::97] *= np.linspace(50, 250, len(k[0, 150::97]), dtype=F)[:, None, None]
+    cache = cq.KVCache(1, dim, n, 1, (16, 8))
+    cache.append(k, normal(1, n, 1, dim, seed=1), np.resize((16, 8), n))
+    arguments: dict[str, Any] = {"causal": kind != "all"}
+    if kind == "mask":
+        arguments["mask"] = np.random.default_rng(0).random((1, 4, q_len, n)) < 0.6
+    agree(queries(1, q_len, 4, dim), cache.to_device("cuda"), largest_score=1500, **arguments)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("q_len", [16, 64])
+def test_tokens_in_any_order(q_len: int, dim: int) -> None:
+    """Nearly all panels have tokens that some queries do not see, and others do; some queries see none of the first."""
+    cache = filled(600, dim=dim)
+    random = np.random.default_rng(0)
+    for tier in cache.tiers.values():
+        for b in range(2):
+            slots = tier.buffers.global_slots[b, : int(tier.lengths[b])]
+            slots[...] = slots[random.permutation(slots.size)]
+    q = queries(2, q_len, 8, dim)
+    agree(q, cache)
+    agree(q, cache, positions=np.random.default_rng(1).integers(0, 600, (2, q_len)))
+
+
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_magnitudes_of_values(bits: int, magnitude: float) -> None:
@@ -215,11 +245,12 @@ def test_bad_tokens_reach_only_what_sees_them(which: str, bad: float, widths: tu
         assert np.array_equal(y[~touched], expected[~touched])
 
 
-def test_other_queries_do_not_matter() -> None:
-    """Not those, either, for which sums are scaled down again and again."""
+@pytest.mark.parametrize("size", [1e-4, 40, 1000])
+def test_other_queries_do_not_matter(size: float) -> None:
+    """Not those, either, which are lifted, for which sums are scaled down again and again, or scores are out of reach."""
     cache, q = filled(700, 1, dim=128), queries(1, 64, 8, 128)
     expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
-    q[:, 1::2] *= HALF.type(40)
+    q[:, 1::2] *= HALF.type(size)
     y = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
     assert np.array_equal(y[:, ::2], expected[:, ::2])
     assert not np.array_equal(y[:, 1::2], expected[:, 1::2])

@@ -9,7 +9,10 @@
 //   tensor cores:   scores 1, sums 0   | scores 2, sums 1   | ...
 //   warpgroup:           weights 1          weights 2
 //
-// With lane = 4 g + i a lane has rows g and g + 8 of its warp's 16, of scores tokens 8 n + 2 i and the one behind.
+// Between products warps do not wait for each other: what is rare (`move`) a warp does alone.
+//
+// With lane = 4 g + i a lane has rows g and g + 8 of its warp's 16, of scores tokens 8 m + 2 i and the one behind: number
+// 4 m + 2 n + c is of row g + 8 n, token 8 m + 2 i + c.
 #pragma once
 #include "queries.cuh"
 #include "panels.cuh"
@@ -17,21 +20,28 @@
 #if __CUDA_ARCH__ == 900
 struct PanelRows {
     static constexpr int STEPS = CUQUANT_DIM / 16, TOKENS = PANEL_TOKENS;
+    static constexpr int TURN = CONVERTED + 2;  // barriers where warpgroups wait for their turns
     static_assert(GROUPS == 2 && HALVES == 1 && COLUMNS == 2, "a warp has 16 rows, each channel a float16 number");
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, barrier, lane, g, i;  // the warp's first row, and where its warpgroup meets
+    const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
     u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
-    float s[1][TOKENS / 2];  // scores, then weights that are multiplied next: `w` may still be read
+    float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
     u32 w[TOKENS / 16][4];   // weights as operand A
-    float scale[2], reference[2], total[2];
-    int last[2];
-    u32 seen;  // bits of scores that are not hidden
+    float reference[2], total[2];
+    float power[2];  // of two by which products are multiplied
+    bool lifted;     // whether that is not 1 for some row of the warp
+    int last[2], least_last;  // slots that the rows see; the least of the warp's
+    u32 seen;                 // bits of scores that are not hidden
 
-    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int barrier, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), barrier(barrier), lane(lane), g(lane / 4), i(lane % 4) {}
+    // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
+    DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane), g(lane / 4),
+          i(__shfl_sync(~0u, lane % 4, lane)) {}
+
+    static constexpr float LEAST_POWER = 1.f / (1 << 18);  // of queries of 2^-4, which were lifted to 2^14
 
     // `writes`: queries are left for `importance`.
     DEVICE void begin(const Given& given, bool writes) {
@@ -51,21 +61,41 @@ struct PanelRows {
                     for (int j = 0; j < 4; j++)
                         if (j * PAIRS + u < STEPS) a[j * PAIRS + u][n + 2 * half] = x[j];
                 }
-            scale[n] = of_row(q.scale[n]);
-            last[n] = CUQUANT_MASKED ? of_row(q.last[n]) : 0x7fffffff;
+            power[n] = q.power[n];
+            last[n] = min(CUQUANT_MASKED ? of_row(q.last[n]) : NO_SLOT, NO_SLOT - 1);
             reference[n] = Queries::LEAST, total[n] = 0;
+            // Queries whose largest channel is 2^-4 or more are multiplied as they are: rounded as a part of that they are the same.
+            const bool plain = power[n] <= 1 && power[n] >= LEAST_POWER;
+            const u32 back = plain ? pack(power[n], power[n], FLOAT16) : 0x3c003c00;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++) a[k][n] = mul_half2(a[k][n], back), a[k][n + 2] = mul_half2(a[k][n + 2], back);
+            if (plain) power[n] = 1;
         }
+        lifted = __any_sync(~0u, power[0] != 1 || power[1] != 1);
+        least_last = __reduce_min_sync(~0u, min(last[0], last[1]));
 #pragma unroll
         for (int m = 0; m < CUQUANT_DIM / 2; m++) o[0][m] = 0;
     }
 
-    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on.
+    // Before and after `run`, where warpgroups take turns: the first one's turn is first, and the second arrives once more. (As
+    // branches in `run` the compiler would have products wait for each other.)
+    DEVICE void begin_turns() const {
+        if (second) warpgroups_arrive<2 * WARPGROUP>(TURN);
+    }
+    DEVICE void end_turns() const {
+        if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
+    }
+
+    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on. Where warpgroups take turns, one's products
+    // are multiplied while the other works out weights; they would do the same at the same time, as they wait for the same panels.
+    template <bool TURNS>
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
         PanelPlace place;
         int before = -1;  // slot of the values that sums may still read
         place.advance(panel * 2);
-        Known known = look(place);
+        Known known;
+        look(place, known);
         multiply_keys(place);
         wgmma_commit();  // nothing
 #pragma unroll 1
@@ -79,9 +109,11 @@ struct PanelRows {
             panel += apart;
             if (panel >= panels) break;
             place.advance(apart * 2);
-            known = look(place);
+            look(place, known);
+            if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(place);
             multiply_values(before);
+            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
         }
         multiply_values(before);
         wgmma_wait<0>();
@@ -133,13 +165,13 @@ private:
         return u64(address >> 4) | u64(apart >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
     }
 
-    using Scales = float4[TOKENS / 8];
-
-    // What products of a panel are multiplied by, in this lane, asked for while others are multiplied.
+    // What is known of a panel's tokens, asked for in front of its products, behind which it would wait as they do, and not
+    // looked at before these are multiplied.
+    using Scales = float4[TOKENS / 8];  // of this lane's
     struct Known {
-        float4 scales[TOKENS / 8];
-        float largest;
-        int hides;
+        Scales scales;
+        int2 slots;
+        float4 largest;
     };
 
     static DEVICE float4 floats(u32 address) {
@@ -147,19 +179,20 @@ private:
         return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
     }
 
+    // Of a key's product and a value's weight, for the token at c of m.
+    static DEVICE float of_key(const float4& scale, int c) { return c ? scale.y : scale.x; }
+    static DEVICE float of_value(const float4& scale, int c) { return c ? scale.w : scale.z; }
+
+    DEVICE float4 scale_of(u32 about, int m) const { return floats(about + About::SCALES + i * 16 + m * 64); }
+
     // When the panel of keys and that of values are there.
-    DEVICE Known look(const PanelPlace& place) const {
+    DEVICE void look(const PanelPlace& place, Known& known) const {
         const u32 about = ring.about(place.at);
-        Known known;
-        barrier_wait(ring.full + place.at * 8, place.parity);
-        barrier_wait(ring.full + place.at * 8 + 8, place.parity);
-        const int4 hidden = load_shared(about + About::HIDDEN);
-        const float4 largest = floats(about + About::LARGEST);
-        known.hides = hidden.x | hidden.y | hidden.z | hidden.w;
-        known.largest = fmaxf(fmaxf(largest.x, largest.y), fmaxf(largest.z, largest.w));
+        barrier_wait(ring.full(place.at), place.parity);
+        known.slots = load_shared_pair(about + About::LARGEST_SLOT);
+        known.largest = floats(about + About::LARGEST);
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = floats(about + About::SCALES + i * 16 + m * 64);
-        return known;
+        for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = scale_of(about, m);
     }
 
     DEVICE void multiply_keys(const PanelPlace& place) {
@@ -186,148 +219,246 @@ private:
         wgmma_commit();
     }
 
-    // What hides tokens.
-    enum Hiding { NONE, BY_SLOT, BY_MASK };
+    static DEVICE u32 bit(int m, int n, int c) { return 1u << (m * 4 + n * 2 + c); }
 
-    // Weights of a panel whose scores are multiplied. Then sums of the one before are there, whose values are in slot `before`.
+    // Weights of a panel whose keys are multiplied. Then sums of the one before are there, whose values are in slot `before`.
     DEVICE void find_weights(const PanelPlace& place, const Known& known, int before) {
-        const bool first = before < 0;
+        const u32 about = ring.about(place.at);
         wgmma_wait<1>();
         pin(s);
-        if (CUQUANT_MASKED == 2)
-            finish_weights<BY_MASK>(place, known, first);
-        else if (__builtin_expect(known.hides, 0))
-            finish_weights<BY_SLOT>(place, known, first);
-        else
-            finish_weights<NONE>(place, known, first);
-        barrier_arrive(ring.empty + place.at * 8, elected());
-        pin(s);
-        wgmma_wait<0>();
-        barrier_arrive(ring.empty + before * 8, bool((before >= 0) & elected()));
-    }
-
-    // A row's reference is moved where a weight might be above MOST_WEIGHT: none is larger than the sum of those that a lane has
-    // of the row, but for values' scales, times the largest scale that the row sees. So it goes by nothing else, as weights do, and
-    // no row's result depends on others, or on what it does not see. That takes scores again, which all warps multiply together.
-    // What is worked out in front of that branch stays there, and does not wait for sums. The first panel moves all rows.
-    template <Hiding HIDING>
-    DEVICE void finish_weights(const PanelPlace& place, const Known& known, bool first) {
-        const Scales& scales = known.scales;
-        const u32 about = ring.about(place.at);
-        float gained[2], largest[2];
-        bool above[2] = {true, true}, moves = first;
-        if (!first) {
-            if (HIDING != NONE) hide<HIDING>(about, scales);
-            weigh<HIDING, false>(scales, gained, largest);
+        const int largest_slot = max(known.slots.x, known.slots.y);
+        const float largest = fmaxf(fmaxf(known.largest.x, known.largest.y), fmaxf(known.largest.z, known.largest.w));
+        const bool hides = CUQUANT_MASKED == 2 || largest_slot > least_last;
+        float gained[2];
+        if (before < 0) {
+            const bool all[2] = {true, true};
+            seen = ~0u;
+            if (CUQUANT_MASKED < 2 && hides) hide(about, [](float&, bool) {});
+            restart<true>(place, all, gained);
+        } else {
+            weigh(about, known.scales, hides, gained);
+            bool above[2];
 #pragma unroll
-            for (int n = 0; n < 2; n++) {
-                if (HIDING == NONE || (HIDING == BY_SLOT && sees_all(n))) largest[n] = known.largest;
-                above[n] = gained[n] * largest[n] > MOST_WEIGHT;
-            }
-            moves = any_of_warpgroups<WARPGROUP>(barrier, above[0] | above[1]);
-        }
-        if (__builtin_expect(moves, 0)) {
-            wgmma_wait<0>();
-            barrier_wait(ring.full + place.at * 8, place.parity);  // it has; without a branch here products would all wait
-            multiply_keys(place);
-            wgmma_wait<0>();
-            pin(s);
-            if (HIDING != NONE) hide<HIDING>(about, scales);
-            move_references<HIDING>(scales, above);
-            weigh<HIDING, true>(scales, gained, largest);
+            for (int n = 0; n < 2; n++) above[n] = gained[n] * largest > MOST_WEIGHT;
+            if (hides)
+#pragma unroll
+                for (int n = 0; n < 2; n++)
+                    if (CUQUANT_MASKED == 2 || largest_slot > last[n]) above[n] = largest_weight(n) > MOST_WEIGHT;
+            if (__builtin_expect(__any_sync(~0u, above[0] | above[1]), 0)) move(place, above, gained);
         }
         total[0] += gained[0], total[1] += gained[1];
+        barrier_arrive(ring.empty(place.at), elected());
+        pin(s);
+        wgmma_wait<0>();
+        barrier_arrive(ring.empty(before), bool((before >= 0) & elected()));
     }
 
-    DEVICE float score(float product, float k_scale, int n) const { return __fmul_rn(__fmul_rn(product, k_scale), scale[n]); }
-
-    // Whether row n sees all tokens: those of four lanes.
-    DEVICE bool sees_all(int n) const {
-        const u32 own = 0x33333333u << 2 * n;
-        return (__ballot_sync(~0u, (seen & own) == own) >> lane / 4 * 4 & 15) == 15;
-    }
-
-    // Weights, what they add to the rows' sums, and, where any are hidden, the largest scale of the others' values. SPOILS: infinite
-    // ones become NaN.
-    template <Hiding HIDING, bool SPOILS>
-    DEVICE void weigh(const Scales& scales, float (&gained)[2], float (&largest)[2]) {
-        gained[0] = gained[1] = largest[0] = largest[1] = 0;
+    // Weights, and what they add to the rows' sums.
+    DEVICE void weigh(u32 about, const Scales& scales, bool hides, float (&gained)[2]) {
+        seen = ~0u;
+        if (__builtin_expect(lifted, 0))
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
-                    const int at = m * 4 + n * 2 + c;
-                    float& own = s[0][at];
-                    const float given = c ? scales[m].w : scales[m].z;
-                    float share = exp2_of(HIDING == BY_MASK ? __fadd_rn(own, -reference[n])
-                                                            : fmaf(own * (c ? scales[m].y : scales[m].x), scale[n], -reference[n]));
-                    own = share * (SPOILS ? fmaf(given, 0.f, given) : given);
-                    if (HIDING != NONE) {
-                        const bool visible = seen >> at & 1;
-                        share = visible ? share : 0, own = visible ? own : 0;
-                        largest[n] = fmaxf(largest[n], visible ? fabsf(given) : 0);
-                    }
-                    gained[n] += share;
+                    float& own = s[0][m * 4 + n * 2 + c];
+                    if (CUQUANT_MASKED == 2)
+                        own = __fmul_rn(own, of_key(scales[m], c));
+                    else
+                        own = fmaf(own, of_key(scales[m], c), -reference[n]);
                 }
-    }
-
-    // Which tokens are seen. Where a mask may change them scores take the products' place, those that are not seen as -infinity.
-    template <Hiding HIDING>
-    DEVICE void hide(u32 about, const Scales& scales) {
-        seen = 0;
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            const int row = first_row + n * 8 + g;
-#pragma unroll
-            for (int m = 0; m < TOKENS / 8; m++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    const int at = m * 4 + n * 2 + c, slot = load_shared_int(about + About::SLOTS + (m * 8 + 2 * i + c) * 4);
-                    bool visible = slot >= 0 && slot <= last[n];
-                    if (HIDING == BY_MASK) {
-                        float own = score(s[0][at], c ? scales[m].y : scales[m].x, n);
-                        visible = visible && unmasked(p, sequence, head, row, slot, own);
-                        s[0][at] = visible ? own : -INFINITE;
-                    }
-                    seen |= u32(visible) << at;
-                    asm volatile("" : "+r"(seen) :: "memory");  // one after the other: there are no registers for all at once
-                }
+        if (CUQUANT_MASKED == 2) {
+            hide_by_mask(about);
+        } else if (hides) {
+            hide(about, [](float& own, bool visible) { own = visible ? own : -INFINITE; });
         }
-    }
-
-    // The largest weight of those who move is 2^8: room for a sum of 16, and for scales that differ.
-    static constexpr float ROOM_ABOVE = 8;
-    template <Hiding HIDING>
-    DEVICE void move_references(const Scales& scales, const bool (&above)[2]) {
-        pin(o);
-        float most[2] = {-INFINITE, -INFINITE};
+        gained[0] = gained[1] = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const float size = fabsf(c ? scales[m].w : scales[m].z), lift = size < INFINITE ? log2_of(size) : 0;
+            for (int n = 0; n < 2; n++)
 #pragma unroll
-                for (int n = 0; n < 2; n++) {
-                    const float own = s[0][m * 4 + n * 2 + c];
-                    const float all = (HIDING == BY_MASK ? own : score(own, c ? scales[m].y : scales[m].x, n)) + lift;
-                    most[n] = fmaxf(most[n], HIDING == NONE || seen >> (m * 4 + n * 2 + c) & 1 ? all : -INFINITE);
+                for (int c = 0; c < 2; c++) {
+                    float& own = s[0][m * 4 + n * 2 + c];
+                    const float share = exp2_of(own);
+                    own = share * of_value(scales[m], c);
+                    gained[n] += share;
                 }
-            }
+        // Nothing comes of a hidden token's scale, though it be infinite.
+        if (CUQUANT_MASKED == 2 || hides)
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] = seen >> at & 1 ? s[0][at] : 0;
+    }
+
+    // Finds out which tokens each row sees, of those that some query may not see: eight bits for each m.
+    template <class F>
+    DEVICE void hide(u32 about, F each) {
+        const int2 hidden = load_shared_pair(about + About::HIDDEN);
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) {
+            if (!((m < 4 ? hidden.x : hidden.y) >> m % 4 * 8 & 0xff)) continue;
+            const int2 slots = load_shared_pair(about + About::SLOTS + m * 32 + i * 8);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const bool visible = (c ? slots.y : slots.x) <= last[n];
+                    each(s[0][m * 4 + n * 2 + c], visible);
+                    seen &= visible ? ~0u : ~bit(m, n, c);
+                }
+        }
+    }
+
+    // Where a mask may hide tokens, or change scores: these, as they are, become logarithms of weights.
+    DEVICE void hide_by_mask(u32 about) {
+        seen = 0;
+#pragma unroll
+        for (int at = 0; at < TOKENS / 2; at++) {
+            const int m = at / 4, n = at / 2 % 2, c = at % 2;
+            const bool visible = masked(about, m, n, c, s[0][at]);
+            s[0][at] = visible ? s[0][at] - reference[n] : -INFINITE;
+            seen |= visible ? bit(m, n, c) : 0;
+            asm volatile("" : "+r"(seen) :: "memory");  // one after the other: there are no registers for all at once
+        }
+    }
+
+    DEVICE bool masked(u32 about, int m, int n, int c, float& score) const {
+        const int slot = load_shared_int(about + About::SLOTS + (m * 8 + 2 * i + c) * 4);
+        return slot <= last[n] && unmasked(p, sequence, head, first_row + n * 8 + g, slot, score);
+    }
+
+    // A row's reference is moved where a weight might be above MOST_WEIGHT. Of a row that sees a whole panel none is larger than the
+    // sum of those that a lane has of the row, but for values' scales, times the panel's largest scale; of others weights
+    // themselves are looked at. So no row's result depends on other rows, or on what it does not see. References of rows that have
+    // seen anything are whole numbers, and what goes with them is multiplied by powers of two.
+    //
+    // The largest weight of those who move is about 2^8: room for a sum of 16, and for scales that differ.
+    static constexpr int ROOM_ABOVE = 8;
+
+    DEVICE bool in_row(bool any_lane) const { return __ballot_sync(~0u, any_lane) >> lane / 4 * 4 & 15; }
+
+    static DEVICE float largest_of_row(float v) {
+        v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+        return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+    }
+
+    // Of those that a lane has.
+    DEVICE float largest_weight(int n) const {
+        float most = 0;
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) most = fmaxf(most, fmaxf(fabsf(s[0][m * 4 + n * 2]), fabsf(s[0][m * 4 + n * 2 + 1])));
+        return most;
+    }
+
+    DEVICE void move(const PanelPlace& place, const bool (&above)[2], float (&gained)[2]) {
+        wgmma_wait<0>();
+        pin(o);
+        float most[2];
+        bool infinite[2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 1));
-            most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], 2));
-            const bool moves = __ballot_sync(~0u, above[n]) >> lane / 4 * 4 & 15;
-            const float moved = moves ? fmaxf(reference[n], most[n] - ROOM_ABOVE) : reference[n];
-            const float factor = exp2_of(reference[n] - moved);
-            reference[n] = moved;
-            total[n] *= factor;
+            most[n] = largest_of_row(largest_weight(n));
+            infinite[n] = in_row(gained[n] == INFINITE) || most[n] == INFINITE;
+        }
+        // No number has room for these: the first that a row sees, or much larger than what it has seen.
+        if (__any_sync(~0u, infinite[0] | infinite[1])) restart<false>(place, infinite, gained);
 #pragma unroll
-            for (int m = 0; m < CUQUANT_DIM / 8; m++) o[0][m * 4 + n * 2] *= factor, o[0][m * 4 + n * 2 + 1] *= factor;
+        for (int n = 0; n < 2; n++) {
+            const int exponent = (__float_as_int(most[n]) >> 23) - 127 - ROOM_ABOVE;
+            const int up = in_row(above[n]) && !infinite[n] ? max(exponent, 0) : 0;
+            const float factor = power_of_two(-up);
+            reference[n] += up;
+            gained[n] *= factor;
+#pragma unroll
+            for (int m = 0; m < TOKENS / 8; m++) s[0][m * 4 + n * 2] *= factor, s[0][m * 4 + n * 2 + 1] *= factor;
+            scale_sums(n, factor);
         }
         pin(o);
+    }
+
+    DEVICE void scale_sums(int n, float factor) {
+        total[n] *= factor;
+#pragma unroll
+        for (int m = 0; m < CUQUANT_DIM / 8; m++) o[0][m * 4 + n * 2] *= factor, o[0][m * 4 + n * 2 + 1] *= factor;
+    }
+
+    // Weights of some rows, whose references go by their largest score. FIRST: nothing was seen before, and `s` has products.
+    // Else they are multiplied once more, by this warp. What has an infinite scale becomes NaN.
+    template <bool FIRST>
+    DEVICE void restart(const PanelPlace& place, const bool (&rows)[2], float (&gained)[2]) {
+        const u32 about = ring.about(place.at);
+        if (FIRST && CUQUANT_MASKED == 2) seen = 0;
+        float most[2] = {-INFINITE, -INFINITE};
+#pragma unroll(FIRST ? TOKENS / 8 : 1)
+        for (int m = 0; m < TOKENS / 8; m++) {
+            float x[4];
+            const float4 scale = scale_of(about, m);
+            scores<FIRST>(place, m, scale, x);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const float size = fabsf(of_value(scale, c)), lift = size < INFINITE ? log2_of(size) : 0;
+                    most[n] = fmaxf(most[n], seen & bit(m, n, c) ? x[n * 2 + c] + lift : -INFINITE);
+                }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            most[n] = largest_of_row(most[n]);
+            const bool moves = rows[n] && most[n] - reference[n] > log2_of(MOST_WEIGHT);
+            const float moved = moves ? ceilf(most[n]) - ROOM_ABOVE : reference[n], factor = exp2_of(reference[n] - moved);
+            reference[n] = moved;
+            if (!FIRST) scale_sums(n, factor);
+            if (rows[n]) gained[n] = 0;
+        }
+#pragma unroll
+        for (int m = 0; m < TOKENS / 8; m++) {
+            float x[4];
+            const float4 scale = scale_of(about, m);
+            scores<FIRST>(place, m, scale, x);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const float share = seen & bit(m, n, c) ? exp2_of(x[n * 2 + c] - reference[n]) : 0, given = of_value(scale, c);
+                    float& own = s[0][m * 4 + n * 2 + c];
+                    own = !rows[n] ? own : seen & bit(m, n, c) ? share * fmaf(given, 0.f, given) : 0;
+                    gained[n] += rows[n] ? share : 0;
+                }
+        }
+    }
+
+    // Of the tokens at m, both rows: x[2 n + c]. A mask is asked again.
+    template <bool FIRST>
+    DEVICE void scores(const PanelPlace& place, int m, const float4& scale, float (&x)[4]) {
+        if (FIRST)
+#pragma unroll
+            for (int j = 0; j < 4; j++) x[j] = s[0][m * 4 + j];
+        else
+            multiply_again(ring.slot(place.at) + (m * 8 + g) * 128, x);
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float& own = x[n * 2 + c];
+                own = __fmul_rn(own * power[n], of_key(scale, c));
+                if (CUQUANT_MASKED == 2 && masked(ring.about(place.at), m, n, c, own)) seen |= bit(m, n, c);
+            }
+    }
+
+    // Queries by eight keys, of which row g begins at `row`.
+    DEVICE void multiply_again(u32 row, float (&x)[4]) const {
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = 0;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const u32 from = row + k / 4 * PANEL_ROWS + i * 4;
+            mma_half(x, a[k], load_shared_int(from + (k % 4 * 2 ^ g) * 16), load_shared_int(from + (k % 4 * 2 + 1 ^ g) * 16), x);
+        }
     }
 };
 #endif

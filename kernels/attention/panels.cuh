@@ -21,32 +21,42 @@ constexpr int PANEL = (CUQUANT_DIM + 63) / 64 * PANEL_ROWS;
 constexpr int PANEL_SLOTS = 8, CODES_AT = PANEL_SLOTS * PANEL;
 static_assert(CUQUANT_DIM % 32 == 0, "threads convert 32 channels");
 
-// Where those meet who convert keys, and, at the next barrier, values; before it are those of warpgroups that multiply.
-constexpr int CONVERTED = 3;
+constexpr int CONVERTED = 1;  // barrier where those meet who convert keys, and, at the next, values
+constexpr int NO_SLOT = 0x7fffffff;
 
 // What else is known of a panel's tokens, in shared memory, at so many bytes:
 struct About {
     static constexpr int SCALES = 0;                      // of two tokens each: of their keys, of their values
-    static constexpr int SLOTS = PANEL_TOKENS * 8;        // global ones, where somebody asks; negative where there is no token
-    static constexpr int HIDDEN = SLOTS + PANEL_TOKENS * 4;  // whether a query may not see one, as each warp knows that converts keys
-    static constexpr int LARGEST = HIDDEN + 16;           // scale, as each of those knows that convert values
+    static constexpr int SLOTS = PANEL_TOKENS * 8;        // global ones, where somebody asks; NO_SLOT where there is no token
+    static constexpr int HIDDEN = SLOTS + PANEL_TOKENS * 4;  // bits of tokens that some query may not see
+    static constexpr int LARGEST_SLOT = HIDDEN + 8;       // of 32 tokens each
+    static constexpr int LARGEST = LARGEST_SLOT + 8;      // scale of values, as each warp knows that converts them
     static constexpr int SIZE = LARGEST + 16;
 
     static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
 };
 
-// Where the ring's slots are, their barriers, and what is known of the tokens of every other slot and the next. (Addresses are
-// opaque, lest the compiler work them out anew.)
+// Where the ring's slots are, their barriers, and what is known of tokens: keys lie in even slots, their values in the next.
+// (Addresses are opaque, lest the compiler work them out anew.)
 struct PanelRing {
-    u32 panels, full, empty, known;
+    static constexpr int PAIRS = PANEL_SLOTS / 2, BARRIERS = PAIRS + PANEL_SLOTS;
 
-    DEVICE PanelRing(u32 panels, u32 barriers, u32 known) : panels(panels), full(barriers), known(known) {
-        asm volatile("" : "+r"(this->panels), "+r"(full), "+r"(this->known));
-        empty = full + PANEL_SLOTS * 8;
+    u32 panels, barriers, known;
+
+    DEVICE PanelRing(u32 panels, u32 barriers, u32 known) : panels(panels), barriers(barriers), known(known) {
+        asm volatile("" : "+r"(this->panels), "+r"(this->barriers), "+r"(this->known));
     }
 
     DEVICE u32 slot(int at) const { return panels + at * PANEL; }
     DEVICE u32 about(int at) const { return known + at / 2 * About::SIZE; }
+    DEVICE u32 full(int at) const { return barriers + at / 2 * 8; }  // both
+    DEVICE u32 empty(int at) const { return barriers + (PAIRS + at) * 8; }
+
+    // By a warp: `readers` arrive for a slot when they have multiplied it.
+    DEVICE void begin(int lane, int readers) const {
+        if (lane < BARRIERS) barrier_init(barriers + lane * 8, lane < PAIRS ? 2 * WARPGROUP : readers);
+        barrier_init_fence();
+    }
 };
 
 // A place in the ring.
@@ -110,13 +120,15 @@ struct Converter {
     const Tier& tier;
     const PanelRing& ring;
     const int thread, count, least_last;
+    const float score_scale;  // of all scores
     const s64 origin;  // of the first token's row: keys, values and scales are indexed alike
     const Job<BITS> own, copied;
     const u8* from;     // what is copied next
     u32 codes, to;      // where the codes of panels are; where this thread's begin
 
-    DEVICE Converter(const Tier& tier, const PanelRing& ring, int sequence, int head, int begin, int end, int least_last, int thread)
-        : tier(tier), ring(ring), thread(thread), count(end - begin), least_last(least_last),
+    DEVICE Converter(const Tier& tier, const PanelRing& ring, int sequence, int head, int begin, int end, int least_last,
+                     float score_scale, int thread)
+        : tier(tier), ring(ring), thread(thread), count(end - begin), least_last(least_last), score_scale(score_scale),
           origin((s64(sequence) * tier.room + begin) * CUQUANT_HEADS + head), own(thread),
           copied(TOGETHER ? thread / WARP * WARP + thread % WARP / 2 : thread),
           codes(ring.panels + CODES_AT + VALUES * (CUQUANT_CODES / 2)) {
@@ -148,7 +160,7 @@ struct Converter {
                     if (TOGETHER) __syncwarp();
                     copy(first + J::AHEAD * PANEL_TOKENS, at);
                 }
-                if (base == 0) barrier_wait(ring.empty + place.at * 8, place.parity ^ 1);
+                if (base == 0) barrier_wait(ring.empty(place.at), place.parity ^ 1);
                 if constexpr (VALUES && BITS == 16) bad |= clear_bad(units) << base;
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) put(units[k], row + (base + k) * J::STEP * 128);
@@ -167,7 +179,7 @@ private:
     // The panel in a slot is there: said when the next one's codes are asked for, as stores take their time.
     DEVICE void arrive(int slot) const {
         store_box_fence();  // what warpgroups multiply is read as the copy engine reads
-        barrier_arrive(ring.full + slot * 8, true);
+        barrier_arrive(ring.full(slot), true);
     }
 
     DEVICE bool of_scale() const { return thread < PANEL_TOKENS; }
@@ -219,7 +231,8 @@ private:
     // A job's codes, `apart` from where this thread's first would be.
     DEVICE void take(Units<BITS, J::UNITS>& units, int apart) const {
         if constexpr (J::BYTES == 8) {
-            asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(units.w[0]), "=r"(units.w[1]) : "r"(to + apart) : "memory");
+            const int2 v = load_shared_pair(to + apart);
+            units.w[0] = v.x, units.w[1] = v.y;
         } else {
             const u32 place = TOGETHER ? to + thread % WARP * 16 + apart : to + apart;
 #pragma unroll
@@ -286,13 +299,17 @@ private:
             const u32 most = warp_max(__float_as_int(largest));
             if (thread % WARP == 0) store_shared_int(to + About::LARGEST + thread / WARP * 4, most);
         } else {
-            const int slot = token >= count ? -1 : CUQUANT_MASKED ? int(word) : 0;
-            if (of_scale())
-                store(About::scale(false, at), BITS < 16 ? fmaf(stored, 0.f, stored) : 1);
-            else
-                store_shared_int(to + About::SLOTS + at * 4, slot);
-            const u32 hidden = __ballot_sync(~0u, !of_scale() && (slot < 0 || slot > least_last));
-            if (thread % WARP == 0) store_shared_int(to + About::HIDDEN + thread / WARP * 4, hidden);
+            if (of_scale()) {
+                store(About::scale(false, at), (BITS < 16 ? fmaf(stored, 0.f, stored) : 1) * score_scale);
+                return;
+            }
+            const int slot = token >= count ? NO_SLOT : CUQUANT_MASKED ? int(word) : 0;
+            store_shared_int(to + About::SLOTS + at * 4, slot);
+            const u32 hidden = __ballot_sync(~0u, slot > least_last), largest = warp_max(slot);
+            if (thread % WARP == 0) {
+                const u32 half = to + About::HIDDEN + at / WARP * 4;
+                store_shared_int(half, hidden), store_shared_int(half + (About::LARGEST_SLOT - About::HIDDEN), largest);
+            }
         }
     }
 };

@@ -90,6 +90,7 @@ struct Queries {
     u32 b[HALVES][GROUPS][PAIRS][8];  // pair j of units 2 p and 2 p + 1 of the lane, which are i * 2 PAIRS + ...
     u32 bytes[GROUPS][PAIRS * 4];     // of four channels of the lane each: `order` says which
     float scale[GROUPS][2];           // of a product's sums, to scores
+    float power[GROUPS];              // of two that is part of it, for the lane's own row, lane / 4 of each eight
     float sum[GROUPS][2];             // of all channels as products take them, in their units: what an offset of 1 adds
     int whole[GROUPS][2];             // the same of bytes, high and low ones
     int last[GROUPS][2], least_last;  // slot that it sees, and the least of all rows
@@ -234,8 +235,8 @@ private:
         const bool as_given = HALVES == 1 && p.q_dtype == FLOAT16 && !p.key_scales && !p.rotate && !writes;
         const u32 peak = as_given ? take_halves(n, lane, raw) : take_floats(p, sequence, head, first, n, writes, lane, raw);
         // A row that is not finite has no integers: all its scores are NaN.
-        const float factor =
-            peak < 0x7f800000 ? __fmul_rn(p.scale, power_of_two(-query_lift_of(peak))) : __int_as_float(0x7fffffff);
+        power[n] = peak < 0x7f800000 ? power_of_two(-query_lift_of(peak)) : __int_as_float(0x7fffffff);
+        const float factor = __fmul_rn(p.scale, power[n]);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             scale[n][c] = __shfl_sync(~0u, factor, (lane % 4 * 2 + c) * 4);

@@ -98,14 +98,10 @@ DEVICE void warpgroups_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
-// Whether it is true of any of the threads that meet.
+// Those who arrive do not wait for the others.
 template <int THREADS>
-DEVICE bool any_of_warpgroups(int barrier, bool value) {
-    u32 any;
-    asm volatile("{.reg .pred p;\n.reg .pred q;\nsetp.ne.u32 p, %3, 0;\n"
-                 "bar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;}"
-                 : "=r"(any) : "r"(barrier), "n"(THREADS), "r"(u32(value)) : "memory");
-    return any;
+DEVICE void warpgroups_arrive(int barrier) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
 // From shared memory, anew each time.
@@ -113,6 +109,12 @@ DEVICE int4 load_shared(u32 from) {
     int4 v;
     asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+    return v;
+}
+
+DEVICE int2 load_shared_pair(u32 from) {
+    int2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
     return v;
 }
 

@@ -26,7 +26,7 @@ DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& shar
     if constexpr (has_tier(TIER)) {
         const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
         if (begin < end)
-            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last,
+            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last, p.scale,
                                              threadIdx.x % WARPGROUP).run(place);
     }
     if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, place);
@@ -42,9 +42,9 @@ DEVICE int panels_of(const Share& share) {
 
 // Tokens up to this slot are seen by all of a sequence's queries. By a warp.
 DEVICE int least_last_of(const Attention& p, int sequence) {
-    if (!CUQUANT_MASKED) return 0x7fffffff;
-    if (!p.positions) return last_seen(p, sequence, 0);
-    int least = 0x7fffffff;
+    int least = NO_SLOT - 1;
+    if (!CUQUANT_MASKED) return least;
+    if (!p.positions) return min(least, last_seen(p, sequence, 0));
     for (int position = threadIdx.x % WARP; position < p.q_len; position += WARP)
         least = min(least, last_seen(p, sequence, position));
 #pragma unroll
@@ -125,17 +125,11 @@ DEVICE void finish(const Attention& p, const Share& share, int row, int count, i
 // Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Share share;
-    __shared__ __align__(8) u64 barriers[2 * PANEL_SLOTS];
+    __shared__ __align__(8) u64 barriers[PanelRing::BARRIERS];
     __shared__ __align__(16) u8 about[PANEL_SLOTS / 2 * About::SIZE];
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
-    const int warp = uniform(threadIdx.x / WARP);
-    int lane = threadIdx.x % WARP;
-    asm volatile("" : "+r"(lane));  // opaque; ptxas makes it anew in the loop all the same (docs/tuning.md)
-    if (threadIdx.x < PANEL_SLOTS) {
-        barrier_init(ring.full + threadIdx.x * 8, WARPGROUP);
-        barrier_init(ring.empty + threadIdx.x * 8, MULTIPLYING / WARP / STREAMS);
-        barrier_init_fence();
-    }
+    const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
+    if (warp == 0) ring.begin(lane, MULTIPLYING / WARP / STREAMS);
     const bool single = p.batch == 1;
     // Who has what is known, and what merges may start. Whether this block has anything.
     const auto meet = [&] {
@@ -171,9 +165,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     given.ask();
     if (single && !meet()) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
-    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, 1 + warpgroup, lane);
+    PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
-    rows.run(panels_of(share), stream, STREAMS);
+    if (STREAMS == 1) rows.begin_turns();
+    rows.run<STREAMS == 1>(panels_of(share), stream, STREAMS);
+    if (STREAMS == 1) rows.end_turns();
     warpgroups_sync<MULTIPLYING>(EVERYONE);  // all panels have been read
     rows.store(left_by(warpgroup).o[warp % 4 * 16], left_by(warpgroup).weight + warp % 4 * 16);
     if (STREAMS == 2)

@@ -162,14 +162,14 @@ inline void wait_until_changed(const u32& counter, u32 seen) {
 inline void pause() { wait_until_changed(turn, turn); }
 
 // So many threads meet.
-inline void meet(Meeting& meeting, u32 threads) {
+inline void meet(Meeting& meeting, u32 threads, bool waits = true) {
     const u32 seen = meeting.generation;
     if (meeting.arrived && meeting.threads < threads)
         fail("thread %u meets %u threads, others %u", current, threads, meeting.threads);
     meeting.threads = threads;
     if (++meeting.arrived == threads)
         meeting.arrived = 0, meeting.generation++;
-    else
+    else if (waits)
         wait_until_changed(meeting.generation, seen);
 }
 
@@ -343,6 +343,8 @@ __noinline__ static u32 __reduce_min_sync(u32 mask, u32 v) {
         for (u32 lane = 1; lane < emulated::WARP; lane++) words[0][0] = min(words[0][0], words[lane][0]);
     }, v)[0][0]);
 }
+
+inline int __reduce_min_sync(u32 mask, int v) { return int(__reduce_min_sync(mask, u32(v) ^ 1u << 31) ^ 1u << 31); }
 
 __noinline__ static u32 __reduce_max_sync(u32 mask, u32 v) {
     return u32(emulated::together(mask, [](emulated::Words words) {

@@ -230,16 +230,7 @@ inline void bar_sync(u32 number, u32 threads) {
     if (number > 15 || threads % emulated::WARP) emulated::fail("no barrier: %u of %u threads", number, threads);
     emulated::meet(emulated::blocks[emulated::block].some[number], threads);
 }
-// Whether a predicate is true of any of those who meet.
-inline void bar_red_or_pred(bool& r, u32 number, u32 threads, bool p) {
-    static bool any[16];
-    any[number] |= p;
-    bar_sync(number, threads);
-    r = any[number];
-    bar_sync(number, threads);
-    any[number] = false;
-    bar_sync(number, threads);
-}
+inline void bar_arrive(u32 number, u32 threads) { emulated::meet(emulated::blocks[emulated::block].some[number], threads, false); }
 inline void setmaxnreg_dec_sync_aligned_u32(u32) {}
 inline void setmaxnreg_inc_sync_aligned_u32(u32) {}
 inline void griddepcontrol_launch_dependents() {}
