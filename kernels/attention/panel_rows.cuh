@@ -91,25 +91,24 @@ struct PanelRows {
     template <bool TURNS>
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
-        PanelPlace place;
+        PanelPlace place, next;
         int before = -1;  // slot of the values that sums may still read
         place.advance(panel * 2);
+        next = place;
         Known known;
-        look(place, known);
+        look(place, known, false);
         multiply_keys(place);
         wgmma_commit();  // nothing
 #pragma unroll 1
         while (true) {
+            next.advance(apart * 2);
+            const bool there = barrier_passed(ring.full(next.at), next.parity);
             find_weights(place, known, before);
-#pragma unroll
-            for (int k = 0; k < TOKENS / 16; k++)
-#pragma unroll
-                for (int c = 0; c < 4; c++) w[k][c] = pack(s[0][k * 8 + c * 2], s[0][k * 8 + c * 2 + 1], FLOAT16);
             before = place.at + 1;
             panel += apart;
             if (panel >= panels) break;
-            place.advance(apart * 2);
-            look(place, known);
+            place = next;
+            look(place, known, there);
             if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(place);
             multiply_values(before);
@@ -170,8 +169,7 @@ private:
     using Scales = float4[TOKENS / 8];  // of this lane's
     struct Known {
         Scales scales;
-        int2 slots;
-        float4 largest;
+        int4 largest;  // slots, scales
     };
 
     static DEVICE float4 floats(u32 address) {
@@ -185,12 +183,11 @@ private:
 
     DEVICE float4 scale_of(u32 about, int m) const { return floats(about + About::SCALES + i * 16 + m * 64); }
 
-    // When the panel of keys and that of values are there.
-    DEVICE void look(const PanelPlace& place, Known& known) const {
+    // When the panel of keys and that of values are there, which may be known.
+    DEVICE void look(const PanelPlace& place, Known& known, bool there) const {
         const u32 about = ring.about(place.at);
-        barrier_wait(ring.full(place.at), place.parity);
-        known.slots = load_shared_pair(about + About::LARGEST_SLOT);
-        known.largest = floats(about + About::LARGEST);
+        if (!there) barrier_wait(ring.full(place.at), place.parity);
+        known.largest = load_shared(about + About::LARGEST_SLOT);
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = scale_of(about, m);
     }
@@ -226,39 +223,53 @@ private:
         const u32 about = ring.about(place.at);
         wgmma_wait<1>();
         pin(s);
-        const int largest_slot = max(known.slots.x, known.slots.y);
-        const float largest = fmaxf(fmaxf(known.largest.x, known.largest.y), fmaxf(known.largest.z, known.largest.w));
+        const int largest_slot = max(known.largest.x, known.largest.y);
+        const u32 scales = __vmaxu2(known.largest.z, known.largest.w);
+        const float largest = __int_as_float(max(scales << 16, scales & 0xffff0000));
         const bool hides = CUQUANT_MASKED == 2 || largest_slot > least_last;
         float gained[2];
+        bool above[2] = {};
+        seen = ~0u;
+        if (__builtin_expect(lifted & before >= 0, 0))
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
         if (before < 0) {
             const bool all[2] = {true, true};
-            seen = ~0u;
-            if (CUQUANT_MASKED < 2 && hides) hide(about, [](float&, bool) {});
+            if (CUQUANT_MASKED < 2 && hides) hide(about, load_shared_pair(about + About::HIDDEN), [](float&, bool) {});
             restart<true>(place, all, gained);
+        } else if (hides) {
+            weigh<true>(about, known.scales, gained);
+#pragma unroll
+            for (int n = 0; n < 2; n++)
+                above[n] = (CUQUANT_MASKED == 2 || largest_slot > last[n] ? largest_weight(n) : gained[n] * largest) > MOST_WEIGHT;
         } else {
-            weigh(about, known.scales, hides, gained);
-            bool above[2];
+            weigh<false>(about, known.scales, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++) above[n] = gained[n] * largest > MOST_WEIGHT;
-            if (hides)
-#pragma unroll
-                for (int n = 0; n < 2; n++)
-                    if (CUQUANT_MASKED == 2 || largest_slot > last[n]) above[n] = largest_weight(n) > MOST_WEIGHT;
-            if (__builtin_expect(__any_sync(~0u, above[0] | above[1]), 0)) move(place, above, gained);
         }
-        total[0] += gained[0], total[1] += gained[1];
-        barrier_arrive(ring.empty(place.at), elected());
-        pin(s);
+        const bool moves = __any_sync(~0u, above[0] | above[1]);
         wgmma_wait<0>();
         barrier_arrive(ring.empty(before), bool((before >= 0) & elected()));
+        take_weights();
+        if (__builtin_expect(moves, 0)) {
+            move(place, above, gained);
+            take_weights();
+        }
+        barrier_arrive(ring.empty(place.at), elected());
+        total[0] += gained[0], total[1] += gained[1];
+    }
+
+    DEVICE void take_weights() {
+#pragma unroll
+        for (int k = 0; k < TOKENS / 16; k++)
+#pragma unroll
+            for (int c = 0; c < 4; c++) w[k][c] = pack(s[0][k * 8 + c * 2], s[0][k * 8 + c * 2 + 1], FLOAT16);
     }
 
     // Weights, and what they add to the rows' sums.
-    DEVICE void weigh(u32 about, const Scales& scales, bool hides, float (&gained)[2]) {
-        seen = ~0u;
-        if (__builtin_expect(lifted, 0))
-#pragma unroll
-            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
+    template <bool HIDES>
+    DEVICE void weigh(u32 about, const Scales& scales, float (&gained)[2]) {
+        const int2 hidden = HIDES && CUQUANT_MASKED < 2 ? load_shared_pair(about + About::HIDDEN) : make_int2(0, 0);
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
@@ -271,11 +282,10 @@ private:
                     else
                         own = fmaf(own, of_key(scales[m], c), -reference[n]);
                 }
-        if (CUQUANT_MASKED == 2) {
+        if (CUQUANT_MASKED == 2)
             hide_by_mask(about);
-        } else if (hides) {
-            hide(about, [](float& own, bool visible) { own = visible ? own : -INFINITE; });
-        }
+        else if constexpr (HIDES)
+            hide(about, hidden, [](float& own, bool visible) { own = visible ? own : -INFINITE; });
         gained[0] = gained[1] = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
@@ -286,18 +296,15 @@ private:
                     float& own = s[0][m * 4 + n * 2 + c];
                     const float share = exp2_of(own);
                     own = share * of_value(scales[m], c);
+                    // Nothing comes of a hidden token's scale, though it be infinite.
+                    if (HIDES) own = seen & bit(m, n, c) ? own : 0;
                     gained[n] += share;
                 }
-        // Nothing comes of a hidden token's scale, though it be infinite.
-        if (CUQUANT_MASKED == 2 || hides)
-#pragma unroll
-            for (int at = 0; at < TOKENS / 2; at++) s[0][at] = seen >> at & 1 ? s[0][at] : 0;
     }
 
     // Finds out which tokens each row sees, of those that some query may not see: eight bits for each m.
     template <class F>
-    DEVICE void hide(u32 about, F each) {
-        const int2 hidden = load_shared_pair(about + About::HIDDEN);
+    DEVICE void hide(u32 about, const int2& hidden, F each) {
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
             if (!((m < 4 ? hidden.x : hidden.y) >> m % 4 * 8 & 0xff)) continue;
@@ -355,7 +362,6 @@ private:
     }
 
     DEVICE void move(const PanelPlace& place, const bool (&above)[2], float (&gained)[2]) {
-        wgmma_wait<0>();
         pin(o);
         float most[2];
         bool infinite[2];

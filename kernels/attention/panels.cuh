@@ -28,10 +28,10 @@ constexpr int NO_SLOT = 0x7fffffff;
 struct About {
     static constexpr int SCALES = 0;                      // of two tokens each: of their keys, of their values
     static constexpr int SLOTS = PANEL_TOKENS * 8;        // global ones, where somebody asks; NO_SLOT where there is no token
-    static constexpr int HIDDEN = SLOTS + PANEL_TOKENS * 4;  // bits of tokens that some query may not see
-    static constexpr int LARGEST_SLOT = HIDDEN + 8;       // of 32 tokens each
-    static constexpr int LARGEST = LARGEST_SLOT + 8;      // scale of values, as each warp knows that converts them
-    static constexpr int SIZE = LARGEST + 16;
+    static constexpr int LARGEST_SLOT = SLOTS + PANEL_TOKENS * 4;  // of 32 tokens each
+    static constexpr int LARGEST = LARGEST_SLOT + 8;      // scale of values, of each warp that converts them: a float's upper half, or more
+    static constexpr int HIDDEN = LARGEST + 8;            // bits of tokens that some query may not see
+    static constexpr int SIZE = HIDDEN + 16;
 
     static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
 };
@@ -296,8 +296,8 @@ private:
                 store(About::scale(true, at), used);
                 largest = fabsf(used);
             }
-            const u32 most = warp_max(__float_as_int(largest));
-            if (thread % WARP == 0) store_shared_int(to + About::LARGEST + thread / WARP * 4, most);
+            const u32 most = warp_max(__float_as_int(largest)) + 0xffff >> 16;
+            if (thread % WARP == 0) store_shared_short(to + About::LARGEST + thread / WARP * 2, most);
         } else {
             if (of_scale()) {
                 store(About::scale(false, at), (BITS < 16 ? fmaf(stored, 0.f, stored) : 1) * score_scale);

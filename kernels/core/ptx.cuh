@@ -142,6 +142,10 @@ DEVICE void store_shared_int(u32 address, int value) {
     asm volatile("st.shared.u32 [%0], %1;" :: "r"(address), "r"(value) : "memory");
 }
 
+DEVICE void store_shared_short(u32 address, u16 value) {
+    asm volatile("st.shared.u16 [%0], %1;" :: "r"(address), "h"(value) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Lane 4 g + i
 // receives elements (g, 2 i) and (g, 2 i + 1) of each: operand B's layout where rows are batch rows.
 DEVICE void load_matrices(u32 (&r)[4], u32 address) {

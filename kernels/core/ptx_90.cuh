@@ -74,7 +74,15 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
                  "@!done bra again;}" :: "r"(barrier), "r"(parity) : "memory");
 }
 
-// The same where what came was sent by other blocks of the cluster.
+DEVICE bool barrier_passed(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done;
+}
+
+// `barrier_wait` where what came was sent by other blocks of the cluster.
 DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
     asm volatile("{.reg .pred done;\n"
                  "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"

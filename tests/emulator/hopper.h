@@ -301,6 +301,9 @@ inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, u32 address, u3
     while ((b.phase & 1) == parity) emulated::wait_until_changed(word, word);
     done = true;
 }
+inline void mbarrier_test_wait_parity_shared__cta_b64(bool& done, u32 address, u32 parity) {
+    done = (barrier(address).phase & 1) != parity;
+}
 inline void mbarrier_try_wait_parity_acquire_cluster_shared__cta_b64(bool& done, u32 address, u32 parity) {
     mbarrier_try_wait_parity_shared__cta_b64(done, address, parity);
 }

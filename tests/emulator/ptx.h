@@ -225,6 +225,7 @@ inline void st_shared_v4_u32(u32 address, u32 x, u32 y, u32 z, u32 w) {
     memcpy(shared(address, 16), values, 16);
 }
 inline void st_shared_u32(u32 address, u32 value) { memcpy(shared(address, 4), &value, 4); }
+inline void st_shared_u16(u32 address, u16 value) { memcpy(shared(address, 2), &value, 2); }
 inline void st_shared_u8(u32 address, u16 value) { *shared(address, 1) = u8(value); }
 inline void prefetch_global_L2(u64) {}
 inline void nanosleep_u32(u32) { emulated::pause(); }  // others may overtake
