@@ -26,6 +26,7 @@ struct PanelRows {
     const Attention& p;
     const PanelRing& ring;
     const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
+    u32 panels;       // where they begin, in 16 bytes
     u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
@@ -39,7 +40,9 @@ struct PanelRows {
     // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
     DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
         : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane), g(lane / 4),
-          i(__shfl_sync(~0u, lane % 4, lane)) {}
+          i(__shfl_sync(~0u, lane % 4, lane)), panels(ring.panels / 16) {
+        asm volatile("" : "+r"(panels));
+    }
 
     static constexpr float LEAST_POWER = 1.f / (1 << 18);  // of queries of 2^-4, which were lifted to 2^14
 
@@ -86,35 +89,28 @@ struct PanelRows {
         if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
     }
 
-    // `panels` pairs of keys and values, every `apart`-th of the ring's from `panel` on. Where warpgroups take turns, one's products
+    // `panels` panels, every `apart`-th from `panel` on. Where warpgroups take turns, one's products
     // are multiplied while the other works out weights; they would do the same at the same time, as they wait for the same panels.
     template <bool TURNS>
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
-        PanelPlace place, next;
-        int before = -1;  // slot of the values that sums may still read
-        place.advance(panel * 2);
-        next = place;
         Known known;
-        look(place, known, false);
-        multiply_keys(place);
-        wgmma_commit();  // nothing
+        look(panel, known, false);
+        multiply_keys(panel);
+        wgmma_wait<0>();
+        begin_sums(panel);
+        bool there = false;
 #pragma unroll 1
-        while (true) {
-            next.advance(apart * 2);
-            const bool there = barrier_passed(ring.full(next.at), next.parity);
-            find_weights(place, known, before);
-            before = place.at + 1;
+        while (panel + apart < panels) {
             panel += apart;
-            if (panel >= panels) break;
-            place = next;
-            look(place, known, there);
+            look(panel, known, there);
             if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
-            multiply_keys(place);
-            multiply_values(before);
+            multiply_keys(panel);
+            multiply_values(panel - apart);
             if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
+            there = find_weights(panel, apart, known);
         }
-        multiply_values(before);
+        multiply_values(panel);
         wgmma_wait<0>();
         pin(o);
     }
@@ -159,10 +155,10 @@ private:
     }
 
     // What describes an operand of rows of 128 bytes, eight of which are 1024; for values, blocks of 64 channels lie PANEL_ROWS
-    // apart.
-    static DEVICE u64 described(u32 address, int apart) {
-        return u64(address >> 4) | u64(apart >> 4) << 16 | u64(64) << 32 | u64(1) << 62;
-    }
+    // apart. In units of 16 bytes, of which places and steps are whole numbers.
+    static constexpr u64 OPERAND = u64(64) << 32 | u64(1) << 62, STEP = 2;
+    static constexpr u32 OF_KEYS = 1 << 16, OF_VALUES = PANEL / 16 | PANEL_ROWS / 16 << 16;
+    DEVICE u64 described(u32 panel, u32 which) const { return OPERAND | (panels + ring.place(panel) * (2 * PANEL / 16) + which); }
 
     // What is known of a panel's tokens, asked for in front of its products, behind which it would wait as they do, and not
     // looked at before these are multiplied.
@@ -184,21 +180,21 @@ private:
     DEVICE float4 scale_of(u32 about, int m) const { return floats(about + About::SCALES + i * 16 + m * 64); }
 
     // When the panel of keys and that of values are there, which may be known.
-    DEVICE void look(const PanelPlace& place, Known& known, bool there) const {
-        const u32 about = ring.about(place.at);
-        if (!there) barrier_wait(ring.full(place.at), place.parity);
+    DEVICE void look(u32 panel, Known& known, bool there) const {
+        const u32 about = ring.about(panel);
+        if (!there) barrier_wait(ring.full(panel), ring.parity(panel));
         known.largest = load_shared(about + About::LARGEST_SLOT);
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = scale_of(about, m);
     }
 
-    DEVICE void multiply_keys(const PanelPlace& place) {
-        const u64 keys = described(ring.slot(place.at), 16);
+    DEVICE void multiply_keys(u32 panel) {
+        const u64 keys = described(panel, OF_KEYS);
         pin(a), pin(s);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
-            const u64 step = keys + (k / 4 * PANEL_ROWS >> 4) + k % 4 * 2;
+            const u64 step = keys + k / 4 * (PANEL_ROWS / 16) + k % 4 * STEP;
             if (k == 0)
                 Wgmma<TOKENS>::set(s[0], a[k], step);
             else
@@ -207,56 +203,60 @@ private:
         wgmma_commit();
     }
 
-    DEVICE void multiply_values(int slot) {
-        const u64 values = described(ring.slot(slot), PANEL_ROWS);
+    DEVICE void multiply_values(u32 panel) {
+        const u64 values = described(panel, OF_VALUES);
         pin(w), pin(o);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < TOKENS / 16; k++) Wgmma<CUQUANT_DIM>::add_turned(o[0], w[k], values + (k * 16 * 128 >> 4));
+        for (int k = 0; k < TOKENS / 16; k++) Wgmma<CUQUANT_DIM>::add_turned(o[0], w[k], values + k * 16 * (128 / 16));
         wgmma_commit();
     }
 
     static DEVICE u32 bit(int m, int n, int c) { return 1u << (m * 4 + n * 2 + c); }
 
-    // Weights of a panel whose keys are multiplied. Then sums of the one before are there, whose values are in slot `before`.
-    DEVICE void find_weights(const PanelPlace& place, const Known& known, int before) {
-        const u32 about = ring.about(place.at);
+    // Weights of the first panel.
+    DEVICE void begin_sums(u32 panel) {
+        pin(s);
+        const bool all[2] = {true, true};
+        seen = ~0u;
+        if (CUQUANT_MASKED < 2) hide(panel, [](float&, bool) {});
+        restart<true>(panel, all, total);
+        take_weights();
+        barrier_arrive(ring.empty(panel, false), elected());
+    }
+
+    // Weights of a panel whose keys are multiplied. Then sums of the one `apart` before are there. Returns whether that behind is.
+    DEVICE bool find_weights(u32 panel, int apart, const Known& known) {
         wgmma_wait<1>();
         pin(s);
         const int largest_slot = max(known.largest.x, known.largest.y);
         const u32 scales = __vmaxu2(known.largest.z, known.largest.w);
         const float largest = __int_as_float(max(scales << 16, scales & 0xffff0000));
-        const bool hides = CUQUANT_MASKED == 2 || largest_slot > least_last;
         float gained[2];
-        bool above[2] = {};
+        bool above[2];
         seen = ~0u;
-        if (__builtin_expect(lifted & before >= 0, 0))
-#pragma unroll
-            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
-        if (before < 0) {
-            const bool all[2] = {true, true};
-            if (CUQUANT_MASKED < 2 && hides) hide(about, load_shared_pair(about + About::HIDDEN), [](float&, bool) {});
-            restart<true>(place, all, gained);
-        } else if (hides) {
-            weigh<true>(about, known.scales, gained);
+        if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | largest_slot > least_last, 0)) {
+            weigh<true>(panel, known.scales, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++)
                 above[n] = (CUQUANT_MASKED == 2 || largest_slot > last[n] ? largest_weight(n) : gained[n] * largest) > MOST_WEIGHT;
         } else {
-            weigh<false>(about, known.scales, gained);
+            weigh<false>(panel, known.scales, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++) above[n] = gained[n] * largest > MOST_WEIGHT;
         }
+        const bool there = barrier_passed(ring.full(panel + apart), ring.parity(panel + apart));
         const bool moves = __any_sync(~0u, above[0] | above[1]);
         wgmma_wait<0>();
-        barrier_arrive(ring.empty(before), bool((before >= 0) & elected()));
+        barrier_arrive(ring.empty(panel - apart, true), elected());
         take_weights();
         if (__builtin_expect(moves, 0)) {
-            move(place, above, gained);
+            move(panel, above, gained);
             take_weights();
         }
-        barrier_arrive(ring.empty(place.at), elected());
+        barrier_arrive(ring.empty(panel, false), elected());
         total[0] += gained[0], total[1] += gained[1];
+        return there;
     }
 
     DEVICE void take_weights() {
@@ -266,10 +266,12 @@ private:
             for (int c = 0; c < 4; c++) w[k][c] = pack(s[0][k * 8 + c * 2], s[0][k * 8 + c * 2 + 1], FLOAT16);
     }
 
-    // Weights, and what they add to the rows' sums.
-    template <bool HIDES>
-    DEVICE void weigh(u32 about, const Scales& scales, float (&gained)[2]) {
-        const int2 hidden = HIDES && CUQUANT_MASKED < 2 ? load_shared_pair(about + About::HIDDEN) : make_int2(0, 0);
+    // Weights, and what they add to the rows' sums. RARE: tokens may be hidden, queries lifted.
+    template <bool RARE>
+    DEVICE void weigh(u32 panel, const Scales& scales, float (&gained)[2]) {
+        if (RARE && lifted)
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
 #pragma unroll
@@ -283,9 +285,9 @@ private:
                         own = fmaf(own, of_key(scales[m], c), -reference[n]);
                 }
         if (CUQUANT_MASKED == 2)
-            hide_by_mask(about);
-        else if constexpr (HIDES)
-            hide(about, hidden, [](float& own, bool visible) { own = visible ? own : -INFINITE; });
+            hide_by_mask(ring.about(panel));
+        else if (RARE)
+            hide(panel, [](float& own, bool visible) { own = visible ? own : -INFINITE; });
         gained[0] = gained[1] = 0;
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++)
@@ -297,14 +299,16 @@ private:
                     const float share = exp2_of(own);
                     own = share * of_value(scales[m], c);
                     // Nothing comes of a hidden token's scale, though it be infinite.
-                    if (HIDES) own = seen & bit(m, n, c) ? own : 0;
+                    if (RARE) own = seen & bit(m, n, c) ? own : 0;
                     gained[n] += share;
                 }
     }
 
     // Finds out which tokens each row sees, of those that some query may not see: eight bits for each m.
     template <class F>
-    DEVICE void hide(u32 about, const int2& hidden, F each) {
+    DEVICE void hide(u32 panel, F each) {
+        const u32 about = ring.about(panel);
+        const int2 hidden = load_shared_pair(about + About::HIDDEN);
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) {
             if (!((m < 4 ? hidden.x : hidden.y) >> m % 4 * 8 & 0xff)) continue;
@@ -361,7 +365,7 @@ private:
         return most;
     }
 
-    DEVICE void move(const PanelPlace& place, const bool (&above)[2], float (&gained)[2]) {
+    DEVICE void move(u32 panel, const bool (&above)[2], float (&gained)[2]) {
         pin(o);
         float most[2];
         bool infinite[2];
@@ -371,7 +375,7 @@ private:
             infinite[n] = in_row(gained[n] == INFINITE) || most[n] == INFINITE;
         }
         // No number has room for these: the first that a row sees, or much larger than what it has seen.
-        if (__any_sync(~0u, infinite[0] | infinite[1])) restart<false>(place, infinite, gained);
+        if (__any_sync(~0u, infinite[0] | infinite[1])) restart<false>(panel, infinite, gained);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             const int exponent = (__float_as_int(most[n]) >> 23) - 127 - ROOM_ABOVE;
@@ -395,15 +399,15 @@ private:
     // Weights of some rows, whose references go by their largest score. FIRST: nothing was seen before, and `s` has products.
     // Else they are multiplied once more, by this warp. What has an infinite scale becomes NaN.
     template <bool FIRST>
-    DEVICE void restart(const PanelPlace& place, const bool (&rows)[2], float (&gained)[2]) {
-        const u32 about = ring.about(place.at);
+    DEVICE void restart(u32 panel, const bool (&rows)[2], float (&gained)[2]) {
+        const u32 about = ring.about(panel);
         if (FIRST && CUQUANT_MASKED == 2) seen = 0;
         float most[2] = {-INFINITE, -INFINITE};
 #pragma unroll(FIRST ? TOKENS / 8 : 1)
         for (int m = 0; m < TOKENS / 8; m++) {
             float x[4];
             const float4 scale = scale_of(about, m);
-            scores<FIRST>(place, m, scale, x);
+            scores<FIRST>(panel, m, scale, x);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -425,7 +429,7 @@ private:
         for (int m = 0; m < TOKENS / 8; m++) {
             float x[4];
             const float4 scale = scale_of(about, m);
-            scores<FIRST>(place, m, scale, x);
+            scores<FIRST>(panel, m, scale, x);
 #pragma unroll
             for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -440,19 +444,19 @@ private:
 
     // Of the tokens at m, both rows: x[2 n + c]. A mask is asked again.
     template <bool FIRST>
-    DEVICE void scores(const PanelPlace& place, int m, const float4& scale, float (&x)[4]) {
+    DEVICE void scores(u32 panel, int m, const float4& scale, float (&x)[4]) {
         if (FIRST)
 #pragma unroll
             for (int j = 0; j < 4; j++) x[j] = s[0][m * 4 + j];
         else
-            multiply_again(ring.slot(place.at) + (m * 8 + g) * 128, x);
+            multiply_again(ring.keys(panel) + (m * 8 + g) * 128, x);
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 float& own = x[n * 2 + c];
                 own = __fmul_rn(own * power[n], of_key(scale, c));
-                if (CUQUANT_MASKED == 2 && masked(ring.about(place.at), m, n, c, own)) seen |= bit(m, n, c);
+                if (CUQUANT_MASKED == 2 && masked(ring.about(panel), m, n, c, own)) seen |= bit(m, n, c);
             }
     }
 

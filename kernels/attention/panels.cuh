@@ -36,10 +36,10 @@ struct About {
     static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
 };
 
-// Where the ring's slots are, their barriers, and what is known of tokens: keys lie in even slots, their values in the next.
+// Where in shared memory a panel of keys is, and that of their values behind it, of a block's panels, which take places in turn.
 // (Addresses are opaque, lest the compiler work them out anew.)
 struct PanelRing {
-    static constexpr int PAIRS = PANEL_SLOTS / 2, BARRIERS = PAIRS + PANEL_SLOTS;
+    static constexpr int PLACES = PANEL_SLOTS / 2, BARRIERS = 3 * PLACES;
 
     u32 panels, barriers, known;
 
@@ -47,26 +47,19 @@ struct PanelRing {
         asm volatile("" : "+r"(this->panels), "+r"(this->barriers), "+r"(this->known));
     }
 
-    DEVICE u32 slot(int at) const { return panels + at * PANEL; }
-    DEVICE u32 about(int at) const { return known + at / 2 * About::SIZE; }
-    DEVICE u32 full(int at) const { return barriers + at / 2 * 8; }  // both
-    DEVICE u32 empty(int at) const { return barriers + (PAIRS + at) * 8; }
+    static DEVICE u32 place(u32 panel) { return panel % PLACES; }
+    static DEVICE u32 parity(u32 panel) { return panel / PLACES % 2; }
 
-    // By a warp: `readers` arrive for a slot when they have multiplied it.
+    DEVICE u32 keys(u32 panel) const { return panels + place(panel) * (2 * PANEL); }
+    DEVICE u32 values(u32 panel) const { return keys(panel) + PANEL; }
+    DEVICE u32 about(u32 panel) const { return known + place(panel) * About::SIZE; }
+    DEVICE u32 full(u32 panel) const { return barriers + place(panel) * 8; }  // both
+    DEVICE u32 empty(u32 panel, bool values) const { return full(panel) + (values ? 2 : 1) * PLACES * 8; }
+
+    // By a warp: `readers` arrive when they have multiplied keys, and when values.
     DEVICE void begin(int lane, int readers) const {
-        if (lane < BARRIERS) barrier_init(barriers + lane * 8, lane < PAIRS ? 2 * WARPGROUP : readers);
+        if (lane < BARRIERS) barrier_init(barriers + lane * 8, lane < PLACES ? 2 * WARPGROUP : readers);
         barrier_init_fence();
-    }
-};
-
-// A place in the ring.
-struct PanelPlace {
-    int at = 0;
-    u32 parity = 0;
-
-    DEVICE void advance(int slots) {
-        at += slots;
-        if (at >= PANEL_SLOTS) at -= PANEL_SLOTS, parity ^= 1;
     }
 };
 
@@ -137,15 +130,15 @@ struct Converter {
         to = codes + thread / WARP * (J::AREA * WARP) + thread % WARP * (J::AREA < 16 ? J::AREA : 16);
     }
 
-    DEVICE void run(PanelPlace& place) {
+    DEVICE void run(u32& panel) {
 #pragma unroll 1
         for (int i = 0; i < J::AHEAD; i++) copy(i * PANEL_TOKENS, i);
-        int at = 0, before = 0;
+        int at = 0;
 #pragma unroll 1
         for (int first = 0; first < count; first += PANEL_TOKENS) {
             copy_wait<J::AHEAD - 1>();
             if (TOGETHER) __syncwarp();
-            const u32 row = ring.slot(place.at) + own.row * PANEL_ROWS + own.token * 128;
+            const u32 row = (VALUES ? ring.values(panel) : ring.keys(panel)) + own.row * PANEL_ROWS + own.token * 128;
             u32 word = 0, bad = 0;
 #pragma unroll
             for (int base = 0; base < J::COUNT; base += AT_ONCE) {
@@ -154,32 +147,31 @@ struct Converter {
                 for (int k = 0; k < AT_ONCE; k++) take(units[k], at * J::SIZE + (base + k) * J::AREA * WARPGROUP);
                 if (base == 0) {
                     if (has_word()) word = load_shared_int(codes + at * J::SIZE + J::WORDS + thread * 4);
-                    if (first > 0) arrive(before);
+                    if (first > 0) arrive(panel - 1);
                 }
                 if (base + AT_ONCE == J::COUNT) {
                     if (TOGETHER) __syncwarp();
                     copy(first + J::AHEAD * PANEL_TOKENS, at);
                 }
-                if (base == 0) barrier_wait(ring.empty(place.at), place.parity ^ 1);
+                if (base == 0) barrier_wait(ring.empty(panel, VALUES), ring.parity(panel) ^ 1);
                 if constexpr (VALUES && BITS == 16) bad |= clear_bad(units) << base;
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) put(units[k], row + (base + k) * J::STEP * 128);
             }
             if (++at == J::AHEAD) at = 0;
-            about(ring.about(place.at), first, word, bad);
-            before = place.at;
-            place.advance(2);
+            about(ring.about(panel), first, word, bad);
+            panel++;
         }
-        arrive(before);
+        arrive(panel - 1);
         copy_wait<0>();
         warpgroups_sync<WARPGROUP>(CONVERTED + VALUES);  // another width's codes lie in other places: these have been taken
     }
 
 private:
-    // The panel in a slot is there: said when the next one's codes are asked for, as stores take their time.
-    DEVICE void arrive(int slot) const {
+    // A panel is there: said when the next one's codes are asked for, as stores take their time.
+    DEVICE void arrive(u32 panel) const {
         store_box_fence();  // what warpgroups multiply is read as the copy engine reads
-        barrier_arrive(ring.full(slot), true);
+        barrier_arrive(ring.full(panel), true);
     }
 
     DEVICE bool of_scale() const { return thread < PANEL_TOKENS; }

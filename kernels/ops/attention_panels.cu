@@ -8,7 +8,7 @@
 #if __CUDA_ARCH__ == 900
 constexpr int MULTIPLYING = 2 * WARPGROUP, THREADS = 4 * WARPGROUP, STREAMS = CUQUANT_STREAMS, BLOCK_ROWS = 128 / STREAMS;
 // Registers of a thread: those that convert leave theirs to the others.
-constexpr int CONVERTING_REGISTERS = 48, MULTIPLYING_REGISTERS = 208;
+constexpr int CONVERTING_REGISTERS = 56, MULTIPLYING_REGISTERS = 200;
 static_assert(CONVERTING_REGISTERS + MULTIPLYING_REGISTERS <= 2 * 128, "else multiplying warps wait for ever");
 
 // What a warpgroup leaves in shared memory, in the place of panels, when all have been read.
@@ -22,14 +22,14 @@ DEVICE Left& left_by(int warpgroup) { return reinterpret_cast<Left*>(dynamic_sha
 
 // Keys or values of all buckets, in panels.
 template <bool VALUES, int TIER = 0>
-DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& share, int least_last, PanelPlace place) {
+DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& share, int least_last, u32 panel = 0) {
     if constexpr (has_tier(TIER)) {
         const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
         if (begin < end)
             Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last, p.scale,
-                                             threadIdx.x % WARPGROUP).run(place);
+                                             threadIdx.x % WARPGROUP).run(panel);
     }
-    if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, place);
+    if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, panel);
 }
 
 DEVICE int panels_of(const Share& share) {
@@ -149,13 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (warp >= MULTIPLYING / WARP) {
         if (single && !meet()) return;
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
-        PanelPlace place;
-        if (warp < (MULTIPLYING + WARPGROUP) / WARP) {
-            convert<false>(p, ring, share, least_last_of(p, share.sequence), place);
-        } else {
-            place.at = 1;
-            convert<true>(p, ring, share, 0, place);
-        }
+        if (warp < (MULTIPLYING + WARPGROUP) / WARP)
+            convert<false>(p, ring, share, least_last_of(p, share.sequence));
+        else
+            convert<true>(p, ring, share, 0);
         return;
     }
     // Of a single sequence queries are asked for while it is shared out.
