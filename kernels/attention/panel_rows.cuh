@@ -34,8 +34,8 @@ struct PanelRows {
     float reference[2], total[2];
     float power[2];  // of two by which products are multiplied
     bool lifted;     // whether that is not 1 for some row of the warp
-    int last[2], least_last;  // slots that the rows see; the least of the warp's
-    u32 seen;                 // bits of scores that are not hidden
+    int last[2];     // slots that the rows see
+    u32 seen;        // bits of scores that are not hidden
 
     // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
     DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
@@ -75,7 +75,6 @@ struct PanelRows {
             if (plain) power[n] = 1;
         }
         lifted = __any_sync(~0u, power[0] != 1 || power[1] != 1);
-        least_last = __reduce_min_sync(~0u, min(last[0], last[1]));
 #pragma unroll
         for (int m = 0; m < CUQUANT_DIM / 2; m++) o[0][m] = 0;
     }
@@ -100,16 +99,21 @@ struct PanelRows {
         wgmma_wait<0>();
         begin_sums(panel);
         bool there = false;
-#pragma unroll 1
-        while (panel + apart < panels) {
+        // What is known of a panel is looked at behind a branch: so the compiler does not have products wait for it.
+        const auto multiply_next = [&] {
+            if (panel + apart >= panels) return false;
             panel += apart;
             look(panel, known, there);
             if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(panel);
             multiply_values(panel - apart);
             if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
-            there = find_weights(panel, apart, known);
-        }
+            return true;
+        };
+        if (multiply_next())
+#pragma unroll 1
+            do there = find_weights(panel, apart, known);
+            while (multiply_next());
         multiply_values(panel);
         wgmma_wait<0>();
         pin(o);
@@ -183,7 +187,7 @@ private:
     DEVICE void look(u32 panel, Known& known, bool there) const {
         const u32 about = ring.about(panel);
         if (!there) barrier_wait(ring.full(panel), ring.parity(panel));
-        known.largest = load_shared(about + About::LARGEST_SLOT);
+        known.largest = load_shared(about + About::LARGEST_SLOT + i * 16);
 #pragma unroll
         for (int m = 0; m < TOKENS / 8; m++) known.scales[m] = scale_of(about, m);
     }
@@ -235,7 +239,8 @@ private:
         float gained[2];
         bool above[2];
         seen = ~0u;
-        if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | largest_slot > least_last, 0)) {
+        const bool hides = __any_sync(~0u, largest_slot > min(last[0], last[1]));
+        if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | hides, 0)) {
             weigh<true>(panel, known.scales, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++)

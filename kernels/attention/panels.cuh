@@ -28,9 +28,10 @@ constexpr int NO_SLOT = 0x7fffffff;
 struct About {
     static constexpr int SCALES = 0;                      // of two tokens each: of their keys, of their values
     static constexpr int SLOTS = PANEL_TOKENS * 8;        // global ones, where somebody asks; NO_SLOT where there is no token
-    static constexpr int LARGEST_SLOT = SLOTS + PANEL_TOKENS * 4;  // of 32 tokens each
-    static constexpr int LARGEST = LARGEST_SLOT + 8;      // scale of values, of each warp that converts them: a float's upper half, or more
-    static constexpr int HIDDEN = LARGEST + 8;            // bits of tokens that some query may not see
+    // The largest slot of 32 tokens each, and scale of values of each warp that converts them, a float's upper half or more: four
+    // times, for each lane of four, as the compiler would have products wait for what is the same in all lanes.
+    static constexpr int LARGEST_SLOT = SLOTS + PANEL_TOKENS * 4, LARGEST_SCALE = LARGEST_SLOT + 8;
+    static constexpr int HIDDEN = LARGEST_SLOT + 4 * 16;  // bits of tokens that some query may not see
     static constexpr int SIZE = HIDDEN + 16;
 
     static DEVICE u32 scale(bool values, int token) { return SCALES + (token / 2 * 4 + values * 2 + token % 2) * 4; }
@@ -289,7 +290,7 @@ private:
                 largest = fabsf(used);
             }
             const u32 most = warp_max(__float_as_int(largest)) + 0xffff >> 16;
-            if (thread % WARP == 0) store_shared_short(to + About::LARGEST + thread / WARP * 2, most);
+            if (thread % WARP < 4) store_shared_short(to + About::LARGEST_SCALE + thread % WARP * 16 + thread / WARP * 2, most);
         } else {
             if (of_scale()) {
                 store(About::scale(false, at), (BITS < 16 ? fmaf(stored, 0.f, stored) : 1) * score_scale);
@@ -298,10 +299,9 @@ private:
             const int slot = token >= count ? NO_SLOT : CUQUANT_MASKED ? int(word) : 0;
             store_shared_int(to + About::SLOTS + at * 4, slot);
             const u32 hidden = __ballot_sync(~0u, slot > least_last), largest = warp_max(slot);
-            if (thread % WARP == 0) {
-                const u32 half = to + About::HIDDEN + at / WARP * 4;
-                store_shared_int(half, hidden), store_shared_int(half + (About::LARGEST_SLOT - About::HIDDEN), largest);
-            }
+            const u32 half = to + at / WARP * 4;
+            if (thread % WARP == 0) store_shared_int(half + About::HIDDEN, hidden);
+            if (thread % WARP < 4) store_shared_int(half + About::LARGEST_SLOT + thread % WARP * 16, largest);
         }
     }
 };
