@@ -25,8 +25,9 @@ struct PanelRows {
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
-    u32 panels;       // where they begin, in 16 bytes
+    const int sequence, head, first_row, lane, g, i;  // the warp's first row
+    const int own_turn;  // the warpgroup's
+    u32 panels;      // where they begin, in 16 bytes
     u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
@@ -39,8 +40,8 @@ struct PanelRows {
 
     // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
     DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane), g(lane / 4),
-          i(__shfl_sync(~0u, lane % 4, lane)), panels(ring.panels / 16) {
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), lane(lane), g(lane / 4),
+          i(__shfl_sync(~0u, lane % 4, lane)), own_turn(__shfl_sync(~0u, TURN + second, lane)), panels(ring.panels / 16) {
         asm volatile("" : "+r"(panels));
     }
 
@@ -82,10 +83,10 @@ struct PanelRows {
     // Before and after `run`, where warpgroups take turns: the first one's turn is first, and the second arrives once more. (As
     // branches in `run` the compiler would have products wait for each other.)
     DEVICE void begin_turns() const {
-        if (second) warpgroups_arrive<2 * WARPGROUP>(TURN);
+        if (own_turn != TURN) warpgroups_arrive<2 * WARPGROUP>(TURN);
     }
     DEVICE void end_turns() const {
-        if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
+        if (own_turn == TURN) warpgroups_sync<2 * WARPGROUP>(TURN);
     }
 
     // `panels` panels, every `apart`-th from `panel` on. Where warpgroups take turns, one's products
@@ -104,10 +105,10 @@ struct PanelRows {
             if (panel + apart >= panels) return false;
             panel += apart;
             look(panel, known, there);
-            if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
+            if (TURNS) warpgroups_sync<2 * WARPGROUP>(own_turn);
             multiply_keys(panel);
             multiply_values(panel - apart);
-            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
+            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(2 * TURN + 1 - own_turn);
             return true;
         };
         if (multiply_next())
