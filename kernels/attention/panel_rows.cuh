@@ -242,12 +242,12 @@ private:
         seen = ~0u;
         const bool hides = __any_sync(~0u, largest_slot > min(last[0], last[1]));
         if (__builtin_expect(CUQUANT_MASKED == 2 || lifted | hides, 0)) {
-            weigh<true>(panel, known.scales, gained);
+            weigh<true>(panel, known.scales, largest, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++)
                 above[n] = (CUQUANT_MASKED == 2 || largest_slot > last[n] ? largest_weight(n) : gained[n] * largest) > MOST_WEIGHT;
         } else {
-            weigh<false>(panel, known.scales, gained);
+            weigh<false>(panel, known.scales, largest, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++) above[n] = gained[n] * largest > MOST_WEIGHT;
         }
@@ -272,9 +272,10 @@ private:
             for (int c = 0; c < 4; c++) w[k][c] = pack(s[0][k * 8 + c * 2], s[0][k * 8 + c * 2 + 1], FLOAT16);
     }
 
-    // Weights, and what they add to the rows' sums. RARE: tokens may be hidden, queries lifted.
+    // Weights, and what they add to the rows' sums, of a panel whose largest scale is known. RARE: tokens may be hidden, queries
+    // lifted.
     template <bool RARE>
-    DEVICE void weigh(u32 panel, const Scales& scales, float (&gained)[2]) {
+    DEVICE void weigh(u32 panel, const Scales& scales, float largest, float (&gained)[2]) {
         if (RARE && lifted)
 #pragma unroll
             for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
@@ -304,10 +305,12 @@ private:
                     float& own = s[0][m * 4 + n * 2 + c];
                     const float share = exp2_of(own);
                     own = share * of_value(scales[m], c);
-                    // Nothing comes of a hidden token's scale, though it be infinite.
-                    if (RARE) own = seen & bit(m, n, c) ? own : 0;
                     gained[n] += share;
                 }
+        // Nothing comes of a hidden token's scale, though it be infinite.
+        if (RARE && largest == INFINITE)
+#pragma unroll
+            for (int at = 0; at < TOKENS / 2; at++) s[0][at] = seen >> at & 1 ? s[0][at] : 0;
     }
 
     // Finds out which tokens each row sees, of those that some query may not see: eight bits for each m.

@@ -107,10 +107,8 @@ struct Job {
 template <int BITS, bool VALUES>
 struct Converter {
     using J = Jobs<BITS>;
-    // Lanes copy each other's codes. Of float16 numbers a job is both halves of a sector of memory: neighbouring lanes copy these,
-    // of every other lane's job. Of 8 and 4 bits neighbours copy one token's codes, as stores to shared memory take a cycle for
-    // each line of memory that eight lanes read.
-    static constexpr bool LINES = (BITS == 8 || BITS == 4) && J::ROWS == 2, TOGETHER = BITS == 16 || LINES;
+    // Of float16 numbers a job is both halves of a sector of memory. Neighbouring lanes copy these, of every other lane's job.
+    static constexpr bool TOGETHER = BITS == 16;
     static constexpr int AT_ONCE = BITS == 16 && J::COUNT % 2 == 0 ? J::COUNT / 2 : J::COUNT;  // jobs in registers
 
     const Tier& tier;
@@ -120,26 +118,23 @@ struct Converter {
     const s64 origin;  // of the first token's row: keys, values and scales are indexed alike
     const Job<BITS> own, copied;
     const u8* from;     // what is copied next
-    u32 codes, to, at;  // where the codes of panels are; where those begin that this thread copies, and converts
+    u32 codes, to;      // where the codes of panels are; where this thread's begin
 
     DEVICE Converter(const Tier& tier, const PanelRing& ring, int sequence, int head, int begin, int end, int least_last,
                      float score_scale, int thread)
         : tier(tier), ring(ring), thread(thread), count(end - begin), least_last(least_last), score_scale(score_scale),
           origin((s64(sequence) * tier.room + begin) * CUQUANT_HEADS + head), own(thread),
-          copied(thread / WARP * WARP + copied_lane(thread % WARP)),
+          copied(TOGETHER ? thread / WARP * WARP + thread % WARP / 2 : thread),
           codes(ring.panels + CODES_AT + VALUES * (CUQUANT_CODES / 2)) {
         from = (VALUES ? tier.v : tier.k) + (origin + s64(copied.token) * CUQUANT_HEADS) * J::GIVEN +
-               (copied.row * 64 + copied.part * J::CHANNELS) / 8 * BITS + (BITS == 16 ? thread % 2 * 16 : 0);
-        const u32 warp = codes + thread / WARP * (J::AREA * WARP);
-        constexpr int APART = J::AREA < 16 ? J::AREA : 16;
-        to = warp + (LINES ? place(copied_lane(thread % WARP)) : thread % WARP) * APART;
-        at = warp + place(thread % WARP) * J::AREA;
+               (copied.row * 64 + copied.part * J::CHANNELS) / 8 * BITS + (TOGETHER ? thread % 2 * 16 : 0);
+        to = codes + thread / WARP * (J::AREA * WARP) + thread % WARP * (J::AREA < 16 ? J::AREA : 16);
     }
 
     DEVICE void run(u32& panel) {
 #pragma unroll 1
         for (int i = 0; i < J::AHEAD; i++) copy(i * PANEL_TOKENS, i);
-        int slot = 0;
+        int at = 0;
 #pragma unroll 1
         for (int first = 0; first < count; first += PANEL_TOKENS) {
             copy_wait<J::AHEAD - 1>();
@@ -150,21 +145,21 @@ struct Converter {
             for (int base = 0; base < J::COUNT; base += AT_ONCE) {
                 Units<BITS, J::UNITS> units[AT_ONCE];
 #pragma unroll
-                for (int k = 0; k < AT_ONCE; k++) take(units[k], slot * J::SIZE + (base + k) * J::AREA * WARPGROUP);
+                for (int k = 0; k < AT_ONCE; k++) take(units[k], at * J::SIZE + (base + k) * J::AREA * WARPGROUP);
                 if (base == 0) {
-                    if (has_word()) word = load_shared_int(codes + slot * J::SIZE + J::WORDS + thread * 4);
+                    if (has_word()) word = load_shared_int(codes + at * J::SIZE + J::WORDS + thread * 4);
                     if (first > 0) arrive(panel - 1);
                 }
                 if (base + AT_ONCE == J::COUNT) {
                     if (TOGETHER) __syncwarp();
-                    copy(first + J::AHEAD * PANEL_TOKENS, slot);
+                    copy(first + J::AHEAD * PANEL_TOKENS, at);
                 }
                 if (base == 0) barrier_wait(ring.empty(panel, VALUES), ring.parity(panel) ^ 1);
                 if constexpr (VALUES && BITS == 16) bad |= clear_bad(units) << base;
 #pragma unroll
                 for (int k = 0; k < AT_ONCE; k++) put(units[k], row + (base + k) * J::STEP * 128);
             }
-            if (++slot == J::AHEAD) slot = 0;
+            if (++at == J::AHEAD) at = 0;
             about(ring.about(panel), first, word, bad);
             panel++;
         }
@@ -183,33 +178,24 @@ private:
     DEVICE bool of_scale() const { return thread < PANEL_TOKENS; }
     DEVICE bool has_word() const { return of_scale() ? BITS < 16 : CUQUANT_MASKED && !VALUES; }
 
-    // The lane whose codes a lane copies; and where a lane's are, so that those of a token, and of eight lanes, are in all banks.
-    static DEVICE int copied_lane(int lane) {
-        if (BITS == 16) return lane / 2;
-        if (!LINES) return lane;
-        const int token = lane / (2 * J::IN_ROW), row = lane / J::IN_ROW % 2, part = lane % J::IN_ROW;
-        return token / J::TOKENS * J::LANES + row * 8 + token % J::TOKENS * J::IN_ROW + part;
-    }
-    static DEVICE int place(int lane) { return LINES ? lane ^ lane / 8 % 2 * 4 : lane; }
-
-    // Codes of the panel from token `first` on are on their way to a slot.
-    DEVICE void copy(int first, int slot) {
+    // Codes of the panel from token `first` on are on their way to place `at`.
+    DEVICE void copy(int first, int at) {
         if (first + PANEL_TOKENS <= count)
-            copy_panel<true>(first, slot);
+            copy_panel<true>(first, at);
         else if (first < count)
-            copy_panel<false>(first, slot);
+            copy_panel<false>(first, at);
         from += PANEL_TOKENS * (CUQUANT_HEADS * J::GIVEN);
         copy_commit();
     }
 
     // WHOLE: all tokens are there. Else zeros are in the others' place, and addresses are those of the bucket.
     template <bool WHOLE>
-    DEVICE void copy_panel(int first, int slot) const {
-        const u32 begin = to + slot * J::SIZE;
+    DEVICE void copy_panel(int first, int at) const {
+        const u32 place = to + at * J::SIZE;
         const auto piece = [&](int k, int half, int tokens) {
             const bool there = WHOLE || first + copied.token + tokens < count;
             const u8* const source = there ? from + tokens * (CUQUANT_HEADS * J::GIVEN) : VALUES ? tier.v : tier.k;
-            const u32 target = begin + k * J::AREA * WARPGROUP + half * 16 * WARP;
+            const u32 target = place + k * J::AREA * WARPGROUP + half * 16 * WARP;
             if constexpr (J::BYTES == 12) {
 #pragma unroll
                 for (int b = 0; b < 12; b += 4) copy_or_zeros<4>(target + b, source + b, there);
@@ -221,14 +207,14 @@ private:
 #pragma unroll
             for (int k = 0; k < J::COUNT; k++)
 #pragma unroll
-                for (int half = 0; half < (BITS == 16 ? 2 : 1); half++)
+                for (int half = 0; half < (TOGETHER ? 2 : 1); half++)
                     piece(k, half, k * J::STEP + half * (16 / J::LANES * J::TOKENS));
         if (has_word()) {
             const bool there = WHOLE || first + thread % PANEL_TOKENS < count;
             const int token = there ? first + thread % PANEL_TOKENS : 0;
             const void* const source = of_scale() ? static_cast<const void*>((VALUES ? tier.v_scale : tier.k_scale) + scale_at(token))
                                                   : tier.slots + origin / CUQUANT_HEADS + token;
-            copy_or_zeros<4>(codes + slot * J::SIZE + J::WORDS + thread * 4,
+            copy_or_zeros<4>(codes + at * J::SIZE + J::WORDS + thread * 4,
                              reinterpret_cast<const u8*>(reinterpret_cast<u64>(source) & ~3ull), there);
         }
     }
@@ -238,12 +224,13 @@ private:
     // A job's codes, `apart` from where this thread's first would be.
     DEVICE void take(Units<BITS, J::UNITS>& units, int apart) const {
         if constexpr (J::BYTES == 8) {
-            const int2 v = load_shared_pair(at + apart);
+            const int2 v = load_shared_pair(to + apart);
             units.w[0] = v.x, units.w[1] = v.y;
         } else {
+            const u32 place = TOGETHER ? to + thread % WARP * 16 + apart : to + apart;
 #pragma unroll
             for (int part = 0; part < J::AREA / 16; part++) {
-                const int4 v = load_shared(at + apart + part * 16);
+                const int4 v = load_shared(place + part * 16);
                 units.w[part * 4] = v.x, units.w[part * 4 + 1] = v.y, units.w[part * 4 + 2] = v.z, units.w[part * 4 + 3] = v.w;
             }
         }
