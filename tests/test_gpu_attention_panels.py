@@ -184,7 +184,7 @@ def test_scores_out_of_reach_of_what_was_seen(q_len: int, kind: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("q_len", [16, 64])
 def test_tokens_in_any_order(q_len: int, dim: int) -> None:
-    """Nearly all panels have tokens that some queries do not see, and others do; some queries see none of the first."""
+    """Nearly all panels have tokens that some queries see, and others do not."""
     cache = filled(600, dim=dim)
     random = np.random.default_rng(0)
     for tier in cache.tiers.values():
@@ -247,7 +247,7 @@ def test_bad_tokens_reach_only_what_sees_them(which: str, bad: float, widths: tu
 
 @pytest.mark.parametrize("size", [1e-4, 40, 1000])
 def test_other_queries_do_not_matter(size: float) -> None:
-    """Not those, either, which are lifted, for which sums are scaled down again and again, or scores are out of reach."""
+    """Not those, either, that are small, whose sums are scaled down again and again, or out of reach."""
     cache, q = filled(700, 1, dim=128), queries(1, 64, 8, 128)
     expected = testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))
     q[:, 1::2] *= HALF.type(size)

@@ -25,9 +25,8 @@ struct PanelRows {
 
     const Attention& p;
     const PanelRing& ring;
-    const int sequence, head, first_row, lane, g, i;  // the warp's first row
-    const int own_turn;  // the warpgroup's
-    u32 panels;      // where they begin, in 16 bytes
+    const int sequence, head, first_row, second, lane, g, i;  // the warp's first row, and whether its warpgroup is the second
+    u32 panels;       // where they begin, in 16 bytes
     u32 a[STEPS][4];  // queries
     float o[1][CUQUANT_DIM / 2];
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
@@ -40,8 +39,8 @@ struct PanelRows {
 
     // (The compiler cannot make a shuffle's result anew: in the loop it would ask for the thread's number each time.)
     DEVICE PanelRows(const Attention& p, const PanelRing& ring, int sequence, int head, int first_row, int second, int lane)
-        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), lane(lane), g(lane / 4),
-          i(__shfl_sync(~0u, lane % 4, lane)), own_turn(__shfl_sync(~0u, TURN + second, lane)), panels(ring.panels / 16) {
+        : p(p), ring(ring), sequence(sequence), head(head), first_row(first_row), second(second), lane(lane),
+          g(lane / 4), i(__shfl_sync(~0u, lane % 4, lane)), panels(ring.panels / 16) {
         asm volatile("" : "+r"(panels));
     }
 
@@ -60,7 +59,7 @@ struct PanelRows {
                     u32 x[4];
 #pragma unroll
                     for (int j = 0; j < 4; j++) x[j] = q.b[0][n][u][half * 4 + j];
-                    turn(x);
+                    transpose(x);
 #pragma unroll
                     for (int j = 0; j < 4; j++)
                         if (j * PAIRS + u < STEPS) a[j * PAIRS + u][n + 2 * half] = x[j];
@@ -68,7 +67,7 @@ struct PanelRows {
             power[n] = q.power[n];
             last[n] = min(CUQUANT_MASKED ? of_row(q.last[n]) : NO_SLOT, NO_SLOT - 1);
             reference[n] = Queries::LEAST, total[n] = 0;
-            // Queries whose largest channel is 2^-4 or more are multiplied as they are: rounded as a part of that they are the same.
+            // Queries whose largest channel is 2^-4 or more are multiplied as they are: float16 holds them, or near enough.
             const bool plain = power[n] <= 1 && power[n] >= LEAST_POWER;
             const u32 back = plain ? pack(power[n], power[n], FLOAT16) : 0x3c003c00;
 #pragma unroll
@@ -83,14 +82,14 @@ struct PanelRows {
     // Before and after `run`, where warpgroups take turns: the first one's turn is first, and the second arrives once more. (As
     // branches in `run` the compiler would have products wait for each other.)
     DEVICE void begin_turns() const {
-        if (own_turn != TURN) warpgroups_arrive<2 * WARPGROUP>(TURN);
+        if (second) warpgroups_arrive<2 * WARPGROUP>(TURN);
     }
     DEVICE void end_turns() const {
-        if (own_turn == TURN) warpgroups_sync<2 * WARPGROUP>(TURN);
+        if (!second) warpgroups_sync<2 * WARPGROUP>(TURN);
     }
 
-    // `panels` panels, every `apart`-th from `panel` on. Where warpgroups take turns, one's products
-    // are multiplied while the other works out weights; they would do the same at the same time, as they wait for the same panels.
+    // `panels` panels, every `apart`-th from `panel` on. Where warpgroups take turns, one's products are multiplied while the other
+    // works out weights; else both do the same at the same time, as they wait for the same panels.
     template <bool TURNS>
     DEVICE void run(int panels, int panel, int apart) {
         if (panel >= panels) return;
@@ -105,10 +104,10 @@ struct PanelRows {
             if (panel + apart >= panels) return false;
             panel += apart;
             look(panel, known, there);
-            if (TURNS) warpgroups_sync<2 * WARPGROUP>(own_turn);
+            if (TURNS) warpgroups_sync<2 * WARPGROUP>(TURN + second);
             multiply_keys(panel);
             multiply_values(panel - apart);
-            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(2 * TURN + 1 - own_turn);
+            if (TURNS) warpgroups_arrive<2 * WARPGROUP>(TURN + !second);
             return true;
         };
         if (multiply_next())
@@ -147,7 +146,7 @@ private:
     }
 
     // A 4 x 4 matrix of a lane's registers and four lanes.
-    DEVICE void turn(u32 (&x)[4]) const {
+    DEVICE void transpose(u32 (&x)[4]) const {
 #pragma unroll
         for (int bit = 1; bit < 4; bit *= 2)
 #pragma unroll
@@ -230,7 +229,7 @@ private:
         barrier_arrive(ring.empty(panel, false), elected());
     }
 
-    // Weights of a panel whose keys are multiplied. Then sums of the one `apart` before are there. Returns whether that behind is.
+    // Weights of a panel whose keys are multiplied, when sums of the one `apart` before are there. Returns whether the next is.
     DEVICE bool find_weights(u32 panel, int apart, const Known& known) {
         wgmma_wait<1>();
         pin(s);
@@ -245,7 +244,7 @@ private:
             weigh<true>(panel, known.scales, largest, gained);
 #pragma unroll
             for (int n = 0; n < 2; n++)
-                above[n] = (CUQUANT_MASKED == 2 || largest_slot > last[n] ? largest_weight(n) : gained[n] * largest) > MOST_WEIGHT;
+                above[n] = (sees_all(n, largest_slot) ? gained[n] * largest : largest_weight(n)) > MOST_WEIGHT;
         } else {
             weigh<false>(panel, known.scales, largest, gained);
 #pragma unroll
@@ -264,6 +263,8 @@ private:
         total[0] += gained[0], total[1] += gained[1];
         return there;
     }
+
+    DEVICE bool sees_all(int n, int largest_slot) const { return CUQUANT_MASKED < 2 && largest_slot <= last[n]; }
 
     DEVICE void take_weights() {
 #pragma unroll
@@ -351,10 +352,10 @@ private:
         return slot <= last[n] && unmasked(p, sequence, head, first_row + n * 8 + g, slot, score);
     }
 
-    // A row's reference is moved where a weight might be above MOST_WEIGHT. Of a row that sees a whole panel none is larger than the
-    // sum of those that a lane has of the row, but for values' scales, times the panel's largest scale; of others weights
-    // themselves are looked at. So no row's result depends on other rows, or on what it does not see. References of rows that have
-    // seen anything are whole numbers, and what goes with them is multiplied by powers of two.
+    // A row's reference is moved where a weight might be above MOST_WEIGHT. If a row sees a whole panel none is larger than the sum
+    // of those that a lane has of it, but for values' scales, times the panel's largest scale; else weights themselves are looked
+    // at. So no row's result depends on other rows, or on what it does not see. References of rows that have seen anything are
+    // whole numbers: what goes with them is multiplied by powers of two.
     //
     // The largest weight of those who move is about 2^8: room for a sum of 16, and for scales that differ.
     static constexpr int ROOM_ABOVE = 8;
@@ -370,7 +371,8 @@ private:
     DEVICE float largest_weight(int n) const {
         float most = 0;
 #pragma unroll
-        for (int m = 0; m < TOKENS / 8; m++) most = fmaxf(most, fmaxf(fabsf(s[0][m * 4 + n * 2]), fabsf(s[0][m * 4 + n * 2 + 1])));
+        for (int at = 0; at < TOKENS / 2; at++)
+            if (at / 2 % 2 == n) most = fmaxf(most, fabsf(s[0][at]));
         return most;
     }
 
@@ -443,7 +445,8 @@ private:
             for (int n = 0; n < 2; n++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
-                    const float share = seen & bit(m, n, c) ? exp2_of(x[n * 2 + c] - reference[n]) : 0, given = of_value(scale, c);
+                    const float share = seen & bit(m, n, c) ? exp2_of(x[n * 2 + c] - reference[n]) : 0;
+                    const float given = of_value(scale, c);
                     float& own = s[0][m * 4 + n * 2 + c];
                     own = !rows[n] ? own : seen & bit(m, n, c) ? share * fmaf(given, 0.f, given) : 0;
                     gained[n] += rows[n] ? share : 0;
