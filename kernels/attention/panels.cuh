@@ -117,7 +117,7 @@ struct Converter {
     const float score_scale;  // of all scores
     const s64 origin;  // of the first token's row: keys, values and scales are indexed alike
     const Job<BITS> own, copied;
-    const u8* from;     // what is copied next
+    const u8 *from, *word_from;  // what is copied next: codes, and the word of a token (`has_word`)
     u32 codes, to;      // where the codes of panels are; where this thread's begin
 
     DEVICE Converter(const Tier& tier, const PanelRing& ring, int sequence, int head, int begin, int end, int least_last,
@@ -126,6 +126,10 @@ struct Converter {
           origin((s64(sequence) * tier.room + begin) * CUQUANT_HEADS + head), own(thread),
           copied(TOGETHER ? thread / WARP * WARP + thread % WARP / 2 : thread),
           codes(ring.panels + CODES_AT + VALUES * (CUQUANT_CODES / 2)) {
+        const int token = thread % PANEL_TOKENS;
+        const u64 word = of_scale() ? reinterpret_cast<u64>((VALUES ? tier.v_scale : tier.k_scale) + scale_at(token))
+                                    : reinterpret_cast<u64>(tier.slots + origin / CUQUANT_HEADS + token);
+        word_from = reinterpret_cast<const u8*>(word & ~3ull);
         from = (VALUES ? tier.v : tier.k) + (origin + s64(copied.token) * CUQUANT_HEADS) * J::GIVEN +
                (copied.row * 64 + copied.part * J::CHANNELS) / 8 * BITS + (TOGETHER ? thread % 2 * 16 : 0);
         to = codes + thread / WARP * (J::AREA * WARP) + thread % WARP * (J::AREA < 16 ? J::AREA : 16);
@@ -185,6 +189,7 @@ private:
         else if (first < count)
             copy_panel<false>(first, at);
         from += PANEL_TOKENS * (CUQUANT_HEADS * J::GIVEN);
+        word_from += PANEL_TOKENS * (of_scale() ? CUQUANT_HEADS * 2 : 4);
         copy_commit();
     }
 
@@ -211,11 +216,7 @@ private:
                     piece(k, half, k * J::STEP + half * (16 / J::LANES * J::TOKENS));
         if (has_word()) {
             const bool there = WHOLE || first + thread % PANEL_TOKENS < count;
-            const int token = there ? first + thread % PANEL_TOKENS : 0;
-            const void* const source = of_scale() ? static_cast<const void*>((VALUES ? tier.v_scale : tier.k_scale) + scale_at(token))
-                                                  : tier.slots + origin / CUQUANT_HEADS + token;
-            copy_or_zeros<4>(codes + at * J::SIZE + J::WORDS + thread * 4,
-                             reinterpret_cast<const u8*>(reinterpret_cast<u64>(source) & ~3ull), there);
+            copy_or_zeros<4>(codes + at * J::SIZE + J::WORDS + thread * 4, there ? word_from : tier.k, there);
         }
     }
 
