@@ -239,6 +239,16 @@ def test_only_infinity_hides(least: float) -> None:
     assert np.array_equal(np.isnan(y), spoiled)
 
 
+@pytest.mark.parametrize("least", [-1e7, -1e8, -1.2e8, -1e9, -1e30])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_numbers_that_hide_where_floats_are_far_apart(q_len: int, least: float) -> None:
+    """Tokens that a mask puts far below the others are the first of their buckets."""
+    mask = np.zeros((1, 8, q_len, 300), F)
+    mask[..., :128] = least
+    agree(normal(2, q_len, 8, 64, seed=3, dtype=np.float16), filled(300, 2, (16,)), mask=mask)
+    agree(normal(2, q_len, 8, 64, seed=3), filled(300), mask=mask)
+
+
 def test_a_finite_mask_shows_no_key_that_hides_itself() -> None:
     k = normal(1, 2, 1, 64)
     k[0, 1, 0, 5] = np.inf

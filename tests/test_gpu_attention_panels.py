@@ -143,6 +143,25 @@ def test_only_infinity_hides(least: float) -> None:
     agree(queries(2, 16, 8, 64), filled(150), mask=mask)
 
 
+@pytest.mark.parametrize("least", [-1e7, -1e8, -1.2e8, -1e9, -1e30])
+@pytest.mark.parametrize("q_len", [16, 40])
+def test_numbers_that_hide_where_floats_are_far_apart(q_len: int, least: float) -> None:
+    """Tokens that a mask puts far below the others are the first, and all that some panels have."""
+    mask = np.zeros((1, 8, q_len, 300), F)
+    mask[..., :128] = least
+    mask[:, :, ::3] = 0
+    agree(queries(2, q_len, 8, 64), filled(300, 2, (16,)), mask=mask)
+    agree(queries(2, q_len, 8, 64, dtype=BFLOAT), filled(300), mask=mask)
+
+
+def test_weights_move_where_references_have_no_room_for_more() -> None:
+    """All scores are the lowest number, and values' scales above what a weight may be."""
+    cache = cq.KVCache(1, 64, 300, 1, (2,))
+    cache.append(normal(1, 300, 1, 64), np.copysign(F(1.2e5), normal(1, 300, 1, 64, seed=1)))
+    mask = np.full((1, 1, 16, 300), np.finfo(F).min, F)
+    agree(queries(1, 16, 4, 64, dtype=BFLOAT), cache.to_device("cuda"), mask=mask)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 30.0])
 def test_scale(scale: float) -> None:
     agree(queries(2, 20, 8, 64), filled(300), largest_score=40 * abs(scale), scale=scale)

@@ -300,7 +300,7 @@ private:
 #pragma unroll
                 for (int step = 4; step < WARP; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
                 float& reference = q.reference[n][c];
-                const float moved = most - reference > log2_of(MOST_WEIGHT) ? most - HEADROOM : reference;
+                const float moved = most - reference > log2_of(MOST_WEIGHT) ? reference_for(most, HEADROOM) : reference;
                 const float factor = exp2_of(reference - moved);
                 reference = moved;
                 q.total[n][c] *= factor;

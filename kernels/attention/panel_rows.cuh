@@ -67,7 +67,7 @@ struct PanelRows {
             power[n] = q.power[n];
             last[n] = min(CUQUANT_MASKED ? of_row(q.last[n]) : NO_SLOT, NO_SLOT - 1);
             reference[n] = Queries::LEAST, total[n] = 0;
-            // Queries whose largest channel is 2^-4 or more are multiplied as they are: float16 holds them, or near enough.
+            // Queries whose largest channel is from 2^-4 to 2^15 are multiplied as they are: float16 holds them, or near enough.
             const bool plain = power[n] <= 1 && power[n] >= LEAST_POWER;
             const u32 back = plain ? pack(power[n], power[n], FLOAT16) : 0x3c003c00;
 #pragma unroll
@@ -355,7 +355,7 @@ private:
     // A row's reference is moved where a weight might be above MOST_WEIGHT. If a row sees a whole panel none is larger than the sum
     // of those that a lane has of it, but for values' scales, times the panel's largest scale; else weights themselves are looked
     // at. So no row's result depends on other rows, or on what it does not see. References of rows that have seen anything are
-    // whole numbers: what goes with them is multiplied by powers of two.
+    // whole numbers: what goes with them is multiplied by powers of two, if they are below 2^24.
     //
     // The largest weight of those who move is about 2^8: room for a sum of 16, and for scales that differ.
     static constexpr int ROOM_ABOVE = 8;
@@ -383,9 +383,11 @@ private:
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             most[n] = largest_of_row(largest_weight(n));
-            infinite[n] = in_row(gained[n] == INFINITE) || most[n] == INFINITE;
+            const bool far = above[n] && fabsf(reference[n]) >= WHOLE;
+            infinite[n] = in_row(gained[n] == INFINITE || far) || most[n] == INFINITE;
         }
-        // No number has room for these: the first that a row sees, or much larger than what it has seen.
+        // No number has room for these: the first that a row sees, or much larger than what it has seen; or the reference has no
+        // room for what is added to it.
         if (__any_sync(~0u, infinite[0] | infinite[1])) restart<false>(panel, infinite, gained);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
@@ -431,7 +433,8 @@ private:
         for (int n = 0; n < 2; n++) {
             most[n] = largest_of_row(most[n]);
             const bool moves = rows[n] && most[n] - reference[n] > log2_of(MOST_WEIGHT);
-            const float moved = moves ? ceilf(most[n]) - ROOM_ABOVE : reference[n], factor = exp2_of(reference[n] - moved);
+            const float moved = moves ? reference_for(ceilf(most[n]), ROOM_ABOVE) : reference[n];
+            const float factor = exp2_of(reference[n] - moved);
             reference[n] = moved;
             if (!FIRST) scale_sums(n, factor);
             if (rows[n]) gained[n] = 0;

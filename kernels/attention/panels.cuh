@@ -1,7 +1,7 @@
 // Keys and values as operand B of warpgroups' products (sm_90a): 64 tokens of one head, as float16 numbers in shared memory.
 //
 // A panel is 64 tokens of keys, or their values: for every 64 channels rows of 128 bytes, a token each, whose eighths change
-// places with the token. Two warpgroups convert codes to panels, one those of keys and one those of values, which take the slots
+// places with the token. Two warpgroups convert codes to panels, one those of keys and one those of values, which take the places
 // of a ring in turn. Their warps copy the codes that they will convert to places of their own in shared memory, several panels
 // ahead; nobody else waits for these.
 //

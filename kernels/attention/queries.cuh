@@ -22,6 +22,11 @@ constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's ch
 
 constexpr float MOST_WEIGHT = 32768.f;  // of a token, beyond which references move (bucket.cuh)
 
+// The reference by which the largest score has a weight of 2^room. From 2^24 on floats are more than 1 apart, and the difference
+// might become any: there it is the score itself.
+constexpr float WHOLE = 1 << 24;
+DEVICE float reference_for(float most, int room) { return fabsf(most) < WHOLE ? most - room : most; }
+
 constexpr bool FEW_CODES = PAIRS == 1 && (has_tier(3) || has_tier(4));
 constexpr bool INTEGER_QUERIES = __CUDA_ARCH__ >= 800 && COLUMNS == 1 && HALVES == 1 && !FEW_CODES;
 
