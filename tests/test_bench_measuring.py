@@ -135,6 +135,8 @@ def test_cells_of_mixtures() -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:sdpa_us, ")  # other tests may keep the host busy
 def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("cuquant.bench.attention")
+    monkeypatch.setattr(module, "rotation", lambda nbytes: 2)  # thousands of such small caches take minutes
     record = Record(None, records.environment())
     arguments: Any = (record, ["4", "mixed"], [64, 512], [1, 3], [(8, 2)], [1, 5])
     cells = list(attend(*arguments))
@@ -143,7 +145,6 @@ def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert all(c.us > 0 and 0 < c.nmse <= 1e-6 for c in cells)
     assert list(attend(*arguments)) == []
-    module = importlib.import_module("cuquant.bench.attention")
     for wrong in (lambda q, cache, out: attention(q, cache, causal=False, out=out), lambda *a, out: out):
         monkeypatch.setattr(module, "attention", wrong)
         with pytest.raises(RuntimeError, match="wrong result"):
