@@ -85,7 +85,7 @@ SPILLED = {"sm_75": 64, "sm_120": 176}
 """Bytes of registers for which attention of float32 queries of 256 channels has no room."""
 CROWDED = 24
 """The same of caches of all five widths in boxes, with more than four queries for a key head."""
-PANELS = {0: 16, 1: 48, 2: 352}
+PANELS = {0: 0, 1: 0, 2: 24}
 """The same of panels, where no product waits: of tiles in which nothing, positions or a mask hide tokens."""
 BY_ERF = 16
 """The same of the largest gated tile of experts where results go through gelu by erf, and nowhere else."""
