@@ -80,6 +80,23 @@ def test_extremes_too(bits: int, bad: float) -> None:
     assert_same(a, b, nan=True)
 
 
+@pytest.mark.parametrize("bits", WIDTHS[1:])
+def test_numbers_halfway_between_codes(bits: int) -> None:
+    """And up to three float32 numbers to either side of it, where a quotient is rounded to a tie, or beside it."""
+    a, b = both(1, 256, 512, 1, (bits,))
+    rng = np.random.default_rng(bits)
+    steps = rng.integers(1, 0x7BFF, 512).astype(np.uint16).view(np.float16).astype(F)
+    steps[:16] = 2.0 ** -np.arange(9, 25)
+    steps *= rng.choice([-1, 1], 512).astype(F)
+    least = -(1 << (bits - 1))
+    halfway = (rng.integers(least, -1 - least, (512, 256)) + 0.5).astype(F)
+    x = ((halfway * steps[:, None]).view(np.int32) + rng.integers(-3, 4, halfway.shape, np.int32)).view(F)
+    x[:, 7] = least * steps
+    a.append(x[None, :, None], -x[None, :, None])
+    b.append(put(x[None, :, None]), put(-x[None, :, None]))
+    assert_same(a, b)
+
+
 OPTIONS: list[dict[str, Any]] = [
     {"key_scales": "pairs"},
     {"key_scales": "halves", "rotate": True},

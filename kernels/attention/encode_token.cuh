@@ -7,10 +7,52 @@
 
 constexpr int UNIT = 8;
 
-DEVICE void load_unit(const void* array, s64 row, int dtype, int dim, int lane, float (&x)[UNIT]) {
+// A lane's numbers of a vector as they are given; zeros beyond `dim`. Where they are is known before they may be asked for, and
+// they may be asked for long before they are needed.
+struct Given {
+    u64 from;  // their address
+    int words;  // of 16 bytes, that are there
+    uint4 raw[2];
+
+    DEVICE Given() : from(0), words(0) {}
+
+    DEVICE void find(const void* array, s64 first, int dtype, int dim, int lane) {
+        words = lane * UNIT >= dim ? 0 : dtype == FLOAT32 ? 2 : 1;
+        from = reinterpret_cast<u64>(array) + (first + lane * UNIT) * (dtype == FLOAT32 ? 4 : 2);
+        asm volatile("" : "+l"(from), "+r"(words));  // worked out here
+    }
+
+    DEVICE void ask() {
+        const bool aligned = from % 16 == 0;
 #pragma unroll
-    for (int e = 0; e < UNIT; e++) x[e] = lane * UNIT < dim ? load_float(array, row + lane * UNIT + e, dtype) : 0;
-}
+        for (int k = 0; k < 2; k++) {
+            raw[k] = make_uint4(0, 0, 0, 0);
+            if (k < words) raw[k] = aligned ? reinterpret_cast<const uint4*>(from)[k] : gathered(from + k * 16);
+        }
+    }
+
+    DEVICE void take(int dtype, float (&x)[UNIT]) const {
+        const u32 w[8] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w, raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+        const auto half = [&](int e) { return u16(w[e / 2] >> e % 2 * 16); };
+        if (dtype == FLOAT32)
+#pragma unroll
+            for (int e = 0; e < UNIT; e++) x[e] = __int_as_float(w[e]);
+        else if (dtype == FLOAT16)
+#pragma unroll
+            for (int e = 0; e < UNIT; e++) x[e] = half_to_float(half(e));
+        else
+#pragma unroll
+            for (int e = 0; e < UNIT; e++) x[e] = bfloat_to_float(half(e));
+    }
+
+private:
+    static __device__ __noinline__ uint4 gathered(u64 from) {
+        const u16* const halves = reinterpret_cast<const u16*>(from);
+        u32 w[4];
+        for (int k = 0; k < 4; k++) w[k] = halves[2 * k] | u32(halves[2 * k + 1]) << 16;
+        return make_uint4(w[0], w[1], w[2], w[3]);
+    }
+};
 
 DEVICE void divide(float (&x)[UNIT], const float* by, int dim, int lane) {
     if (lane * UNIT < dim)
@@ -40,20 +82,12 @@ DEVICE void rotate_unit(float (&x)[UNIT], int lane) {
 }
 
 // The number of the largest magnitude, the first of several; NaN if there is one.
-DEVICE float extreme_of(const float (&x)[UNIT], int lane) {
-    u64 key = 0;  // magnitude, then the place from the end, then the sign
+DEVICE float extreme_of(const float (&x)[UNIT]) {
+    float own = x[0];
 #pragma unroll
-    for (int e = 0; e < UNIT; e++) {
-        const u32 bits = __float_as_int(x[e]);
-        const u64 own = u64(bits & 0x7fffffff) << 32 | u32(0xffff - (lane * UNIT + e)) << 1 | bits >> 31;
-        key = own > key ? own : key;
-    }
-#pragma unroll
-    for (int step = 16; step; step /= 2) {
-        const u64 other = __shfl_xor_sync(~0u, key, step);
-        key = other > key ? other : key;
-    }
-    return __int_as_float(u32(key >> 32) | u32(key & 1) << 31);
+    for (int e = 1; e < UNIT; e++) own = magnitude(x[e]) > magnitude(own) ? x[e] : own;
+    const u32 most = warp_max(magnitude(own));
+    return __shfl_sync(~0u, own, __ffs(__ballot_sync(~0u, magnitude(own) == most)) - 1);
 }
 
 // To float16, magnitudes rounded up.
@@ -90,19 +124,36 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, 
         if (own) reinterpret_cast<uint4*>(to)[lane] = make_uint4(two(0), two(2), two(4), two(6));
         return;
     }
-    const int least = -(1 << (bits - 1));
-    const u16 stored = away_from_zero(ieee_div(extreme_of(x, lane), float(least)));
+    const int least = -(1 << (bits - 1)), most = -1 - least;
+    const u16 stored = away_from_zero(ieee_mul(extreme_of(x), -power_of_two(1 - bits)));
     if (lane == 0) *scale = stored;
     if (!own) return;
     const float step = half_to_float(stored);
-    u64 packed = 0;
+    float q[UNIT];
+    if (is_finite(step) && magnitude(step)) {
+        // x / step, rounded once, wherever that is not near 0. It is no tie of float32 numbers, as step has 11 digits and x 24,
+        // and at least 2^-36 of it away from one: further than the sum of a first quotient and what that lacks.
+        const float part = about_inverse(step);
 #pragma unroll
-    for (int e = 0; e < UNIT; e++) {
-        const float quotient = ieee_div(x[e], step);
-        int q = magnitude(quotient) > 0x7f800000 ? 0 : int(rintf(fminf(fmaxf(quotient, -300.f), 300.f)));
-        q = min(max(q, least), -1 - least);
-        packed |= u64(u32(bits == 8 ? q : q - least) & ((1u << bits) - 1)) << (bits * e);
+        for (int e = 0; e < UNIT; e++) {
+            const float near = x[e] * part;
+            q[e] = fminf(fmaxf(fmaf(fmaf(-near, step, x[e]), part, near), float(least)), float(most));
+        }
+    } else {
+        // Of numbers too small for any step the quotient is infinite, of others undefined: as the reference's codes.
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) {
+            const bool falls = (__float_as_int(x[e]) ^ __float_as_int(step)) < 0;
+            q[e] = magnitude(step) || !magnitude(x[e]) ? 0 : falls ? least : most;
+        }
     }
+    // Rounded, halves to even, and in the lowest digits, as twos' complement or with the least code as 0.
+    const float lift = 12582912.f - (bits == 8 ? 0 : least);
+    const u32 unit = 1u << bits;
+    u32 words[2] = {0, 0};  // of four codes each
+#pragma unroll
+    for (int e = UNIT - 1; e >= 0; e--) words[e / 4] = words[e / 4] * unit + (__float_as_int(q[e] + lift) & (unit - 1));
+    const u64 packed = words[0] | u64(words[1]) << 4 * bits;
     store_codes(to + lane * bits, bits, packed);
 }
 

@@ -23,82 +23,113 @@ struct Append {
 
 DEVICE int new_of(const Append& p, int sequence) { return p.lengths ? p.lengths[sequence] : p.n; }
 
-DEVICE int adds_of(const Append& p, int sequence, int tier) {
-    return p.adds ? p.adds[sequence * (TIERS + 1) + tier] : tier == p.tier ? new_of(p, sequence) : 0;
-}
-
 // 1 + the last sequence of this thread's that has no room, or a token of no width, or gets fewer than 0 or more than n;
 // 0 if there is none.
 DEVICE int without_room(const Append& p) {
     int found = 0;
     for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
-        s64 held = 0, added = 0;
-        bool fits = u32(new_of(p, b)) <= u32(p.n) && (!p.adds || p.adds[b * (TIERS + 1) + TIERS] == 0);
-        for (int t = 0; t < TIERS; t++) {
-            if (!p.tiers[t].lengths) continue;
-            const s64 own = p.tiers[t].lengths[b], adds = adds_of(p, b, t);
-            fits = fits && (adds == 0 || own + adds <= p.tiers[t].room);
-            held += own, added += adds;
+        const s64 added = new_of(p, b);
+        s64 held = 0;
+#pragma unroll
+        for (int t = 0; t < TIERS; t++) held += p.tiers[t].lengths ? p.tiers[t].lengths[b] : 0;
+        bool fits = added >= 0 && added <= p.n && held + added <= p.capacity;
+        if (p.adds) {
+            const int* const adds = p.adds + b * (TIERS + 1);
+            fits = fits && adds[TIERS] == 0;
+            for (int t = 0; t < TIERS; t++)
+                if (p.tiers[t].lengths) fits = fits && p.tiers[t].lengths[b] + s64(adds[t]) <= p.tiers[t].room;
+        } else {
+            fits = fits && p.tiers[p.tier].lengths[b] + added <= p.tiers[p.tier].room;
         }
-        if (!fits || (added > 0 && held + added > p.capacity)) found = b + 1;
+        if (!fits) found = b + 1;
     }
     return found;
 }
 
-// Token `token` of a sequence: a warp for the vector of each head and of keys and values in turn.
-DEVICE void write_token(const Append& p, int sequence, int token) {
-    const int lane = threadIdx.x % WARP;
-    const s64 at = s64(sequence) * p.n + token;
-    const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
-    const Tier& tier = p.tiers[number];
-    const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
-    if (threadIdx.x == 0) {
-        const int slot = p.next_slots[sequence] + token;
-        tier.ids[place] = p.ids ? p.ids[at] : slot;
-        tier.slots[place] = slot;
-        tier.importance[place] = 0;
+DEVICE void grow(const Append& p, int sequence) {
+    if (p.adds) {
+        for (int t = 0; t < TIERS; t++)
+            if (p.tiers[t].lengths) p.tiers[t].lengths[sequence] += p.adds[sequence * (TIERS + 1) + t];
+    } else {
+        p.tiers[p.tier].lengths[sequence] += new_of(p, sequence);
     }
-    for (int item = threadIdx.x / WARP; item < 2 * p.kv_heads; item += blockDim.x / WARP) {
-        const int head = item / 2;
+    p.next_slots[sequence] += new_of(p, sequence);
+}
+
+// A token's vectors of each head, of keys and values in turn, which a block's warps share.
+struct Token {
+    const Append& p;
+    const int sequence, token, lane;
+    int slot;  // what the first thread knows
+    Given given;
+
+    DEVICE Token(const Append& p, int sequence, int token)
+        : p(p), sequence(sequence), token(token), lane(threadIdx.x % WARP), slot(0) {
+        find(first());
+    }
+
+    static DEVICE int first() { return threadIdx.x / WARP; }
+
+    // Where a warp's next vector is, if there is one.
+    DEVICE bool find(int item) {
+        if (item >= 2 * p.kv_heads) return false;
         const bool value = item % 2;
         const s64* const strides = value ? p.v_strides : p.k_strides;
-        const s64 from = sequence * strides[0] + token * strides[1] + head * strides[2];
-        float x[UNIT];
-        load_unit(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, lane, x);
-        if (!value && p.key_scales) divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, lane);
-        if (!value && p.rotate) rotate_unit(x, lane);
-        const s64 row = place * p.kv_heads + head;
-        u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
-        encode(x, bits, p.dim, lane, to, (value ? tier.v_scale : tier.k_scale) + row);
+        const s64 from = sequence * strides[0] + token * strides[1] + item / 2 * strides[2];
+        given.find(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, lane);
+        return true;
     }
-}
+
+    // What does not depend on where the token goes is asked for.
+    DEVICE void ask() {
+        given.ask();
+        if (threadIdx.x == 0) slot = p.next_slots[sequence] + token;
+    }
+
+    DEVICE void write() {
+        const s64 at = s64(sequence) * p.n + token;
+        const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
+        const Tier& tier = p.tiers[number];
+        const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
+        if (threadIdx.x == 0) {
+            tier.ids[place] = p.ids ? p.ids[at] : slot;
+            tier.slots[place] = slot;
+            tier.importance[place] = 0;
+        }
+        const int warps = blockDim.x / WARP;
+        for (int item = first(); item < 2 * p.kv_heads; item += warps) {
+            const int head = item / 2;
+            const bool value = item % 2;
+            float x[UNIT];
+            given.take(value ? p.v_dtype : p.k_dtype, x);
+            if (find(item + warps)) given.ask();
+            if (!value && p.key_scales) divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, lane);
+            if (!value && p.rotate) rotate_unit(x, lane);
+            const s64 row = place * p.kv_heads + head;
+            u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
+            encode(x, bits, p.dim, lane, to, (value ? tier.v_scale : tier.k_scale) + row);
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
     __shared__ bool last;
     __shared__ int refused;
     let_successor_start();
+    Token token(p, blockIdx.y, blockIdx.x);
     wait_for_predecessor();
-    const int token = blockIdx.x, sequence = blockIdx.y;
-    if (threadIdx.x == 0) refused = 0;
-    __syncthreads();
+    token.ask();
     const int found = without_room(p);
+    const bool fits = !__syncthreads_or(found);
     if (found) refused = found;
+    if (fits && token.token < new_of(p, token.sequence)) token.write();
     __syncthreads();
-    const bool fits = refused == 0;
-    if (fits && token < new_of(p, sequence)) write_token(p, sequence, token);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        last = is_last(p.ticket, gridDim.x * gridDim.y);
-    }
+    if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y);
     __syncthreads();
     if (!last) return;
     if (threadIdx.x == 0) {
         *p.ticket = 0;
         if (!fits) *static_cast<volatile int*>(p.refused) = refused;
     }
-    for (int b = threadIdx.x; fits && b < p.batch; b += blockDim.x) {
-        for (int t = 0; t < TIERS; t++)
-            if (p.tiers[t].lengths) p.tiers[t].lengths[b] += adds_of(p, b, t);
-        p.next_slots[b] += new_of(p, b);
-    }
+    for (int b = threadIdx.x; fits && b < p.batch; b += blockDim.x) grow(p, b);
 }

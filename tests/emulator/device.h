@@ -80,6 +80,7 @@ struct Block {
     Dim index;
     u32 alive;
     Meeting all, some[16];  // __syncthreads; barriers by number
+    bool any;               // what threads vote for
     bool unfenced;          // barriers in shared memory of which the copy engine does not know
     u8* kept;               // its shared memory while another block of its cluster runs
 };
@@ -316,6 +317,17 @@ inline T atomicMax(T* p, V v) { T old = *p; *p = max(old, T(v)); return old; }
 __noinline__ static void __syncthreads() {
     emulated::Block& block = emulated::blocks[emulated::block];
     emulated::meet(block.all, block.alive);
+}
+
+__noinline__ static bool __syncthreads_or(bool v) {
+    emulated::Block& block = emulated::blocks[emulated::block];
+    block.any |= v;
+    __syncthreads();
+    const bool any = block.any;
+    __syncthreads();
+    block.any = false;
+    __syncthreads();
+    return any;
 }
 
 inline void __syncwarp() { emulated::exchange(~0u, 0); }
