@@ -67,6 +67,19 @@ def test_append_gives_the_cpu_s_bits(bits: int, dim: int) -> None:
     assert_same(a, b)
 
 
+@pytest.mark.parametrize("heads", [1, 2, 5, 32])
+@pytest.mark.parametrize("dim", [8, 32, 128])
+def test_vectors_that_share_a_warp(heads: int, dim: int) -> None:
+    """Tokens of all widths, one and many at a time."""
+    a, b = both(heads, dim, 80, 2, WIDTHS, rotate=dim % 32 == 0)
+    for n in (1, 37, 1, 2):
+        k, v = tokens(2, n, heads, dim, seed=n)
+        bits = np.random.default_rng(n).choice(WIDTHS, (2, n))
+        a.append(k, v, bits)
+        b.append(put(k), put(v), bits)
+    assert_same(a, b)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, 65519.0, 65520.0, 1e-45])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_extremes_too(bits: int, bad: float) -> None:
@@ -82,7 +95,7 @@ def test_extremes_too(bits: int, bad: float) -> None:
 
 @pytest.mark.parametrize("bits", WIDTHS[1:])
 def test_numbers_halfway_between_codes(bits: int) -> None:
-    """And up to three float32 numbers to either side of it, where a quotient is rounded to a tie, or beside it."""
+    """And up to three float32 numbers beside that, where a quotient is rounded to a tie, or is near one."""
     a, b = both(1, 256, 512, 1, (bits,))
     rng = np.random.default_rng(bits)
     steps = rng.integers(1, 0x7BFF, 512).astype(np.uint16).view(np.float16).astype(F)

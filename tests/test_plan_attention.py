@@ -96,3 +96,20 @@ def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
     for splits in (1, 2, 8):
         part = lanes[0] * f32((1 + kv_plan.SLACK) / (batch * splits))
         assert np.ceil(f32(cost) * (1 / part)) == splits
+
+
+def test_plans_of_appends() -> None:
+    """A warp's vectors are of one token, whose width is theirs; one token has a block, which need not count."""
+    sizes = (1, 2, 3, 8, 32), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300)
+    for heads, dim, n, batch in combinations(*sizes):
+        launch, lanes = kv_plan.append(batch, n, heads, dim, 132)
+        assert lanes >= max(4, -(-dim // 8))
+        assert 32 % lanes == 0
+        assert 2 * heads * lanes % 32 == 0
+        assert launch.grid[1:] == (batch, 1)
+        needed = 2 * heads * n * lanes // 32
+        warps = launch.grid[0] * launch.block // 32
+        assert launch.block <= 512
+        assert warps >= min(needed, 16 if n == 1 else 4)
+        assert launch.grid[0] == 1 if n == 1 else warps < needed + 4
+        assert launch.grid[0] <= max(1, 132 * 8 // batch)

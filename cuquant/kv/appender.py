@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 _PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<6q9i4x")
+_NUMBERS = struct.Struct("<6q10i")
 """Behind the buckets."""
 _WORDS = 1024
 """Of the host's memory, that are taken at a time."""
@@ -232,8 +232,9 @@ class Appender:
 def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
     """How these are appended, if they all have this width; others say so in arrays."""
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
-    given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate)
-    return Appending(plan.append(batch, n, heads), _numbers(k.shape, *given), bits, n)
+    launch, lanes = plan.append(batch, n, heads, cache.head_dim, jit.gpu().multiprocessors)
+    given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, lanes)
+    return Appending(launch, _numbers(k.shape, *given), bits, n)
 
 
 @lru_cache(maxsize=1024)
@@ -246,11 +247,12 @@ def _numbers(
     tier: int,
     capacity: int,
     rotate: bool,
+    lanes: int,
 ) -> bytes:
     return _NUMBERS.pack(
         *(stride // k_dtype.itemsize for stride in k_strides[:3]),
         *(stride // v_dtype.itemsize for stride in v_strides[:3]),
-        *(*shape, DTYPES[k_dtype], DTYPES[v_dtype], tier, capacity, int(rotate)),
+        *(*shape, DTYPES[k_dtype], DTYPES[v_dtype], tier, capacity, int(rotate), lanes),
     )
 
 

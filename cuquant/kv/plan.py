@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
-from math import ceil, prod
+from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from ..plan import LARGE_GPU, WARP, Kernel, Plan, lone, shared_limit
@@ -61,6 +61,11 @@ PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
 (kernels/attention/panels.cuh)."""
 MERGE_ROWS = 16
 """Rows that a block merges which waits until attention of panels is done, a warp each."""
+ONE_TOKEN_WARPS, APPENDING_WARPS, APPENDING_BLOCKS = 16, 4, 8
+"""Most warps of the block that appends one token; warps of each that share more, and most such blocks of a
+multiprocessor, which has room for them."""
+LEAST_LANES = 4
+"""That have a vector: as many as a rotation takes."""
 MOVING_BLOCKS = 1 << 12
 """Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
@@ -263,14 +268,25 @@ def _splits(batch: int, blocks: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def append(batch: int, n: int, kv_heads: int) -> Plan:
-    """A block for each token, a warp for a vector or several."""
-    return Plan(Kernel("append", "append"), (n, batch, 1), min(16, 2 * kv_heads) * WARP, overlaps=True)
+def append(batch: int, n: int, kv_heads: int, head_dim: int, multiprocessors: int) -> tuple[Plan, int]:
+    """Blocks that share the vectors of a sequence's tokens, one for one token; and lanes that have a vector.
+
+    A lane has eight numbers. Those of a warp are of one token, as its width is theirs.
+    """
+    lanes = max(LEAST_LANES, 1 << (ceil(head_dim / 8) - 1).bit_length())
+    lanes = max(lanes, WARP // gcd(WARP, 2 * kv_heads))
+    warps = 2 * kv_heads * n * lanes // WARP
+    if n == 1:
+        blocks, warps = 1, min(ONE_TOKEN_WARPS, warps)
+    else:
+        most = max(1, multiprocessors * APPENDING_BLOCKS // batch)
+        blocks, warps = min(most, ceil(warps / APPENDING_WARPS)), APPENDING_WARPS
+    return Plan(Kernel("append", "append"), (blocks, batch, 1), warps * WARP, overlaps=True), lanes
 
 
 @lru_cache(maxsize=64)
 def move(moves: int, kv_heads: int) -> Plan:
-    """A block for each move or several, as of `append`: powers of two, so that few launches are prepared."""
+    """A block for each move or several, a warp for a vector: of powers of two few launches are prepared."""
     blocks = min(MOVING_BLOCKS, 1 << max(0, moves - 1).bit_length())
     return Plan(Kernel("move", "move"), (blocks, 1, 1), min(16, 2 * kv_heads) * WARP)
 
@@ -292,7 +308,7 @@ def importance(batch: int, head_dim: int, rows: int, multiprocessors: int) -> Pl
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
     """Of what a cache does, for tests that compile it: attention of every kind, over all widths and one."""
-    found = {append(1, 1, 1).kernel, move(1, 1).kernel}
+    found = {append(1, 1, 1, 64, 1)[0].kernel, move(1, 1).kernel}
     found |= {importance(1, dim, rows, 1).kernel for dim, rows in product(head_dims, (4, 8))}
     few, many = ((1, 0), (1, 1), (7, 1)), tuple(product((8, 64), (0, 1, 2)))
     for dim, (q_len, masked), halves in product(head_dims, few + many, (1, 2)):

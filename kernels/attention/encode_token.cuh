@@ -1,11 +1,18 @@
-// A vector of one token and head to codes and a scale, and back, bit for bit as cuquant/kv/codes.py: by one warp, whose
-// lane l has the eight numbers from 8 l on.
+// A vector of one token and head to codes and a scale, and back, bit for bit as cuquant/kv/codes.py: by a group of a warp's
+// lanes, whose lane l has the eight numbers from 8 l on. Groups of a warp come here together.
 #pragma once
 #include "../core/ieee.cuh"
 #include "../core/ptx.cuh"
 #include "cache.cuh"
 
 constexpr int UNIT = 8;
+
+// Lanes that have a vector: a power of two of them, four or more.
+struct Group {
+    int width, first, lane;  // of the warp's lanes the first, and this one from there on
+
+    DEVICE explicit Group(int width) : width(width), first(threadIdx.x % WARP / width * width), lane(threadIdx.x % width) {}
+};
 
 // A lane's numbers of a vector as they are given; zeros beyond `dim`. Where they are is known before they may be asked for, and
 // they may be asked for long before they are needed.
@@ -82,12 +89,18 @@ DEVICE void rotate_unit(float (&x)[UNIT], int lane) {
 }
 
 // The number of the largest magnitude, the first of several; NaN if there is one.
-DEVICE float extreme_of(const float (&x)[UNIT]) {
+DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
     float own = x[0];
 #pragma unroll
     for (int e = 1; e < UNIT; e++) own = magnitude(x[e]) > magnitude(own) ? x[e] : own;
-    const u32 most = warp_max(magnitude(own));
-    return __shfl_sync(~0u, own, __ffs(__ballot_sync(~0u, magnitude(own) == most)) - 1);
+    u32 most = magnitude(own);
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) {
+        const u32 other = __shfl_xor_sync(~0u, most, step);
+        if (step < group.width) most = max(most, other);
+    }
+    const u32 there = __ballot_sync(~0u, magnitude(own) == most) & ~0u << group.first;
+    return __shfl_sync(~0u, own, __ffs(there) - 1);
 }
 
 // To float16, magnitudes rounded up.
@@ -116,8 +129,9 @@ DEVICE void store_codes(u8* to, int bits, u64 codes) {
         to[0] = u8(codes), to[1] = u8(codes >> 8), to[2] = u8(codes >> 16);
 }
 
-// Codes at `to`, `bits` bytes of each lane, and the scale; float16 numbers for 16 bits.
-DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, u16* scale) {
+// Codes at `to`, `bits` bytes of each lane, and the scale; float16 numbers for 16 bits, which are the same for a warp.
+DEVICE void encode(const float (&x)[UNIT], int bits, int dim, Group group, u8* to, u16* scale) {
+    const int lane = group.lane;
     const bool own = lane * UNIT < dim;
     if (bits == 16) {
         auto two = [&](int e) { return float_to_half(x[e]) | u32(float_to_half(x[e + 1])) << 16; };
@@ -125,7 +139,7 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, int lane, u8* to, 
         return;
     }
     const int least = -(1 << (bits - 1)), most = -1 - least;
-    const u16 stored = away_from_zero(ieee_mul(extreme_of(x), -power_of_two(1 - bits)));
+    const u16 stored = away_from_zero(ieee_mul(extreme_of(x, group), -power_of_two(1 - bits)));
     if (lane == 0) *scale = stored;
     if (!own) return;
     const float step = half_to_float(stored);

@@ -19,6 +19,7 @@ struct Append {
     int* refused;             // on the host: 1 + a sequence of `without_room`
     s64 k_strides[3], v_strides[3];
     int batch, n, kv_heads, dim, k_dtype, v_dtype, tier, capacity, rotate;
+    int lanes;  // that have a vector; those of a warp are of one token
 };
 
 DEVICE int new_of(const Append& p, int sequence) { return p.lengths ? p.lengths[sequence] : p.n; }
@@ -56,73 +57,95 @@ DEVICE void grow(const Append& p, int sequence) {
     p.next_slots[sequence] += new_of(p, sequence);
 }
 
-// A token's vectors of each head, of keys and values in turn, which a block's warps share.
-struct Token {
+// The vectors of a sequence's tokens, of keys and values of each head in turn: those that a group of lanes has.
+struct Vectors {
     const Append& p;
-    const int sequence, token, lane;
-    int slot;  // what the first thread knows
+    const Group group;
+    const int sequence, all;  // of a token
+    int token, item;          // the next one
+    int tokens_on, items_on;  // from one to the next
+    int slot;                 // of the first token
     Given given;
 
-    DEVICE Token(const Append& p, int sequence, int token)
-        : p(p), sequence(sequence), token(token), lane(threadIdx.x % WARP), slot(0) {
-        find(first());
+    DEVICE Vectors(const Append& p, int sequence)
+        : p(p), group(p.lanes), sequence(sequence), all(2 * p.kv_heads) {
+        const int groups = blockDim.x / p.lanes, first = blockIdx.x * groups + threadIdx.x / p.lanes, on = gridDim.x * groups;
+        token = first / all, item = first % all;
+        tokens_on = on / all, items_on = on % all;
+        find();
     }
 
-    static DEVICE int first() { return threadIdx.x / WARP; }
+    // What does not depend on where tokens go is asked for.
+    DEVICE void ask() {
+        given.ask();
+        slot = p.next_slots[sequence];
+    }
 
-    // Where a warp's next vector is, if there is one.
-    DEVICE bool find(int item) {
-        if (item >= 2 * p.kv_heads) return false;
+    DEVICE void write(int count) {
+        while (token < count) {
+            const int head = item / 2;
+            const bool value = item % 2;
+            const s64 at = s64(sequence) * p.n + token;
+            const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
+            const Tier& tier = p.tiers[number];
+            const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
+            if (item + group.lane == 0) {
+                tier.ids[place] = p.ids ? p.ids[at] : slot + token;
+                tier.slots[place] = slot + token;
+                tier.importance[place] = 0;
+            }
+            float x[UNIT];
+            given.take(value ? p.v_dtype : p.k_dtype, x);
+            next();
+            if (!value && p.key_scales)
+                divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, group.lane);
+            if (p.rotate) rotate_keys(x, value);
+            const s64 row = place * p.kv_heads + head;
+            u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
+            encode(x, bits, p.dim, group, to, (value ? tier.v_scale : tier.k_scale) + row);
+        }
+    }
+
+private:
+    DEVICE void find() {
+        if (token >= p.n) return;
         const bool value = item % 2;
         const s64* const strides = value ? p.v_strides : p.k_strides;
         const s64 from = sequence * strides[0] + token * strides[1] + item / 2 * strides[2];
-        given.find(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, lane);
-        return true;
+        given.find(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, group.lane);
     }
 
-    // What does not depend on where the token goes is asked for.
-    DEVICE void ask() {
+    DEVICE void next() {
+        token += tokens_on, item += items_on;
+        if (item >= all) token++, item -= all;
+        if (token >= p.n) return;
+        find();
         given.ask();
-        if (threadIdx.x == 0) slot = p.next_slots[sequence] + token;
     }
 
-    DEVICE void write() {
-        const s64 at = s64(sequence) * p.n + token;
-        const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
-        const Tier& tier = p.tiers[number];
-        const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
-        if (threadIdx.x == 0) {
-            tier.ids[place] = p.ids ? p.ids[at] : slot;
-            tier.slots[place] = slot;
-            tier.importance[place] = 0;
-        }
-        const int warps = blockDim.x / WARP;
-        for (int item = first(); item < 2 * p.kv_heads; item += warps) {
-            const int head = item / 2;
-            const bool value = item % 2;
-            float x[UNIT];
-            given.take(value ? p.v_dtype : p.k_dtype, x);
-            if (find(item + warps)) given.ask();
-            if (!value && p.key_scales) divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, lane);
-            if (!value && p.rotate) rotate_unit(x, lane);
-            const s64 row = place * p.kv_heads + head;
-            u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
-            encode(x, bits, p.dim, lane, to, (value ? tier.v_scale : tier.k_scale) + row);
-        }
+    // By all groups of a warp, of which some have values.
+    static DEVICE void rotate_keys(float (&x)[UNIT], bool value) {
+        float y[UNIT];
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) y[e] = x[e];
+        rotate_unit(y, threadIdx.x % WARP);
+#pragma unroll
+        for (int e = 0; e < UNIT; e++) x[e] = value ? x[e] : y[e];
     }
 };
 
+// Grid: blocks that share the tokens of a sequence, sequences.
 extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
     __shared__ bool last;
     __shared__ int refused;
     let_successor_start();
-    Token token(p, blockIdx.y, blockIdx.x);
+    Vectors vectors(p, blockIdx.y);
     wait_for_predecessor();
-    token.ask();
+    vectors.ask();
     const int found = without_room(p);
     const bool fits = !__syncthreads_or(found);
     if (found) refused = found;
-    if (fits && token.token < new_of(p, token.sequence)) token.write();
+    if (fits) vectors.write(new_of(p, blockIdx.y));
     __syncthreads();
     if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y);
     __syncthreads();

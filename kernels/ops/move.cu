@@ -40,7 +40,7 @@ DEVICE void move_token(const Moving& p, const Move& move) {
         } else {
             float x[UNIT];
             decode(load_stored(codes, scale, bits, p.dim, lane), bits, p.dim, lane, x);
-            encode(x, to_bits, p.dim, lane, to_codes, to_scale);
+            encode(x, to_bits, p.dim, Group(WARP), to_codes, to_scale);
         }
     }
 }
