@@ -249,6 +249,39 @@ def test_numbers_that_hide_where_floats_are_far_apart(q_len: int, least: float) 
     agree(normal(2, q_len, 8, 64, seed=3), filled(300), mask=mask)
 
 
+@pytest.mark.parametrize("size", [1e38, 2.5e38, np.finfo(F).max])
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_masks_near_the_largest_float(q_len: int, size: float) -> None:
+    """One token far above all others, and above tokens that are as far below."""
+    mask = np.zeros((1, 8, q_len, 300), F)
+    mask[..., 131] = size
+    mask[:, 4:, :, 40:200] = -F(size)
+    agree(normal(2, q_len, 8, 64, seed=3, dtype=np.float16), filled(300), mask=mask)
+    mask = np.full((1, 8, q_len, 300), -size, F)
+    mask[..., 131] = -0.5 * size
+    agree(normal(2, q_len, 8, 64, seed=3), filled(300), mask=mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_scales_that_queries_take_back(q_len: int, dtype: Any) -> None:
+    zeros = np.zeros((2, q_len, 8, 64), dtype)
+    agree(zeros, filled(), scale=1e37)
+    least = normal(2, q_len, 8, 64, seed=3)
+    size = 1e-6 if dtype == np.float16 else 1e-33
+    agree((least * F(size)).astype(dtype), filled(), largest_score=20, scale=0.3 / size)
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e6])
+@pytest.mark.parametrize("q_len", [1, 40])
+def test_no_token_receives_more_than_all(q_len: int, scale: float) -> None:
+    """Importance works scores out again, and huge ones come out different."""
+    cache = filled(300, track_attention=True)
+    cq.attention(device.cupy().asarray(normal(2, q_len, 8, 64, seed=3, dtype=np.float16)), cache, scale=scale)
+    given = [cache.tokens(b).importance for b in range(2)]
+    assert all(0 <= one.min() and one.max() <= q_len * (1 + 1e-6) for one in given)
+
+
 def test_a_finite_mask_shows_no_key_that_hides_itself() -> None:
     k = normal(1, 2, 1, 64)
     k[0, 1, 0, 5] = np.inf

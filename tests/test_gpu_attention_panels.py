@@ -154,6 +154,17 @@ def test_numbers_that_hide_where_floats_are_far_apart(q_len: int, least: float) 
     agree(queries(2, q_len, 8, 64, dtype=BFLOAT), filled(300), mask=mask)
 
 
+@pytest.mark.parametrize("size", [1e38, 2.5e38, np.finfo(F).max])
+def test_masks_near_the_largest_float(size: float) -> None:
+    mask = np.zeros((1, 8, 40, 300), F)
+    mask[..., 131] = size
+    mask[:, 4:, :, 40:200] = -F(size)
+    agree(queries(2, 40, 8, 64), filled(300), mask=mask)
+    mask = np.full((1, 8, 40, 300), -size, F)
+    mask[..., 131] = -0.5 * size
+    agree(queries(2, 40, 8, 64, dtype=BFLOAT), filled(300), mask=mask)
+
+
 def test_weights_move_where_references_have_no_room_for_more() -> None:
     """All scores are the lowest number, and values' scales above what a weight may be."""
     cache = cq.KVCache(1, 64, 300, 1, (2,))

@@ -181,7 +181,7 @@ private:
             for (int h = 0; h < 2; h++) {
                 // Infinite scales become NaN, as codes of 0 times them are: the products' sum is 0 but for rounding.
                 const float loaded = BITS < 16 ? load_shared_half(stream.key_scale(slot, t * 2 + h)) : 1;
-                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded) : 1;
+                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded * SCORE_UNIT<BITS>) : SCORE_UNIT<BITS>;
                 const float stored = BITS < 16 ? load_shared_half(stream.value_scale(slot, t * 2 + h)) : 1;
                 // NaN becomes infinite: its weight is above MOST_WEIGHT, which NaN is not.
                 v_scale[t][h] = BITS < 16 ? fminf(stored + NOTHING, INFINITE) : 1;
@@ -191,7 +191,7 @@ private:
                     for (int c = 0; c < COLUMNS; c++) {
                         float& own = s[n][t][h * 2 + c];
                         // In two roundings: what the reference is made of, to the bit.
-                        own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c] * SCORE_UNIT<BITS>);
+                        own = __fmul_rn(__fmul_rn(own, k_scale), q.scale[n][c]);
                     }
             }
         if (hides(slot, first)) {

@@ -73,8 +73,9 @@ DEVICE float log2_of(float x) {
     return r;
 }
 
-// The least score that a finite mask leaves: tokens that are far below all others still share what there is.
-constexpr float LEAST_SCORE = -1.6e38f;
+// The least score that a finite mask leaves, and minus the greatest: tokens that are far below all others still share what there
+// is.
+constexpr float LEAST_SCORE = -3.3e38f;
 
 // In place of a value's scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and never 0
 // times infinity.
@@ -90,6 +91,7 @@ DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int sl
     if (p.mask_dtype == BOOLEAN) return static_cast<const u8*>(p.mask)[at];
     const float value = load_float(p.mask, at, p.mask_dtype);
     const float sum = score + value * 1.44269504f;
-    score = sum < LEAST_SCORE && score > -INFINITE ? LEAST_SCORE : sum;
+    const bool finite = fabsf(value) < INFINITE && fabsf(score) < INFINITE;
+    score = finite ? fminf(fmaxf(sum, LEAST_SCORE), -LEAST_SCORE) : sum;
     return value != -INFINITE;
 }

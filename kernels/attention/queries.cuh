@@ -403,6 +403,6 @@ private:
     }
 
 public:
-    static constexpr float LEAST = -1.7e38f;  // a reference before any token was seen
+    static constexpr float LEAST = -3.4e38f;  // a reference before any token was seen
     static_assert(LEAST < LEAST_SCORE, "it moves with the first");
 };

@@ -92,7 +92,7 @@ private:
                 mma_half(all, codes, b[n][u][2 * m], b[n][u][2 * m + 1], all);
             }
         sum[n] = all[0] + all[1];
-        scale[n] = __shfl_sync(~0u, unit * power_of_two(-lift), lane % 4 * 8) * UNSCALE<BITS>;
+        scale[n] = __shfl_sync(~0u, unit * power_of_two(-lift), lane % 4 * 8);
     }
 };
 
@@ -192,11 +192,12 @@ DEVICE void give(const Attention& p, const Queries<BITS>& q, const Keys<BITS>& k
 #pragma unroll
         for (int n = 0; n < GROUPS; n++) {
             const float* const parts = s[h / 2][n] + h % 2 * 2;
-            float score = (parts[0] + parts[1]) * q.scale[n] * (BITS < 16 ? half_to_float(keys.scale[h]) : 1);
+            const float scale = (BITS < 16 ? half_to_float(keys.scale[h]) : 1) * UNSCALE<BITS>;
+            float score = (parts[0] + parts[1]) * scale * q.scale[n];
             if (keys.slot[h] > q.last[n]) score = -INFINITE;
             if (p.mask_dtype != NO_MASK) score = masked_score(p, sequence, head, q.row + 4 * n, keys.slot[h], score);
             const float share = exp2_of(score - q.total[n].x) * q.total[n].y;
-            given[h] += is_finite(share) ? share : 0;
+            given[h] += share == share ? fminf(share, 1) : 0;  // more is what huge scores lose in their rounding
         }
     }
 }
