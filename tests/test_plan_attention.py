@@ -99,7 +99,7 @@ def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
 
 
 def test_plans_of_appends() -> None:
-    """A warp's vectors are of one token, whose width is theirs; one token has a block, which need not count."""
+    """A warp's vectors are of one token, whose width is theirs; one token has one block."""
     sizes = (1, 2, 3, 8, 32), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300)
     for heads, dim, n, batch in combinations(*sizes):
         launch, lanes = kv_plan.append(batch, n, heads, dim, 132)

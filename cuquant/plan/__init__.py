@@ -26,7 +26,7 @@ from .blocks import (
 )
 from .cores import DECODE_BATCH, WGMMA_BATCH, Core, Gemm, Problem, core_of
 from .decode_plain import decode
-from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, lone, shared_limit
+from .launch import FLAGS, LARGE_GPU, MOST_BLOCKS, WARP, Gpu, Kernel, Plan, beside, lone, shared_limit
 from .mma_core import mma, wins_over_decode
 from .planes import MOST_COLUMNS, TILE_COLUMNS, TILE_ROWS, Layout, Planes, layout, row_factors, tiles
 from .wgmma_core import signed
@@ -62,6 +62,7 @@ __all__ = [
     "group_lanes",
     "layout",
     "matrix_kernels",
+    "beside",
     "lone",
     "mma",
     "moe",

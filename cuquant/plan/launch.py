@@ -122,3 +122,9 @@ def lone(shared: int, capability: int) -> int:
     """
     most, system = _per_block(capability)
     return max(shared, (most + system) // 2 - system + 128)
+
+
+def beside(shared: int, blocks: int, capability: int) -> int:
+    """Most bytes for small blocks of which so many have room beside a block that has `shared`."""
+    most, system = _per_block(capability)
+    return max(0, (most - shared - _STATIC) // blocks - system - _STATIC // 2) // 128 * 128
