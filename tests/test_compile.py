@@ -302,7 +302,10 @@ def test_attention_elsewhere(arch: str) -> None:
     capability = int("".join(c for c in arch if c.isdigit()))
     shape = kv_plan.Shape(1, 1, 32, 8, 128, (16, 8, 4, 3, 2), False, 1)
     check(
-        [kv_plan.append(1, 1, 1, 64, 1)[0].kernel, kv_plan.attention(shape, capability, 1).attention.kernel],
+        [
+            kv_plan.append(1, 1, 1, 64, capability, 1)[0].kernel,
+            kv_plan.attention(shape, capability, 1).attention.kernel,
+        ],
         arch,
     )
 

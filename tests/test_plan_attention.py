@@ -100,9 +100,9 @@ def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
 
 def test_plans_of_appends() -> None:
     """A warp's vectors are of one token, whose width is theirs; one token has one block."""
-    sizes = (1, 2, 3, 8, 32), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300)
-    for heads, dim, n, batch in combinations(*sizes):
-        launch, lanes = kv_plan.append(batch, n, heads, dim, 132)
+    sizes = (1, 2, 3, 8, 32, 200), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300), (80, 90)
+    for heads, dim, n, batch, capability in combinations(*sizes):
+        launch, lanes = kv_plan.append(batch, n, heads, dim, capability, 132)
         assert lanes >= max(4, -(-dim // 8))
         assert 32 % lanes == 0
         assert 2 * heads * lanes % 32 == 0
@@ -110,6 +110,9 @@ def test_plans_of_appends() -> None:
         needed = 2 * heads * n * lanes // 32
         warps = launch.grid[0] * launch.block // 32
         assert launch.block <= 512
-        assert warps >= min(needed, 16 if n == 1 else 4)
-        assert launch.grid[0] == 1 if n == 1 else warps < needed + 4
-        assert launch.grid[0] <= max(1, 132 * 8 // batch)
+        alone = n == 1
+        clustered = n == batch == 1 and capability == 90 and needed >= 16
+        assert warps >= min(needed, 128 if clustered else 16 if alone else 4)
+        assert launch.grid[0] == launch.cluster <= (8 if clustered else 1) if alone else launch.cluster == 1
+        assert alone or warps < needed + 4
+        assert launch.grid[0] <= max(8, 132 * 8 // batch)

@@ -232,7 +232,8 @@ class Appender:
 def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
     """How these are appended, if they all have this width; others say so in arrays."""
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
-    launch, lanes = plan.append(batch, n, heads, cache.head_dim, jit.gpu().multiprocessors)
+    gpu = jit.gpu()
+    launch, lanes = plan.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
     given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, lanes)
     return Appending(launch, _numbers(k.shape, *given), bits, n)
 

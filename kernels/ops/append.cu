@@ -4,6 +4,7 @@
 // lengths before the last one to finish changes them.
 #include "../attention/cache.cuh"
 #include "../attention/encode_token.cuh"
+#include "../core/ptx_90.cuh"
 
 struct Append {
     Tier tiers[TIERS];
@@ -134,9 +135,23 @@ private:
     }
 };
 
+// Whether this block is to end it, as all have read the lengths: the last one, or the first of one token's, which are a cluster.
+DEVICE bool ends(const Append& p) {
+#if __CUDA_ARCH__ >= 900
+    if (p.n == 1 && gridDim.x > 1) {
+        cluster_sync();
+        return blockIdx.x == 0;
+    }
+#endif
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y);
+    __syncthreads();
+    return last;
+}
+
 // Grid: blocks that share the tokens of a sequence, sequences.
 extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
-    __shared__ bool last;
     __shared__ int refused;
     let_successor_start();
     Vectors vectors(p, blockIdx.y);
@@ -146,10 +161,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constan
     const bool fits = !__syncthreads_or(found);
     if (found) refused = found;
     if (fits) vectors.write(new_of(p, blockIdx.y));
-    __syncthreads();
-    if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y);
-    __syncthreads();
-    if (!last) return;
+    if (!ends(p)) return;
     if (threadIdx.x == 0) {
         *p.ticket = 0;
         if (!fits) *static_cast<volatile int*>(p.refused) = refused;
