@@ -21,10 +21,12 @@ heads, 4096 tokens 10.6 and 15.8."""
 MERGES_BESIDE = 4
 """Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
 MERGE_SHARED = 18 << 10
-"""Bytes that these ask for, if there is room beside attention: at most 11 on one multiprocessor then. They go
-where there is room first, up to 32 on each that attention leaves idle, and hinder each other there. (4096 tokens
-of 4 bits take an H200 9.2 us in place of 8.3 with 16 key heads, which have 128 blocks, and 9.5 in place of 7.9
-with 10.) With more they keep attention's next blocks waiting where few tokens leave many idle."""
+"""Bytes that these ask for, if there is room beside attention: at most 11 on one multiprocessor then.
+
+They go where there is room first, up to 32 on each that attention leaves idle, and hinder each other there:
+4096 tokens of 4 bits take an H200 9.2 us in place of 8.3 with 16 key heads, which have 128 blocks, and 9.5 in
+place of 7.9 with 10. With more they keep attention's next blocks waiting where few tokens leave many idle.
+"""
 LEAST_CHANNELS = 16
 """Of a part of a row that is merged on its own. 4096 tokens of 4 bits take 7.9 us where parts have 16
 channels, 8.2 where they have 8, and 8.6 where they have 32."""
