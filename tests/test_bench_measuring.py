@@ -17,6 +17,7 @@ from cells import cell
 from cuquant import attention, device
 from cuquant.bench import (
     Record,
+    append,
     attend,
     ceilings,
     host,
@@ -151,6 +152,20 @@ def test_cells_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
             list(attend(record, ["8"], [64], [1], [(8, 2)], [5]))
     with pytest.raises(ValueError, match=r"queries are \[1, 33\]; of each sequence there can be 1 to 32"):
         list(attend(record, ["8"], [64, 32], [1], [(8, 2)], [1, 33]))
+
+
+@pytest.mark.gpu
+def test_cells_of_appended_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(None, records.environment())
+    arguments: Any = (record, ["16", "3"], [1, 17], [1, 2], [(4, 2)])
+    cells = list(append(*arguments))
+    assert [(c.batch, c.tokens, c.bits) for c in cells] == list(product((1, 2), (1, 17), ("16", "3")))
+    assert all((c.op, c.heads, c.kv_heads) == ("append", 4, 2) and min(c.us, c.gbps) > 0 for c in cells)
+    assert list(append(*arguments)) == []
+    module = importlib.import_module("cuquant.bench.append")
+    monkeypatch.setattr(module.codes, "encode", lambda x, bits: (x.astype(np.float16) + 1, None))
+    with pytest.raises(RuntimeError, match=r"wrong result: .*'tokens': 2"):
+        list(append(record, ["16"], [2], [1], [(4, 2)]))
 
 
 @pytest.mark.gpu
@@ -304,7 +319,7 @@ def test_graphs_of_short_calls_hold_many(
         return lambda: None
 
     monkeypatch.setattr(timing, "_elapsed_us", lambda stream, replay, runs: calls * each)
-    monkeypatch.setattr(timing, "replay_us", lambda stream, replay, clock: sizes[-1] * each)
+    monkeypatch.setattr(timing, "replay_us", lambda stream, replay, most, clock: sizes[-1] * each)
     assert timing.captured_us(None, capture, [lambda: None] * calls) == pytest.approx(each)
     assert sizes[0] == calls
     assert sizes[-1] == captured

@@ -1,6 +1,7 @@
 """What `cuquant bench` runs."""
 
 from . import peers
+from .append import AppendCell, append
 from .attention import AttentionCell, attend
 from .dequant import DequantCell, dequant
 from .host import HostCell, host
@@ -11,6 +12,7 @@ from .tune import TunedCell, tune
 from .weights import WeightCell, weights
 
 __all__ = [
+    "AppendCell",
     "AttentionCell",
     "Cell",
     "DequantCell",
@@ -19,6 +21,7 @@ __all__ = [
     "Record",
     "TunedCell",
     "WeightCell",
+    "append",
     "attend",
     "dequant",
     "host",

@@ -102,7 +102,7 @@ def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor)
         b: kv_heads * (2 * codes.packed_dim(HEAD_DIM, b) * codes.dtype(b).itemsize + 16) for b in rooms
     }
     size = batch * sum(n * per_token[b] for b, n in rooms.items())
-    if not _fits(size * rotation(size)):
+    if not fits(size * rotation(size)):
         return None
     caches = [random_cache(batch, kv_heads, rooms, seed) for seed in range(rotation(size))]
     q = cupy.random.standard_normal((batch, q_len, heads, HEAD_DIM), dtype=np.float32).astype(np.float16)
@@ -117,7 +117,8 @@ def _cell(key: dict[str, Any], others: dict[str, float | None], floor_us: Floor)
     return AttentionCell(**key, nmse=error, **{name: rounded(value) for name, value in values.items()})
 
 
-def _fits(nbytes: int) -> bool:
+def fits(nbytes: int) -> bool:
+    """Whether the GPU has room for so many bytes more."""
     cupy = device.cupy()
     cupy.get_default_memory_pool().free_all_blocks()
     return bool(nbytes + SPARE <= cupy.cuda.runtime.memGetInfo()[0])
@@ -188,7 +189,7 @@ def sampled_error(q: Any, cache: KVCache, out: Any) -> float:
 def _peer_us(name: str, make: Callable[..., Any], shape: dict[str, int]) -> float | None:
     """Microseconds of another library's attention over float16 keys and values; None where it has none."""
     size = 4 * HEAD_DIM * shape["batch"] * shape["kv_heads"] * shape["context"]
-    if not _fits(size * rotation(size)):
+    if not fits(size * rotation(size)):
         return None
     try:
         with peers.torch_on_gpu() as torch:

@@ -151,7 +151,8 @@ class Record:
 
     @property
     def op(self) -> str:
-        """What the first cell is of: "matmul", "moe", "attention", "dequant", "tune", "weights" or "host"."""
+        """What the first cell is of: "matmul", "moe", "attention", "append", "dequant", "tune", "weights" or
+        "host"."""
         return str(self.cells[0]["op"]) if self.cells else "matmul"
 
     @property
@@ -186,7 +187,7 @@ class Record:
     def only(self, **wanted: Collection[Any] | None) -> Record:
         """The cells whose values are among those wanted (None: all), ``only(format=["q4_0"], M=[1, 16])``.
 
-        `shape` stands for (N, K), `head_layout` for (heads, kv_heads), `M` for the `batch` of attention too.
+        `shape` stands for (N, K), `head_layout` for (heads, kv_heads), `M` for the `batch` of sequences too.
         Cells without such a value are left out. ValueError where none is left, with the values that there
         are.
         """
@@ -358,6 +359,7 @@ _KEYS = {
     "matmul": _PRODUCT,
     "moe": _PRODUCT | {"experts", "top_k"},
     "attention": {"bits", "batch", "heads", "kv_heads", "context", "us", "floor_us", "sdpa_us", "gbps"},
+    "append": {"bits", "batch", "heads", "kv_heads", "tokens", "us", "floor_us", "gbps"},
     "dequant": {"where", "codes", "method", "M", "N", "K", "us", "values_per_ns", "instructions"},
     "tune": {"format", "M", "N", "K", "us", "usual_us", "tried", "core", "tile"},
     "weights": {"work", "format", "N", "K", "us", "floor_us", "gbps"},
@@ -366,7 +368,7 @@ _KEYS = {
 """What cells have, by what was measured."""
 _PRODUCTS = ("matmul", "moe")
 """Of these, cells of products."""
-_SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "queries", "experts", "top_k")
+_SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "queries", "tokens", "experts", "top_k")
 _RATES = ("gbps", "tflops")
 _RATIOS = {
     "floor_us": "time / floor",

@@ -61,8 +61,8 @@ class Timing(NamedTuple):
     """Mean clock of the multiprocessors meanwhile: load lowers it, and much load lowers it more."""
 
 
-def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
-    """One of the calls, which are captured in a row and replayed."""
+def graph_us(calls: Sequence[Callable[[], Any]], most: int = QUEUE) -> Timing:
+    """One of the calls, which are captured in a row and replayed, as often as `most` in one measurement."""
     # CuPy's pool keeps what streams before had. It is emptied now, rather than when memory runs out: what
     # calls take in a capture is free after it, and a graph would write to what is no longer there.
     device.cupy().get_default_memory_pool().free_all_blocks()
@@ -81,7 +81,7 @@ def graph_us(calls: Sequence[Callable[[], Any]]) -> Timing:
             return lambda: graph.launch(stream)
 
         try:
-            return Timing(captured_us(stream, captured, calls, clock), clock.mhz())
+            return Timing(captured_us(stream, captured, calls, clock, most), clock.mhz())
         finally:
             buffers.give_back()
 
@@ -91,10 +91,11 @@ def captured_us(
     captured: Callable[[Sequence[Callable[[], Any]]], Callable[[], Any]],
     calls: Sequence[Callable[[], Any]],
     clock: _Clock | None = None,
+    most: int = QUEUE,
 ) -> float:
     """Microseconds of one of the calls, of which `captured` makes a graph, and returns what replays it.
 
-    The clock goes while it is measured.
+    The clock goes while it is measured. `most` is as in `replay_us`; the calls are replayed six times more.
     """
     replay = captured(calls)
     once = _elapsed_us(stream, replay, 3)
@@ -102,7 +103,7 @@ def captured_us(
     if passes > 1:
         calls = list(calls) * passes
         replay = captured(calls)
-    return replay_us(stream, replay, clock=clock) / len(calls)
+    return replay_us(stream, replay, most, clock) / len(calls)
 
 
 class _Clock:

@@ -19,8 +19,8 @@ def add(commands: Any) -> None:
         commands,
         "bench",
         _bench,
-        "Time products, mixtures of experts, attention, conversions, passes over weights or the host's part, "
-        "next to other libraries and the bytes' floor; show a record.",
+        "Time products, mixtures of experts, attention, appends, conversions, passes over weights or the "
+        "host's part, next to other libraries and the bytes' floor; show a record.",
         _left,
         replaces="plot",
     )
@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
         nargs="?",
         choices=tuple(kind for kind in _KINDS if kind != "tune"),
         help="x @ W.T (the default, but --from shows all of a record); mixtures of experts with gates of the "
-        "shapes; decode attention over quantized keys and values; ways to convert small codes to 16-bit "
-        "floats; quantizing, dequantizing and preparing weights; or what one call takes the host",
+        "shapes; decode attention over quantized keys and values; appending to these; ways to convert small "
+        "codes to 16-bit floats; quantizing, dequantizing and preparing weights; or the host's part of calls",
     )
     command.add_argument("--formats", metavar="F,F,...", type=format_list, help="of W (all; moe: q4_0)")
     command.add_argument(
@@ -49,21 +49,30 @@ def add(commands: Any) -> None:
         "--batches",
         metavar="M,M,...",
         type=int_list,
-        help="rows of x (1,2,4,...,4096; dequant: 1,8), or sequences (attention: 1,8,32)",
+        help="rows of x (1,2,4,...,4096; dequant: 1,8), or sequences (attention: 1,8,32, append: 1,8)",
     )
     command.add_argument("--experts", metavar="E", type=positive_int, help="moe: experts (8)")
     command.add_argument("--top-k", metavar="K", type=positive_int, help="moe: experts of a token (2)")
     command.add_argument(
-        "--bits", metavar="B,B,...", type=_width_list, help="attention: of cached tokens, or mixed (all)"
+        "--bits",
+        metavar="B,B,...",
+        type=_width_list,
+        help="attention, append: of cached tokens; attention: or mixed (all)",
     )
     command.add_argument(
         "--contexts", metavar="T,T,...", type=int_list, help="attention: cached tokens (1024 to 131072)"
     )
     command.add_argument(
-        "--heads", metavar="H/K,...", type=_head_list, help="attention: of queries, of keys (32/8,32/32)"
+        "--heads",
+        metavar="H/K,...",
+        type=_head_list,
+        help="attention, append: of queries, of keys (32/8,32/32)",
     )
     command.add_argument(
         "--queries", metavar="Q,Q,...", type=int_list, help="attention: of each sequence, its last tokens (1)"
+    )
+    command.add_argument(
+        "--tokens", metavar="T,T,...", type=int_list, help="append: of each sequence in a call (1,16,512)"
     )
     command.add_argument(
         "--peers",
@@ -231,7 +240,7 @@ def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
             )
     wanted = {cell: getattr(arguments, name) for name, cell in _OPTIONS.items() if cell}
     wanted = {name: [v] if isinstance(v, int) else v for name, v in wanted.items()}
-    if kinds == ["attention"]:
+    if {*kinds} <= {"attention", "append"}:
         wanted["batch"] = wanted.pop("M")  # an error names what there is as its table does
     record = whole.only(op=arguments.what and [arguments.what], **wanted)
     if lacking := record.lacking(**wanted):
@@ -339,6 +348,21 @@ def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     return record, attend(record, widths, contexts, batches, heads, queries), count
 
 
+def _append(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The same of appended tokens."""
+    from ..bench import Record, append
+    from ..bench.append import BATCHES, BITS, TOKENS
+    from ..bench.attention import HEADS
+
+    bits, tokens = arguments.bits or list(BITS), arguments.tokens or TOKENS
+    if not {*bits} <= {*BITS}:
+        arguments.wrong_usage(f"append takes tokens of one width: {', '.join(BITS)} bits")
+    batches, heads = arguments.batches or BATCHES, arguments.heads or HEADS
+    record = Record.start(arguments.record)
+    cells = append(record, bits, tokens, batches, heads)
+    return record, cells, len(bits) * len(tokens) * len(batches) * len(heads)
+
+
 def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
     """The same of conversions."""
     from ..bench import Record, dequant
@@ -385,6 +409,7 @@ _OPTIONS = {
     "contexts": "context",
     "heads": "head_layout",
     "queries": "queries",
+    "tokens": "tokens",
     "peers": None,
 }
 """Options that say what is measured, and what a record's cells call it, if it selects among them."""
@@ -392,6 +417,7 @@ _KINDS: dict[str, tuple[set[str], Callable[[argparse.Namespace], tuple[Any, Any,
     "matmul": ({"formats", "activations", "shapes", "batches", "peers", "plot"}, _matmul),
     "moe": ({"formats", "activations", "shapes", "batches", "experts", "top_k"}, _moe),
     "attention": ({"bits", "contexts", "heads", "batches", "queries"}, _attention),
+    "append": ({"bits", "heads", "batches", "tokens"}, _append),
     "dequant": ({"shapes", "batches"}, _dequant),
     "weights": ({"formats", "shapes"}, _weights),
     "host": ({"formats", "shapes"}, _host),
