@@ -16,12 +16,12 @@ struct Group {
 
 // A lane's numbers of a vector as they are given; zeros beyond `dim`. Where they are is known before they may be asked for, and
 // they may be asked for long before they are needed.
-struct Given {
-    u64 from;  // their address
+struct Numbers {
+    u64 from;   // their address
     int words;  // of 16 bytes, that are there
     uint4 raw[2];
 
-    DEVICE Given() : from(0), words(0) {}
+    DEVICE Numbers() : from(0), words(0) {}
 
     DEVICE void find(const void* array, s64 first, int dtype, int dim, int lane) {
         words = lane * UNIT >= dim ? 0 : dtype == FLOAT32 ? 2 : 1;

@@ -66,7 +66,7 @@ struct Vectors {
     int token, item;          // the next one
     int tokens_on, items_on;  // from one to the next
     int slot;                 // of the first token
-    Given given;
+    Numbers given;
 
     DEVICE Vectors(const Append& p, int sequence)
         : p(p), group(p.lanes), sequence(sequence), all(2 * p.kv_heads) {
