@@ -98,6 +98,19 @@ def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
         assert np.ceil(f32(cost) * (1 / part)) == splits
 
 
+def test_what_merges_is_spread_where_launches_overlap() -> None:
+    for capability, batch, heads, bits in combinations((80, 90, 120), (1, 8, 64), (5, 8, 16), (16, 4)):
+        launch = kv_plan.attention(kv_plan.Shape(batch, 1, 40, heads, 128, (bits,), 0, 1), capability, 132)
+        merge, total = launch.merge, {80: 164, 90: 228, 120: 100}[capability] << 10
+        blocks = merge.grid[0] * merge.grid[1] * merge.grid[2]
+        if capability < 90 or blocks > 132 * 4:
+            assert merge.shared == 0
+            continue
+        beside = -(-blocks // 132) * (merge.shared + (1 << 10)) + launch.attention.shared + (1 << 10)
+        assert 0 < merge.shared <= 18 << 10
+        assert beside <= total
+
+
 def test_plans_of_appends() -> None:
     """A warp's vectors are of one token, whose width is theirs; one token has one block."""
     sizes = (1, 2, 3, 8, 32, 200), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300), (80, 90)

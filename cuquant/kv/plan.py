@@ -21,7 +21,8 @@ heads, 4096 tokens 10.6 and 15.8."""
 MERGES_BESIDE = 4
 """Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
 MERGE_SHARED = 18 << 10
-"""Bytes that these ask for, if there is room beside attention: at most 11 on one multiprocessor then.
+"""Bytes that these ask for where launches overlap, if there is room beside attention: at most 11 on one
+multiprocessor then.
 
 They go where there is room first, up to 32 on each that attention leaves idle, and hinder each other there:
 4096 tokens of 4 bits take an H200 9.2 us in place of 8.3 with 16 key heads, which have 128 blocks, and 9.5 in
@@ -263,9 +264,10 @@ def _merge(
         return Plan(kernel, (shape.batch, rows, parts), warps * WARP, overlaps=True)
     fits = (n for n in (1, 2, 4, 8) if n == 1 or shape.head_dim % (LEAST_CHANNELS * n) == 0)
     parts = max(n for n in fits if n == 1 or n * rows * shape.batch <= multiprocessors * MERGES_BESIDE)
-    blocks = shape.batch * rows * parts
-    room = beside(shared, min(MERGES_BESIDE, ceil(blocks / multiprocessors)), capability)
-    return Plan(kernel, (shape.batch, rows, parts), WARP, min(MERGE_SHARED, room), overlaps=True)
+    blocks, size = shape.batch * rows * parts, 0
+    if capability >= 90 and blocks <= multiprocessors * MERGES_BESIDE:
+        size = min(MERGE_SHARED, beside(shared, ceil(blocks / multiprocessors), capability))
+    return Plan(kernel, (shape.batch, rows, parts), WARP, size, overlaps=True)
 
 
 def _splits(batch: int, blocks: int) -> int:

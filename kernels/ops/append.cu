@@ -1,7 +1,7 @@
 // New tokens of a cache: quantized, and put where the lengths on the GPU say; then the lengths grow.
 //
 // A launch writes all tokens or, where one does not fit, none, and tells so in memory of the host. All blocks read the
-// lengths before the last one to finish changes them.
+// lengths before one of them, when all have come to their ends, changes them.
 #include "../attention/cache.cuh"
 #include "../attention/encode_token.cuh"
 #include "../core/ptx_90.cuh"
@@ -158,8 +158,8 @@ extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constan
     wait_for_predecessor();
     vectors.ask();
     const int found = without_room(p);
-    const bool fits = !__syncthreads_or(found);
     if (found) refused = found;
+    const bool fits = !__syncthreads_or(found);
     if (fits) vectors.write(new_of(p, blockIdx.y));
     if (!ends(p)) return;
     if (threadIdx.x == 0) {
