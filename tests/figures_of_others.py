@@ -210,6 +210,22 @@ def several_queries() -> Iterator[Figure]:
     yield from table(PERFORMANCE, header, 6, time, columns)
 
 
+def appends() -> Iterator[Figure]:
+    cells = {(c["bits"], c["kv_heads"], c["batch"], c["tokens"]): c for c in read_cells("h200-append")}
+    sizes = itertools.product(((8, 1), (32, 1), (8, 8)), (1, 16, 512))
+    columns = [(heads, batch, tokens) for (heads, batch), tokens in sizes]
+
+    def time(bits: str, column: tuple[int, int, int]) -> float:
+        kind = "floor_us" if bits == "floor, 4 bits" else "us"
+        heads, batch, tokens = column
+        return cells[bits if kind == "us" else "4", heads, batch, tokens][kind]
+
+    header = (
+        "| appended, bits | 1 token | 16 | 512 | 32 key heads: 1 | 16 | 512 | 8 sequences: 1 | 16 | 512 |"
+    )
+    yield from table(PERFORMANCE, header, 6, time, columns)
+
+
 WEIGHTS = {
     "q4_0 to q8_0": FAMILIES["q4_0 to q8_0"][1],
     "k-bit": FAMILIES["k-bit"][1],
@@ -296,4 +312,4 @@ def conversions() -> Iterator[Figure]:
     yield from table(PERFORMANCE, header, 8, number, ("values_per_ns", "instructions", 1, 8))
 
 
-PARTS = (mixtures, attention, once_for_a_weight, host, conversions)
+PARTS = (mixtures, attention, appends, once_for_a_weight, host, conversions)
