@@ -80,6 +80,27 @@ def test_vectors_that_share_a_warp(heads: int, dim: int) -> None:
     assert_same(a, b)
 
 
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (32, 128), (40, 96), (32, 64), (200, 256)])
+def test_one_token_of_many_heads(heads: int, dim: int) -> None:
+    """Where a GPU has clusters, blocks of one share it; nothing is written where it does not fit."""
+    a, b = both(heads, dim, 6, 1, WIDTHS)
+    for step, bits in enumerate((*WIDTHS, 8)):
+        k, v = tokens(1, 1, heads, dim, seed=step)
+        a.append(k, v, bits)
+        b.append(put(k), put(v), bits)
+    assert_same(a, b)
+    taken = cq.KVCache(heads, dim, 6, 1, (4,), device="cuda")
+    lengths = put(np.ones(1, np.int32))  # there, so that the host does not know
+    for _ in range(7):
+        taken.append(put(k), put(v), lengths=lengths)
+        device.cupy().cuda.get_current_stream().synchronize()
+        if taken._appender._refused[0]:
+            break
+    assert taken.lengths.tolist() == [6]
+    with pytest.raises(ValueError, match="was refused and changed nothing: sequence 0"):
+        taken.append(put(k), put(v))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38, 65519.0, 65520.0, 1e-45])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_extremes_too(bits: int, bad: float) -> None:
