@@ -12,11 +12,23 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import device, testing
 from cuquant.cuda import jit, sources
+from cuquant.kv import plan
+from cuquant.plan import Kernel
 
 F = np.float32
 WIDTHS = (16, 8, 4, 3, 2)
 DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(F))
 Array = NDArray[Any]
+
+
+def kernels_of_few_queries() -> set[Kernel]:
+    """Those that most tests have, compiled once for all of them."""
+    kernels = set()
+    for dim, heads in ((64, 2), (96, 2), (128, 2), (256, 2), (40, 2), (128, 8), (128, 1)):
+        for q_len, masked, halves in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
+            shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, halves)
+            kernels.add(plan.attention(shape, jit.capability(), 132).attention.kernel)
+    return kernels
 
 
 def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:

@@ -17,7 +17,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Before they are imported: their asserts then explain themselves as those of test files do.
-pytest.register_assert_rewrite("commands", "mixtures", "pictures", "products", "scoring")
+pytest.register_assert_rewrite(
+    "attending", "caches_there", "commands", "mixtures", "pictures", "products", "scoring"
+)
 
 from commands import (  # noqa: E402
     Done,

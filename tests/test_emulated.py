@@ -90,7 +90,9 @@ CHOSEN = {
         21,
         "types or three_formats or stay or strides or 60 and graph or fallback",
     ),
-    "test_gpu_kvcache.py": (107, "not growing and not long_prompt"),
+    "test_gpu_kvcache.py": (7, "not growing"),
+    "test_gpu_kv_appended.py": (95, "not long_prompt"),
+    "test_gpu_kv_copies.py": (27, "test"),
     "test_gpu_kv_operands.py": (23, "not another_gpu"),
     "test_gpu_kv_refused.py": (29, "test"),
     "test_gpu_kv_captured.py": (17, "test"),
@@ -99,11 +101,17 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
-        67,
-        "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32)) or (masks and True)"
-        " or positions or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)"
-        " or (importance and not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200)"
-        " and (widths5 or not any_shape)) or hides",
+        22,
+        "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32))"
+        " or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)",
+    ),
+    "test_gpu_attention_masks.py": (
+        29,
+        "(masks and True) or positions or seen or hides or (largest and 5-2.5e)",
+    ),
+    "test_gpu_attention_importance.py": (
+        21,
+        "not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200) and (widths5 or not any_shape)",
     ),
     "test_gpu_attention_lengths.py": (3, "(many or by_block) and (plain or masked)"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
@@ -111,6 +119,7 @@ CHOSEN = {
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
+    "test_gpu_kv_appended.py": (15, "many_heads or halfway or (share and 32)"),
     "test_gpu_attention.py": (6, "(eight_heads_at_once and 1000) or (zeros and 20)"),
     "test_gpu_attention_queries.py": (
         13,
@@ -151,9 +160,12 @@ PROCESSES = {
     "mixtures": ("test_gpu_moe.py", "test_gpu_moe_prefill.py", "test_gpu_moe_repeats.py"),
     "mixtures of others": ("test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py", "test_gpu_random.py"),
     "caches": ("test_gpu_kvcache.py", "test_gpu_kv_moves.py", "test_gpu_kv_repeats.py"),
+    "tokens of caches": ("test_gpu_kv_appended.py", "test_gpu_kv_copies.py"),
     "operands of caches": ("test_gpu_kv_operands.py", "test_gpu_kv_refused.py", "test_gpu_kv_captured.py"),
     "attention": (
         "test_gpu_attention.py",
+        "test_gpu_attention_masks.py",
+        "test_gpu_attention_importance.py",
         "test_gpu_attention_lengths.py",
         "test_gpu_attention_queries.py",
     ),
@@ -165,6 +177,7 @@ PROCESSES_OF_SM_90 = {
     "mixtures": ("test_gpu_moe_prefill.py", "test_gpu_moe_trellis.py", "test_gpu_moe_exl3.py"),
     "walks and trellises": ("test_gpu_exl3.py", "test_gpu_trellis.py"),
     "attention": (
+        "test_gpu_kv_appended.py",
         "test_gpu_attention.py",
         "test_gpu_attention_queries.py",
         "test_gpu_attention_panels.py",

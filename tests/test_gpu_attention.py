@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attending import DTYPES, WIDTHS, F, agree, filled, normal, on_gpu
+from attending import DTYPES, WIDTHS, F, agree, filled, kernels_of_few_queries, normal
 
 import cuquant as cq
 from cuquant import device, testing
@@ -21,13 +21,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled(compile_ahead: Callable[[Any], None]) -> None:
-    kernels = set()
-    for dim, heads in ((64, 2), (96, 2), (128, 2), (256, 2), (40, 2), (128, 8), (128, 1)):
-        for q_len, masked, halves in ((1, False, 1), (1, False, 2), (3, True, 1), (3, True, 2)):
-            shape = plan.Shape(1, q_len, 4 * heads, heads, dim, WIDTHS, masked, halves)
-            launch = plan.attention(shape, jit.capability(), 132)
-            kernels |= {launch.attention.kernel}
-    compile_ahead(kernels)
+    compile_ahead(kernels_of_few_queries())
 
 
 MIXTURES = [m for count in range(1, 6) for m in combinations(WIDTHS, count)]
@@ -192,74 +186,9 @@ def test_sequences_of_very_different_lengths(batch: int, heads: int, dim: int) -
     agree(normal(batch, 1, 2 * heads, dim, seed=2, dtype=np.float16), cache.to_device("cuda"))
 
 
-def test_every_token_is_seen_without_causality() -> None:
-    agree(normal(2, 3, 8, 64, seed=3), filled(), causal=False)
-
-
-@pytest.mark.parametrize("positions", [[[5, 49, 0], [3, 3, 60]], [10, 20, 30], [[-1], [7]]])
-def test_given_positions(positions: Any) -> None:
-    y = agree(normal(2, 3, 8, 64, seed=3), filled(), positions=positions)
-    assert (np.broadcast_to(positions, (2, 3)) < 0).tolist() == (~y.any(axis=(2, 3))).tolist()
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 100.0])
 def test_scale(scale: float) -> None:
     agree(normal(2, 3, 8, 64, seed=3), filled(), largest_score=40 * abs(scale), scale=scale)
-
-
-@pytest.mark.parametrize("shape", [(2, 8, 3, 50), (2, 1, 1, 50), (8, 3, 50), (50,), (2, 1, 3, 64)])
-@pytest.mark.parametrize("dtype", [np.dtype(bool), *DTYPES], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_masks(shape: tuple[int, ...], dtype: Any, causal: bool) -> None:
-    mask = np.random.default_rng(0).random(shape) < 0.6
-    if dtype.kind != "b":
-        mask = np.where(mask, normal(*shape, seed=8), -np.inf).astype(dtype)
-    agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask, causal=causal)
-
-
-def test_a_query_that_sees_nothing_gives_zeros() -> None:
-    mask = np.ones((2, 1, 3, 50), bool)
-    mask[1, :, 2] = False
-    y = agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask)
-    assert not y[1, 2].any()
-
-
-@pytest.mark.parametrize("least", [np.finfo(F).min, -1.2e38, -1.0e38])
-def test_only_infinity_hides(least: float) -> None:
-    """Tokens that all have the lowest number of a mask count alike; beside others they count nothing."""
-    mask = np.full((2, 8, 3, 50), least, F)
-    mask[:, :4, :, 10:40] = -np.inf
-    mask[:, :, 2, ::7] = 0
-    mask[1, 5, 0, 20] = np.nan
-    agree(normal(2, 3, 8, 64, seed=3), filled(), mask=mask[:1])
-    q = device.cupy().asarray(normal(2, 3, 8, 64, seed=3))
-    y = testing.as_numpy(cq.attention(q, filled(), mask=device.cupy().asarray(mask)))
-    spoiled = np.zeros(y.shape, bool)
-    spoiled[1, 0, 5] = True
-    assert np.array_equal(np.isnan(y), spoiled)
-
-
-@pytest.mark.parametrize("least", [-1e7, -1e8, -1.2e8, -1e9, -1e30])
-@pytest.mark.parametrize("q_len", [1, 5])
-def test_numbers_that_hide_where_floats_are_far_apart(q_len: int, least: float) -> None:
-    """Tokens that a mask puts far below the others are the first of their buckets."""
-    mask = np.zeros((1, 8, q_len, 300), F)
-    mask[..., :128] = least
-    agree(normal(2, q_len, 8, 64, seed=3, dtype=np.float16), filled(300, 2, (16,)), mask=mask)
-    agree(normal(2, q_len, 8, 64, seed=3), filled(300), mask=mask)
-
-
-@pytest.mark.parametrize("size", [1e38, 2.5e38, np.finfo(F).max])
-@pytest.mark.parametrize("q_len", [1, 5])
-def test_masks_near_the_largest_float(q_len: int, size: float) -> None:
-    """One token far above all others, and above tokens that are as far below."""
-    mask = np.zeros((1, 8, q_len, 300), F)
-    mask[..., 131] = size
-    mask[:, 4:, :, 40:200] = -F(size)
-    agree(normal(2, q_len, 8, 64, seed=3, dtype=np.float16), filled(300), mask=mask)
-    mask = np.full((1, 8, q_len, 300), -size, F)
-    mask[..., 131] = -0.5 * size
-    agree(normal(2, q_len, 8, 64, seed=3), filled(300), mask=mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -270,27 +199,6 @@ def test_scales_that_queries_take_back(q_len: int, dtype: Any) -> None:
     least = normal(2, q_len, 8, 64, seed=3)
     size = 1e-6 if dtype == np.float16 else 1e-33
     agree((least * F(size)).astype(dtype), filled(), largest_score=20, scale=0.3 / size)
-
-
-@pytest.mark.parametrize("scale", [1e4, 1e6])
-@pytest.mark.parametrize("q_len", [1, 40])
-def test_no_token_receives_more_than_all(q_len: int, scale: float) -> None:
-    """Importance works scores out again, and huge ones come out different."""
-    cache = filled(300, track_attention=True)
-    cq.attention(device.cupy().asarray(normal(2, q_len, 8, 64, seed=3, dtype=np.float16)), cache, scale=scale)
-    given = [cache.tokens(b).importance for b in range(2)]
-    assert all(one.min() >= 0 and one.max() <= q_len * (1 + 1e-6) for one in given)
-
-
-def test_a_finite_mask_shows_no_key_that_hides_itself() -> None:
-    k = normal(1, 2, 1, 64)
-    k[0, 1, 0, 5] = np.inf
-    cache = cq.KVCache(1, 64, 2, bits=(16,))
-    cache.append(k, normal(1, 2, 1, 64, seed=1))
-    q, mask = np.zeros((1, 1, 1, 64), np.float16), np.full(2, np.finfo(F).min, F)
-    q[..., 5] = -1
-    y = cq.attention(device.cupy().asarray(q), cache.to_device("cuda"), mask=device.cupy().asarray(mask))
-    assert testing.nmse(testing.as_numpy(y), cq.attention(q, cache, mask=mask)) < 1e-6
 
 
 @pytest.mark.parametrize("magnitude", [1e-5, 1e-2, 1e4])
@@ -400,68 +308,6 @@ def test_it_is_deterministic() -> None:
     first = cq.attention(q, cache)
     for _ in range(20):
         assert bool((cq.attention(q, cache) == first).all())
-
-
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"mask": np.arange(50) % 3 > 0}])
-def test_importance_is_the_probability_received(options: dict[str, Any]) -> None:
-    on_cpu = cq.KVCache(2, 64, 64, 2, WIDTHS, track_attention=True, rotate=True)
-    on_cpu.append(normal(2, 50, 2, 64), normal(2, 50, 2, 64, seed=1), [16, 8, 4, 3, 2] * 10)
-    cache = on_cpu.to_device("cuda")
-    for seed in (3, 4):
-        q = normal(2, 3, 8, 64, seed=seed)
-        cq.attention(q, on_cpu, **options)
-        cq.attention(device.cupy().asarray(q), cache, **on_gpu(**options))
-    for ours, theirs in zip(cache.tiers.values(), on_cpu.tiers.values(), strict=True):
-        for b in range(2):
-            given = testing.as_numpy(ours.bucket(b).importance)
-            assert np.allclose(given, theirs.bucket(b).importance, rtol=2e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("widths", [*((bits,) for bits in WIDTHS), WIDTHS])
-@pytest.mark.parametrize(
-    ("heads", "dim", "group", "q_len", "batch", "n"),
-    [
-        (2, 40, 1, 1, 2, 70),
-        (3, 96, 4, 1, 1, 33),
-        (9, 128, 1, 2, 1, 50),  # more works than warps
-        (1, 128, 4, 5, 1, 300),  # three for each key head, and more steps than blocks of one
-        (1, 256, 8, 1, 3, 40),
-        (2, 64, 8, 1, 1, 16),
-        (1, 8, 1, 1, 200, 1200),  # more tokens than a block sums up at a time
-    ],
-)
-def test_importance_of_any_shape(
-    widths: tuple[int, ...], heads: int, dim: int, group: int, q_len: int, batch: int, n: int
-) -> None:
-    on_cpu = cq.KVCache(heads, dim, n, batch, widths, track_attention=True)
-    bits = np.random.default_rng(5).choice(widths, (batch, n))
-    on_cpu.append(normal(batch, n, heads, dim), normal(batch, n, heads, dim, seed=1), bits)
-    cache = on_cpu.to_device("cuda")
-    q = normal(batch, q_len, heads * group, dim, seed=3, dtype=np.float16)
-    cq.attention(q, on_cpu)
-    cq.attention(device.cupy().asarray(q), cache)
-    for b in range(0, batch, 7):
-        ours, theirs = cache.tokens(b).importance, on_cpu.tokens(b).importance
-        assert np.allclose(ours, theirs, rtol=2e-4, atol=1e-7)
-        assert abs(theirs.sum() / q_len - 1) < 1e-5
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_values_do_not_matter_to_importance(bad: float, bits: int) -> None:
-    """Nor those that spoil results; also where no other token is in the step of a warp."""
-    for heads, dim, n, q_len in ((2, 64, 17, 1), (2, 64, 33, 3), (8, 128, 33, 1)):
-        v = normal(1, n, heads, dim, seed=1)
-        v[0, -1, 1, 5] = bad
-        on_cpu = cq.KVCache(heads, dim, 40, bits=(bits,), track_attention=True)
-        on_cpu.append(normal(1, n, heads, dim), v)
-        cache = on_cpu.to_device("cuda")
-        q = normal(1, q_len, 4 * heads, dim, seed=3, dtype=np.float16)
-        y = cq.attention(q, on_cpu)
-        assert np.array_equal(
-            np.isnan(testing.as_numpy(cq.attention(device.cupy().asarray(q), cache))), np.isnan(y)
-        )
-        assert np.allclose(cache.tokens().importance, on_cpu.tokens().importance, rtol=2e-3, atol=1e-6)
 
 
 def test_devices_do_not_mix() -> None:

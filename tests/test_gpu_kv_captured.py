@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches_there import Call, cache_of, graph_of, some, synchronize
-from test_gpu_kvcache import assert_same, both, put, tokens
+from caches_there import Call, assert_same, both, cache_of, graph_of, put, some, synchronize, tokens
 
 import cuquant as cq
 from cuquant import device, testing

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_gpu_kvcache import OPTIONS, WIDTHS, F, assert_same, both, put, tokens
+from caches_there import OPTIONS, WIDTHS, F, assert_same, both, put, tokens
 
 import cuquant as cq
 from cuquant import device, testing

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attending import normal
-from caches_there import Call, cache_of, some
-from test_gpu_kvcache import assert_same, both, put, tokens
+from caches_there import Call, assert_same, both, cache_of, put, some, tokens
 from test_kvcache import state
 
 import cuquant as cq

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches_there import REFUSED, cache_of, graph_of, some, synchronize
-from test_gpu_kvcache import assert_same, both, put, tokens
+from caches_there import REFUSED, assert_same, both, cache_of, graph_of, put, some, synchronize, tokens
 from test_kvcache import state
 
 import cuquant as cq

@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from caches_there import assert_same, both, put, tokens
 from repeated import counting, odd, there
-from test_gpu_kvcache import assert_same, both, put, tokens
 
 import cuquant as cq
 from cuquant import device, testing
