@@ -305,6 +305,31 @@ def test_launches_that_the_host_makes_too_slowly_are_not_timed(
     assert made[:5] == ([1, 3, 7, 15, 23] if late else [1, 2, 3, 4, 5])
 
 
+@pytest.mark.parametrize("late", [0, 6])
+def test_how_often_calls_are_made_at_most(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that change what they work on want to know: also where the host is late as often as it may be."""
+    asked, replayed = [], []
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def synchronize(self) -> None: ...
+
+        @property
+        def done(self) -> bool:
+            asked.append(1)
+            return len(asked) <= late
+
+    cuda = types.SimpleNamespace(Event=Event, get_elapsed_time=lambda a, b: 2.0)
+    monkeypatch.setattr(device, "cupy", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(timing, "_factor", lambda: np.ones((1, 1)))
+    monkeypatch.setattr(timing, "settle", lambda: None)
+    calls = [lambda: None] * timing.LEAST_CALLS
+    timing.captured_us(contextlib.nullcontext(), lambda given: lambda: replayed.append(given), calls, most=2)
+    assert all(given is calls for given in replayed)
+    unused = 2 * (6 - late)
+    assert 1 + len(replayed) == timing.most_calls(2) - unused
+
+
 @pytest.mark.parametrize(
     ("calls", "each", "captured"), [(2, 20.0, 32), (3, 400.0, 9), (2, 3000.0, 2), (40, 1.0, 40)]
 )

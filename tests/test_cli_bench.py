@@ -60,6 +60,8 @@ def test_bench_shows_some_of_a_record(run: Run) -> None:
         ("attention", ("--contexts", "131072"), "context", "131072"),
         ("attention", ("--heads", "32/32"), "kv_heads", "32"),
         ("attention", ("--batches", "8"), "batch", "8"),
+        ("append", ("--tokens", "16"), "tokens", "16"),
+        ("append", ("--heads", "32/8"), "kv_heads", "8"),
         ("trellis-moe", ("--experts", "8"), "op", "moe"),
         ("trellis-moe", ("--top-k", "2", "--batches", "4"), "M", "4"),
     ],
@@ -90,6 +92,9 @@ def test_batches_of_products_and_of_attention_in_one_record(run: Run, tmp_path: 
         ("trellis-moe", ("--contexts", "1024"), "has cells of matmul, moe, which take no --contexts"),
         ("attention", ("--top-k", "2"), "has cells of attention, which take no --top-k"),
         ("attention", ("--batches", "3"), "the record has no such cells; it has batch 1, 8, 32"),
+        ("attention", ("--tokens", "1"), "has cells of attention, which take no --tokens"),
+        ("append", ("--batches", "3"), "the record has no such cells; it has batch 1, 8"),
+        ("append", ("--bits", "mixed"), "the record has no such cells; it has bits 16, 8, 4, 3, 2"),
     ],
 )
 def test_options_that_fit_no_cell_of_a_record(
@@ -98,6 +103,13 @@ def test_options_that_fit_no_cell_of_a_record(
     done = run("bench", "--from", RECORD.with_name(f"h200-{name}.json"), *some)
     assert_one_line_error(done)
     assert problem in done.err
+
+
+def test_tokens_of_several_widths_are_not_appended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuquant.cli.bench._needs_a_gpu", lambda: None)
+    done = run("bench", "append", "--bits", "4,mixed")
+    assert done.status == 2
+    assert "append takes tokens of one width: 16, 8, 4, 3, 2 bits" in done.err
 
 
 def test_help_has_contexts_as_they_are_given(run: Run) -> None:

@@ -11,10 +11,11 @@ import numpy as np
 
 from .. import device
 from ..kv import KVCache, codes
+from ..kv.plan import bucket_bytes
 from ..testing import as_numpy
 from .attention import HEAD_DIM, HEADS, fits
 from .record import Floor, Record, rounded
-from .timing import LEAST_CALLS, REPEATS, graph_us, warm_up
+from .timing import LEAST_CALLS, graph_us, most_calls, warm_up
 
 TOKENS = (1, 16, 512)
 BATCHES = (1, 8)
@@ -73,9 +74,8 @@ def _cell(key: dict[str, Any], floor_us: Floor) -> AppendCell | None:
     batch, heads, n, bits = key["batch"], key["kv_heads"], key["tokens"], int(key["bits"])
     runs = RUNS if n <= 16 else RUNS_OF_MANY
     rounds = LEAST_CALLS // CACHES
-    room = n * rounds * (7 + runs * (REPEATS + 6))  # some may have to be measured again
-    numbers = codes.packed_dim(HEAD_DIM, bits) * codes.dtype(bits).itemsize
-    stored = heads * 2 * (numbers + 2 * (bits < 16)) + 12
+    room = n * rounds * most_calls(runs)
+    stored = sum(bucket_bytes(bits, 1, heads, HEAD_DIM))
     if not fits(CACHES * batch * room * stored):
         return None
     caches = [KVCache(heads, HEAD_DIM, room, batch, (bits,), device="cuda") for _ in range(CACHES)]

@@ -21,6 +21,8 @@ QUEUE = 200
 """Launches that are queued behind a held stream: well below what a stream's queue takes."""
 MOST_HELD = 64
 """Products that hold a stream, at most."""
+ESTIMATES = 3
+"""Runs by which it is found out how many fill a measurement."""
 LEAST_CALLS = 32
 """Calls that are captured in a row, at least, where they are short: nothing overlaps between a graph and the
 next one, as kernels in a graph do."""
@@ -86,6 +88,13 @@ def graph_us(calls: Sequence[Callable[[], Any]], most: int = QUEUE) -> Timing:
             buffers.give_back()
 
 
+def most_calls(most: int) -> int:
+    """How often `graph_us` makes each of LEAST_CALLS calls, or more, that are replayed `most` times in a
+    measurement: once before they are captured, for two estimates, and in measurements, of which each that
+    makes the stream be held for longer is one more."""
+    return 1 + 2 * ESTIMATES + most * (REPEATS + MOST_HELD.bit_length() - 1)
+
+
 def captured_us(
     stream: Any,
     captured: Callable[[Sequence[Callable[[], Any]]], Callable[[], Any]],
@@ -95,10 +104,10 @@ def captured_us(
 ) -> float:
     """Microseconds of one of the calls, of which `captured` makes a graph, and returns what replays it.
 
-    The clock goes while it is measured. `most` is as in `replay_us`; the calls are replayed six times more.
+    The clock goes while it is measured. `most` is as in `replay_us`.
     """
     replay = captured(calls)
-    once = _elapsed_us(stream, replay, 3)
+    once = _elapsed_us(stream, replay, ESTIMATES)
     passes = min(-(-LEAST_CALLS // len(calls)), int(MEASURE_US / once))
     if passes > 1:
         calls = list(calls) * passes
@@ -205,7 +214,7 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE, clock: _Cl
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     a = _factor()
     settle()
-    runs = max(1, min(most, int(MEASURE_US / _elapsed_us(stream, run, 3))))
+    runs = max(1, min(most, int(MEASURE_US / _elapsed_us(stream, run, ESTIMATES))))
     times: list[float] = []
     held = 1
     while len(times) < REPEATS:
