@@ -178,6 +178,26 @@ def test_scale(scale: float) -> None:
     agree(queries(2, 20, 8, 64), filled(300), largest_score=40 * abs(scale), scale=scale)
 
 
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("size", [1e-33, 1e37])
+def test_scales_that_queries_take_back(size: float, bits: int) -> None:
+    tiny_or_huge = queries(2, 16, 8, 64, dtype=F) * F(size)
+    agree(tiny_or_huge.astype(BFLOAT), filled(150, 2, (bits,)), largest_score=20, scale=0.3 / size)
+
+
+@pytest.mark.parametrize("scale", [2e38, -2e38, 1e20, 1e-20])
+def test_scales_of_queries_of_zeros(scale: float) -> None:
+    agree(np.zeros((2, 16, 8, 64), HALF), filled(150), scale=scale)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_products_near_the_largest_float(bits: int) -> None:
+    """Products of codes times a row's power are above it, where scores are not."""
+    q = (queries(2, 16, 8, 64, dtype=F) * F(1e36)).astype(BFLOAT)
+    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), filled(150, 2, (bits,))))
+    assert np.isfinite(y.astype(F)).all()
+
+
 @pytest.mark.parametrize("order", ["ascending", "descending", "one"])
 @pytest.mark.parametrize("q_len", [16, 64])
 def test_references_move_in_mid_stream(q_len: int, order: str) -> None:

@@ -173,6 +173,7 @@ private:
     }
 
     DEVICE void weights(u32 slot, int first) {
+        constexpr float UNDONE = INTEGER<BITS> ? 1 : UNSCALE<BITS>;  // integers are scaled by queries
         float v_scale[TILES][2], gained[GROUPS][2];
         seen = ~0u;
 #pragma unroll
@@ -181,7 +182,7 @@ private:
             for (int h = 0; h < 2; h++) {
                 // Infinite scales become NaN, as codes of 0 times them are: the products' sum is 0 but for rounding.
                 const float loaded = BITS < 16 ? load_shared_half(stream.key_scale(slot, t * 2 + h)) : 1;
-                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded * SCORE_UNIT<BITS>) : SCORE_UNIT<BITS>;
+                const float k_scale = BITS < 16 ? fmaf(loaded, 0.f, loaded * UNDONE) : 1;
                 const float stored = BITS < 16 ? load_shared_half(stream.value_scale(slot, t * 2 + h)) : 1;
                 // NaN becomes infinite: its weight is above MOST_WEIGHT, which NaN is not.
                 v_scale[t][h] = BITS < 16 ? fminf(stored + NOTHING, INFINITE) : 1;

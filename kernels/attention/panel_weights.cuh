@@ -22,7 +22,10 @@ struct PanelWeights {
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
     u32 w[TOKENS / 16][4];   // weights as operand A
     float reference[2], total[2];
-    float power[2];  // of two by which products are multiplied
+    // Of two, by which products are multiplied; where queries are lifted, before keys' scales are by REST: a row's whole power might
+    // have no room in float32 beside products.
+    static constexpr float REST = 1ull << 40;
+    float power[2];
     bool lifted;     // whether that is not 1 for some row of the warp
     int last[2];     // slots that the rows see
     u32 seen;        // bits of scores that are not hidden
@@ -69,10 +72,11 @@ struct PanelWeights {
         if (RARE && lifted)
 #pragma unroll
             for (int at = 0; at < TOKENS / 2; at++) s[0][at] *= power[at / 2 % 2];
+        const float rest = RARE ? rest_of_power() : 1;
 #pragma unroll
         for (int at = 0; at < TOKENS / 2; at++) {
             const int n = at / 2 % 2;
-            const float scale = of_key(scales[at / 4], at % 2);
+            const float scale = of_key(scales[at / 4], at % 2) * rest;
             s[0][at] = CUQUANT_MASKED == 2 ? __fmul_rn(s[0][at], scale) : fmaf(s[0][at], scale, -reference[n]);
         }
         if (CUQUANT_MASKED == 2)
@@ -236,6 +240,8 @@ struct PanelWeights {
     }
 
 private:
+    DEVICE float rest_of_power() const { return lifted ? REST : 1; }
+
     // Of the tokens at m, both rows: x[2 n + c]. A mask is asked again.
     template <bool FIRST>
     DEVICE void scores(u32 panel, int m, const float4& scale, float (&x)[4]) {
@@ -249,7 +255,7 @@ private:
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 float& own = x[n * 2 + c];
-                own = __fmul_rn(own * power[n], of_key(scale, c));
+                own = __fmul_rn(own * power[n], of_key(scale, c) * rest_of_power());
                 if (CUQUANT_MASKED == 2 && masked(ring.about(panel), m, n, c, own)) seen |= bit(m, n, c);
             }
     }

@@ -74,6 +74,21 @@ DEVICE void copy_or_zeros(u32 to, const u8* from, bool there) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(BYTES), "r"(given) : "memory");
 }
 
+// The scale of all scores, of which keys' scales in shared memory have a part that leaves them within float32, queries' powers the
+// rest: 2^beyond, mostly 1.
+struct PanelScale {
+    static constexpr int MOST = 60;  // of its exponent, either way
+
+    int beyond;
+    float of_keys;
+
+    DEVICE explicit PanelScale(float scale) {
+        const int exponent = int(magnitude(scale) >> 23) - 127;
+        beyond = exponent - min(max(exponent, -MOST), MOST);
+        of_keys = scale * power_of_two(-beyond);
+    }
+};
+
 // Of one width. A thread's jobs are 16 or 32 channels of a token each, so that eight lanes, whose stores are served together,
 // meet all banks.
 template <int BITS>

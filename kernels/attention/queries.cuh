@@ -33,9 +33,9 @@ constexpr bool INTEGER_QUERIES = __CUDA_ARCH__ >= 800 && COLUMNS == 1 && HALVES 
 template <int BITS>
 constexpr bool INTEGER = INTEGER_QUERIES && BITS < 16;
 
-// A product's sums are so many times too large for scores, or too small.
+// Sums of integer products are so many times too large.
 template <int BITS>
-constexpr float SCORE_UNIT = INTEGER<BITS> ? 1.f / (1 << BITS * (CLASSES<BITS> - 1)) : UNSCALE<BITS>;
+constexpr int OVERSIZE = 1 << BITS * (CLASSES<BITS> - 1);
 
 // The row at a place of those of a block.
 DEVICE constexpr int row_of(int place) { return place * COLUMNS / 2; }
@@ -145,7 +145,11 @@ struct Queries {
     DEVICE void fit(bool to) {
         if constexpr (INTEGER<BITS>) {
 #pragma unroll
-            for (int n = 0; n < GROUPS; n++) order<BITS>(bytes[n], to);
+            for (int n = 0; n < GROUPS; n++) {
+                order<BITS>(bytes[n], to);
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) scale[n][c] *= to ? 1.f / OVERSIZE<BITS> : OVERSIZE<BITS>;
+            }
         } else {
 #pragma unroll
             for (int j = 0; j < 8; j++) {

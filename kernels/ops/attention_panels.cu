@@ -26,8 +26,8 @@ DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& shar
     if constexpr (has_tier(TIER)) {
         const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
         if (begin < end)
-            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last, p.scale,
-                                             threadIdx.x % WARPGROUP).run(panel);
+            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last,
+                                             PanelScale(p.scale).of_keys, threadIdx.x % WARPGROUP).run(panel);
     }
     if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, panel);
 }
