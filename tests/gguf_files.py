@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 from formats_table import random_blocks
 from gguf import GGMLQuantizationType as Type
 from numpy.typing import NDArray
@@ -116,3 +119,16 @@ def untouched(folder: Path) -> Iterator[None]:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     yield
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path, what: str) -> None:
+    """Nobody may have the folder "listed", or a file "made" in it. (Modes do not stop root.)"""
+    real = os.open
+
+    def asked(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        made = bool(flags & os.O_CREAT) and Path(path).parent == folder
+        if made if what == "made" else Path(path) == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", asked)

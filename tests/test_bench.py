@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from cells import KEYS, RECORD, attention_cell, cell
 from commands import Run
+from gguf_files import forbid
 
 from cuquant.bench import Record, WeightCell, record as records
 from cuquant.bench.ceilings import Ceilings
@@ -121,6 +122,16 @@ def test_a_record_is_continued(header: dict[str, Any], tmp_path: Path) -> None:
         Record.start(tmp_path / "none" / "r.json")
 
 
+@pytest.mark.parametrize("what", ["made", "listed"])
+def test_a_folder_that_takes_no_record_is_told_before_anything_is_measured(
+    header: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    forbid(monkeypatch, tmp_path, what)
+    with pytest.raises(PermissionError, match=tmp_path.name):
+        Record.start(tmp_path / "r.json")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "1", '{"cells": []}', "\xff", '{"cells": [1], "device": "x"}']
 )
@@ -150,6 +161,8 @@ def test_what_is_no_record(tmp_path: Path, text: str) -> None:
         {"ceilings": {"read_gbps": 1}},
         {"ceilings": {"read_gbps": 0, "tflops": 1}},
         {"ceilings": {"read_gbps": "1", "tflops": 1}},
+        {"ceilings": {"read_gbps": 10**400, "tflops": 1}},
+        {"ceilings": {"read_gbps": 1, "tflops": float("nan")}},
         *(
             {"cells": [asdict(cell()) | wrong]}
             for wrong in (

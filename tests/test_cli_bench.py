@@ -166,6 +166,8 @@ def test_bench_needs_a_gpu_before_what_draws(run: Run, monkeypatch: pytest.Monke
     [
         (["--heads", "32/7"], "heads are H/K"),
         (["--heads", "8"], "heads are H/K"),
+        (["--heads", "0/8"], "heads are H/K"),
+        (["--heads=-8/8"], "heads are H/K"),
         (["--bits", "5"], "bits are"),
     ],
 )

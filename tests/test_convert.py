@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from gguf_files import NANO, Stored, array, entry, gguf_file, string, tensor, u3
 from numpy.typing import NDArray
 
 import cuquant as cq
+from cuquant.io import convert
 from cuquant.io.convert import quantize_file
 from cuquant.io.header import ValueType
 
@@ -49,6 +53,38 @@ def test_a_warning_names_the_tensor(tmp_path: Path) -> None:
         match=r"^tensor 'tiny\.weight': about 100% of the weights are too small for the scales of nvfp4",
     ):
         cq.quantize_file(source, tmp_path / "q.gguf", "nvfp4", keep="output.weight")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=r"^tensor 'tiny\.weight': about 100% of the weights"):
+            cq.quantize_file(source, tmp_path / "r.gguf", "nvfp4", keep="output.weight")
+        cq.quantize(weights(2, 64), "nvfp4")
+    assert not (tmp_path / "r.gguf").exists()
+    with pytest.warns(UserWarning, match=r"^about 100% of the weights") as said:
+        cq.quantize(weights(2, 64) * np.float32(1e-4), "nvfp4")
+    assert [each.filename for each in said] == [__file__]
+
+
+def test_threads_hear_of_their_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And warnings of all others go where they went before."""
+    together = threading.Barrier(3, timeout=60)
+
+    def quantize(*args: Any) -> Any:
+        together.wait()
+        made = cq.quantize(*args)
+        together.wait()
+        return made
+
+    def one(name: str) -> None:
+        source = write(tmp_path / f"{name}.gguf", {f"{name}.weight": weights(8, 64) * np.float32(1e-4)})
+        cq.quantize_file(source, tmp_path / f"{name}-q.gguf", "nvfp4", device="cpu")
+
+    monkeypatch.setattr(convert, "quantize", quantize)
+    with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(3) as pool:
+        warnings.simplefilter("always")
+        list(pool.map(one, "abc"))
+        warnings.warn("another", stacklevel=1)
+    heard = sorted(str(each.message)[:17] for each in said)
+    assert heard == ["another", *(f"tensor '{name}.weight'" for name in "abc")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -129,6 +165,7 @@ def test_empty_arrays_survive(tmp_path: Path) -> None:
     source.write_bytes(gguf_file([array("none", Value.STRING, 0)], [tensor("b.weight", [32, 3])], data))
     quantize_file(source, target, "q8_0")
     assert cq.open(target).metadata["none"] == []
+    assert cq.open(target).metadata["general.architecture"] == "unknown"  # as no GGUF file is without
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from commands import Run, assert_one_line_error
-from gguf_files import untouched
+from gguf_files import forbid, untouched
 from synthetic import Spec, some_tokens, write
 
 import cuquant as cq
@@ -195,7 +195,7 @@ def test_a_changed_part_is_another_model(models: list[Path], tmp_path: Path, cal
 
 def test_the_same_settings_in_other_words(models: list[Path], tmp_path: Path, calls: list[Path]) -> None:
     options = OPTIONS | {"results": tmp_path / "results.json"}
-    for kv_bits in (4, "4", ["4"], [4, "4"], np.int64(4)):
+    for kv_bits in (4, "4", ["4"], [4, "4"], np.int64(4), " 4"):
         cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits, "ctx": np.int64(16)})
         cq.evaluate_files(models[:1], **options | {"kv_bits": kv_bits})
     assert len(calls) == 1
@@ -243,6 +243,17 @@ def test_where_no_results_can_be(models: list[Path], tmp_path: Path, calls: list
     with untouched(tmp_path), pytest.raises(OSError, match=r"is (no|a) (folder|ordinary file)"):
         cq.evaluate_files(models, results=tmp_path / where, **OPTIONS)
     assert calls == []
+
+
+@pytest.mark.parametrize("what", ["made", "listed"])
+def test_where_no_results_may_be(
+    models: list[Path], tmp_path: Path, calls: list[Path], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    forbid(monkeypatch, tmp_path, what)
+    with pytest.raises(PermissionError, match=tmp_path.name):
+        cq.evaluate_files(models, results=tmp_path / "results.json", **OPTIONS)
+    assert calls == []
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_missing_is_told_before_any_work(models: list[Path], calls: list[Path]) -> None:

@@ -75,6 +75,13 @@ def test_widths_go_by_age(steps: list[int], ages: list[int]) -> None:
         assert [held[s] for s in sorted(held, reverse=True)] == newest_first[: len(held)]
 
 
+def test_the_greatest_number_of_tokens() -> None:
+    kv, tokens = KVBits("8:2147483647,4:2147483647,2"), np.zeros((1, 3, 1, 8), np.float32)
+    cache = cq.KVCache(1, 8, 3, bits=(8, 4, 2))
+    kv.append(cache, tokens, tokens)
+    assert len(cache.tiers[8].bucket(0).global_slots) == 3
+
+
 def test_an_option_is_named_once() -> None:
     assert KVBits("8:4, 2+rotate+scales+rotate").text == "8:4,2+scales+rotate"
 
@@ -160,10 +167,17 @@ BAD = [
     "+rotate",
     "-4",
     "8:64,4:256",
+    "08",
+    "8:064,4",
+    "\uff18",  # another 8, as int() takes it
+    "8:6\u0664,4",
+    "8:2147483648,4",
+    "8:99999999999,4",
+    f"8:{'9' * 5000},4",
 ]
 
 
-@pytest.mark.parametrize("text", BAD)
+@pytest.mark.parametrize("text", BAD, ids=lambda text: text[:20])
 def test_what_is_no_width(model: Path, run: Run, text: str) -> None:
     with pytest.raises(
         ValueError, match=r"kv_bits is .*; it is a width of 16, 8, 4, 3, 2, or widths with how"

@@ -54,6 +54,8 @@ DAMAGED_NOTES: dict[str, tuple[Any, str]] = {
     "no JSON": ("{", "the metadata 'cuquant' is damaged: '{'"),
     "nested": ("[" * 10**5, r"the metadata 'cuquant' is damaged: '\[{80}'"),
     "a list": ([], r"the metadata 'cuquant' is damaged: '\[\]'"),
+    "a weight twice": ('{"version": 1, "weights": {"w": {}, "w": {}}}', r"the metadata 'cuquant' is damaged"),
+    "a key twice": ('{"version": 1, "weights": {}, "version": 1}', r"the metadata 'cuquant' is damaged"),
     "no version": ({"weights": {}}, "is damaged"),
     "weights are a number": ({"version": 1, "weights": 3}, "is damaged"),
     "long version": (

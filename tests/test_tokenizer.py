@@ -111,11 +111,12 @@ def test_what_has_no_vocabulary() -> None:
 
 def test_one_id_is_no_list() -> None:
     tokenizer = Tokenizer.from_metadata(nano_llama())
-    for one in (3, np.int64(3)):
+    for one in (3, np.int64(3), np.array(3), np.array(3, np.uint8)):
         with pytest.raises(TypeError, match=r"integers are needed: of one token it is decode\(\[3\]\)$"):
             tokenizer.decode(one)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^ids is None; integers are needed$"):
-        tokenizer.decode(None)  # type: ignore[arg-type]
+    for none, said in ((None, "None"), (np.array(3.0), "an ndarray")):
+        with pytest.raises(TypeError, match=rf"^ids is {said}; integers are needed$"):
+            tokenizer.decode(none)  # type: ignore[arg-type]
 
 
 @given(text=st.text(), pre=st.sampled_from(PRE_TOKENIZERS))

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import __version__, device, info
 from ..cuda import jit, sources
-from ..io.atomic import place_of, rewrite
+from ..io.atomic import check_rewrite, rewrite
 from ..render import escaped, missing, rows_to_csv, table_format_of, to_pandas
 from .ceilings import Ceilings, measured, told_by
 from .peers import PEERS
@@ -118,10 +118,11 @@ class Record:
 
     @classmethod
     def start(cls, path: Path | None, packages: Iterable[str] = (), by_tuned: bool = True) -> Record:
-        """Open a record for this environment; ValueError where the file holds another's."""
+        """Open a record for this environment; ValueError where the file holds another's, OSError where it
+        could not be written."""
         header = environment(packages, by_tuned)
         if path is not None:
-            place_of(path)  # before hours of measuring
+            check_rewrite(path)  # before hours of measuring
         if path is None or not path.exists():
             return cls(path, header)
         record = cls.read(path)
@@ -142,7 +143,7 @@ class Record:
             typed = isinstance(cells, list) and isinstance(said, (str, type(None)))
             typed = typed and all(isinstance(header[name], types) for name, types in _HEADER.items())
             rates = told_by(header)
-            typed = typed and (rates is None or min(rates) > 0)
+            typed = typed and (rates is None or all(0 < rate < _MOST for rate in rates))
             if not (typed and all(map(_is_whole, cells))):
                 raise KeyError
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -370,6 +371,8 @@ _PRODUCTS = ("matmul", "moe")
 """Of these, cells of products."""
 _SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "queries", "tokens", "experts", "top_k")
 _RATES = ("gbps", "tflops")
+_MOST = 1e300
+"""Numbers of a record are smaller: JSON has integers that no float holds."""
 _RATIOS = {
     "floor_us": "time / floor",
     "cublas_us": "speed / cuBLAS",
@@ -393,7 +396,7 @@ def _is_whole(cell: dict[str, Any]) -> bool:
     return (
         cell.keys() >= _KEYS[cell["op"]]
         and not any(isinstance(value, (list, dict)) for value in cell.values())
-        and all(abs(value) < 1e300 for value in cell.values() if isinstance(value, (int, float)))
+        and all(abs(value) < _MOST for value in cell.values() if isinstance(value, (int, float)))
         and cell["us"] > 0
         and all(other is None or other > 0 for other in others)
         and all(size is None or (type(size) is int and size > 0) for size in sizes)

@@ -162,7 +162,7 @@ def _head_list(text: str) -> list[tuple[int, int]]:
         pairs = [(int(q), int(k)) for q, k in (pair.split("/") for pair in text.split(","))]
     except ValueError:
         pairs = []
-    if not pairs or any(k < 1 or q % k for q, k in pairs):
+    if not pairs or any(min(q, k) < 1 or q % k for q, k in pairs):
         raise argparse.ArgumentTypeError("heads are H/K, as 32/8: of queries, and of keys")
     return pairs
 

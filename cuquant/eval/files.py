@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from .. import check
 from ..device import default as default_device
 from ..io import mixture
-from ..io.atomic import replacing, rewrite
+from ..io.atomic import check_rewrite, rewrite
 from ..io.model import Model, opened
 from ..render import to_json
 from .evaluate import Text, distinct, evaluate, text_or_tokens
@@ -77,7 +76,7 @@ def evaluate_files(
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:
-        _check_place(target)
+        check_rewrite(target)
     options: dict[str, Any] = {"ctx": ctx, "chunks": chunks, "activations": activations}
     settings = {
         "cuquant version": __version__,
@@ -143,16 +142,6 @@ def _spelled(fmt: Any) -> str:
 def _plain(value: Any) -> Any:
     """What JSON lacks: NumPy's numbers, and others as text."""
     return value.item() if isinstance(value, np.generic) else str(value)
-
-
-class _NotNow(Exception):
-    """Leaves the file as it is."""
-
-
-def _check_place(path: Path) -> None:
-    """OSError if no results could be written there."""
-    with suppress(_NotNow), replacing(path):
-        raise _NotNow
 
 
 def _read(path: Path, settings: dict[str, Any]) -> dict[str, Evaluation]:

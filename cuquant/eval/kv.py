@@ -16,7 +16,10 @@ from .config import Config
 STEP = 16
 """Tokens that a sequence takes at a time. Ages count from the last of them."""
 
-_SPEC = re.compile(r"(?P<widths>\d+(:\d+)?(,\d+(:\d+)?)*)(?P<options>(\+(scales|rotate))*)")
+# Ten digits hold what int32 does, and int() refuses thousands in words of its own.
+_NUMBER = "[1-9][0-9]{0,9}"
+_PART = f"{_NUMBER}(:{_NUMBER})?"
+_SPEC = re.compile(rf"(?P<widths>{_PART}(,{_PART})*)(?P<options>(\+(scales|rotate))*)")
 
 
 class UnknownWidthsError(ValueError):
@@ -38,8 +41,9 @@ class UnknownWidthsError(ValueError):
 
 
 _ALLOWED = (
-    f"a width of {', '.join(map(str, BITS))}, or widths with how many of the newest tokens have them, as "
-    '"8:64,4:256,2": narrower with age, the last without a number; "+scales" and "+rotate" may follow'
+    f"a width of {', '.join(map(str, BITS))}, or widths with how many of the newest tokens have them "
+    f'(at most {check.LARGEST_INDEX}), as "8:64,4:256,2": narrower with age, the last '
+    'without a number; "+scales" and "+rotate" may follow'
 )
 
 
@@ -65,7 +69,8 @@ class KVBits:
         parts = [part.split(":") for part in match["widths"].split(",")] if match else []
         self.widths = np.array([int(part[0]) for part in parts])
         counts = [int(part[1]) for part in parts if len(part) > 1]
-        fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1] and 0 not in counts
+        fits = [len(part) for part in parts] == [2] * (len(parts) - 1) + [1]
+        fits = fits and max(counts, default=0) <= check.LARGEST_INDEX
         fits = fits and bool((np.diff(self.widths) < 0).all()) and {*self.widths.tolist()} <= {*BITS}
         if not match or not fits:
             raise UnknownWidthsError(self.text)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from heapq import heappop, heappush
 from itertools import pairwise
 from math import isnan
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -156,8 +158,11 @@ class Tokenizer:
 
         Raises TypeError for what are no integers, ValueError for an id that is no token's.
         """
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-            several = f": of one token it is decode([{ids}])" if isinstance(ids, (int, np.integer)) else ""
+        lone = getattr(ids, "ndim", None) == 0  # such an array has an __iter__ all the same
+        if isinstance(ids, (str, bytes)) or lone or not isinstance(ids, Iterable):
+            several = ""
+            with suppress(TypeError):
+                several = f": of one token it is decode([{index(ids)}])"  # type: ignore[arg-type]
             raise TypeError(f"ids is {check.a_or_an(ids)}; integers are needed{several}")
         found = [check.count(i, "a token id", least=0, most=self.vocab_size - 1) for i in ids]
         pieces = [(i, self._pieces[i]) for i in found if self._pieces[i]]

@@ -43,6 +43,16 @@ def rewrite(target: Path, made: Callable[[], str | None]) -> None:
                 part.write_text(text, encoding="utf-8")
 
 
+class _NotNow(Exception):
+    """Leaves the file as it is."""
+
+
+def check_rewrite(target: Path) -> None:
+    """OSError where `rewrite` could not give the file a text: to be known before hours of work for it."""
+    with suppress(_NotNow), alone(place_of(target).parent), replacing(target):
+        raise _NotNow
+
+
 @contextmanager
 def replacing(target: Path, force: bool = True) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.

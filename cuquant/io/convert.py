@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any
 
 from .. import check
 from ..formats import Format
-from ..ops.quantize import quantize
+from ..ops.quantize import quantize, tensor_name
 from ..render import counted, escaped
 from . import mixture, safetensors
 from .gguf import PLAIN_TYPES, TensorInfo
@@ -215,9 +214,10 @@ def quantize_file(
     """Quantize a model into a new file: GGUF that llama.cpp loads, or safetensors.
 
     Tensors are read, quantized and written one at a time, under a temporary name beside `target` that takes
-    its place only when complete. Metadata is copied; a split model becomes one file. A safetensors file can
-    be opened, evaluated and dequantized as a GGUF file can, or read by `cuquant.load`; of types without a
-    format here it has float16 numbers, and of nvfp4 the tensor's scale in its format, not beside it.
+    its place only when complete. Metadata is copied; a general.architecture that is missing, which GGUF
+    demands, is written as "unknown". A split model becomes one file. A safetensors file can be opened,
+    evaluated and dequantized as a GGUF file can, or read by `cuquant.load`; of types without a format here it
+    has float16 numbers, and of nvfp4 the tensor's scale in its format, not beside it.
 
     Parameters
     ----------
@@ -301,11 +301,10 @@ def _quantized(model: Model, name: str, fmt: Format) -> Any:
 @contextmanager
 def told_of(name: str) -> Iterator[None]:
     """Errors and warnings of what is quantized inside say which tensor it is."""
+    before = tensor_name.set(name)
     try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            yield
+        yield
     except ValueError as error:
         raise ValueError(f"tensor {name!r}: {error}") from None
-    for each in said:
-        warnings.warn(f"tensor {name!r}: {each.message}", each.category, stacklevel=3)
+    finally:
+        tensor_name.reset(before)

@@ -19,7 +19,8 @@ QUANTIZATION_VERSION = 2
 
 def writer(path: Path, metadata: Metadata, alignment: int, file_type: int | None) -> Any:
     """The gguf package's writer, with all of the metadata; those that speak of the file itself are the new
-    one's, whose general.file_type, if it has any, is given. It writes empty arrays, too."""
+    one's, whose general.file_type, if it has any, is given. It writes empty arrays, too, and no file without
+    a general.architecture."""
     import gguf
 
     class Writer(gguf.GGUFWriter):

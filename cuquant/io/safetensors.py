@@ -377,7 +377,7 @@ def _note(path: Path, metadata: Mapping[str, str]) -> _Note:
             f"(safetensors.numpy.load_file reads its tensors as plain arrays; {OTHER_READERS})"
         )
     try:
-        note = json.loads(metadata[KEY])
+        note = json.loads(metadata[KEY], object_pairs_hook=_distinct)
         version, weights, name = note["version"], dict(note["weights"]), note.get("metadata")
         if not isinstance(name, (str, type(None))):
             raise TypeError
@@ -386,6 +386,14 @@ def _note(path: Path, metadata: Mapping[str, str]) -> _Note:
     if version != VERSION:
         raise ValueError(f"{path} has version {cut(repr(version))}; this cuquant reads version {VERSION}")
     return _Note(weights, name)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError where a key is there twice, of which Python takes the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError
+    return made
 
 
 def _weight(path: Path, name: str, raw: Any, weight: Any) -> QuantizedArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextvars import ContextVar
 from typing import Any
 
 from .. import check, cpu, device, formats, repeats
@@ -10,6 +11,9 @@ from ..array import QuantizedArray
 from ..debug import shown
 from ..formats import Format
 from . import trellis
+
+tensor_name: ContextVar[str | None] = ContextVar("tensor_name", default=None)
+"""The tensor of a file that is being quantized, if it is one: warnings name it."""
 
 
 @shown
@@ -95,9 +99,12 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 
 def _warn_of(lost: int, size: int, fmt: Format) -> None:
     if is_many(lost, size):
+        name = tensor_name.get()
+        tensor = "" if name is None else f"tensor {name!r}: "
+        advice = fmt.beyond or "mxfp4 and trellis formats take weights of any size"
         warnings.warn(
-            f"about {lost / size:.0%} of the weights are too small for the scales of {fmt}, and read as 0 or "
-            f"far from what they were: {fmt.beyond or 'mxfp4 and trellis formats take weights of any size'}",
+            f"{tensor}about {lost / size:.0%} of the weights are too small for the scales of {fmt}, and read "
+            f"as 0 or far from what they were: {advice}",
             stacklevel=4,  # of who called `quantize`, which `shown` wraps
         )
 
