@@ -185,6 +185,29 @@ def test_scales_that_queries_take_back(size: float, bits: int) -> None:
     agree(tiny_or_huge.astype(BFLOAT), filled(150, 2, (bits,)), largest_score=20, scale=0.3 / size)
 
 
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("exponent", [-100, 20, 40, 61, 95])
+@pytest.mark.parametrize("q_len", [3, 16])
+def test_scales_that_queries_and_keys_take_back(q_len: int, exponent: int, bits: int) -> None:
+    """Keys as large as their scales may be, and queries by which scores are a few units."""
+    size, scale = {16: 1.5e4, 8: 1e6, 4: 7e4, 3: 3e4, 2: 2e4}[bits], 2.0**exponent
+    cache = cq.KVCache(2, 64, 100, 1, (bits,))
+    cache.append(normal(1, 100, 2, 64) * F(size), normal(1, 100, 2, 64, seed=1))
+    q = normal(1, q_len, 8, 64, seed=3).astype(np.float64) * (0.25 / (size * scale))
+    agree(q.astype(BFLOAT), cache.to_device("cuda"), largest_score=20, scale=scale)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("q_len", [1, 3, 16])
+def test_keys_of_zeros(q_len: int, bits: int) -> None:
+    """Whatever queries and scale are: all scores are 0, so that values have the same weight."""
+    cache = cq.KVCache(2, 64, 100, 1, (bits,))
+    cache.append(np.zeros((1, 100, 2, 64), F), normal(1, 100, 2, 64, seed=1))
+    there = cache.to_device("cuda")
+    for scale in (2e38, -2e38):
+        agree((normal(1, q_len, 8, 64) * F(5e37)).astype(BFLOAT), there, scale=scale)
+
+
 @pytest.mark.parametrize("scale", [2e38, -2e38, 1e20, 1e-20])
 def test_scales_of_queries_of_zeros(scale: float) -> None:
     agree(np.zeros((2, 16, 8, 64), HALF), filled(150), scale=scale)
@@ -193,9 +216,7 @@ def test_scales_of_queries_of_zeros(scale: float) -> None:
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_products_near_the_largest_float(bits: int) -> None:
     """Products of codes times a row's power are above it, where scores are not."""
-    q = (queries(2, 16, 8, 64, dtype=F) * F(1e36)).astype(BFLOAT)
-    y = testing.as_numpy(cq.attention(device.cupy().asarray(q), filled(150, 2, (bits,))))
-    assert np.isfinite(y.astype(F)).all()
+    agree((queries(2, 16, 8, 64, dtype=F) * F(1e36)).astype(BFLOAT), filled(150, 2, (bits,)))
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "one"])

@@ -141,6 +141,8 @@ def test_the_largest_scale() -> None:
     for scale in (2.1e38, -3e38, float("inf")):
         with pytest.raises(ValueError, match=r"scale is .*; a finite number, up to 2e\+38, is needed"):
             cq.attention(put(q), cache, scale)
+    with pytest.raises(ValueError, match=r"scale is -1e-38; 0, or a magnitude from 1\.17549e-38 on"):
+        cq.attention(put(q), cache, -1e-38)
     assert nmse(cq.attention(put(q), cache, 2e38), cq.attention(q, cache.to_device("cpu"), 2e38)) < 1e-6
 
 

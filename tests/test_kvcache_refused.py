@@ -213,6 +213,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"scale is 2.1e\+38; a finite number, up to 2e\+38, is needed",
     ),
+    "scale that is nearly 0": (
+        lambda: cq.attention(K.repeat(2, axis=2), filled(), scale=1e-38),
+        ValueError,
+        r"scale is 1e-38; 0, or a magnitude from 1.17549e-38 on, is needed",
+    ),
     "float bits": (lambda: filled().assign([1], 4.0), TypeError, "bits has dtype float64"),
     "ids of three sequences": (
         lambda: filled().evict([[1]] * 3),

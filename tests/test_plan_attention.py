@@ -44,7 +44,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
             else:
                 assert alone == rings * ring
-            one_each = x * y * z <= 132
+            one_each = launch.budget * y * z <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)
             assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
             sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))

@@ -11,7 +11,7 @@ from .caches import broadcast, in_cache, int32_on_gpu, integers, number_of, on_g
 from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array, readable
 
 MOST_QUERIES = 64
-LARGEST_SCALE = 2e38
+LARGEST_SCALE, LEAST_SCALE = 2e38, 2.0**-126
 """Of scores: kernels take it times log2(e), in float32."""
 
 
@@ -46,6 +46,8 @@ def score_scale(value: Any, dim: int) -> float:
     number = number_of(value, "scale")
     if not abs(number) <= LARGEST_SCALE:
         raise ValueError(f"scale is {number}; a finite number, up to {LARGEST_SCALE:g}, is needed")
+    if 0 < abs(number) < LEAST_SCALE:  # which GPUs take for 0
+        raise ValueError(f"scale is {number}; 0, or a magnitude from {LEAST_SCALE:g} on, is needed")
     return number
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import product
-from math import ceil, gcd, prod
+from math import ceil, gcd
 from typing import NamedTuple
 
 from ..plan import LARGE_GPU, WARP, Kernel, Plan, beside, lone, shared_limit
@@ -189,15 +189,16 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     if boxes:
         constants["DEPTH"] = depth
     shared = rings * (ring + BOX_BARRIERS * boxes)
-    # Where launches overlap. Measured: masked queries of 64 channels take 15% longer with two blocks on one
-    # multiprocessor and none on another; others are as fast, or come with too many registers for two.
+    # Where launches overlap, masked queries take up to 70% longer with two blocks on one multiprocessor and
+    # none on another, or not, as it happens; others come with too many registers for two. (Of several
+    # sequences batch - 1 blocks for each group of heads may have no tokens: they end at once.)
     most = lone(shared, capability) if shape.masked and capability >= 90 else shared
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), size)
         for entry, size in (("attention", most), ("merge", 0))
     ]
     grid = (budget + shape.batch - 1, tiles, head_groups)
-    if prod(grid) <= multiprocessors:
+    if budget * tiles * head_groups <= multiprocessors:
         shared = most
     return Launch(
         Plan(kernels[0], grid, (warps + COPYING_WARPS * boxes) * WARP, shared, overlaps=True),

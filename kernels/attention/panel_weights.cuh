@@ -22,11 +22,11 @@ struct PanelWeights {
     float s[1][TOKENS / 2];  // products, then weights that are multiplied next: `w` may still be read
     u32 w[TOKENS / 16][4];   // weights as operand A
     float reference[2], total[2];
-    // Of two, by which products are multiplied; where queries are lifted, before keys' scales are by REST: a row's whole power might
-    // have no room in float32 beside products.
+    // Where queries are lifted keys' scales are multiplied by this, and powers divided: a whole one might have no room in float32
+    // beside products.
     static constexpr float REST = 1ull << 40;
-    float power[2];
-    bool lifted;     // whether that is not 1 for some row of the warp
+    float power[2];  // of two, by which products are multiplied
+    bool lifted;     // whether it would be other than 1 for some row of the warp
     int last[2];     // slots that the rows see
     u32 seen;        // bits of scores that are not hidden
 

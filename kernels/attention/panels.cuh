@@ -74,16 +74,17 @@ DEVICE void copy_or_zeros(u32 to, const u8* from, bool there) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" :: "r"(to), "l"(from), "n"(BYTES), "r"(given) : "memory");
 }
 
-// The scale of all scores, of which keys' scales in shared memory have a part that leaves them within float32, queries' powers the
-// rest: 2^beyond, mostly 1.
+// The scale of all scores, of which keys' scales in shared memory have a part, and queries' powers the rest: 2^beyond, mostly 1.
+// With more than this in keys' scales, up to 2^16, and REST (panel_weights.cuh) there is no room in float32 for powers so small that scores
+// are.
 struct PanelScale {
-    static constexpr int MOST = 60;  // of its exponent, either way
+    static constexpr int MOST = 20;  // of its exponent, either way
 
     int beyond;
     float of_keys;
 
     DEVICE explicit PanelScale(float scale) {
-        const int exponent = int(magnitude(scale) >> 23) - 127;
+        const int exponent = magnitude(scale) ? int(magnitude(scale) >> 23) - 127 : 0;
         beyond = exponent - min(max(exponent, -MOST), MOST);
         of_keys = scale * power_of_two(-beyond);
     }
