@@ -143,7 +143,7 @@ def kernel_of(op: str) -> plan.Kernel:
     if op == "gemm":
         return plan.gemm(plan.Problem(q4_0, 1, 64, 64, plan.Gpu(90))).plan.kernel
     if op == "quantize":
-        return plan.quantize(q4_0, 1).kernel
+        return plan.quantize(q4_0, 1, plan.Gpu(90)).kernel
     if op == "attention":  # with maps of all widths
         shape = kv_plan.Shape(1, 1, 32, 8, 128, codes.BITS, False, 1)
         return kv_plan.attention(shape, 90, plan.LARGE_GPU).attention.kernel

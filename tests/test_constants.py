@@ -26,6 +26,7 @@ BOX_SLOT = "(Box<{0}>::SCALES + 2 * Box<{0}>::SCALE_BYTES + 1023) / 1024 * 1024"
 PANELS = kv_plan.attention(kv_plan.Shape(1, 64, 32, 8, 96, codes.BITS, 1, 1), 90, plan.LARGE_GPU)
 RESULTS = exl3.turn_results(1, 128)
 SUMS = exl3.turn_sums(1, 128)
+QUANTIZE = plan.quantize(Q4_0, 1, GPU)
 SQUARES = exl3.dequantize(WALK, *ONE)
 SEARCH = trellis.quantize(TRELLIS, *ONE)
 IMPORTANCE = kv_plan.importance(1, 64, 4, 1)
@@ -45,7 +46,7 @@ SHARED: list[Case] = [
         }
         | {str(dtype).upper(): number for dtype, number in problem.DTYPES.items()},
     ),
-    (plan.quantize(Q4_0, 1).kernel, {"THREADS": plan.quantize(Q4_0, 1).block}),
+    (QUANTIZE.kernel, {"THREADS": QUANTIZE.block}),
     (plan.center(1).kernel, {"THREADS": plan.center(1).block}),
     (
         RESULTS.kernel,

@@ -119,13 +119,13 @@ def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str, monkeypatch
     np.testing.assert_array_equal(as_numpy(w.blocks), raw)
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q5_1", "int4-32"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_1", "q4_k", "int4-32", "int4-64-zeros", "int4-128"])
 def test_repack_where_scales_have_no_room(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows too long for shared memory they wait in global memory until they are lifted."""
     shape = (40, 1024)
     raw = random_blocks(name, shape)
     cupy, usual = device.cupy(), cq.from_blocks(device.cupy().asarray(raw), name, shape).prepare()
-    monkeypatch.setattr(plan.blocks, "_kept_scales", lambda *sizes: 0)
+    monkeypatch.setattr(plan.blocks, "_kept", lambda *sizes: 0)
     plan.repack.cache_clear()
     w = cq.from_blocks(cupy.asarray(raw), name, shape).prepare()
     monkeypatch.undo()

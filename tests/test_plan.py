@@ -293,13 +293,15 @@ def test_tiles_of_grouped_products_are_shared_out_once(width: int) -> None:
 
 
 def test_quantizing_plans_cover_all_threads() -> None:
-    fmt = cq.formats.get("q4_0")
-    assert plan.quantize(fmt, 128).grid == (1, 1, 1)
-    assert plan.quantize(fmt, 129).grid == (2, 1, 1)
+    fmt, gpu = cq.formats.get("q4_0"), plan.Gpu(90)
+    assert plan.quantize(fmt, 128, gpu).grid == (1, 1, 1)
+    assert plan.quantize(fmt, 129, gpu).grid == (2, 1, 1)
     for size, lanes in ((32, 2), (64, 4), (96, 4), (128, 8), (512, 32), (14336, 32)):
         assert plan.group_lanes(cq.Int4(size)) == lanes
-        assert plan.quantize(cq.Int4(size), 1000).grid == (ceil(1000 * lanes / 256), 1, 1)
+        assert plan.quantize(cq.Int4(size), 1000, gpu).grid == (ceil(1000 * lanes / 256), 1, 1)
     table = cq.formats.get("kbit4")
+    assert plan.quantize(table, 129, gpu).grid == (2, 1, 1)
+    assert plan.quantize(table, 1 << 20, gpu).grid == (20 * 132, 1, 1)  # which stay
     assert plan.repack(table, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
     assert plan.repack(table, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
     assert plan.repack(table, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (2 * 132, 1, 1)

@@ -124,8 +124,14 @@ DEVICE u32 pack_nibbles(int low, int high, u32 rest) {
     return r;
 }
 
-// A thread's elements: eight from `at` on, and eight that are APART further. What sets the scale of them. These are of
-// addresses aligned to 16 bytes ...
+// A thread's elements, of two bytes: eight that are here, and eight that are APART further, of addresses aligned to 16 bytes.
+template <int APART>
+DEVICE void load_pairs(const uint4* from, u32 (&to)[MINE / 2]) {
+    const uint4 a = from[0], b = from[APART / 8];
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+// Such elements of any type, as numbers. What sets the scale of them. These are of addresses aligned to 16 bytes ...
 template <int APART, bool SIGNED>
 DEVICE Extent load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE]) {
     if (dtype == FLOAT32) {
@@ -135,9 +141,8 @@ DEVICE Extent load_in_order(const void* x, s64 at, int dtype, float (&to)[MINE])
         for (int p = 0; p < 4; p++)
             to[p * 4] = parts[p].x, to[p * 4 + 1] = parts[p].y, to[p * 4 + 2] = parts[p].z, to[p * 4 + 3] = parts[p].w;
     } else {
-        const uint4* from = reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at);
-        const uint4 a = from[0], b = from[APART / 8];
-        const u32 pairs[MINE / 2] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        u32 pairs[MINE / 2];
+        load_pairs<APART>(reinterpret_cast<const uint4*>(static_cast<const u16*>(x) + at), pairs);
         if (dtype == FLOAT16) {
             widen(pairs, to);
             return extent_of<SIGNED>(pairs);

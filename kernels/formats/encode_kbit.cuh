@@ -9,108 +9,6 @@ struct Thresholds {
     float value[32];  // 2^BITS - 1 means of neighbouring entries, ascending, then infinity
 };
 
-// How many thresholds numbers are above. The numbers from -1 to 1 are divided into equal steps, and a number is above
-// the thresholds of the steps before its own, since numbers' steps grow with them; it is compared with what its own
-// step holds, if no step holds more than one. Both are one word of a table: the last BITS bits are the count of
-// thresholds before, and the word as a float is the step's own threshold, or less by up to 2 LAST of its last bits:
-//
-//     bit      31 | 30 ... BITS                                | BITS - 1 ... 0
-//     word      s | of the threshold, less LAST, or more if s  | thresholds before
-//
-// Numbers between the two are few (one of 13000 of 5 bits, of 4 bits one of 60000), and known by their small
-// difference: they need a search, as all do where codebooks have closer entries or a threshold at the border of a step,
-// or where a stored scale was rounded down, which makes numbers beyond 1.
-//
-// A number is x / d, which is not computed: of a threshold t it is above if x is above d t. That is exact where d is 1.
-// Rounded to nearest, a quotient is above t if it is above the middle of t and the next float, but that is as close.
-template <int BITS>
-struct Levels {
-    static constexpr int STEPS = BITS == 5 ? 64 : 32, LAST = (1 << BITS) - 1;
-    // What a step is worth in `place`, and how much numbers from 0 to 1 are. Of 32 steps each lane of a warp has one;
-    // 64 are in shared memory, four bytes each, two to a bank.
-    static constexpr int STEP = STEPS == 32 ? 1 : 4;
-    static constexpr float FACTOR = STEPS == 32 ? 15.45f : 127;
-
-    float thresholds[32];
-    u32 words[STEPS];
-    bool searches[STEPS / WARP];
-
-    // The place of x among the steps if `factor` is FACTOR / d: the last bits of a float whose last bit is worth 1.
-    static DEVICE u32 place(float x, float factor) {
-        return __float_as_int(__fmaf_rn(x, factor, 12582912.f + STEPS / 2 * STEP));
-    }
-
-    static DEVICE int step_of(float threshold) { return place(threshold, FACTOR) & (STEPS - 1) * STEP; }
-
-    // By the first warps of a block; they have no barrier in between, and none behind. `decoded`: see encode_lookup.
-    DEVICE void fill(const Thresholds& given, bool decoded) {
-        const int lane = threadIdx.x % WARP, step = threadIdx.x * STEP;
-        const float value = given.value[lane];
-        const int its = lane < LAST ? step_of(value) : STEPS * STEP;
-        int count = 0;
-#pragma unroll
-        for (int more = (LAST + 1) / 2; more; more /= 2)
-            if (__shfl_sync(~0u, its, count + more - 1) < step) count += more;
-        const int first = __float_as_int(__shfl_sync(~0u, value, count));
-        const bool has_one = __shfl_sync(~0u, its, count) == step;
-        const bool has_two = __shfl_sync(~0u, its, min(count + 1, LAST)) == step;
-        const int lower = first == 0 ? 0 : first + (first < 0 ? LAST : -LAST);
-        words[threadIdx.x] = ((has_one ? lower : 0x71000000) & ~LAST) | count;  // 2^99: above all
-        // Places are those of numbers that are off by up to 2^-22 of themselves; below -1 a last bit is worth more.
-        const bool unclear = step_of(value * (1 - 0x1p-20f)) != step_of(value * (1 + 0x1p-20f)) || value < -0.9999f;
-        const bool any = __any_sync(~0u, has_two || (unclear && lane < LAST));
-        if (lane == 0) searches[threadIdx.x / WARP] = any || decoded;
-        if (threadIdx.x < WARP) thresholds[lane] = value;
-    }
-
-    DEVICE bool has_to_search() const { return searches[0] || searches[STEPS / WARP - 1]; }
-
-    // Codes of x / d, from -1 to 1, in the last bits of a byte each, with others above them; false where one may be
-    // wrong. By the whole warp.
-    DEVICE bool find(const float (&x)[MINE], float d, u32 (&codes)[MINE / 4]) const {
-        const float factor = FACTOR * about_inverse(d);
-        const u32 own = words[threadIdx.x % WARP];
-        int closest = 0;  // of the negative differences, whose bits are the less the closer they are
-#pragma unroll
-        for (int four = 0; four < MINE / 4; four++) {
-            u32 q[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float v = x[four * 4 + j];
-                const u32 at = place(v, factor);
-                u32 word;
-                if constexpr (STEPS == 32)
-                    word = __shfl_sync(~0u, own, at);
-                else
-                    word = words[at % (STEPS * STEP) / STEP];
-                const int difference = __float_as_int(__fmaf_rn(__int_as_float(word), d, -v));
-                closest = min(closest, difference);
-                q[j] = word + (u32(difference) >> 31);
-            }
-            codes[four] = first_bytes(q);
-        }
-        return closest >= __float_as_int(d * (-(LAST + 1) * 0x1p-23f));
-    }
-
-    DEVICE void search(const float (&v)[MINE], u32 (&codes)[MINE / 4]) const {
-#pragma unroll
-        for (int four = 0; four < MINE / 4; four++) {
-            u32 q[4] = {};
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-#pragma unroll
-                for (int more = (LAST + 1) / 2; more; more /= 2)
-                    if (v[four * 4 + j] > thresholds[q[j] + more - 1]) q[j] += more;
-            codes[four] = first_bytes(q);
-        }
-    }
-
-private:
-    static DEVICE u32 first_bytes(const u32 (&q)[4]) {
-        return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
-    }
-};
-
 // E4M4 of a number from 0 on: to nearest even, saturating. Adding 2^9, whose last bit is worth 2^-14, rounds to the
 // step of the subnormal codes.
 DEVICE u32 e4m4_of(float x) {
@@ -184,6 +82,32 @@ DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (
     for (int byte = 0; byte < 4; byte++) to[byte * 2 + half] = u8(planes[byte / 2] >> byte % 2 * 8);
 }
 
+// The same of pairs of float16 numbers, and of limits twice in a word. A permute repeats the signs of two pairs, of the first
+// eight numbers and of the others, as bytes; their bits 2k and 2k + 1 are the thread's plane.
+DEVICE void store_planes(const u32 (&pairs)[MINE / 2], int half, u8* to, const u32 (&limits)[3]) {
+    constexpr int SIGNS = 0xfbd9;  // of bytes 1 and 3, of the one word and of the other, in turn
+    u32 planes[2] = {};
+#pragma unroll
+    for (int k = 0; k < MINE / 4; k++) {
+        u32 signs[2][2];
+#pragma unroll
+        for (int run = 0; run < 2; run++) {
+            u32 above[3];
+#pragma unroll
+            for (int i = 0; i < 3; i++) above[i] = sub_half2(limits[i], pairs[run * 4 + k]);
+            signs[0][run] = above[0] ^ above[1] ^ above[2], signs[1][run] = above[1];
+        }
+#pragma unroll
+        for (int p = 0; p < 2; p++)
+            planes[p] = and_or(permute(signs[p][0], signs[p][1], SIGNS), 0x02020101 << 2 * k, planes[p]);
+    }
+#pragma unroll
+    for (int p = 0; p < 2; p++) {
+        const u32 bytes = planes[p] | planes[p] >> 16;
+        to[p * 4 + half] = u8(bytes), to[p * 4 + 2 + half] = u8(bytes >> 8);
+    }
+}
+
 // What a float16 number is above just where it over d, rounded to nearest, is above t: d times the middle between t and
 // the next float, rounded down. The middle has 25 bits, so that no quotient of float16 numbers is in it. (From -2^k the
 // next float is half as far, but no other quotient so close.)
@@ -194,35 +118,162 @@ DEVICE float times(float t, float d) {
     return r;
 }
 
-// A thread's half of a block with this peak to its place; false where the block's scale (`stored`) cannot hold its
-// magnitude, or an element is no number. With `decoded` elements are divided by what the scale reads as, else by the
-// greatest magnitude itself.
-template <class F>
-DEVICE bool encode_lookup(float (&x)[MINE], float peak, int dtype, int half, u8* to, const Thresholds& thresholds,
-                          bool decoded, u32& stored) {
-    stored = F::SCALING == E4M4 ? e4m4_of(peak) : float_to_half(peak);
-    const float d = fmaxf(decoded ? F::scale(stored) : peak, 1e-8f);
-    if constexpr (F::BITS == 2) {
+// How many thresholds numbers are above. The numbers from -1 to 1 are divided into equal steps, and a number is above
+// the thresholds of the steps before its own, since numbers' steps grow with them; it is compared with what its own
+// step holds, if no step holds more than one. Both are one word of a table: the last BITS bits are the count of
+// thresholds before, and the word as a float is the step's own threshold, or less by up to 2 LAST of its last bits:
+//
+//     bit      31 | 30 ... BITS                                | BITS - 1 ... 0
+//     word      s | of the threshold, less LAST, or more if s  | thresholds before
+//
+// Numbers between the two are few (one of 13000 of 5 bits, of 4 bits one of 60000), and known by their small
+// difference: they need a search, as all do where codebooks have closer entries or a threshold at the border of a step,
+// or where a stored scale was rounded down, which makes numbers beyond 1.
+//
+// A number is x / d, which is not computed: of a threshold t it is above if x is above d t. That is exact where d is 1.
+// Rounded to nearest, a quotient is above t if it is above the middle of t and the next float, but that is as close.
+template <int BITS>
+struct Levels {
+    static constexpr int STEPS = BITS == 5 ? 64 : 32, LAST = (1 << BITS) - 1;
+    // What a step is worth in `place`, and how much numbers from 0 to 1 are. Of 32 steps each lane of a warp has one;
+    // 64 are in shared memory, four bytes each, two to a bank.
+    static constexpr int STEP = STEPS == 32 ? 1 : 4;
+    static constexpr float FACTOR = STEPS == 32 ? 15.45f : 127;
+
+    float thresholds[32];
+    u32 words[STEPS];
+    bool searches[STEPS / WARP];
+
+    // The place of x among the steps if `factor` is FACTOR / d: the last bits of a float whose last bit is worth 1.
+    static DEVICE u32 place(float x, float factor) {
+        return __float_as_int(__fmaf_rn(x, factor, 12582912.f + STEPS / 2 * STEP));
+    }
+
+    static DEVICE int step_of(float threshold) { return place(threshold, FACTOR) & (STEPS - 1) * STEP; }
+
+    // By all threads of a block, which have a barrier behind it. `decoded`: see Absmax.
+    DEVICE void fill(const Thresholds& given, bool decoded) {
+        if (threadIdx.x >= STEPS) return;
+        const int lane = threadIdx.x % WARP, step = threadIdx.x * STEP;
+        const float value = given.value[lane];
+        const int its = lane < LAST ? step_of(value) : STEPS * STEP;
+        int count = 0;
+#pragma unroll
+        for (int more = (LAST + 1) / 2; more; more /= 2)
+            if (__shfl_sync(~0u, its, count + more - 1) < step) count += more;
+        const int first = __float_as_int(__shfl_sync(~0u, value, count));
+        const bool has_one = __shfl_sync(~0u, its, count) == step;
+        const bool has_two = __shfl_sync(~0u, its, min(count + 1, LAST)) == step;
+        const int lower = first == 0 ? 0 : first + (first < 0 ? LAST : -LAST);
+        words[threadIdx.x] = ((has_one ? lower : 0x71000000) & ~LAST) | count;  // 2^99: above all
+        // Places are those of numbers that are off by up to 2^-22 of themselves; below -1 a last bit is worth more.
+        const bool unclear = step_of(value * (1 - 0x1p-20f)) != step_of(value * (1 + 0x1p-20f)) || value < -0.9999f;
+        const bool any = __any_sync(~0u, has_two || (unclear && lane < LAST));
+        if (lane == 0) searches[threadIdx.x / WARP] = any || decoded;
+        if (threadIdx.x < WARP) thresholds[lane] = value;
+    }
+
+    // A thread's half of a block, divided by d, to its place.
+    DEVICE void encode(float (&x)[MINE], float d, int dtype, int half, u8* to) const {
+        if (dtype != FLOAT16) divide(x, d, dtype);
+        u32 codes[MINE / 4];
+        if (has_to_search() || !find(x, dtype == FLOAT16 ? d : 1, codes)) {
+            if (dtype == FLOAT16) divide(x, d, dtype);
+            search(x, codes);
+        }
+        store_planes<BITS>(codes, half, to);
+    }
+
+private:
+    DEVICE bool has_to_search() const { return searches[0] || searches[STEPS / WARP - 1]; }
+
+    // Codes of x / d, from -1 to 1, in the last bits of a byte each, with others above them; false where one may be
+    // wrong. By the whole warp.
+    DEVICE bool find(const float (&x)[MINE], float d, u32 (&codes)[MINE / 4]) const {
+        const float factor = FACTOR * about_inverse(d);
+        const u32 own = words[threadIdx.x % WARP];
+        int closest = 0;  // of the negative differences, whose bits are the less the closer they are
+#pragma unroll
+        for (int four = 0; four < MINE / 4; four++) {
+            u32 q[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float v = x[four * 4 + j];
+                const u32 at = place(v, factor);
+                u32 word;
+                if constexpr (STEPS == 32)
+                    word = __shfl_sync(~0u, own, at);
+                else
+                    word = words[at % (STEPS * STEP) / STEP];
+                const int difference = __float_as_int(__fmaf_rn(__int_as_float(word), d, -v));
+                closest = min(closest, difference);
+                q[j] = word + (u32(difference) >> 31);
+            }
+            codes[four] = first_bytes(q);
+        }
+        return closest >= __float_as_int(d * (-(LAST + 1) * 0x1p-23f));
+    }
+
+    DEVICE void search(const float (&v)[MINE], u32 (&codes)[MINE / 4]) const {
+#pragma unroll
+        for (int four = 0; four < MINE / 4; four++) {
+            u32 q[4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+#pragma unroll
+                for (int more = (LAST + 1) / 2; more; more /= 2)
+                    if (v[four * 4 + j] > thresholds[q[j] + more - 1]) q[j] += more;
+            codes[four] = first_bytes(q);
+        }
+    }
+
+    static DEVICE u32 first_bytes(const u32 (&q)[4]) {
+        return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+    }
+};
+
+// Of 2 bits, a number is compared with all thresholds.
+template <>
+struct Levels<2> {
+    float thresholds[3];
+
+    DEVICE void fill(const Thresholds& given, bool) {
+        if (threadIdx.x < 3) thresholds[threadIdx.x] = given.value[threadIdx.x];
+    }
+
+    DEVICE void encode(float (&x)[MINE], float d, int dtype, int half, u8* to) const {
         if (dtype != FLOAT16) divide(x, d, dtype);
         float limits[3];
 #pragma unroll
-        for (int i = 0; i < 3; i++) {
-            const float given = thresholds.value[i];
-            limits[i] = dtype == FLOAT16 ? times(given, d) : given;
-        }
+        for (int i = 0; i < 3; i++) limits[i] = dtype == FLOAT16 ? times(thresholds[i], d) : thresholds[i];
         store_planes(x, half, to, limits);
-    } else {
-        __shared__ Levels<F::BITS> levels;
-        if (threadIdx.x < levels.STEPS) levels.fill(thresholds, decoded);
-        __syncthreads();
-        if (dtype != FLOAT16) divide(x, d, dtype);
-        u32 codes[MINE / 4];
-        if (levels.has_to_search() || !levels.find(x, dtype == FLOAT16 ? d : 1, codes)) {
-            if (dtype == FLOAT16) divide(x, d, dtype);
-            levels.search(x, codes);
-        }
-        store_planes<F::BITS>(codes, half, to);
     }
-    if (half == 0) F::store_scale_bits(to, stored);
-    return F::SCALING == E4M4 ? peak <= 31.5f : (stored & 0x7c00) != 0x7c00;
-}
+
+    // Of pairs of float16 numbers: the greatest of these that is not above a limit is as good a limit.
+    DEVICE void encode(const u32 (&pairs)[MINE / 2], float d, int, int half, u8* to) const {
+        u32 limits[3];
+#pragma unroll
+        for (int i = 0; i < 3; i++) {
+            const float limit = times(thresholds[i], d);
+            u32 bits = float_to_half(limit);
+            if (half_to_float(u16(bits)) > limit) bits += bits >> 15 ? 1 : -1;
+            limits[i] = bits * 0x00010001;
+        }
+        store_planes(pairs, half, to, limits);
+    }
+};
+
+// The scale of a block with this peak, as stored and as what elements are divided by: what it reads as (`decoded`), or the
+// greatest magnitude itself. It may not hold that, which may be no number.
+template <class F>
+struct Absmax {
+    u32 stored;
+    float d;
+    bool good;
+
+    DEVICE Absmax(float peak, bool decoded) {
+        stored = F::SCALING == E4M4 ? e4m4_of(peak) : float_to_half(peak);
+        d = fmaxf(decoded ? F::scale(stored) : peak, 1e-8f);
+        good = F::SCALING == E4M4 ? peak <= 31.5f : (stored & 0x7c00) != 0x7c00;
+    }
+};

@@ -87,7 +87,8 @@ struct GgmlBlock : Ungrouped {
                 if constexpr (HAS_FIFTH) fifths = __shfl_sync(~0u, own_fifth, g * 4 + part) >> 2 * i;
 #pragma unroll
                 for (int step = 0; step < 2; step++) {
-                    const u32 own = (bytes >> 4 * step & 0x0f0f0f0f) | (HAS_FIFTH ? spread(fifths >> 16 * step) : 0);
+                    u32 own = bytes >> 4 * step & 0x0f0f0f0f;
+                    if constexpr (HAS_FIFTH) own = and_or(spread(fifths >> 16 * step), 0x10101010, own);
                     Words<GgmlBlock>::put_codes(share, 2 * b + step, j, own);
                 }
             }
@@ -124,8 +125,9 @@ struct GgmlBlock : Ungrouped {
     }
 
 private:
-    // Fifth bits of columns 2i, 2i+1, 2i+8 and 2i+9 of 16, at bits 0, 1, 8 and 9, to those of codes in bytes t + 2 e; back.
-    static DEVICE u32 spread(u32 bits) { return (bits & 0x0101) << 4 | (bits & 0x0202) << 19; }
+    // Fifth bits of columns 2i, 2i+1, 2i+8 and 2i+9 of 16, at bits 0, 1, 8 and 9, to those of codes in bytes t + 2 e, and to
+    // others; back.
+    static DEVICE u32 spread(u32 bits) { return (bits & 0x0303) * (1 << 4 | 1 << 19); }
     static DEVICE u32 joined(u32 codes) { return (codes >> 4 & 0x0101) | (codes >> 19 & 0x0202); }
 
     // Bytes 2i, 2i+8, 2i+1, 2i+9 of 16 bytes, given the first: a lane's share of them, in the order of tile.cuh.

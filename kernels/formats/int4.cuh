@@ -43,21 +43,22 @@ struct Int4Block {
         return gather(row, row8, 0, lane);
     }
 
-    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    // This lane's share of tile `part` of the blocks of rows g and g + 8 (lane = 4 g + i). It wants a byte in four, m, of 16
+    // bytes of either row and block, k = 2 j + b; so lane k brings these, and the four lanes exchange bytes ...
     static DEVICE LaneShare<Int4Block> gather(const u8* row, const u8* row8, int part, int lane) {
         LaneShare<Int4Block> share = {};
         const int i = lane % 4;
         share.scale = scale_bits(block_of(row, row8, i));
         if constexpr (GROUP > 32) share.group = i < 2 ? share.scale : share.scale >> 16;
+        u32 words[4];
+        load_words((i < 2 ? row : row8) + column_at(part, i % 2), words);
+        turn_bytes(words);
+        exchange(words, i);
+        // Columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2).
 #pragma unroll
-        for (int quarter = 0; quarter < 4; quarter++) {
-            const int j = quarter / 2, b = quarter % 2;
-            const u8* codes = (j ? row8 : row) + column_at(part, b) + i;
-#pragma unroll
-            for (int m = 0; m < 4; m++) {  // columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2)
-                const u32 two = codes[4 * m];
-                share.low[2 * b + m / 2] |= ((two & 15) | (two & 0xf0) << 12) << (8 * (m % 2) + 4 * j);
-            }
+        for (int b = 0; b < 2; b++) {
+            const u32 first = chosen(words[b], words[2 + b] << 4, 0x0f0f0f0f), second = chosen(words[b] >> 4, words[2 + b], 0x0f0f0f0f);
+            share.low[2 * b] = permute(first, second, 0x5410), share.low[2 * b + 1] = permute(first, second, 0x7632);
         }
         return share;
     }

@@ -54,48 +54,37 @@ struct KbitBlock : Ungrouped {
         return __fmul_rn(entry_of(entry, codes, j), scale(scale_bits));
     }
 
-    // The words of a block in shared memory, and up to three bytes beyond it.
-    static DEVICE void load_planes(const u8* block, u32 (&planes)[BITS]) {
-        const u32 shift = u32(reinterpret_cast<u64>(block)) % 4 * 8;
-        const u32* from = reinterpret_cast<const u32*>(block - shift / 8);
-#pragma unroll
-        for (int p = 0; p < BITS; p++) planes[p] = __funnelshift_r(from[p], from[p + 1], shift);
-    }
-
     static DEVICE void store_plane(u8* block, int p, u32 bits) {
 #pragma unroll
         for (int j = 0; j < 4; j++) block[p * 4 + j] = u8(bits >> 8 * j);
     }
 
-    // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i) ...
+    // This lane's share of a tile, from the blocks of rows g and g + 8 (lane = 4 g + i). It wants two columns in eight of four
+    // blocks, k = 2 j + b of row g + 8 j; so lane k brings block k, and the four lanes exchange parts ...
     static DEVICE LaneShare<KbitBlock> gather(const u8* row, const u8* row8, int lane) {
         LaneShare<KbitBlock> share = {};
         const int i = lane % 4;
-        share.scale = scale_bits((i < 2 ? row : row8) + i % 2 * BLOCK_BYTES);
+        const u8* const block = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
+        share.scale = scale_bits(block);
+        u32 planes[BITS];
+        load_words(block, planes);
+        if constexpr (BITS == 2) {
+            u32 pairs[2];
+            exchange_planes(planes, i, pairs);
+            Pairs<KbitBlock>::put_both(share, pairs);
+        } else {
+            u32 four[4] = {}, last = 0;
+            if constexpr (SIGNED) planes[4] = ~planes[4];  // set: negative
 #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int j = part / 2, b = part % 2;
-            const u8* block = (j ? row8 : row) + b * BLOCK_BYTES;
-            u32 planes[BITS], pairs = 0;  // byte m: a pair, of 5 bits without the fifth ones
-            load_planes(block, planes);
-#pragma unroll
-            for (int p = 0; p < BITS; p++) planes[p] = planes[p] >> 2 * i & 0x03030303;
+            for (int p = 0; p < BITS && p < 4; p++) four[p] = SIGNED ? planes[p] ^ planes[BITS - 1] : planes[p];
+            exchange_planes(four, i);
+            if constexpr (BITS == 5) last = exchange_plane(planes[4], i);
             if constexpr (SIGNED) {
-                planes[4] ^= 0x03030303;  // set: negative
 #pragma unroll
-                for (int p = 0; p < 4; p++) planes[p] ^= planes[4];
-            }
-#pragma unroll
-            for (int p = 0; p < BITS && p < 4; p++) pairs |= planes[p] << 2 * p;
-            if constexpr (SIGNED) {
-                share.low[2 * b + j] = pairs;
-#pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const u32 signs = planes[4] >> 8 * m;
-                    share.high[0] |= ((signs & 1) << 15 | (signs & 2) << 30) >> (8 * b + 4 * j + m);
-                }
+                for (int k = 0; k < 4; k++) share.low[k % 2 * 2 + k / 2] = four[k];
+                share.high[0] = signs_of(last);
             } else {
-                Pairs<KbitBlock>::put(share, b, j, pairs, BITS == 5 ? planes[BITS - 1] : 0);
+                Pairs<KbitBlock>::put_all(share, four, last);
             }
         }
         return share;
@@ -133,5 +122,13 @@ struct KbitBlock : Ungrouped {
             store_plane(block_of(own / BITS), own % BITS, own_of_row(planes + four * 4, i));
         }
         store_scale_bits(block_of(i), share.scale);
+    }
+
+private:
+    // Bits 2 m + e of byte 2 j + b of a plane, of pair p = 8 b + 4 j + m, to bit 16 e + 15 - p: to 16 e + p, and all of them
+    // backwards, but the halves.
+    static DEVICE u32 signs_of(u32 plane) {
+        const u32 bits = __brev(with_last_first(plane));
+        return __funnelshift_l(bits, bits, 16);
     }
 };

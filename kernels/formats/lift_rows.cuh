@@ -1,6 +1,6 @@
 // Scales of a row tile in the fragment layout, or what integer scales are multiplied by, as products take them, of formats
 // with ROW_FACTORS (the picture is in core/tile.cuh), by the block of threads that has made them; and the factors of its
-// rows. Scales are lifted from `own`, which is where they lie or in shared memory, integer scales' factors in place.
+// rows. What is lifted is read from `own`, which is where it lies or in shared memory.
 #pragma once
 #include "lift.cuh"
 #include "seen.cuh"
@@ -65,22 +65,24 @@ template <class F, int THREADS>
 struct Lift<F, THREADS, true, false> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows
 
-    static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+    static DEVICE void run(const u8* own, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
+        const u32* const given = reinterpret_cast<const u32*>(own);
         u32* const words = reinterpret_cast<u32*>(group);
         const int g = threadIdx.x % 8, L[2] = {row_lift_of(peaks[g]), row_lift_of(peaks[g + 8])};
         bool lossy = false, lacking = false;
         for (int at = threadIdx.x; at < records * 8; at += THREADS) {
-            const u32 own = words[at * OWN], zeros = F::HAS_MIN ? words[at * OWN + 1] : 0;
+            const u32 was = given[at * OWN], zeros = F::HAS_MIN ? given[at * OWN + 1] : 0;
             u32 made = 0;
 #pragma unroll
             for (int row8 = 0; row8 < 2; row8++) {
-                const u32 scale = own >> 16 * row8 & 0xffff, to = lifted_half(scale, L[row8]);
+                const u32 scale = was >> 16 * row8 & 0xffff, to = lifted_half(scale, L[row8]);
                 lossy |= lifted_half(to, -L[row8]) != scale;
                 lacking |= is_small<F>(scale | (zeros >> 16 * row8) << 16, L[row8] - code_exponent<F>(row8));
                 made |= to << 16 * row8;
             }
             words[at * OWN] = made;
+            if (F::HAS_MIN) words[at * OWN + 1] = zeros;
         }
         if (lossy) found[LOST] = 1;
         if (lacking) found[UNFIT] = 1;
@@ -101,8 +103,9 @@ struct Lift<F, THREADS, true, true> {
         return scale < power_of_two(least) && minimum < power_of_two(10 - F::SCALE_BITS) && scale + minimum > 0;
     }
 
-    static DEVICE void run(const u8*, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
+    static DEVICE void run(const u8* own, u8*, u8* group, const u32* peaks, int tiles_k, u32* found) {
         const int records = groups_of<F>(tiles_k);
+        const u32* const given = reinterpret_cast<const u32*>(own);
         u32* const words = reinterpret_cast<u32*>(group);
         const int g = threadIdx.x % 8, L[2] = {row_lift_of(peaks[g]), row_lift_of(peaks[g + 8])};
         bool lacking = min(L[0], L[1]) < 0;
@@ -110,11 +113,11 @@ struct Lift<F, THREADS, true, true> {
             u32 made[2] = {};
 #pragma unroll
             for (int w = 0; w < OWN; w++) {
-                u32& word = words[at * OWN + w];
+                const u32 was = given[at * OWN + w];
 #pragma unroll
                 for (int row8 = 0; row8 < 2; row8++)
-                    made[w] |= lifted_group<F>(word >> 16 * row8, L[row8], row8, w, 1) << 16 * row8;
-                word = made[w];
+                    made[w] |= lifted_group<F>(was >> 16 * row8, L[row8], row8, w, 1) << 16 * row8;
+                words[at * OWN + w] = made[w];
             }
 #pragma unroll
             for (int row8 = 0; row8 < 2; row8++)

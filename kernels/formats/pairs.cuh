@@ -23,13 +23,39 @@ struct Pairs {
 #pragma unroll
             for (int m = 0; m < 4; m++)
                 put_one(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | (fifths >> 8 * m & 0xff) << 8);
-        } else if constexpr (F::CODING == MASKED_CODEBOOK) {
-            const int q = 2 * b + j;
-            const u32 two = pairs >> 16, large = ~(two ^ two >> 2), bits = to_bytes(large & 0x0303) << 2 * q;
-            share.low[0] |= (pairs & 0x0f0f) << (16 * b + 4 * j);
-            share.low[1] |= to_bytes(~two >> 2 & 0x0303) << (2 * q + 1) | __funnelshift_r(bits, bits, 4);
         } else {
             share.low[F::BITS == 2 ? b : 2 * b + j] |= F::BITS == 2 ? pairs << 4 * j : pairs;
+        }
+    }
+
+    // All of them, of 2 bits: byte m of word b has pair 8 b + m in its lower half and pair 8 b + 4 + m in the upper one.
+    static DEVICE void put_both(LaneShare<F>& share, const u32 (&pairs)[2]) {
+        if constexpr (F::CODING == MASKED_CODEBOOK) {
+            // Bits 4 j + 2 s + e of byte 2 b + t, of pair 8 b + 4 j + 2 + t: where s is 1 signs, else the others.
+            const u32 codes = permute(pairs[0], pairs[1], 0x7632), flipped = ~(codes ^ (codes >> 2 & 0x33333333));
+            const u32 bits = with_last_first(flipped);  // 16 e + 8 t + 4 b + 2 j + s
+            share.low[0] = permute(pairs[0], pairs[1], 0x5410);
+            share.low[1] = chosen(bits, __funnelshift_r(bits, bits, 4), 0xaaaaaaaa);
+        } else {
+            share.low[0] = pairs[0], share.low[1] = pairs[1];
+        }
+    }
+
+    // All of them, of more: byte m of word 2 j + b has pair 8 b + 4 j + m, of 5 bits without the fifth ones, which are bits 2 m
+    // and 2 m + 1 of byte 2 j + b of `fifths`.
+    static DEVICE void put_all(LaneShare<F>& share, const u32 (&pairs)[4], u32 fifths = 0) {
+        if constexpr (F::BITS == 3) {
+            u32 steps[4];  // of step h bytes 2 (m % 2) + j (place_of)
+#pragma unroll
+            for (int h = 0; h < 4; h++) steps[h] = permute(pairs[h / 2], pairs[2 + h / 2], h % 2 ? 0x7362 : 0x5140);
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) word_of(share, w) = and_or(steps[3] << (6 - 2 * w), 0xc0c0c0c0, steps[w]);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const u32 eight = fifths >> 8 * k, four = (eight & 0x0f) | (eight & 0xf0) << 12;
+                put(share, k % 2, k / 2, pairs[k], (four & 0x00030003) | (four & 0x000c000c) << 6);
+            }
         }
     }
 
@@ -53,9 +79,7 @@ struct Pairs {
     }
 
 private:
-    // Of codes that masks make (core/masked.cuh): bits e of two bytes t to bits 0 of bytes 2e + t, and back.
-    static DEVICE u32 to_bytes(u32 two) { return two * (1 + (1 << 15)) & 0x01010101; }
-
+    // Of codes that masks make (core/masked.cuh): bits 0 of bytes 2e + t to bits e of two bytes t.
     static DEVICE u32 of_bytes(u32 bits) { return (bits & 0x0101) | (bits >> 15 & 0x0202); }
 
     static constexpr int PAIR = 2 * F::BITS, PER_WORD = 32 / PAIR, WORDS = F::LOW_BYTES / 128 + 1;

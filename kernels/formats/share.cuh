@@ -36,6 +36,88 @@ DEVICE u32 own_of_row(const u32* words, int i) {
     return (i % 2 ? mine[1] : mine[0]) | theirs;
 }
 
+// Bits of a word, those that `mask` has and those `by` bits higher, changed for each other.
+DEVICE u32 swapped(u32 word, int by, u32 mask) {
+    const u32 other = (word ^ word >> by) & mask;
+    return word ^ other ^ other << by;
+}
+
+// Bits to other places. In the number of a bit, from the highest one on, the swaps do
+//
+//     v w x y z  ->  z w x y v  ->  z w v y x  ->  z w v x y
+DEVICE u32 with_last_first(u32 bits) {
+    return swapped(swapped(swapped(bits, 15, 0x0000aaaa), 3, 0x0a0a0a0a), 1, 0x22222222);
+}
+
+// a where `mask` has bits, else b.
+DEVICE u32 chosen(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
+
+// What a has beside `mask`, and b `by` bits lower in it, changed for each other.
+DEVICE void cross(u32& a, u32& b, int by, u32 mask) {
+    const u32 first = chosen(a, b << by, mask);
+    b = chosen(a >> by, b, mask), a = first;
+}
+
+// Words from any address of shared memory, of which up to three bytes behind them are read.
+template <int COUNT>
+DEVICE void load_words(const u8* p, u32 (&words)[COUNT]) {
+    const u32 shift = u32(reinterpret_cast<u64>(p)) % 4 * 8;
+    const u32* const from = reinterpret_cast<const u32*>(p - shift / 8);
+#pragma unroll
+    for (int w = 0; w < COUNT; w++) words[w] = __funnelshift_r(from[w], from[w + 1], shift);
+}
+
+// Each of the four lanes (i) that share a row has a word for each of them: word k becomes what lane k has for lane i.
+DEVICE void exchange(u32 (&words)[4], int i) {
+#pragma unroll
+    for (int step = 2; step; step /= 2)
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+            if (!(w & step)) {
+                u32 &low = words[w], &high = words[w | step];
+                const u32 theirs = __shfl_xor_sync(~0u, i & step ? low : high, step);
+                (i & step ? low : high) = theirs;
+            }
+}
+
+// Byte i of word m to byte m of word i.
+DEVICE void turn_bytes(u32 (&words)[4]) {
+    u32 halves[4];
+#pragma unroll
+    for (int w = 0; w < 4; w++) halves[w] = permute(words[w / 2 * 2], words[w / 2 * 2 + 1], w % 2 ? 0x7362 : 0x5140);
+#pragma unroll
+    for (int w = 0; w < 4; w++) words[w] = permute(halves[w / 2], halves[2 + w / 2], w % 2 ? 0x7632 : 0x5410);
+}
+
+// Each of the four lanes has four bit planes of a block of 32 columns (words p), and wants of all four blocks the columns
+// 8 m + 2 i and the next ones: bits 2 p and 2 p + 1 of byte m of word k are those of lane k's block.
+DEVICE void exchange_planes(u32 (&words)[4], int i) {
+    cross(words[0], words[2], 4, 0x0f0f0f0f), cross(words[1], words[3], 4, 0x0f0f0f0f);
+    cross(words[0], words[1], 2, 0x33333333), cross(words[2], words[3], 2, 0x33333333);
+    exchange(words, i);
+}
+
+// The same of two planes: word b has, for j = 0, 1 in the lower and upper halves of byte m, what is of lane 2 j + b.
+DEVICE void exchange_planes(const u32 (&planes)[2], int i, u32 (&words)[2]) {
+    u32 even = planes[0], odd = planes[1];  // of lanes i
+    cross(even, odd, 2, 0x33333333);
+    const u32 own = i < 2 ? 0x0f0f0f0f : 0xf0f0f0f0;
+    auto exchange = [&](u32 word) {
+        const u32 theirs = __shfl_xor_sync(~0u, word, 2);
+        return chosen(word, __funnelshift_l(theirs, theirs, i < 2 ? 4 : 28), own);
+    };
+    even = exchange(even), odd = exchange(odd);
+    const u32 theirs = __shfl_xor_sync(~0u, i % 2 ? even : odd, 1);
+    words[0] = i % 2 ? theirs : even, words[1] = i % 2 ? odd : theirs;
+}
+
+// The same of one plane: bits 2 m and 2 m + 1 of byte k.
+DEVICE u32 exchange_plane(u32 plane, int i) {
+    plane = swapped(swapped(plane, 12, 0x0000f0f0), 6, 0x00cc00cc);  // byte i, bits 2 m and 2 m + 1
+    plane = permute(plane, __shfl_xor_sync(~0u, plane, 2), i < 2 ? 0x5410 : 0x3276);
+    return permute(plane, __shfl_xor_sync(~0u, plane, 1), i % 2 ? 0x3715 : 0x6240);
+}
+
 // Codes of a few bits, at bit `shift` of each of eight bytes, by themselves.
 DEVICE uint2 codes_at(uint2 bytes, int shift, u32 mask) {
     return make_uint2(bytes.x >> shift & mask * 0x01010101, bytes.y >> shift & mask * 0x01010101);
@@ -45,12 +127,6 @@ DEVICE uint2 codes_at(uint2 bytes, int shift, u32 mask) {
 DEVICE void add_plane(uint2& codes, u32 plane, int to) {
     codes.x |= (plane & 15) * (0x00204081 << to) & 0x01010101 << to;
     codes.y |= (plane >> 4 & 15) * (0x00204081 << to) & 0x01010101 << to;
-}
-
-// Bits of a word, those that `mask` has and those `by` bits higher, changed for each other.
-DEVICE u32 swapped(u32 word, int by, u32 mask) {
-    const u32 other = (word ^ word >> by) & mask;
-    return word ^ other ^ other << by;
 }
 
 // Bytes of four bit planes of eight codes, byte p of plane p, from nibbles, and back. Codes 0 to 3 are the lower

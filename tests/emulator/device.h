@@ -268,6 +268,11 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __expf(float x) { return expf(x); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline u32 __brev(u32 v) {
+    u32 reversed = 0;
+    for (int bit = 0; bit < 32; bit++) reversed |= (v >> bit & 1) << (31 - bit);
+    return reversed;
+}
 inline int __ffs(u32 v) { return __builtin_ffs(v); }
 inline u32 __funnelshift_l(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) << (by & 31) >> 32); }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 by) { return u32((u64(high) << 32 | low) >> (by & 31)); }
