@@ -29,7 +29,8 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert group * q_len >= kv_plan.PANEL_ROWS
                 assert y * 128 // c["STREAMS"] >= group * q_len
                 assert c["STREAMS"] == (2 if group * q_len <= 64 else 1)
-                assert (x, z) == (launch.budget + batch - 1, heads)
+                assert launch.shares == launch.budget + batch - 1
+                assert (x, z) == (launch.shares * heads, 1)
                 assert launch.attention.shared == kernel.max_shared <= 227 << 10
                 assert 2 * kernel.max_shared > 227 << 10
                 assert launch.merge.grid == (batch, -(-rows // c["MERGE_ROWS"]), 1)
@@ -44,7 +45,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
             else:
                 assert alone == rings * ring
-            one_each = launch.budget * y * z <= 132
+            one_each = launch.budget * y * heads // c["BLOCK_HEADS"] <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)
             assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
             sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
@@ -57,10 +58,10 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert c["RING"] % 16 == 0
                 assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
                 assert c["RING"] >= sums
-            assert c["BLOCK_HEADS"] * z == heads
+            assert (c["BLOCK_HEADS"] * x, z) == (heads * launch.shares, 1)
             assert c["BLOCK_HEADS"] <= c["WARPS"]
             assert y * c["GROUPS"] * 8 >= group * q_len
-            assert x == launch.budget + batch - 1
+            assert launch.shares == launch.budget + batch - 1
             assert max(y, z) <= plan.MOST_BLOCKS
             parts_of_a_row = launch.merge.grid[2]
             assert launch.merge.grid[:2] == (batch, rows)

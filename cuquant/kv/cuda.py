@@ -77,9 +77,9 @@ def _planned(given: _Given) -> _Planned:
     multiprocessors = given.gpu.multiprocessors
     launch = plan.attention(shape, given.gpu.capability, multiprocessors)
     check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
-    rows, blocks = heads * q_len, launch.attention.grid[0]
+    rows = heads * q_len
     parts = launch.merge.grid[2]
-    sizes: tuple[int, ...] = (blocks * rows * (dim + 8) * 4, batch * 8)
+    sizes: tuple[int, ...] = (launch.shares * rows * (dim + 8) * 4, batch * 8)
     if given.track:
         sizes += (batch * rows * dim * 4, batch * rows * 8)
     *pieces, size = accumulate((ceil(size / 256) * 256 for size in sizes), initial=0)

@@ -86,7 +86,9 @@ class Launch(NamedTuple):
     merge: Plan
     """Of what the blocks leave."""
     budget: int
-    """Blocks that share all tokens."""
+    """Shares of all tokens."""
+    shares: int
+    """How many there may be, as each sequence has some of its own."""
     least: int
     """Cost of tokens below which they are not shared."""
     boxes: bool
@@ -197,13 +199,20 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         Kernel("attention", entry, None, tuple(constants.items()), size)
         for entry, size in (("attention", most), ("merge", 0))
     ]
-    grid = (budget + shape.batch - 1, tiles, head_groups)
+    shares = budget + shape.batch - 1
     if budget * tiles * head_groups <= multiprocessors:
         shared = most
     return Launch(
-        Plan(kernels[0], grid, (warps + COPYING_WARPS * boxes) * WARP, shared, overlaps=True),
+        Plan(
+            kernels[0],
+            (shares * head_groups, tiles, 1),
+            (warps + COPYING_WARPS * boxes) * WARP,
+            shared,
+            overlaps=True,
+        ),
         _merge(kernels[1], shape, merge_warps, multiprocessors, capability, shared),
         budget,
+        shares,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
         not boxes,
@@ -216,6 +225,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     streams = 2 if shape.rows <= 64 else 1
     tiles = ceil(shape.rows / (128 // streams))
     budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * shape.kv_heads)))
+    shares = budget + shape.batch - 1
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -224,6 +234,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         "SPREAD": 0,
         "MASKED": shape.masked,
         "HEADS": shape.kv_heads,
+        "BLOCK_HEADS": 1,
         "BOXES": 0,
         "COUNTED": 0,
         "MERGE_WARPS": 1,
@@ -238,9 +249,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         for entry, size in (("attention", shared), ("merge", 0))
     )
     return Launch(
-        Plan(
-            attention, (budget + shape.batch - 1, tiles, shape.kv_heads), 4 * 4 * WARP, shared, overlaps=True
-        ),
+        Plan(attention, (shares * shape.kv_heads, tiles, 1), 4 * 4 * WARP, shared, overlaps=True),
         Plan(
             merge,
             (shape.batch, ceil(shape.heads * shape.q_len / MERGE_ROWS), 1),
@@ -248,6 +257,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
             overlaps=True,
         ),
         budget,
+        shares,
         LEAST,
         False,
         False,

@@ -132,7 +132,7 @@ private:
         using L = Box<bits_of(TIER)>;
         const auto& map = maps.maps[maps_before(TIER)];
         const u32 to = place.slot(), barrier = place.filled();
-        const int group = blockIdx.z;
+        const int group = head_group();
         barrier_wait(place.left(), place.parity ^ 1);
         place.next();
         barrier_expect(barrier, L::SCALES + (values ? 0 : 2 * L::SCALE_BYTES));

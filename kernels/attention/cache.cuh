@@ -32,7 +32,7 @@ struct Attention {
     const int* positions;    // [batch, q_len], or null: the last q_len of each sequence
     const int* next_slots;   // [batch]
     const float* key_scales; // [batch, kv_heads, DIM], or null
-    float4* left;            // [blocks along x, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
+    float4* left;            // [shares, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
     u32* counters;           // [batch, heads * q_len, parts] of shares that are there; else 0
     int2* shares;            // [batch], where nothing counts: the first block of a sequence, and how many share it
     float* queries;          // [batch, heads * q_len, DIM] as they meet stored keys, for importance; or null

@@ -62,7 +62,7 @@ DEVICE u32 counted(u32 splits) { return splits << 16 | 1; }
 
 // How a sequence is shared, of several, to what does not count: by a thread of each block, of which the first say the same.
 DEVICE void tell_merge(const Attention& p, const Share& share) {
-    if (p.batch > 1 && share.split + blockIdx.z == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
+    if (p.batch > 1 && share.split + head_group() == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
 }
 
 // Sums with the reference of their weights, and the sum of these.

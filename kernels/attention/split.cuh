@@ -7,6 +7,13 @@
 
 constexpr int GRAIN = 16;  // tokens that are not divided
 
+// Blocks along x: for each share of the tokens one for each group of key heads, side by side. So those without tokens, of which several
+// sequences may have some, come last, and all that have any find room at once.
+constexpr int HEAD_GROUPS = CUQUANT_HEADS / CUQUANT_BLOCK_HEADS;
+
+DEVICE int own_share() { return blockIdx.x / HEAD_GROUPS; }
+DEVICE int head_group() { return blockIdx.x % HEAD_GROUPS; }
+
 DEVICE constexpr bool has_tier(int tier) { return CUQUANT_TIERS >> tier & 1; }
 
 // Of a grain of eight heads, about, in units of 80 ns of an H200's multiprocessor. Blocks with different buckets share the

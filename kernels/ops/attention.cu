@@ -52,14 +52,14 @@ struct Work {
         wait_for_predecessor();
         const Lengths lengths(p, !finds ? p.batch : single ? 0 : lane);
         if (!single) {
-            if (finds) share.find(p, lengths, blockIdx.x, lane);
+            if (finds) share.find(p, lengths, own_share(), lane);
             if (!shared_out(share)) return false;
         }
         const int sequence = single ? 0 : share.sequence;
         Given given(p, sequence, head, first_row, lane);
         given.ask();
         if (single) {
-            if (finds) share.find_single(p, lengths, blockIdx.x, lane);
+            if (finds) share.find_single(p, lengths, own_share(), lane);
             if (!shared_out(share)) return false;
         }
         q.take(p, given, sequence, head, first_row, p.queries && own == 0 && share.split == 0, lane);
@@ -117,15 +117,15 @@ struct Work {
         asm volatile("" : "+r"(which));  // known before the wait
         Lengths lengths(p, which);
         if (single) {
-            if (warp == finder) early.find_single(p, lengths, blockIdx.x, lane), early.loosen(p, lane);
+            if (warp == finder) early.find_single(p, lengths, own_share(), lane), early.loosen(p, lane);
             __syncthreads();
         } else {
             wait_for_predecessor();
-            if (warp == finder) share.find(p, Lengths(p, lane), blockIdx.x, lane);
+            if (warp == finder) share.find(p, Lengths(p, lane), own_share(), lane);
             if (!shared_out(share)) return false;
         }
         const int sequence = single ? 0 : share.sequence;
-        const bool writes = p.queries && own == 0 && (single ? blockIdx.x : share.split) == 0;
+        const bool writes = p.queries && own == 0 && (single ? own_share() : share.split) == 0;
         Given given(p, sequence, head, first_row, lane);
 #pragma unroll 1
         while (true) {
@@ -136,7 +136,7 @@ struct Work {
                     given.ask();
                 });
             if (!known && warp == finder)
-                share.find_single(p, lengths, blockIdx.x, lane);
+                share.find_single(p, lengths, own_share(), lane);
             else if (!taken && (busy(now) || writes))
                 q.take(p, given, sequence, head, first_row, writes, lane), taken = true;
             if (known) return true;
@@ -275,7 +275,7 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
     all.y *= factor;
 #pragma unroll
     for (int step = 1; step < STREAMS; step *= 2) all.y += __shfl_xor_sync(~0u, all.y, step);
-    const int head = blockIdx.z * BLOCK_HEADS + local, at = first_row + row, out_row = head * rows_of(p) + at;
+    const int head = head_group() * BLOCK_HEADS + local, at = first_row + row, out_row = head * rows_of(p) + at;
 #pragma unroll
     for (int base = 0; base < PADDED; base += WARP * 4) {
         const int column = base + lane * 4;
@@ -287,12 +287,12 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
         }
         if (column >= CUQUANT_DIM) continue;
         if (share.splits > 1)
-            left_at(p, blockIdx.x, out_row)[column / 4] = sum;
+            left_at(p, own_share(), out_row)[column / 4] = sum;
         else
             store_channels(p, place_of(p, share.sequence, out_row), column, sum, all.y);
     }
     if (share.splits > 1) {
-        if (lane < 2) left_at(p, blockIdx.x, out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
+        if (lane < 2) left_at(p, own_share(), out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
         __syncwarp();
         if (COUNTED && lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
     } else if (p.totals && lane == 0) {
@@ -313,7 +313,7 @@ DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps
 }
 #endif
 
-// Grid: blocks that share the tokens, groups of ROWS rows, groups of key heads. Warp w has key head w % BLOCK_HEADS of
+// Grid: shares of the tokens and groups of key heads (split.cuh), groups of ROWS rows. Warp w has key head w % BLOCK_HEADS of
 // its group, and the steps of stream w / BLOCK_HEADS.
 template <class... M>
 DEVICE void attend(const Attention& p, const M&... maps) {
@@ -324,7 +324,7 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     if (warp >= WARPS) return copy_tokens(p, share, maps...);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
 #endif
-    const int head = blockIdx.z * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
+    const int head = head_group() * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
     Work work(p, head, first_row, own, lane);
     Queries q;
     if (!work.begin(share, q)) return;

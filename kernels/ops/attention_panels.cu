@@ -26,7 +26,7 @@ DEVICE void convert(const Attention& p, const PanelRing& ring, const Share& shar
     if constexpr (has_tier(TIER)) {
         const int begin = share.cuts[0][TIER], end = share.cuts[1][TIER];
         if (begin < end)
-            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, blockIdx.z, begin, end, least_last,
+            Converter<bits_of(TIER), VALUES>(p.tiers[TIER], ring, share.sequence, head_group(), begin, end, least_last,
                                              PanelScale(p.scale).of_keys, threadIdx.x % WARPGROUP).run(panel);
     }
     if constexpr (TIER + 1 < TIERS) convert<VALUES, TIER + 1>(p, ring, share, least_last, panel);
@@ -80,10 +80,10 @@ DEVICE void each_row(int row, int count, int lane, F store) {
 // Those rows to results, or to what `merge` goes on with. Where one goes follows from where the last went, and all is asked
 // once: a single warp is slow to work out anything.
 DEVICE void finish(const Attention& p, const Share& share, int row, int count, int first_row, int lane) {
-    const int own = first_row + row, out_row = blockIdx.z * rows_of(p) + own;
+    const int own = first_row + row, out_row = head_group() * rows_of(p) + own;
     const bool there = lane * 4 < CUQUANT_DIM;
     if (share.splits > 1) {
-        float4* left = left_at(p, blockIdx.x, out_row);
+        float4* left = left_at(p, own_share(), out_row);
         each_row(row, count, lane, [&](int, const float4& sum, const float2& weight) {
             if (there) left[lane] = sum;
             if (lane < 2) left[CUQUANT_DIM / 4 + lane] = make_float4(weight.x, weight.y, 0, 0);
@@ -141,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (warp == THREADS / WARP - 1) {
         const Lengths lengths(p, single ? 0 : lane);
         if (single)
-            share.find_single(p, lengths, blockIdx.x, lane);
+            share.find_single(p, lengths, own_share(), lane);
         else
-            share.find(p, lengths, blockIdx.x, lane);
+            share.find(p, lengths, own_share(), lane);
     }
     if (!single && !meet()) return;
     if (warp >= MULTIPLYING / WARP) {
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         return;
     }
     // Of a single sequence queries are asked for while it is shared out.
-    const int head = blockIdx.z, warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
+    const int head = head_group(), warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
     Given given(p, single ? 0 : share.sequence, head, first_row + own_row, lane);
     given.ask();
