@@ -302,6 +302,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
     table = cq.formats.get("kbit4")
     assert plan.quantize(table, 129, gpu).grid == (2, 1, 1)
     assert plan.quantize(table, 1 << 20, gpu).grid == (20 * 132, 1, 1)  # which stay
+    assert plan.quantize(table, 1 << 20, gpu, stay=False).grid == ((1 << 20) // 128, 1, 1)
     assert plan.repack(table, "to_fragments", 1, 33, plan.Gpu(90)).grid == (2, 1, 1)  # runs of 32 tiles
     assert plan.repack(table, "to_fragments", 33, 1, plan.Gpu(90)).grid == (33, 1, 1)
     assert plan.repack(table, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (2 * 132, 1, 1)
