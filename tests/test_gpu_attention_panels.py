@@ -208,6 +208,22 @@ def test_keys_of_zeros(q_len: int, bits: int) -> None:
         agree((normal(1, q_len, 8, 64) * F(5e37)).astype(BFLOAT), there, scale=scale)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("q_len", [1, 3, 16])
+def test_scores_as_large_as_masks(q_len: int, bits: int) -> None:
+    """Of about 1e31; what a mask adds decides between tokens."""
+    cache, q = filled(50, 2, (bits,)), (normal(2, q_len, 8, 64) * F(1e15)).astype(BFLOAT)
+    agree(q, cache, scale=1e15, mask=normal(2, 8, q_len, 50, seed=7) * F(1e31), causal=False)
+
+
+@pytest.mark.parametrize("q_len", [1, 16])
+def test_importance_of_scores_as_large(q_len: int) -> None:
+    """One token has all the weight of a row, or none, where its score is rounded otherwise a second time."""
+    cache = filled(50, 2, (16, 8), track_attention=True)
+    cq.attention(device.cupy().asarray((normal(2, q_len, 8, 64) * F(1e13)).astype(BFLOAT)), cache, scale=1e13)
+    assert 0 < cache.tokens().importance.sum() <= 2 * q_len
+
+
 @pytest.mark.parametrize("scale", [2e38, -2e38, 1e20, 1e-20])
 def test_scales_of_queries_of_zeros(scale: float) -> None:
     agree(np.zeros((2, 16, 8, 64), HALF), filled(150), scale=scale)

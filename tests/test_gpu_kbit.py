@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any, Literal
 
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from products import assert_products, gauss
 
 import cuquant as cq
-from cuquant import device, testing
+from cuquant import device, plan, testing
+from cuquant.cuda import jit
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
@@ -78,6 +80,43 @@ def test_many_weights_as_on_the_cpu(k: int) -> None:
     """Division and search of four million weights, bit for bit."""
     x = gauss((1024, 4096), k) * F(0.02)
     np.testing.assert_array_equal(as_numpy(on_gpu(x, f"kbit{k}").blocks), cq.quantize(x, f"kbit{k}").blocks)
+
+
+@pytest.mark.parametrize("stay", [1, 3])
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(7, 4096), (13, 3104), (1, 4096), (3, 20512), (1, 32)])
+def test_blocks_that_quantize_chunk_after_chunk(
+    shape: tuple[int, int], k: int, stay: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few blocks of threads, so that each has several chunks; what is said of bad rows and lost weights."""
+    cupy, fmt = device.cupy(), cq.KBit(k, absmax="float16" if stay > 1 else "e4m4")
+    monkeypatch.setattr(jit, "gpu", lambda: plan.Gpu(jit.capability(), 1))
+    monkeypatch.setattr(plan.blocks, "_STAYING", stay)
+    plan.quantize.cache_clear()
+    exponents = np.random.default_rng(5).integers(-26, 3, (shape[0], shape[1] // 32)).repeat(32, 1)
+    x = np.clip(gauss(shape) * 2.0**exponents, -31, 31)
+    for dtype in FLOATS:
+        given = x.astype(dtype)
+        bad = given.copy()
+        bad[shape[0] // 2, 20] = np.nan
+        bad[-1, -1] = np.inf
+        padded = cupy.zeros((shape[0], shape[1] + 3), given.dtype)
+        padded[:, 1:-2] = cupy.asarray(given)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            made = [cq.quantize(each, fmt) for each in (given, cupy.asarray(given), padded[:, 1:-2])]
+        for other in made[1:]:
+            np.testing.assert_array_equal(as_numpy(other.blocks), made[0].blocks)
+        assert len({str(warning.message) for warning in told}) <= 1
+        assert len(told) in (0, 3)
+        errors = []
+        for each in (bad, cupy.asarray(bad)):
+            with pytest.raises(ValueError, match="must be finite") as refused:
+                cq.quantize(each, fmt)
+            errors.append(str(refused.value))
+        assert errors[0] == errors[1]
+    monkeypatch.undo()
+    plan.quantize.cache_clear()
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 31.500002, -40, 1e30])

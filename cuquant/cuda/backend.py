@@ -63,7 +63,7 @@ def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
     """Write the blocks of rows of floats. Of `found`, if given, the first becomes the number of the first row
     without a block, if less; to the second is added what is lost (`Found` in kernels/formats/encode.cuh)."""
     blocks_per_row = rows.shape[1] // fmt.block_size
-    stay = rows.dtype == np.float16 and rows.flags.c_contiguous
+    stay = rows.dtype == np.float16 and rows.flags.c_contiguous and rows.data.ptr % 16 == 0
     step = plan.quantize(fmt, len(rows) * blocks_per_row, jit.gpu(), stay)
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
     jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt))

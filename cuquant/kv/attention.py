@@ -59,7 +59,7 @@ def attention(
     cache : KVCache
         Its tokens include the queries' own, if they are to be seen.
     scale : float, optional
-        1 / sqrt(head_dim) by default.
+        1 / sqrt(head_dim) by default; 0, or a magnitude from 2^-126 to 2e38.
     mask : bool or float array that broadcasts to (batch, heads, q_len, slots), optional
         Its last axis is indexed by global slot and has at least `cache.slots` columns; slots beyond them, as
         a graph may append, are hidden. True: may be seen; floats are added to the scaled scores, -inf

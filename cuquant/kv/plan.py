@@ -193,7 +193,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     shared = rings * (ring + BOX_BARRIERS * boxes)
     # Where launches overlap, masked queries take up to 70% longer with two blocks on one multiprocessor and
     # none on another, or not, as it happens; others come with too many registers for two. (Of several
-    # sequences batch - 1 blocks for each group of heads may have no tokens: they end at once.)
+    # sequences batch - 1 blocks for each group of heads may have no tokens, and end as soon as they know.)
     most = lone(shared, capability) if shape.masked and capability >= 90 else shared
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), size)

@@ -15,7 +15,7 @@ _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
 84 us in place of 89."""
-_RESIDENT, _RESIDENT_OF_ODD = 2, 3
+_RESIDENT, _MORE_RESIDENT = 2, 3
 """Blocks of a multiprocessor that repack to fragments, at most. More have fewer registers: with five, q4_0 at
 28672 x 8192 takes an H200 81 us in place of 73. Codes of 3 and 6 bits, which take more instructions, are
 faster with three: kbit3 at 32768 x 8192 59 us in place of 65."""
@@ -89,7 +89,7 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
         run, row = run * longer, row * longer
         image = TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
         shared, most = 2 * image, shared_limit(gpu.capability)
-        resident = _RESIDENT_OF_ODD if fmt.bits in (3, 6) else _RESIDENT
+        resident = _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT
         constants |= {"RESIDENT": resident, "IMAGE": image}
     constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
     blocks = row_tiles * ceil(tiles / run)

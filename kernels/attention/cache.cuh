@@ -34,7 +34,7 @@ struct Attention {
     const float* key_scales; // [batch, kv_heads, DIM], or null
     float4* left;            // [shares, heads * q_len, LEFT_ROW] (merge.cuh) of those that share a sequence
     u32* counters;           // [batch, heads * q_len, parts] of shares that are there; else 0
-    int2* shares;            // [batch], where nothing counts: the first block of a sequence, and how many share it
+    int2* shares;            // [batch], where nothing counts: the first share of a sequence, and how many there are
     float* queries;          // [batch, heads * q_len, DIM] as they meet stored keys, for importance; or null
     float2* totals;          // [batch, heads * q_len], for importance; or null
     s64 q_strides[3], out_strides[4], mask_strides[4];
@@ -80,6 +80,12 @@ constexpr float LEAST_SCORE = -3.3e38f;
 // In place of a value's scale of 0, and lost in the rounding of every other: a weight so small that it adds nothing, and never 0
 // times infinity.
 constexpr float NOTHING = 8.7e-19f;  // about 2^-60
+
+// The greatest number in place of infinity: by that 0, the score of a key of zeros, is 0.
+DEVICE float bounded(float factor) {
+    constexpr float GREATEST = 3.4028235e38f;
+    return fabsf(factor) > GREATEST ? copysignf(GREATEST, factor) : factor;
+}
 
 // Whether the mask lets a row of a key head's queries see a slot; a float mask is added to the score, in bits.
 DEVICE bool unmasked(const Attention& p, int sequence, int head, int row, int slot, float& score) {

@@ -48,8 +48,8 @@ DEVICE void store_channels(const Attention& p, s64 place, int column, const floa
 // of these.
 constexpr int LEFT_ROW = CUQUANT_DIM / 4 + 2;
 
-DEVICE float4* left_at(const Attention& p, int block, int row) {
-    return p.left + (s64(block) * p.heads * p.q_len + row) * LEFT_ROW;
+DEVICE float4* left_at(const Attention& p, int share, int row) {
+    return p.left + (s64(share) * p.heads * p.q_len + row) * LEFT_ROW;
 }
 
 // What says that all shares of a row are there, to the block that merges a part of it.

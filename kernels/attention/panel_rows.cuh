@@ -29,8 +29,7 @@ struct PanelRows : PanelWeights {
     DEVICE void begin(const Given& given, bool writes) {
         Queries q;
         q.take(p, given, sequence, head, first_row, writes, lane);
-        const PanelScale scale(p.scale);
-        const float beyond = power_of_two(scale.beyond), most = MOST_FACTOR / fabsf(scale.of_keys);
+        const float beyond = power_of_two(PanelScale(p.scale).beyond);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
 #pragma unroll
@@ -53,8 +52,7 @@ struct PanelRows : PanelWeights {
             const u32 back = plain ? pack(power[n], power[n], FLOAT16) : 0x3c003c00;
 #pragma unroll
             for (int k = 0; k < STEPS; k++) a[k][n] = mul_half2(a[k][n], back), a[k][n + 2] = mul_half2(a[k][n + 2], back);
-            power[n] = (plain ? 1 : power[n]) * beyond;
-            if (power[n] > most) power[n] = most;  // not if it is NaN
+            power[n] = bounded((plain ? 1 : power[n]) * beyond);
         }
         lifted = __any_sync(~0u, power[0] != 1 || power[1] != 1);
         if (lifted) power[0] *= 1 / REST, power[1] *= 1 / REST;

@@ -22,11 +22,6 @@ constexpr int HALVES = CUQUANT_HALVES;  // float16 numbers of which a query's ch
 
 constexpr float MOST_WEIGHT = 32768.f;  // of a token, beyond which references move (bucket.cuh)
 
-// What a row's products are multiplied by, but for keys' scales, is at most this: scores remain within float32 (products are below
-// 2^38, keys' scales 2^16), and keys of zeros have the score 0, which they would not by an infinite factor. Where it would be more, products
-// that differ at all leave all the weight to one.
-constexpr float MOST_FACTOR = 0x1p70f;
-
 // The reference by which the largest score has a weight of 2^room. From 2^24 on floats are more than 1 apart, and the difference
 // might become any: there it is the score itself.
 constexpr float WHOLE = 1 << 24;
@@ -250,8 +245,7 @@ private:
         const u32 peak = as_given ? take_halves(n, lane, raw) : take_floats(p, sequence, head, first, n, writes, lane, raw);
         // A row that is not finite has no integers: all its scores are NaN.
         power[n] = peak < 0x7f800000 ? power_of_two(-query_lift_of(peak)) : __int_as_float(0x7fffffff);
-        float factor = __fmul_rn(p.scale, power[n]);
-        if (fabsf(factor) > MOST_FACTOR) factor = copysignf(MOST_FACTOR, factor);
+        const float factor = bounded(__fmul_rn(p.scale, power[n]));
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             scale[n][c] = __shfl_sync(~0u, factor, (lane % 4 * 2 + c) * 4);

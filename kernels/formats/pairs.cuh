@@ -19,6 +19,7 @@ template <class F>
 struct Pairs {
     // Byte m of `pairs` to pair 8 b + 4 j + m; of 5 bits without the fifth ones, which are byte m of `fifths`.
     static DEVICE void put(LaneShare<F>& share, int b, int j, u32 pairs, u32 fifths = 0) {
+        static_assert(F::CODING != MASKED_CODEBOOK, "whose bits of all pairs are put together (put_both)");
         if constexpr (F::BITS % 2) {
 #pragma unroll
             for (int m = 0; m < 4; m++)

@@ -58,7 +58,7 @@ DEVICE void cross(u32& a, u32& b, int by, u32 mask) {
     b = chosen(a >> by, b, mask), a = first;
 }
 
-// Words from any address of shared memory, of which up to three bytes behind them are read.
+// Words from any address of shared memory; up to four bytes behind them are read.
 template <int COUNT>
 DEVICE void load_words(const u8* p, u32 (&words)[COUNT]) {
     const u32 shift = u32(reinterpret_cast<u64>(p)) % 4 * 8;
@@ -102,11 +102,11 @@ DEVICE void exchange_planes(const u32 (&planes)[2], int i, u32 (&words)[2]) {
     u32 even = planes[0], odd = planes[1];  // of lanes i
     cross(even, odd, 2, 0x33333333);
     const u32 own = i < 2 ? 0x0f0f0f0f : 0xf0f0f0f0;
-    auto exchange = [&](u32 word) {
+    auto halves_of = [&](u32 word) {
         const u32 theirs = __shfl_xor_sync(~0u, word, 2);
         return chosen(word, __funnelshift_l(theirs, theirs, i < 2 ? 4 : 28), own);
     };
-    even = exchange(even), odd = exchange(odd);
+    even = halves_of(even), odd = halves_of(odd);
     const u32 theirs = __shfl_xor_sync(~0u, i % 2 ? even : odd, 1);
     words[0] = i % 2 ? theirs : even, words[1] = i % 2 ? odd : theirs;
 }

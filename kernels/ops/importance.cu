@@ -92,7 +92,7 @@ private:
                 mma_half(all, codes, b[n][u][2 * m], b[n][u][2 * m + 1], all);
             }
         sum[n] = all[0] + all[1];
-        scale[n] = __shfl_sync(~0u, unit * power_of_two(-lift), lane % 4 * 8);
+        scale[n] = __shfl_sync(~0u, bounded(unit * power_of_two(-lift)), lane % 4 * 8);
     }
 };
 

@@ -7,8 +7,7 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 
 constexpr int THREADS = 256;
 // Blocks that a multiprocessor is to hold. With eight, all 2048 threads of sm_80's and sm_90's (sm_86's and sm_89's hold six
-// blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then, and ptxas
-// chooses (0).
+// blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then.
 constexpr int RESIDENT = LOOKED_UP<Format> ? 5 : 8;
 constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
@@ -153,7 +152,7 @@ DEVICE s64 encode_halves(const Quantizing& p, const LevelsOf<F>& levels, s64 chu
 }
 
 // Rows of K floats, with strides in elements, to blocks; `found` may be null. `thresholds` and `decoded`: of a codebook
-// (encode_kbit.cuh), of which blocks of threads stay for all chunks, as their tables are made once.
+// (encode_kbit.cuh), whose tables are made once for all chunks that a block of threads takes.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out,
     Found* found, const Thresholds* thresholds, int decoded, float scale) {
