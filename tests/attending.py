@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -31,8 +32,21 @@ def kernels_of_few_queries() -> set[Kernel]:
     return kernels
 
 
+def kernels_of_panels(dims: tuple[int, ...]) -> set[Kernel]:
+    """Of all widths: for each size, half of a block's rows or all, hidden by nothing, positions, a mask."""
+    shapes = (
+        plan.Shape(1, q_len, 8, 2, dim, WIDTHS, masked, 1)
+        for dim, q_len, masked in product(dims, (16, 64), (0, 1, 2))
+    )
+    return {plan.attention(shape, jit.capability(), 132).attention.kernel for shape in shapes}
+
+
 def normal(*shape: int, seed: int = 0, dtype: Any = F) -> Array:
     return np.random.default_rng(seed).standard_normal(shape, F).astype(dtype)
+
+
+def queries(*shape: int, dtype: Any = np.float16, seed: int = 3) -> Array:
+    return normal(*shape, seed=seed, dtype=dtype)
 
 
 def filled(

@@ -126,12 +126,14 @@ CHOSEN_OF_SM_90 = {
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger) or (only_itself and 20)",
     ),
     "test_gpu_attention_panels.py": (
-        43,
+        15,
         "(types and (64-16 or 128-33) and not bfloat16) or (tokens and 40-129) or (masks and True and shape1)"
-        " or (take_back and 16 and (61 or 37)) or largest_float or sees_nothing or as_large"
-        " or (zeros and (3 or 16))"
-        " or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one)"
+        " or sees_nothing or (bad and (k-nan-widths5 or v-inf-widths0 or v-nan-widths2)) or (move and 64-one)"
         " or (importance and 90 and not options1) or (behind and 96) or (positions and 70) or these",
+    ),
+    "test_gpu_attention_magnitudes.py": (
+        28,
+        "(take_back and 16 and (61 or 37)) or largest_float or as_large or move or (zeros and (3 or 16))",
     ),
     "test_gpu_cores.py": (
         3,
@@ -183,6 +185,7 @@ PROCESSES_OF_SM_90 = {
         "test_gpu_attention.py",
         "test_gpu_attention_queries.py",
         "test_gpu_attention_panels.py",
+        "test_gpu_attention_magnitudes.py",
         "test_gpu_random.py",
     ),
 }

@@ -46,7 +46,7 @@ def score_scale(value: Any, dim: int) -> float:
     number = number_of(value, "scale")
     if not abs(number) <= LARGEST_SCALE:
         raise ValueError(f"scale is {number}; a finite number, up to {LARGEST_SCALE:g}, is needed")
-    if 0 < abs(number) < LEAST_SCALE:  # which GPUs take for 0
+    if 0 < abs(number) < LEAST_SCALE:
         raise ValueError(f"scale is {number}; 0, or a magnitude from {LEAST_SCALE:g} on, is needed")
     return number
 

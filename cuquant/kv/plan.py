@@ -166,7 +166,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         rings = warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
         block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
-    budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * head_groups)))
+    budget, shares = _shared_out(shape.batch, multiprocessors // (tiles * head_groups))
     spread = rows <= GROUP_ROWS // 2 and not shape.masked
     registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
     many = budget // shape.batch > MANY_SHARES
@@ -199,7 +199,6 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         Kernel("attention", entry, None, tuple(constants.items()), size)
         for entry, size in (("attention", most), ("merge", 0))
     ]
-    shares = budget + shape.batch - 1
     if budget * tiles * head_groups <= multiprocessors:
         shared = most
     return Launch(
@@ -224,8 +223,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     the tokens."""
     streams = 2 if shape.rows <= 64 else 1
     tiles = ceil(shape.rows / (128 // streams))
-    budget = shape.batch * _splits(shape.batch, max(1, multiprocessors // (tiles * shape.kv_heads)))
-    shares = budget + shape.batch - 1
+    budget, shares = _shared_out(shape.batch, multiprocessors // (tiles * shape.kv_heads))
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -281,15 +279,18 @@ def _merge(
     return Plan(kernel, (shape.batch, rows, parts), WARP, size, overlaps=True)
 
 
-def _splits(batch: int, blocks: int) -> int:
-    """Shares of a sequence, of sequences of one length, so that blocks are busy to the end."""
+def _shared_out(batch: int, blocks: int) -> tuple[int, int]:
+    """Shares of all tokens, as many for each sequence if they are of one length, so that so many blocks are
+    busy to the end; and how many there may be."""
+    blocks = max(1, blocks)
 
     def busy(splits: int) -> float:
         waves = batch * splits / blocks
         return waves / ceil(waves)
 
     fewest = max(1, blocks // batch)
-    return next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
+    splits = next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
+    return batch * splits, batch * splits + batch - 1
 
 
 @lru_cache(maxsize=1024)

@@ -75,8 +75,8 @@ DEVICE void copy_or_zeros(u32 to, const u8* from, bool there) {
 }
 
 // The scale of all scores, of which keys' scales in shared memory have a part, and queries' powers the rest: 2^beyond, mostly 1.
-// That part is small: keys' own scales are up to 2^16, and REST (panel_weights.cuh) is beside them, so that a larger one would leave
-// queries with powers that count as 0 where scores do not.
+// That part is small: keys' own scales are up to 2^16, and REST (panel_weights.cuh) is beside them, so that a larger one would
+// leave queries with powers that count as 0 where scores do not.
 struct PanelScale {
     static constexpr int MOST = 20;  // of its exponent, either way
 

@@ -7,8 +7,8 @@
 
 constexpr int GRAIN = 16;  // tokens that are not divided
 
-// Blocks along x: for each share of the tokens one for each group of key heads, side by side. So those without tokens, of which several
-// sequences may have some, come last of a row tile's, mostly the only one, and all that have any find room at once.
+// Blocks along x: for each share of the tokens one for each group of key heads, side by side. So those without tokens, of which
+// several sequences may have some, come last of a row tile's, mostly the only one, and all that have any find room at once.
 constexpr int HEAD_GROUPS = CUQUANT_HEADS / CUQUANT_BLOCK_HEADS;
 
 DEVICE int own_share() { return blockIdx.x / HEAD_GROUPS; }

@@ -100,9 +100,8 @@ private:
     // Bits 15 and 31 of word w to bits w + 5 and w + 21: as signs that a permute repeats in two bytes of either half.
     template <class Word>
     static DEVICE u32 of_five(const Word& word) {
-        constexpr int SIGNS = 0xfbd9;  // of bytes 1 and 3, of the one word and of the other, in turn
-        const u32 bits = ::masked(permute(word(0), word(3), SIGNS), 0x01200120);
-        return and_or(word(2) >> 8, 0x00800080, and_or(permute(word(1), word(4), SIGNS), 0x02400240, bits));
+        const u32 bits = ::masked(permute(word(0), word(3), SIGNS_OF_HALVES), 0x01200120);
+        return and_or(word(2) >> 8, 0x00800080, and_or(permute(word(1), word(4), SIGNS_OF_HALVES), 0x02400240, bits));
     }
 
     template <class Share>

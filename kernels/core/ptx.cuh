@@ -118,6 +118,7 @@ DEVICE u32 twice(u32 pair, int high) {
 
 // Four of the eight bytes of b and a, numbers 7 .. 0, by four bits of the selector each; the highest of them repeats
 // the byte's sign. (The intrinsic promises three bits.)
+constexpr int SIGNS_OF_HALVES = 0xfbd9;  // of each half of a and of b, in turn, repeated in a byte
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
     u32 r;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));

@@ -85,7 +85,6 @@ DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (
 // The same of pairs of float16 numbers, and of limits twice in a word. A permute repeats the signs of two pairs, of the first
 // eight numbers and of the others, as bytes; their bits 2k and 2k + 1 are the thread's plane.
 DEVICE void store_planes(const u32 (&pairs)[MINE / 2], int half, u8* to, const u32 (&limits)[3]) {
-    constexpr int SIGNS = 0xfbd9;  // of bytes 1 and 3, of the one word and of the other, in turn
     u32 planes[2] = {};
 #pragma unroll
     for (int k = 0; k < MINE / 4; k++) {
@@ -99,7 +98,7 @@ DEVICE void store_planes(const u32 (&pairs)[MINE / 2], int half, u8* to, const u
         }
 #pragma unroll
         for (int p = 0; p < 2; p++)
-            planes[p] = and_or(permute(signs[p][0], signs[p][1], SIGNS), 0x02020101 << 2 * k, planes[p]);
+            planes[p] = and_or(permute(signs[p][0], signs[p][1], SIGNS_OF_HALVES), 0x02020101 << 2 * k, planes[p]);
     }
 #pragma unroll
     for (int p = 0; p < 2; p++) {

@@ -57,7 +57,8 @@ struct Int4Block {
         // Columns 8 m + 2 i and the next: step m / 2, registers j + 2 (m % 2).
 #pragma unroll
         for (int b = 0; b < 2; b++) {
-            const u32 first = chosen(words[b], words[2 + b] << 4, 0x0f0f0f0f), second = chosen(words[b] >> 4, words[2 + b], 0x0f0f0f0f);
+            const u32 first = chosen(words[b], words[2 + b] << 4, 0x0f0f0f0f);
+            const u32 second = chosen(words[b] >> 4, words[2 + b], 0x0f0f0f0f);
             share.low[2 * b] = permute(first, second, 0x5410), share.low[2 * b + 1] = permute(first, second, 0x7632);
         }
         return share;
