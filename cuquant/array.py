@@ -105,6 +105,11 @@ class QuantizedArray(Packed):
         with device.cupy().cuda.Device(fragments.buffer.data.device_id):
             return from_fragments(fragments)
 
+    def _is_here(self) -> None:
+        """ValueError where it is on another GPU than the current one."""
+        if self.device == "cuda":
+            check.same_device(W=self.storage)
+
     def _may_make_blocks(self) -> None:
         """RuntimeError where they would be made for a moment only, and a graph is captured."""
         if self._blocks is None:
@@ -264,11 +269,12 @@ class QuantizedArray(Packed):
             array of the format: rows of EXL3 other than whole runs of 128, rows of several trellis or EXL3
             matrices whose signs or factors differ.
         ValueError
-            A slice's step is 0.
+            A slice's step is 0, or the weight is on another GPU than the current one.
         RuntimeError
             A CUDA graph is being captured, and the weight was prepared.
         """
         parts = check.row_index(index, self.shape, self.device == "cuda")
+        self._is_here()
         self._may_make_blocks()
         return self._selected(self.blocks, parts)
 
@@ -310,6 +316,7 @@ class QuantizedArray(Packed):
 
     def _along(self, numbers: range) -> Iterator[QuantizedArray]:
         check.can_iterate(self.shape)
+        self._is_here()
         self._may_make_blocks()
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self._selected(blocks, (i,)) for i in numbers)

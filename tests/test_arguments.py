@@ -81,7 +81,7 @@ STRUCTS = [
         "append",
         "Append",
         """tiers k v next_slots key_scales tier_of rank adds ids lengths ticket refused k_strides*3
-        v_strides*3 batch n kv_heads dim k_dtype v_dtype tier capacity rotate lanes""",
+        v_strides*3 batch n kv_heads dim k_dtype v_dtype tier capacity rotate lanes clustered""",
         offsets(TIERS, appender._PLACES.format, appender._NUMBERS.format),
     ),
     Struct(

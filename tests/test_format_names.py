@@ -128,10 +128,17 @@ def test_a_name_that_is_taken(registry: None) -> None:
 
 def test_a_class_may_be_defined_again(registry: None) -> None:
     """As a notebook's cell does that is run twice."""
+    weights = []
     for formula in ("W = 1", "W = 2"):
         made = defined("own4", formula=formula)
         assert type(cq.formats.get("own4")) is made
-    assert cq.quantize(np.ones((1, 32), F), "own4").format.formula == "W = 2"
+        weights.append(cq.quantize(np.ones((1, 32), F), "own4"))
+    before, after = weights
+    assert after.format.formula == "W = 2"
+    # They have plans and tables of their own, and no array has parts of both.
+    assert before.format != after.format == cq.formats.get("own4") == "own4"
+    with pytest.raises(ValueError, match="own4"):
+        np.concatenate([before, after])
 
 
 def test_what_every_format_has(registry: None) -> None:

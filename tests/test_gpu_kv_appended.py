@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_append_gives_the_cpu_s_bits(bits: int, dim: int) -> None:
     a, b = both(3, dim, 40, 2, WIDTHS)
     k, v = tokens(2, 30, 3, dim)
+    k[1, 7], k[1, 8, :, 0] = -0.0, -0.0
     k[0, :10] *= np.logspace(-44, 4.5, 10)[:, None, None].astype(F)
     v[1, 3] = np.rint(v[1, 3])  # extremes that are there twice, of either sign
     v[1, 4], v[0, 5], k[1, 6, 1] = 0, -v[0, 5], 1
@@ -28,7 +29,7 @@ def test_append_gives_the_cpu_s_bits(bits: int, dim: int) -> None:
     assert_same(a, b)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 5, 32])
+@pytest.mark.parametrize("heads", [1, 2, 5, 13, 32])
 @pytest.mark.parametrize("dim", [8, 32, 128])
 def test_vectors_that_share_a_warp(heads: int, dim: int) -> None:
     """Tokens of all widths, one and many at a time."""

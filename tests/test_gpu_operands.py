@@ -33,6 +33,44 @@ def stack_of_signs(lead: int) -> cq.QuantizedArray:
     return cq.trellis_from_parts(packed, scales, grid, su, sv, shape).to_device("cuda").prepare()
 
 
+@pytest.mark.parametrize("name", ["q8_0", "iq4_nl"])
+@pytest.mark.parametrize("largest", [1e-36, 1e-37, 1e-38, 1e-40])
+def test_rows_near_the_smallest_float32_number(name: str, largest: float) -> None:
+    """Even those of subnormal numbers alone."""
+    w = cq.quantize(F(1e5) * gauss((48, 256)), name)
+    x = np.clip(gauss((40, 256), 1), -1, 1) * F(largest)
+    x[::3] *= F(2**20)
+    for rows in (1, 40):
+        y = as_numpy(cq.matmul(device.cupy().asarray(x[:rows]), w.to_device("cuda").T))
+        for given, row in zip(x[:rows], y):
+            assert nmse(row, testing.linear(given, w)) <= 1e-6
+
+
+def test_a_format_that_is_defined_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plans, and the tables that are made for it, are its own."""
+    monkeypatch.setattr(cq.formats.base, "_BY_NAME", dict(cq.formats.base._BY_NAME))
+
+    def defined(base: str, **parts: Any) -> cq.Format:
+        parts |= {"name": "mine", "header": base, "ggml_type": None, "file_type": None}
+        type("Mine", (type(cq.formats.get(base)),), parts)
+        return cq.formats.get("mine")
+
+    given, cupy = gauss((24, 256)), device.cupy()
+    for base, parts in (
+        ("q4_0", {}),
+        ("q8_0", {}),
+        ("iq4_nl", {}),
+        ("iq4_nl", {"codebook": np.linspace(-30000, 30000, 16, dtype=F)}),
+        ("iq4_nl", {"codebook": np.linspace(-1e-3, 1e-3, 16, dtype=F)}),
+    ):
+        w = cq.quantize(given, base)
+        w = cq.from_blocks(w.blocks, defined(base, **parts), w.shape).to_device("cuda")
+        x, numbers = gauss((40, 256), 1).astype(H), as_numpy(w.dequantize())
+        for rows in (1, 40):
+            y = cq.matmul(cupy.asarray(x[:rows]), w.T, dtype=F)
+            assert nmse(as_numpy(y), x[:rows].astype(float) @ numbers.T) <= 1e-6
+
+
 def test_out_in_the_memory_of_others_is_apart_from_what_is_read() -> None:
     """Neither array is contiguous, and each one's memory, as CuPy sees it, starts where it starts."""
     cupy = device.cupy()

@@ -113,20 +113,29 @@ def test_what_merges_is_spread_where_launches_overlap() -> None:
 
 
 def test_plans_of_appends() -> None:
-    """A warp's vectors are of one token, whose width is theirs; one token has one block."""
-    sizes = (1, 2, 3, 8, 32, 200), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300), (80, 90)
+    """A warp's vectors are of one token, whose width is theirs. All vectors have lanes, most lanes have work,
+    and one token alone has one block, or a cluster, unless it is huge."""
+    sizes = (1, 2, 3, 5, 8, 13, 32, 200), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300), (80, 90)
     for heads, dim, n, batch, capability in combinations(*sizes):
         launch, lanes = kv_plan.append(batch, n, heads, dim, capability, 132)
         assert lanes >= max(4, -(-dim // 8))
         assert 32 % lanes == 0
+        needed = 2 * heads * lanes // 32
         assert 2 * heads * lanes % 32 == 0
-        assert launch.grid[1:] == (batch, 1)
-        needed = 2 * heads * n * lanes // 32
-        warps = launch.grid[0] * launch.block // 32
+        blocks, sequences, tokens = launch.grid
+        warps = launch.block // 32
+        assert sequences == batch
         assert launch.block <= 512
-        alone = n == 1
-        clustered = n == batch == 1 and capability == 90 and needed >= 16
-        assert warps >= min(needed, 128 if clustered else 16 if alone else 4)
-        assert launch.grid[0] == launch.cluster <= (8 if clustered else 1) if alone else launch.cluster == 1
-        assert alone or warps < needed + 4
-        assert launch.grid[0] <= max(8, 132 * 8 // batch)
+        assert blocks == 1 or blocks * warps >= needed > (blocks - 1) * warps
+        assert blocks > 1 or warps >= needed
+        assert tokens == 1 or blocks * tokens <= 132 * 8 // batch
+        at_once = max(1, warps // needed)
+        assert tokens <= -(-n // at_once)
+        if n == 1:
+            clustered = batch == 1 and capability == 90 and 16 <= needed <= 128
+            assert launch.cluster == (blocks if clustered else 1)
+            assert 1 < blocks <= 8 if clustered else warps <= 16 >= -(-needed // blocks)
+        else:
+            assert launch.cluster == 1
+            assert 2 <= warps <= 7
+            assert max(1, blocks) * warps <= 1.5 * max(needed, at_once * needed)

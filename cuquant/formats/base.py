@@ -275,7 +275,11 @@ class Format(ABC):
         return f"<format {self.name}: {self.formula}, {self.bits_per_weight:g} bits per weight>"
 
     def __eq__(self, other: object) -> bool:
-        return self.name == str(other) if isinstance(other, (str, Format)) else NotImplemented
+        if isinstance(
+            other, Format
+        ):  # one that is defined again is another one, whose plans and tables differ
+            return type(self) is type(other) and self.name == other.name
+        return self.name == other if isinstance(other, str) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .cache import KVCache
 
 _PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<6q10i")
+_NUMBERS = struct.Struct("<6q11i4x")
 """Behind the buckets."""
 _WORDS = 1024
 """Of the host's memory, that are taken at a time."""
@@ -234,7 +234,8 @@ def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
     gpu = jit.gpu()
     launch, lanes = plan.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
-    given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, lanes)
+    groups = (lanes, launch.cluster > 1)
+    given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, *groups)
     return Appending(launch, _numbers(k.shape, *given), bits, n)
 
 
@@ -249,11 +250,12 @@ def _numbers(
     capacity: int,
     rotate: bool,
     lanes: int,
+    clustered: bool,
 ) -> bytes:
     return _NUMBERS.pack(
         *(stride // k_dtype.itemsize for stride in k_strides[:3]),
         *(stride // v_dtype.itemsize for stride in v_strides[:3]),
-        *(*shape, DTYPES[k_dtype], DTYPES[v_dtype], tier, capacity, int(rotate), lanes),
+        *(*shape, DTYPES[k_dtype], DTYPES[v_dtype], tier, capacity, int(rotate), lanes, int(clustered)),
     )
 
 

@@ -70,9 +70,9 @@ PANEL_TOKENS, PANEL_SLOTS, PANEL_CODES = 64, 8, 90 << 10
 MERGE_ROWS = 16
 """Rows that a block merges which waits until attention of panels is done, a warp each."""
 ONE_TOKEN_WARPS, APPENDING_WARPS, APPENDING_BLOCKS, MOST_CLUSTERED = 16, 4, 8, 8
-"""Most warps of a block that appends one token; warps of each that share more, and most such blocks of a
-multiprocessor, which has room for them; most blocks of a cluster. With 32 key heads of 128 a cluster takes an
-H200 2.8 us, a block 3.9, with 8 key heads 2.7 and 2.5."""
+"""Most warps of a block that appends one token; warps of each that share more, about, and most such blocks of
+a multiprocessor, which has room for them; most blocks of a cluster. With 32 key heads of 128 a cluster takes
+an H200 2.8 us, a block 3.9, with 8 key heads 2.7 and 2.5."""
 LEAST_LANES = 4
 """That have a vector: as many as a rotation takes."""
 MOVING_BLOCKS = 1 << 12
@@ -297,24 +297,36 @@ def _shared_out(batch: int, blocks: int) -> tuple[int, int]:
 def append(
     batch: int, n: int, kv_heads: int, head_dim: int, capability: int, multiprocessors: int
 ) -> tuple[Plan, int]:
-    """Blocks that share the vectors of a sequence's tokens; and lanes that have a vector.
+    """Blocks that share a token's vectors, and the tokens of a sequence; and lanes that have a vector.
 
     A lane has eight numbers. Those of a warp are of one token, as its width is theirs. One token alone has a
     block or, if that would be a large one, from sm_90 on a cluster, which need not be counted either.
     """
     lanes = max(LEAST_LANES, 1 << (ceil(head_dim / 8) - 1).bit_length())
     lanes = max(lanes, WARP // gcd(WARP, 2 * kv_heads))
-    warps = 2 * kv_heads * n * lanes // WARP
-    cluster = 1
-    if n == batch == 1 and capability >= 90 and warps >= ONE_TOKEN_WARPS:
-        blocks = cluster = min(MOST_CLUSTERED, ceil(warps / APPENDING_WARPS))
-        warps = min(ONE_TOKEN_WARPS, ceil(warps / blocks))
-    elif n == 1:
-        blocks, warps = 1, min(ONE_TOKEN_WARPS, warps)
+    needed = 2 * kv_heads * lanes // WARP  # warps of a token
+    blocks, tokens, cluster = 1, 1, 1
+    if n > 1:
+        warps = _appending_warps(needed)
+        blocks = ceil(needed / warps)
+        at_once = max(1, warps // needed)
+        most = max(1, multiprocessors * APPENDING_BLOCKS // (batch * blocks))
+        tokens = min(most, ceil(n / at_once))
     else:
-        most = max(1, multiprocessors * APPENDING_BLOCKS // batch)
-        blocks, warps = min(most, ceil(warps / APPENDING_WARPS)), APPENDING_WARPS
-    return Plan(Kernel("append", "append"), (blocks, batch, 1), warps * WARP, 0, cluster, True), lanes
+        if batch == 1 and capability >= 90 and ONE_TOKEN_WARPS <= needed <= MOST_CLUSTERED * ONE_TOKEN_WARPS:
+            blocks = cluster = min(MOST_CLUSTERED, ceil(needed / APPENDING_WARPS))
+        else:
+            blocks = ceil(needed / ONE_TOKEN_WARPS)
+        warps = ceil(needed / blocks)
+    return Plan(Kernel("append", "append"), (blocks, batch, tokens), warps * WARP, 0, cluster, True), lanes
+
+
+def _appending_warps(needed: int) -> int:
+    """Of a block that has several tokens, each of which needs so many warps: whole tokens, or a part of one
+    that leaves few warps without work."""
+    if needed <= APPENDING_WARPS:
+        return APPENDING_WARPS // needed * needed
+    return min(range(APPENDING_WARPS, 2 * APPENDING_WARPS), key=lambda n: (ceil(needed / n) * n, n))
 
 
 @lru_cache(maxsize=64)

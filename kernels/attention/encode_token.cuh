@@ -17,24 +17,28 @@ struct Group {
 // A lane's numbers of a vector as they are given; zeros beyond `dim`. Where they are is known before they may be asked for, and
 // they may be asked for long before they are needed.
 struct Numbers {
-    u64 from;   // their address
-    int words;  // of 16 bytes, that are there
+    u64 from;      // their address
+    int words;     // of 16 bytes, that are there
+    bool aligned;  // these, of all vectors that are asked for
     uint4 raw[2];
 
-    DEVICE Numbers() : from(0), words(0) {}
-
-    DEVICE void find(const void* array, s64 first, int dtype, int dim, int lane) {
+    // Of the first of some vectors that are so many bytes apart.
+    DEVICE Numbers(const void* array, s64 first, int dtype, s64 apart, int dim, int lane) {
         words = lane * UNIT >= dim ? 0 : dtype == FLOAT32 ? 2 : 1;
         from = reinterpret_cast<u64>(array) + (first + lane * UNIT) * (dtype == FLOAT32 ? 4 : 2);
+        aligned = (from | apart) % 16 == 0;
         asm volatile("" : "+l"(from), "+r"(words));  // worked out here
+        raw[0] = raw[1] = make_uint4(0, 0, 0, 0);
     }
 
     DEVICE void ask() {
-        const bool aligned = from % 16 == 0;
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            raw[k] = make_uint4(0, 0, 0, 0);
-            if (k < words) raw[k] = aligned ? reinterpret_cast<const uint4*>(from)[k] : gathered(from + k * 16);
+        const uint4* const at = reinterpret_cast<const uint4*>(from);
+        if (aligned) {
+            if (words > 0) raw[0] = at[0];
+            if (words > 1) raw[1] = at[1];
+        } else {
+            if (words > 0) raw[0] = gathered(from);
+            if (words > 1) raw[1] = gathered(from + 16);
         }
     }
 
@@ -88,8 +92,8 @@ DEVICE void rotate_unit(float (&x)[UNIT], int lane) {
     for (int e = 0; e < UNIT; e++) x[e] = ieee_mul(x[e], ROTATED);
 }
 
-// The number of the largest magnitude, the first of several; NaN if there is one.
-DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
+// The number of the largest magnitude, the first of several.
+DEVICE float first_extreme(const float (&x)[UNIT], Group group) {
     float own = x[0];
 #pragma unroll
     for (int e = 1; e < UNIT; e++) own = magnitude(x[e]) > magnitude(own) ? x[e] : own;
@@ -101,6 +105,21 @@ DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
     }
     const u32 there = __ballot_sync(~0u, magnitude(own) == most) & ~0u << group.first;
     return __shfl_sync(~0u, own, __ffs(there) - 1);
+}
+
+// The same; NaN if there is one. Mostly the greatest or the least number: they seldom have the same magnitude.
+DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
+    float high = x[0], low = x[0];
+#pragma unroll
+    for (int e = 1; e < UNIT; e++) high = ieee_max(high, x[e]), low = ieee_min(low, x[e]);
+#pragma unroll
+    for (int step = WARP / 2; step; step /= 2) {
+        const int apart = step & (group.width - 1);  // of no other lane's, or of another of the group
+        high = ieee_max(high, __shfl_xor_sync(~0u, high, apart)), low = ieee_min(low, __shfl_xor_sync(~0u, low, apart));
+    }
+    const float opposite = negated(low);
+    if (__any_sync(~0u, high == opposite)) return first_extreme(x, group);
+    return high > opposite ? high : low;
 }
 
 // To float16, magnitudes rounded up.
@@ -138,11 +157,11 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, Group group, u8* t
         if (own) reinterpret_cast<uint4*>(to)[lane] = make_uint4(two(0), two(2), two(4), two(6));
         return;
     }
-    const int least = -(1 << (bits - 1)), most = -1 - least;
     const u16 stored = away_from_zero(ieee_mul(extreme_of(x, group), -power_of_two(1 - bits)));
     if (lane == 0) *scale = stored;
     if (!own) return;
-    const float step = half_to_float(stored);
+    // Of finite numbers no quotient is below the least code, as the scale is not too small; above there is one code less.
+    const float step = half_to_float(stored), least = -power_of_two(bits - 1), most = -1 - least;
     float q[UNIT];
     if (is_finite(step) && magnitude(step)) {
         // x / step, rounded once, wherever that is not near 0. It is no tie of float32 numbers, as step has 11 digits and x 24,
@@ -151,7 +170,7 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, Group group, u8* t
 #pragma unroll
         for (int e = 0; e < UNIT; e++) {
             const float near = x[e] * part;
-            q[e] = fminf(fmaxf(fmaf(fmaf(-near, step, x[e]), part, near), float(least)), float(most));
+            q[e] = fminf(fmaf(fmaf(-near, step, x[e]), part, near), most);
         }
     } else {
         // Of numbers too small for any step the quotient is infinite, of others undefined: as the reference's codes.
@@ -161,12 +180,20 @@ DEVICE void encode(const float (&x)[UNIT], int bits, int dim, Group group, u8* t
             q[e] = magnitude(step) || !magnitude(x[e]) ? 0 : falls ? least : most;
         }
     }
-    // Rounded, halves to even, and in the lowest digits, as twos' complement or with the least code as 0.
-    const float lift = 12582912.f - (bits == 8 ? 0 : least);
-    const u32 unit = 1u << bits;
-    u32 words[2] = {0, 0};  // of four codes each
+    // Rounded, halves to even, and the least code as 0, in the last bits of a float: four such add up to a word with all their
+    // codes, and with what the bits above these, which are always the same, amount to.
+    constexpr u32 ABOVE = 0x4b400000;
+    const float lift = __int_as_float(ABOVE) - least;
+    const u32 unit = 1u << bits, surplus = ABOVE * (1 + unit * (1 + unit * (1 + unit)));
+    u32 words[2];
 #pragma unroll
-    for (int e = UNIT - 1; e >= 0; e--) words[e / 4] = words[e / 4] * unit + (__float_as_int(q[e] + lift) & (unit - 1));
+    for (int w = 0; w < 2; w++) {
+        u32 sum = 0;
+#pragma unroll
+        for (int e = UNIT / 2 - 1; e >= 0; e--) sum = sum * unit + __float_as_int(q[w * UNIT / 2 + e] + lift);
+        words[w] = sum - surplus;
+        if (bits == 8) words[w] ^= 0x80808080;  // twos' complement
+    }
     const u64 packed = words[0] | u64(words[1]) << 4 * bits;
     store_codes(to + lane * bits, bits, packed);
 }

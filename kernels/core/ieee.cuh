@@ -27,6 +27,29 @@ DEVICE float ieee_div(float a, float b) {
     return r;
 }
 
+// Minimum and maximum, of subnormal numbers too; NaN if either is, and of +0 and -0 either.
+DEVICE float ieee_min(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("{.reg .pred nan;\nsetp.nan.f32 nan, %1, %2;\nmin.f32 %0, %1, %2;\n@nan mov.b32 %0, 0x7fffffff;}"
+        : "=&f"(r) : "f"(a), "f"(b));
+#endif
+    return r;
+}
+
+DEVICE float ieee_max(float a, float b) {
+    float r;
+#if __CUDA_ARCH__ >= 800
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+#else
+    asm("{.reg .pred nan;\nsetp.nan.f32 nan, %1, %2;\nmax.f32 %0, %1, %2;\n@nan mov.b32 %0, 0x7fffffff;}"
+        : "=&f"(r) : "f"(a), "f"(b));
+#endif
+    return r;
+}
+
 // Compiled signs flush subnormal numbers, too.
 DEVICE float absolute(float x) { return __int_as_float(magnitude(x)); }
 

@@ -1,5 +1,6 @@
 // Rows of activations as float16 numbers over a power of two, which follows from a row's peak.
 #pragma once
+#include "ieee.cuh"
 #include "ptx.cuh"
 
 // Threads of a block, and of one that keeps pieces of a row: as many as cuquant/plan/ wants.
@@ -16,18 +17,18 @@ DEVICE u32 block_max(u32 value) {
     return warp_max(lane < blockDim.x / WARP ? warps[lane] : 0);
 }
 
-// The exponent of the power of two that a row with this peak is multiplied by. Rows of zeros (or subnormal numbers)
-// and rows with NaN or infinity are left as they are.
+// The exponent of the power of two that a row with this peak is multiplied by: 126 at most, as it is divided by it in the end.
+// Rows of zeros and rows with NaN or infinity are left as they are.
 DEVICE int shift_of(u32 peak) {
-    int exponent = int(peak >> 23) - 127;
-    return exponent == -127 || exponent == 128 ? 0 : min(13 - exponent, 126);
+    const int exponent = int(peak >> 23) - 127;
+    return peak == 0 || exponent == 128 ? 0 : min(13 - exponent, 126);
 }
 
-// Eight numbers, times a factor, as float16.
+// Eight numbers, subnormal ones too, times a factor, as float16.
 DEVICE uint4 to_halves(const float* x, float factor) {
     u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) pairs[j] = pack(x[j * 2] * factor, x[j * 2 + 1] * factor, FLOAT16);
+    for (int j = 0; j < 4; j++) pairs[j] = pack(ieee_mul(x[j * 2], factor), ieee_mul(x[j * 2 + 1], factor), FLOAT16);
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 

@@ -126,21 +126,23 @@ DEVICE float times(float t, float d) {
 //     word      s | of the threshold, less LAST, or more if s  | thresholds before
 //
 // Numbers between the two are few (one of 13000 of 5 bits, of 4 bits one of 60000), and known by their small
-// difference: they need a search, as all do where codebooks have closer entries or a threshold at the border of a step,
-// or where a stored scale was rounded down, which makes numbers beyond 1.
+// difference: then they are compared with thresholds themselves. All need a search where codebooks have closer entries or a
+// threshold at the border of a step, or where a stored scale was rounded down, which makes numbers beyond 1.
 //
 // A number is x / d, which is not computed: of a threshold t it is above if x is above d t. That is exact where d is 1.
 // Rounded to nearest, a quotient is above t if it is above the middle of t and the next float, but that is as close.
 template <int BITS>
 struct Levels {
     static constexpr int STEPS = BITS == 5 ? 64 : 32, LAST = (1 << BITS) - 1;
-    // What a step is worth in `place`, and how much numbers from 0 to 1 are. Of 32 steps each lane of a warp has one;
-    // 64 are in shared memory, four bytes each, two to a bank.
-    static constexpr int STEP = STEPS == 32 ? 1 : 4;
-    static constexpr float FACTOR = STEPS == 32 ? 15.45f : 127;
+    // Of 32 steps each lane of a warp has one, which it gives by shuffle. Of 64 every lane has all, in its own bank of shared memory:
+    // wherever they want to look, 32 lanes do so at once.
+    static constexpr int COPIES = STEPS == 32 ? 1 : WARP;
+    // What a step is worth in `place`, and how much numbers from 0 to 1 are: 64 steps are rows of bytes.
+    static constexpr int STEP = STEPS == 32 ? 1 : 4 * COPIES;
+    static constexpr float FACTOR = STEPS == 32 ? 15.45f : 31.75f * STEP;
 
     float thresholds[32];
-    u32 words[STEPS];
+    u32 words[STEPS * COPIES];
     bool searches[STEPS / WARP];
 
     // The place of x among the steps if `factor` is FACTOR / d: the last bits of a float whose last bit is worth 1.
@@ -164,7 +166,14 @@ struct Levels {
         const bool has_one = __shfl_sync(~0u, its, count) == step;
         const bool has_two = __shfl_sync(~0u, its, min(count + 1, LAST)) == step;
         const int lower = first == 0 ? 0 : first + (first < 0 ? LAST : -LAST);
-        words[threadIdx.x] = ((has_one ? lower : 0x71000000) & ~LAST) | count;  // 2^99: above all
+        const u32 word = ((has_one ? lower : 0x71000000) & ~LAST) | count;  // 2^99: above all
+        if constexpr (COPIES == 1) {
+            words[threadIdx.x] = word;
+        } else {
+            uint4* const row = reinterpret_cast<uint4*>(words + threadIdx.x * COPIES);
+#pragma unroll
+            for (int i = 0; i < COPIES / 4; i++) row[(i + lane) % (COPIES / 4)] = make_uint4(word, word, word, word);
+        }
         // Places are those of numbers that are off by up to 2^-22 of themselves; below -1 a last bit is worth more.
         const bool unclear = step_of(value * (1 - 0x1p-20f)) != step_of(value * (1 + 0x1p-20f)) || value < -0.9999f;
         const bool any = __any_sync(~0u, has_two || (unclear && lane < LAST));
@@ -176,9 +185,10 @@ struct Levels {
     DEVICE void encode(float (&x)[MINE], float d, int dtype, int half, u8* to) const {
         if (dtype != FLOAT16) divide(x, d, dtype);
         u32 codes[MINE / 4];
-        if (has_to_search() || !find(x, dtype == FLOAT16 ? d : 1, codes)) {
+        const bool searching = has_to_search();
+        if (searching || !find(x, dtype == FLOAT16 ? d : 1, codes)) {
             if (dtype == FLOAT16) divide(x, d, dtype);
-            search(x, codes);
+            searching ? search(x, codes) : settle(x, codes);
         }
         store_planes<BITS>(codes, half, to);
     }
@@ -190,7 +200,8 @@ private:
     // wrong. By the whole warp.
     DEVICE bool find(const float (&x)[MINE], float d, u32 (&codes)[MINE / 4]) const {
         const float factor = FACTOR * about_inverse(d);
-        const u32 own = words[threadIdx.x % WARP];
+        const u32 lane = threadIdx.x % WARP, own = words[lane];
+        const u8* const rows = reinterpret_cast<const u8*>(words);
         int closest = 0;  // of the negative differences, whose bits are the less the closer they are
 #pragma unroll
         for (int four = 0; four < MINE / 4; four++) {
@@ -203,7 +214,7 @@ private:
                 if constexpr (STEPS == 32)
                     word = __shfl_sync(~0u, own, at);
                 else
-                    word = words[at % (STEPS * STEP) / STEP];
+                    word = *reinterpret_cast<const u32*>(rows + ((at & (STEPS - 1) * STEP) | lane * 4));
                 const int difference = __float_as_int(__fmaf_rn(__int_as_float(word), d, -v));
                 closest = min(closest, difference);
                 q[j] = word + (u32(difference) >> 31);
@@ -223,6 +234,16 @@ private:
                 for (int more = (LAST + 1) / 2; more; more /= 2)
                     if (v[four * 4 + j] > thresholds[q[j] + more - 1]) q[j] += more;
             codes[four] = first_bytes(q);
+        }
+    }
+
+    // Codes that may be one too many, as a number is not above a step's threshold just where it is above what a word has of it.
+    DEVICE void settle(const float (&v)[MINE], u32 (&codes)[MINE / 4]) const {
+#pragma unroll
+        for (int j = 0; j < MINE; j++) {
+            const u32 q = codes[j / 4] >> j % 4 * 8 & LAST;
+            const u32 is_above = v[j] > thresholds[(q - 1) % WARP];
+            codes[j / 4] -= (u32(q > 0) & ~is_above) << j % 4 * 8;
         }
     }
 

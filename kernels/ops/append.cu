@@ -20,7 +20,8 @@ struct Append {
     int* refused;             // on the host: 1 + a sequence of `without_room`
     s64 k_strides[3], v_strides[3];
     int batch, n, kv_heads, dim, k_dtype, v_dtype, tier, capacity, rotate;
-    int lanes;  // that have a vector; those of a warp are of one token
+    int lanes;      // that have a vector; those of a warp are of one token
+    int clustered;  // whether all blocks are a cluster
 };
 
 DEVICE int new_of(const Append& p, int sequence) { return p.lengths ? p.lengths[sequence] : p.n; }
@@ -58,70 +59,108 @@ DEVICE void grow(const Append& p, int sequence) {
     p.next_slots[sequence] += new_of(p, sequence);
 }
 
-// The vectors of a sequence's tokens, of keys and values of each head in turn: those that a group of lanes has.
+// Where a sequence's tokens of one width go, if there are `held`: the first of them among all tokens of the bucket, and of one
+// vector the codes and the scale of that one.
+struct Places {
+    s64 first;
+    u8* codes;
+    u16* scale;
+
+    DEVICE Places() : first(0), codes(nullptr), scale(nullptr) {}
+
+    DEVICE Places(const Append& p, int number, int held, int sequence, int head, bool value) {
+        const Tier& tier = p.tiers[number];
+        first = sequence * tier.room + held;
+        const s64 row = first * p.kv_heads + head;
+        codes = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits_of(number);
+        scale = (value ? tier.v_scale : tier.k_scale) + row;
+    }
+};
+
+constexpr int ANY = -1;  // in place of a tier: whatever there is, also widths token by token, rotation and key scales
+
+// A vector of a sequence's tokens, of keys and values of each head in turn, for each group of lanes: that of one token after the
+// other.
 struct Vectors {
     const Append& p;
     const Group group;
-    const int sequence, all;  // of a token
-    int token, item;          // the next one
-    int tokens_on, items_on;  // from one to the next
-    int slot;                 // of the first token
-    Numbers given;
+    const int sequence;
+    int item;              // of a token's vectors
+    int token, tokens_on;  // the next one, and from one to the next
+    int slot;              // of the first token
+    int held;              // tokens of the bucket, if all go to one
 
-    DEVICE Vectors(const Append& p, int sequence)
-        : p(p), group(p.lanes), sequence(sequence), all(2 * p.kv_heads) {
-        const int groups = blockDim.x / p.lanes, first = blockIdx.x * groups + threadIdx.x / p.lanes, on = gridDim.x * groups;
-        token = first / all, item = first % all;
-        tokens_on = on / all, items_on = on % all;
-        find();
+    DEVICE Vectors(const Append& p, int sequence) : p(p), group(p.lanes), sequence(sequence) {
+        const int all = 2 * p.kv_heads, groups = blockDim.x / p.lanes, own = threadIdx.x / p.lanes;
+        const int tokens = gridDim.x == 1 ? groups / all : 1;  // that a block has at a time
+        item = gridDim.x == 1 ? own % all : blockIdx.x * groups + own;
+        token = blockIdx.z * tokens + (gridDim.x == 1 ? own / all : 0), tokens_on = gridDim.z * tokens;
+        if (own >= tokens * all || item >= all) token = p.n;
+    }
+
+    DEVICE bool is_value() const { return item % 2; }
+
+    DEVICE int head() const { return item / 2; }
+
+    DEVICE int dtype() const { return is_value() ? p.v_dtype : p.k_dtype; }
+
+    // From a token to the next one, in bytes.
+    DEVICE s64 apart() const { return tokens_on * (is_value() ? p.v_strides : p.k_strides)[1] * (dtype() == FLOAT32 ? 4 : 2); }
+
+    DEVICE Numbers numbers() const {
+        const s64* const strides = is_value() ? p.v_strides : p.k_strides;
+        const s64 first = sequence * strides[0] + token * strides[1] + head() * strides[2];
+        return Numbers(is_value() ? p.v : p.k, first, dtype(), apart(), token < p.n ? p.dim : 0, group.lane);
     }
 
     // What does not depend on where tokens go is asked for.
-    DEVICE void ask() {
+    DEVICE void ask(Numbers& given) {
         given.ask();
         slot = p.next_slots[sequence];
+        held = p.tier_of ? 0 : p.tiers[p.tier].lengths[sequence];
     }
 
-    DEVICE void write(int count) {
-        while (token < count) {
-            const int head = item / 2;
-            const bool value = item % 2;
-            const s64 at = s64(sequence) * p.n + token;
-            const int number = p.tier_of ? p.tier_of[at] : p.tier, bits = bits_of(number);
-            const Tier& tier = p.tiers[number];
-            const s64 place = sequence * tier.room + tier.lengths[sequence] + (p.rank ? p.rank[at] : token);
-            if (item + group.lane == 0) {
-                tier.ids[place] = p.ids ? p.ids[at] : slot + token;
-                tier.slots[place] = slot + token;
-                tier.importance[place] = 0;
-            }
-            float x[UNIT];
-            given.take(value ? p.v_dtype : p.k_dtype, x);
-            next();
-            if (!value && p.key_scales)
-                divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head) * p.dim, p.dim, group.lane);
-            if (p.rotate) rotate_keys(x, value);
-            const s64 row = place * p.kv_heads + head;
-            u8* const to = (value ? tier.v : tier.k) + row * (p.dim / UNIT) * bits;
-            encode(x, bits, p.dim, group, to, (value ? tier.v_scale : tier.k_scale) + row);
-        }
+    template <int TIER = 0>
+    DEVICE void write(Numbers& given, int count) {
+        if (p.tier_of || p.key_scales || p.rotate)
+            write_tier<ANY>(given, count);
+        else if (TIER == p.tier)
+            write_tier<TIER>(given, count);
+        else if constexpr (TIER + 1 < TIERS)
+            write<TIER + 1>(given, count);
     }
 
 private:
-    DEVICE void find() {
-        if (token >= p.n) return;
-        const bool value = item % 2;
-        const s64* const strides = value ? p.v_strides : p.k_strides;
-        const s64 from = sequence * strides[0] + token * strides[1] + item / 2 * strides[2];
-        given.find(value ? p.v : p.k, from, value ? p.v_dtype : p.k_dtype, p.dim, group.lane);
-    }
-
-    DEVICE void next() {
-        token += tokens_on, item += items_on;
-        if (item >= all) token++, item -= all;
-        if (token >= p.n) return;
-        find();
-        given.ask();
+    template <int TIER>
+    DEVICE void write_tier(Numbers& given, int count) {
+        const s64 step = apart();
+        const bool chosen = TIER == ANY && p.tier_of;
+        const auto places = [&](int number, int held) { return Places(p, number, held, sequence, head(), is_value()); };
+        Places to;
+        if (!chosen) to = places(TIER == ANY ? p.tier : TIER, held);
+        for (; token < count; token += tokens_on) {
+            const s64 at = s64(sequence) * p.n + token;
+            const int number = chosen ? p.tier_of[at] : TIER == ANY ? p.tier : TIER, bits = bits_of(number);
+            const u32 rank = chosen ? p.rank[at] : token;
+            const u64 row = u64(rank) * u32(p.kv_heads);
+            if (chosen) to = places(number, p.tiers[number].lengths[sequence]);
+            if (item + group.lane == 0) {
+                const Tier& tier = p.tiers[number];
+                tier.ids[to.first + rank] = p.ids ? p.ids[at] : slot + token;
+                tier.slots[to.first + rank] = slot + token;
+                tier.importance[to.first + rank] = 0;
+            }
+            float x[UNIT];
+            given.take(dtype(), x);
+            given.from += step;
+            if (token + tokens_on < p.n) given.ask();
+            if constexpr (TIER == ANY) {
+                if (!is_value() && p.key_scales)
+                    divide(x, p.key_scales + (s64(sequence) * p.kv_heads + head()) * p.dim, p.dim, group.lane);
+                if (p.rotate) rotate_keys(x, is_value());
+            }
+            encode(x, bits, p.dim, group, to.codes + row * u32(p.dim / UNIT * bits), to.scale + row);
+        }
     }
 
     // By all groups of a warp, of which some have values.
@@ -138,29 +177,30 @@ private:
 // Whether this block is to end it, as all have read the lengths: the last one, or the first of one token's, which are a cluster.
 DEVICE bool ends(const Append& p) {
 #if __CUDA_ARCH__ >= 900
-    if (p.n == 1 && gridDim.x > 1) {
+    if (p.clustered) {
         cluster_sync();
         return blockIdx.x == 0;
     }
 #endif
     __shared__ bool last;
     __syncthreads();
-    if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y);
+    if (threadIdx.x == 0) last = is_last(p.ticket, gridDim.x * gridDim.y * gridDim.z);
     __syncthreads();
     return last;
 }
 
-// Grid: blocks that share the tokens of a sequence, sequences.
-extern "C" __global__ void __launch_bounds__(512, 1) append(const __grid_constant__ Append p) {
+// Grid: blocks that share a token's vectors, sequences, blocks that share the tokens of a sequence.
+extern "C" __global__ void __launch_bounds__(512, 2) append(const __grid_constant__ Append p) {
     __shared__ int refused;
     let_successor_start();
     Vectors vectors(p, blockIdx.y);
+    Numbers given = vectors.numbers();
     wait_for_predecessor();
-    vectors.ask();
+    vectors.ask(given);
     const int found = without_room(p);
     if (found) refused = found;
     const bool fits = !__syncthreads_or(found);
-    if (fits) vectors.write(new_of(p, blockIdx.y));
+    if (fits) vectors.write(given, new_of(p, blockIdx.y));
     if (!ends(p)) return;
     if (threadIdx.x == 0) {
         *p.ticket = 0;

@@ -286,7 +286,8 @@ hidden(const float* x, int K, u16* out, float* unscale) {
     const int shift = shift_of(block_max(peak));
     const float scale = power_of_two(shift);
     auto halves = [&](const float4& v) {
-        return make_uint2(pack(v.x * scale, v.y * scale, FLOAT16), pack(v.z * scale, v.w * scale, FLOAT16));
+        return make_uint2(pack(ieee_mul(v.x, scale), ieee_mul(v.y, scale), FLOAT16),
+                          pack(ieee_mul(v.z, scale), ieee_mul(v.w, scale), FLOAT16));
     };
 #pragma unroll
     for (int j = 0; j < KEPT; j++) {
