@@ -42,7 +42,7 @@ def test_rows_near_the_smallest_float32_number(name: str, largest: float) -> Non
     x[::3] *= F(2**20)
     for rows in (1, 40):
         y = as_numpy(cq.matmul(device.cupy().asarray(x[:rows]), w.to_device("cuda").T))
-        for given, row in zip(x[:rows], y):
+        for given, row in zip(x[:rows], y, strict=True):
             assert nmse(row, testing.linear(given, w)) <= 1e-6
 
 
