@@ -72,6 +72,27 @@ def test_eight_heads_at_once(heads: int, shared: int, n: int) -> None:
     agree(q, filled(n, heads=shared, dim=128))
 
 
+@pytest.mark.parametrize("batch", [2, 6, 32, 33])
+@pytest.mark.parametrize(
+    ("q_len", "heads", "dim", "widths"),
+    [(1, 2, 64, (8, 4)), (1, 8, 128, (2,)), (5, 2, 128, (4,)), (64, 2, 64, (8,))],
+)
+def test_sequences_that_were_thought_to_be_even(
+    q_len: int, heads: int, dim: int, widths: tuple[int, ...], batch: int
+) -> None:
+    """They have fewer blocks than shares of the usual size: shares are larger, and none is left out."""
+    cache = cq.KVCache(heads, dim, 1600, batch, widths, device="cuda")
+    k, v = device.cupy().asarray(normal(2, batch, 1500, heads, dim))
+    cache.append(k[:, :20], v[:, :20], widths[0])
+    assert cache._appender.even
+    cache.append(k, v, widths[-1], lengths=np.resize([700, 1, 0, 333, 20, 1500], batch))
+    assert not cache._appender.even
+    q = normal(batch, q_len, 2 * heads, dim, seed=3, dtype=np.float16)
+    agree(q, cache)
+    cache._appender.even = True
+    agree(q, cache)
+
+
 @pytest.mark.parametrize("widths", [(16,), (8,), (4,), (16, 4), (8, 4)])
 @pytest.mark.parametrize(("heads", "shared", "n"), [(32, 32, 40), (64, 32, 3000), (40, 40, 9000)])
 def test_many_heads(heads: int, shared: int, n: int, widths: tuple[int, ...]) -> None:

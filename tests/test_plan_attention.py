@@ -21,6 +21,13 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
         for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 20, 33, 1000)):
             shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
             launch = kv_plan.attention(shape, capability, 132)
+            even = kv_plan.attention(shape, capability, 132, True)
+            has_fewer = batch == 20  # a single sequence has no others, and of 33 nobody counts the shares
+            assert even.most == (even.budget if has_fewer else 0)
+            assert even.attention.grid[0] * launch.shares == launch.attention.grid[0] * (
+                even.most or even.shares
+            )
+            assert even._replace(attention=launch.attention, most=0) == launch
             kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
             c = dict(kernel.constants)
             rows = heads * group * q_len

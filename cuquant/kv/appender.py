@@ -83,6 +83,11 @@ class Appender:
         """Of `next_slots`, as far as the host knows."""
         self.repeats: Known = {}
         """What was checked: attention, and tokens of one width, as many for each sequence."""
+        self.even = True
+        """Whether all sequences hold as many tokens of each width, as far as the host knows: attention shares
+        such ones by fewer blocks."""
+        self._exact = True
+        """Whether it knows, but for as many tokens for each."""
         self._spare: dict[int, int] | None = None
         """Tokens of a width for which all sequences have room, or fewer; None where nobody has looked."""
 
@@ -93,6 +98,7 @@ class Appender:
     def know(self, held: dict[int, NDArray[np.int64]], slots: NDArray[np.int64]) -> None:
         """Take note of how many tokens [batch] each width holds, and of `next_slots`."""
         self._held, self._slots, self._spare = held, slots, None
+        self.even, self._exact = _are_even(held), True
 
     def check(self, cache: KVCache) -> None:
         """ValueError if an append that could not raise was refused since."""
@@ -173,11 +179,15 @@ class Appender:
         self._start(cache, how, k.data.ptr, v.data.ptr, tier_of, rank, adds, ids, new)
         if former is not None:  # of tokens that were refused nothing stays
             device.cupy().copyto(cache.key_scales, former, where=(cache.next_slots == 0)[:, None, None])
+        known = new_known is not None and bits_known is not None
+        if capturing or not known:
+            self._exact = self._exact and known and _are_even(counts)
         if not capturing and new_known is not None:
             self._spare = None
             self._slots += new_known
             for b, count in counts.items():
                 self._held[b] += count
+        self.even = self._exact and _are_even(self._held)
         return None
 
     def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:
@@ -227,6 +237,11 @@ class Appender:
         )
         with self.lock:
             jit.launch_packed(how.plan, argument + how.numbers)
+
+
+def _are_even(tokens: dict[int, Any]) -> bool:
+    """Whether all sequences have as many tokens (each width's are [batch], or 0)."""
+    return all(np.ptp(count) == 0 for count in tokens.values())
 
 
 def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:

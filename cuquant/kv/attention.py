@@ -90,9 +90,9 @@ def attention(
     if mask is None and positions is None and (scale is None or isinstance(scale, _NUMBERS)):
         known = repeats.of_cache(cache)
     if known is not None:
-        settings = cache.bits, cache.rotate, cache.track_attention, cache._next_slots.data.device_id
+        settings = cache.bits, cache.rotate, cache.track_attention, cache._appender.even
         # 1 equals True, but is not taken for it.
-        words = type(scale), scale, type(causal), causal, *settings
+        words = type(scale), scale, type(causal), causal, *settings, cache._next_slots.data.device_id
         found = repeats.find(known, words, q, out=out)
         if found is not None:
             return cache._backend.attend_again(cache, *found, out)

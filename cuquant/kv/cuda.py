@@ -28,7 +28,7 @@ __all__ = ["Appender", "attend", "attend_again", "move"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<11q10iffiii4x")
+_NUMBERS = struct.Struct("<11q10iffiiii")
 """Behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
@@ -51,6 +51,8 @@ class _Given(NamedTuple):
     bits: tuple[int, ...]
     rotate: bool
     track: bool
+    even: bool
+    """Whether sequences have the same lengths, as far as the host knows."""
     gpu: Gpu
 
 
@@ -75,7 +77,7 @@ def _planned(given: _Given) -> _Planned:
     halves = 2 if given.q_dtype == np.float32 else 1
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = given.gpu.multiprocessors
-    launch = plan.attention(shape, given.gpu.capability, multiprocessors)
+    launch = plan.attention(shape, given.gpu.capability, multiprocessors, given.even)
     check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
     rows = heads * q_len
     parts = launch.merge.grid[2]
@@ -98,6 +100,7 @@ def _planned(given: _Given) -> _Planned:
         launch.least,
         heads // given.kv_heads,
         parts,
+        launch.most,
     )
     importance = plan.importance(batch, dim, shape.rows, multiprocessors) if given.track else None
     counters = batch * rows * parts if launch.counted else 0
@@ -128,7 +131,7 @@ def attend(p: Attention, out: Any) -> _Planned | None:
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)
-    flags = (cache.rotate, cache.track_attention, jit.gpu())
+    flags = (cache.rotate, cache.track_attention, cache._appender.even, jit.gpu())
     how = _planned(_Given(q.shape, q.strides, q.dtype, out.strides, out.dtype, *ends, *flags))
     _start(how, cache, q.data.ptr, out.data.ptr, buffers.pointer(mask), buffers.pointer(p.positions))
     return None if copied else how

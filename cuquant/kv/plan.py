@@ -18,6 +18,8 @@ BLOCK_HEADS = 2
 """Most key heads of a block. Of more, rows lie side by side and share sectors of scales; of fewer, there are
 fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8
 heads, 4096 tokens 10.6 and 15.8."""
+MOST_EVEN = WARP
+"""Sequences of which a warp finds out how many shares they have: a lane has one's lengths."""
 MERGES_BESIDE = 4
 """Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
 MERGE_SHARED = 18 << 10
@@ -89,6 +91,8 @@ class Launch(NamedTuple):
     """Shares of all tokens."""
     shares: int
     """How many there may be, as each sequence has some of its own."""
+    most: int
+    """How many have blocks, of larger shares if there were more; 0 where all have."""
     least: int
     """Cost of tokens below which they are not shared."""
     boxes: bool
@@ -139,15 +143,18 @@ def box_slot(bits: int, head_dim: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
+def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = False) -> Launch:
     """A block per multiprocessor, whose warps stream tokens each on its own.
+
+    Sequences whose lengths are probably `even` have no more blocks than such ones fill. Others have more,
+    lest shares be larger; those without tokens end as soon as they know it.
 
     On an H200 16 warps where 128 registers do for a thread (with boxes 112, and warps that copy): decoding
     with one query a sequence. Else 8, or as many as shared memory has room for.
     """
     rows = shape.rows
     if capability == 90 and rows >= PANEL_ROWS and shape.halves == 1 and shape.head_dim in (64, 96, 128):
-        return _panels(shape, capability, multiprocessors)
+        return _panels(shape, capability, multiprocessors, even)
     wide = padded(shape.head_dim) > 128
     groups = 2 if rows > GROUP_ROWS and shape.halves == 1 and not wide else 1
     sums = groups * GROUP_ROWS * (8 + padded(shape.head_dim) * 4)
@@ -166,7 +173,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         rings = warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
         block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
-    budget, shares = _shared_out(shape.batch, multiprocessors // (tiles * head_groups))
+    budget, shares, most = _shared_out(shape.batch, multiprocessors // (tiles * head_groups), even)
     spread = rows <= GROUP_ROWS // 2 and not shape.masked
     registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
     many = budget // shape.batch > MANY_SHARES
@@ -194,17 +201,17 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
     # Where launches overlap, masked queries take up to 70% longer with two blocks on one multiprocessor and
     # none on another, or not, as it happens; others come with too many registers for two. (Of several
     # sequences batch - 1 blocks for each group of heads may have no tokens, and end as soon as they know.)
-    most = lone(shared, capability) if shape.masked and capability >= 90 else shared
+    largest = lone(shared, capability) if shape.masked and capability >= 90 else shared
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), size)
-        for entry, size in (("attention", most), ("merge", 0))
+        for entry, size in (("attention", largest), ("merge", 0))
     ]
     if budget * tiles * head_groups <= multiprocessors:
-        shared = most
+        shared = largest
     return Launch(
         Plan(
             kernels[0],
-            (shares * head_groups, tiles, 1),
+            ((most or shares) * head_groups, tiles, 1),
             (warps + COPYING_WARPS * boxes) * WARP,
             shared,
             overlaps=True,
@@ -212,18 +219,19 @@ def attention(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         _merge(kernels[1], shape, merge_warps, multiprocessors, capability, shared),
         budget,
         shares,
+        most,
         (BOX_LEAST if boxes else LEAST) // block_heads,
         boxes,
         not boxes,
     )
 
 
-def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
+def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> Launch:
     """Of many rows: 64 for each of two warpgroups or, if there are no more, the same 64 for both, which share
     the tokens."""
     streams = 2 if shape.rows <= 64 else 1
     tiles = ceil(shape.rows / (128 // streams))
-    budget, shares = _shared_out(shape.batch, multiprocessors // (tiles * shape.kv_heads))
+    budget, shares, most = _shared_out(shape.batch, multiprocessors // (tiles * shape.kv_heads), even)
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -247,7 +255,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         for entry, size in (("attention", shared), ("merge", 0))
     )
     return Launch(
-        Plan(attention, (shares * shape.kv_heads, tiles, 1), 4 * 4 * WARP, shared, overlaps=True),
+        Plan(attention, ((most or shares) * shape.kv_heads, tiles, 1), 4 * 4 * WARP, shared, overlaps=True),
         Plan(
             merge,
             (shape.batch, ceil(shape.heads * shape.q_len / MERGE_ROWS), 1),
@@ -256,6 +264,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int) -> Launch:
         ),
         budget,
         shares,
+        most,
         LEAST,
         False,
         False,
@@ -279,9 +288,9 @@ def _merge(
     return Plan(kernel, (shape.batch, rows, parts), WARP, size, overlaps=True)
 
 
-def _shared_out(batch: int, blocks: int) -> tuple[int, int]:
+def _shared_out(batch: int, blocks: int, even: bool) -> tuple[int, int, int]:
     """Shares of all tokens, as many for each sequence if they are of one length, so that so many blocks are
-    busy to the end; and how many there may be."""
+    busy to the end; how many there may be; and for how many there are blocks, or 0 (`Launch`)."""
     blocks = max(1, blocks)
 
     def busy(splits: int) -> float:
@@ -290,7 +299,8 @@ def _shared_out(batch: int, blocks: int) -> tuple[int, int]:
 
     fewest = max(1, blocks // batch)
     splits = next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
-    return batch * splits, batch * splits + batch - 1
+    most = batch * splits if even and 1 < batch <= MOST_EVEN else 0
+    return batch * splits, batch * splits + batch - 1, most
 
 
 @lru_cache(maxsize=1024)

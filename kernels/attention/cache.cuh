@@ -46,6 +46,7 @@ struct Attention {
     int least;    // cost below which a sequence is not split
     int group;    // query heads that share a key head
     int parts;    // of a row, each merged by a warp of its own
+    int most;     // shares that there are blocks for, which then have more than `part`; 0 where there are for any number
 };
 
 // Rows of queries that one load of a key head serves: row = query head * q_len + position.

@@ -134,7 +134,17 @@ private:
         for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
 #pragma unroll
         for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        return part_of(p, total);
+        float part = part_of(p, total);
+        while (p.most && shares_of(p, read, part, lane) > p.most) part *= 1.25f;
+        return part;
+    }
+
+    // Of up to 32 sequences.
+    static DEVICE int shares_of(const Attention& p, const Lengths& read, float part, int lane) {
+        int count = lane < p.batch ? count_of(read.cost(), part) : 0;
+#pragma unroll
+        for (int step = 16; step; step /= 2) count += __shfl_xor_sync(~0u, count, step);
+        return count;
     }
 
     // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid (SLACK in
