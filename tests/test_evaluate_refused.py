@@ -156,7 +156,7 @@ def test_names_that_a_terminal_would_obey(folder: Path) -> None:
     path = write(folder / "hostile.gguf", Spec(), **hostile)
     shown = r"odd\\x1b\[2J\.weight"
     with pytest.raises(
-        config.UnsupportedModel, match=f"hostile.gguf: .*no place in a llama forward pass: {shown}"
+        config.UnsupportedModel, match=f"hostile.gguf: .*without a place in a llama forward pass: {shown}"
     ):
         evaluate(path, tokens=some_tokens(64), ctx=32, formats="q4_0")
 
@@ -165,7 +165,7 @@ def test_names_that_a_terminal_would_obey(folder: Path) -> None:
     ("spec", "arguments", "message"),
     [
         (Spec(keys={"attention.clamp_kqv": 8.0}), {}, "attention.clamp_kqv, which is not implemented"),
-        (Spec(n_layers=3, keys={"block_count": 2}), {}, "tensors have no place in a llama forward pass"),
+        (Spec(n_layers=3, keys={"block_count": 2}), {}, "9 tensors without a place in a llama forward pass"),
         (Spec(keys={"attention.sliding_window": 16}), {}, "slides over 16 tokens"),
         (Spec(), {"tokens": [len(VOCABULARY)] * 64}, "token ids run from"),
         (Spec(head_dim=20), {"kv_bits": 4}, "head_dim"),
