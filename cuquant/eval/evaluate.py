@@ -32,6 +32,8 @@ BATCH_TOKENS = 4096
 """Tokens that pass through a model together."""
 LOGIT_BLOCK = 1 << 24
 """Logits held at a time for one model: 64 MB of float32."""
+STDIN = "standard input"
+"""What a text from there is called."""
 
 
 def evaluate(
@@ -197,7 +199,8 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     if isinstance(text, Text):
         return text
     if isinstance(text, os.PathLike):
-        return Text(_read_text(Path(text)), str(Path(text)))
+        path = Path(text)
+        return Text(decoded(path.read_bytes(), str(path)), str(path))
     if not isinstance(text, str):
         raise TypeError(f"text is {check.a_or_an(text)}; a str (the text) or a path (its file) is needed")
     named = len(text) < 256 and "\n" not in text
@@ -254,12 +257,12 @@ def _token_ids(
     return words.encode(given), words.bos_id if words.add_bos else None, given.label
 
 
-def _read_text(path: Path) -> str:
+def decoded(raw: bytes, name: str) -> str:
+    """The text of a file's bytes, with line ends as they are; ValueError with its name where it is none."""
     try:
-        # Line ends as they are: read_text would change them. A byte order mark is no part of the text.
-        return path.read_bytes().decode("utf-8-sig")
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from None
 
 
 def _cut(
