@@ -13,7 +13,7 @@ from .packed import Packed
 from .render import html_facts, html_shape
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, DTypeLike
+    from numpy.typing import DTypeLike, NDArray
 
     from .cuda.activations import Rows
     from .cuda.fragments import Fragments
@@ -324,7 +324,7 @@ class QuantizedArray(Packed):
     def __setitem__(self, index: Any, value: Any) -> None:
         raise check.immutable(self)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
+    def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         raise check.no_numbers(self)
 
     def __repr__(self) -> str:
@@ -394,7 +394,7 @@ class Transposed(Packed):
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""
         return self._base.dequantize(dtype).swapaxes(-1, -2)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> ArrayLike:
+    def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
         return self._base.__array__(*args, **kwargs)
 
     def __repr__(self) -> str:

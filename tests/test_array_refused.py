@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,13 @@ def test_functions_are_named_as_they_are_written(call: Callable[[Any], Any], nam
             lambda w: np.append(w, w),
             r"numpy\.append takes no QuantizedArray \(q4_0\): numpy\.concatenate joins",
         ),
+        *(
+            (
+                partial(each, indices_or_sections=2),
+                rf"{each.__name__} takes .*: take rows of W: W\[:n\], W\[n:\]$",
+            )
+            for each in (np.split, np.array_split, np.vsplit)
+        ),
         (np.transpose, r"numpy\.transpose takes no QuantizedArray \(q4_0\): \.T swaps the last two axes"),
         (lambda w: np.swapaxes(w, 0, 1), r"numpy\.swapaxes takes no QuantizedArray \(q4_0\): \.T swaps"),
     ],
@@ -119,6 +127,15 @@ def test_functions_are_named_as_they_are_written(call: Callable[[Any], Any], nam
 def test_functions_that_others_stand_for(call: Callable[[Any], Any], instead: str) -> None:
     with pytest.raises(TypeError, match=instead):
         call(make())
+
+
+def test_types_of_what_numpy_joins() -> None:
+    """No `Any` hides the arrays from mypy, which takes what `__array__` returns for what they hold."""
+    w: cq.QuantizedArray = make()
+    stacked, joined = np.stack([w, w]), np.concatenate([w, w])
+    assert (stacked.shape, joined.shape) == ((2, 6, 64), (12, 64))
+    with pytest.raises(TypeError, match="holds packed blocks, not numbers"):
+        np.asarray(w)
 
 
 def test_no_truth() -> None:

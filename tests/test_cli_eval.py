@@ -189,6 +189,7 @@ def folder(tmp_path: Path) -> Path:
         "empty.npy": b"",
         "cut.npy": ids[:-8],
         "zip.npy": b"PK\3\4" + bytes(40),
+        "other.npy": b"\x93HDF\r\n",
         "huge.npy": ids.replace(b"(4,), }" + b" " * 12, b"(1000000000000,), }"),
         "text.npy": b"1 2 3",
         "open.npy": shaped(ids, "(4,, }"),
@@ -212,6 +213,8 @@ def folder(tmp_path: Path) -> Path:
     np.save(tmp_path / "floats.npy", np.ones(512))
     np.save(tmp_path / "matrix.npy", np.ones((2, 512), int))
     np.save(tmp_path / "ids.npy", np.ones(512, int))
+    np.savez(tmp_path / "ids.npz", np.ones(512, int))
+    np.savez(tmp_path / "none.npz")
     np.save(tmp_path / "strangers.npy", np.full(512, 4096))
     write_llama(tmp_path / "other.gguf", Spec())
     return tmp_path
@@ -238,7 +241,18 @@ def folder(tmp_path: Path) -> Path:
         ("NANO --tokens none.npy", "No such file or directory: '.*none.npy'"),
         ("NANO --tokens empty.npy", r"empty\.npy is not a \.npy file of token ids"),
         ("NANO --tokens cut.npy", r"cut\.npy is not a \.npy file of token ids"),
-        ("NANO --tokens zip.npy", r"zip\.npy is not a \.npy file of token ids"),
+        *(
+            (
+                f"NANO --tokens {name}",
+                f"{name} is not a .npy file .* but an .npz archive: save one array with numpy.save$",
+            )
+            for name in ("zip.npy", "ids.npz", "none.npz")
+        ),
+        (
+            "NANO --tokens other.npy",
+            r"other\.npy is not a .*: it starts with b'\\x93HDF\\r\\n' instead of b'\\x93NUMPY'$",
+        ),
+        ("NANO --tokens text.npy", r"it starts with b'1 2 3' instead of b'\\x93NUMPY'$"),
         ("NANO --tokens huge.npy", r"huge\.npy is not a \.npy file of token ids"),
         ("NANO --tokens text.npy", r"text\.npy is not a \.npy file of token ids"),
         ("NANO --tokens objects.npy", r"objects\.npy is not a \.npy file of token ids"),
@@ -281,6 +295,29 @@ def test_a_warning_is_one_line_on_stderr(model: Path, some: tuple[object, ...]) 
     assert done.status == 0
     assert done.err.startswith("cuquant: warning: ctx 1026 is longer than the 1024 tokens")
     assert done.err.count("\n") == 2
+
+
+def test_a_text_from_standard_input(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--ctx", "64", "--chunks", "2", "-o", "json", "--text")
+    text = "The quick brown fox jumps over the lazy dog. " * 40
+
+    def given(raw: bytes | None) -> Any:
+        stdin = None if raw is None else io.TextIOWrapper(io.BytesIO(raw), encoding="ascii")
+        monkeypatch.setattr("sys.stdin", stdin)
+        return run("eval", model, *options, "-")
+
+    done = given(b"\xef\xbb\xbf" + text.encode())
+    result = cq.evaluate(model, text=text, chunks=2, ctx=64).to_dict() | {"text": "standard input"}
+    assert (done.status, json.loads(done.out)) == (0, result)
+    for raw, told in (
+        (b"caf\xe9 ", "standard input is not UTF-8 text: "),
+        (b"", "the text has 0 tokens; at least one chunk of 64"),
+        (None, "standard input is closed: name a file of the text\n"),
+    ):
+        failed = given(raw)
+        assert_one_line_error(failed)
+        assert failed.err.startswith(f"cuquant: error: {told}")
+    assert "- for standard input" in " ".join(run("eval", "--help").out.split())
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -172,6 +172,20 @@ def test_the_bytes_of_what_is_only_read_are_pictured(page: str) -> None:
         assert re.search(row, pages[page], re.MULTILINE), row
 
 
+def test_words_of_this_code_are_where_the_glossary_says() -> None:
+    text = (DOCS / "how-it-works.md").read_text(encoding="utf-8")
+    table = text.split("## Words of this code\n")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.split("\n") if line.startswith("| ")][1:]
+    assert len(rows) >= 25
+    for words, usual, where in rows:
+        files = [ROOT / name for name in re.findall(r"`([^`]+)`", where)]
+        assert usual
+        assert files
+        found = "\n".join(path.read_text(encoding="utf-8") for path in files).lower()
+        for word in re.sub(r" \(.*\)", "", words).split(", "):
+            assert re.search(re.escape(word).replace(r"\ ", "[ _]"), found), word
+
+
 @pytest.mark.parametrize("page", ["docs/formats/kv.md", "docs/formats/kbit.md"])
 def test_code_of_pages_runs(page: str, tmp_path: Path) -> None:
     """All of a page's, one after another."""

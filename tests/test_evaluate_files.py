@@ -56,6 +56,14 @@ def test_one_path_is_one_model(models: list[Path], kind: Any) -> None:
     assert cq.evaluate_files(kind(models[0]), **OPTIONS) == cq.evaluate_files(models[:1], **OPTIONS)
 
 
+@pytest.mark.parametrize("none", [[], (), iter(())], ids=["list", "tuple", "iterator"])
+def test_no_models(none: Any, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    with pytest.raises(ValueError, match="there are no models to evaluate: models is empty"):
+        cq.evaluate_files(none, **OPTIONS, results=results)
+    assert not results.exists()
+
+
 def test_formats_that_are_given_once_only(models: list[Path]) -> None:
     """An iterator serves every model."""
     several = cq.evaluate_files(models, **OPTIONS | {"formats": iter(["q8_0"])})

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from scoring import TEXT, same
-from synthetic import EXPERTS, VOCABULARY, Spec, some_tokens, tensors, write
+from synthetic import EXPERTS, MERGES, VOCABULARY, Spec, some_tokens, tensors, write
 
 from cuquant.device import gpu_problem
 from cuquant.eval import config, evaluate, evaluate_files
@@ -156,7 +156,7 @@ def test_names_that_a_terminal_would_obey(folder: Path) -> None:
     path = write(folder / "hostile.gguf", Spec(), **hostile)
     shown = r"odd\\x1b\[2J\.weight"
     with pytest.raises(
-        config.UnsupportedModel, match=f"hostile.gguf: .*no place in a llama forward pass: {shown}"
+        config.UnsupportedModel, match=f"hostile.gguf: .*without a place in a llama forward pass: {shown}"
     ):
         evaluate(path, tokens=some_tokens(64), ctx=32, formats="q4_0")
 
@@ -165,7 +165,7 @@ def test_names_that_a_terminal_would_obey(folder: Path) -> None:
     ("spec", "arguments", "message"),
     [
         (Spec(keys={"attention.clamp_kqv": 8.0}), {}, "attention.clamp_kqv, which is not implemented"),
-        (Spec(n_layers=3, keys={"block_count": 2}), {}, "tensors have no place in a llama forward pass"),
+        (Spec(n_layers=3, keys={"block_count": 2}), {}, "9 tensors without a place in a llama forward pass"),
         (Spec(keys={"attention.sliding_window": 16}), {}, "slides over 16 tokens"),
         (Spec(), {"tokens": [len(VOCABULARY)] * 64}, "token ids run from"),
         (Spec(head_dim=20), {"kv_bits": 4}, "head_dim"),
@@ -197,6 +197,45 @@ def test_a_base_of_another_vocabulary(model: Path, folder: Path) -> None:
         evaluate(model, base=other, text=TEXT, ctx=32)
     evaluate(model, base=other, tokens=some_tokens(64), ctx=32)
     evaluate(model, base=mute, text=TEXT, ctx=32)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"add_bos_token": True, "bos_token_id": len(VOCABULARY) - 1},
+        {"pre": "default"},
+        {"merges": MERGES[:-4]},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_a_base_that_tokenizes_otherwise(model: Path, folder: Path, keys: dict[str, Any]) -> None:
+    """The same vocabulary, but the text is other ids: none of the two could be scored on those of the other.
+    Keys that differ are no matter where the ids do not, nor are they of ids that the caller gives."""
+    named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    other = write(folder / "otherwise.gguf", Spec(keys=named))
+    key, text = next(iter(named)), f"x'ver {TEXT}"  # which "default" cuts elsewhere
+    told = (
+        rf"otherwise\.gguf tokenizes the text otherwise than dense\.gguf \({key}.*\): a text is not the same"
+    )
+    for run in (evaluate, evaluate_files):
+        with pytest.raises(ValueError, match=told):
+            run(model, base=other, text=text, ctx=32)
+    evaluate(model, base=other, tokens=some_tokens(64), ctx=32)
+    mute = write(folder / "mute.gguf", Spec(keys=named | {"tokenizer.ggml.model": None}))
+    evaluate(model, base=mute, text=TEXT, ctx=32)
+
+
+def test_a_base_that_tokenizes_alike_by_other_keys(model: Path, folder: Path) -> None:
+    keys = {"tokenizer.ggml.pre": "olmo", "tokenizer.ggml.bos_token_id": 5, "tokenizer.ggml.eos_token_id": 7}
+    alike = write(folder / "alike.gguf", Spec(keys=keys))
+    assert len(evaluate(model, base=alike, text=TEXT, ctx=32).rows) == 2
+
+
+def test_a_base_to_which_a_text_is_no_chunk(model: Path, folder: Path) -> None:
+    """Fewer tokens to one than to the other."""
+    other = write(folder / "letters.gguf", Spec(keys={"tokenizer.ggml.merges": MERGES[:1]}))
+    with pytest.raises(ValueError, match=r"dense\.gguf tokenizes the text otherwise than letters\.gguf"):
+        evaluate(other, base=model, text="the lazy dog and the", ctx=18)
 
 
 def test_text_needs_a_vocabulary(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,42 @@ def test_the_least_sum_of_errors() -> None:
         bits = allocated(importance, average, hysteresis=0)
         best = errors[ways.sum(axis=1) <= bits.sum()].min()
         assert (importance * 4.0**-bits).sum() == pytest.approx(best)
+
+
+def least_errors(importance: NDArray[np.float64], some: list[int], most: int) -> NDArray[np.float64]:
+    """The least sums of importance * 4^-bits of all widths that take at most 0, 1, ... `most` bits."""
+    least = np.zeros(most + 1)
+    for weight in importance:
+        ways = [np.r_[np.full(b, np.inf), least][: most + 1] + weight * 4.0**-b for b in some]
+        least = np.min(ways, axis=0)
+    return least
+
+
+@given(st.integers(1, 30), st.floats(0, 1), st.integers(0, 9999))
+def test_the_least_sum_of_errors_for_the_bits_that_are_taken(n: int, share: float, seed: int) -> None:
+    """By dynamic programming; at the average itself another may be less, by less than one more step saves."""
+    rng = np.random.default_rng(seed)
+    some = sorted(rng.choice(WIDTHS, rng.integers(2, 6), replace=False).tolist())
+    average = some[0] + share * (some[-1] - some[0])
+    importance = rng.lognormal(0, 2, n)
+    bits = allocated(importance, average, some[-1], dict.fromkeys(some, n), hysteresis=0)
+    total, most = int(bits.sum()), int(average * n + 1e-6)
+    least = least_errors(importance, some, most)
+    error = (importance * 4.0**-bits).sum()
+    assert error == pytest.approx(least[total], rel=1e-12)
+    following = dict(pairwise(some))
+    steps = [(b, following[b], w) for b, w in zip(bits.tolist(), importance, strict=True) if b in following]
+    saved, cost = max(
+        ((w * (4.0**-b - 4.0**-c), c - b) for b, c, w in steps), key=lambda s: s[0] / s[1], default=(0, 0)
+    )
+    assert error - least[most] <= saved * (1 + 1e-9)
+    assert not steps or total > most - cost
+
+
+def test_what_a_step_leaves_of_the_average_is_not_used() -> None:
+    """Of 9 bits: the next step of the first token takes 4 of the 3 that are left."""
+    assert allocated([1, 0.01], 4.5, 2).tolist() == [4, 2]
+    assert allocated([1, 0.01], 5, 2).tolist() == [8, 2]
 
 
 def test_rooms_come_before_the_average() -> None:

@@ -59,8 +59,13 @@ def test_missing_key_is_refused(key: str) -> None:
         ("block_count", 0),
         ("block_count", -1),
         ("embedding_length", ["64"]),
-        ("attention.head_count", np.array([4, 4], np.int32)),
-        ("attention.head_count_kv", np.array([2, 2], np.int32)),
+        ("attention.head_count", np.array([4, 8], np.int32)),
+        ("attention.head_count_kv", np.array([2, 1], np.int32)),
+        ("attention.head_count_kv", np.array([2, 2, 2], np.int32)),  # of 2 layers
+        ("attention.head_count_kv", np.array([2.0, 2.0], np.float32)),
+        ("attention.head_count_kv", np.array([0, 0], np.int32)),
+        ("attention.head_count_kv", np.array([], np.int32)),
+        ("embedding_length", np.array([64, 64], np.int32)),
         ("attention.head_count_kv", 0),
         ("attention.key_length", 0),
         ("attention.sliding_window", -1),
@@ -81,6 +86,14 @@ def test_missing_key_is_refused(key: str) -> None:
 def test_impossible_value_is_refused(key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read(LINEAR | {key: value})
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_one_number_of_heads_for_each_layer(dtype: Any) -> None:
+    """Which layers share is a number of the model."""
+    given = {"attention.head_count": np.full(2, 4, dtype), "attention.head_count_kv": np.full(2, 1, dtype)}
+    found = read(given)
+    assert (found.n_heads, found.n_kv_heads, type(found.n_heads)) == (4, 1, int)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +251,7 @@ def test_missing_tensor_is_refused(spec: Spec, name: str) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unused_tensor_is_refused(spec: Spec, name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=f"^1 tensors have no place .*: {name}$"):
+    with pytest.raises(UnsupportedModel, match=f"^1 tensor without a place in a .*: {name}$"):
         build(spec, **{name: np.ones(64, np.float32)})
 
 

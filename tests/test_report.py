@@ -202,6 +202,21 @@ def test_files_of_one_name_are_told_apart(
     assert found == [str(Path(name)) for name in names]
 
 
+def test_a_base_that_scored_otherwise_has_a_row_of_its_own(result: Evaluation) -> None:
+    """As a base that says nothing of its tokens does with models that read other ids in a text."""
+    first, second = result.rows[0], replace(result.rows[0], ppl=result.rows[0].ppl * 1.5)
+    each = [
+        replace(result, model=f"{name}.gguf", base="f.gguf", rows=[base, result.rows[1]])
+        for name, base in (("a", first), ("b", second), ("c", first), ("d", second))
+    ]
+    found = [
+        (row["model"], row["ppl"]) for row in csv.DictReader(io.StringIO(Evaluations(each).render("csv")))
+    ]
+    own = repr(result.rows[1].ppl)
+    expected = [("f.gguf", repr(first.ppl)), ("a.gguf", own), ("f.gguf", repr(second.ppl)), ("b.gguf", own)]
+    assert found == [*expected, ("c.gguf", own), ("d.gguf", own)]
+
+
 @pytest.mark.parametrize("base", ["q/m.gguf", "./q/m.gguf", "q/f.gguf", "f/m.gguf"])
 def test_a_base_in_another_file_is_named(result: Evaluation, base: str) -> None:
     """As rows may have one format; where they are of one file nothing is said."""

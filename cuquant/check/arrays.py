@@ -162,6 +162,7 @@ _INSTEAD = {
 _FUNCTIONS = dict.fromkeys(
     ("vstack", "append"), "numpy.concatenate joins the rows of quantized arrays of one format"
 )
+_FUNCTIONS |= dict.fromkeys(("split", "array_split", "vsplit"), "take rows of W: W[:n], W[n:]")
 _FUNCTIONS |= dict.fromkeys(("transpose", "matrix_transpose", "swapaxes"), _INSTEAD["transpose"])
 """Of functions of NumPy's that packed blocks are not for, those that do the same."""
 

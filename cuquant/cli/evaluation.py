@@ -48,7 +48,10 @@ def add(commands: Any) -> None:
     )
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--text", metavar="FILE", type=Path, help="UTF-8 text, tokenized with the model's vocabulary"
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="UTF-8 text (- for standard input), tokenized with the model's vocabulary",
     )
     source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
     command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
@@ -88,7 +91,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     several = evaluate_files(
         arguments.models,
         results=arguments.results,
-        text=arguments.text,
+        text=None if arguments.text is None else _text(arguments.text),
         tokens=None if arguments.tokens is None else _load_ids(arguments.tokens),
         base=arguments.base,
         formats=arguments.formats,
@@ -130,27 +133,52 @@ def _left(arguments: argparse.Namespace) -> str:
     return f"no model is done, and {results} was not written"
 
 
+def _text(path: Path) -> Any:
+    """The text of a file, or with "-" of standard input."""
+    from ..eval.evaluate import STDIN, Text, decoded
+
+    if str(path) != "-":
+        return path
+    if sys.stdin is None:
+        raise ValueError(f"{STDIN} is closed: name a file of the text")
+    return Text(decoded(sys.stdin.buffer.read(), STDIN), STDIN)
+
+
 def _load_ids(path: Path) -> Any:
     import numpy as np
 
-    raw = None if path.is_file() else path.read_bytes()  # of a pipe
+    is_file = path.is_file()
+    raw = b"" if is_file else path.read_bytes()  # of a pipe
+    begin = _first_bytes(path) if is_file else raw[: len(_NPY)]
+    none = f"{path} is not a .npy file of token ids"
+    if begin.startswith(_ZIP):
+        raise ValueError(f"{none} but an .npz archive: save one array with numpy.save")
+    if begin != _NPY:
+        raise ValueError(f"{none}: it starts with {begin!r} instead of {_NPY!r}")
     try:
         with np.errstate(over="ignore"):  # of a size, which is found to be none then
             ids = (
                 np.lib.format.open_memmap(path, mode="r")
-                if raw is None
+                if is_file
                 else np.lib.format.read_array(io.BytesIO(raw))
             )
     except ValueError as error:
-        raise ValueError(f"{path} is not a .npy file of token ids: {cut(escaped(str(error)), 200)}") from None
+        raise ValueError(f"{none}: {cut(escaped(str(error)), 200)}") from None
     except _OF_A_HEADER:
-        raise ValueError(f"{path} is not a .npy file of token ids: its header is damaged") from None
+        raise ValueError(f"{none}: its header is damaged") from None
     try:
         return check.token_vector(ids)
     except TypeError as error:
         raise TypeError(f"{path}: {error}") from None
 
 
+def _first_bytes(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(_NPY))
+
+
+_NPY, _ZIP = b"\x93NUMPY", (b"PK\3\4", b"PK\5\6")
+"""What files of one array, and archives of several, start with."""
 _OF_A_HEADER = (TypeError, LookupError, SyntaxError, TokenError, OverflowError, RecursionError, MemoryError)
 """What NumPy raises beside ValueError of a header that is none, or claims what no memory holds."""
 

@@ -76,14 +76,15 @@ def read(metadata: Mapping[str, Any]) -> Config:
     if odd:
         raise UnsupportedModel(f"this {arch} model uses {', '.join(odd)}, which is not implemented")
     keys = _Keys(metadata, arch)
-    n_heads = keys.integer("attention.head_count")
+    n_layers = keys.integer("block_count")
+    n_heads = keys.integer("attention.head_count", of_layers=n_layers)
     d_model = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", d_model // n_heads)
     if head_dim > _WIDEST_HEAD:
         raise UnsupportedModel(f"{arch} heads of {head_dim} channels; at most {_WIDEST_HEAD} are implemented")
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{arch}.attention.value_length differs from the key length {head_dim}")
-    n_kv_heads = keys.integer("attention.head_count_kv", n_heads)
+    n_kv_heads = keys.integer("attention.head_count_kv", n_heads, of_layers=n_layers)
     if n_heads % n_kv_heads:
         raise UnsupportedModel(f"{n_heads} query heads cannot share {n_kv_heads} key heads evenly")
     n_experts = keys.integer("expert_count", 0)
@@ -98,7 +99,7 @@ def read(metadata: Mapping[str, Any]) -> Config:
         raise UnsupportedModel(f"{arch}.rope.scaling makes rotary embeddings that are not finite")
     return Config(
         architecture=arch,
-        n_layers=keys.integer("block_count"),
+        n_layers=n_layers,
         d_model=d_model,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -119,22 +120,39 @@ def _is_zero(value: Any) -> bool:
     return value is None or (isinstance(value, (bool, int, float)) and not value)
 
 
+def _of_all(value: Any, layers: int) -> Any:
+    """The integer of an array that has it for each layer; other values as they are."""
+    numbers = isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.shape == (layers,)
+    return int(value[0]) if numbers and (value == value[0]).all() else value
+
+
 class _Keys:
     """The architecture's own metadata keys, by type."""
 
     def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
         self._metadata, self._arch = metadata, arch
 
-    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], what: str) -> Any:
+    def _get(
+        self,
+        key: str,
+        default: Any,
+        kind: type | tuple[type, ...],
+        what: str,
+        of_layers: int | None = None,
+    ) -> Any:
         value = self._metadata.get(f"{self._arch}.{key}", default)
+        if of_layers is not None:
+            value = _of_all(value, of_layers)
         if value is None:
             raise UnsupportedModel(f"the metadata has no {self._arch}.{key}")
         if not isinstance(value, kind) or isinstance(value, bool):
             raise UnsupportedModel(f"{self._arch}.{key} is {told(value)}; {what} is needed")
         return value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = int(self._get(key, default, int, "an integer"))
+    def integer(self, key: str, default: int | None = None, *, of_layers: int | None = None) -> int:
+        """A positive integer, or 0 where that is the default; of so many layers also one for each, if it is
+        the same for all."""
+        value = int(self._get(key, default, int, "an integer", of_layers))
         if value < 0 or (value == 0 and default != 0):
             raise UnsupportedModel(f"{self._arch}.{key} is {value}; a positive integer is needed")
         return value

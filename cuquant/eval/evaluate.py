@@ -26,12 +26,14 @@ from .kv import distinct_widths
 from .llama import Llama
 from .report import Evaluation, Row
 from .scores import Tokens, log_softmax
-from .tokenizer import Tokenizer
+from .tokenizer import DECISIVE, Tokenizer
 
 BATCH_TOKENS = 4096
 """Tokens that pass through a model together."""
 LOGIT_BLOCK = 1 << 24
 """Logits held at a time for one model: 64 MB of float32."""
+STDIN = "standard input"
+"""What a text from there is called."""
 
 
 def evaluate(
@@ -64,8 +66,8 @@ def evaluate(
     tokens : int array [n]
         Token ids, in place of a text.
     base : path or Model, optional
-        The model to compare with (same vocabulary), usually the float original. It is read on the device of
-        the other.
+        The model to compare with, usually the float original. Vocabularies must be the same, and a text the
+        same ids to both. It is read on the device of the other.
     formats : weight formats, or names of them or of llama.cpp's mixtures ("q4_k_m"), optional
         Requantize every weight matrix of a float model to each in turn, once, and compare with the original.
         A mapping gives formats by patterns of names (see `quantize_file`); its row is called after those that
@@ -103,9 +105,9 @@ def evaluate(
         Both or none of `text` and `tokens` are given, or `base` and `formats`; a format, width, device or
         kind of activations is not known, nothing quantizes to it, or it does not fit the model; numbers are
         out of range; the text is shorter than a chunk, no UTF-8, or the vocabulary cannot tokenize it; token
-        ids are beyond the vocabulary; models have other vocabularies; a weight that is to be quantized is NaN
-        or infinite, or a score is (the first tensor with such weights is named); a Model is closed, or its
-        file was changed since it was opened.
+        ids are beyond the vocabulary; models have other vocabularies, or a text is other ids to them; a
+        weight that is to be quantized is NaN or infinite, or a score is (the first tensor with such weights
+        is named); a Model is closed, or its file was changed since it was opened.
     OSError, GGUFError
         A file cannot be read, or is damaged (see `cuquant.open`).
     RuntimeError
@@ -136,7 +138,7 @@ def evaluate(
     models = [_runnable(c, ctx, activations) for c in contenders]
     _check_ids(pieces, models, contenders)
     if isinstance(given, Text):
-        _check_tokens(files)
+        _check_tokens(files, given, pieces)
     for made in requantized(contenders[0], formats, activations):
         contenders += [made, *made.cached(caches)]
     models += [_runnable(c, ctx, activations) for c in contenders[len(models) :]]
@@ -197,7 +199,8 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     if isinstance(text, Text):
         return text
     if isinstance(text, os.PathLike):
-        return Text(_read_text(Path(text)), str(Path(text)))
+        path = Path(text)
+        return Text(decoded(path.read_bytes(), str(path)), str(path))
     if not isinstance(text, str):
         raise TypeError(f"text is {check.a_or_an(text)}; a str (the text) or a path (its file) is needed")
     named = len(text) < 256 and "\n" not in text
@@ -254,25 +257,32 @@ def _token_ids(
     return words.encode(given), words.bos_id if words.add_bos else None, given.label
 
 
-def _read_text(path: Path) -> str:
+def decoded(raw: bytes, name: str) -> str:
+    """The text of a file's bytes, with line ends as they are; ValueError with its name where it is none."""
     try:
-        # Line ends as they are: read_text would change them. A byte order mark is no part of the text.
-        return path.read_bytes().decode("utf-8-sig")
+        return raw.decode("utf-8-sig")  # a byte order mark is no part of the text
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+        raise ValueError(f"{name} is not UTF-8 text: {error}") from None
 
 
 def _cut(
     ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
 ) -> NDArray[np.integer[Any]]:
-    """Chunks [n, ctx] of the tokens; a partial last one is dropped."""
+    """Chunks [n, ctx] of the tokens, of which there must be one."""
+    pieces = _chunks(ids, bos, ctx, chunks)
+    if len(pieces) == 0:
+        there = counted(len(ids) + (bos is not None), "token")
+        raise ValueError(f"the text has {there}; at least one chunk of {ctx} tokens is needed")
+    return pieces
+
+
+def _chunks(
+    ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
+) -> NDArray[np.integer[Any]]:
+    """The same, none if tokens are too few; a partial last one is dropped."""
     if bos is not None:
         ids = np.concatenate([[bos], ids])
     count = min(len(ids) // ctx, chunks or len(ids))
-    if count == 0:
-        raise ValueError(
-            f"the text has {counted(len(ids), 'token')}; at least one chunk of {ctx} tokens is needed"
-        )
     pieces = ids[: count * ctx].reshape(count, ctx).copy()
     if bos is not None:
         pieces[:, 0] = bos
@@ -291,16 +301,31 @@ def _check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders
         raise ValueError(f"the models' vocabularies differ in size: {[m.vocab_size for m in models]}")
 
 
-def _check_tokens(files: Sequence[Model]) -> None:
-    """Ids of a text mean the same to all models that say what their tokens are."""
-    key = "tokenizer.ggml.tokens"
-    own = files[-1].metadata[key]
+def _check_tokens(files: Sequence[Model], text: Text, pieces: NDArray[np.integer[Any]]) -> None:
+    """Ids of a text mean the same to all models that say what their tokens are, and the text is the same ids
+    to those that also say how it becomes ids. `pieces` are those of the last one."""
+    own, key = files[-1], "tokenizer.ggml.tokens"
     for file in files[:-1]:
-        if not same_value(file.metadata.get(key, own), own):
-            raise ValueError(
-                f"{file.path.name} has another vocabulary ({key}) than {files[-1].path.name}: "
-                "a text is not the same ids to both"
-            )
+        if not same_value(file.metadata.get(key, own.metadata[key]), own.metadata[key]):
+            differing = f"has another vocabulary ({key}) than {own.path.name}"
+        elif keys := _tokenizes_otherwise(file, own, text, pieces):
+            differing = f"tokenizes the text otherwise than {own.path.name} ({', '.join(keys)})"
+        else:
+            continue
+        raise ValueError(f"{file.path.name} {differing}: a text is not the same ids to both")
+
+
+def _tokenizes_otherwise(file: Model, own: Model, text: Text, pieces: NDArray[np.integer[Any]]) -> list[str]:
+    """The keys that may be why a model reads other chunks in a text; empty if it reads the same ones, or does
+    not say how a text becomes ids."""
+    if not {"tokenizer.ggml.tokens", "tokenizer.ggml.model"} <= file.metadata.keys():
+        return []
+    keys = [key for key in DECISIVE if not same_value(file.metadata.get(key), own.metadata.get(key))]
+    if not keys:
+        return []
+    ids, bos, _ = _token_ids(file, text)
+    count, ctx = pieces.shape
+    return [] if np.array_equal(_chunks(ids, bos, ctx, count), pieces) else keys
 
 
 def _scored(ctx: int) -> slice:

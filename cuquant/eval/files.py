@@ -61,9 +61,10 @@ def evaluate_files(
     Raises
     ------
     OSError, ValueError
-        Before any evaluation: there can be no file `results`, it is no such file, or one of another text,
-        base, version or options (which, it says); a model's file is missing or damaged. After one: `results`
-        cannot be written any more, or another process has made it one of other settings; that result is lost.
+        Before any evaluation: there are no models; there can be no file `results`, it is no such file, or one
+        of another text, base, version or options (which, it says); a model's file is missing or damaged.
+        After one: `results` cannot be written any more, or another process has made it one of other settings;
+        that result is lost.
     UnsupportedModel, GGUFError, TypeError, ValueError
         As `evaluate`. Results so far stay on disk.
     """
@@ -73,6 +74,8 @@ def evaluate_files(
     one = isinstance(models, (str, bytes, os.PathLike, Mapping)) or not isinstance(models, Iterable)
     listed: Any = [models] if one else models
     several = list(listed)
+    if not several:
+        raise ValueError("there are no models to evaluate: models is empty")
     formats, widths = distinct(formats), [kv.text for kv in distinct_widths(kv_bits)]
     given, target = text_or_tokens(text, tokens), None if results is None else Path(results)
     if target is not None:

@@ -22,7 +22,7 @@ from ..kv import KVCache, attention
 from ..ops.matmul import linear
 from ..ops.moe import Experts, moe, route
 from ..ops.quantize import quantize
-from ..render import escaped
+from ..render import counted, escaped
 from .config import Config, UnsupportedModel
 from .kv import STEP, KVBits
 
@@ -73,7 +73,7 @@ class Llama:
         unused = sorted(set(tensors) - self._used)
         if unused:
             raise UnsupportedModel(
-                f"{len(unused)} tensors have no place in a {config.architecture} forward pass: "
+                f"{counted(len(unused), 'tensor')} without a place in a {config.architecture} forward pass: "
                 f"{', '.join(map(escaped, unused[:5]))}{', ...' if len(unused) > 5 else ''}"
             )
 

@@ -190,7 +190,7 @@ class Evaluations:
     def _records(self, tensors: bool) -> tuple[list[dict[str, Any]], Columns]:
         columns: Columns = {"model": ("model", "")}
         records: list[dict[str, Any]] = []
-        bases: set[str] = set()
+        bases: dict[str, list[Row]] = {}  # those of each that are shown
         called = self._names()
         for evaluation in self.each:
             own, found = evaluation._own_records(tensors)
@@ -200,9 +200,11 @@ class Evaluations:
                 names[0] = called[evaluation.base]
                 if Path(evaluation.model) == Path(evaluation.base):
                     del own[1], names[1]  # it has its row as the base
-                if evaluation.base in bases:
+                shown, row = bases.setdefault(evaluation.base, []), evaluation.rows[0]
+                if row in shown:
                     own, names = own[1:], names[1:]
-                bases.add(evaluation.base)
+                else:
+                    shown.append(row)
             records += [{"model": name} | record for name, record in zip(names, own, strict=True)]
         return [{key: record.get(key) for key in columns} for record in records], columns
 

@@ -56,6 +56,23 @@ _ENDS = {
 Not here: it makes one of each kind for fill-in-the-middle such a token, too, of several the one that its hash
 table has first, and takes those of gpt-oss's channels, and "<|end|>" among these, for user-defined ones."""
 
+DECISIVE = tuple(
+    f"tokenizer.ggml.{name}"
+    for name in (
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "merges",
+        "scores",
+        "add_space_prefix",
+        "unknown_token_id",
+        "add_bos_token",
+        "bos_token_id",
+    )
+)
+"""Keys that decide which ids a text becomes: all that `Tokenizer.from_metadata` reads."""
+
 _HINT = "token ids from a .npy file (--tokens) work instead"
 
 

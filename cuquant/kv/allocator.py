@@ -1,4 +1,4 @@
-"""Which bit width each token gets: the least expected error at an average width, and stable."""
+"""Which bit width each token gets: the least expected error for the bits that it takes, and stable."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ def allocate(
 
     The error of b-bit codes falls as 4^-b. A step from a width b to the next, c, is worth
     importance * (4^-b - 4^-c) / (c - b) per bit; the most valuable steps of all tokens are taken until the
-    average is reached. As a token's first steps are always worth more than its later ones, this is the least
-    sum of importance * error. Of equal steps lower widths go first, then newer tokens.
+    next one would exceed the average. As a token's first steps are always worth more than its later ones, no
+    widths that take as few bits as the result have a smaller sum of importance * error. Those that use what
+    is left of the average, which is less than that next step takes, may have one: smaller by less than the
+    step would save. Cheaper steps that still fit are not taken: few tokens would gain by it, and the result
+    would no longer be the best of its size. (A step into a full width goes together with those that make room
+    for it, as one, worth their mean. If only some of them fit these are taken: then even widths of the same
+    size may be better, by less than all of them would save.) Of equal steps lower widths go first, then newer
+    tokens.
 
     Parameters
     ----------
@@ -36,7 +42,8 @@ def allocate(
         How many tokens each width takes. It comes before the average: tokens that the lowest width has no
         room for, the most important ones, are wider in any case.
     average_bits : float
-        The result's mean is at most this, and within a step of it, as far as there is room.
+        The result's mean is at most this, and less than a step of one token below it, as far as there is
+        room.
     hysteresis : float
         Steps that a token has already taken are worth 1 + hysteresis times as much: it moves only when
         importances have changed by more than that.

@@ -253,13 +253,18 @@ class KVCache:
     ) -> int:
         """Move tokens between bit widths so that each sequence holds an average, important tokens wide.
 
-        The widths are those with the least sum of importance * 4^-bits, as errors of b bits fall as 4^-b.
-        Tokens move only for a change of importance that outweighs the hysteresis, so buckets stay stable.
+        Errors of b bits fall as 4^-b, so what is to be small is the sum of importance * 4^-bits. Tokens take
+        steps to the next width, those that save most per bit first, until the next step would exceed the
+        average. No widths that take as few bits have a smaller sum. Those that reach the average exactly may
+        have one, by less than that step would save: little, unless a sequence has only a few tokens. (Where
+        a bucket is full, a step into it and those that make room for it count as one step.) Tokens move only
+        for a change of importance that outweighs the hysteresis, so buckets stay stable.
 
         Parameters
         ----------
         average_bits : float
-            Most bits of a number in the mean over each sequence's tokens, scales not counted.
+            Most bits of a number in the mean over each sequence's tokens, scales not counted. The mean is
+            below it by less than one token's step to its next width, or by more where wider buckets are full.
         importance : float array (batch, slots) or (slots,), optional
             Not negative, by global slot; by default the attention that was tracked. Without either all tokens
             are as important, and newer ones go first. CuPy's arrays are read by the host.
