@@ -98,7 +98,11 @@ class Appender:
     def know(self, held: dict[int, NDArray[np.int64]], slots: NDArray[np.int64]) -> None:
         """Take note of how many tokens [batch] each width holds, and of `next_slots`."""
         self._held, self._slots, self._spare = held, slots, None
-        self.even, self._exact = _are_even(held), True
+        self._exact = True
+        self._compare()
+
+    def _compare(self) -> None:
+        self.even = len(self._slots) == 1 or (self._exact and _are_even(self._held))
 
     def check(self, cache: KVCache) -> None:
         """ValueError if an append that could not raise was refused since."""
@@ -187,7 +191,7 @@ class Appender:
             self._slots += new_known
             for b, count in counts.items():
                 self._held[b] += count
-        self.even = self._exact and _are_even(self._held)
+        self._compare()
         return None
 
     def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:

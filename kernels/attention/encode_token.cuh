@@ -82,12 +82,12 @@ DEVICE void rotate_unit(float (&x)[UNIT], int lane) {
                 x[e] = ieee_add(a, b), x[e + step] = ieee_sub(a, b);
             }
 #pragma unroll
-    for (int step = 1; step < 4; step *= 2)
+    for (int step = 1; step < 4; step *= 2) {
+        const float sign = lane & step ? -1 : 1;
 #pragma unroll
-        for (int e = 0; e < UNIT; e++) {
-            const float other = __shfl_xor_sync(~0u, x[e], step);
-            x[e] = lane & step ? ieee_sub(other, x[e]) : ieee_add(x[e], other);
-        }
+        for (int e = 0; e < UNIT; e++)
+            x[e] = ieee_fma(x[e], sign, __shfl_xor_sync(~0u, x[e], step));
+    }
 #pragma unroll
     for (int e = 0; e < UNIT; e++) x[e] = ieee_mul(x[e], ROTATED);
 }

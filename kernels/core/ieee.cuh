@@ -21,6 +21,12 @@ DEVICE float ieee_mul(float a, float b) {
     return r;
 }
 
+DEVICE float ieee_fma(float a, float b, float c) {
+    float r;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+    return r;
+}
+
 DEVICE float ieee_div(float a, float b) {
     float r;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));

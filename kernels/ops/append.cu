@@ -79,8 +79,8 @@ struct Places {
 
 constexpr int ANY = -1;  // in place of a tier: whatever there is, also widths token by token, rotation and key scales
 
-// A vector of a sequence's tokens, of keys and values of each head in turn, for each group of lanes: that of one token after the
-// other.
+// A vector of a sequence's tokens, of all heads' keys and then of their values, for each group of lanes: that of one token after
+// the other.
 struct Vectors {
     const Append& p;
     const Group group;
@@ -98,9 +98,9 @@ struct Vectors {
         if (own >= tokens * all || item >= all) token = p.n;
     }
 
-    DEVICE bool is_value() const { return item % 2; }
+    DEVICE bool is_value() const { return item >= p.kv_heads; }
 
-    DEVICE int head() const { return item / 2; }
+    DEVICE int head() const { return is_value() ? item - p.kv_heads : item; }
 
     DEVICE int dtype() const { return is_value() ? p.v_dtype : p.k_dtype; }
 
@@ -163,8 +163,9 @@ private:
         }
     }
 
-    // By all groups of a warp, of which some have values.
+    // By all groups of a warp, of which some may have values.
     static DEVICE void rotate_keys(float (&x)[UNIT], bool value) {
+        if (!__any_sync(~0u, !value)) return;
         float y[UNIT];
 #pragma unroll
         for (int e = 0; e < UNIT; e++) y[e] = x[e];

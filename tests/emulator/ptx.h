@@ -164,6 +164,11 @@ UNFLUSHED(div_rn_f32, a / b, !a)
 UNFLUSHED(min_NaN_f32, a != a ? a : b != b ? b : fminf(a, b), true)
 UNFLUSHED(max_NaN_f32, a != a ? a : b != b ? b : fmaxf(a, b), true)
 
+inline void fma_rn_f32(float& r, float a, float b, float c) {
+    r = fmaf(a, b, c);
+    if (!ordinary(r)) r = unflushed([](float a, float b, float c) { return fmaf(a, b, c); }, double(a) * b == -double(c), a, b, c);
+}
+
 inline void fma_rm_f32(float& r, float a, float b, float c) {
     const auto rounded_down = [](float a, float b, float c) {
         const double product = double(a) * b, sum = product + c;  // the product is exact, and lost says what the sum is not
