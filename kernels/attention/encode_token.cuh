@@ -66,9 +66,12 @@ private:
 };
 
 DEVICE void divide(float (&x)[UNIT], const float* by, int dim, int lane) {
-    if (lane * UNIT < dim)
+    if (lane * UNIT >= dim) return;
+    float own[UNIT];  // all asked for before the first is needed
 #pragma unroll
-        for (int e = 0; e < UNIT; e++) x[e] = ieee_div(x[e], by[lane * UNIT + e]);
+    for (int e = 0; e < UNIT; e++) own[e] = by[lane * UNIT + e];
+#pragma unroll
+    for (int e = 0; e < UNIT; e++) x[e] = ieee_div(x[e], own[e]);
 }
 
 // Hadamard's transform of the 32 numbers of four lanes.
