@@ -25,11 +25,18 @@ def gauss(size: float, shape: tuple[int, ...] = (16, 256)) -> NDArray[np.float32
     return np.random.default_rng(0).standard_normal(shape).astype(F) * F(size)
 
 
+LIMITED += [cq.KBit(bits, absmax="float16") for bits in (2, 3, 4, 5)]
+LIMITED += [cq.KBit(bits, scale="decoded") for bits in (2, 3, 4, 5)]
+LIMITED += [cq.Int4(256), cq.Int4(256, symmetric=False)]
+
+
 @pytest.mark.parametrize("name", LIMITED, ids=str)
 def test_what_is_far_from_the_weights_is_said(name: str | cq.Format) -> None:
-    """Wherever the error is four times that of ordinary weights, and a hundredth."""
+    """Wherever the error is four times that of ordinary weights, and a hundredth; but not before it is about
+    one and a half times that. (At some smaller sizes scales happen to be near what they are rounded to.)"""
     usual = testing.nmse(cq.quantize(gauss(1), name).dequantize(), gauss(1))
-    said = f"of the weights are too small for the scales of {re.escape(str(name))}, and read as 0 or far"
+    said = f"of the weights are too small for the scales of {re.escape(str(name))}, and read as 0 or with"
+    first = None
     for size in np.geomspace(1, 1e-10, 101):
         x = gauss(size)
         with warnings.catch_warnings(record=True) as found:
@@ -38,6 +45,14 @@ def test_what_is_far_from_the_weights_is_said(name: str | cq.Format) -> None:
         assert all(re.search(said, str(each.message)) for each in found)
         assert found or error < max(4 * usual, 1 / 100), (size, error / usual)
         assert all(Path(each.filename) == Path(__file__) for each in found)
+        if found:
+            first = first or error / usual
+            assert error > 1.05 * usual, (size, error / usual)
+
+    assert first is not None
+    assert first > (
+        1.05 if str(name).startswith("kbit2") else 1.3
+    )  # whose scale may do though it is off by half
 
 
 @pytest.mark.parametrize("name", sorted(TAKE_ANY))

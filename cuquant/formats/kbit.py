@@ -151,8 +151,8 @@ class KBit(Format):
 
     @property
     def fine_from(self) -> int:
-        """Of E4M4; the more entries tell weights apart, the more an error of the scale adds."""
-        return max(2, self.bits - 1) if self.absmax == "e4m4" else super().fine_from
+        """Less where entries are chosen for the scale as it is stored, which makes up for its rounding."""
+        return max(1, self.bits - 3) if self.divides_by_stored else super().fine_from
 
     def coarse_scales(self, blocks: Any) -> Any:
         if self.absmax == "float16":
