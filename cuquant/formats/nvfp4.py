@@ -125,7 +125,8 @@ class NvFp4(Format):
             return NvFp4(1)
         if not np.isfinite(peak):  # which quantizing refuses
             return NvFp4(SCALES[1])
-        scale = max(peak / _FITTED, np.float32(SCALES[0]))
+        with np.errstate(under="ignore"):
+            scale = max(peak / _FITTED, np.float32(SCALES[0]))
         above = scale if peak / scale <= _FITTED else np.nextafter(scale, np.float32(np.inf))
         return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
