@@ -41,6 +41,12 @@ def slabs(rows: int, k: int, size: int = SLAB, together: int = 1) -> Iterator[sl
 empty = np.empty
 
 
+def silent() -> np.errstate:
+    """Of arithmetic and casts whose results are documented: what is too large becomes infinity, what is too
+    small 0, and NaN propagates, whatever `numpy.seterr` has been told."""
+    return np.errstate(over="ignore", under="ignore", invalid="ignore")
+
+
 def quantize(
     x: NDArray[Any], fmt: Format, importance: NDArray[np.float32] | None = None
 ) -> tuple[NDArray[np.uint8], int]:
@@ -101,14 +107,16 @@ def dequantize(w: QuantizedArray, dtype: np.dtype[Any]) -> NDArray[Any]:
         out = np.empty(w.shape if w.ndim > 1 else (1, *w.shape), dtype)
         for index in np.ndindex(w.shape[:-2]):
             for part in slabs(out.shape[-2], out.shape[-1], together=fmt.rows_together):
-                out[index][part] = _rows(fmt, blocks[index], out.shape[-2:], part)
+                with silent():
+                    out[index][part] = _rows(fmt, blocks[index], out.shape[-2:], part)
         return out.reshape(w.shape)
     row_bytes = blocks.shape[-1] if blocks.ndim > 1 else fmt.block_bytes  # as in quantize
     rows = blocks.reshape(-1, row_bytes)
     k = row_bytes // fmt.block_bytes * fmt.block_size
     out = np.empty((len(rows), k), dtype)
     for part in slabs(len(rows), k):
-        out[part] = _rows(fmt, rows, out.shape, part)
+        with silent():
+            out[part] = _rows(fmt, rows, out.shape, part)
     return out.reshape(*blocks.shape[:-1], blocks.shape[-1] // row_bytes * k)[..., : w.shape[-1]]
 
 
@@ -139,7 +147,7 @@ def product(p: Product, out: NDArray[Any]) -> None:
         bias = p.bias if p.bias is None or p.bias.ndim == 1 else p.bias[index]
         residual = None if p.residual is None else p.residual[here]
         for part in slabs(n, k, together=p.w.format.rows_together if check.is_quantized(p.w) else 1):
-            with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
+            with silent():
                 acc = (rows @ weight_rows(p.w, index, part).T).reshape(*y.shape[:-1], part.stop - part.start)
                 if bias is not None:
                     acc += bias[part].astype(np.float32)
@@ -159,7 +167,7 @@ def weight_rows(w: Any, index: tuple[int, ...], part: slice) -> NDArray[np.float
 
 def _rows(fmt: Format, blocks: NDArray[np.uint8], shape: tuple[int, ...], part: slice) -> NDArray[np.float32]:
     """Rows `part` of a matrix (N, K) from its storage bytes: float32 [n, K]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # scales of infinity or NaN, or near them, propagate
+    with silent():  # scales may be infinity or NaN, or near them
         return fmt.rows(blocks, shape, part)
 
 

@@ -103,7 +103,7 @@ def linear(
     if bias is not None:
         b = _numbers(bias, "bias")
         y = y + (b if b.ndim == 1 or x.ndim == 1 else b[..., None, :])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         if activation == "relu":
             y = np.maximum(y, 0)
         elif activation == "silu":
@@ -151,8 +151,9 @@ def attention(
                 out[b, j, h] = np.nan
                 continue
             s = scale * (k[seen, shared].astype(np.float64) @ q[b, j, h]) + bias[seen]
-            weights = np.exp(s - s.max())
-            out[b, j, h] = weights @ values / weights.sum()
+            with np.errstate(under="ignore"):
+                weights = np.exp(s - s.max())
+                out[b, j, h] = weights @ values / weights.sum()
     return out
 
 

@@ -66,6 +66,26 @@ def test_blocks_round_trip(name: str) -> None:
         np.testing.assert_array_equal(cq.from_blocks(other, name, (2, 5, 96)).blocks, raw)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
+@pytest.mark.parametrize("fmt", [*cq.formats.names(), cq.NvFp4()], ids=str)
+def test_no_errors_and_warnings_of_numpy_get_out(fmt: str | cq.Format) -> None:
+    """Numbers beyond float16 become infinite without a word, and small ones 0, when made and read."""
+    x = np.random.default_rng(0).standard_normal((16, 256), np.float32)
+    sizes = [2.0**-130, 1.0]
+    if not str(fmt).startswith("kbit") and fmt not in ("nvfp4", "q4_1", "q5_1"):  # which refuse such weights
+        sizes.append(6e4)
+    for size in sizes:
+        with np.errstate(under="ignore"):
+            given = x * np.float32(size)
+        w = cq.quantize(given, fmt)
+        for dtype in ("float16", "bfloat16", "float32"):
+            numbers = w.dequantize(dtype)
+            with np.errstate(all="raise"):
+                np.testing.assert_array_equal(cq.quantize(given, fmt).dequantize(dtype), numbers)
+        assert np.isfinite(w.dequantize()).all()
+        assert np.isinf(w.dequantize("float16")).any() == (size > 1)
+
+
 def test_blocks_of_a_read_only_map(tmp_path: Any) -> None:
     raw = random_blocks("q8_0", (4, 32))
     (tmp_path / "w").write_bytes(raw.tobytes())

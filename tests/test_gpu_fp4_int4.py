@@ -53,15 +53,22 @@ SCALED = [
     "nvfp4",
     cq.NvFp4(1e30),
     "kbit2",
+    "kbit3",
+    "kbit4",
     "kbit5",
+    cq.KBit(2, scale="decoded"),
+    cq.KBit(5, scale="decoded"),
     cq.KBit(4, absmax="float16"),
     "mxfp4",
     "q4_0",
+    "q4_1",
+    "q5_0",
     "q5_1",
     "q8_0",
 ]
 SCALED += [
     "int4-32",
+    "int4-64",
     "int4-128-zeros",
     cq.Int4(160),
     cq.Int4(1280, symmetric=False),
@@ -74,13 +81,14 @@ SCALED += [
 
 @pytest.mark.parametrize("fmt", SCALED, ids=str)
 def test_weights_that_are_too_small_are_counted_as_on_the_cpu(fmt: str | cq.Format) -> None:
-    """In every group but those of zeros, whatever the strides, and of scales about 7.5 * 2^-24, where one
-    becomes coarse; a last block of threads is not full."""
+    """In every group but those of zeros, whatever the strides, and of scales about half a step below the
+    least that is fine, which become it or not; a last block of threads is not full."""
     cupy, found = device.cupy(), cq.formats.get(fmt)
-    x = gauss((37, 1280)) * np.geomspace(1e-9, 1, 1280, dtype=F)
+    x = gauss((39, 1280)) * np.geomspace(1e-9, 1, 1280, dtype=F)
     x[5:9], x[20, ::64], x[30] = 0, -0.0, 1e-40
-    near = F(7.5 * 2**-24) * (1 + np.arange(-20, 20, dtype=F) * 2**-23)
-    for row, steps in enumerate((7, 8, 15, 16, 31, 127), 31):
+    step = 2.0**-24 if found.storage[found.scales[0]] == np.float16 else 2.0**-14 if found.lookup else 2.0**-9
+    near = F((found.fine_from - 0.5) * step) * (1 + np.arange(-20, 20, dtype=F) * 2**-23)
+    for row, steps in enumerate((1, 6, 7, 8, 15, 16, 31, 127), 31):
         x[row] = (steps * near).repeat(32) * (np.arange(1280) % 2)
     for dtype in FLOATS:
         for given in (x.astype(dtype), x.astype(dtype)[::-2]):

@@ -172,6 +172,21 @@ def test_results_beyond_float16_are_infinite_as_in_numpy(xp: ModuleType) -> None
     assert (np.isposinf(y[2]) & np.isfinite(y[:2]).all()).all()
 
 
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "gelu_erf", "silu"])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_numpy_s_strictest_errors_change_nothing(kind: str, activation: str | None) -> None:
+    """Infinity and 0 of what is too large or small are results, which `numpy.seterr` makes no errors of."""
+    w = weight("q4_0", (40, 64))
+    for size in (1e-38, 1e-7, 1, 100, 1e4, 1e30):
+        with np.errstate(all="ignore"):
+            x = activations(kind, (3, 64), np, size)
+            expected = [cq.linear(x, w, activation=activation), cq.matmul(x, w.T, dtype=np.float16)]
+        with np.errstate(all="raise"):
+            made = [cq.linear(x, w, activation=activation), cq.matmul(x, w.T, dtype=np.float16)]
+        assert [y.tobytes() for y in made] == [y.tobytes() for y in expected]
+        assert np.isfinite(made[1]).all() == (size < 1e4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("scale", [6e-8, 3e-5, 6e4])
 def test_magnitudes_of_scales(name: str, scale: float, xp: ModuleType) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuquant as cq
 from cuquant import testing
 
 ONES = np.ones((2, 3))
@@ -74,3 +75,15 @@ def test_a_guarded_array_has_an_axis() -> None:
     with pytest.raises(ValueError, match=r"shape is \(\), that of a scalar; one axis or more is needed"):
         testing.Guarded((), np.float32)
     assert testing.Guarded((3,), np.float32).array.shape == (3,)
+
+
+def test_numpy_s_strictest_errors_change_nothing() -> None:
+    """References of what is too small for float64, too."""
+    cache = cq.KVCache(1, 64, 4)
+    cache.append(np.ones((1, 4, 1, 64), np.float32), np.ones((1, 4, 1, 64), np.float32))
+    mask = np.array([[[[0, -800, 0, 0]]]], np.float32)
+    with np.errstate(all="raise"):
+        assert (testing.attention(np.ones((1, 1, 1, 64), np.float32), cache, mask=mask) == 1).all()
+        for activation in ("relu", "silu", "gelu", "gelu_erf"):
+            y = testing.linear(np.array([[-1e3], [1e-310], [1]]), np.ones((1, 1)), activation=activation)
+            assert not y[0].any()

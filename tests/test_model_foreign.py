@@ -50,6 +50,18 @@ def test_a_foreign_tensor_of_many_slabs(tmp_path: Path) -> None:
     assert np.array_equal(model["w"], gguf.quants.dequantize(raw, Type.IQ2_S).astype(np.float16))
 
 
+def test_numpy_s_strictest_errors_change_nothing(tmp_path: Path) -> None:
+    """Small numbers are 0 in float16, of a foreign type as of floats."""
+    raw = foreign_rows(Type.IQ2_S, 2)
+    tensors: dict[str, Stored] = {"small": (raw // 4, Type.IQ2_S), "floats": np.full(4, 1e-9, np.float32)}
+    with pytest.warns(FallbackWarning):
+        model = cq.open(write(tmp_path / "m.gguf", tensors))
+    for name in tensors:
+        expected = model.floats(name, np.float16)
+        with np.errstate(all="raise"):
+            np.testing.assert_array_equal(model.floats(name, np.float16), expected)
+
+
 def test_one_warning_names_types_and_tensors(tmp_path: Path) -> None:
     tensors: dict[str, Stored] = {f"k.{i}": (foreign_rows(Type.IQ2_S, 1), Type.IQ2_S) for i in range(5)}
     tensors |= {"six": (foreign_rows(Type.TQ1_0, 1), Type.TQ1_0), "native": np.zeros(3)}

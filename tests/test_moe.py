@@ -165,6 +165,21 @@ def test_float16_overflows_as_numpy_does() -> None:
     assert not np.isnan(y).any()
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_numpy_s_strictest_errors_change_nothing(activation: str | None) -> None:
+    """Of mixtures, and of routing, whose least probabilities are 0."""
+    experts, (ids, probs) = stacks("q4_0"), routed(6, 5, 2)
+    for size in (1e-38, 1, 1e20):
+        for dtype in (np.float16, BF16, F):
+            with np.errstate(all="ignore"):
+                x, logits = (gauss(6, 128) * F(size)).astype(dtype), (gauss(6, 40) * F(200)).astype(dtype)
+                expected = cq.moe(x, experts, ids, probs, activation=activation), *cq.route(logits, 40)
+            with np.errstate(all="raise"):
+                got = cq.moe(x, experts, ids, probs, activation=activation), *cq.route(logits, 40)
+            assert [each.tobytes() for each in got] == [each.tobytes() for each in expected]
+            assert not got[2].all()
+
+
 def test_the_same_bits_again() -> None:
     x, experts, (ids, probs) = gauss(257, 128), stacks("kbit4", 16), routed(257, 16, 4)
     first = cq.moe(x, experts, ids, probs)

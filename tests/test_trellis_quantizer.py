@@ -203,3 +203,11 @@ def test_small_moments_count() -> None:
     moments[130] = 1e16
     error = cq.trellis_quantize(w, "trellis4", moments=moments).dequantize() - w
     assert (error[:, :128] ** 2).mean() < 0.05
+
+
+def test_numpy_s_strictest_errors_change_nothing() -> None:
+    """Of moments and weights so small that parts of sums are 0."""
+    x, importance = gauss(32, 256) * np.geomspace(1e-36, 1, 256, dtype=F), np.geomspace(1e-60, 1, 256)
+    expected = cq.quantize(x, "trellis2", importance)
+    with np.errstate(all="raise"):
+        np.testing.assert_array_equal(cq.quantize(x, "trellis2", importance).blocks, expected.blocks)

@@ -118,7 +118,7 @@ def moments(value: Any, k: int, what: str = "moments") -> Any:
     given = device.as_numpy(numbers(value, what))
     if given.shape != (k,):
         raise ValueError(f"{what} has shape {given.shape}; one for each of K = {k} inputs is needed")
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         result = given.astype(np.float32)
     if not (np.isfinite(result) & (result >= 0)).all():
         raise ValueError(f"{what} must be not negative, and finite in float32")

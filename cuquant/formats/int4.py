@@ -67,6 +67,12 @@ class Int4(Format):
     encoder = ("quantize_int4", 16)
 
     @property
+    def fine_from(self) -> int:
+        """Codes are chosen for the scale as it is stored, which makes up for its rounding; a zero point does
+        not, where clipping it moves all weights."""
+        return 2 if self.has_zero_points else 1
+
+    @property
     def _of_group(self) -> int:
         return 4 if self.has_zero_points else 2  # in float16
 

@@ -26,6 +26,7 @@ class IQ4_XS(KQuant):
     bits = 4
     storage = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", (4,)), ("qs", "u1", (128,))])
     integer_scales = 8
+    fine_from = 4  # codes are chosen before d is rounded, and so are scales
     formula = "W = d * (s - 32) * level[q]"
     ggml_type = 23
     file_type = 30

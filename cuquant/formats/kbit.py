@@ -149,10 +149,15 @@ class KBit(Format):
         exact = [Fraction(float(c)) for c in self.codebook]
         return _frozen(_flushed(np.array([_rounded_down((a + b) / 2) for a, b in pairwise(exact)])))
 
+    @property
+    def fine_from(self) -> int:
+        """Less where entries are chosen for the scale as it is stored, which makes up for its rounding."""
+        return max(1, self.bits - 3) if self.divides_by_stored else super().fine_from
+
     def coarse_scales(self, blocks: Any) -> Any:
         if self.absmax == "float16":
             return super().coarse_scales(blocks)
-        return blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)[..., -1] == 0
+        return blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)[..., -1] < self.fine_from
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1)

@@ -39,6 +39,11 @@ class KQuant(Format):
     """Bytes of a block's integer scales and minimums in the fragment layout, which `scales` multiply."""
 
     @property
+    def fine_from(self) -> int:
+        """Codes are chosen for scales and minimums as they are stored."""
+        return max(2, self.bits - 1)
+
+    @property
     def kernel_scale_bytes(self) -> int:
         return self.integer_scales or super().kernel_scale_bytes
 

@@ -89,6 +89,7 @@ class NvFp4(Format):
     scales = ("d",)
     codebook = e2m1.TWICE
     scaling = "e4m3"
+    fine_from = 1  # codes are chosen for the scale as it is stored, which makes up for its rounding
     type_name = "NVFP4"
     scale_beside = True
     of_each = (
@@ -124,13 +125,14 @@ class NvFp4(Format):
             return NvFp4(1)
         if not np.isfinite(peak):  # which quantizing refuses
             return NvFp4(SCALES[1])
-        scale = max(peak / _FITTED, np.float32(SCALES[0]))
+        with np.errstate(under="ignore"):
+            scale = max(peak / _FITTED, np.float32(SCALES[0]))
         above = scale if peak / scale <= _FITTED else np.nextafter(scale, np.float32(np.inf))
         return NvFp4(min(float(above), SCALES[1]))  # and what is beyond that, too
 
     def coarse_scales(self, blocks: Any) -> Any:
         records = blocks.reshape(*blocks.shape[:-1], -1, self.block_bytes)
-        return (records[..., :4] == 0).reshape(*blocks.shape[:-1], -1)
+        return (records[..., :4] < self.fine_from).reshape(*blocks.shape[:-1], -1)
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         groups = x.reshape(-1, _GROUP) / np.float32(self.tensor_scale)

@@ -25,6 +25,7 @@ class Q3_K(KQuant):
     scale_size = 16
     storage = np.dtype([("hmask", "u1", (32,)), ("qs", "u1", (64,)), ("scales", "u1", (12,)), ("d", "<f2")])
     integer_scales = 16
+    fine_from = 1  # numbers of 3 bits, chosen for scales as they are stored, do with a d that is off by half
     formula = "W = d * (s - 32) * (q - 4)"
     ggml_type = 11
     file_type = 11

@@ -185,7 +185,8 @@ class Trellis(WholeMatrices):
         drawn_rows = device.as_numpy(rows[:: max(1, rows.size // (16 * _SAMPLE))])
         sample = np.ascontiguousarray(drawn_rows, np.float32)
         su, sv = random_signs(*sample.shape)
-        groups, h = self._groups(sample * su * sv[:, None], moments)
+        with np.errstate(under="ignore"):
+            groups, h = self._groups(sample * su * sv[:, None], moments)
         h = np.broadcast_to(h, groups.shape)
         if groups.size > _SAMPLE:
             drawn = np.random.default_rng(0).choice(len(groups), _SAMPLE // self.group_size, replace=False)
@@ -194,7 +195,8 @@ class Trellis(WholeMatrices):
             from ..cuda.trellis import Nearest
 
             return Trellis(self.bits, self.group_size, fit(groups, h, self.bits, Nearest(self)))
-        return Trellis(self.bits, self.group_size, fit(groups, h, self.bits))
+        with np.errstate(under="ignore"):
+            return Trellis(self.bits, self.group_size, fit(groups, h, self.bits))
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
         return self.encode_with(x, *random_signs(*x.shape), None)
@@ -209,8 +211,9 @@ class Trellis(WholeMatrices):
         step = max(TILE, _SLAB // k // TILE * TILE)
         for start in range(0, n, step):
             part = slice(start, min(start + step, n))
-            groups, h = self._groups(x[part] * parts.su * parts.sv[part, None], moments)
-            codes, scales = nearest(groups, h, self.grid)
+            with np.errstate(under="ignore"):
+                groups, h = self._groups(x[part] * parts.su * parts.sv[part, None], moments)
+                codes, scales = nearest(groups, h, self.grid)
             check.trellis_scales(scales, self)
             parts.scales[:, part] = scales.reshape(-1, len(parts.scales)).T
             codes = codes.reshape(part.stop - start, -1)[:, :k]

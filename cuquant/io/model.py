@@ -165,7 +165,7 @@ class Model(Mapping[str, Any]):
             scales = self._scales(info)
             of_experts = None if scales is None else self.raw(scales.name).view(np.float32)
             return _fallback(self.raw(info.name), info, of_experts, dtype)
-        with np.errstate(over="ignore"):
+        with cpu.silent():
             if plain:
                 return _rounded(self._plain(info), dtype)
             made = self._quantized(info)
@@ -415,7 +415,7 @@ def _fallback(
     rows = raw.reshape(-1, info.nbytes * info.shape[-1] // int(np.prod(info.shape, dtype=object)))
     out = np.empty((len(rows), info.shape[-1]), dtype)
     for part in cpu.slabs(len(rows), info.shape[-1]):
-        with np.errstate(over="ignore", invalid="ignore"):
+        with cpu.silent():
             numbers = gguf.quants.dequantize(rows[part], kind)
             out[part] = numbers if scales is None else numbers * _of_rows(scales, part, len(rows))
     return out.reshape(info.shape)

@@ -95,7 +95,7 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
     logits = logits.astype(np.float32)
     # By logits, not by probabilities: the softmax rounds different ones to one number.
     ids = np.argsort(-logits, axis=-1, kind="stable")[..., :top_k]
-    with np.errstate(over="ignore", invalid="ignore"):
+    with cpu.silent():
         probs = np.exp(logits - logits.max(axis=-1, keepdims=True))
         probs /= probs.sum(axis=-1, keepdims=True)
         chosen = np.take_along_axis(probs, ids, axis=-1)
@@ -189,7 +189,7 @@ def moe(
         check.may_take_memory(why, "take quantized ones, as moe's docstring says")
     ids, probs = device.as_numpy(ids), device.as_numpy(probs)
     mixed = _mixed(x, Experts._make((gate, up, down)), ids, probs, activation)
-    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN propagate
+    with cpu.silent():
         y[...] = mixed.reshape(shape)
     return y if out is None else out
 
@@ -217,7 +217,7 @@ def _mixed(x: Any, experts: Experts, ids: Any, probs: Any, activation: str | Non
         mine = pairs[part]
         order = np.argsort(number[mine], kind="stable")
         there = xp.asarray(np.stack([mine // top_k, order, mine[order] // top_k]))
-        with np.errstate(over="ignore", invalid="ignore"):
+        with cpu.silent():
             result = _feed_forward(_taken(rows, there[0]), experts, matrices, expert[mine], activation)
             result *= xp.asarray(probs[mine, None])
             result = result[there[1]]

@@ -51,14 +51,9 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     Warns
     -----
     UserWarning
-        More than a hundredth of the weights are too small for the format: their scales became 0, or, as
-        float16 numbers below 2^-21, have four bits at most. (Trellis formats take weights of any size, mxfp4
-        and `NvFp4` without a scale of almost any.) Not counted are groups of weights that are all alike, of
-        which formats with minimums (q4_1, q5_1, q2_k, q4_k, q5_k) store the minimum alone: a positive
-        one becomes 0 below 3e-8 in q4_1 and q5_1, 2e-6 in q2_k, 3e-5 in q4_k and 6e-5 in q5_k (a negative one
-        there or at a smaller size). Nor are blocks that become 0 in
-        mxfp4, whose largest is below 2^-125, and in `NvFp4`, whose scale for the tensor is 2^-100 at least,
-        groups whose largest is below 5e-33.
+        More than a hundredth of the weights are too small for the format: their scales became 0, or have so
+        few bits that errors are larger than usual. The README's section on limits lists at which sizes, and
+        which weights become 0 without a warning.
     """
     if importance is None:
         found = repeats.find(repeats.quantized, (format,), x)
@@ -104,7 +99,7 @@ def _warn_of(lost: int, size: int, fmt: Format) -> None:
         advice = fmt.beyond or "mxfp4 and trellis formats take weights of any size"
         warnings.warn(
             f"{tensor}about {lost / size:.0%} of the weights are too small for the scales of {fmt}, and read "
-            f"as 0 or far from what they were: {advice}",
+            f"as 0 or with larger errors than usual: {advice}",
             stacklevel=4,  # of who called `quantize`, which `shown` wraps
         )
 

@@ -51,8 +51,10 @@ def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True) -> Plan:
     kernel, each = fmt.encoder
     if kernel == GROUPS_ENCODER:
         usual = fmt.block_size if fmt.block_size in _USUAL_GROUPS else 0
-        return _quantize_groups(fmt.has_zero_points, usual, blocks * group_lanes(fmt))
+        return _quantize_groups(fmt.has_zero_points, fmt.fine_from, usual, blocks * group_lanes(fmt))
     step = per_block(kernel, fmt, blocks * fmt.block_size // each)
+    constants = (*step.kernel.constants, ("FINE_FROM", fmt.fine_from))
+    step = replace(step, kernel=replace(step.kernel, constants=constants))
     if kernel == "quantize" and fmt.lookup and stay:
         return replace(step, grid=(min(step.grid[0], _STAYING * gpu.multiprocessors), 1, 1))
     return step
@@ -64,8 +66,8 @@ def group_lanes(fmt: Format) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _quantize_groups(has_zero_points: bool, group: int, threads: int) -> Plan:
-    constants = (("ASYMMETRIC", int(has_zero_points)), ("GROUP", group))
+def _quantize_groups(has_zero_points: bool, fine_from: int, group: int, threads: int) -> Plan:
+    constants = (("ASYMMETRIC", int(has_zero_points)), ("GROUP", group), ("FINE_FROM", fine_from))
     kernel = Kernel(GROUPS_ENCODER, GROUPS_ENCODER, constants=constants)
     return Plan(kernel, (ceil(threads / 256), 1, 1), 256, overlaps=True)
 

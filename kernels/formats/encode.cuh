@@ -166,13 +166,25 @@ struct Found {
     u64 lost;       // sixteens of elements are added whose scale is too coarse for them
 };
 
-// Whether a float16 number below 2^-21, of four bits at most, stands for a scale that is not 0.
-DEVICE bool is_coarse(u32 half) { return (half & 0x7fff) < 8; }
+// Whether a float16 number has fewer steps of 2^-24 than a scale that is fine (Format.fine_from in cuquant/formats/base.py).
+template <int FINE_FROM>
+DEVICE bool is_coarse(u32 half) {
+    return (half & 0x7fff) < FINE_FROM;
+}
 
-// Whether a scale that is not 0 is rounded to such a number; 7.5 * 2^-24 is rounded to 2^-21. (In two instructions: numbers
-// without their sign, but twice as large, and 0 above all others.)
+// The bits of the least float that is rounded to `steps` times 2^-24, to nearest even: half a step less, or just above that.
+DEVICE constexpr u32 first_rounded_to(int steps) {
+    const u32 halves = 2 * steps - 1;
+    int top = 0;
+    while (halves >> top > 1) top++;
+    return (u32(127 - 25 + top) << 23 | (halves << (23 - top) & 0x7fffff)) + steps % 2;
+}
+
+// Whether a scale that is not 0 is rounded to such a number. (In two instructions: numbers without their sign, but twice as
+// large, and 0 above all others.)
+template <int FINE_FROM>
 DEVICE bool becomes_coarse(float scale) {
-    constexpr u32 FIRST_FINE = 0x34f00000;
+    constexpr u32 FIRST_FINE = first_rounded_to(FINE_FROM);
     const u32 bits = __float_as_int(scale);
     return bits + bits - 1 < 2 * FIRST_FINE - 1;
 }

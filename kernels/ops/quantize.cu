@@ -6,6 +6,7 @@
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
 constexpr int THREADS = 256;
+constexpr int FINE_FROM = CUQUANT_FINE_FROM;  // steps of a scale
 // Blocks that a multiprocessor is to hold. With eight, all 2048 threads of sm_80's and sm_90's (sm_86's and sm_89's hold six
 // blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then.
 constexpr int RESIDENT = LOOKED_UP<Format> ? 5 : 8;
@@ -22,7 +23,7 @@ DEVICE bool encode_integers(const float (&x)[MINE], Extent extent, int half, u8*
     const u32 scale = scale_bits<F>(scales, words);
     store_codes<F>(to, half, words);
     if (half == 0) F::store_scale_bits(to, scale);
-    lost = becomes_coarse(scales.d);
+    lost = becomes_coarse<FINE_FROM>(scales.d);
     return (scale & 0x7c00) != 0x7c00 && (scale >> 16 & 0x7c00) != 0x7c00;
 }
 
@@ -81,8 +82,8 @@ DEVICE bool encode_part(const Quantizing& p, const LevelsOf<F>& levels, const Pa
         good = encode_integers<F>(values, extent, part.half, to, lost);
     }
     if (!good && p.found) atomicMin(&p.found->first_bad, u64(block / p.blocks_per_row));
-    if constexpr (F::SCALING == E4M4 || F::SCALING == E4M3) lost = stored == 0 && !is_zero;
-    if constexpr (F::CODING != INTEGERS && F::SCALING == HALF) lost = is_coarse(stored) && !is_zero;
+    // Whatever a step of the scale's type is.
+    if constexpr (F::CODING != INTEGERS && F::SCALING != E8M0) lost = stored < FINE_FROM && !is_zero;
     return lost;
 }
 

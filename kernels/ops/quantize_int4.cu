@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
     const int zero = int4_zero<ASYMMETRIC>(range.low, scale, inverse);
     if (lane == 0 && (stored & 0x7c00) == 0x7c00) atomicMin(&found->first_bad, u64(index / groups_per_row));
     const bool own = lane == 0 && int(threadIdx.x >> lane_bits) < count;
-    add_lost(found, becomes_coarse(exact), own, pieces);
+    add_lost(found, becomes_coarse<CUQUANT_FINE_FROM>(exact), own, pieces);
     auto store_scale = [&](u8* to) {
         if (lane) return;
         to[0] = u8(stored), to[1] = u8(stored >> 8);

@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) search(
     // If any of the block's threads needs its scale.
     const u32 lanes = __ballot_sync(~0u, need_scale<Format::HAS_MIN>(values)) >> threadIdx.x % WARP / PARTS * PARTS;
     const bool needed = lanes & ((1 << PARTS) - 1);
-    add_lost(found, is_coarse(d) && needed, int(threadIdx.x) / PARTS < count, OWN / 16);
+    add_lost(found, is_coarse<CUQUANT_FINE_FROM>(d) && needed, int(threadIdx.x) / PARTS < count, OWN / 16);
     store_staged<BLOCKS * Format::BLOCK_BYTES, THREADS>(out + first * Format::BLOCK_BYTES, staged,
                                                         count * Format::BLOCK_BYTES);
 }
