@@ -55,8 +55,6 @@ private:
     DEVICE float grains(int t) const { return float((of[t] + GRAIN - 1) / GRAIN); }
 };
 
-constexpr float LARGER = 1.25f;  // what shares become until there are no more than `most`, of up to 32 sequences
-
 struct Share {
     int sequence;  // none if negative
     int first, split, splits;
@@ -66,9 +64,9 @@ struct Share {
     // a microsecond.)
     DEVICE void find(const Attention& p, const Lengths& read, int block, int lane) {
         if (lane == 0) sequence = -1;
-        float part = part_of_all(p, read, lane);
+        const float part = part_of_all(p, read, lane);
         int before = 0;
-        for (int base = 0; base < p.batch;) {
+        for (int base = 0; base < p.batch; base += WARP) {
             const Lengths lengths = base == 0 ? read : Lengths(p, base + lane);
             const int count = base + lane < p.batch ? count_of(lengths.cost(), part) : 0;
             int end = count;
@@ -76,11 +74,6 @@ struct Share {
             for (int step = 1; step < WARP; step *= 2) {
                 const int other = __shfl_up_sync(~0u, end, step);
                 if (lane >= step) end += other;
-            }
-            const int all_here = __shfl_sync(~0u, end, WARP - 1);
-            if (p.most && all_here > p.most) {
-                part *= LARGER;
-                continue;
             }
             const u32 here = __ballot_sync(~0u, before + end - count <= block && block < before + end);
             if (here) {
@@ -91,7 +84,7 @@ struct Share {
                 if (lane < 16) cuts[lane / 8][lane % 8] = cut(own, lane % 8, block - start + lane / 8, all);
                 break;
             }
-            before += all_here, base += WARP;
+            before += __shfl_sync(~0u, end, WARP - 1);
         }
     }
 
@@ -123,16 +116,13 @@ struct Share {
     // Of a given sequence, by one warp; the first one counts where there are several.
     static DEVICE int2 of_sequence(const Attention& p, int which, int lane) {
         const Lengths read(p, lane);
-        float part = part_of_all(p, read, lane);
-        while (p.most && shares_of(p, read, part, lane) > p.most) part *= LARGER;
+        const float part = part_of_all(p, read, lane);
         const int count = count_of(Lengths(p, which).cost(), part);
         int before = 0;
         if (count == 1) return make_int2(before, count);
         for (int base = 0; base < which; base += WARP)
             if (base + lane < which) before += count_of((base == 0 ? read : Lengths(p, base + lane)).cost(), part);
-#pragma unroll
-        for (int step = 16; step; step /= 2) before += __shfl_xor_sync(~0u, before, step);
-        return make_int2(before, count);
+        return make_int2(warp_sum(before), count);
     }
 
 private:
@@ -142,15 +132,10 @@ private:
         for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
 #pragma unroll
         for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        return part_of(p, total);
-    }
-
-    // Of up to 32 sequences.
-    static DEVICE int shares_of(const Attention& p, const Lengths& read, float part, int lane) {
-        int count = lane < p.batch ? count_of(read.cost(), part) : 0;
-#pragma unroll
-        for (int step = 16; step; step /= 2) count += __shfl_xor_sync(~0u, count, step);
-        return count;
+        float part = part_of(p, total);
+        if (p.most)  // then there are 32 sequences at most
+            while (warp_sum(lane < p.batch ? count_of(read.cost(), part) : 0) > p.most) part *= 1.25f;
+        return part;
     }
 
     // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid (SLACK in

@@ -271,6 +271,16 @@ DEVICE u32 warp_max(u32 value) {
 #endif
 }
 
+DEVICE int warp_sum(int value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(~0u, value);
+#else
+#pragma unroll
+    for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+#endif
+}
+
 // Launches that overlap their predecessor in the stream (sm_90; `overlaps` in cuquant/plan/launch.py). When all blocks of a
 // kernel have called the first, or are done, the next kernel's blocks start as soon as there is room for them. The second
 // waits until the kernel before is done, and what it has stored may be read. The rules:

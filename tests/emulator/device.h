@@ -369,6 +369,12 @@ __noinline__ static u32 __reduce_max_sync(u32 mask, u32 v) {
     }, v)[0][0]);
 }
 
+__noinline__ static int __reduce_add_sync(u32 mask, int v) {
+    return int(emulated::together(mask, [](emulated::Words words) {
+        for (u32 lane = 1; lane < emulated::WARP; lane++) words[0][0] += words[lane][0];
+    }, u32(v))[0][0]);
+}
+
 // The dynamic memory is at the shared address 0, and fixed arrays are behind all of it.
 inline u64 __cvta_generic_to_shared(const void* pointer) {
     const u8* p = static_cast<const u8*>(pointer);
