@@ -64,6 +64,7 @@ from .checkpoints import (
     one_over as one_over,
     pack_quantized as pack_quantized,
     packed as packed,
+    stated_version as stated_version,
 )
 from .common import (
     BFLOAT16 as BFLOAT16,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -153,6 +155,18 @@ def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
 def gptq_version(value: Any) -> int:
     """Of a GPTQ checkpoint: 1 or 2."""
     return one_of(value, "version", (1, 2))
+
+
+def stated_version(version: int | None, stated: Mapping[Path, tuple[str, int]]) -> int | None:
+    """The version of GPTQ weights: what is asked for, or else what files say, with their names of it; None
+    where neither does."""
+    versions = {number for _, number in stated.values()}
+    said = " and ".join(f"{file} says {name!r} (version {number})" for file, (name, number) in stated.items())
+    if version is None and len(versions) > 1:
+        raise ValueError(f"{said}: pass version=1 or version=2")
+    if version is not None and versions and version not in versions:
+        raise ValueError(f"version is {version}, but {said}: leave it out")
+    return max(versions, default=None) if version is None else version
 
 
 def group_index(value: Any, k: int, group: int, what: str = "g_idx") -> None:

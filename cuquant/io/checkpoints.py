@@ -11,12 +11,14 @@
     _blocks            _scales                                                       gpt-oss, MXFP4
     .blocks            .scales                                                       the same, OpenAI's names
 
-What the tensors mean is in int4.py, exl3.py and fp4.py.
+What the tensors mean is in int4.py, exl3.py and fp4.py; what the checkpoint's configuration says of them, in
+configuration.py.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
 from ..render import escaped
+from .configuration import gptq_version
 from .exl3 import from_exl3
 from .fp4 import from_mxfp4, from_nvfp4
 from .int4 import from_awq, from_gptq, from_pack_quantized
@@ -39,7 +42,7 @@ READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-o
 
 def read_safetensors(
     path: str | os.PathLike[str],
-    version: int = 1,
+    version: int | None = None,
     names: str | Iterable[str] = "*",
     device: str | None = None,
 ) -> dict[str, Any]:
@@ -55,8 +58,10 @@ def read_safetensors(
     ----------
     path : str or path
         A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json.
-    version : 1 or 2
-        Of GPTQ weights, see `from_gptq`: 2 where the checkpoint's configuration says "gptq_v2".
+    version : 1 or 2, optional
+        Of GPTQ weights, see `from_gptq`. By default what the configuration beside the files says as
+        "checkpoint_format", "gptq" (1) or "gptq_v2" (2), in quantize_config.json or under
+        "quantization_config" in config.json; 1 where nothing says it.
     names : str, or several
         Shell patterns of the weights to read: "*.layers.0.*" are those of one layer.
     device : "cpu" or "cuda", optional
@@ -74,12 +79,20 @@ def read_safetensors(
     TypeError, ValueError
         The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a pattern
         matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; or
-        what makes the weight refuses it (the message names the file and the tensor).
+        what makes the weight refuses it (the message names the file and the tensor). Of GPTQ weights also
+        where the configuration says another `version`, or, without one, two, or is no JSON.
     OSError
         A file cannot be read.
     RuntimeError
         `device` is "cuda", and there is no GPU.
+
+    Warns
+    -----
+    UserWarning
+        Nothing says the version, and all zero points of the GPTQ weights would be 9: version 2 stores them so
+        where weights are symmetric.
     """
+    version = None if version is None else check.gptq_version(version)
     target = device_info.default() if device is None else check.device_name(device)
     if target == "cuda":
         device_info.cupy()  # says why there is none
@@ -98,9 +111,22 @@ def read_safetensors(
         chosen = named_like(found, names, f"weight of {path.name}", "names") if found else []
         for name in chosen:  # all, before any is made
             found[name].check(tensors, hint)
-        return {name: found[name].read(tensors, version).to_device(target) for name in chosen}
+        gptq = [found[name].prefix for name in chosen if found[name].is_gptq(tensors)]
+        stated = gptq_version(path, version) if gptq else None
+        read = {name: found[name].read(tensors, stated or 1).to_device(target) for name in chosen}
+        if gptq and stated is None and all(_stored_as_8(tensors, prefix) for prefix in gptq):
+            warnings.warn(
+                f"{path}: no configuration beside it says the version of its GPTQ weights. They were read as "
+                "version 1, and all zero points are 9; by version 2 they were 8, as of symmetric weights: "
+                "pass version=2, or version=1 if 9 is right",
+                UserWarning,
+                stacklevel=2,
+            )
+        return read
 
 
+_EIGHTS = np.uint32(0x88888888).astype(np.int32)
+"""A word of zero points of 8."""
 _ELSEWHERE = "; another file of the checkpoint may: pass its folder, or its *.safetensors.index.json"
 
 
@@ -139,6 +165,10 @@ class _Stored(NamedTuple):
         missing = [_word(ends[0]) for ends, found in zip(self.kind.beside, there, strict=True) if not found]
         if missing:
             raise ValueError(f"{tensors.named(self.name)} has no {' and no '.join(missing)} beside it{hint}")
+
+    def is_gptq(self, tensors: Tensors) -> bool:
+        """Not AWQ, nor of another kind."""
+        return self.kind.make is _gptq_or_awq and not _is_awq(tensors, self.prefix)
 
     def read(self, tensors: Tensors, version: int) -> QuantizedArray:
         try:
@@ -183,9 +213,19 @@ def _check_alone(tensors: Tensors) -> None:
 
 def _gptq_or_awq(tensors: Tensors, prefix: str, version: int) -> QuantizedArray:
     qweight, qzeros, scales = (tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales"))
-    if qweight.shape[-1:] == qzeros.shape[-1:]:
+    if _is_awq(tensors, prefix):
         return from_awq(qweight, qzeros, scales)
     return from_gptq(qweight, qzeros, scales, tensors.get(f"{prefix}.g_idx"), version)
+
+
+def _is_awq(tensors: Tensors, prefix: str) -> bool:
+    """Whether codes are packed along N, as zero points are."""
+    return tensors.shape(f"{prefix}.qweight")[-1:] == tensors.shape(f"{prefix}.qzeros")[-1:]
+
+
+def _stored_as_8(tensors: Tensors, prefix: str) -> bool:
+    """Whether all zero points of a GPTQ weight are 8 in the file."""
+    return bool((tensors[f"{prefix}.qzeros"] == _EIGHTS).all())
 
 
 def _exl3(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:

@@ -51,6 +51,10 @@ class Tensors(Mapping[str, Any]):
         kind: str = self.files[self._home[name]].get_slice(name).get_dtype()
         return kind
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor is not read."""
+        return tuple(self.files[self._home[name]].get_slice(name).get_shape())
+
     def __contains__(self, name: object) -> bool:
         return name in self._home  # without reading it
 
