@@ -57,6 +57,17 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
         read_safetensors(part)
 
 
+def test_scales_in_bfloat16(tmp_path: Path) -> None:
+    a, b = (weight(8, 64, 32, (1, 16), seed=seed) for seed in (0, 1))
+    a, b = (w._replace(scales=w.scales.astype(ml_dtypes.bfloat16).astype(np.float16)) for w in (a, b))
+    tensors = named("a", gptq(a)) | named("b", awq(b))
+    for name in ("a.scales", "b.scales"):
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert_is(made["a.weight"], a)
+    assert_is(made["b.weight"], b)
+
+
 def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
     a, b = weight(8, 64, 32), weight(8, 64, 32, seed=1)
     tensors = named("layers.0.k", gptq(a)) | named("layers.0.v", awq(b)) | named("layers.1.k", gptq(b))
@@ -346,9 +357,9 @@ def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
             r"x\.bad\.qweight: g_idx puts weight 0 into",
         ),
         (
-            {"x.bad.scales": np.ones((2, 8), ml_dtypes.bfloat16)},
+            {"x.bad.scales": np.ones((2, 8))},
             TypeError,
-            r"x\.bad\.qweight: scales has dtype bf",
+            r"x\.bad\.qweight: scales has dtype float64",
         ),
         ({"x.bad.qzeros": np.ones((2, 2), np.int32)}, ValueError, r"x\.bad\.qweight: qweight .* 4 bits"),
     ):

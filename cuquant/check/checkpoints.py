@@ -20,9 +20,10 @@ _E8M0_NAN = 0xFF
 
 
 def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, Any, Any, int]:
-    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, and the group size."""
+    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, scales as float16; the
+    group size."""
     qweight, qzeros = typed(qweight, "qweight", np.int32), typed(qzeros, "qzeros", np.int32)
-    scales = typed(scales, "scales", np.float16)
+    scales = _float16(scales, "scales")
     given = qweight.shape, qzeros.shape, scales.shape
     if any(len(extents) != 2 for extents in given) or not (
         given[1][0] == given[2][0] and 8 * given[1][1] == given[2][1] == 8 // along_k * given[0][1]

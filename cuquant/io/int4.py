@@ -32,7 +32,7 @@ _MINUS_1 = np.int32(0x11111111)
 
 
 def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version: int = 1) -> QuantizedArray:
-    """A weight of a GPTQ checkpoint of 4 bits, without rounding.
+    """A weight of a GPTQ checkpoint of 4 bits; of float16 scales without rounding.
 
     Parameters
     ----------
@@ -40,7 +40,8 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
         Eight codes along K in a word, the first in its lowest bits.
     qzeros : NumPy array of int32, shape (G, N / 8)
         Eight zero points along N in a word.
-    scales : NumPy array of float16, shape (G, N)
+    scales : NumPy array of float16, bfloat16 or float32, shape (G, N)
+        Rounded to float16, as weight_scale of `from_pack_quantized`.
     g_idx : NumPy array of integers, shape (K,), optional
         Group of each weight along K; only k // (K / G) is taken, which is what it is without act-order.
     version : 1 or 2
@@ -55,7 +56,8 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
     Raises
     ------
     TypeError, ValueError
-        Dtypes, devices or shapes are not those; weights are permuted (g_idx); K / G is no multiple of 32.
+        Dtypes, devices or shapes are not those; a scale is beyond float16; weights are permuted (g_idx);
+        K / G is no multiple of 32.
     """
     minus = np.int32(2 - check.gptq_version(version))
     qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=_PER_WORD)
@@ -64,7 +66,7 @@ def from_gptq(qweight: Any, qzeros: Any, scales: Any, g_idx: Any = None, version
 
 
 def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
-    """A weight of an AWQ checkpoint of 4 bits (the GEMM layout), without rounding.
+    """A weight of an AWQ checkpoint of 4 bits (the GEMM layout); of float16 scales without rounding.
 
     Parameters
     ----------
@@ -72,7 +74,8 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
         Eight codes along N in a word, those of columns 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits on.
     qzeros : NumPy array of int32, shape (G, N / 8)
         Zero points in the same order.
-    scales : NumPy array of float16, shape (G, N)
+    scales : NumPy array of float16, bfloat16 or float32, shape (G, N)
+        Rounded to float16, as weight_scale of `from_pack_quantized`.
 
     Returns
     -------
@@ -81,7 +84,7 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any) -> QuantizedArray:
     Raises
     ------
     TypeError, ValueError
-        Dtypes, devices or shapes are not those; K / G is no multiple of 32.
+        Dtypes, devices or shapes are not those; a scale is beyond float16; K / G is no multiple of 32.
     """
     qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=1)
     codes, zeros = (_columns_in_order(_codes(words)) for words in (qweight, qzeros))
