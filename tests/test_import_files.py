@@ -43,10 +43,10 @@ def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
-    """The zero points, shape and order of a weight are not always there."""
+    """The zero points and order of a weight are not always there."""
     a, b = weight(16, 128, 32), weight(8, 64, 64, (8, 9), seed=1)
     tensors = named("a", pack_quantized(a)) | named("b.q_proj", pack_quantized(b))
-    del tensors["b.q_proj.weight_zero_point"], tensors["b.q_proj.weight_shape"]
+    del tensors["b.q_proj.weight_zero_point"]
     tensors |= {"a.weight_g_idx": np.full(128, -1, np.int32), "a.input_scale": np.ones(1, F)}
     made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
     assert list(made) == ["a.weight", "b.q_proj.weight"]
@@ -55,6 +55,24 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     part = save(tmp_path / "m-00001-of-00002.safetensors", {"a.weight_shape": np.array([16, 128])})
     with pytest.raises(ValueError, match=r"a\.weight_shape has no weight_packed beside it; another file"):
         read_safetensors(part)
+
+
+def test_codes_of_8_bits_of_compressed_tensors(tmp_path: Path) -> None:
+    """Without a shape they look like twice as many of 4 bits, of groups that are twice as long."""
+    codes = named("a", {"weight_packed": np.ones((8, 16), np.int32), "weight_scale": np.ones((8, 2), F)})
+    shape = {"a.weight_shape": np.array([8, 64])}
+    path = save(tmp_path / "m.safetensors", codes | shape)
+    with pytest.raises(ValueError, match=r"a\.weight_packed: .*; codes of 8 bits cannot be read"):
+        read_safetensors(path)
+    told = r"a\.weight_packed has no weight_shape beside it, which tells codes of 4 bits from those of 8"
+    with pytest.raises(ValueError, match=rf"{told}$"):
+        read_safetensors(save(path, codes))
+    with pytest.raises(ValueError, match=rf"{told}; another file of the checkpoint may"):
+        read_safetensors(save(tmp_path / "m-00001-of-00002.safetensors", codes))
+    path.unlink()
+    save(tmp_path / "m-00002-of-00002.safetensors", shape)
+    with pytest.raises(ValueError, match="codes of 8 bits cannot be read"):
+        read_safetensors(tmp_path)
 
 
 def test_scales_in_bfloat16(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
     found by           beside it                                  may be there       kind
     .qweight           .qzeros .scales                            .g_idx             GPTQ, AWQ
     .trellis           .suh .svh, or .su .sv                      .mcg .mul1         EXL3
-    .weight_packed     .weight_scale, of floats                   .weight_shape      compressed-tensors, int4
-                                                .weight_zero_point .weight_g_idx
+    .weight_packed     .weight_scale, of floats, .weight_shape    .weight_zero_point compressed-tensors, int4
+                                                                  .weight_g_idx
                        .weight_scale .weight_global_scale                            the same, NVFP4
                        .weight_scale, of bytes                                       the same, MXFP4
     .weight_scale_2    .weight .weight_scale                      (.pre_quant_scale of 1)    ModelOpt, NVFP4
@@ -165,6 +165,12 @@ class _Stored(NamedTuple):
         missing = [_word(ends[0]) for ends, found in zip(self.kind.beside, there, strict=True) if not found]
         if missing:
             raise ValueError(f"{tensors.named(self.name)} has no {' and no '.join(missing)} beside it{hint}")
+        shape = f"{self.prefix}.weight_shape"
+        if self.kind.make is _compressed and tensors.type(self.name) != "U8" and shape not in tensors:
+            raise ValueError(
+                f"{tensors.named(self.name)} has no weight_shape beside it, which tells codes of 4 bits from "
+                f"those of 8{hint}"
+            )
 
     def is_gptq(self, tensors: Tensors) -> bool:
         """Not AWQ, nor of another kind."""

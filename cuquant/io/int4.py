@@ -110,7 +110,8 @@ def from_pack_quantized(
     weight_zero_point : NumPy array of int32, shape (N / 8, G), optional
         Eight zero points along N in a word; without, all are 8.
     weight_shape : NumPy array of integers, N and K, optional
-        Tells codes of 4 bits from those of 8, which are refused.
+        Tells codes of 4 bits from those of 8, which are refused: without it these would be read as twice
+        as many of 4 bits.
     weight_g_idx : NumPy array of integers, shape (K,), optional
         As g_idx of `from_gptq`; that of a weight without act-order may be all -1.
 
