@@ -235,6 +235,16 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
     assert read_safetensors(path) == {}
 
 
+def test_one_file_of_one_without_such_weights(tmp_path: Path) -> None:
+    """It is the whole checkpoint, of which no other file has more."""
+    path = save(tmp_path / "m-00001-of-00001.safetensors", {"lm_head.weight": np.ones(3, F)})
+    with pytest.raises(ValueError, match=r"m-00001-of-00001\.safetensors has no weight of GPTQ, AWQ, EXL3"):
+        read_safetensors(path)
+    save(path, {"a.qweight": np.zeros((8, 8), np.int32)})
+    with pytest.raises(ValueError, match=r"a\.qweight has no qzeros and no scales beside it$"):
+        read_safetensors(path)
+
+
 def sharded(folder: Path) -> tuple[Weight, Weight]:
     """Two files between which layers "a" and "b" are split, and an index of them."""
     a, b = weight(16, 64, 32, (1, 16)), weight(8, 64, 32, seed=1)

@@ -33,7 +33,7 @@ from .exl3 import from_exl3
 from .fp4 import from_mxfp4, from_nvfp4
 from .int4 import from_awq, from_gptq, from_pack_quantized
 from .safetensors import KEY
-from .shards import PART, Tensors, opened
+from .shards import Tensors, is_part, opened
 from .words import named_like
 
 READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-oss's MXFP4"
@@ -99,7 +99,7 @@ def read_safetensors(
     path, names = check.path(path), check.patterns(names, "names")
     with opened(path) as tensors:
         found = _found(tensors)
-        part = PART.fullmatch(path.name) is not None  # it may have only what is not quantized
+        part = is_part(path)  # it may have only what is not quantized
         own = any(KEY in (file.metadata() or {}) for file in tensors.files.values())
         if not found and (own or not part):
             wrote = "; cuquant wrote it, and cuquant.load reads it" if own else ""

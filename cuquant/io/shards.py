@@ -15,8 +15,8 @@ from .safetensors import SMALL_FLOATS, Header, header_of, small_floats, sound
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
-PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
-"""A file of a checkpoint of several, by its name."""
+_PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
+"""A numbered file of a checkpoint, by its name."""
 
 
 class Tensors(Mapping[str, Any]):
@@ -69,6 +69,12 @@ class Tensors(Mapping[str, Any]):
         return f"{self._home[name]}: {escaped(name)}"
 
 
+def is_part(path: Path) -> bool:
+    """Whether a file is one of several of a checkpoint, by its name; one of one is the whole checkpoint."""
+    match = _PART.fullmatch(path.name)
+    return match is not None and int(match["count"]) > 1
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[Tensors]:
     """Those of a file, or of all files of a checkpoint by its folder or its index.
@@ -106,7 +112,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
 
 def _check_whole(folder: Path, files: list[Path]) -> None:
     """ValueError where names say that there are more files: nothing else does where there is no index."""
-    parts = [match for file in files if (match := PART.fullmatch(file.name))]
+    parts = [match for file in files if (match := _PART.fullmatch(file.name))]
     for (stem, count), found in Counter(match.group("stem", "count") for match in parts).items():
         if found < int(count):
             which = f"{found} of the {int(count)} files {stem}-*-of-{count}.safetensors"
