@@ -21,6 +21,7 @@ read_safetensors = partial(cq.read_safetensors, device="cpu")
 F = np.float32
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 TYPES = {np.dtype(np.uint8): "U8", np.dtype(F): "F32", np.dtype(E4M3): "F8_E4M3", np.dtype(E8M0): "F8_E8M0"}
+TYPES |= {np.dtype(f"i{size}"): f"I{8 * size}" for size in (2, 4, 8)} | {np.dtype(np.float16): "F16"}
 SHAPES = [(8, 64), (3, 192), (2, 5, 128)]
 
 
@@ -224,6 +225,7 @@ def test_one_of_several_files(tmp_path: Path, kind: str) -> None:
         "b.scales": np.zeros(4, ml_dtypes.float8_e4m3fn),
     }
     path = save(tmp_path / "m-00001-of-00002.safetensors", tensors | more)
+    save(tmp_path / "m-00002-of-00002.safetensors", {"norm.weight": np.ones(3, F)})
     (made,) = read_safetensors(path).values()
     np.testing.assert_array_equal(made.dequantize(), expected)
 

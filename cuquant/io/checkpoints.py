@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,13 +28,13 @@ import numpy as np
 from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
-from ..render import escaped
+from ..render import counted, escaped
 from .configuration import gptq_version
 from .exl3 import from_exl3
 from .fp4 import from_mxfp4, from_nvfp4
 from .int4 import from_awq, from_gptq, from_pack_quantized
 from .safetensors import KEY
-from .shards import Tensors, is_part, opened
+from .shards import Others, Tensors, opened, others
 from .words import named_like
 
 READ = "GPTQ, AWQ, EXL3, compressed-tensors (4 bits), ModelOpt's NVFP4 and gpt-oss's MXFP4"
@@ -57,7 +58,8 @@ def read_safetensors(
     Parameters
     ----------
     path : str or path
-        A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json.
+        A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json. Of
+        one file of several those weights are read that have all of their tensors in it.
     version : 1 or 2, optional
         Of GPTQ weights, see `from_gptq`. By default what the configuration beside the files says as
         "checkpoint_format", "gptq" (1) or "gptq_v2" (2), in quantize_config.json or under
@@ -78,7 +80,8 @@ def read_safetensors(
     ------
     TypeError, ValueError
         The file is no safetensors file, or has no such weight; files of the checkpoint are missing; a pattern
-        matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; or
+        matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; of one
+        file of several, another has a tensor that changes what those of a weight mean, as zero points do; or
         what makes the weight refuses it (the message names the file and the tensor). Of GPTQ weights also
         where the configuration says another `version`, or, without one, two, or is no JSON.
     OSError
@@ -90,7 +93,9 @@ def read_safetensors(
     -----
     UserWarning
         Nothing says the version, and all zero points of the GPTQ weights would be 9: version 2 stores them so
-        where weights are symmetric.
+        where weights are symmetric. Or of one file of several neither all others nor an index are beside it,
+        and they may have tensors that change weights which were read: zero points or an order of weights
+        (g_idx), the codebook of EXL3, or pre_quant_scale of ModelOpt.
     """
     version = None if version is None else check.gptq_version(version)
     target = device_info.default() if device is None else check.device_name(device)
@@ -99,7 +104,8 @@ def read_safetensors(
     path, names = check.path(path), check.patterns(names, "names")
     with opened(path) as tensors:
         found = _found(tensors)
-        part = is_part(path)  # it may have only what is not quantized
+        rest = others(path)
+        part = rest is not None  # it may have only what is not quantized
         own = any(KEY in (file.metadata() or {}) for file in tensors.files.values())
         if not found and (own or not part):
             wrote = "; cuquant wrote it, and cuquant.load reads it" if own else ""
@@ -107,10 +113,9 @@ def read_safetensors(
             raise ValueError(f"{path} has no weight of {READ}: no tensor named {ends}{wrote}")
         if part:
             _check_alone(tensors)
-        hint = _ELSEWHERE * part
         chosen = named_like(found, names, f"weight of {path.name}", "names") if found else []
         for name in chosen:  # all, before any is made
-            found[name].check(tensors, hint)
+            found[name].check(tensors, rest)
         gptq = [found[name].prefix for name in chosen if found[name].is_gptq(tensors)]
         stated = gptq_version(path, version) if gptq else None
         read = {name: found[name].read(tensors, stated or 1).to_device(target) for name in chosen}
@@ -122,6 +127,8 @@ def read_safetensors(
                 UserWarning,
                 stacklevel=2,
             )
+        if rest is not None and not rest.are_all:
+            _warn_of_unknown(path, [found[name] for name in chosen], tensors)
         return read
 
 
@@ -143,6 +150,8 @@ class _Kind(NamedTuple):
     """How the name of the weight ends."""
     type: str = ""
     """Of the tensor by which it is found, where others' names may end so."""
+    maybe: tuple[str, ...] = ()
+    """How the names end of tensors that not every weight has, and that change what the others mean."""
 
 
 class _Stored(NamedTuple):
@@ -156,13 +165,16 @@ class _Stored(NamedTuple):
         """Of the tensor by which it was found."""
         return self.prefix + self.kind.found
 
-    def check(self, tensors: Tensors, hint: str) -> None:
-        """ValueError where a tensor is missing, or there are two for one."""
+    def check(self, tensors: Tensors, rest: Others | None) -> None:
+        """ValueError where a tensor is missing or in another file, or there are two for one."""
+        hint = "" if rest is None else _ELSEWHERE
         there = [[end for end in ends if self.prefix + end in tensors] for ends in self.kind.beside]
         for twice in (found for found in there if len(found) > 1):
             listed = " and a ".join(map(_word, twice))
             raise ValueError(f"{tensors.named(self.name)}: there is a {listed} of this weight")
         missing = [_word(ends[0]) for ends, found in zip(self.kind.beside, there, strict=True) if not found]
+        elsewhere = set() if rest is None else rest.tensors
+        missing += [_word(end) for end in self._absent(tensors) if self.prefix + end in elsewhere]
         if missing:
             raise ValueError(f"{tensors.named(self.name)} has no {' and no '.join(missing)} beside it{hint}")
         shape = f"{self.prefix}.weight_shape"
@@ -171,6 +183,20 @@ class _Stored(NamedTuple):
                 f"{tensors.named(self.name)} has no weight_shape beside it, which tells codes of 4 bits from "
                 f"those of 8{hint}"
             )
+
+    def _absent(self, tensors: Tensors) -> list[str]:
+        return [end for end in self.kind.maybe if self.prefix + end not in tensors]
+
+    def unknown(self, tensors: Tensors) -> list[str]:
+        """Of the tensors that are absent those that may well be in another file."""
+        ends = self._absent(tensors)
+        if self.kind.make is _exl3:
+            return ends if len(ends) == len(_CODEBOOKS) else []  # one at most
+        if self.kind.make is _gptq_or_awq:
+            return ends if self.is_gptq(tensors) else []  # AWQ keeps weights in their order
+        if self.kind.make is _compressed:  # the type of NVFP4's scales tells it from MXFP4
+            return [] if tensors.type(self.name) == "U8" else [end for end in ends if end in _OF_INTEGERS]
+        return ends
 
     def is_gptq(self, tensors: Tensors) -> bool:
         """Not AWQ, nor of another kind."""
@@ -183,6 +209,21 @@ class _Stored(NamedTuple):
             raise TypeError(f"{tensors.named(self.name)}: {error}") from None
         except ValueError as error:
             raise ValueError(f"{tensors.named(self.name)}: {error}") from None
+
+
+def _warn_of_unknown(path: Path, weights: list[_Stored], tensors: Tensors) -> None:
+    """UserWarning at read_safetensors where files that are not there may have tensors of its weights."""
+    unknown = {weight.prefix: ends for weight in weights if (ends := weight.unknown(tensors))}
+    if unknown:
+        words = " or ".join(sorted({_word(end) for ends in unknown.values() for end in ends}))
+        warnings.warn(
+            f"{path}: neither an index that lists it nor all other files of its checkpoint are beside it, "
+            f"and they may have {words} of weights that were read without "
+            f"({counted(len(unknown), 'weight')}, the first is {escaped(min(unknown))}), and would then be "
+            "other numbers: pass the folder of all files",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _word(end: str) -> str:
@@ -244,7 +285,7 @@ def _exl3(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
 
 def _codebook(tensors: Tensors, prefix: str) -> str:
     """The codebook of an EXL3 weight: a tensor of its name has what states are multiplied by."""
-    there = [codebook for codebook in ("mcg", "mul1") if f"{prefix}.{codebook}" in tensors]
+    there = [codebook for codebook in map(_word, _CODEBOOKS) if f"{prefix}.{codebook}" in tensors]
     if len(there) > 1:
         raise ValueError(f"there is an {' and a '.join(there)} of this weight")
     for codebook in there:
@@ -291,23 +332,37 @@ def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
     return from_mxfp4(tensors[f"{prefix}.blocks"], tensors[f"{prefix}.scales"])
 
 
+_CODEBOOKS = (".mcg", ".mul1")
+"""Of an EXL3 weight one at most."""
+_OF_INTEGERS = (".weight_zero_point", ".weight_g_idx")
+"""Of compressed-tensors, where codes are integers."""
 _KINDS = (
-    _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq),
-    _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3),
-    _Kind(".weight_packed", ((".weight_scale",),), _compressed),
-    _Kind(".weight_scale_2", ((".weight",), (".weight_scale",)), _modelopt),
+    _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq, maybe=(".g_idx",)),
+    _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3, maybe=_CODEBOOKS),
+    _Kind(
+        ".weight_packed",
+        ((".weight_scale",),),
+        _compressed,
+        maybe=(*_OF_INTEGERS, ".weight_global_scale"),
+    ),
+    _Kind(".weight_scale_2", ((".weight",), (".weight_scale",)), _modelopt, maybe=(".pre_quant_scale",)),
     _Kind("_blocks", (("_scales",),), _gpt_oss, weight="", type="U8"),
     _Kind(".blocks", ((".scales",),), _gpt_oss_of_openai, weight="", type="U8"),
 )
+_INTEGERS = ("I32", "I64", "U32")
 _TELLING: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     (".qzeros", (".qweight",), ()),
     (".scales", (".qweight",), ("F16", "BF16", "F32")),
+    (".g_idx", (".qweight",), _INTEGERS),
     *((end, (".trellis",), ()) for end in (".suh", ".su", ".svh", ".sv")),
+    *((end, (".trellis",), _INTEGERS) for end in _CODEBOOKS),
     (".weight_shape", (".weight_packed",), ()),
+    *((end, (".weight_packed", ".weight"), _INTEGERS) for end in _OF_INTEGERS),
     (".weight_global_scale", (".weight_packed",), ()),
     (".weight_scale", (".weight_scale_2", ".weight_packed"), ("F8_E4M3",)),
+    (".pre_quant_scale", (".weight_scale_2", ".weight"), ()),
     ("_scales", ("_blocks",), ("U8",)),
     (".scales", (".blocks",), ("U8",)),
 )
-"""Names' ends that tell of a weight, those by one of which it would be found, and types, where tensors of
-others have such names as well."""
+"""Names' ends that tell of a weight, those by one of which it would be found, or one of others' that is not
+read, and types, where tensors of others have such names as well."""
