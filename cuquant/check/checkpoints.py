@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from .common import FLOATS, array, on_cpu, one_of, typed
-from .formats import group_of
+from .formats import group_of, group_size
 
 _WITHOUT_ORDER = -1
 """As a group, of every weight: compressed-tensors' mark that weights keep their order."""
@@ -170,22 +170,59 @@ def stated_version(version: int | None, stated: Mapping[Path, tuple[str, int]]) 
     return max(versions, default=None) if version is None else version
 
 
-def group_index(value: Any, k: int, group: int, what: str = "g_idx") -> None:
-    """Group of each of k weights, in their own order; None says so too, and so do all -1."""
+def asked_groups(size: Any) -> dict[str, set[int]]:
+    """What `groups` takes as stated, of an argument group_size or None."""
+    return {} if size is None else {f"group_size is {size}": {group_size(size)}}
+
+
+def groups(
+    k: int, group: int, stated: Mapping[str, Collection[int]], g_idx: Any, what: str = "g_idx"
+) -> None:
+    """Groups of k weights are of the size that the number of scales gives them, and in order.
+
+    Where a writer's groups do not divide K it stores a scale for the rest as well, and K over the number of
+    scales is another size. `stated` are sizes, -1 for a row, that are allowed by each of those who say so.
+    """
+    count = k // group
+    scales = f"K is {k} with {count} scale{'' if count == 1 else 's'} in each row"
+    for who, sizes in stated.items():
+        if count > 1 and any(size > 0 and k % size and -(-k // size) == count for size in sizes):
+            raise ValueError(f"{who}, and {scales}: the last group is cut short, and cannot be read")
+        if group not in sizes and not (count == 1 and any(size == -1 or size > k for size in sizes)):
+            raise ValueError(f"{who}, but {scales}, which are groups of {group}")
+    known = group_index(g_idx, k, group, what) or bool(stated)
+    if not known and count > 1 and group & (group - 1):
+        raise ValueError(
+            f"{scales}: groups of {group}, or longer ones of which the last is cut short, which cannot be "
+            f"read. If they are of {group}, pass group_size={group}, or have the configuration beside the "
+            "file say so"
+        )
+
+
+def group_index(value: Any, k: int, group: int, what: str) -> bool:
+    """Group of each of k weights, in their own order; None says so too, and so do all -1. Whether it says
+    the groups."""
     if value is None:
-        return
+        return False
     g_idx = on_cpu(array(value, what, "integers"), what)
     if g_idx.dtype.kind not in "iu":
         raise TypeError(f"{what} has dtype {g_idx.dtype}; groups are numbered by integers")
     if g_idx.shape != (k,):
         raise ValueError(f"{what} has shape {g_idx.shape}; there are {k} weights along K")
     other = g_idx != np.arange(k) // group
-    if other.any() and (g_idx != _WITHOUT_ORDER).any():
-        at = int(other.argmax())
+    if not (g_idx != _WITHOUT_ORDER).any():
+        return False
+    if other.any():
+        at, first = int(other.argmax()), int((g_idx == 0).sum())
+        if first and k % first and (g_idx == np.arange(k) // first).all():
+            raise ValueError(
+                f"{what} says groups of {first}, and K is {k}: the last one is cut short, and cannot be read"
+            )
         raise ValueError(
             f"{what} puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
             "(act-order, desc_act) cannot be read"
         )
+    return True
 
 
 def one_number(value: Any, what: str) -> float:

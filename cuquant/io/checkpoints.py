@@ -29,10 +29,10 @@ from .. import check, device as device_info
 from ..array import QuantizedArray
 from ..formats.exl3 import GENERATORS
 from ..render import counted, escaped
-from .configuration import gptq_version
+from .configuration import gptq_version, group_sizes
 from .exl3 import from_exl3
 from .fp4 import from_mxfp4, from_nvfp4
-from .int4 import from_awq, from_gptq, from_pack_quantized
+from .int4 import Stated, awq_weight, gptq_weight, pack_quantized_weight
 from .safetensors import KEY
 from .shards import Others, Tensors, opened, others
 from .words import named_like
@@ -83,7 +83,8 @@ def read_safetensors(
         matches no weight; a weight lacks a tensor, which another file may have, or is of two kinds; of one
         file of several, another has a tensor that changes what those of a weight mean, as zero points do; or
         what makes the weight refuses it (the message names the file and the tensor). Of GPTQ weights also
-        where the configuration says another `version`, or, without one, two, or is no JSON.
+        where the configuration says another `version`, or, without one, two, or is no JSON; of int4 weights
+        where it says groups of other sizes than a weight has, or nothing says it and they are no power of 2.
     OSError
         A file cannot be read.
     RuntimeError
@@ -118,7 +119,8 @@ def read_safetensors(
             found[name].check(tensors, rest)
         gptq = [found[name].prefix for name in chosen if found[name].is_gptq(tensors)]
         stated = gptq_version(path, version) if gptq else None
-        read = {name: found[name].read(tensors, stated or 1).to_device(target) for name in chosen}
+        said = _Said(stated or 1, group_sizes(path))
+        read = {name: found[name].read(tensors, said).to_device(target) for name in chosen}
         if gptq and stated is None and all(_stored_as_8(tensors, prefix) for prefix in gptq):
             warnings.warn(
                 f"{path}: no configuration beside it says the version of its GPTQ weights. They were read as "
@@ -137,6 +139,14 @@ _EIGHTS = np.uint32(0x88888888).astype(np.int32)
 _ELSEWHERE = "; another file of the checkpoint may: pass its folder, or its *.safetensors.index.json"
 
 
+class _Said(NamedTuple):
+    """What is known of int4 weights beside their tensors."""
+
+    version: int
+    """Of GPTQ."""
+    groups: Stated
+
+
 class _Kind(NamedTuple):
     """How weights are stored."""
 
@@ -144,8 +154,8 @@ class _Kind(NamedTuple):
     """How the name of the tensor ends by which a weight is found."""
     beside: tuple[tuple[str, ...], ...]
     """The same of those that it needs; the second where there is not the first."""
-    make: Callable[[Tensors, str, int], QuantizedArray]
-    """Of the names' beginning, and GPTQ's version."""
+    make: Callable[[Tensors, str, _Said], QuantizedArray]
+    """Of the names' beginning."""
     weight: str = ".weight"
     """How the name of the weight ends."""
     type: str = ""
@@ -202,9 +212,9 @@ class _Stored(NamedTuple):
         """Not AWQ, nor of another kind."""
         return self.kind.make is _gptq_or_awq and not _is_awq(tensors, self.prefix)
 
-    def read(self, tensors: Tensors, version: int) -> QuantizedArray:
+    def read(self, tensors: Tensors, said: _Said) -> QuantizedArray:
         try:
-            return self.kind.make(tensors, self.prefix, version)
+            return self.kind.make(tensors, self.prefix, said)
         except TypeError as error:
             raise TypeError(f"{tensors.named(self.name)}: {error}") from None
         except ValueError as error:
@@ -258,11 +268,11 @@ def _check_alone(tensors: Tensors) -> None:
                 raise ValueError(f"{tensors.named(name)} has no {missing} beside it{_ELSEWHERE}")
 
 
-def _gptq_or_awq(tensors: Tensors, prefix: str, version: int) -> QuantizedArray:
+def _gptq_or_awq(tensors: Tensors, prefix: str, said: _Said) -> QuantizedArray:
     qweight, qzeros, scales = (tensors[f"{prefix}.{part}"] for part in ("qweight", "qzeros", "scales"))
     if _is_awq(tensors, prefix):
-        return from_awq(qweight, qzeros, scales)
-    return from_gptq(qweight, qzeros, scales, tensors.get(f"{prefix}.g_idx"), version)
+        return awq_weight(qweight, qzeros, scales, said.groups)
+    return gptq_weight(qweight, qzeros, scales, tensors.get(f"{prefix}.g_idx"), said.version, said.groups)
 
 
 def _is_awq(tensors: Tensors, prefix: str) -> bool:
@@ -275,7 +285,7 @@ def _stored_as_8(tensors: Tensors, prefix: str) -> bool:
     return bool((tensors[f"{prefix}.qzeros"] == _EIGHTS).all())
 
 
-def _exl3(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+def _exl3(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArray:
     suh, svh = (
         tensors[f"{prefix}.{new if f'{prefix}.{new}' in tensors else old}"]
         for new, old in (("suh", "su"), ("svh", "sv"))
@@ -301,19 +311,21 @@ def _codebook(tensors: Tensors, prefix: str) -> str:
     return "3inst"
 
 
-def _compressed(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+def _compressed(tensors: Tensors, prefix: str, said: _Said) -> QuantizedArray:
     """Of compressed-tensors: integers in words, or E2M1 in bytes with scales of either kind."""
     codes, scales = tensors[f"{prefix}.weight_packed"], tensors[f"{prefix}.weight_scale"]
     if codes.dtype != np.uint8:
-        parts = ("weight_zero_point", "weight_shape", "weight_g_idx")
-        return from_pack_quantized(codes, scales, *(tensors.get(f"{prefix}.{part}") for part in parts))
+        zeros, shape, order = (
+            tensors.get(f"{prefix}.{part}") for part in ("weight_zero_point", "weight_shape", "weight_g_idx")
+        )
+        return pack_quantized_weight(codes, scales, zeros, shape, order, said.groups)
     factor = tensors.get(f"{prefix}.weight_global_scale")
     if factor is None:
         return from_mxfp4(codes, scales)
     return from_nvfp4(codes, scales, check.one_over(factor, "weight_global_scale"))
 
 
-def _modelopt(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+def _modelopt(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArray:
     before = tensors.get(f"{prefix}.pre_quant_scale")
     if before is not None and (before.astype(np.float32) != 1).any():
         raise ValueError(
@@ -324,11 +336,11 @@ def _modelopt(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
     return from_nvfp4(codes, scales, check.one_number(tensors[f"{prefix}.weight_scale_2"], "weight_scale_2"))
 
 
-def _gpt_oss(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+def _gpt_oss(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArray:
     return from_mxfp4(tensors[f"{prefix}_blocks"], tensors[f"{prefix}_scales"])
 
 
-def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: int) -> QuantizedArray:
+def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArray:
     return from_mxfp4(tensors[f"{prefix}.blocks"], tensors[f"{prefix}.scales"])
 
 
