@@ -268,6 +268,20 @@ def test_refuses_gptq(change: dict[str, Any], kind: type[Exception], message: st
         cq.from_gptq(**{**gptq(weight(8, 128, 32)), **change})
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_refuses_codes_of_other_bits(bits: int, version: int) -> None:
+    """Their shapes say so: zero points have `bits` / 32 words for each of N, whatever is said of them."""
+    n, k, group_count = 64, 256, 4
+    qzeros = np.zeros((group_count, n * bits // 32), np.int32)
+    scales = np.ones((group_count, n), np.float16)
+    along_k, along_n = np.zeros((k * bits // 32, n), np.int32), np.zeros((k, n * bits // 32), np.int32)
+    with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K / 8, N\)"):
+        cq.from_gptq(along_k, qzeros, scales, version=version)
+    with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K, N / 8\)"):
+        cq.from_awq(along_n, qzeros, scales)
+
+
 def test_refuses_awq() -> None:
     given = awq(weight(16, 128, 32))
     with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K, N / 8\), \(G, N / 8\) and"):
