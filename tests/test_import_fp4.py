@@ -183,6 +183,25 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
             read_safetensors(tmp_path / "m.safetensors")
 
 
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_weights_that_are_permuted(tmp_path: Path, group: int) -> None:
+    """Those of compressed-tensors, by its order; one that changes nothing is no matter."""
+    packed, scales, numbers = nvfp4((8, 64)) if group == 16 else mxfp4((8, 64))
+    tensors = {"a.weight_packed": packed, "a.weight_scale": scales if group == 16 else scales.view(np.uint8)}
+    if group == 16:
+        tensors["a.weight_global_scale"] = np.ones(1, F)
+    for order in (np.arange(64) // group, np.full(64, -1)):
+        save(tmp_path / "m.safetensors", tensors | {"a.weight_g_idx": order.astype(np.int32)})
+        made = read_safetensors(tmp_path / "m.safetensors")["a.weight"]
+        np.testing.assert_array_equal(made.dequantize(), numbers)
+    order = np.arange(64)[::-1] // group
+    save(tmp_path / "m.safetensors", tensors | {"a.weight_g_idx": order.astype(np.int32)})
+    with pytest.raises(
+        ValueError, match=r"a\.weight_packed: weight_g_idx puts weight 0 into group .*act-order"
+    ):
+        read_safetensors(tmp_path / "m.safetensors")
+
+
 @pytest.mark.parametrize(("name", "end"), [("mlp.experts.gate_up_proj", "_"), ("mlp.mlp1_weight", ".")])
 def test_experts_of_gpt_oss(tmp_path: Path, name: str, end: str) -> None:
     """Stacks of experts, of which a slice takes gate and up apart; by Hugging Face's names and OpenAI's."""

@@ -171,15 +171,16 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_weights_that_nothing_could_change_do_not_warn(tmp_path: Path) -> None:
-    """AWQ's, a codebook that is named, an order that is there, both FP4 of compressed-tensors."""
+    """AWQ's, a codebook that is named, an order that is there, FP4 of compressed-tensors with one."""
     packed, _, _ = nvfp4((8, 64))
+    in_order = {"weight_g_idx": np.full(64, -1, np.int32)}
     layers: dict[str, dict[str, Any]] = {
         "awq": awq(W),
         "gptq": gptq(W) | {"g_idx": np.arange(64, dtype=np.int32) // 32},
         "exl3": exl3() | {"mul1": factor("mul1")},
-        "int4": pack_quantized(W) | {"weight_g_idx": np.full(64, -1, np.int32)},
-        "nvfp4": compressed_nvfp4() | {"weight_global_scale": np.array(8, F)},
-        "mxfp4": {"weight_packed": packed, "weight_scale": np.full((8, 2), 127, np.uint8)},
+        "int4": pack_quantized(W) | in_order,
+        "nvfp4": compressed_nvfp4() | {"weight_global_scale": np.array(8, F)} | in_order,
+        "mxfp4": {"weight_packed": packed, "weight_scale": np.full((8, 2), 127, np.uint8)} | in_order,
         "modelopt": modelopt() | {"pre_quant_scale": np.ones(64, F)},
     }
     tensors = {f"{name}.{key}": array for name, layer in layers.items() for key, array in layer.items()}
@@ -189,6 +190,10 @@ def test_weights_that_nothing_could_change_do_not_warn(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match=r"weight_g_idx or weight_zero_point .*\(1 weight, the first is other\)"
     ):
+        read_safetensors(first)
+    del tensors["mxfp4.weight_g_idx"]
+    save(first, tensors)
+    with pytest.warns(UserWarning, match=r"they may have weight_g_idx of .*\(1 weight, the first is mxfp4\)"):
         read_safetensors(first)
 
 

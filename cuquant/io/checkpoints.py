@@ -5,8 +5,8 @@
     .trellis           .suh .svh, or .su .sv                      .mcg .mul1         EXL3
     .weight_packed     .weight_scale, of floats, .weight_shape    .weight_zero_point compressed-tensors, int4
                                                                   .weight_g_idx
-                       .weight_scale .weight_global_scale                            the same, NVFP4
-                       .weight_scale, of bytes                                       the same, MXFP4
+                       .weight_scale .weight_global_scale         .weight_g_idx      the same, NVFP4
+                       .weight_scale, of bytes                    .weight_g_idx      the same, MXFP4
     .weight_scale_2    .weight .weight_scale                      (.pre_quant_scale of 1)    ModelOpt, NVFP4
     _blocks            _scales                                                       gpt-oss, MXFP4
     .blocks            .scales                                                       the same, OpenAI's names
@@ -205,7 +205,8 @@ class _Stored(NamedTuple):
         if self.kind.make is _gptq_or_awq:
             return ends if self.is_gptq(tensors) else []  # AWQ keeps weights in their order
         if self.kind.make is _compressed:  # the type of NVFP4's scales tells it from MXFP4
-            return [] if tensors.type(self.name) == "U8" else [end for end in ends if end in _OF_INTEGERS]
+            of_it = _OF_FP4 if tensors.type(self.name) == "U8" else _OF_INTEGERS
+            return [end for end in ends if end in of_it]
         return ends
 
     def is_gptq(self, tensors: Tensors) -> bool:
@@ -314,15 +315,17 @@ def _codebook(tensors: Tensors, prefix: str) -> str:
 def _compressed(tensors: Tensors, prefix: str, said: _Said) -> QuantizedArray:
     """Of compressed-tensors: integers in words, or E2M1 in bytes with scales of either kind."""
     codes, scales = tensors[f"{prefix}.weight_packed"], tensors[f"{prefix}.weight_scale"]
+    order = tensors.get(f"{prefix}.weight_g_idx")
     if codes.dtype != np.uint8:
-        zeros, shape, order = (
-            tensors.get(f"{prefix}.{part}") for part in ("weight_zero_point", "weight_shape", "weight_g_idx")
-        )
+        zeros, shape = (tensors.get(f"{prefix}.{part}") for part in ("weight_zero_point", "weight_shape"))
         return pack_quantized_weight(codes, scales, zeros, shape, order, said.groups)
     factor = tensors.get(f"{prefix}.weight_global_scale")
     if factor is None:
-        return from_mxfp4(codes, scales)
-    return from_nvfp4(codes, scales, check.one_over(factor, "weight_global_scale"))
+        made, group = from_mxfp4(codes, scales), 32
+    else:
+        made, group = from_nvfp4(codes, scales, check.one_over(factor, "weight_global_scale")), 16
+    check.groups(made.shape[-1], group, {}, order, "weight_g_idx")
+    return made
 
 
 def _modelopt(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArray:
@@ -346,8 +349,9 @@ def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArra
 
 _CODEBOOKS = (".mcg", ".mul1")
 """Of an EXL3 weight one at most."""
-_OF_INTEGERS = (".weight_zero_point", ".weight_g_idx")
-"""Of compressed-tensors, where codes are integers."""
+_OF_FP4 = (".weight_g_idx",)
+_OF_INTEGERS = (".weight_zero_point", *_OF_FP4)
+"""Of compressed-tensors, by what its codes are."""
 _KINDS = (
     _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq, maybe=(".g_idx",)),
     _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3, maybe=_CODEBOOKS),
