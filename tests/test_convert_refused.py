@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -399,6 +403,68 @@ def test_a_text_that_is_to_stay(tmp_path: Path) -> None:
 def test_nobody_else_reads_what_is_not_whole(tmp_path: Path) -> None:
     with atomic.replacing(tmp_path / "t.gguf") as part:
         assert part.stat().st_mode & 0o777 == 0o600
+
+
+_WRITER = """
+import sys, time
+from pathlib import Path
+from cuquant.io.atomic import replacing
+with replacing(Path(sys.argv[1])) as part:
+    part.write_text("half")
+    print(part.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def a_writer(target: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that is writing, and its temporary file."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", _WRITER, str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            yield process, target.with_name(process.stdout.readline().strip())
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(atomic._mark(Path("t")) is None, reason="the system tells no containers apart")
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next one that writes the same target; parts of processes that live, and others, stay."""
+    target, other = tmp_path / "t[0].gguf", tmp_path / "t.gguf"
+    strange = tmp_path / ".t[0].gguf.0123456789abcdef.part"
+    strange.write_text("another's")
+    with a_writer(target) as (killed, left), a_writer(target) as (_, living), a_writer(other) as (last, its):
+        for process in (killed, last):
+            process.kill()
+            process.wait()
+        assert {left, living, its} <= {*tmp_path.iterdir()}
+        atomic.rewrite(other.with_name("u.gguf"), lambda: "new")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "readlink", lambda _: "pid:[1]")  # as in another container
+            atomic.rewrite(target, lambda: "new")
+        assert {left, living, its} <= {*tmp_path.iterdir()}
+        atomic.rewrite(target, lambda: "new")
+        assert {*tmp_path.iterdir()} == {target, other.with_name("u.gguf"), strange, living, its}
+    assert target.read_text() == "new"
+
+
+@pytest.mark.skipif(atomic._mark(Path("t")) is None, reason="the system tells no containers apart")
+def test_ids_that_say_nothing_of_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a process may be alive its file stays."""
+    target = tmp_path / "t.gguf"
+    begin = f".t.gguf.{atomic._mark(target)}"
+    parts = [tmp_path / f"{begin}{process}00000000.part" for process in ("ffffffff", "00000000", "00000001")]
+    for part in parts:
+        part.touch()
+    atomic.rewrite(target, lambda: "new")
+    assert {*tmp_path.iterdir()} == {target, *parts}
+    monkeypatch.setattr(atomic, "_mark", lambda _: None)
+    with atomic.replacing(target) as part:
+        part.write_text("newer")
+    assert {*tmp_path.iterdir()} == {target, *parts}
+    assert target.read_text() == "newer"
 
 
 @pytest.mark.parametrize("letter", ["n", "ü", "𝄞"])

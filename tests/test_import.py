@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -140,6 +141,23 @@ def test_scales_of_pack_quantized_become_float16() -> None:
     np.testing.assert_array_equal(cq.int4_parts(cq.from_pack_quantized(packed, kept))[1], kept)
 
 
+@pytest.mark.parametrize("make", [cq.from_gptq, cq.from_awq])
+def test_scales_of_gptq_and_awq_become_float16(make: Callable[..., cq.QuantizedArray]) -> None:
+    """As those of compressed-tensors do."""
+    w = weight(8, 64, 32)
+    given = gptq(w) if make is cq.from_gptq else awq(w)
+    scales = np.full((2, 8), 1.0078125, ml_dtypes.bfloat16)
+    scales[1] = 2.0**-20 * 1.0078125
+    found = cq.int4_parts(make(**{**given, "scales": scales}))[1].astype(F)
+    np.testing.assert_array_equal(found[:, 0], scales[0].astype(F))
+    np.testing.assert_array_equal(found[:, 1], np.full(8, 2.0**-20))
+    wide = given["scales"].astype(F)
+    assert_is(make(**{**given, "scales": wide}), w)
+    for dtype in (F, ml_dtypes.bfloat16):
+        with pytest.raises(ValueError, match=r"scales holds 65536\.0, which is beyond float16 \(65504\)"):
+            make(**{**given, "scales": np.full((2, 8), 65536, dtype)})
+
+
 def test_gptq_by_hand() -> None:
     """Weights 0 to 7 of column 1 are codes 0 to 7: word [0, 1] is 0x76543210.
 
@@ -213,8 +231,12 @@ def test_refuses_permuted_weights(order: NDArray[np.integer[Any]]) -> None:
     [
         ({"qweight": np.zeros((16, 8), np.int64)}, TypeError, "qweight has dtype int64; int32 is needed"),
         ({"qzeros": np.zeros((4, 1), F)}, TypeError, "qzeros has dtype float32; int32 is needed"),
-        ({"scales": np.zeros((4, 8), F)}, TypeError, "scales has dtype float32; float16 is needed"),
-        ({"scales": [[1.0]]}, TypeError, "scales is a list; .* array of float16 is needed"),
+        (
+            {"scales": np.zeros((4, 8))},
+            TypeError,
+            "scales has dtype float64; float16, bfloat16 or float32 is needed",
+        ),
+        ({"scales": [[1.0]]}, TypeError, "scales is a list; .* array of floats is needed"),
         (
             {"qweight": np.zeros((32, 8), np.int32).T},
             ValueError,
@@ -244,6 +266,20 @@ def test_refuses_permuted_weights(order: NDArray[np.integer[Any]]) -> None:
 def test_refuses_gptq(change: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         cq.from_gptq(**{**gptq(weight(8, 128, 32)), **change})
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_refuses_codes_of_other_bits(bits: int, version: int) -> None:
+    """Their shapes say so: zero points have `bits` / 32 words for each of N, whatever is said of them."""
+    n, k, group_count = 64, 256, 4
+    qzeros = np.zeros((group_count, n * bits // 32), np.int32)
+    scales = np.ones((group_count, n), np.float16)
+    along_k, along_n = np.zeros((k * bits // 32, n), np.int32), np.zeros((k, n * bits // 32), np.int32)
+    with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K / 8, N\)"):
+        cq.from_gptq(along_k, qzeros, scales, version=version)
+    with pytest.raises(ValueError, match=r"are not codes of 4 bits in words: \(K, N / 8\)"):
+        cq.from_awq(along_n, qzeros, scales)
 
 
 def test_refuses_awq() -> None:

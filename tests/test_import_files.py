@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,10 @@ def test_a_checkpoint_of_both_layouts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
-    """The zero points, shape and order of a weight are not always there."""
+    """The zero points and order of a weight are not always there."""
     a, b = weight(16, 128, 32), weight(8, 64, 64, (8, 9), seed=1)
     tensors = named("a", pack_quantized(a)) | named("b.q_proj", pack_quantized(b))
-    del tensors["b.q_proj.weight_zero_point"], tensors["b.q_proj.weight_shape"]
+    del tensors["b.q_proj.weight_zero_point"]
     tensors |= {"a.weight_g_idx": np.full(128, -1, np.int32), "a.input_scale": np.ones(1, F)}
     made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
     assert list(made) == ["a.weight", "b.q_proj.weight"]
@@ -54,6 +55,35 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     part = save(tmp_path / "m-00001-of-00002.safetensors", {"a.weight_shape": np.array([16, 128])})
     with pytest.raises(ValueError, match=r"a\.weight_shape has no weight_packed beside it; another file"):
         read_safetensors(part)
+
+
+def test_codes_of_8_bits_of_compressed_tensors(tmp_path: Path) -> None:
+    """Without a shape they look like twice as many of 4 bits, of groups that are twice as long."""
+    codes = named("a", {"weight_packed": np.ones((8, 16), np.int32), "weight_scale": np.ones((8, 2), F)})
+    shape = {"a.weight_shape": np.array([8, 64])}
+    path = save(tmp_path / "m.safetensors", codes | shape)
+    with pytest.raises(ValueError, match=r"a\.weight_packed: .*; codes of 8 bits cannot be read"):
+        read_safetensors(path)
+    told = r"a\.weight_packed has no weight_shape beside it, which tells codes of 4 bits from those of 8"
+    with pytest.raises(ValueError, match=rf"{told}$"):
+        read_safetensors(save(path, codes))
+    with pytest.raises(ValueError, match=rf"{told}; another file of the checkpoint may"):
+        read_safetensors(save(tmp_path / "m-00001-of-00002.safetensors", codes))
+    path.unlink()
+    save(tmp_path / "m-00002-of-00002.safetensors", shape)
+    with pytest.raises(ValueError, match="codes of 8 bits cannot be read"):
+        read_safetensors(tmp_path)
+
+
+def test_scales_in_bfloat16(tmp_path: Path) -> None:
+    a, b = (weight(8, 64, 32, (1, 16), seed=seed) for seed in (0, 1))
+    a, b = (w._replace(scales=w.scales.astype(ml_dtypes.bfloat16).astype(np.float16)) for w in (a, b))
+    tensors = named("a", gptq(a)) | named("b", awq(b))
+    for name in ("a.scales", "b.scales"):
+        tensors[name] = tensors[name].astype(ml_dtypes.bfloat16)
+    made = read_safetensors(save(tmp_path / "m.safetensors", tensors))
+    assert_is(made["a.weight"], a)
+    assert_is(made["b.weight"], b)
 
 
 def test_some_weights_of_a_checkpoint(tmp_path: Path) -> None:
@@ -80,6 +110,115 @@ def test_a_checkpoint_of_version_2(tmp_path: Path) -> None:
     w = weight(8, 64, 32)
     path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))
     assert_is(read_safetensors(str(path), version=2)["a.weight"], w)
+    wrong: Any
+    for wrong, kind in ((3, ValueError), ("2", TypeError)):
+        with pytest.raises(kind, match=r"^version is .*; allowed are 1 and 2"):
+            read_safetensors(tmp_path / "none.safetensors", version=wrong)
+
+
+V1, V2 = {"checkpoint_format": "gptq"}, {"checkpoint_format": "gptq_v2"}
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "version"),
+    [
+        ("quantize_config.json", V2 | {"bits": 4}, 2),
+        ("quantize_config.json", V1, 1),
+        ("config.json", {"quantization_config": V2}, 2),
+        ("config.json", {"quantization_config": V1 | {"quant_method": "gptq"}}, 1),
+        ("quantize_config.json", {"format": "GPTQ_V2"}, 2),
+        ("quantize_config.json", V2 | {"format": "gptq"}, 2),
+        ("config.json", V2, None),  # of the model
+        ("config.json", {"quantization_config": None}, None),
+        ("config.json", {"quantization_config": {"format": "pack-quantized"}}, None),
+        ("quantize_config.json", {"checkpoint_format": 2}, None),
+        ("quantize_config.json", [V2], None),
+        ("other.json", V2, None),
+    ],
+)
+def test_a_configuration_says_the_version(tmp_path: Path, file: str, said: Any, version: int | None) -> None:
+    """Beside a file, in a folder or beside an index; without one it is 1."""
+    w = weight(8, 64, 32, (1, 16))
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w, version or 1)) | named("b", awq(w)))
+    index = {"weight_map": {f"{name}.{part}": path.name for name in "ab" for part in gptq(w)}}
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / file).write_text(json.dumps(said))
+    for each in (path, tmp_path, tmp_path / "m.safetensors.index.json"):
+        made = read_safetensors(each)
+        assert_is(made["a.weight"], w)
+        assert_is(made["b.weight"], w)
+    other = 3 - (version or 1)
+    assert_is(read_safetensors(path, names="b.*", version=other)["b.weight"], w)
+    if version is None:
+        assert len(read_safetensors(path, version=other)) == 2
+        return
+    name = {1: "gptq", 2: "gptq_v2"}[version]
+    told = rf"version is {other}, but .*{file} says '{name}' \(version {version}\): leave it out$"
+    with pytest.raises(ValueError, match=told):
+        read_safetensors(path, version=other)
+    assert_is(read_safetensors(path, version=version)["a.weight"], w)
+
+
+def test_two_configurations(tmp_path: Path) -> None:
+    w = weight(8, 64, 32)
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(V2))
+    for said in ({}, {"quantization_config": V2}):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert_is(read_safetensors(path)["a.weight"], w)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": V1}))
+    told = r"quantize_config\.json says 'gptq_v2' \(version 2\) and .*: pass version=1 or version=2$"
+    with pytest.raises(ValueError, match=told):
+        read_safetensors(path)
+    assert_is(read_safetensors(path, version=2)["a.weight"], w)
+
+
+@pytest.mark.parametrize("text", [b"{", b"", b"\xff\xfe\xff", b"[" * 100_000])
+@pytest.mark.parametrize("file", ["config.json", "quantize_config.json"])
+def test_a_configuration_that_is_no_json(tmp_path: Path, file: str, text: bytes) -> None:
+    """Of no interest where no weight is GPTQ's, or the version is given."""
+    w = weight(8, 64, 32)
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)) | named("b", awq(w)))
+    (tmp_path / file).write_bytes(text)
+    with pytest.raises(ValueError, match=rf"{file} is no JSON, .*: pass version=1 or version=2$"):
+        read_safetensors(path)
+    assert_is(read_safetensors(path, version=2)["a.weight"], w)
+    assert_is(read_safetensors(path, names="b.*")["b.weight"], w)
+
+
+def test_a_configuration_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weight(8, 64, 32)
+    path = save(tmp_path / "m.safetensors", named("a", gptq(w, 2)))
+    (tmp_path / "config.json").write_text("{}")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(PermissionError, match=r"config\.json"):
+        read_safetensors(path)
+    assert_is(read_safetensors(path, version=2)["a.weight"], w)
+
+
+def test_zero_points_that_are_those_of_version_2(tmp_path: Path) -> None:
+    """A warning where a symmetric checkpoint of version 2 is read as one of 1, as nothing says which."""
+    symmetric, other = weight(8, 64, 32, (8, 9)), weight(8, 64, 32, (9, 10), seed=1)
+    both = {**named("a", gptq(symmetric, 2)), **named("b", gptq(symmetric, 2)), **named("c", awq(other))}
+    path = save(tmp_path / "m.safetensors", both)
+    told = r"m\.safetensors: no configuration .* all zero points are 9; .*: pass version=2, or version=1"
+    with pytest.warns(UserWarning, match=told) as warned:
+        made = read_safetensors(path)
+    assert [each.filename for each in warned] == [__file__]
+    assert_is(made["a.weight"], symmetric._replace(zeros=symmetric.zeros + np.uint8(1)))
+    for version, is_symmetric in ((1, False), (2, True)):
+        w = read_safetensors(path, version=version)["a.weight"]
+        assert (w.format == cq.Int4(32)) == is_symmetric
+    read_safetensors(path, names="c.*")
+    save(path, both | named("d", gptq(weight(8, 64, 32, (8, 9)))))
+    read_safetensors(path)
+    save(path, both)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": V1}))
+    read_safetensors(path)
 
 
 def test_a_file_without_such_weights(tmp_path: Path) -> None:
@@ -94,6 +233,16 @@ def test_a_part_of_a_checkpoint_without_such_weights(tmp_path: Path) -> None:
     """The last file of many has the output matrix alone."""
     path = save(tmp_path / "m-00002-of-00002.safetensors", {"lm_head.weight": np.ones(3, F)})
     assert read_safetensors(path) == {}
+
+
+def test_one_file_of_one_without_such_weights(tmp_path: Path) -> None:
+    """It is the whole checkpoint, of which no other file has more."""
+    path = save(tmp_path / "m-00001-of-00001.safetensors", {"lm_head.weight": np.ones(3, F)})
+    with pytest.raises(ValueError, match=r"m-00001-of-00001\.safetensors has no weight of GPTQ, AWQ, EXL3"):
+        read_safetensors(path)
+    save(path, {"a.qweight": np.zeros((8, 8), np.int32)})
+    with pytest.raises(ValueError, match=r"a\.qweight has no qzeros and no scales beside it$"):
+        read_safetensors(path)
 
 
 def sharded(folder: Path) -> tuple[Weight, Weight]:
@@ -236,9 +385,9 @@ def test_a_file_s_errors_name_the_weight(tmp_path: Path) -> None:
             r"x\.bad\.qweight: g_idx puts weight 0 into",
         ),
         (
-            {"x.bad.scales": np.ones((2, 8), ml_dtypes.bfloat16)},
+            {"x.bad.scales": np.ones((2, 8))},
             TypeError,
-            r"x\.bad\.qweight: scales has dtype bf",
+            r"x\.bad\.qweight: scales has dtype float64",
         ),
         ({"x.bad.qzeros": np.ones((2, 2), np.int32)}, ValueError, r"x\.bad\.qweight: qweight .* 4 bits"),
     ):

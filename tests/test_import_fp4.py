@@ -21,6 +21,7 @@ read_safetensors = partial(cq.read_safetensors, device="cpu")
 F = np.float32
 E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
 TYPES = {np.dtype(np.uint8): "U8", np.dtype(F): "F32", np.dtype(E4M3): "F8_E4M3", np.dtype(E8M0): "F8_E8M0"}
+TYPES |= {np.dtype(f"i{size}"): f"I{8 * size}" for size in (2, 4, 8)} | {np.dtype(np.float16): "F16"}
 SHAPES = [(8, 64), (3, 192), (2, 5, 128)]
 
 
@@ -182,6 +183,25 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
             read_safetensors(tmp_path / "m.safetensors")
 
 
+@pytest.mark.parametrize("group", [16, 32])
+def test_fp4_weights_that_are_permuted(tmp_path: Path, group: int) -> None:
+    """Those of compressed-tensors, by its order; one that changes nothing is no matter."""
+    packed, scales, numbers = nvfp4((8, 64)) if group == 16 else mxfp4((8, 64))
+    tensors = {"a.weight_packed": packed, "a.weight_scale": scales if group == 16 else scales.view(np.uint8)}
+    if group == 16:
+        tensors["a.weight_global_scale"] = np.ones(1, F)
+    for order in (np.arange(64) // group, np.full(64, -1)):
+        save(tmp_path / "m.safetensors", tensors | {"a.weight_g_idx": order.astype(np.int32)})
+        made = read_safetensors(tmp_path / "m.safetensors")["a.weight"]
+        np.testing.assert_array_equal(made.dequantize(), numbers)
+    order = np.arange(64)[::-1] // group
+    save(tmp_path / "m.safetensors", tensors | {"a.weight_g_idx": order.astype(np.int32)})
+    with pytest.raises(
+        ValueError, match=r"a\.weight_packed: weight_g_idx puts weight 0 into group .*act-order"
+    ):
+        read_safetensors(tmp_path / "m.safetensors")
+
+
 @pytest.mark.parametrize(("name", "end"), [("mlp.experts.gate_up_proj", "_"), ("mlp.mlp1_weight", ".")])
 def test_experts_of_gpt_oss(tmp_path: Path, name: str, end: str) -> None:
     """Stacks of experts, of which a slice takes gate and up apart; by Hugging Face's names and OpenAI's."""
@@ -224,6 +244,7 @@ def test_one_of_several_files(tmp_path: Path, kind: str) -> None:
         "b.scales": np.zeros(4, ml_dtypes.float8_e4m3fn),
     }
     path = save(tmp_path / "m-00001-of-00002.safetensors", tensors | more)
+    save(tmp_path / "m-00002-of-00002.safetensors", {"norm.weight": np.ones(3, F)})
     (made,) = read_safetensors(path).values()
     np.testing.assert_array_equal(made.dequantize(), expected)
 

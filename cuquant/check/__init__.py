@@ -55,15 +55,17 @@ from .caches import (
     tokens as tokens,
 )
 from .checkpoints import (
+    asked_groups as asked_groups,
     exl3 as exl3,
     gptq_version as gptq_version,
-    group_index as group_index,
+    groups as groups,
     mxfp4 as mxfp4,
     nvfp4 as nvfp4,
     one_number as one_number,
     one_over as one_over,
     pack_quantized as pack_quantized,
     packed as packed,
+    stated_version as stated_version,
 )
 from .common import (
     BFLOAT16 as BFLOAT16,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from .common import FLOATS, array, on_cpu, one_of, typed
-from .formats import group_of
+from .formats import group_of, group_size
 
 _WITHOUT_ORDER = -1
 """As a group, of every weight: compressed-tensors' mark that weights keep their order."""
@@ -18,9 +20,10 @@ _E8M0_NAN = 0xFF
 
 
 def packed(qweight: Any, qzeros: Any, scales: Any, along_k: int) -> tuple[Any, Any, Any, int]:
-    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, and the group size."""
+    """Tensors of GPTQ or AWQ as NumPy arrays, with `along_k` codes along K in a word, scales as float16; the
+    group size."""
     qweight, qzeros = typed(qweight, "qweight", np.int32), typed(qzeros, "qzeros", np.int32)
-    scales = typed(scales, "scales", np.float16)
+    scales = _float16(scales, "scales")
     given = qweight.shape, qzeros.shape, scales.shape
     if any(len(extents) != 2 for extents in given) or not (
         given[1][0] == given[2][0] and 8 * given[1][1] == given[2][1] == 8 // along_k * given[0][1]
@@ -155,22 +158,71 @@ def gptq_version(value: Any) -> int:
     return one_of(value, "version", (1, 2))
 
 
-def group_index(value: Any, k: int, group: int, what: str = "g_idx") -> None:
-    """Group of each of k weights, in their own order; None says so too, and so do all -1."""
+def stated_version(version: int | None, stated: Mapping[Path, tuple[str, int]]) -> int | None:
+    """The version of GPTQ weights: what is asked for, or else what files say, with their names of it; None
+    where neither does."""
+    versions = {number for _, number in stated.values()}
+    said = " and ".join(f"{file} says {name!r} (version {number})" for file, (name, number) in stated.items())
+    if version is None and len(versions) > 1:
+        raise ValueError(f"{said}: pass version=1 or version=2")
+    if version is not None and versions and version not in versions:
+        raise ValueError(f"version is {version}, but {said}: leave it out")
+    return max(versions, default=None) if version is None else version
+
+
+def asked_groups(size: Any) -> dict[str, set[int]]:
+    """What `groups` takes as stated, of an argument group_size or None."""
+    return {} if size is None else {f"group_size is {size}": {group_size(size)}}
+
+
+def groups(
+    k: int, group: int, stated: Mapping[str, Collection[int]], g_idx: Any, what: str = "g_idx"
+) -> None:
+    """Groups of k weights are of the size that the number of scales gives them, and in order.
+
+    Where a writer's groups do not divide K it stores a scale for the rest as well, and K over the number of
+    scales is another size. `stated` are sizes, -1 for a row, that are allowed by each of those who say so.
+    """
+    count = k // group
+    scales = f"K is {k} with {count} scale{'' if count == 1 else 's'} in each row"
+    for who, sizes in stated.items():
+        if count > 1 and any(size > 0 and k % size and -(-k // size) == count for size in sizes):
+            raise ValueError(f"{who}, and {scales}: the last group is cut short, and cannot be read")
+        if group not in sizes and not (count == 1 and any(size == -1 or size > k for size in sizes)):
+            raise ValueError(f"{who}, but {scales}, which are groups of {group}")
+    known = group_index(g_idx, k, group, what) or bool(stated)
+    if not known and count > 1 and group & (group - 1):
+        raise ValueError(
+            f"{scales}: groups of {group}, or longer ones of which the last is cut short, which cannot be "
+            f"read. If they are of {group}, pass group_size={group}, or have the configuration beside the "
+            "file say so"
+        )
+
+
+def group_index(value: Any, k: int, group: int, what: str) -> bool:
+    """Group of each of k weights, in their own order; None says so too, and so do all -1. Whether it says
+    the groups."""
     if value is None:
-        return
+        return False
     g_idx = on_cpu(array(value, what, "integers"), what)
     if g_idx.dtype.kind not in "iu":
         raise TypeError(f"{what} has dtype {g_idx.dtype}; groups are numbered by integers")
     if g_idx.shape != (k,):
         raise ValueError(f"{what} has shape {g_idx.shape}; there are {k} weights along K")
     other = g_idx != np.arange(k) // group
-    if other.any() and (g_idx != _WITHOUT_ORDER).any():
-        at = int(other.argmax())
+    if not (g_idx != _WITHOUT_ORDER).any():
+        return False
+    if other.any():
+        at, first = int(other.argmax()), int((g_idx == 0).sum())
+        if first and k % first and (g_idx == np.arange(k) // first).all():
+            raise ValueError(
+                f"{what} says groups of {first}, and K is {k}: the last one is cut short, and cannot be read"
+            )
         raise ValueError(
             f"{what} puts weight {at} into group {g_idx[at]}, not {at // group}: weights permuted along K "
             "(act-order, desc_act) cannot be read"
         )
+    return True
 
 
 def one_number(value: Any, what: str) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +13,8 @@ from pathlib import Path
 _SHOWN = 50
 """Characters of a target's name that a temporary file has in its own: with four bytes each it stays below the
 255 that file systems allow."""
+_OF_PROCESS = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}\.part")
+"""How a temporary file's name ends: with the id of the process that writes it, and what no other file has."""
 
 
 @contextmanager
@@ -58,7 +62,8 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
     """A temporary file beside `target` to be written; it takes the target's place when the block ends.
 
     An exception inside leaves the target as it was, and nothing else behind. Of a symbolic link the file
-    takes the place that it points to. It has the mode of the file that it replaces.
+    takes the place that it points to. It has the mode of the file that it replaces. Temporary files that
+    processes left which were killed are removed before, where that can be told (see `_mark`).
 
     Raises
     ------
@@ -69,7 +74,12 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
         symbolic link that leads back to itself.
     """
     place = place_of(target, force)
-    temporary = place.with_name(f".{place.name[:_SHOWN]}.{secrets.token_hex(8)}.part")
+    mark = _mark(place)
+    if mark is None:
+        mark = secrets.token_hex(6)
+    else:
+        _remove_left(place, mark)
+    temporary = place.with_name(f".{place.name[:_SHOWN]}.{mark}{os.getpid():08x}{secrets.token_hex(4)}.part")
     try:
         # Made as any new file, it has the mode that the umask leaves; written as one of the user alone.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -94,6 +104,42 @@ def replacing(target: Path, force: bool = True) -> Iterator[Path]:
         if type(error) is OSError and error.errno is None:  # NumPy's, of a full disk
             raise OSError(f"{target} could not be written (is the disk full?): {error}") from error
         raise
+
+
+def _mark(place: Path) -> str | None:
+    """What names of temporary files for a target have in common whose processes this one can look for by
+    their ids: none of another machine that shares the folder, of another container or from before a restart,
+    where an id says nothing. None where the system does not tell these apart (all but Linux)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        ids = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    host = os.uname().nodename  # copies of a virtual machine that runs have one boot_id
+    told = [boot, *map(os.fsencode, (ids, host, place.name))]
+    return hashlib.sha256(b"\0".join(told)).hexdigest()[:12]
+
+
+def _remove_left(place: Path, mark: str) -> None:
+    """Remove temporary files for a target, those of a mark, whose processes have ended."""
+    begin = f".{place.name[:_SHOWN]}.{mark}"
+    with suppress(OSError):  # a folder may be one that is written, and not read
+        for name in os.listdir(place.parent):
+            found = name.startswith(begin) and _OF_PROCESS.fullmatch(name, len(begin))
+            if found and _has_ended(int(found[1], 16)):
+                with suppress(OSError):
+                    place.with_name(name).unlink()
+
+
+def _has_ended(process: int) -> bool:
+    """Whether there is no process of that id."""
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # another user's, or no id
+        return False
+    return False
 
 
 def _put(temporary: Path, place: Path, target: Path) -> None:

@@ -6,17 +6,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from ..render import escaped
 from .safetensors import SMALL_FLOATS, Header, header_of, small_floats, sound
 
 _INDEX = ".safetensors.index.json"
 """How the name of a file ends that says which file has which tensor."""
-PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
-"""A file of a checkpoint of several, by its name."""
+_PART = re.compile(r"(?P<stem>.*)-\d+-of-(?P<count>\d+)\.safetensors")
+"""A numbered file of a checkpoint, by its name."""
 
 
 class Tensors(Mapping[str, Any]):
@@ -51,6 +51,10 @@ class Tensors(Mapping[str, Any]):
         kind: str = self.files[self._home[name]].get_slice(name).get_dtype()
         return kind
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor is not read."""
+        return tuple(self.files[self._home[name]].get_slice(name).get_shape())
+
     def __contains__(self, name: object) -> bool:
         return name in self._home  # without reading it
 
@@ -63,6 +67,53 @@ class Tensors(Mapping[str, Any]):
     def named(self, name: str) -> str:
         """A tensor of errors: its file, and its name."""
         return f"{self._home[name]}: {escaped(name)}"
+
+
+class Others(NamedTuple):
+    """What is known of the other files of a checkpoint."""
+
+    tensors: set[str]
+    """Names that they have, those of the file itself maybe among them."""
+    are_all: bool
+    """Whether they have no others."""
+
+
+def others(path: Path) -> Others | None:
+    """Of the checkpoint of which a file is one of several; None of what is a whole one.
+
+    By an index beside the file that lists it; without one by the headers of the files beside it that are
+    numbered as it is. An index that is none says nothing, nor does a file that cannot be read.
+    """
+    if path.is_dir() or path.name.endswith(_INDEX):
+        return None
+    beside: list[str] = []
+    with suppress(OSError):  # a folder may be one whose files can be read, but not listed
+        beside = sorted(each.name for each in path.parent.iterdir())
+    own = _PART.fullmatch(path.name)
+    count = 1 if own is None else int(own["count"])  # one of one is whole
+    homes: dict[str, str] = {}
+    for name in beside:
+        if name.endswith(_INDEX):
+            with suppress(OSError, ValueError):
+                listed = _weight_map(path.with_name(name))
+                homes |= listed if path.name in listed.values() else {}
+    if own is not None and count > 1 and not homes:
+        return _numbered_like(path, own, beside)
+    return Others({*homes}, True) if count > 1 or {*homes.values()} - {path.name} else None
+
+
+def _numbered_like(path: Path, own: re.Match[str], beside: list[str]) -> Others:
+    """What the other files of a numbered one have, as far as they are there."""
+    tensors: set[str] = set()
+    found = 1
+    for name in beside:
+        other = _PART.fullmatch(name)
+        if other is None or name == path.name or other.group("stem", "count") != own.group("stem", "count"):
+            continue
+        with suppress(OSError, ValueError), sound(path.with_name(name)) as (_, reader):
+            tensors.update(reader.keys())
+            found += 1
+    return Others(tensors, found >= int(own["count"]))
 
 
 @contextmanager
@@ -102,7 +153,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
 
 def _check_whole(folder: Path, files: list[Path]) -> None:
     """ValueError where names say that there are more files: nothing else does where there is no index."""
-    parts = [match for file in files if (match := PART.fullmatch(file.name))]
+    parts = [match for file in files if (match := _PART.fullmatch(file.name))]
     for (stem, count), found in Counter(match.group("stem", "count") for match in parts).items():
         if found < int(count):
             which = f"{found} of the {int(count)} files {stem}-*-of-{count}.safetensors"
@@ -112,11 +163,8 @@ def _check_whole(folder: Path, files: list[Path]) -> None:
 def _listed(index: Path) -> dict[Path, set[str]]:
     """The files beside an index that it names, and their tensors."""
     names: dict[str, set[str]] = {}
-    try:
-        for tensor, name in json.loads(index.read_bytes())["weight_map"].items():
-            names.setdefault(str(name), set()).add(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{index} is no index of a checkpoint: it has no weight_map of files") from None
+    for tensor, name in _weight_map(index).items():
+        names.setdefault(name, set()).add(tensor)
     outside = [name for name in names if not name or Path(name).name != name]
     if outside:
         raise ValueError(f"{index}: {min(outside)!r} is no file beside it")
@@ -126,3 +174,12 @@ def _listed(index: Path) -> dict[Path, set[str]]:
         listed = ", ".join(map(escaped, missing[:3]))
         raise ValueError(f"{index}: files of this checkpoint are missing beside it: {listed}{more}")
     return {index.with_name(name): names[name] for name in sorted(names)}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index says it; ValueError where it is none."""
+    try:
+        homes = json.loads(index.read_bytes())["weight_map"]
+        return {tensor: str(name) for tensor, name in homes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"{index} is no index of a checkpoint: it has no weight_map of files") from None
