@@ -18,11 +18,12 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
     for dim, heads, group, q_len in combinations(
         (8, 40, 64, 96, 128, 200, 256), (1, 7, 8, 13, 32), (1, 4, 7), (1, 64)
     ):
-        for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 20, 33, 1000)):
+        for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 8, 20, 33, 1000)):
             shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
             launch = kv_plan.attention(shape, capability, 132)
             even = kv_plan.attention(shape, capability, 132, True)
-            has_fewer = batch == 20  # a single sequence has no others, and of 33 nobody counts the shares
+            is_like_that = masked or launch.boxes or launch.attention.kernel.op == "attention_panels"
+            has_fewer = 16 <= batch <= 32 or (1 < batch < 16 and not is_like_that)
             assert even.most == (even.budget if has_fewer else 0)
             assert even.attention.grid[0] * launch.shares == launch.attention.grid[0] * (
                 even.most or even.shares
