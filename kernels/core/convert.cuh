@@ -49,13 +49,13 @@ DEVICE u32 u4_high_to_half2_uncorrected(u32 word) { return and_or(word, 0x00f000
 // 1024 + q to q - OFFSET, for codes q of up to ten bits.
 template <int OFFSET>
 DEVICE u32 corrected(u32 pair) {
-    return sub_half2(pair, 0x64006400 + OFFSET * 0x00010001);
+    return sub_half2(pair, 0x64006400 + OFFSET * 0x00010001u);
 }
 
 // 1024 + 16 q to q - OFFSET.
 template <int OFFSET>
 DEVICE u32 corrected_16(u32 pair) {
-    return fma_half2(pair, 0x2c002c00, (0xd400 + OFFSET * 16) * 0x00010001);  // -(64 + OFFSET)
+    return fma_half2(pair, 0x2c002c00, (0xd400 + OFFSET * 16) * 0x00010001u);  // -(64 + OFFSET)
 }
 
 template <int OFFSET>

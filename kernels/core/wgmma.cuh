@@ -36,6 +36,18 @@
 #include "wgmma_copies.cuh"
 
 #if __CUDA_ARCH__ == 900
+// Registers of a thread: as a block starts, and what its copying threads keep and the computing ones get of these; none change
+// hands where one warpgroup computes.
+struct HandedOver {
+    int started, copying, computing;
+};
+
+DEVICE constexpr HandedOver handed_over(int groups, int resident) {
+    if (groups == 4) return {96, 64, 104};
+    if (groups == 2 && resident == 2) return {80, 48, 96};
+    return groups == 2 ? HandedOver{168, 56, 224} : HandedOver{};
+}
+
 template <class F, class C, int BATCH, int ROW_BLOCKS, int GROUPS, int K_GROUPS, int K_TILES, int SPLIT, bool BESIDE,
           int PAIR, bool STREAM, int STAGES, int ROOM, int RESIDENT, bool SIGNS, class P>
 DEVICE void wgmma(const P& p) {
@@ -45,6 +57,9 @@ DEVICE void wgmma(const P& p) {
     constexpr int CONSUMERS = B::CONSUMERS, CLUSTER = B::CLUSTER, SIDES = B::SIDES, SIDE_TILES = B::SIDE_TILES;
     constexpr int SUMS = B::SUMS, WIDTH = B::WIDTH, X_BYTES = B::X_BYTES, WEIGHTS_AT = B::WEIGHTS_AT, STAGE = B::STAGE;
     constexpr bool ROOMY = B::ROOMY, TOLD = B::TOLD;
+    constexpr HandedOver HANDED = handed_over(GROUPS * K_GROUPS, RESIDENT);
+    static_assert(WARP * 4 * HANDED.copying + CONSUMERS * HANDED.computing <= (WARP * 4 + CONSUMERS) * HANDED.started,
+                  "else computing threads wait for ever");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
     // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
     constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && B::ROWS % HADAMARD == 0;
@@ -101,19 +116,13 @@ DEVICE void wgmma(const P& p) {
     };
 
     if (warp >= CONSUMERS / WARP) {
-        // What the copying warpgroup gives, the others get: 384 threads start with 168 registers each, or with 80 if two
-        // blocks share a multiprocessor, 640 with 96.
-        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
-        if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+        if constexpr (HANDED.copying) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(HANDED.copying));
         wgmma_copies<B>(p, schedule, segment_of, told, {full, empty, stages}, rank, row_tiles, tiles);
         copy_wait<0>();
         if constexpr (SPLIT > 1 && !BESIDE) cluster_arrive();  // with the computing threads
         if constexpr (SPLIT > 1) cluster_wait();
     } else {
-        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        if constexpr (GROUPS * K_GROUPS == 2 && RESIDENT == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 96;");
-        if constexpr (GROUPS * K_GROUPS == 4) asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+        if constexpr (HANDED.copying) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(HANDED.computing));
         Tables tables(p.values, values_of_v(p), lane);
         tables.fill(threadIdx.x, CONSUMERS);
         if constexpr (Tables::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);

@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(512, RESIDENT) append(const __grid_
     wait_for_predecessor();
     vectors.ask(given);
     const int found = without_room(p);
-    if (found) refused = found;
+    if (found) refused = found;  // whichever thread's stays
     const bool fits = !__syncthreads_or(found);
     if (fits) vectors.write(given, new_of(p, blockIdx.y));
     if (!ends(p)) return;

@@ -256,7 +256,7 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
     const int lane = threadIdx.x % WARP, g = lane / 4;
     RunningExtremes peaks, exponents;
     __shared__ u32 row_peaks[2][ROWS];  // of the row tile that is worked on, and zeros
-    if (threadIdx.x < 2 * ROWS) row_peaks[0][threadIdx.x] = 0;
+    if (threadIdx.x < 2 * ROWS) row_peaks[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
     u32 row_peak = 0;
     int buffer = 0;
     Walk walk(blocks);
