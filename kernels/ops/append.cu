@@ -190,10 +190,10 @@ DEVICE bool ends(const Append& p) {
     return last;
 }
 
-// Grid: blocks that share a token's vectors, sequences, blocks that share the tokens of a sequence.
 // Blocks of 512 threads that a multiprocessor has room for, or of 128 four times as many: more than share its memory elsewhere.
 constexpr int RESIDENT = __CUDA_ARCH__ >= 900 ? 2 : 1;
 
+// Grid: blocks that share a token's vectors, sequences, blocks that share the tokens of a sequence.
 extern "C" __global__ void __launch_bounds__(512, RESIDENT) append(const __grid_constant__ Append p) {
     __shared__ int refused;
     let_successor_start();
