@@ -72,15 +72,20 @@ def _wider(given: tuple[int, ...], n: int, k: int) -> bool:
 
 
 def _float16(value: Any, what: str) -> Any:
-    """Numbers of a float type, to the nearest of float16."""
+    """Scales of a float type, to the nearest of float16, of which single ones may become 0."""
     given = on_cpu(array(value, what, "floats"), what)
     if given.dtype not in FLOATS:
         raise TypeError(f"{what} has dtype {given.dtype}; float16, bfloat16 or float32 is needed")
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         rounded = given.astype(np.float16)
     lost = np.isinf(rounded) & np.isfinite(given)
     if lost.any():
         raise ValueError(f"{what} holds {given[lost][0]}, which is beyond float16 (65504)")
+    small = (rounded == 0) & (given != 0)
+    if small.sum() > 0.01 * small.size:
+        raise ValueError(
+            f"{small.mean():.0%} of {what}, as {given[small][0]}, are below 3e-8 and would be 0 in float16"
+        )
     return rounded
 
 
@@ -194,8 +199,8 @@ def groups(
     if not known and count > 1 and group & (group - 1):
         raise ValueError(
             f"{scales}: groups of {group}, or longer ones of which the last is cut short, which cannot be "
-            f"read. If they are of {group}, pass group_size={group}, or have the configuration beside the "
-            "file say so"
+            f"read. If they are of {group}, have the configuration beside the file say so, or pass "
+            f"group_size={group} to what takes arrays (as from_gptq)"
         )
 
 

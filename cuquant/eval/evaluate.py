@@ -323,7 +323,10 @@ def _tokenizes_otherwise(file: Model, own: Model, text: Text, pieces: NDArray[np
     keys = [key for key in DECISIVE if not same_value(file.metadata.get(key), own.metadata.get(key))]
     if not keys:
         return []
-    ids, bos, _ = _token_ids(file, text)
+    try:
+        ids, bos, _ = _token_ids(file, text)
+    except ValueError:  # its tokenizer is unknown here, or lacks a part
+        return []
     count, ctx = pieces.shape
     return [] if np.array_equal(_chunks(ids, bos, ctx, count), pieces) else keys
 

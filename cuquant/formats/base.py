@@ -177,8 +177,8 @@ class Format(ABC):
     @property
     def fine_from(self) -> int:
         """The least scale that is fine, in steps of its type's subnormal numbers (2^-24 of float16). Smaller
-        ones are rounded so much that normally distributed weights have about 1.5 times their usual error or
-        more, and they never have four times that with others.
+        ones are rounded so much that normally distributed weights have about 1.5 times their usual squared
+        error or more. With others it is below four times that, or below a hundredth of their squares.
 
         The more codes tell weights apart, the more an error of the scale adds. A minimum is rounded to the
         same steps, and adds its own.

@@ -59,7 +59,8 @@ def read_safetensors(
     ----------
     path : str or path
         A safetensors file; of a checkpoint of several files its folder, or its *.safetensors.index.json. Of
-        one file of several those weights are read that have all of their tensors in it.
+        one file of several those weights can be read that have all of their tensors in it (`names` chooses
+        them).
     version : 1 or 2, optional
         Of GPTQ weights, see `from_gptq`. By default what the configuration beside the files says as
         "checkpoint_format", "gptq" (1) or "gptq_v2" (2), in quantize_config.json or under

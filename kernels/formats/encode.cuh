@@ -201,7 +201,7 @@ template <bool MINIMUM, int N>
 DEVICE bool need_scale(const float (&x)[N]) {
     u32 any = 0;
 #pragma unroll
-    for (int j = 0; j < N; j++) any |= MINIMUM ? x[j] != x[0] : magnitude(x[j]);
+    for (int j = 0; j < N; j++) any |= MINIMUM ? order(x[j]) ^ order(x[0]) : magnitude(x[j]);
     return any != 0;
 }
 

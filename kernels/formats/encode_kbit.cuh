@@ -142,7 +142,7 @@ struct Levels {
     static constexpr float FACTOR = STEPS == 32 ? 15.45f : 31.75f * STEP;
 
     float thresholds[32];
-    u32 words[STEPS * COPIES];
+    alignas(16) u32 words[STEPS * COPIES];  // stored four at a time
     bool searches[STEPS / WARP];
 
     // The place of x among the steps if `factor` is FACTOR / d: the last bits of a float whose last bit is worth 1.
