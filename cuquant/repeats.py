@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .cuda.fragments import Fragments
 
 MOST, FEW = 64, 4
-"""Calls of a table; then it starts anew. Of one of many matrices."""
+"""Most calls of a table, after which it starts anew; and of the table of one of many matrices."""
 
 
 _Span = tuple[int, int, int]
-"""Of an array: bytes from its first element's address to its lowest byte, and to behind its highest; and the
-bits that the address of a number does not have."""
+"""Where an array lies: bytes from its first element's address to its lowest byte, and to behind its highest;
+and the bits that the address of a number does not have."""
 _NOWHERE = 0, 0, 0
 
 
@@ -36,21 +36,21 @@ class Repeat(NamedTuple):
     work: Any
     """What the backend does; it takes addresses."""
     shape: tuple[int, ...]
-    """Of the result, as its dtype; what is appended to a cache has none."""
+    """Shape of the result, as its dtype; what is appended to a cache has none."""
     dtype: np.dtype[Any] | None
     weights: tuple[tuple[int, int], ...]
     """Addresses between which each weight lies."""
     x: _Span
     out: _Span
     others: tuple[tuple[int, _Span], ...]
-    """Of what else is read, and the residual behind it, those that are there, with their numbers."""
+    """Numbers and spans of what else is read, and the residual behind it, of those that are there."""
     nowhere: list[int]
-    """Zeros for all of these, there or not."""
+    """Zeros for what else is read and the residual, there or not."""
     in_place: bool
     """Whether the residual, if it starts where `out` does, is `out`."""
 
     def result(self) -> Any:
-        """A new array for it; `cupy.empty` would take a third longer."""
+        """A new array for the result; `cupy.empty` would take a third longer."""
         return device.cupy().ndarray(self.shape, self.dtype)
 
     def places(self, x: Any, reads: tuple[Any, ...], residual: Any, out: Any) -> list[int] | None:
@@ -96,18 +96,18 @@ class Some(Known):
 
 
 quantized: Known = {}
-"""Of activations that were quantized."""
+"""Table of activations that were quantized."""
 routed: Known = {}
-"""Of logits by which experts were chosen."""
+"""Table of logits by which experts were chosen."""
 
 
 def of(w: Any) -> Known | None:
-    """Of a weight that was prepared for kernels: products with it."""
+    """Table of products with a weight, if it was prepared for kernels."""
     return w._fragments.repeats if type(w) is QuantizedArray and w._fragments is not None else None
 
 
 def of_cache(cache: Any) -> Known | None:
-    """Of a cache on a GPU: appends to it, and attention over it."""
+    """Table of a cache on a GPU: appends to it, and attention over it."""
     return getattr(getattr(cache, "_appender", None), "repeats", None)
 
 
@@ -155,7 +155,8 @@ def remember(
     result: Any = None,
     weights: tuple[Any, ...] = (),
 ) -> None:
-    """That a call was checked and done, by `work`, with weights in this memory."""
+    """Record that `work` handles calls like this one, which was checked and done with weights in this
+    memory."""
     given, kind = _blocks(x) if type(x) is QuantizedArray else (x, None)
     others = *reads, residual
     repeat = Repeat(

@@ -48,7 +48,8 @@ def nmse(y: Any, reference: Any) -> float:
 
 
 _EXPONENT = 400
-"""Of a greatest magnitude, up to which its square, and sums of such, are far from where float64 ends."""
+"""Binary exponent of a greatest magnitude up to which its square, and sums of such, are far from where
+float64 ends."""
 
 
 def _scaled(x: NDArray[np.float64], axis: int | None = None) -> tuple[NDArray[np.float64], NDArray[Any]]:

@@ -99,7 +99,7 @@ def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
 
 
 def turned_rows(rows: Any, fragments: Fragments) -> Step:
-    """What makes float16 rows of floats [R, K], and their factors."""
+    """The step that makes float16 rows of floats [R, K], and their factors."""
     suh = fragments.exl3_vectors.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
     return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*numbers_of(rows), rows.shape[1]), (suh,)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .moves import Moves
 
 _NUMBERS = struct.Struct("<2q4i")
-"""Behind the buckets."""
+"""Layout of the numbers behind the buckets, in the kernel's argument."""
 _MOVE = np.dtype([("from", np.int64), ("to", np.int64), ("tier", np.int32), ("to_tier", np.int32)])
 _TIERS = np.zeros(BITS[0] + 1, np.int64)
 _TIERS[list(BITS)] = np.arange(len(BITS))
