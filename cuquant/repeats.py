@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .cuda.fragments import Fragments
 
 MOST, FEW = 64, 4
-"""Most calls of a table, after which it starts anew; and of the table of one of many matrices."""
+"""Most calls of a table; and of that of one of many matrices, whose tables would be large together."""
 
 
 _Span = tuple[int, int, int]
@@ -88,25 +88,33 @@ class Repeat(NamedTuple):
         return found
 
 
-Known = dict[tuple[Any, ...], Repeat]
+class CallTable(dict[tuple[Any, ...], Repeat]):
+    """Calls that were checked, by what their operands look like; with `most` of them it starts anew."""
+
+    def __init__(self, most: int = MOST) -> None:
+        super().__init__()
+        self.most = most
+
+    def keep(self, key: tuple[Any, ...], call: Repeat) -> None:
+        """Put a call in the place of one that is alike, or behind all others."""
+        self.pop(key, None)
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = call
 
 
-class Some(Known):
-    """Calls of one of many matrices, whose tables would be large together."""
-
-
-quantized: Known = {}
+quantized = CallTable()
 """Table of activations that were quantized."""
-routed: Known = {}
+routed = CallTable()
 """Table of logits by which experts were chosen."""
 
 
-def of(w: Any) -> Known | None:
+def of(w: Any) -> CallTable | None:
     """Table of products with a weight, if it was prepared for kernels."""
     return w._fragments.repeats if type(w) is QuantizedArray and w._fragments is not None else None
 
 
-def of_cache(cache: Any) -> Known | None:
+def of_cache(cache: Any) -> CallTable | None:
     """Table of a cache on a GPU: appends to it, and attention over it."""
     return getattr(getattr(cache, "_appender", None), "repeats", None)
 
@@ -121,7 +129,7 @@ def prepared(experts: Any) -> tuple[Fragments, Fragments, Fragments] | None:
 
 
 def find(
-    known: Known | None,
+    known: CallTable | None,
     words: tuple[Any, ...],
     x: Any,
     reads: tuple[Any, ...] = (),
@@ -144,7 +152,7 @@ def find(
 
 
 def remember(
-    known: Known,
+    known: CallTable,
     words: tuple[Any, ...],
     work: Any,
     x: Any,
@@ -172,10 +180,7 @@ def remember(
     )
     key = _key(words, kind, given, reads, residual, out)
     with suppress(TypeError):  # words that no key can have
-        known.pop(key, None)
-        if len(known) >= (FEW if isinstance(known, Some) else MOST):
-            known.clear()
-        known[key] = repeat
+        known.keep(key, repeat)
 
 
 def _blocks(x: QuantizedArray) -> tuple[Any, Any]:

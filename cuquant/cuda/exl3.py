@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import check, device, plan
 from ..formats.exl3 import HADAMARD, Exl3, Exl3Parts
-from ..repeats import Some
+from ..repeats import FEW, CallTable
 from . import buffers, jit, problem
 from .activations import Step, numbers_of
 from .fragments import Fragments
@@ -67,7 +67,9 @@ def matrix(stack: Fragments, number: int) -> Fragments:
         planes = stack.planes._replace(low=low, high=high)
         _, *both = stack.exl3_vectors
         vectors = Exl3Parts(None, *(part.reshape(matrices, -1)[number] for part in both))
-        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, vectors=vectors, repeats=Some())
+        made = Fragments(
+            fmt, (n, k), stack.buffer, planes, lift=stack.lift, vectors=vectors, repeats=CallTable(FEW)
+        )
         found = stack.matrices.setdefault(number, made)
     return found
 

@@ -18,6 +18,7 @@ from ..formats import Format, e4m4
 from ..formats.exl3 import Exl3Parts
 from ..formats.trellis import Parts, Trellis
 from ..plan.planes import has_kernels
+from ..repeats import CallTable
 from . import buffers, jit, problem
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ class Fragments:
     """Object that must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
     """Signs of columns, where some are -1."""
-    repeats: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """Products that were checked, by what their operands look like (`repeats.Repeat`)."""
+    repeats: CallTable = field(default_factory=CallTable, compare=False, repr=False)
+    """Products that were checked, by what their operands look like."""
     matrices: dict[int, Fragments] = field(default_factory=dict, compare=False, repr=False)
     """Matrices of a stack that is multiplied one by one: those that were asked for, in the same memory."""
 

@@ -16,7 +16,7 @@ from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
 from ..plan import Plan
-from ..repeats import Known, Repeat
+from ..repeats import CallTable, Repeat
 from . import codes, plan
 from .buckets import Buckets
 from .codes import BITS
@@ -82,7 +82,7 @@ class Appender:
         self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
         self._slots = np.zeros(cache.batch, np.int64)
         """Copy of `next_slots`, as far as the host knows."""
-        self.repeats: Known = {}
+        self.repeats = CallTable()
         """Calls that were checked: attention, and tokens of one width, as many for each sequence."""
         self.even = True
         """Whether all sequences hold as many tokens of each width, as far as the host knows: attention shares
