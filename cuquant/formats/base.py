@@ -70,8 +70,8 @@ class Format(ABC):
     """Who quantizes to a format that only others quantize to (`ReadOnly`), and what reads it, for people."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
-    on_gpu: ClassVar[bool] = True
-    """Whether kernels/formats has it; the NumPy backend has every format."""
+    on_gpu: ClassVar[bool] = False
+    """Whether kernels/formats has a header for it; the NumPy backend has every format."""
     has_zero_points: bool = False
     """Whether every scale has a zero point."""
     whole_matrices: ClassVar[bool] = False
@@ -97,7 +97,7 @@ class Format(ABC):
     in_float16: bool = True
     """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
     numbers first."""
-    encodes_on_gpu: ClassVar[bool] = True
+    encodes_on_gpu: ClassVar[bool] = False
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
     """Name of the kernel that quantizes (kernels/ops), and the weights that each of its threads takes."""
@@ -297,7 +297,6 @@ class Format(ABC):
 class ReadOnly(Format):
     """A format that only others quantize to."""
 
-    encodes_on_gpu = False
     made_by = "it is only read"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:

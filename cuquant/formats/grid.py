@@ -33,6 +33,7 @@ class Grid(ReadOnly):
     lookup = True
     made_by = "llama.cpp does, and GGUF files of it are read"
     formula = "W = d * (2 s + 1) * level[q]"
+    on_gpu = True
     magnitudes: ClassVar[tuple[float, ...]]
     """Magnitudes of levels, ascending."""
     points: ClassVar[str] = ""

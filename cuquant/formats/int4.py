@@ -64,6 +64,7 @@ class Int4(Format):
     bits = 4
     scales = ("scale",)
     header = "int4"
+    on_gpu = encodes_on_gpu = True
     encoder = ("quantize_int4", 16)
 
     @property

@@ -124,6 +124,7 @@ class KBit(Format):
 
     scales = ("absmax",)
     formula = "W = codebook[q] * absmax"
+    on_gpu = encodes_on_gpu = True
     lookup = ragged_vectors = True
 
     @property

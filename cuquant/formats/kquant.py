@@ -32,7 +32,7 @@ class KQuant(Format):
     """A format whose scales are searched for; `fit` quantizes a few blocks."""
 
     block_size = SUPER
-    encodes_on_gpu = False
+    on_gpu = True
     encoder = ("search", 32)
     takes_importance = True
     integer_scales: ClassVar[int] = 0

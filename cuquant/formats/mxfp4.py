@@ -32,6 +32,7 @@ class MXFP4(Format):
     storage = np.dtype([("e", "u1"), ("qs", "u1", (16,))])
     scales = ("e",)
     formula = "W = E2M1[q] * 2^(e - 127)"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 39
     file_type = 38
     codebook = e2m1.TWICE

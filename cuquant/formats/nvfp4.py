@@ -90,6 +90,7 @@ class NvFp4(Format):
     scales = ("d",)
     codebook = e2m1.TWICE
     scaling = "e4m3"
+    on_gpu = encodes_on_gpu = True
     fine_from = 1  # codes are chosen for the scale as it is stored, which makes up for its rounding
     type_name = "NVFP4"
     scale_beside = True

@@ -115,6 +115,7 @@ class Trellis(WholeMatrices):
     )
     header = "trellis"
     formula = "W = grid[q] * scale * su * sv"
+    on_gpu = encodes_on_gpu = True
 
     @property
     def bits_per_weight(self) -> float:
