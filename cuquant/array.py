@@ -89,10 +89,19 @@ class QuantizedArray(Packed):
 
     @property
     def blocks(self) -> Any:
-        """The storage bytes: uint8, shape (..., N, bytes of a row), or as the format has them; on the CPU a
-        read-only view.
+        """The storage bytes.
 
         Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
+
+        Returns
+        -------
+        uint8 array (..., N, bytes of a row), or as the format has them, on this array's device; on the CPU a
+        read-only view.
+
+        Raises
+        ------
+        RuntimeError
+            A kernel does not compile (`KernelError`).
         """
         blocks = self._blocks  # read once: another thread may be preparing
         if blocks is not None:
@@ -191,8 +200,20 @@ class QuantizedArray(Packed):
 
     @property
     def T(self) -> Transposed:
-        """The last two axes swapped, for ``x @ W.T``; a view. For stacks (E, N, K) too, as `.mT`: NumPy's .T
-        reverses all axes, so that of numbers ``x @ W.dequantize().mT`` is the same product."""
+        """The last two axes swapped, for ``x @ W.T``.
+
+        For stacks (E, N, K) too, as `.mT`: NumPy's .T reverses all axes, so that of numbers
+        ``x @ W.dequantize().mT`` is the same product.
+
+        Returns
+        -------
+        Transposed: a view.
+
+        Raises
+        ------
+        ValueError
+            The array is a vector.
+        """
         return Transposed(self)
 
     mT = T
