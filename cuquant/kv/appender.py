@@ -62,7 +62,8 @@ class Appending(NamedTuple):
 
 
 class Appender:
-    """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
+    """How a cache on the GPU takes tokens (`CacheAppender`): one launch, which neither synchronises nor needs
+    the host's memory.
 
     The host knows lengths that the buckets have at least: exactly, but for what graphs append and what device
     arrays say. So a full cache is an error before the launch. Else the kernel finds that tokens do not fit,

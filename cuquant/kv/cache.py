@@ -14,6 +14,7 @@ from ..debug import shown
 from ..plan import MOST_BLOCKS
 from . import codes, contents, copies, cpu, file, widths
 from .contents import CachedTokens
+from .protocol import CacheAppender
 from .tiers import Tier
 
 
@@ -114,11 +115,13 @@ class KVCache:
         given = check.key_scales(key_scales, shape)
         self.key_scales: Any = None if given is None else self._xp.asarray(given)
         self._backend: Any = cpu
+        self._appender: CacheAppender
         if self.device == "cuda":
             from . import cuda
 
-            self._backend = cuda
-        self._appender = self._backend.Appender(self)
+            self._backend, self._appender = cuda, cuda.Appender(self)
+        else:
+            self._appender = cpu.Appender(self)
 
     @property
     def _xp(self) -> Any:

@@ -19,6 +19,7 @@ from . import codes
 from .tiers import Bucket, held_of, rooms_of
 
 if TYPE_CHECKING:
+    from ..repeats import Repeat
     from .attention import Attention
     from .cache import KVCache
     from .moves import Moves
@@ -137,10 +138,12 @@ def _finite(m: Array) -> Array:
 
 
 class Appender:
-    """How a cache on the CPU takes tokens: at once, so that there is nothing to keep (see cuda.Appender)."""
+    """How a cache on the CPU takes tokens (`CacheAppender`): at once, so that there is nothing to keep."""
 
     repeats = None
     """No table of checked calls: all are checked."""
+    even = False
+    """No launch goes by it on the CPU."""
 
     def __init__(self, cache: KVCache) -> None:
         pass
@@ -198,6 +201,10 @@ class Appender:
         if scales is not None:
             cache.key_scales[...] = scales
         cache._next_slots += counts.astype(np.int32)
+
+    def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:
+        """Nothing to append so: no call is known."""
+        return False
 
 
 def move(cache: KVCache, moves: Moves) -> None:

@@ -151,8 +151,9 @@ def attend_again(cache: KVCache, known: Repeat, places: list[int], out: Any) -> 
 
 def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, positions: int = 0) -> None:
     """Start the launches, with operands at these addresses. Where the buckets lie is asked each time."""
-    buckets = cache._appender.buckets.packed(cache.tiers)
-    with cache._appender.lock, buffers.scratch() as scratch:
+    appender: Any = cache._appender  # a GPU's
+    buckets = appender.buckets.packed(cache.tiers)
+    with appender.lock, buffers.scratch() as scratch:
         start = scratch.take(how.size)
         left, shares, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.tiers + _PLACES.pack(
