@@ -51,10 +51,11 @@ class QuantizedArray(Packed):
     _format: Format
     _shape: tuple[int, ...]
     _blocks: Any
-    """One of the two is there: on a GPU the first product replaces blocks by fragments."""
+    """Storage blocks, unless `_fragments` has the weight: on a GPU the first product replaces blocks by
+    fragments."""
     _fragments: Fragments | None
     rows: Rows | None
-    """Of activations on the GPU: the float16 rows made with the blocks, for the product that follows."""
+    """Float16 rows that a GPU made with blocks of activations, for the product that follows; else None."""
 
     def __new__(
         cls, format: str | Format, blocks: Any, shape: tuple[int, ...] | None = None
@@ -88,10 +89,19 @@ class QuantizedArray(Packed):
 
     @property
     def blocks(self) -> Any:
-        """The storage bytes: uint8, shape (..., N, bytes of a row), or as the format has them; on the CPU a
-        read-only view.
+        """The storage bytes.
 
         Of a weight that was prepared for the GPU's kernels they are made anew, exactly, at every access.
+
+        Returns
+        -------
+        uint8 array (..., N, bytes of a row), or as the format has them, on this array's device; on the CPU a
+        read-only view.
+
+        Raises
+        ------
+        RuntimeError
+            A kernel does not compile (`KernelError`).
         """
         blocks = self._blocks  # read once: another thread may be preparing
         if blocks is not None:
@@ -190,8 +200,20 @@ class QuantizedArray(Packed):
 
     @property
     def T(self) -> Transposed:
-        """The last two axes swapped, for ``x @ W.T``; a view. For stacks (E, N, K) too, as `.mT`: NumPy's .T
-        reverses all axes, so that of numbers ``x @ W.dequantize().mT`` is the same product."""
+        """The last two axes swapped, for ``x @ W.T``.
+
+        For stacks (E, N, K) too, as `.mT`: NumPy's .T reverses all axes, so that of numbers
+        ``x @ W.dequantize().mT`` is the same product.
+
+        Returns
+        -------
+        Transposed: a view.
+
+        Raises
+        ------
+        ValueError
+            The array is a vector.
+        """
         return Transposed(self)
 
     mT = T
@@ -301,14 +323,14 @@ class QuantizedArray(Packed):
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of pickles and deep copies: the storage bytes, since prepared weights know their own addresses."""
+        """Pickle or deep-copy the storage bytes: prepared weights know their own addresses."""
         return QuantizedArray._made, (self._format, self.blocks, None, self._shape)
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[QuantizedArray]:
-        """Along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
+        """Iterate along the first axis, as NumPy does; TypeError for a vector, whose numbers are packed."""
         return self._along(range(len(self)))
 
     def __reversed__(self) -> Iterator[QuantizedArray]:
@@ -408,7 +430,7 @@ class Transposed(Packed):
 
 
 def _html(array: QuantizedArray | Transposed, bits_per_weight: float) -> str:
-    """Its facts as a table of a notebook."""
+    """HTML table of the array's facts, for notebooks."""
     return html_facts(
         {
             "shape": html_shape(array.shape),

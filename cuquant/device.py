@@ -140,8 +140,8 @@ _INVALID_CONTEXT = 201
 
 
 def once_more(status: int, function: Any, *arguments: Any) -> None:
-    """After a call of the driver whose status is not 0: in a thread's first use of CUDA, which has no
-    context, the same call with one; CUDADriverError where that fails, too, or the status is another."""
+    """Repeat a call of the driver whose status is not 0: in a thread's first use of CUDA, which has no
+    context, with one; CUDADriverError where that fails, too, or the status is another."""
     if status == _INVALID_CONTEXT:
         cupy().cuda.runtime.free(0)  # takes the device's context for this thread
         status = function(*arguments)
@@ -178,7 +178,8 @@ def is_current(array: Any) -> bool:
 
 
 def wait_for(array: Any) -> None:
-    """Until what the current stream of an array's GPU has been given is done: another GPU's is to read it."""
+    """Wait until what the current stream of an array's GPU has been given is done: another GPU's is to read
+    it."""
     cuda = cupy().cuda
     with cuda.Device(array.data.device_id):
         cuda.get_current_stream().synchronize()

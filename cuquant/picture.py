@@ -7,7 +7,7 @@ import io
 from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#6a51a3", "#7f6000")
-"""In order; told apart by colour-blind people too."""
+"""Colours of lines in order; told apart by colour-blind people too."""
 
 
 class Picture(Figure):

@@ -18,7 +18,7 @@ _SHOWN = 8
 
 
 def counted(number: int, thing: str) -> str:
-    """How many there are: "1 tensor", "2,048 tensors"."""
+    """A number of things: "1 tensor", "2,048 tensors"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
@@ -47,7 +47,7 @@ def told(value: Any) -> str:
 
 
 def cut(text: str, width: int = 72) -> str:
-    """So many characters of a text at most; what is missing is three dots."""
+    """A text cut to so many characters; what is missing is three dots."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from .cuda.fragments import Fragments
 
 MOST, FEW = 64, 4
-"""Calls of a table; then it starts anew. Of one of many matrices."""
+"""Most calls of a table; and of that of one of many matrices, whose tables would be large together."""
 
 
 _Span = tuple[int, int, int]
-"""Of an array: bytes from its first element's address to its lowest byte, and to behind its highest; and the
-bits that the address of a number does not have."""
+"""Where an array lies: bytes from its first element's address to its lowest byte, and to behind its highest;
+and the bits that the address of a number does not have."""
 _NOWHERE = 0, 0, 0
 
 
@@ -36,21 +36,21 @@ class Repeat(NamedTuple):
     work: Any
     """What the backend does; it takes addresses."""
     shape: tuple[int, ...]
-    """Of the result, as its dtype; what is appended to a cache has none."""
+    """Shape of the result, as its dtype; what is appended to a cache has none."""
     dtype: np.dtype[Any] | None
     weights: tuple[tuple[int, int], ...]
     """Addresses between which each weight lies."""
     x: _Span
     out: _Span
     others: tuple[tuple[int, _Span], ...]
-    """Of what else is read, and the residual behind it, those that are there, with their numbers."""
+    """Numbers and spans of what else is read, and the residual behind it, of those that are there."""
     nowhere: list[int]
-    """Zeros for all of these, there or not."""
+    """Zeros for what else is read and the residual, there or not."""
     in_place: bool
     """Whether the residual, if it starts where `out` does, is `out`."""
 
     def result(self) -> Any:
-        """A new array for it; `cupy.empty` would take a third longer."""
+        """A new array for the result; `cupy.empty` would take a third longer."""
         return device.cupy().ndarray(self.shape, self.dtype)
 
     def places(self, x: Any, reads: tuple[Any, ...], residual: Any, out: Any) -> list[int] | None:
@@ -88,26 +88,34 @@ class Repeat(NamedTuple):
         return found
 
 
-Known = dict[tuple[Any, ...], Repeat]
+class CallTable(dict[tuple[Any, ...], Repeat]):
+    """Calls that were checked, by what their operands look like; with `most` of them it starts anew."""
+
+    def __init__(self, most: int = MOST) -> None:
+        super().__init__()
+        self.most = most
+
+    def keep(self, key: tuple[Any, ...], call: Repeat) -> None:
+        """Put a call in the place of one that is alike, or behind all others."""
+        self.pop(key, None)
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = call
 
 
-class Some(Known):
-    """Calls of one of many matrices, whose tables would be large together."""
+quantized = CallTable()
+"""Table of activations that were quantized."""
+routed = CallTable()
+"""Table of logits by which experts were chosen."""
 
 
-quantized: Known = {}
-"""Of activations that were quantized."""
-routed: Known = {}
-"""Of logits by which experts were chosen."""
-
-
-def of(w: Any) -> Known | None:
-    """Of a weight that was prepared for kernels: products with it."""
+def of(w: Any) -> CallTable | None:
+    """Table of products with a weight, if it was prepared for kernels."""
     return w._fragments.repeats if type(w) is QuantizedArray and w._fragments is not None else None
 
 
-def of_cache(cache: Any) -> Known | None:
-    """Of a cache on a GPU: appends to it, and attention over it."""
+def of_cache(cache: Any) -> CallTable | None:
+    """Table of a cache on a GPU: appends to it, and attention over it."""
     return getattr(getattr(cache, "_appender", None), "repeats", None)
 
 
@@ -121,7 +129,7 @@ def prepared(experts: Any) -> tuple[Fragments, Fragments, Fragments] | None:
 
 
 def find(
-    known: Known | None,
+    known: CallTable | None,
     words: tuple[Any, ...],
     x: Any,
     reads: tuple[Any, ...] = (),
@@ -144,7 +152,7 @@ def find(
 
 
 def remember(
-    known: Known,
+    known: CallTable,
     words: tuple[Any, ...],
     work: Any,
     x: Any,
@@ -155,7 +163,8 @@ def remember(
     result: Any = None,
     weights: tuple[Any, ...] = (),
 ) -> None:
-    """That a call was checked and done, by `work`, with weights in this memory."""
+    """Record that `work` handles calls like this one, which was checked and done with weights in this
+    memory."""
     given, kind = _blocks(x) if type(x) is QuantizedArray else (x, None)
     others = *reads, residual
     repeat = Repeat(
@@ -171,10 +180,7 @@ def remember(
     )
     key = _key(words, kind, given, reads, residual, out)
     with suppress(TypeError):  # words that no key can have
-        known.pop(key, None)
-        if len(known) >= (FEW if isinstance(known, Some) else MOST):
-            known.clear()
-        known[key] = repeat
+        known.keep(key, repeat)
 
 
 def _blocks(x: QuantizedArray) -> tuple[Any, Any]:

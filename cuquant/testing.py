@@ -36,8 +36,21 @@ def as_numpy(array: Any) -> NDArray[Any]:
 def nmse(y: Any, reference: Any) -> float:
     """Normalised mean square error sum((y - ref)^2) / sum(ref^2), in float64.
 
-    NaN in either gives NaN, which no bound admits; two zero arrays give 0. Numbers may have any size that
-    float64 holds. ValueError where shapes differ, TypeError for masked arrays and complex numbers.
+    Parameters
+    ----------
+    y, reference : arrays of one shape
+        Their numbers may have any size that float64 holds.
+
+    Returns
+    -------
+    float: NaN, which no bound admits, where there is a NaN in either; 0 for two zero arrays.
+
+    Raises
+    ------
+    ValueError
+        The shapes differ.
+    TypeError
+        An array is masked, or has complex numbers.
     """
     error, reference = _errors(y, reference)
     (error, of_error), (reference, of_reference) = _scaled(error), _scaled(reference)
@@ -48,7 +61,8 @@ def nmse(y: Any, reference: Any) -> float:
 
 
 _EXPONENT = 400
-"""Of a greatest magnitude, up to which its square, and sums of such, are far from where float64 ends."""
+"""Binary exponent of a greatest magnitude up to which its square, and sums of such, are far from where
+float64 ends."""
 
 
 def _scaled(x: NDArray[np.float64], axis: int | None = None) -> tuple[NDArray[np.float64], NDArray[Any]]:
@@ -60,10 +74,23 @@ def _scaled(x: NDArray[np.float64], axis: int | None = None) -> tuple[NDArray[np
 
 
 def worst_element(y: Any, reference: Any) -> float:
-    """Largest |y - ref| over the root mean square of its row of ref; infinite where a zero row is missed.
+    """Largest |y - ref| over the root mean square of its row of ref, in float64.
 
-    NaN in either gives NaN, which no bound admits. A scalar is a row of its own. ValueError where shapes
-    differ, TypeError as in `nmse`.
+    Parameters
+    ----------
+    y, reference : arrays of one shape
+        Rows are along the last axis; a scalar is a row of its own.
+
+    Returns
+    -------
+    float: infinite where a zero row is missed; NaN, which no bound admits, where there is a NaN in either.
+
+    Raises
+    ------
+    ValueError
+        The shapes differ.
+    TypeError
+        An array is masked, or has complex numbers.
     """
     error, reference = map(np.atleast_1d, _errors(y, reference))
     if error.size == 0:
@@ -94,7 +121,21 @@ def linear(
 ) -> NDArray[Any]:
     """act(x @ W.T + bias) + residual in float64, of the numbers that the operands stand for.
 
-    Operands and shapes are those of `cuquant.linear`, any float type; quantized ones are dequantized.
+    Parameters
+    ----------
+    x, w, bias, activation, residual
+        As in `cuquant.linear`, of any float type; quantized ones are dequantized.
+
+    Returns
+    -------
+    NumPy float64 array (..., M, N), or (..., N) for a vector x.
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit, or the activation is unknown.
+    TypeError
+        An array is masked, or has complex numbers.
     """
     from scipy.special import erf
 
@@ -127,7 +168,20 @@ def attention(
 ) -> NDArray[Any]:
     """`cuquant.attention` in float64 on the dequantized tokens, a query and head at a time.
 
-    As there, one that sees a value with NaN or infinity in one element gives NaN in all.
+    Parameters
+    ----------
+    q, cache, scale, mask, causal, positions
+        As in `cuquant.attention`.
+
+    Returns
+    -------
+    NumPy float64 array of q's shape. As in `cuquant.attention`, a query and head that sees a value with NaN
+    or infinity in one element has NaN in all.
+
+    Raises
+    ------
+    ValueError
+        Shapes do not fit.
     """
     q = as_numpy(q).astype(np.float64)
     batch, q_len, heads, dim = q.shape

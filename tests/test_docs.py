@@ -122,7 +122,8 @@ def test_pages_lack_members_of_the_package_alone(site: Path) -> None:
 @pytest.mark.parametrize(
     "function",
     [cq.open, cq.load, cq.evaluate, cq.evaluate_files, cq.warmup, cq.read_safetensors]
-    + [getattr(cq.QuantizedArray, name) for name in ("dequantize", "to_device", "__getitem__", "prepare")],
+    + [getattr(cq.QuantizedArray, name) for name in ("dequantize", "to_device", "__getitem__", "prepare")]
+    + [getattr(cq.KVCache, name) for name in ("assign", "evict", "trim", "clear", "load")],
     ids=lambda function: function.__name__,
 )
 def test_errors_are_told(function: Any) -> None:

@@ -151,6 +151,17 @@ def test_what_every_format_has(registry: None) -> None:
     type("Own", (cq.Format,), parts | {"bits": 4, "formula": "W = q", "whole_matrices": True})
 
 
+def test_which_formats_have_kernels() -> None:
+    """All of this library's, some to be quantized to as well; a new one has none unless its class says so."""
+    ours = [cq.formats.get(name) for name in (*cq.formats.names(), *cq.formats.names_of_read_only())]
+    assert all(fmt.on_gpu for fmt in ours)
+    not_encoded = {fmt.name for fmt in ours if not fmt.encodes_on_gpu}
+    assert not_encoded == {"iq4_xs", "q2_k", "q3_k", *cq.formats.names_of_read_only()}
+    for new in (cq.Format, base.ReadOnly, base.WholeMatrices):
+        assert not new.on_gpu
+        assert not new.encodes_on_gpu
+
+
 def test_a_format_that_others_alone_quantize_to(registry: None) -> None:
     """It is listed apart; defined again as one that is not, it is like others, and the other way around."""
     for made_by in ("nobody does", "", "others do"):

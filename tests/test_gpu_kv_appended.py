@@ -52,11 +52,12 @@ def test_one_token_of_many_heads(heads: int, dim: int) -> None:
         b.append(put(k), put(v), bits)
     assert_same(a, b)
     taken = cq.KVCache(heads, dim, 6, 1, (4,), device="cuda")
+    appender: Any = taken._appender
     lengths = put(np.ones(1, np.int32))  # there, so that the host does not know
     for _ in range(7):
         taken.append(put(k), put(v), lengths=lengths)
         device.cupy().cuda.get_current_stream().synchronize()
-        if taken._appender._refused[0]:
+        if appender._refused[0]:
             break
     assert taken.lengths.tolist() == [6]
     with pytest.raises(ValueError, match="was refused and changed nothing: sequence 0"):

@@ -162,10 +162,11 @@ def test_a_width_on_the_gpu_that_the_cache_lacks_is_found_out() -> None:
 def test_launches_of_another_thread_do_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention's launches read lengths more than once: on one stream none that changes them is between."""
     cache = cq.KVCache(2, 64, 64, bits=(8, 4), track_attention=True, device="cuda")
+    appender: Any = cache._appender
     launch, seen = jit.launch_packed, []
 
     def launched(plan: Any, *arguments: Any) -> None:
-        assert cache._appender.lock.locked()
+        assert appender.lock.locked()
         seen.append(plan.kernel.entry)
         launch(plan, *arguments)
 
@@ -176,7 +177,7 @@ def test_launches_of_another_thread_do_not_come_between(monkeypatch: pytest.Monk
     cache.assign([0], 4)
     assert seen == ["append", "attention", "merge", "importance", "move", "move"]
     cleared = []
-    monkeypatch.setattr(cache, "_refresh", lambda: cleared.append(cache._appender.lock.locked()))
+    monkeypatch.setattr(cache, "_refresh", lambda: cleared.append(appender.lock.locked()))
     cache.clear()
     assert cleared == [True]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -87,6 +88,20 @@ def test_version_is_one(wheel: Path) -> None:
 )
 def test_style_and_types(command: str) -> None:
     run(sys.executable, "-m", *command.split())
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "cuquant").rglob("*.py")), ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_doc_strings_make_sense_alone(path: Path) -> None:
+    """Also those of constants and fields: none begins as if the line before it had been read."""
+    said = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    docs = [
+        node.value for node in said if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    elliptic = r"\s*(Of|Those|They|It|Its|Their|And|Likewise|The same|The way back)\b"
+    found = [(doc.lineno, doc.value) for doc in docs if re.match(elliptic, str(doc.value))]
+    assert not found, "begin with a noun or a verb"
 
 
 def test_readme_examples_run() -> None:

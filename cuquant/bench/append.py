@@ -21,7 +21,7 @@ TOKENS = (1, 16, 512)
 BATCHES = (1, 8)
 BITS = tuple(map(str, codes.BITS))
 CACHES = 4
-"""That take tokens in turn, as a model's layers do."""
+"""Caches that take tokens in turn, as a model's layers do."""
 RUNS, RUNS_OF_MANY = 20, 2
 """Replays of LEAST_CALLS calls in one measurement, at most, of up to 16 tokens and of more: caches grow
 meanwhile."""

@@ -213,7 +213,7 @@ def _sdpa(torch: Any, batch: int, heads: int, kv_heads: int, context: int, queri
 def _flashinfer(
     torch: Any, batch: int, heads: int, kv_heads: int, context: int, queries: int
 ) -> Callable[[], Any] | None:
-    """Its decode of single sequences."""
+    """One call of FlashInfer's decode of a single sequence; None where it has none for these sizes."""
     import flashinfer  # type: ignore[import-not-found, unused-ignore]
 
     if batch > 1 or queries > 1:

@@ -11,11 +11,11 @@ from .. import device
 from .timing import TooSlowError, queued_us
 
 LAUNCH_US = 2.4
-"""What a kernel costs beyond its bytes, in a replayed graph."""
+"""Microseconds that a kernel costs beyond its bytes, in a replayed graph."""
 MOST_BYTES = 4 << 30
-"""Read at a time, where the GPU has so much: several hundred times what an L2 cache holds."""
+"""Bytes read at a time, where the GPU has so much: several hundred times what an L2 cache holds."""
 SIDE = 8192
-"""Of the square matrices whose product is timed."""
+"""Side of the square matrices whose product is timed."""
 
 
 class Ceilings(NamedTuple):
@@ -32,18 +32,18 @@ class Ceilings(NamedTuple):
 
 
 KNOWN = {"NVIDIA H200": Ceilings(4460.0, 770.0)}
-"""By the GPU's name, measured once: floors of records that were made at different times are the same."""
+"""Rates by the GPU's name, measured once, so that floors of records made at different times agree."""
 
 
 def told_by(header: dict[str, Any]) -> Ceilings | None:
-    """What a record's header says; None where that is nothing, and its GPU is none of those known."""
+    """Rates that a record's header states, or else known ones of its GPU; None where there are neither."""
     told = header.get("ceilings")
     return KNOWN.get(header.get("device", "")) if told is None else Ceilings(**told)
 
 
 def measured() -> Ceilings | None:
-    """Those of the current GPU: summing up numbers that its caches cannot hold, and a product of float16
-    matrices by cuBLAS. None, with a warning, where the host is slower than the GPU."""
+    """Measure the rates of the current GPU: summing up numbers that its caches cannot hold, and a product of
+    float16 matrices by cuBLAS. None, with a warning, where the host is slower than the GPU."""
     cupy = device.cupy()
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()

@@ -75,19 +75,20 @@ def _split(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 
 
 def _apart(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Nibbles r and r + 4 of a word are a pair."""
+    """Codes [..., 8, 2] in pairs: nibbles r and r + 4 of a word are a pair."""
     return np.moveaxis(_split(words, 4).reshape(*words.shape[:-1], 2, 2, 4), -2, -1).reshape(
         *words.shape[:-1], 8, 2
     )
 
 
 def _neighbours(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Nibbles 2 r and 2 r + 1 are."""
+    """Codes [..., 8, 2] in pairs: nibbles 2 r and 2 r + 1 of a word are a pair."""
     return _split(words, 4).reshape(*words.shape[:-1], 8, 2)
 
 
 def _interleaved(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """A byte has a pair bit by bit; bytes 4 j + 2 h + t are register 4 h + 2 t + j (core/codebook.cuh)."""
+    """Codes [..., 8, 2] in pairs: a byte has a pair bit by bit; bytes 4 j + 2 h + t are register 4 h + 2 t +
+    j (core/codebook.cuh)."""
     pairs = _split(words, 8).reshape(*words.shape[:-1], 2, 2, 2)
     pairs = np.moveaxis(pairs, -3, -1).reshape(*words.shape[:-1], 8)
     bits = pairs[..., None, None] >> np.array([[0, 2, 4, 6], [1, 3, 5, 7]], np.uint32) & np.uint32(1)
@@ -95,7 +96,8 @@ def _interleaved(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _scattered(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Signs of half a word together, and the other bits by threes (core/e2m1.cuh)."""
+    """Codes [..., 8, 2] in pairs: signs of half a word together, and the other bits by threes
+    (core/e2m1.cuh)."""
     halves = _split(words, 16)[..., None, :]
     signs, others = (np.array(at, np.uint32)[:, None] for at in ((15, 12, 14, 13), (9, 6, 3, 0)))
     codes = (halves >> others & np.uint32(7)) | (halves >> signs & np.uint32(1)) << np.uint32(3)
@@ -103,7 +105,7 @@ def _scattered(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def _bytes(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Register 4 h + 2 t + j has bytes t and t + 2 of word 2 h + j."""
+    """Codes [..., 8, 2] in pairs: register 4 h + 2 t + j has bytes t and t + 2 of word 2 h + j."""
     codes = _split(words, 8).reshape(*words.shape[:-1], 2, 2, 2, 2)  # h, j, element, t
     return np.moveaxis(codes, (-1, -3), (-3, -2)).reshape(*words.shape[:-1], 8, 2)
 
@@ -167,4 +169,4 @@ CONVERSIONS = {
         Conversion("Int8Uncorrected", "int8", "byte permutes, uncorrected", _bytes, _halves(1152 + _BYTES)),
     )
 }
-"""All of them, by the names of their structs."""
+"""All conversions, by the names of their structs."""

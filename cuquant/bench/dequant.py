@@ -22,9 +22,9 @@ from .timing import graph_us, rotation, warm_up
 SHAPES = ((14336, 4096),)
 BATCHES = (1, 8)
 ROUNDS = 1024
-"""Of 16 codes, that a thread converts."""
+"""Rounds of 16 codes that each thread converts."""
 THREADS, RESIDENT = 256, 4
-"""Of a block, and blocks of a multiprocessor."""
+"""Threads of a block, and blocks of a multiprocessor."""
 VALUES_PER_ROUND, VALUES_PER_TURN = 16, 64
 CHECKED_THREADS, CHECKED_TILES = 128, 4
 
@@ -172,12 +172,12 @@ def conversion_kernel(entry: str, conversion: Conversion | None, capability: int
 
 
 def table_bytes(conversion: Conversion, capability: int) -> int:
-    """Bytes of shared memory that its table takes."""
+    """Bytes of shared memory that a conversion's table takes."""
     return conversion.table * max(1, _copies(conversion, capability))
 
 
 def _copies(conversion: Conversion, capability: int) -> int:
-    """Of its table, as products have them that need their shared memory for other things."""
+    """Copies of a conversion's table, as many as in products that need shared memory for other things."""
     return table_of(_format(conversion), capability)[0]
 
 
@@ -185,7 +185,7 @@ def _copies(conversion: Conversion, capability: int) -> int:
 
 
 def _format(conversion: Conversion) -> formats.Format:
-    """A format of as many bytes, with the same kind of codec."""
+    """A format of as many bytes as a conversion's, with the same kind of codec."""
     return formats.get(KBit(4, absmax="float16") if conversion.copied else "q4_0")
 
 

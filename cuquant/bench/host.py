@@ -23,12 +23,13 @@ from .timing import REPEATS, host_us, warm_up
 
 SHAPES = ((4096, 4096),)
 EXPERTS, TOP_K, EXPERT = 8, 2, (768, 2048)
-"""Of a mixture: how many, how many of a token, and each one's gate. Small, so that the GPU is done first."""
+"""Experts of a mixture, experts of a token, and rows and columns of each gate: small, so that the GPU is done
+first."""
 CONTEXT, HEADS = 1024, (32, 8)
 """Tokens of a cache, and heads of queries and keys."""
 CALLS = 500
-"""In a row, of each of the runs that are timed. A stream's queue takes about twice as many launches; of calls
-that start more than two the GPU is done before the host comes to the next one."""
+"""Calls in a row in each timed run. A stream's queue takes about twice as many launches; of calls that start
+more than two the GPU is done before the host comes to the next one."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _logits() -> Any:
 
 
 def _append(bits: str) -> Callable[[], Any]:
-    """To a cache with room for all calls; of mixed widths to the widest."""
+    """One append to a cache with room for all calls; to the widest bucket of mixed widths."""
     cupy, (_, heads) = device.cupy(), HEADS
     widths, room = tuple(WIDTHS[bits]), (REPEATS + 1) * CALLS
     cache = KVCache(heads, HEAD_DIM, dict.fromkeys(widths, room), device="cuda")

@@ -50,9 +50,9 @@ class Peer(ABC):
     package: ClassVar[str]
     """The distribution and module that it is in."""
     dtype: ClassVar[str]
-    """Of x, of the result and of the scales."""
+    """Dtype of x, of the result and of the scales."""
     multiple: ClassVar[tuple[int, int]]
-    """What N and K must be multiples of."""
+    """Numbers that N and K must be multiples of."""
 
     @property
     def key(self) -> str:
@@ -161,7 +161,8 @@ def torch_on_gpu() -> Iterator[Any]:
 
 
 def _random(torch: Any, peer: Peer, n: int, k: int) -> Int4:
-    """Scales are of the peer's type, zero points such that (8 - zero) * scale is too, exactly."""
+    """A random weight: scales of the peer's type, and zero points such that (8 - zero) * scale is too,
+    exactly."""
     groups = (n, k // GROUP)
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda")
     scales = torch.rand(groups, device="cuda") * 0.004 + 0.002
@@ -170,7 +171,7 @@ def _random(torch: Any, peer: Peer, n: int, k: int) -> Int4:
 
 
 def _check(torch: Any, product: Product, w: Int4, x: Any) -> None:
-    """The product is x @ W.T, in float64 over random columns and all rows; RuntimeError otherwise."""
+    """RuntimeError unless the product is x @ W.T, in float64 over random columns and all rows."""
     columns = torch.randperm(w.codes.shape[0], device="cuda")[:CHECKED_COLUMNS]
     y, reference = product(x)[:, columns], x.double() @ w.rows(columns).T
     error = nmse(*(a.double().cpu().numpy() for a in (y, reference)))
@@ -179,7 +180,7 @@ def _check(torch: Any, product: Product, w: Int4, x: Any) -> None:
 
 
 def graph_us(torch: Any, calls: list[Callable[[], Any]]) -> float:
-    """As timing.graph_us, by torch's own capture, which its allocator knows of."""
+    """Microseconds of a call as `timing.graph_us`, by torch's own capture, which its allocator knows of."""
     stream = device.cupy().cuda.Stream(non_blocking=True)
     theirs = torch.cuda.ExternalStream(stream.ptr)
     with torch.cuda.stream(theirs):

@@ -72,13 +72,13 @@ def commit() -> str | None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git prints there."""
+    """Output of a git command in a checkout."""
     command = ("git", "-C", str(root), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _digest(root: Path) -> str:
-    """What tells the sources in a checkout from others."""
+    """Short hash of the sources in a checkout."""
     digest = hashlib.sha256()
     for path in sorted([*root.glob("kernels/**/*.cu*"), *root.glob("cuquant/**/*.py")]):
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
@@ -86,7 +86,7 @@ def _digest(root: Path) -> str:
 
 
 def short_commit(commit: str) -> str:
-    """Its first 12 digits, and all that tells that it is not the commit alone."""
+    """First 12 digits of a commit, and all that tells that it is not the commit alone."""
     head, *more = commit.split("-")
     return "-".join([head[:12], *more])
 
@@ -206,7 +206,7 @@ class Record:
         return Record(None, self.header, kept, self.verdict if len(kept) == len(self.cells) else None)
 
     def lacking(self, **wanted: Collection[Any] | None) -> str:
-        """Of the values wanted, as in `only`, those that no cell has: "no format q6_k; no M 3, 5"."""
+        """The wanted values, as in `only`, that no cell has: "no format q6_k; no M 3, 5"."""
         lost = {
             name: [value for value in allowed if value not in held]
             for name, allowed in wanted.items()
@@ -216,12 +216,12 @@ class Record:
         return "; ".join(f"no {name} {_listed(name, values)}" for name, values in lost.items() if values)
 
     def _held(self, name: str) -> list[Any]:
-        """What cells have under a name."""
+        """Values that cells have under a name."""
         values = dict.fromkeys((cell | _aliases(cell)).get(name) for cell in self.cells)
         return [value for value in values if value not in (None, (None, None))]
 
     def _values(self, name: str) -> str:
-        """The same, in words."""
+        """Values that cells have under a name, in words."""
         values = self._held(name)
         return f"{name} {_listed(name, values)}" if values else f"no {name}"
 
@@ -311,7 +311,7 @@ class Record:
 
 
 def rounded(value: float | None) -> Any:
-    """To the five digits that a record has."""
+    """A number rounded to the five digits that a record has."""
     return None if value is None else float(f"{value:.5g}")
 
 
@@ -368,7 +368,7 @@ _KEYS = {
 }
 """What cells have, by what was measured."""
 _PRODUCTS = ("matmul", "moe")
-"""Of these, cells of products."""
+"""Operations whose cells are of products."""
 _SIZES = ("M", "N", "K", "batch", "heads", "kv_heads", "context", "queries", "tokens", "experts", "top_k")
 _RATES = ("gbps", "tflops")
 _MOST = 1e300

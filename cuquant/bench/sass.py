@@ -40,7 +40,8 @@ def disassembler() -> str | None:
 
 
 def hot_loops(marks: Mapping[Kernel, str]) -> dict[Kernel, Loop]:
-    """Of each kernel the loop that has the most instructions "HMMA" or so, as compiled for the current GPU.
+    """For each kernel, the loop with the most of the marked instructions, "HMMA" or so, as compiled for the
+    current GPU.
 
     Kernels without such a loop are left out, and all of them where there is no disassembler.
     """

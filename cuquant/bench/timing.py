@@ -55,7 +55,7 @@ def settle() -> None:
 
 
 class Timing(NamedTuple):
-    """What a call takes."""
+    """Time of a call, and the clock meanwhile."""
 
     us: float
     """Microseconds, median of REPEATS."""
@@ -64,7 +64,8 @@ class Timing(NamedTuple):
 
 
 def graph_us(calls: Sequence[Callable[[], Any]], most: int = QUEUE) -> Timing:
-    """One of the calls, which are captured in a row and replayed, as often as `most` in one measurement."""
+    """Time of one of the calls, which are captured in a row and replayed, as often as `most` in one
+    measurement."""
     # CuPy's pool keeps what streams before had. It is emptied now, rather than when memory runs out: what
     # calls take in a capture is free after it, and a graph would write to what is no longer there.
     device.cupy().get_default_memory_pool().free_all_blocks()
@@ -127,19 +128,20 @@ class _Clock:
         self._marks.clear()
 
     def mark(self) -> None:
-        """To be called twice for each stretch."""
+        """Record a mark; to be called twice for each stretch."""
         counted = device.cupy().zeros((2, self._multiprocessors), np.uint64)
         jit.launch(self._plan, counted[0], counted[1], np.uint32(self._multiprocessors))
         self._marks.append(counted)
 
     def mhz(self) -> float:
-        """Mean of the multiprocessors, median of the stretches."""
+        """Mean clock of the multiprocessors in MHz, median of the stretches."""
         marks = [mark.get() for mark in self._marks]
         return statistics.median(map(mean_mhz, marks[::2], marks[1::2]))
 
 
 def mean_mhz(begin: np.ndarray, end: np.ndarray) -> float:
-    """From cycles and nanoseconds, (2, multiprocessors) uint64, of which both are 0 where no block ran."""
+    """Mean clock in MHz from cycles and nanoseconds, (2, multiprocessors) uint64, of which both are 0 where
+    no block ran."""
     seen = (begin[1] > 0) & (end[1] > 0)
     cycles, nanoseconds = (end - begin)[:, seen]
     return float(np.mean(cycles / nanoseconds) * 1e3)
@@ -158,7 +160,8 @@ def stream_us(calls: Sequence[Callable[[], Any]]) -> float | None:
 
 
 def queued_us(calls: Sequence[Callable[[], Any]]) -> float:
-    """The same; TooSlowError there."""
+    """Microseconds of one call, QUEUE of the calls in a row; TooSlowError where the host is slower than the
+    GPU."""
     stream = device.cupy().cuda.Stream(non_blocking=True)
     calls = calls[:QUEUE]
 
@@ -242,7 +245,7 @@ def replay_us(stream: Any, run: Callable[[], Any], most: int = QUEUE, clock: _Cl
 
 
 def _factor() -> Any:
-    """Of a product that holds a stream: it takes about 6 ms on an H200, longer elsewhere."""
+    """Factor of a product that holds a stream: it takes about 6 ms on an H200, longer elsewhere."""
     return device.cupy().ones((5120, 5120), "float32")
 
 

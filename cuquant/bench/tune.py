@@ -25,7 +25,8 @@ __all__ = ["BATCHES", "SHAPES", "TunedCell", "problems", "tune"]
 
 BATCHES = (1, 2, 4, 8, 16)
 _WORTH = 0.98
-"""Of the usual launch's time, what another must be below to be kept: times differ that much by themselves."""
+"""Part of the usual launch's time that another's must be below to be kept: times differ that much by
+themselves."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _is_lost(record: Record, key: dict[str, Any]) -> bool:
 
 
 def _problem(key: dict[str, Any], gpu: plan.Gpu) -> plan.Problem:
-    """As products ask for it: of whole pieces of K."""
+    """The problem as products ask for it: with whole pieces of K."""
     fmt = formats.get(key["format"]).for_kernels
     return plan.Problem(fmt, key["M"], key["N"], whole_pieces(key["K"]), gpu)
 

@@ -40,7 +40,7 @@ def row_index(index: Any, shape: tuple[int, ...], on_gpu: bool) -> tuple[Any, ..
 
 
 _OF_INDICES = ("__index__", "__array__", "__dlpack__", "__getitem__", "indices")
-"""One of these have integers, arrays, sequences and slices."""
+"""Attributes of which integers, arrays, sequences and slices have one each."""
 
 
 def _index_part(part: Any) -> Any:
@@ -156,7 +156,7 @@ _INSTEAD = {
     "numpy": "W.to_device('cpu').dequantize() makes NumPy's numbers",
     "get": "W.to_device('cpu') moves W; W.to_device('cpu').dequantize() makes NumPy's numbers",
 }
-"""Of attributes that arrays have; of others, .dequantize()."""
+"""What to use in place of attributes that arrays of numbers have; .dequantize() in place of all others."""
 
 
 _FUNCTIONS = dict.fromkeys(
@@ -164,7 +164,7 @@ _FUNCTIONS = dict.fromkeys(
 )
 _FUNCTIONS |= dict.fromkeys(("split", "array_split", "vsplit"), "take rows of W: W[:n], W[n:]")
 _FUNCTIONS |= dict.fromkeys(("transpose", "matrix_transpose", "swapaxes"), _INSTEAD["transpose"])
-"""Of functions of NumPy's that packed blocks are not for, those that do the same."""
+"""What to use in place of NumPy's functions that packed blocks are not for, by their names."""
 
 
 def has_no_other(w: Any, name: str) -> None:

@@ -12,7 +12,8 @@ from .common import FLOAT_NAMES, FLOATS, LARGEST_INDEX, a_or_an, array, readable
 
 MOST_QUERIES = 64
 LARGEST_SCALE, LEAST_SCALE = 2e38, 2.0**-126
-"""Of scores: kernels take it times log2(e), in float32, and GPUs numbers that are not normal for 0."""
+"""Bounds of a scale of scores: kernels take it times log2(e), in float32, and GPUs numbers that are not
+normal for 0."""
 
 
 def kv_cache(value: Any) -> None:

@@ -13,7 +13,7 @@ from .common import FLOATS, array, on_cpu, one_of, typed
 from .formats import group_of, group_size
 
 _WITHOUT_ORDER = -1
-"""As a group, of every weight: compressed-tensors' mark that weights keep their order."""
+"""Group index that all weights have where they keep their order: compressed-tensors' mark."""
 _ABOVE_NAN = 0x7F
 """The least byte of E4M3 that is no finite number of sign 0."""
 _E8M0_NAN = 0xFF
@@ -159,7 +159,7 @@ def exl3(trellis: Any, suh: Any, svh: Any) -> tuple[Any, Any, Any]:
 
 
 def gptq_version(value: Any) -> int:
-    """Of a GPTQ checkpoint: 1 or 2."""
+    """Version of a GPTQ checkpoint: 1 or 2."""
     return one_of(value, "version", (1, 2))
 
 
@@ -176,7 +176,7 @@ def stated_version(version: int | None, stated: Mapping[Path, tuple[str, int]]) 
 
 
 def asked_groups(size: Any) -> dict[str, set[int]]:
-    """What `groups` takes as stated, of an argument group_size or None."""
+    """Sizes that an argument group_size (or None) states, as `groups` takes them."""
     return {} if size is None else {f"group_size is {size}": {group_size(size)}}
 
 

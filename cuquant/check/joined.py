@@ -67,7 +67,7 @@ def _rows_apart(fmt: Any) -> str:
 
 
 def _difference(first: Any, other: Any) -> str:
-    """In what two formats differ that are alike else, and how weights get the same one."""
+    """How two formats differ that are alike else, and how weights get the same one."""
     alike = type(other) is type(first) and (other.bits, other.block_bytes) == (first.bits, first.block_bytes)
     if alike and first.of_each:
         return f", but {first.of_each}"

@@ -166,7 +166,7 @@ def is_weight(value: Any) -> bool:
 
 
 def _of_weight(value: Any) -> bool:
-    """Whether it is such a one, or the transpose of one."""
+    """Whether a value is a quantized array of a weight format, or the transpose of one."""
     return is_weight(value.T if is_transposed(value) else value)
 
 

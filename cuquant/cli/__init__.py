@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _parsed(given: Sequence[str]) -> argparse.Namespace:
-    """What the words say, each of which some argument takes."""
+    """Arguments parsed from the words, each of which some argument takes."""
     made = parser()
     arguments, rest = made.parse_known_args(given)
     if rest:
@@ -100,7 +100,7 @@ _ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 
 class _Ended(KeyboardInterrupt):
-    """One of them came."""
+    """A signal of `_ENDING` came."""
 
     def __init__(self, number: int) -> None:
         self.status = 128 + number
@@ -108,8 +108,8 @@ class _Ended(KeyboardInterrupt):
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """They end what runs inside as Ctrl-C does, so that no part of a file is left; not where another handles
-    or ignores them."""
+    """Let signals of `_ENDING` end what runs inside as Ctrl-C does, so that no part of a file is left; not
+    where another handles or ignores them."""
     here = threading.current_thread() is threading.main_thread()
     ours = [number for number in _ENDING if here and signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
@@ -133,7 +133,7 @@ def _show_warning(message: Warning | str, *args: Any, **kwargs: Any) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command and all its subcommands."""
+    """Make the parser of the command and all its subcommands."""
     made = argparse.ArgumentParser(prog="cuquant", description="Evaluate, convert and time quantized models.")
     made.add_argument("--version", action="version", version=f"cuquant {__version__}")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")

@@ -62,7 +62,7 @@ def format_list(text: str) -> list[str]:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Around what looks a name up: where there is none, the error of a command, which is not in Python."""
+    """Surround what looks a name up: where there is none, the error of a command, which is not in Python."""
     try:
         yield
     except UnknownFormatError as error:

@@ -249,7 +249,7 @@ def _selected(arguments: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _measured(arguments: argparse.Namespace) -> Any:
-    """The record of what the arguments ask for, and of what it held before."""
+    """The record of what the arguments ask for, with what it held before."""
     from tqdm import tqdm
 
     _, cells_of = _KINDS[arguments.what or _DEFAULT]
@@ -261,7 +261,7 @@ def _measured(arguments: argparse.Namespace) -> Any:
 
 
 def _kept() -> str:
-    """What is kept of tuning."""
+    """Which launches are used, in words: tuned products and their file, or the usual ones."""
     from ..cuda import jit
 
     count = len(jit.gpu().tuned or ())
@@ -304,7 +304,7 @@ def _matmul(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _tune(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of products' fastest launches."""
+    """The record, cells of products' fastest launches as they are tuned, and how many there will be."""
     from ..bench import Record, tune
     from ..bench.tune import BATCHES, SHAPES, problems
 
@@ -321,7 +321,7 @@ def _weight_formats() -> list[str]:
 
 
 def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of mixtures."""
+    """The record, cells of mixtures as they are measured, and how many there will be."""
     from ..bench import Record, moe
     from ..bench.moe import BATCHES, SHAPES
 
@@ -334,7 +334,7 @@ def _moe(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of attention."""
+    """The record, cells of attention as they are measured, and how many there will be."""
     from importlib.util import find_spec
 
     from ..bench import Record, attend
@@ -349,7 +349,7 @@ def _attention(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _append(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of appended tokens."""
+    """The record, cells of appended tokens as they are measured, and how many there will be."""
     from ..bench import Record, append
     from ..bench.append import BATCHES, BITS, TOKENS
     from ..bench.attention import HEADS
@@ -364,7 +364,7 @@ def _append(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of conversions."""
+    """The record, cells of conversions as they are measured, and how many there will be."""
     from ..bench import Record, dequant
     from ..bench.conversions import CONVERSIONS
     from ..bench.dequant import BATCHES, SHAPES
@@ -377,7 +377,7 @@ def _dequant(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _weights(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of passes over weights."""
+    """The record, cells of passes over weights as they are measured, and how many there will be."""
     from ..bench import Record, weights
     from ..bench.weights import SHAPES, works
 
@@ -389,7 +389,7 @@ def _weights(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def _host(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """The same of what calls take the host."""
+    """The record, cells of what calls take the host as they are measured, and how many there will be."""
     from ..bench import Record, host
     from ..bench.host import SHAPES, count
 

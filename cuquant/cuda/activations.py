@@ -31,15 +31,16 @@ class Quantization(NamedTuple):
 
     call: jit.Call
     shape: tuple[int, ...]
-    """Of the blocks."""
+    """Shape of the blocks."""
     factors: int
-    """Where they start in the rows' buffer."""
+    """Byte offset of the rows' factors in their buffer."""
     size: int
-    """Bytes of that buffer."""
+    """Bytes of the rows' buffer."""
 
 
 def to_blocks(rows: Any, shape: tuple[int, ...], fmt: Format) -> Quantization | None:
-    """Of floats of a shape (..., K), given as rows; None where the kernel does not take them."""
+    """How floats of a shape (..., K), given as rows, become blocks; None where the kernel does not take
+    them."""
     *lead, k = shape
     count, half = prod(lead), rows.dtype == check.FLOAT16
     if count == 0 or not can_quantize(rows):
@@ -124,12 +125,12 @@ def conversion(x: Operand) -> tuple[Any, tuple[Step, ...]]:
 
 
 def of_blocks(count: int, k: int) -> Step:
-    """Of so many rows of q8_1 blocks."""
+    """The step that makes float16 rows of so many rows of q8_1 blocks."""
     return Step(_call("blocks_to_half", count, k, (k,)))
 
 
 def addresses(held: Any, rows: Rows | None) -> tuple[int, int]:
-    """Of what kernels read of x, and of the factors of its rows if these are there."""
+    """Addresses of what kernels read of x, and of the factors of its rows, 0 where there are none."""
     if rows is None:
         return held.data.ptr, 0
     start = rows.buffer.data.ptr

@@ -54,7 +54,7 @@ def quantize(x: Any, fmt: Format) -> tuple[Any, int]:
 
 
 _NONE_FOUND = 2**64 - 1
-"""What `encode` has nothing to add to: no row that is bad, and a count that starts at -1."""
+"""What `encode` starts from: no row that is bad, and a count that starts at -1."""
 _COUNTED = 16
 """Weights that kernels count as one."""
 
@@ -132,17 +132,17 @@ class Ready(NamedTuple):
 
     launch: problem.Launch
     argument: bytes
-    """Of the kernel, for this weight; with the signs that the product itself gives to x or W, or factors with
-    which it turns x."""
+    """The kernel's argument for this weight; with the signs that the product itself gives to x or W, or
+    factors with which it turns x."""
     steps: tuple[Step, ...] = ()
-    """What makes rows of x, if it has to be converted."""
+    """Kernels that make rows of x, if it has to be converted."""
     rows: int = 0
-    """Bytes of these, of which the first `factors` are without their factors."""
+    """Bytes of the rows of x, of which the first `factors` are without their factors."""
     factors: int = 0
     results: jit.Call | None = None
-    """What makes results of the product's sums, if these are not results."""
+    """Kernel that makes results of the product's sums, if these are not results."""
     sums: int = 0
-    """Bytes of these."""
+    """Bytes of the product's sums."""
 
 
 def product(p: Product, out: Any) -> Ready | None:
@@ -190,7 +190,7 @@ def product(p: Product, out: Any) -> Ready | None:
 
 
 _SUMS_BYTES, _TURNED_BYTES = 1 << 27, 1 << 30
-"""Of rows of sums that are in memory at a time; of rows of x, where there are none of sums."""
+"""Bytes of rows of sums that are in memory at a time; of rows of x, where there are no sums."""
 
 
 def _turned_stack(p: Product, out: Any) -> None:
@@ -213,7 +213,7 @@ def _turned_stack(p: Product, out: Any) -> None:
 
 
 def _of_stack(p: Product, matrix: Fragments, out: Any) -> None:
-    """The product with one of them, as it was done before if there was one like it."""
+    """The product with one matrix of a stack, as it was done before if there was one like it."""
     alike = p.x, (p.bias,), p.residual, out
     found = repeats.find(matrix.repeats, (p.activation,), *alike)
     if found is not None:
@@ -259,7 +259,7 @@ def _turning(fragments: Fragments, x: Any, out: Any, end: problem.Epilogue) -> R
 
 
 def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: problem.Epilogue) -> Ready:
-    """One whose sums a kernel turns. It turns a row of float16 itself, if its plan says so."""
+    """A product whose sums a kernel turns. It turns a row of float16 itself, if its plan says so."""
     (m, k), n = x.shape, out.shape[1]
     half, single = problem.DTYPES[check.FLOAT16], problem.DTYPES[check.FLOAT32]
     own = problem.source(x.shape, x.strides, x.dtype == check.FLOAT16, x.data.ptr % 16 == 0)

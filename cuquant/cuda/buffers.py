@@ -95,7 +95,7 @@ def tensor_map(address: int, tensor: problem.Map) -> bytes:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """On a stream of its own, whose work is waited for."""
+    """Run the block on a stream of its own, whose work is waited for."""
     with device.cupy().cuda.Stream(non_blocking=True) as stream:
         yield
         stream.synchronize()
@@ -141,7 +141,7 @@ class Scratch:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Around launches that leave flags at zero together: if one is not started, they are cleared behind
+        """Surround launches that leave flags at zero together: if one is not started, they are cleared behind
         those that are, as graphs may have their address. Where that fails, or is captured, others get new
         ones."""
         try:
@@ -167,11 +167,11 @@ class Scratch:
 
 
 _scratches: dict[tuple[int, int], Scratch] = {}
-"""By device and stream."""
+"""Scratch memory by device and stream."""
 _STREAMS = 64
 """Streams of a device whose memory is kept: programs that make one for each request have no end of them."""
 _last_ids: dict[tuple[int, int, int], int] = {}
-"""Of streams by their handles, when they were last asked for: asking one that captures would end that."""
+"""Ids of streams when they were last asked for, by their handles: asking one that captures would end that."""
 _unasked = count(1)
 """Ids, but for their sign, of streams that capture first of all."""
 _making = threading.Lock()

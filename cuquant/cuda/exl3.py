@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import check, device, plan
 from ..formats.exl3 import HADAMARD, Exl3, Exl3Parts
-from ..repeats import Some
+from ..repeats import FEW, CallTable
 from . import buffers, jit, problem
 from .activations import Step, numbers_of
 from .fragments import Fragments
@@ -67,7 +67,9 @@ def matrix(stack: Fragments, number: int) -> Fragments:
         planes = stack.planes._replace(low=low, high=high)
         _, *both = stack.exl3_vectors
         vectors = Exl3Parts(None, *(part.reshape(matrices, -1)[number] for part in both))
-        made = Fragments(fmt, (n, k), stack.buffer, planes, lift=stack.lift, vectors=vectors, repeats=Some())
+        made = Fragments(
+            fmt, (n, k), stack.buffer, planes, lift=stack.lift, vectors=vectors, repeats=CallTable(FEW)
+        )
         found = stack.matrices.setdefault(number, made)
     return found
 
@@ -99,7 +101,7 @@ def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
 
 
 def turned_rows(rows: Any, fragments: Fragments) -> Step:
-    """What makes float16 rows of floats [R, K], and their factors."""
+    """The step that makes float16 rows of floats [R, K], and their factors."""
     suh = fragments.exl3_vectors.suh.data.ptr
     step = plan.exl3.turn_rows(*rows.shape)
     return Step(jit.call(step, plan.exl3.ARGUMENTS["turn_rows"], (*numbers_of(rows), rows.shape[1]), (suh,)))

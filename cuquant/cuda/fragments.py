@@ -18,6 +18,7 @@ from ..formats import Format, e4m4
 from ..formats.exl3 import Exl3Parts
 from ..formats.trellis import Parts, Trellis
 from ..plan.planes import has_kernels
+from ..repeats import CallTable
 from . import buffers, jit, problem
 
 if TYPE_CHECKING:
@@ -105,13 +106,13 @@ class Fragments:
     vectors: Parts | Exl3Parts | None = None
     """Signs or factors of columns and rows of whole matrices, and scales where kernels read less of them."""
     held: Any = None
-    """What else must live as long: a codebook that is the array's own."""
+    """Object that must live as long: a codebook that is the array's own."""
     signs: Signs | None = None
     """Signs of columns, where some are -1."""
-    repeats: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
-    """Products that were checked, by what their operands look like (`repeats.Repeat`)."""
+    repeats: CallTable = field(default_factory=CallTable, compare=False, repr=False)
+    """Products that were checked, by what their operands look like."""
     matrices: dict[int, Fragments] = field(default_factory=dict, compare=False, repr=False)
-    """Of a stack whose matrices are multiplied one by one: those that were asked for, in the same memory."""
+    """Matrices of a stack that is multiplied one by one: those that were asked for, in the same memory."""
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -121,7 +122,7 @@ class Fragments:
 
     @cached_property
     def weight(self) -> problem.Weight:
-        """What a product has to know of it."""
+        """The weight as products plan by it."""
         scale = self.fmt.tensor_scale / (self.fmt.masked.unit if self.fmt.masked else 1)
         signed = self.signs is not None
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale, signed)
@@ -208,7 +209,7 @@ def fill(made: Fragments, blocks: Any, found: Any) -> None:
 
 
 _NUMBERS = 8
-"""As many as kernels/formats/seen.cuh names, and one more."""
+"""Numbers that kernels leave: as many as kernels/formats/seen.cuh names, and one more."""
 
 
 class _Found(NamedTuple):
@@ -223,7 +224,7 @@ class _Found(NamedTuple):
     unfit: bool
     """Whether float16 does not hold the weights."""
     added: int
-    """To scales that are exponents."""
+    """What was added to scales that are exponents."""
 
     @classmethod
     def of(cls, numbers: Any) -> _Found:
@@ -245,7 +246,8 @@ _LIFT, _LIFTED_UP_TO = 11, 31.0
 _MOST_LIFT = 15
 """The largest power of two that is a float16 number."""
 _SMALL, _SMALL_BLOCK = 2.0**-5, 2.0**-13
-"""What is small: all weights; or all of a block, of which float16 would lose what counts."""
+"""Magnitudes below which all weights are small; or all of a block, of which float16 would lose what
+counts."""
 
 
 def _table_lift(greatest: float, least: float) -> tuple[bool, int]:
@@ -263,8 +265,9 @@ mixture's gate and up must for one launch."""
 
 
 def _masked_lift(greatest: float, least: float) -> tuple[bool, int]:
-    """The same of those that masks make. They may be lifted as far as E4M4 scales leave room, and float16
-    holds them if the larger magnitude of the least block, about 2^-2.5 before, is 2^-15 or more."""
+    """Whether float16 can hold weights that masks make, given blocks' peaks, and by what power of two they
+    are lifted. They may be lifted as far as E4M4 scales leave room, and float16 holds them if the larger
+    magnitude of the least block, about 2^-2.5 before, is 2^-15 or more."""
     room = next((lift for lift in range(_MOST_LIFT, 0, -1) if greatest <= e4m4.LARGEST / 2**lift), 0)
     step = room // _STEP * _STEP
     lift = next((lift for lift in (step, room) if least * 2.0 ** (lift - 2.5) >= 2.0**-15), None)
@@ -275,7 +278,7 @@ class Kept(NamedTuple):
     """Scales as blocks have them: first bytes of some blocks, one after the other, or of all."""
 
     blocks: Any
-    """Their numbers."""
+    """Numbers of the blocks."""
     scales: Any
 
 
@@ -326,7 +329,8 @@ def _step(entry: str, fragments: Fragments) -> plan.Plan:
 
 
 def _operands(fragments: Fragments) -> tuple[Any, ...]:
-    """Of both: tiles, rows, blocks of a row, and addresses of the planes of tiles."""
+    """Operands that both directions share: tiles, rows, blocks of a row, and addresses of the planes of
+    tiles."""
     fmt, (*_, n, k) = fragments.fmt.for_repacking, fragments.shape
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     return np.int64(prod(fragments.tiles)), np.int32(n), np.int32(k // fmt.block_size), *planes

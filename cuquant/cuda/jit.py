@@ -51,7 +51,7 @@ def launch(plan: Plan, *arguments: Any) -> None:
 
 
 def launch_packed(plan: Plan, arguments: bytes | bytearray, offsets: tuple[int, ...] = (0,)) -> None:
-    """The same with the arguments as the kernel finds them in memory, each at its offset."""
+    """Start a plan's kernel with the arguments as the kernel finds them in memory, each at its offset."""
     stream = streams.current()
     own = prepared(device.cupy().cuda.runtime.getDevice(), plan, len(arguments), offsets)
     own.arguments[:] = arguments
@@ -150,7 +150,7 @@ class _Prepared(threading.local):
     def __init__(self) -> None:
         self.launch = lru_cache(maxsize=1024)(_Launch)
         self.known: dict[tuple[int, int, int, tuple[int, ...]], tuple[_Launch, Plan]] = {}
-        """By the plans' identities, which are found sooner: many plans are equal."""
+        """Launches by the plans' identities, which are found sooner: many plans are equal."""
 
 
 _prepared = _Prepared()

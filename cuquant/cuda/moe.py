@@ -49,7 +49,7 @@ class Routing(NamedTuple):
     call: jit.Call
 
     def again(self, known: Repeat, places: list[int]) -> tuple[Any, Any]:
-        """Their ids and probabilities."""
+        """Route logits like those before; returns ids and probabilities."""
         ids, probs = known.result(), device.cupy().ndarray(known.shape, check.FLOAT32)
         self.call(places[0], ids.data.ptr, probs.data.ptr)
         return ids, probs
@@ -87,12 +87,12 @@ class Ready(NamedTuple):
     """Up and down, whose addresses are in the steps. What gate knows must keep none of them alive."""
 
     def of(self, gate: Fragments, up: Fragments, down: Fragments) -> bool:
-        """Whether it is of these weights, and not of dead ones whose `id` they have; gate is."""
+        """Whether the mixture is of these weights, and not of dead ones whose `id` they have; gate is."""
         known_up, known_down = self.others
         return known_up() is up and known_down() is down
 
     def again(self, known: Repeat, places: list[int], x: Any, out: Any) -> Any:
-        """Such a mixture, to `out` or, if that is None, to a new array; returns it."""
+        """Run the mixture again, to `out` or, if that is None, to a new array; returns it."""
         start, ids, probs, _, to = places
         if out is None:
             out = known.result()
@@ -101,7 +101,7 @@ class Ready(NamedTuple):
         return out
 
     def run(self, x: tuple[int, int], ids: int, probs: int, out: int) -> None:
-        """Start it with operands at these addresses.
+        """Start the mixture with operands at these addresses.
 
         Scratch memory may have grown or be another stream's: where it is, is asked each time.
         """
@@ -146,7 +146,7 @@ def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _addresses(x: Any) -> tuple[int, int]:
-    """Of what is read of floats or blocks, and of their rows' factors."""
+    """Addresses (x, row factors) that kernels read, of floats or blocks; 0 without row factors."""
     return addresses(x, None) if device.is_cuda(x) else addresses(x.blocks, x.rows)
 
 

@@ -85,9 +85,9 @@ class _Group(NamedTuple):
 
     lists: tuple[Address, Address, Address]
     x_row: int
-    """Stride of x."""
+    """Stride of x from row to row, in elements."""
     share: int
-    """Entries of a row of x, without lists."""
+    """Entries that read the same row of x, where there are no lists."""
 
 
 class Round(NamedTuple):
@@ -143,7 +143,7 @@ class Round(NamedTuple):
         yield self._product(mixture.down, down, rows, sums, then, 2, early=True)
 
     def _turned_sums(self, x: PlacedRows) -> Iterator[Template]:
-        """The same around products with EXL3 weights."""
+        """All launches up to the results of `down` for EXL3 weights, whose rows and sums are turned."""
         (gate, up, down, activation, _), at = self.mixture, self.at
         (_, width, k), n = gate.shape, down.shape[1]
         entries = (*self.routing, at["places"])

@@ -21,7 +21,7 @@ SCRATCH, X, FACTORS, IDS, PROBS, OUT, FLAGS = range(7)
 stream's flags."""
 
 Address = Place | int
-"""Of what lies nowhere 0, or of what stays where it is."""
+"""A place in a piece of memory, or an address that stays: 0 of what lies nowhere."""
 
 
 class PlacedRows(NamedTuple):
@@ -42,7 +42,7 @@ class PlacedRows(NamedTuple):
 
     @property
     def halves(self) -> bool:
-        """Whether products can read them as they are."""
+        """Whether products can read the rows as they are."""
         half = self.dtype == problem.DTYPES[check.FLOAT16]
         return half and self.aligned and self.row % 8 == 0 and self.column == 1
 
@@ -58,12 +58,12 @@ class Given(NamedTuple):
     tokens: int
     top_k: int
     x: PlacedRows | None
-    """None: q8_1 blocks, of which rows have to be made."""
+    """Rows of x; None for q8_1 blocks, of which rows have to be made."""
     wide: bool
     """Whether ids are of 8 bytes, not 4."""
     probs: np.dtype[Any]
     out: tuple[np.dtype[Any], int, int]
-    """Its dtype and strides in elements."""
+    """Dtype of the result, and its strides in elements."""
 
 
 class Arrays:
@@ -80,7 +80,7 @@ class Arrays:
 
 
 Products = tuple[GroupedGemm | None, GroupedGemm, GroupedGemm, GroupedGemm]
-"""With gate and up together or None, with each on its own, and with down."""
+"""Products with gate and up together or None, with each on its own, and with down."""
 
 
 class Mixture(NamedTuple):
@@ -107,7 +107,7 @@ class Mixture(NamedTuple):
         return same and (a.values == b.values or plan.cores.tables(a.weight.format, 2) == 2)
 
     def products(self, load: Load) -> Products:
-        """Gate and up together or None, then each on its own, and down."""
+        """The products with gate and up together or None, then with each on its own, and with down."""
         gpu, (_, width, k) = jit.gpu(), self.gate.shape
         both = None
         if self.alike():

@@ -56,12 +56,12 @@ class Weight(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What sums are multiplied by."""
+        """Factor that sums are multiplied by."""
         return 2.0**-self.lift * self.scale
 
     @property
     def unscaled(self) -> Weight:
-        """The same for all that differ in this alone."""
+        """The weight without `lift` and `scale`: equal for all weights that differ in these alone."""
         return self._replace(lift=0, scale=1.0)
 
 
@@ -107,7 +107,7 @@ class Launch(NamedTuple):
     """What x is to the copy engine, where the core uses it: in whole boxes, and in the one that the last
     batch rows make, or None where there is no such box. Elsewhere there are none."""
     out_map: Map | None
-    """What out is to it, where it can store results; out must be aligned to 16 bytes then."""
+    """What out is to the copy engine, where it can store results; out must be aligned to 16 bytes then."""
     straight: bool
     """Whether the kernel can store results straight from its registers, through the copy engine if there is
     an `out_map`."""
@@ -115,12 +115,12 @@ class Launch(NamedTuple):
     partials: int
     """Bytes of global memory in which blocks leave sums to each other."""
     signs_go_to: str
-    """To what the kernel itself gives the signs of W's columns, "x" or "W"; or "" where rows of x must have
-    them."""
+    """Operand to which the kernel itself gives the signs of W's columns, "x" or "W"; or "" where rows of x
+    must have them."""
     converts_x: bool
     """Whether the kernel itself quantizes x, or turns it."""
     turns_sums: bool
-    """Whether it turns sums."""
+    """Whether the kernel itself turns sums."""
 
     def argument(self, w: Planes, values: int, signs: int) -> bytes:
         """The kernel's argument for a weight, but for what `fill` adds; addresses of W's planes, its
@@ -148,7 +148,7 @@ def set_map(argument: memoryview, which: int, map: bytes) -> None:
 
 
 def set_out_map(argument: memoryview, map: bytes) -> None:
-    """Let it store results by this one."""
+    """Let the copy engine store results by this map."""
     set_map(argument, _OUT_MAP, map)
     argument[_STRAIGHT_AT] = 1
 
@@ -159,7 +159,7 @@ class Group(NamedTuple):
     plan: plan.Plan
     map: Map | None
     box_steps: int
-    """Of 64 columns that a box of x has."""
+    """Steps of 64 columns that a box of x has."""
     numbers: bytes
 
     def members(self, map: Any, w: Planes, values: int, signs: int, addresses: Any, *group: Any) -> Any:

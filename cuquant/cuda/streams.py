@@ -27,9 +27,10 @@ work that may be left before the oldest are waited for: programs that make one f
 of them."""
 
 _kept: dict[int, Any] = {}
-"""By handles, the oldest first: a stream that is kept is not destroyed, so nobody else has its handle."""
+"""Streams by their handles, the oldest first: a stream that is kept is not destroyed, so nobody else has its
+handle."""
 _room = FEW
-"""How many may be kept before it is asked again."""
+"""Streams that may be kept before it is asked again which of them to let go."""
 _keeping = threading.RLock()
 _OURS = 2
 """References to a stream's object that nobody else has: the table's, and that of who counts."""
@@ -67,7 +68,8 @@ def _keep(stream: Any) -> None:
 
 
 def _let_go() -> list[Any]:
-    """Of the streams that nobody else has those that are done. The others, the oldest first."""
+    """Let go the streams that nobody else has and that are done; returns the others nobody else has, the
+    oldest first."""
     late: list[Any] = []
     for handle in list(_kept):
         if sys.getrefcount(_kept.get(handle)) > _OURS:  # it may be given work meanwhile

@@ -144,19 +144,19 @@ class Signs:
 
     bits: Any = field(compare=False)
     words: Any = field(compare=False)
-    """The same as kernels take them that give them to W (kernels/core/column_signs.cuh)."""
+    """Signs as kernels take them that give them to W (kernels/core/column_signs.cuh)."""
     differ: bool = field(compare=False)
-    """Whether the matrices of a stack have different ones."""
+    """Whether the matrices of a stack have different signs."""
     digest: bytes
     _expanded: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False)
 
     def address(self, of: str) -> int:
-        """Device address of those that a kernel gives to "x" or to "W", or 0."""
+        """Device address of the signs that a kernel gives to "x" or to "W", or 0."""
         array = {"x": self.bits, "W": self.words, "": None}[of]
         return buffers.pointer(array)
 
     def over(self, lead: tuple[int, ...]) -> Any:
-        """Those of matrices with these leading axes, one after the other."""
+        """The signs' bits for matrices with these leading axes, one after the other."""
         if not self.differ or lead == self.bits.shape[:-1]:
             return self.bits
         if lead not in self._expanded:
@@ -176,17 +176,18 @@ _NOTHING_FOUND = np.array([0, 0xFFFFFFFF, 0, 0], np.uint32)
 _TOP = 40
 """Exponent of scales that are no float16 numbers: below 2^40 sums of products do not overflow."""
 _LIFTS = 126
-"""Exponents of powers of two that are, as their inverse, normal numbers."""
+"""Exponents of powers of two that are normal numbers, as their inverses are."""
 _LEAST_NORMAL = 2.0**-126
 
 
 class _Surveyed(NamedTuple):
-    """What it has found out about matrices, in the order of kernels/ops/repack_trellis.cu."""
+    """What `plan.trellis.survey` has found out about matrices, in the order of
+    kernels/ops/repack_trellis.cu."""
 
     greatest: float
     """The greatest magnitude of a scale."""
     least: float
-    """The least one that is not 0; 0 where there is none."""
+    """The least magnitude of a scale that is not 0; 0 where there is none."""
     negative: bool
     """Whether any columns have the sign -1."""
     differ: bool

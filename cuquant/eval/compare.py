@@ -54,7 +54,7 @@ class Difference:
     a_bits: float | None
     b_bits: float | None
     identical: bool
-    """The same type and bytes, of a scale beside them, too."""
+    """Whether type and bytes are the same, and those of a scale beside them, too."""
     nmse: float | None = None
     sqnr_db: float | None = None
     max_abs_error: float | None = None
@@ -182,7 +182,7 @@ class _Tensor(NamedTuple):
 
     @property
     def bits(self) -> float | None:
-        """Of one of its numbers."""
+        """Bits per number; None where the tensor has none."""
         count = int(np.prod(self.shape, dtype=object))
         return 8 * self.nbytes / count if count else None
 
@@ -201,7 +201,7 @@ class _Side(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def tensor(self, name: str) -> _Tensor | None:
-        """None where the file has no such tensor."""
+        """A tensor's shape, type and bytes; None where the file has no such tensor."""
 
     def stored(self, name: str) -> tuple[Any, Any]:
         """A tensor's bytes, and what beside its type decides what they stand for."""
@@ -212,7 +212,7 @@ class _Side(Protocol):
 
 
 class _OfModel:
-    """A model."""
+    """A model as one side of a comparison."""
 
     def __init__(self, model: Model) -> None:
         self.path, self.nbytes, self._model = model.path, model.nbytes, model
@@ -241,7 +241,7 @@ class _OfModel:
 
 
 class _OfArrays:
-    """A file of `cuquant.save` that is no model."""
+    """A file of `cuquant.save` that is no model, as one side of a comparison."""
 
     metadata: Metadata | None = None
 
@@ -274,7 +274,7 @@ class _OfArrays:
 
 
 def _parameters(fmt: Format) -> Any:
-    """What decides, beside a type's name and bytes, which numbers they stand for."""
+    """Parameters that decide, beside a type's name and bytes, which numbers they stand for."""
     by_type = fmt.scale_beside or fmt.ggml_type is not None
     return fmt.tensor_scale if by_type else describe(fmt)
 

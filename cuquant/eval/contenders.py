@@ -34,7 +34,7 @@ class Contender:
         return cls(model, _own_type(model), _weights(model))
 
     def cached(self, caches: Iterable[KVBits]) -> list[Contender]:
-        """The same with each of these."""
+        """The model with keys and values cached at each of these widths."""
         return [Contender(self.model, self.label, self.tensors, kv) for kv in caches]
 
     @property
@@ -87,7 +87,7 @@ def _is_finite(tensor: Any) -> bool:
 
 
 def _weights(model: Model) -> dict[str, Any]:
-    """Its tensors but scales, which others have in their formats or numbers."""
+    """A model's tensors but scales, which others have in their formats or numbers."""
     scales = scales_of(model, model)
     return {name: model[name] for name in model if name not in scales}
 

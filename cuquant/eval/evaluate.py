@@ -33,7 +33,7 @@ BATCH_TOKENS = 4096
 LOGIT_BLOCK = 1 << 24
 """Logits held at a time for one model: 64 MB of float32."""
 STDIN = "standard input"
-"""What a text from there is called."""
+"""Name of a text that comes from standard input."""
 
 
 def evaluate(
@@ -279,7 +279,7 @@ def _cut(
 def _chunks(
     ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
 ) -> NDArray[np.integer[Any]]:
-    """The same, none if tokens are too few; a partial last one is dropped."""
+    """Chunks [n, ctx] of the tokens, none if tokens are too few; a partial last one is dropped."""
     if bos is not None:
         ids = np.concatenate([[bos], ids])
     count = min(len(ids) // ctx, chunks or len(ids))

@@ -111,7 +111,7 @@ def evaluate_files(
 
 
 def _devices(models: Iterable[Any], device: str | None) -> str:
-    """Where they are evaluated: if nobody says where, models that are open on their own device."""
+    """Devices on which models are evaluated, "cpu+cuda": by default a model that is open has its own."""
     if device is not None:
         return check.device_name(device)
     own = (model.device if isinstance(model, Model) else default_device() for model in models)

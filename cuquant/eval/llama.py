@@ -144,7 +144,7 @@ class Llama:
         return self._xp.asarray(cos), self._xp.asarray(sin)
 
     def future(self, first: int, stop: int) -> Any:
-        """Of positions first..stop - 1, which keys come after which queries: [queries, keys]."""
+        """Which keys come after which queries, of positions first..stop - 1: bool [queries, keys]."""
         positions = self._xp.arange(first, stop)
         return positions > positions[:, None]
 

@@ -245,7 +245,8 @@ def _error(stored: dict[str, Any]) -> TensorError:
 
 
 def _fields(kind: type[Any], stored: dict[str, Any], there: list[str]) -> dict[str, Any]:
-    """The same, with NaN for null under these keys, and each of the type that it has in that class."""
+    """Stored fields of a class, each of the type that it has there, with NaN for null under the keys
+    `there`."""
     return check.stored_fields(kind, stored | {key: float("nan") for key in there if stored[key] is None})
 
 

@@ -26,7 +26,7 @@ from ..io.model import Model, open as open_model
 from ..render import told
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-"""Of `tokenizer.ggml.token_type`."""
+"""Types of tokens in `tokenizer.ggml.token_type`."""
 _ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -91,7 +91,7 @@ class Tokenizer:
     _user_defined: Sequence[tuple[str, int]] = field(repr=False)
     _encode_plain: Callable[[str], list[int]] = field(repr=False)
     _ids: Mapping[str, int] = field(repr=False)
-    """Of all tokens, by their texts, in order."""
+    """Ids of all tokens by their texts, in order."""
     _types: Sequence[float] = field(repr=False)
     _to_bytes: Callable[[str, float], bytes] = field(repr=False)
     """What a token of a type stands for, in UTF-8."""

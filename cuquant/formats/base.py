@@ -20,7 +20,7 @@ from .. import check
 
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
-"""Those that only others quantize to."""
+"""Formats that only others quantize to, by name."""
 _ELSEWHERE = {"int8": "q8_0", "int4": "int4-128", "nf4": "kbit4", "fp4": "mxfp4"}
 """What formats are called by others, where no name is near."""
 
@@ -29,7 +29,7 @@ class MaskedValues(NamedTuple):
     """A codebook of two magnitudes with signs, in the units of kernels/core/masked.cuh."""
 
     halves: NDArray[np.float16]
-    """[4], ascending."""
+    """The four values in float16, ascending."""
     unit: float
     """What 1 is, in units of 2^-24."""
 
@@ -67,11 +67,11 @@ class Format(ABC):
     file_type: int | None = None
     """GGUF's `general.file_type` of a model whose matrices are mostly of this format."""
     made_by: ClassVar[str] = ""
-    """Of a format that only others quantize to (`ReadOnly`): who does, and what reads it, for people."""
+    """Who quantizes to a format that only others quantize to (`ReadOnly`), and what reads it, for people."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
-    on_gpu: ClassVar[bool] = True
-    """Whether kernels/formats has it; the NumPy backend has every format."""
+    on_gpu: ClassVar[bool] = False
+    """Whether kernels/formats has a header for it; the NumPy backend has every format."""
     has_zero_points: bool = False
     """Whether every scale has a zero point."""
     whole_matrices: ClassVar[bool] = False
@@ -97,10 +97,10 @@ class Format(ABC):
     in_float16: bool = True
     """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
     numbers first."""
-    encodes_on_gpu: ClassVar[bool] = True
+    encodes_on_gpu: ClassVar[bool] = False
     """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
     encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
-    """That kernel (kernels/ops), and the weights that each of its threads takes."""
+    """Name of the kernel that quantizes (kernels/ops), and the weights that each of its threads takes."""
     scaling: ClassVar[Literal["float", "e8m0", "e4m3", "none"]] = "float"
     """What scales are to kernels: floats as they are, or bytes at the beginning of a block, or nothing."""
     takes_importance: ClassVar[bool] = False
@@ -235,23 +235,24 @@ class Format(ABC):
 
     @property
     def kernel_scale_bytes(self) -> int:
-        """Bytes of their scales and minimums."""
+        """Bytes of the scales and minimums of `kernel_block_size` weights."""
         return sum(self.storage[field].itemsize for field in self.scales)
 
     @property
     def kernel_group_bytes(self) -> int:
-        """Bytes that the fragment layout has, beside these, of a row and `kernel_group_size` weights."""
+        """Bytes that the fragment layout has beside scales and minimums, of a row and `kernel_group_size`
+        weights."""
         return 0
 
     @property
     def kernel_group_size(self) -> int:
-        """Weights that share them: a multiple of 64."""
+        """Weights that share `kernel_group_bytes`: a multiple of 64."""
         return self.block_size
 
     @property
     def for_kernels(self) -> Format:
-        """The format as which a GPU keeps it: itself, but where blocks differ in their length alone, or it is
-        another tensor's too."""
+        """The format as which a GPU keeps weights: itself, but where blocks differ in their length alone, or
+        it is another tensor's too."""
         return self
 
     @property
@@ -261,11 +262,11 @@ class Format(ABC):
         return self.for_kernels
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
-        """Blocks (..., row bytes) of this format in that one, `xp` being the module of their arrays."""
+        """Blocks (..., row bytes) of this format in `for_repacking`; `xp` is the module of their arrays."""
         return blocks
 
     def from_kernels(self, blocks: Any, xp: Any) -> Any:
-        """The way back from `to_kernels`."""
+        """Blocks (..., row bytes) of `for_repacking` in this format: the inverse of `to_kernels`."""
         return blocks
 
     @abstractmethod
@@ -296,7 +297,6 @@ class Format(ABC):
 class ReadOnly(Format):
     """A format that only others quantize to."""
 
-    encodes_on_gpu = False
     made_by = "it is only read"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
@@ -354,7 +354,7 @@ def names() -> tuple[str, ...]:
 
 
 def names_of_read_only() -> tuple[str, ...]:
-    """Names of those that are only read, sorted."""
+    """Names of formats that are only read, sorted."""
     return tuple(sorted(_READ_ONLY))
 
 
@@ -374,7 +374,7 @@ def get(name: str | Format) -> Format:
 
 
 class UnknownFormatError(ValueError):
-    """A name that is none of those known, nor of `more` that are not listed.
+    """Error for a name that is none of the known formats, nor of `more` that are not listed.
 
     It says a hint that is given, or what makes it in Python, or which names are near. `of_command` is what a
     command says, which is not in Python.
@@ -390,7 +390,7 @@ class UnknownFormatError(ValueError):
         super().__init__(self._told(in_python, more))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of pickles, as processes hand errors on: an exception's own has only the message."""
+        """Pickle all arguments, as processes hand errors on: an exception's own has only the message."""
         return UnknownFormatError, self._given, self.__dict__
 
     def _told(self, hint: str | None, more: Sequence[str] = ()) -> str:
@@ -406,7 +406,7 @@ class UnknownFormatError(ValueError):
 
 
 def _unknown_format(name: str) -> UnknownFormatError:
-    """Of a name that should be that of a format, not of a mixture."""
+    """Error for a name that is no array format; a hint says so of a mixture's name."""
     hint = None
     if name.lower()[-4:] in ("_k_s", "_k_m", "_k_l") and name.lower()[:-2] in _BY_NAME:
         hint = f"; {name} is llama.cpp's name of a mixture, for whole files (quantize_file, cuquant quantize)"

@@ -15,7 +15,7 @@ TWICE = np.array([*_MAGNITUDES, *(-m for m in _MAGNITUDES)], np.float32)
 TWICE.flags.writeable = False
 LARGEST = 6.0
 _BETWEEN = (TWICE[:7] + TWICE[1:8]) / 2
-"""In the middle of neighbouring magnitudes: a weight above is nearer to the larger one."""
+"""Midpoints of neighbouring magnitudes: a weight above is nearer to the larger one."""
 _SIGN = np.uint8(8)
 
 

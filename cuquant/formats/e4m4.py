@@ -23,7 +23,7 @@ _EXPONENTS = np.uint32((127 - 11) << 4)
 """Difference of the biases, above four bits of mantissa."""
 _SMALLEST_NORMAL = np.float32(2**-10)
 _STEP = np.float32(2**-14)
-"""Of subnormals."""
+"""Distance of neighbouring subnormal numbers."""
 _ALIGNED = np.float32(2**9)
 """A float32 whose last bit is worth 2^-14: adding it rounds a subnormal, to nearest even."""
 

@@ -79,6 +79,7 @@ class Exl3(WholeMatrices, ReadOnly):
     turned = True
     scaling = "none"
     formula = "W.T = suh * H V H * svh"
+    on_gpu = True
 
     @property
     def header(self) -> str:

@@ -33,8 +33,9 @@ class Grid(ReadOnly):
     lookup = True
     made_by = "llama.cpp does, and GGUF files of it are read"
     formula = "W = d * (2 s + 1) * level[q]"
+    on_gpu = True
     magnitudes: ClassVar[tuple[float, ...]]
-    """Of levels, ascending."""
+    """Magnitudes of levels, ascending."""
     points: ClassVar[str] = ""
     """The type whose grid it has, as the gguf package names it."""
 
@@ -58,7 +59,7 @@ class Grid(ReadOnly):
         raise NotImplementedError
 
     def joined(self, d: Any, s: Any, codes: Any, xp: Any) -> Any:
-        """The way back from `split`."""
+        """Inverse of `split`: bytes [n, bytes of a block] of d, s and codes."""
         raise NotImplementedError
 
     def to_kernels(self, blocks: Any, xp: Any) -> Any:
@@ -88,7 +89,7 @@ class Grid(ReadOnly):
         )
 
     def unsigned(self, codes: Any, xp: Any) -> tuple[Any, Any]:
-        """The way back; numbers are uint16."""
+        """Inverse of `signed`: numbers of points, uint16, and bytes [n, 32] of signs."""
         negative = codes < self.middle
         levels = xp.where(negative, self.middle - 1 - codes, codes - self.middle)
         return points_of(self.points).numbers(levels, xp), bytes_of(negative.astype(np.uint8), xp)
@@ -104,7 +105,7 @@ class SignsInWords(Grid):
         return (words >> 28).astype(np.uint8), self.signed(numbers, signs, xp)
 
     def to_words(self, s: Any, codes: Any, xp: Any) -> tuple[Any, Any]:
-        """The way back."""
+        """Inverse of `of_words`: bytes of numbers of points, and words [n, 8]."""
         numbers, signs = self.unsigned(codes, xp)
         sevens = (signs & 127).reshape(len(codes), -1, 4).astype(np.uint32)
         words = (sevens << xp.arange(0, 28, 7, dtype=np.uint32)).sum(axis=2, dtype=np.uint32)
@@ -137,7 +138,7 @@ class _SixteenLevels(IQ4_XS):
         return made
 
     def unpacked(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
-        """The way back."""
+        """Inverse of `packed`: bytes of d [n, 2], scales [n, 8] and codes [n, 256]."""
         upper = (blocks[:, 2:4, None] >> xp.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(-1, 8)
         scales = (unpack_pairs(blocks[:, 4:8]) | upper << 4) - np.uint8(_ZERO)
         return blocks[:, :2], scales, _codes(blocks[:, 8:])
@@ -177,7 +178,7 @@ class _EightLevels(KQuant):
         return made
 
     def unpacked(self, blocks: Any, xp: Any) -> tuple[Any, Any, Any]:
-        """The way back, with all 16 scales."""
+        """Inverse of `packed`, with all 16 scales."""
         return blocks[:, :2], blocks[:, 2:18], _codes(blocks[:, 18:])
 
     def fit(self, x: Floats, importance: Floats | None) -> dict[str, NDArray[Any]]:

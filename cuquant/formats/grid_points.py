@@ -22,7 +22,7 @@ class _Points:
         values = kind.grid.reshape(kind.grid_shape)
         assert set(np.unique(values)) == set(kind.grid_map), f"another grid of {name} than is known here"
         self.levels = np.searchsorted(sorted(kind.grid_map), values).astype(np.uint8)
-        """[points, weights of a point]"""
+        """Levels of each point: uint8 [points, weights of a point]."""
         self._weights = self.levels.shape[1]
         self._base = len(kind.grid_map)
         keys = self.levels.astype(np.uint16) @ self._powers(np)
@@ -37,13 +37,13 @@ class _Points:
         return xp.asarray(self.levels)[numbers].reshape(len(numbers), -1)
 
     def numbers(self, levels: Any, xp: Any) -> Any:
-        """The way back, uint16."""
+        """Inverse of `of`: levels [n, m * weights of a point] -> numbers [n, m], uint16."""
         groups = levels.reshape(len(levels), -1, self._weights)
         return xp.asarray(self._numbers)[(groups * self._powers(xp)).sum(axis=2, dtype=np.uint16)]
 
 
 points_of = cache(_Points)
-"""Of the gguf package's grid of this name."""
+"""Points of the gguf package's grid of a name."""
 
 
 def bits_of(raw: Any, xp: Any) -> Any:
@@ -52,7 +52,7 @@ def bits_of(raw: Any, xp: Any) -> Any:
 
 
 def bytes_of(bits: Any, xp: Any) -> Any:
-    """The way back: [n, 8 m] -> [n, m]."""
+    """Inverse of `bits_of`: bits [n, 8 m] -> bytes [n, m]."""
     weighted = bits.reshape(len(bits), -1, 8) << xp.arange(8, dtype=np.uint8)
     return weighted.sum(axis=2, dtype=np.uint8)
 

@@ -13,7 +13,7 @@ from .base import Format, register
 _KERNELS_GROUPS = (128, 64, 32)
 """Sizes of groups that kernels know: of others the largest that they are a multiple of, repeated."""
 WHOLE_ROW = -1
-"""As a group size: K, whatever it is."""
+"""Group size that stands for K, whatever it is."""
 _BIAS = np.float32(8)
 _NIBBLE = np.uint8(0x0F)
 _SHIFT = np.uint8(4)
@@ -64,12 +64,13 @@ class Int4(Format):
     bits = 4
     scales = ("scale",)
     header = "int4"
+    on_gpu = encodes_on_gpu = True
     encoder = ("quantize_int4", 16)
 
     @property
     def fine_from(self) -> int:
-        """Codes are chosen for the scale as it is stored, which makes up for its rounding; a zero point does
-        not, where clipping it moves all weights."""
+        """Least scale that is fine: codes are chosen for the scale as it is stored, which makes up for its
+        rounding; a zero point does not, where clipping it moves all weights."""
         return 2 if self.has_zero_points else 1
 
     @property

@@ -24,7 +24,7 @@ class _Ternary(Grid):
         return (levels * 2 + 2 - less[:, :, None]).astype(np.uint8).reshape(-1, SUPER)
 
     def _numbers(self, codes: Any, xp: Any) -> tuple[Any, Any]:
-        """The way back: uint16, and uint8."""
+        """Inverse of `_codes`: numbers of points, uint16, and `less`, uint8."""
         return points_of(self.points).numbers((codes - 1) >> 1, xp), codes[:, ::8] & 1
 
 

@@ -124,6 +124,7 @@ class KBit(Format):
 
     scales = ("absmax",)
     formula = "W = codebook[q] * absmax"
+    on_gpu = encodes_on_gpu = True
     lookup = ragged_vectors = True
 
     @property
@@ -151,7 +152,8 @@ class KBit(Format):
 
     @property
     def fine_from(self) -> int:
-        """Less where entries are chosen for the scale as it is stored, which makes up for its rounding."""
+        """Least scale that is fine: less where entries are chosen for the scale as it is stored, which makes
+        up for its rounding."""
         return max(1, self.bits - 3) if self.divides_by_stored else super().fine_from
 
     def coarse_scales(self, blocks: Any) -> Any:

@@ -17,7 +17,7 @@ from .base import Format
 
 Floats = NDArray[np.float32]
 Codes = NDArray[Any]
-"""uint8 mostly."""
+"""Codes of weights, uint8 mostly."""
 
 F = np.float32
 SUPER = 256
@@ -32,7 +32,7 @@ class KQuant(Format):
     """A format whose scales are searched for; `fit` quantizes a few blocks."""
 
     block_size = SUPER
-    encodes_on_gpu = False
+    on_gpu = True
     encoder = ("search", 32)
     takes_importance = True
     integer_scales: ClassVar[int] = 0
@@ -40,7 +40,7 @@ class KQuant(Format):
 
     @property
     def fine_from(self) -> int:
-        """Codes are chosen for scales and minimums as they are stored."""
+        """Least scale that is fine: codes are chosen for scales and minimums as they are stored."""
         return max(2, self.bits - 1)
 
     @property

@@ -14,7 +14,7 @@ _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Half of each E8M0 scale 2^(e - 127). As in llama.cpp, 255 is no NaN."""
 _BIAS = 127
 _LARGEST_EXPONENT = 2
-"""Of an E2M1 number: 4 and 6 are 2^2 and 1.5 times that."""
+"""Exponent of the largest E2M1 numbers: 4 and 6 are 2^2 and 1.5 times that."""
 
 
 class MXFP4(Format):
@@ -32,6 +32,7 @@ class MXFP4(Format):
     storage = np.dtype([("e", "u1"), ("qs", "u1", (16,))])
     scales = ("e",)
     formula = "W = E2M1[q] * 2^(e - 127)"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 39
     file_type = 38
     codebook = e2m1.TWICE

@@ -14,11 +14,12 @@ from .base import Format, get, register
 _GROUP = 16
 """Weights of one scale."""
 _LARGEST = np.float32(e2m1.LARGEST * 448)
-"""Of a weight, in units of the tensor's scale."""
+"""Largest weight, in units of the tensor's scale."""
 _FITTED = np.float32(e2m1.LARGEST * 240)
-"""The same where scales are still to nearest: all that are greater become 448."""
+"""Largest weight, in units of the tensor's scale, whose block's scale is still to nearest: all greater ones
+become 448."""
 SCALES = (2.0**-100, 2.0**100)
-"""Of tensors: that products multiply their sums by, also times a power of two."""
+"""Bounds of a tensor's scale, by which products multiply their sums, also times a power of two."""
 _LARGEST_CODE = 0x7E
 _TOP_EXPONENT = 0x78
 """Code of 256, the least scale of the largest exponent."""
@@ -89,6 +90,7 @@ class NvFp4(Format):
     scales = ("d",)
     codebook = e2m1.TWICE
     scaling = "e4m3"
+    on_gpu = encodes_on_gpu = True
     fine_from = 1  # codes are chosen for the scale as it is stored, which makes up for its rounding
     type_name = "NVFP4"
     scale_beside = True

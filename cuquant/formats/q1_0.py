@@ -27,6 +27,7 @@ class Q1_0(ReadOnly):
     block_size = 128
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
     formula = "W = d * (2 q - 1)"
+    on_gpu = True
     ggml_type = 41
     file_type = 40
     made_by = "those who train such models do, and GGUF files of it are read"

@@ -19,6 +19,7 @@ class TwoBits(ReadOnly):
 
     bits = 2
     formula = "W = d * (q - 1)"
+    on_gpu = True
     kernel_scale_bytes = 0
     kernel_group_bytes = 2
 

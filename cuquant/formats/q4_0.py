@@ -21,6 +21,7 @@ class Q4_0(Format):
     bits = 4
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
     formula = "W = d * (q - 8)"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 2
     file_type = 2
 

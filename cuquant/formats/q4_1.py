@@ -19,6 +19,7 @@ class Q4_1(Format):
     storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", (16,))])
     scales = ("d", "m")
     formula = "W = d * q + m"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 3
     file_type = 3
 

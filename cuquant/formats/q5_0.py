@@ -21,6 +21,7 @@ class Q5_0(Format):
     bits = 5
     storage = np.dtype([("d", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     formula = "W = d * (q - 16)"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 6
     file_type = 8
 

@@ -19,6 +19,7 @@ class Q5_1(Format):
     storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     scales = ("d", "m")
     formula = "W = d * q + m"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 7
     file_type = 9
 

@@ -18,6 +18,7 @@ class Q8_0(Format):
     bits = 8
     storage = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
     formula = "W = d * q"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 8
     file_type = 7
 

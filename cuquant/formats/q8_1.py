@@ -25,6 +25,7 @@ class Q8_1(Format):
     storage = np.dtype([("d", "<f2"), ("s", "<f2"), ("qs", "i1", (32,))])
     scales = ("d", "s")
     formula = "X = d * q"
+    on_gpu = encodes_on_gpu = True
     ggml_type = 9
     for_activations = True
 

@@ -12,7 +12,7 @@ from .q2_0 import TwoBits
 
 
 class _Digits(TwoBits):
-    """Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
+    """Digits, each -1, 0 or 1. Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
 
     block_size = SUPER
     header = "tq2_0"
@@ -31,7 +31,7 @@ class TQ2_0(_Digits):
         return (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, SUPER)
 
     def joined(self, digits: Any, d: Any, xp: Any) -> Any:
-        """The way back, of bytes of d [n, 2]."""
+        """Inverse of `codes`: blocks of digits [n, 256] and bytes of d [n, 2]."""
         quarters = digits.reshape(-1, 2, 4, 32) << xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
         return xp.concatenate([quarters.sum(axis=2, dtype=np.uint8).reshape(-1, 64), d], axis=1)
 
@@ -65,7 +65,7 @@ class TQ1_0(_Digits):
         return xp.concatenate(parts, axis=1)
 
     def joined(self, digits: Any, d: Any, xp: Any) -> Any:
-        """The way back, of bytes of d [n, 2]."""
+        """Inverse of `codes`: blocks of digits [n, 256] and bytes of d [n, 2]."""
         left, parts = digits, []
         for _, size, places in _PARTS:
             own, left = left[:, : size * places], left[:, size * places :]
@@ -88,4 +88,4 @@ class TQ1_0(_Digits):
 
 
 _PARTS = ((0, 32, 5), (32, 16, 5), (48, 4, 4))
-"""Of a block of tq1_0: where bytes start, how many there are, and digits of each."""
+"""Parts of a block of tq1_0: where bytes start, how many there are, and digits of each."""

@@ -29,7 +29,7 @@ TILE = 16
 ALIGNMENT = 16
 """Bytes: a stack's matrices begin on multiples of it."""
 _LEAST_MOMENT = np.float32(2.0**-40)
-"""Of inputs that are not 0, relative to the greatest."""
+"""Least importance of inputs that are not 0, relative to the greatest."""
 _SLAB = 1 << 20
 """Weights unpacked or encoded at a time."""
 _SAMPLE = 1 << 16
@@ -60,7 +60,7 @@ class HalfLevels(NamedTuple):
     levels: NDArray[np.float16]
     lift: int
     least: float
-    """Magnitude of the least of them that is not 0."""
+    """Magnitude of the least level that is not 0."""
     largest: float
 
 
@@ -115,6 +115,7 @@ class Trellis(WholeMatrices):
     )
     header = "trellis"
     formula = "W = grid[q] * scale * su * sv"
+    on_gpu = encodes_on_gpu = True
 
     @property
     def bits_per_weight(self) -> float:
@@ -151,7 +152,7 @@ class Trellis(WholeMatrices):
 
     @property
     def for_kernels(self) -> Format:
-        """The same without a grid, which is the array's: arrays of different grids share their plans."""
+        """The format without a grid, which is the array's: arrays of different grids share their plans."""
         return get(self.name)
 
     @property
@@ -221,7 +222,8 @@ class Trellis(WholeMatrices):
         return raw
 
     def importance(self, moments: F32) -> F32:
-        """Of columns, from their inputs' second moments: up to 1, or 1 of all where these are all 0."""
+        """Importance of columns, from their inputs' second moments: up to 1, or 1 of all where these are all
+        0."""
         if not moments.any():
             return np.ones_like(moments)
         # Small ones count at least so much that none is lost.

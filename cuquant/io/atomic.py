@@ -19,8 +19,8 @@ _OF_PROCESS = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}\.part")
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Of several processes of one machine, one at a time is in such a block for a folder; where the system
-    has no such locks (Windows), all are."""
+    """Let one of several processes of one machine at a time into the block for a folder; where the system has
+    no such locks (Windows), let all."""
     try:
         import fcntl
     except ImportError:
@@ -48,7 +48,7 @@ def rewrite(target: Path, made: Callable[[], str | None]) -> None:
 
 
 class _NotNow(Exception):
-    """Leaves the file as it is."""
+    """Raised to leave the file as it is."""
 
 
 def check_rewrite(target: Path) -> None:

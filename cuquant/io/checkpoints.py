@@ -144,7 +144,7 @@ class _Said(NamedTuple):
     """What is known of int4 weights beside their tensors."""
 
     version: int
-    """Of GPTQ."""
+    """Version of GPTQ weights."""
     groups: Stated
 
 
@@ -154,13 +154,13 @@ class _Kind(NamedTuple):
     found: str
     """How the name of the tensor ends by which a weight is found."""
     beside: tuple[tuple[str, ...], ...]
-    """The same of those that it needs; the second where there is not the first."""
+    """How the names of the tensors end that it needs; the second of each where there is not the first."""
     make: Callable[[Tensors, str, _Said], QuantizedArray]
-    """Of the names' beginning."""
+    """Makes a weight of its tensors, given how their names begin."""
     weight: str = ".weight"
     """How the name of the weight ends."""
     type: str = ""
-    """Of the tensor by which it is found, where others' names may end so."""
+    """Type of the tensor by which it is found, where others' names may end so."""
     maybe: tuple[str, ...] = ()
     """How the names end of tensors that not every weight has, and that change what the others mean."""
 
@@ -173,7 +173,7 @@ class _Stored(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the tensor by which it was found."""
+        """Name of the tensor by which it was found."""
         return self.prefix + self.kind.found
 
     def check(self, tensors: Tensors, rest: Others | None) -> None:
@@ -199,7 +199,7 @@ class _Stored(NamedTuple):
         return [end for end in self.kind.maybe if self.prefix + end not in tensors]
 
     def unknown(self, tensors: Tensors) -> list[str]:
-        """Of the tensors that are absent those that may well be in another file."""
+        """Name ends of the absent tensors that may well be in another file."""
         ends = self._absent(tensors)
         if self.kind.make is _exl3:
             return ends if len(ends) == len(_CODEBOOKS) else []  # one at most
@@ -211,7 +211,7 @@ class _Stored(NamedTuple):
         return ends
 
     def is_gptq(self, tensors: Tensors) -> bool:
-        """Not AWQ, nor of another kind."""
+        """Whether the weight is GPTQ's: not AWQ's, nor of another kind."""
         return self.kind.make is _gptq_or_awq and not _is_awq(tensors, self.prefix)
 
     def read(self, tensors: Tensors, said: _Said) -> QuantizedArray:
@@ -314,7 +314,7 @@ def _codebook(tensors: Tensors, prefix: str) -> str:
 
 
 def _compressed(tensors: Tensors, prefix: str, said: _Said) -> QuantizedArray:
-    """Of compressed-tensors: integers in words, or E2M1 in bytes with scales of either kind."""
+    """Make a weight of compressed-tensors: integers in words, or E2M1 in bytes with scales of either kind."""
     codes, scales = tensors[f"{prefix}.weight_packed"], tensors[f"{prefix}.weight_scale"]
     order = tensors.get(f"{prefix}.weight_g_idx")
     if codes.dtype != np.uint8:
@@ -349,10 +349,10 @@ def _gpt_oss_of_openai(tensors: Tensors, prefix: str, _: _Said) -> QuantizedArra
 
 
 _CODEBOOKS = (".mcg", ".mul1")
-"""Of an EXL3 weight one at most."""
+"""Name ends of codebooks, of which an EXL3 weight has one at most."""
 _OF_FP4 = (".weight_g_idx",)
 _OF_INTEGERS = (".weight_zero_point", *_OF_FP4)
-"""Of compressed-tensors, by what its codes are."""
+"""Name ends of tensors that a compressed-tensors weight may have, by what its codes are: FP4, or integers."""
 _KINDS = (
     _Kind(".qweight", ((".qzeros",), (".scales",)), _gptq_or_awq, maybe=(".g_idx",)),
     _Kind(".trellis", ((".suh", ".su"), (".svh", ".sv")), _exl3, maybe=_CODEBOOKS),

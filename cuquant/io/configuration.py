@@ -13,10 +13,10 @@ from .. import check
 _FILES = {"quantize_config.json": None, "quant_config.json": None, "config.json": "quantization_config"}
 """Where a configuration is (GPTQ's, AWQ's, the model's), and under which key of the file."""
 _KEYS = ("checkpoint_format", "format")
-"""What it calls the format; GPTQModel writes both, and means to leave the first one out."""
+"""Keys under which it names the format; GPTQModel writes both, and means to leave the first one out."""
 _VERSIONS = {"gptq": 1, "gptq_v2": 2}
 _GROUP_KEYS = ("group_size", "q_group_size")
-"""What it calls the size of groups; the latter is AutoAWQ's."""
+"""Keys under which it states the size of groups; the latter is AutoAWQ's."""
 _OF_SOME = ("dynamic", "extra_config")
 """Under which keys GPTQModel and AutoRound have what is other of some weights."""
 

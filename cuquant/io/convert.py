@@ -65,15 +65,16 @@ class Selection:
     label: str
     """What to call the result: a recipe's formats that were used, those of most weights first."""
     formats: Mapping[str, Format]
-    """Of the tensors that are quantized."""
+    """Format of each tensor that is quantized, by its name."""
     kept: frozenset[str]
-    """Copied as they are."""
+    """Names of tensors that are copied as they are."""
     ragged: frozenset[str]
-    """Those of `kept` that stay float only because K is not a multiple of the block size."""
+    """Names of tensors of `kept` that stay float only because K is not a multiple of the block size."""
     unmatched: frozenset[str]
     """Weight matrices of `kept` that no pattern of a mapping matches."""
     replaced: frozenset[str]
-    """Those of `formats` that have another format because K is not a multiple of the block size."""
+    """Names of tensors of `formats` that have another format because K is not a multiple of the block
+    size."""
     source_bytes: int
     """Size of the model's file, or of all parts of a split one."""
     left_out: frozenset[str] = frozenset()
@@ -183,7 +184,7 @@ def _check_rules(model: Model, rules: Iterable[str], matrices: Collection[str]) 
 
 
 def _label(model: Model, made: Mapping[str, Format]) -> str:
-    """The formats of these tensors."""
+    """Formats of these tensors, in words."""
     weights: Counter[str] = Counter()
     for name, fmt in made.items():
         weights[str(fmt)] += math.prod(model.tensors[name].shape)

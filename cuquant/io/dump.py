@@ -29,8 +29,8 @@ def as_json(model: Model) -> str:
 
 
 def of_safetensors(path: Path, json: bool) -> str | None:
-    """The same of a safetensors file that is no model: its tensors as a table, or in an object; None of any
-    other file.
+    """What is in a safetensors file that is no model: its tensors as a table, or in a JSON object; None of
+    any other file.
 
     ValueError where it is damaged.
     """

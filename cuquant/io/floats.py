@@ -31,11 +31,11 @@ class Dequantized:
 
     dtype: np.dtype[Any]
     made: frozenset[str]
-    """Names of those that have this dtype now."""
+    """Names of tensors that have this dtype now."""
     kept: frozenset[str]
-    """Of those that were copied."""
+    """Names of tensors that were copied."""
     left_out: frozenset[str]
-    """Of scales that the numbers of others, or their formats, have in them now."""
+    """Names of scales that the numbers of others, or their formats, have in them now."""
 
     def __repr__(self) -> str:
         made = f"{counted(len(self.made), 'tensor')} to {self.dtype}"

@@ -66,7 +66,7 @@ _OWN_READERS = {
     KEY: "load reads it, as a dict of arrays",
     f"{KEY}.kv_cache": "KVCache.load reads it",
 }
-"""Of our safetensors files, by keys of their metadata."""
+"""What reads our safetensors files, by keys of their metadata."""
 _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # a key of one letter, its type, a value of one byte
 _MIN_TENSOR_BYTES = 8 + 1 + 4 + 4 + 8  # a name of one letter, rank, type, offset: a scalar
 
@@ -84,11 +84,11 @@ PLAIN_TYPES: dict[int, tuple[str, np.dtype[Any]]] = {
 
 
 class SafetensorsError(GGUFError):
-    """It is a safetensors file, and no model."""
+    """Error for a safetensors file that is no model."""
 
 
 class SavedArraysError(SafetensorsError):
-    """It is a safetensors file that cuquant wrote: of arrays, or a model (`saved.SavedFile` knows)."""
+    """Error for a safetensors file that cuquant wrote: of arrays, or a model (`saved.SavedFile` knows)."""
 
 
 class File:

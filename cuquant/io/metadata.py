@@ -12,7 +12,7 @@ import numpy as np
 from .header import Metadata
 
 DEFAULT_ALIGNMENT = 32
-"""Bytes, of a file that says nothing else."""
+"""Alignment in bytes of a file that states none."""
 QUANTIZATION_VERSION = 2
 """ggml's version of the block formats, stored as general.quantization_version."""
 

@@ -30,7 +30,7 @@ _FALLBACK = {
     "q6_k": "q8_0",
     "iq4_xs": "iq4_nl",
 }
-"""What rows get instead that are no multiple of 256."""
+"""Formats that rows get that are no multiple of 256, by the format that was meant for them."""
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _V_LIKE = ("attn_qkv.weight", "attn_kv_b.weight", "attn_v.weight")
 _CATEGORIES = (
@@ -53,7 +53,7 @@ class Mixture:
     name: str
     base: Format
     file_type: int
-    """As GGUF's `general.file_type`."""
+    """Number in GGUF's `general.file_type`."""
 
     def __str__(self) -> str:
         return self.name
@@ -147,7 +147,7 @@ class Recipe:
     def formats_of(
         self, matrices: Iterable[TensorInfo], names: Iterable[str], metadata: Mapping[str, Any]
     ) -> dict[str, Format]:
-        """As Mixture's, of the matrices that a pattern matches."""
+        """The format of each weight matrix that a pattern matches, by name."""
         matched = (
             (info.name, next((fmt for pattern, fmt in self.rules if fnmatchcase(info.name, pattern)), None))
             for info in matrices
@@ -315,7 +315,7 @@ def fallback(fmt: Format, k: int) -> Format | None:
 
 
 def _in_order(matrices: Iterable[TensorInfo]) -> list[TensorInfo]:
-    """As llama-quantize counts them: by block, then by name."""
+    """Matrices as llama-quantize counts them: by block, then by name."""
     return sorted(matrices, key=lambda info: (_layer(info.name), info.name))
 
 

@@ -51,7 +51,7 @@ class Model(Mapping[str, Any]):
         self._files = files
         self._device = device
         self._lent = lent
-        """Whether the files are another model's, which closes them."""
+        """Whether the files belong to another model, which closes them."""
         self._home = {name: f for f in files for name in f.header.tensors}
         self.tensors: dict[str, TensorInfo] = {n: i for f in files for n, i in f.header.tensors.items()}
         self.metadata: Metadata = files[0].header.metadata
@@ -81,13 +81,13 @@ class Model(Mapping[str, Any]):
         )
 
     def _as_opened(self) -> Model:
-        """Itself; ValueError where a file is closed, or was changed since it was opened."""
+        """The model itself; ValueError where a file is closed, or was changed since it was opened."""
         for file in self._files:
             check.still_as_opened(file.path, file.place, file.status, file.closed)
         return self
 
     def _on(self, device: str) -> Model:
-        """The same files, of which tensors are put on that device; to close it leaves them open."""
+        """A model of these files whose tensors are put on that device; closing it leaves them open."""
         return Model(self._as_opened()._files, device, lent=True)
 
     @property
@@ -200,7 +200,8 @@ class Model(Mapping[str, Any]):
         return info.format if scales is None or scales.shape in ((), (1,)) else None
 
     def _format(self, info: TensorInfo) -> Format | None:
-        """The same, where arrays of it can be used on the model's device."""
+        """The format of a tensor's blocks, before its scale, where arrays of it can be used on the model's
+        device."""
         fmt = self._of_blocks(info)
         return fmt if fmt is not None and (fmt.on_gpu or self._device == "cpu") else None
 

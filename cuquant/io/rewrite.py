@@ -78,7 +78,7 @@ def write_safetensors(
     progress: bool,
     left_out: Collection[str],
 ) -> None:
-    """The same to a safetensors file; `left_out` are `scales_of` all tensors."""
+    """Write a safetensors file, each tensor as it is made; `left_out` are `scales_of` all tensors."""
     tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
     check.tensors(tensors, safetensors.METADATA)
     own = metadata.as_gguf(model.metadata, model.alignment, file_type)

@@ -64,12 +64,12 @@ TYPES: dict[str, np.dtype[Any]] = {
 }
 """Types of tensors that hold plain numbers."""
 OF_MODELS = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")
-"""Those of them that GGUF has, too."""
+"""Types of plain numbers that GGUF has, too."""
 SMALL_FLOATS: dict[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-"""Those that scales of FP4 weights have, which the safetensors package does not give to NumPy."""
+"""Types of the scales of FP4 weights, which the safetensors package does not give to NumPy."""
 
 
 class Tensor(NamedTuple):
@@ -236,11 +236,11 @@ class Saved(NamedTuple):
     arrays: dict[str, Any]
     """Tensors as views of the file."""
     offsets: dict[str, int]
-    """Where each begins in the file."""
+    """Where the bytes of each tensor begin in the file."""
     weights: dict[str, Any]
-    """What is said of those that are storage bytes."""
+    """What is said of the tensors that are storage bytes."""
     metadata: Any
-    """A model's, as the bytes of a GGUF file; None of other arrays."""
+    """Metadata of a model, as the bytes of a GGUF file; None of other arrays."""
     status: os.stat_result
     """What the system says of the file."""
 
@@ -294,7 +294,7 @@ class Header(NamedTuple):
 
 
 def header_of(stream: BinaryIO) -> Header:
-    """Of a file that the safetensors package has found to be sound."""
+    """The header of a file that the safetensors package has found to be sound."""
     stream.seek(0)
     length = int.from_bytes(stream.read(8), "little")
     infos = json.loads(stream.read(length))
@@ -360,11 +360,11 @@ def type_of(array: Any) -> str:
 
 
 class _Note(NamedTuple):
-    """What the entry of ours says."""
+    """What our entry in a file's metadata says."""
 
     weights: dict[str, Any]
     metadata: str | None
-    """The name of the tensor that is a model's."""
+    """Name of the tensor that is a model's metadata."""
 
 
 def _note(path: Path, metadata: Mapping[str, str]) -> _Note:

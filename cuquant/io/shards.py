@@ -47,12 +47,12 @@ class Tensors(Mapping[str, Any]):
             raise TypeError(f"{self.named(name)} has the type {kind}, which NumPy lacks") from None
 
     def type(self, name: str) -> str:
-        """As the file calls it, "F8_E4M3"; the tensor is not read."""
+        """Type of a tensor as the file calls it, "F8_E4M3"; the tensor is not read."""
         kind: str = self.files[self._home[name]].get_slice(name).get_dtype()
         return kind
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor is not read."""
+        """Shape of a tensor, which is not read."""
         return tuple(self.files[self._home[name]].get_slice(name).get_shape())
 
     def __contains__(self, name: object) -> bool:
@@ -65,7 +65,7 @@ class Tensors(Mapping[str, Any]):
         return len(self._home)
 
     def named(self, name: str) -> str:
-        """A tensor of errors: its file, and its name."""
+        """A tensor as errors name it: its file, and its name."""
         return f"{self._home[name]}: {escaped(name)}"
 
 
@@ -73,13 +73,14 @@ class Others(NamedTuple):
     """What is known of the other files of a checkpoint."""
 
     tensors: set[str]
-    """Names that they have, those of the file itself maybe among them."""
+    """Names of the tensors that the other files have, those of the file itself maybe among them."""
     are_all: bool
-    """Whether they have no others."""
+    """Whether the other files have no more tensors than these."""
 
 
 def others(path: Path) -> Others | None:
-    """Of the checkpoint of which a file is one of several; None of what is a whole one.
+    """What is known of the other files of a checkpoint of which a file is one of several; None of what is a
+    whole one.
 
     By an index beside the file that lists it; without one by the headers of the files beside it that are
     numbered as it is. An index that is none says nothing, nor does a file that cannot be read.
@@ -118,7 +119,7 @@ def _numbered_like(path: Path, own: re.Match[str], beside: list[str]) -> Others:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Tensors]:
-    """Those of a file, or of all files of a checkpoint by its folder or its index.
+    """Open the tensors of a file, or of all files of a checkpoint by its folder or its index.
 
     ValueError where there is none, where one is missing, cannot be read or lacks what the index says it has,
     or where two have tensors of one name.

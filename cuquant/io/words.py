@@ -38,7 +38,7 @@ def _near(name: str, names: Collection[str]) -> str:
 
 
 def named_like(names: Collection[str], patterns: str | Iterable[str], kind: str, argument: str) -> list[str]:
-    """Those names that match a shell pattern or one of several; ValueError where one matches none."""
+    """Names that match a shell pattern or one of several; ValueError where one matches none."""
     patterns = check.patterns(patterns, argument)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

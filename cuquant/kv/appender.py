@@ -16,7 +16,7 @@ from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
 from ..plan import Plan
-from ..repeats import Known, Repeat
+from ..repeats import CallTable, Repeat
 from . import codes, plan
 from .buckets import Buckets
 from .codes import BITS
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _PLACES = struct.Struct("<11q")
 _NUMBERS = struct.Struct("<6q11i4x")
-"""Behind the buckets."""
+"""Layout of the numbers behind the buckets, in the kernel's argument."""
 _WORDS = 1024
-"""Of the host's memory, that are taken at a time."""
+"""Words of the host's memory that are taken at a time."""
 
 
 _words: list[NDArray[np.int32]] = []
@@ -62,7 +62,8 @@ class Appending(NamedTuple):
 
 
 class Appender:
-    """How a cache on the GPU takes tokens: one launch that neither synchronises nor needs the host's memory.
+    """How a cache on the GPU takes tokens (`CacheAppender`): one launch, which neither synchronises nor needs
+    the host's memory.
 
     The host knows lengths that the buckets have at least: exactly, but for what graphs append and what device
     arrays say. So a full cache is an error before the launch. Else the kernel finds that tokens do not fit,
@@ -74,20 +75,21 @@ class Appender:
     def __init__(self, cache: KVCache) -> None:
         self.buckets = Buckets()
         self.lock = threading.Lock()
-        """Of the launches of one call, which another thread's on the same stream must not come between."""
+        """Lock of the launches of one call, which another thread's on the same stream must not come
+        between."""
         self._ticket = device.cupy().zeros(1, np.uint32)
         self._refused = _host_word()
         self._word = self._refused.ctypes.data
         self._held = {bits: np.zeros(cache.batch, np.int64) for bits in cache.bits}
         self._slots = np.zeros(cache.batch, np.int64)
-        """Of `next_slots`, as far as the host knows."""
-        self.repeats: Known = {}
-        """What was checked: attention, and tokens of one width, as many for each sequence."""
+        """Copy of `next_slots`, as far as the host knows."""
+        self.repeats = CallTable()
+        """Calls that were checked: attention, and tokens of one width, as many for each sequence."""
         self.even = True
         """Whether all sequences hold as many tokens of each width, as far as the host knows: attention shares
         such ones by fewer blocks."""
         self._exact = True
-        """Whether it knows, but for as many tokens for each."""
+        """Whether the host knows the lengths, but for as many tokens for each sequence."""
         self._spare: dict[int, int] | None = None
         """Tokens of a width for which all sequences have room, or fewer; None where nobody has looked."""
 
@@ -115,7 +117,7 @@ class Appender:
 
     @contextmanager
     def copying(self, cache: KVCache) -> Iterator[None]:
-        """Around what copies the cache, and waits for it: its GPU is the current one.
+        """Surround what copies the cache, and waits for it: its GPU is the current one.
 
         RuntimeError while a graph is captured, ValueError as in `check`.
         """
@@ -126,7 +128,7 @@ class Appender:
 
     @contextmanager
     def moving(self, cache: KVCache) -> Iterator[None]:
-        """Around what moves tokens, and waits for the cache: its GPU is the current one.
+        """Surround what moves tokens, and waits for the cache: its GPU is the current one.
 
         RuntimeError while a graph is captured.
         """
@@ -195,7 +197,8 @@ class Appender:
         return None
 
     def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:
-        """Tokens like some before, at these places; False where they may not fit, and nothing was done."""
+        """Append tokens like some before, at these places; False where they may not fit, and nothing was
+        done."""
         self.check(cache)
         how: Appending = known.work
         fits = self._fits(cache, how.n, how.bits)
@@ -204,7 +207,7 @@ class Appender:
         return fits
 
     def _append_alike(self, cache: KVCache, how: Appending, k: int, v: int) -> None:
-        """Tokens of one width, as many for each sequence, for which there is room."""
+        """Append tokens of one width, as many for each sequence, for which there is room."""
         capturing = device.is_capturing()
         self._start(cache, how, k, v)
         if not capturing:
@@ -232,8 +235,8 @@ class Appender:
         return {b: min(most, room - held[b]) for b, room in rooms_of(cache.tiers).items()}
 
     def _start(self, cache: KVCache, how: Appending, k: int, v: int, *others: Any) -> None:
-        """The launch: tokens at these addresses, all of one width, or with `others`: each token's tier and
-        rank, how many go to each tier, ids, and how many tokens each sequence gets."""
+        """Start the launch for tokens at these addresses, all of one width, or with `others`: each token's
+        tier and rank, how many go to each tier, ids, and how many tokens each sequence gets."""
         argument = self.buckets.packed(cache.tiers).tiers + _PLACES.pack(
             *(k, v, cache._next_slots.data.ptr, buffers.pointer(cache.key_scales)),
             *([buffers.pointer(a) for a in others] or (0,) * 5),
@@ -249,7 +252,7 @@ def _are_even(tokens: dict[int, Any]) -> bool:
 
 
 def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
-    """How these are appended, if they all have this width; others say so in arrays."""
+    """How such tokens are appended, if they all have this width; others say so in arrays."""
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
     gpu = jit.gpu()
     launch, lanes = plan.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)

@@ -46,7 +46,7 @@ class Buckets:
         self._last = Packed([], {})
 
     def packed(self, tiers: Mapping[int, Tier]) -> Packed:
-        """As they are now."""
+        """The buckets as they are now."""
         objects: list[Any] = [*tiers]
         for tier in tiers.values():
             objects += (tier.buffers, tier.lengths)

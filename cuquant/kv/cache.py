@@ -14,6 +14,7 @@ from ..debug import shown
 from ..plan import MOST_BLOCKS
 from . import codes, contents, copies, cpu, file, widths
 from .contents import CachedTokens
+from .protocol import CacheAppender
 from .tiers import Tier
 
 
@@ -114,11 +115,13 @@ class KVCache:
         given = check.key_scales(key_scales, shape)
         self.key_scales: Any = None if given is None else self._xp.asarray(given)
         self._backend: Any = cpu
+        self._appender: CacheAppender
         if self.device == "cuda":
             from . import cuda
 
-            self._backend = cuda
-        self._appender = self._backend.Appender(self)
+            self._backend, self._appender = cuda, cuda.Appender(self)
+        else:
+            self._appender = cpu.Appender(self)
 
     @property
     def _xp(self) -> Any:
@@ -329,9 +332,23 @@ class KVCache:
 
     @shown
     def evict(self, token_ids: Any) -> int:
-        """Remove tokens, named as in `assign`, whose errors are these too; returns how many.
+        """Remove tokens; their slots stay empty.
 
-        Their slots stay empty.
+        Parameters
+        ----------
+        token_ids : int, or int array (n,) or (batch, n)
+            Tokens, named as in `assign`.
+
+        Returns
+        -------
+        int: how many tokens are gone.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The argument does not fit, or an id is not there: nothing has changed then.
+        RuntimeError
+            A CUDA graph is being captured.
         """
         with self._appender.moving(self):
             return widths.evict(self, token_ids)
@@ -340,8 +357,26 @@ class KVCache:
     def trim(self, length: int, importance: Any = None, *, recent: int | None = None) -> int:
         """Evict the least important tokens, of equal ones the oldest, until sequences hold `length` at most.
 
-        importance and recent are those of `allocate` (by default half of the tokens that stay, 64 at most),
-        and so are the errors. Returns how many it evicts.
+        Parameters
+        ----------
+        length : int
+            Most tokens of each sequence afterwards.
+        importance : float array (batch, slots) or (slots,), optional
+            As in `allocate`.
+        recent : int, optional
+            As in `allocate`; by default, where tracked attention decides, 64, or half of the tokens that stay
+            if these are fewer.
+
+        Returns
+        -------
+        int: how many tokens are gone.
+
+        Raises
+        ------
+        TypeError, ValueError
+            An argument does not fit: nothing has changed then.
+        RuntimeError
+            A CUDA graph is being captured.
         """
         length = check.count(length, "length", least=0)
         with self._appender.moving(self):
@@ -351,7 +386,17 @@ class KVCache:
         """Empty the cache, or one sequence, whose place another can take: slots count from 0 again, and
         automatic key scales are found anew, by the next append that is not replayed from a graph.
 
-        RuntimeError while a CUDA graph is captured.
+        Parameters
+        ----------
+        sequence : int, optional
+            The sequence to empty; by default all.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such sequence.
+        RuntimeError
+            A CUDA graph is being captured.
         """
         which: Any = slice(None) if sequence is None else check.sequence(sequence, self.batch)
         with self._appender.moving(self):
@@ -364,19 +409,43 @@ class KVCache:
     def dequantize(
         self, sequence: int = 0
     ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32], NDArray[np.float32]]:
-        """Token ids [T], global slots [T] ascending, keys and values float32 [T, n_kv_heads, head_dim].
+        """The tokens of a sequence, in the order of positions, as the numbers that attention computes with.
 
-        The numbers that attention computes with, in NumPy's arrays; rotation and key scales are undone.
-        ValueError where there is no such sequence.
+        Parameters
+        ----------
+        sequence : int
+
+        Returns
+        -------
+        token_ids, slots : NumPy int32 [T]
+            The tokens' ids, and their global slots, ascending.
+        keys, values : NumPy float32 [T, n_kv_heads, head_dim]
+            Rotation and key scales are undone.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such sequence.
         """
         return contents.numbers(self, check.sequence(sequence, self.batch))
 
     @shown
     def tokens(self, sequence: int = 0) -> CachedTokens:
-        """What a sequence holds, in the order of positions: a named tuple of NumPy's arrays [T].
+        """What a sequence holds, in the order of positions.
 
-        They are `token_ids`, `slots` (positions) and `bits`, int32, and `importance`, float32. ValueError
-        where there is no such sequence.
+        Parameters
+        ----------
+        sequence : int
+
+        Returns
+        -------
+        A named tuple of NumPy's arrays [T]: `token_ids`, `slots` (positions) and `bits`, int32, and
+        `importance`, float32.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such sequence.
         """
         return contents.tokens(self, check.sequence(sequence, self.batch))
 
@@ -405,11 +474,28 @@ class KVCache:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: str = "cpu") -> KVCache:
-        """The cache that `save` wrote.
+        """Read the cache that `save` wrote.
 
-        ValueError where the file is none, or is damaged (it says how); OSError where it cannot be read;
-        MemoryError (on a GPU CuPy's OutOfMemoryError) where there is no memory for all that the cache has
-        room for.
+        Parameters
+        ----------
+        path : str or path
+        device : "cpu" or "cuda"
+            Where the cache is to be: "cuda" is the current CuPy device.
+
+        Returns
+        -------
+        KVCache: an equal cache, with as much room.
+
+        Raises
+        ------
+        TypeError, ValueError
+            The file is none that `save` wrote, or is damaged (it says how), or the device is another word.
+        OSError
+            The file cannot be read.
+        RuntimeError
+            There is no GPU (the message says why).
+        MemoryError
+            There is no memory for all that the cache has room for; on a GPU CuPy's OutOfMemoryError.
         """
         return file.load(cls, path, check.device_name(device))
 

@@ -26,7 +26,7 @@ LARGEST_KEY_SCALE = 8
 
 
 def dtype(bits: int) -> np.dtype[Any]:
-    """Of stored numbers: float16, int8, or uint8 for packed codes."""
+    """Dtype of stored numbers: float16, int8, or uint8 for packed codes."""
     return np.dtype({16: np.float16, 8: np.int8}.get(bits, np.uint8))
 
 
@@ -99,7 +99,7 @@ def rotate(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _away_from_zero(x: NDArray[np.float32]) -> NDArray[np.float16]:
-    """To float16, magnitudes rounded up: codes stay in range where float16 is coarse, near its smallest."""
+    """Round to float16, magnitudes up: codes stay in range where float16 is coarse, near its smallest."""
     nearest = x.astype(np.float16)
     further = np.nextafter(nearest, np.copysign(np.float16(np.inf), nearest))
     return np.where(np.abs(nearest.astype(np.float32)) < np.abs(x), further, nearest)

@@ -34,7 +34,7 @@ class CachedTokens(NamedTuple):
 
 
 def tokens(cache: KVCache, sequence: int) -> CachedTokens:
-    """Those of a sequence, in the order of positions."""
+    """Tokens of a sequence, in the order of positions."""
     parts: list[tuple[NDArray[Any], ...]] = []
     for bits, tier in cache.tiers.items():
         b = tier.bucket(sequence)
@@ -63,7 +63,7 @@ def numbers(
 
 
 def text(cache: KVCache) -> str:
-    """For a prompt: what makes such a cache, and what it holds."""
+    """Text for a prompt: what makes such a cache, and what it holds."""
     capacity = capacity_argument(rooms_of(cache.tiers), cache.capacity)
     facts: dict[str, Any] = {name: getattr(cache, name) for name in ("n_kv_heads", "head_dim")}
     facts |= {"capacity": capacity, "batch": cache.batch}
@@ -82,7 +82,7 @@ def text(cache: KVCache) -> str:
 
 
 def html(cache: KVCache) -> str:
-    """For a notebook."""
+    """HTML table of a cache's facts, for notebooks."""
     capacity = capacity_argument(rooms_of(cache.tiers), cache.capacity)
     if isinstance(capacity, dict):
         room = _listed(capacity)
@@ -119,7 +119,7 @@ def _most_held(cache: KVCache) -> tuple[dict[int, int], int]:
 
 
 def _key_scales(cache: KVCache) -> str | None:
-    """The argument, of an array the type and shape; None where there are none."""
+    """The argument `key_scales`, of an array the type and shape; None where there are none."""
     if cache.auto_scales is not None:
         return repr(cache.auto_scales)
     return None if cache.key_scales is None else f"<{cache.key_scales.dtype} {cache.key_scales.shape}>"

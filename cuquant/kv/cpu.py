@@ -19,6 +19,7 @@ from . import codes
 from .tiers import Bucket, held_of, rooms_of
 
 if TYPE_CHECKING:
+    from ..repeats import Repeat
     from .attention import Attention
     from .cache import KVCache
     from .moves import Moves
@@ -137,33 +138,35 @@ def _finite(m: Array) -> Array:
 
 
 class Appender:
-    """How a cache on the CPU takes tokens: at once, so that there is nothing to keep (see cuda.Appender)."""
+    """How a cache on the CPU takes tokens (`CacheAppender`): at once, so that there is nothing to keep."""
 
     repeats = None
-    """All calls are checked."""
+    """No table of checked calls: all are checked."""
+    even = False
+    """No launch goes by it on the CPU."""
 
     def __init__(self, cache: KVCache) -> None:
         pass
 
     def read(self, cache: KVCache) -> None:
-        """Lengths are where they are looked up."""
+        """Nothing to read: lengths are where they are looked up."""
 
     def know(self, held: dict[int, NDArray[np.int64]], slots: NDArray[np.int64]) -> None:
-        """The same."""
+        """Nothing to note: lengths are read from the buffers."""
 
     def check(self, cache: KVCache) -> None:
-        """An append that is refused has raised."""
+        """Nothing to check: an append that is refused has raised."""
 
     def copying(self, cache: KVCache) -> AbstractContextManager[None]:
-        """Around what copies the cache: always possible."""
+        """Surround what copies the cache: always possible."""
         return nullcontext()
 
     def moving(self, cache: KVCache) -> AbstractContextManager[None]:
-        """Around what moves tokens: the same."""
+        """Surround what moves tokens: always possible."""
         return nullcontext()
 
     def known_slots(self, cache: KVCache) -> int:
-        """All of them."""
+        """Slots given out in the longest sequence."""
         return cache.slots
 
     def append(self, cache: KVCache, k: Any, v: Any, bits: Any, token_ids: Any, lengths: Any) -> None:
@@ -198,6 +201,10 @@ class Appender:
         if scales is not None:
             cache.key_scales[...] = scales
         cache._next_slots += counts.astype(np.int32)
+
+    def append_again(self, cache: KVCache, known: Repeat, places: list[int]) -> bool:
+        """Nothing to append so: no call is known."""
+        return False
 
 
 def move(cache: KVCache, moves: Moves) -> None:

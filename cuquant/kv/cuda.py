@@ -29,7 +29,7 @@ __all__ = ["Appender", "attend", "attend_again", "move"]
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
 _NUMBERS = struct.Struct("<11q10iffiiii")
-"""Behind the buckets: `Attention` in kernels/attention/cache.cuh."""
+"""Layout of the numbers behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
 
@@ -42,9 +42,9 @@ class _Given(NamedTuple):
     out_strides: tuple[int, ...]
     out_dtype: np.dtype[Any]
     mask: tuple[int, tuple[int, ...], np.dtype[Any]] | None
-    """Its slots, strides and dtype."""
+    """Slots, strides and dtype of the mask; None where there is none."""
     positions: bool
-    """Whether they are given."""
+    """Whether positions are given."""
     causal: bool
     scale: float
     kv_heads: int
@@ -64,9 +64,9 @@ class _Planned(NamedTuple):
     size: int
     """Bytes of scratch memory."""
     pieces: tuple[int, ...]
-    """Where its pieces start."""
+    """Where the pieces of scratch memory start, in bytes."""
     counters: int
-    """That blocks raise where they share a sequence, if `merge` goes by them."""
+    """Counters that blocks raise where they share a sequence, if `merge` goes by them."""
     numbers: bytes
 
 
@@ -150,9 +150,10 @@ def attend_again(cache: KVCache, known: Repeat, places: list[int], out: Any) -> 
 
 
 def _start(how: _Planned, cache: KVCache, q: int, out: int, mask: int = 0, positions: int = 0) -> None:
-    """The launches, with operands at these addresses. Where the buckets lie is asked each time."""
-    buckets = cache._appender.buckets.packed(cache.tiers)
-    with cache._appender.lock, buffers.scratch() as scratch:
+    """Start the launches, with operands at these addresses. Where the buckets lie is asked each time."""
+    appender: Any = cache._appender  # a GPU's
+    buckets = appender.buckets.packed(cache.tiers)
+    with appender.lock, buffers.scratch() as scratch:
         start = scratch.take(how.size)
         left, shares, *tracked = [start + piece for piece in how.pieces]
         argument = buckets.tiers + _PLACES.pack(

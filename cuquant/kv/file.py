@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VERSION = 1
 KEY = "cuquant.kv_cache"
 _TYPES = ("I32", "F32", "F16", "I8", "U8")
-"""Of arrays, as a file calls them."""
+"""Types of arrays, as a file calls them."""
 _SETTINGS = ("n_kv_heads", "head_dim", "batch", "rotate", "track_attention")
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .moves import Moves
 
 _NUMBERS = struct.Struct("<2q4i")
-"""Behind the buckets."""
+"""Layout of the numbers behind the buckets, in the kernel's argument."""
 _MOVE = np.dtype([("from", np.int64), ("to", np.int64), ("tier", np.int32), ("to_tier", np.int32)])
 _TIERS = np.zeros(BITS[0] + 1, np.int64)
 _TIERS[list(BITS)] = np.arange(len(BITS))
@@ -40,7 +40,8 @@ def move(cache: KVCache, moves: Moves) -> None:
     given = device.cupy().asarray(np.concatenate([a.ravel().view(np.uint8) for a in (takes, puts, lengths)]))
     first, second, new = (given.data.ptr + n * _MOVE.itemsize for n in (0, count, 2 * count))
     between = buckets.between(counts, *shape)
-    own = cache._appender.buckets.packed(cache.tiers).tiers
+    appender: Any = cache._appender  # a GPU's
+    own = appender.buckets.packed(cache.tiers).tiers
     launch, numbers = plan.move(count, cache.n_kv_heads), (count, cache.batch, *shape)
     jit.launch_packed(launch, own + between.packed + _NUMBERS.pack(first, 0, *numbers))
     jit.launch_packed(launch, between.packed + own + _NUMBERS.pack(second, new, *numbers))

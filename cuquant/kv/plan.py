@@ -36,8 +36,8 @@ They go where there is room first, up to 32 on each that attention leaves idle, 
 place of 7.9 with 10. With more they keep attention's next blocks waiting where few tokens leave many idle.
 """
 LEAST_CHANNELS = 16
-"""Of a part of a row that is merged on its own. 4096 tokens of 4 bits take 7.9 us where parts have 16
-channels, 8.2 where they have 8, and 8.6 where they have 32."""
+"""Minimum channels in a part of a row that is merged on its own. 4096 tokens of 4 bits take 7.9 us where
+parts have 16 channels, 8.2 where they have 8, and 8.6 where they have 32."""
 MANY_SHARES, MERGE_WARPS, MERGE_PARTS = 32, 8, 4
 """Shares of boxes beyond which so many warps merge each of so many parts of a row; of fewer half of the warps
 merge it whole. 32768 tokens of 2 bits take 15.9 us, and 16.6 where 16 warps merge whole rows; 32 sequences of
@@ -57,7 +57,7 @@ roundings have the rest. Up to 4096 shares a sequence are as many as without."""
 BOX_HEADS = 8
 """Key heads of which the copy engine takes rows at once, for as many warps."""
 MANY_HEADS = 32
-"""Key heads from which on that is faster of 4 and 8 bits as well: a head's rows are far apart in memory.
+"""Key heads from which on boxes are faster for 4 and 8 bits as well: a head's rows are far apart in memory.
 
 8 x 131072 tokens of 4 bits take an H200 1027 us in place of 1258, of 8 bits 1964 in place of 2274. Rows of 2
 and 3 bits are less than half of a line each; of others and fewer heads shares of one sequence in more blocks
@@ -66,7 +66,7 @@ cost more than whole lines save (131072 tokens of 4 bits and 8 heads 43.7 us in 
 BOX_RING, BOX_BARRIERS = 100 << 10, 1 << 10
 """Most bytes of a ring of boxes, and of its barriers (kernels/attention/boxes.cuh)."""
 COPYING_WARPS = 4
-"""Beside those that compute: a warpgroup, which gives them its registers."""
+"""Warps that copy beside those that compute: a warpgroup, which gives them its registers."""
 PANEL_ROWS = 32
 """Rows of a key head's queries from which on tokens become panels, once for 64 or 128 rows, where there are
 warpgroups' products (sm_90). With 16 rows 8 x 4096 tokens of 4 bits take an H200 33 us, without panels 26;
@@ -81,7 +81,7 @@ ONE_TOKEN_WARPS, APPENDING_WARPS, APPENDING_BLOCKS, MOST_CLUSTERED = 16, 4, 8, 8
 a multiprocessor, which has room for them; most blocks of a cluster. With 32 key heads of 128 a cluster takes
 an H200 2.8 us, a block 3.9, with 8 key heads 2.7 and 2.5."""
 LEAST_LANES = 4
-"""That have a vector: as many as a rotation takes."""
+"""Minimum lanes per vector; a rotation needs 4."""
 MOVING_BLOCKS = 1 << 12
 """Most blocks of a launch that moves tokens, which they take in turn: more than a GPU runs at once."""
 
@@ -91,17 +91,17 @@ class Launch(NamedTuple):
 
     attention: Plan
     merge: Plan
-    """Of what the blocks leave."""
+    """Launch that merges the blocks' partial results."""
     budget: int
-    """Shares of all tokens."""
+    """Shares that all tokens are to be divided into."""
     shares: int
-    """How many there may be, as each sequence has some of its own."""
+    """Most shares that there may be, as each sequence has some of its own."""
     most: int
-    """How many have blocks, of larger shares if there were more; 0 where all have."""
+    """Shares that have blocks, larger ones if there were more; 0 where all have."""
     least: int
     """Cost of tokens below which they are not shared."""
     boxes: bool
-    """Whether the copy engine takes them."""
+    """Whether the copy engine brings tokens, in boxes."""
     counted: bool
     """Whether shares are counted for what merges them; else it waits until attention is done."""
 
@@ -126,7 +126,7 @@ class Shape(NamedTuple):
 
 
 def padded(head_dim: int) -> int:
-    """Channels in registers."""
+    """Channels of a head in registers: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
@@ -149,7 +149,7 @@ def box_slot(bits: int, head_dim: int) -> int:
 
 @lru_cache(maxsize=1024)
 def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = False) -> Launch:
-    """A block per multiprocessor, whose warps stream tokens each on its own.
+    """Plan attention: a block per multiprocessor, whose warps stream tokens each on its own.
 
     Sequences whose lengths are probably `even` have no more blocks than such ones fill. Others have more,
     lest shares be larger; those without tokens end as soon as they know it.
@@ -233,8 +233,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
 
 
 def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> Launch:
-    """Of many rows: 64 for each of two warpgroups or, if there are no more, the same 64 for both, which share
-    the tokens."""
+    """Plan attention of many rows: 64 for each of two warpgroups or, if there are no more, the same 64 for
+    both, which share the tokens."""
     streams, even = 2 if shape.rows <= 64 else 1, even and shape.batch >= MANY_SEQUENCES
     tiles = ceil(shape.rows / (128 // streams))
     budget, shares, most = _shared_out(shape.batch, multiprocessors // (tiles * shape.kv_heads), even)
@@ -280,8 +280,8 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
 def _merge(
     kernel: Kernel, shape: Shape, warps: int, multiprocessors: int, capability: int, shared: int
 ) -> Plan:
-    """A warp for each part of each row's channels, as many parts as have room at once, beside attention's
-    blocks; of boxes a block of several (kernels/attention/merge.cuh)."""
+    """Plan a merge: a warp for each part of each row's channels, as many parts as have room at once, beside
+    attention's blocks; of boxes a block of several (kernels/attention/merge.cuh)."""
     rows = shape.heads * shape.q_len
     if warps > 1:
         parts = MERGE_PARTS if warps == MERGE_WARPS else 1
@@ -338,8 +338,8 @@ def append(
 
 
 def _appending_warps(needed: int) -> int:
-    """Of a block that has several tokens, each of which needs so many warps: whole tokens, or a part of one
-    that leaves few warps without work."""
+    """Warps of a block that has several tokens, each of which needs so many warps: whole tokens, or a part of
+    one that leaves few warps without work."""
     if needed <= APPENDING_WARPS:
         return APPENDING_WARPS // needed * needed
     return min(range(APPENDING_WARPS, 2 * APPENDING_WARPS), key=lambda n: (ceil(needed / n) * n, n))
@@ -347,13 +347,15 @@ def _appending_warps(needed: int) -> int:
 
 @lru_cache(maxsize=64)
 def move(moves: int, kv_heads: int) -> Plan:
-    """A block for each move or several, a warp for a vector: of powers of two few launches are prepared."""
+    """Plan moves: a block for each move or several, a warp for a vector: of powers of two few launches are
+    prepared."""
     blocks = min(MOVING_BLOCKS, 1 << max(0, moves - 1).bit_length())
     return Plan(Kernel("move", "move"), (blocks, 1, 1), min(16, 2 * kv_heads) * WARP)
 
 
 def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Of the arrays that `struct Tier` has for so many tokens (kernels/attention/cache.cuh), in its order."""
+    """Bytes of each array that `struct Tier` has for so many tokens (kernels/attention/cache.cuh), in its
+    order."""
     rows = tokens * kv_heads
     codes, scales, number = rows * head_dim * bits // 8, rows * 2 * (bits < 16), tokens * 4
     return (codes, codes, scales, scales, number, number, number)
@@ -361,14 +363,16 @@ def bucket_bytes(bits: int, tokens: int, kv_heads: int, head_dim: int) -> tuple[
 
 @lru_cache(maxsize=64)
 def importance(batch: int, head_dim: int, rows: int, multiprocessors: int) -> Plan:
-    """Two blocks for each multiprocessor, shared by the sequences; `rows` is as in `Shape`."""
+    """Plan the sums of importance: two blocks for each multiprocessor, shared by the sequences; `rows` is as
+    in `Shape`."""
     groups = 1 if rows <= 4 or head_dim > 128 else 2
     kernel = Kernel("importance", "importance", None, (("DIM", head_dim), ("GROUPS", groups)))
     return Plan(kernel, (max(1, 2 * multiprocessors // batch), batch, 1), 8 * WARP, overlaps=True)
 
 
 def all_kernels(capability: int, head_dims: tuple[int, ...] = (64, 96, 128, 256, 40)) -> list[Kernel]:
-    """Of what a cache does, for tests that compile it: attention of every kind, over all widths and one."""
+    """Kernels of what a cache does, for tests that compile them: attention of every kind, over all widths and
+    one."""
     found = {append(1, 1, 1, 64, 90, 1)[0].kernel, move(1, 1).kernel}
     found |= {importance(1, dim, rows, 1).kernel for dim, rows in product(head_dims, (4, 8))}
     few, many = ((1, 0), (1, 1), (7, 1)), tuple(product((8, 64), (0, 1, 2)))

@@ -43,7 +43,7 @@ class Bucket(NamedTuple):
         return Bucket(*(array[index] for array in self))
 
     def on_cpu(self) -> Bucket:
-        """The same in NumPy's arrays."""
+        """The bucket with NumPy's arrays."""
         return Bucket(*map(device.as_numpy, self))
 
 
@@ -99,7 +99,7 @@ class Tier:
         self.lengths[sequence] = stop
 
     def copy(self) -> Tier:
-        """The same tokens in buffers of their own, on the current GPU."""
+        """A tier of the same tokens in buffers of their own, on the current GPU."""
         made = copy.copy(self)
         made.buffers = Bucket(*(buffer.copy() for buffer in self.buffers))
         made.lengths = self.lengths.copy()

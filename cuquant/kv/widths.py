@@ -42,7 +42,7 @@ def ranked(
 
 
 def assign(cache: KVCache, token_ids: Any, bits: Any) -> int:
-    """As they are named."""
+    """Move tokens to the widths that they are given by their names."""
     tokens, ids, column = moves.named(cache, token_ids)
     given, wanted = check.token_bits(bits, ids.shape, cache.bits), tokens.bits.copy()
     named = column >= 0
@@ -53,7 +53,7 @@ def assign(cache: KVCache, token_ids: Any, bits: Any) -> int:
 def allocate(
     cache: KVCache, average: float, importance: Any, recent: int | None, hysteresis: float, coming: int
 ) -> int:
-    """By importance, at an average, with room for tokens that come."""
+    """Move tokens to widths by importance, at an average, with room for tokens that come."""
     rooms = rooms_of(cache.tiers)
     widest, room = max(rooms), sum(rooms.values())
     tokens, slots, weights = ranked(cache, importance, recent)
@@ -67,20 +67,20 @@ def allocate(
 
 
 def age(cache: KVCache, widths: NDArray[np.int64], ages: NDArray[np.int64], coming: int) -> int:
-    """By age, never wider: `widths` up to the `ages` between them."""
+    """Move tokens to widths by age, never wider: `widths` up to the `ages` between them."""
     tokens, (slots,) = moves.held(cache, "global_slots")
     own = tokens.next_slots[tokens.sequence] + coming - slots
     return moves.move(cache, tokens, np.minimum(widths[np.searchsorted(ages, own)], tokens.bits))
 
 
 def evict(cache: KVCache, token_ids: Any) -> int:
-    """None for those that are named."""
+    """Remove the tokens that are named."""
     tokens, _, column = moves.named(cache, token_ids)
     return moves.move(cache, tokens, np.where(column < 0, tokens.bits, moves.GONE))
 
 
 def trim(cache: KVCache, length: int, importance: Any, recent: int | None) -> int:
-    """None for the least important ones of sequences that hold more than `length`."""
+    """Remove the least important tokens of sequences that hold more than `length`."""
     tokens, slots, weights = ranked(cache, importance, recent, length)
     kept = tokens.bits.copy()
     for own in tokens.of_sequences():

@@ -31,7 +31,7 @@ FUNCTIONS: dict[Callable[..., Any], Callable[..., QuantizedArray]] = {
     np.concatenate: concatenate,
     np.stack: stack,
 }
-"""By those of NumPy that they stand for."""
+"""Functions for quantized arrays, by those of NumPy that they stand for."""
 
 
 def _made(

@@ -41,7 +41,7 @@ def kbit_tiles(w: QuantizedArray, tile_n: int = 128, tile_k: int = 64) -> tuple[
     shape = (-(-k // tile_k), -(-n // tile_n), tile_n, tile_k // _BLOCK)
 
     def tiles(part: Any, dtype: Any) -> Any:
-        """[N, K / 32, bytes] -> shape + (numbers,)."""
+        """Numbers [N, K / 32, bytes] in tiles: shape + (numbers,)."""
         whole = np.zeros((shape[1] * tile_n, shape[0] * shape[3], part.shape[-1]), np.uint8)
         whole[:n, : k // _BLOCK] = part
         sides = (shape[1], tile_n, shape[0], shape[3], part.shape[-1])
@@ -54,7 +54,7 @@ def kbit_tiles(w: QuantizedArray, tile_n: int = 128, tile_k: int = 64) -> tuple[
 
 
 def kbit_from_tiles(packed: Any, absmax: Any, format: KBit, shape: tuple[int, int]) -> QuantizedArray:
-    """The way back from `kbit_tiles`.
+    """Make a k-bit weight of tiles: the inverse of `kbit_tiles`.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ def per_block(op: str, fmt: Format, threads: int) -> Plan:
 GROUPS_ENCODER = "quantize_int4"
 """The encoder of groups of any size: a thread takes 16 weights at a time, of large groups several times."""
 _USUAL_GROUPS = (32, 64, 128)
-"""Those that have kernels of their own, which need half as many instructions."""
+"""Group sizes that have kernels of their own, which need half as many instructions."""
 
 
 _STAYING = 20
@@ -74,8 +74,8 @@ def _quantize_groups(has_zero_points: bool, fine_from: int, group: int, threads:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: bool = True) -> Plan:
-    """To or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time, a block
-    for each; on the way there as many blocks as the GPU holds at once, which have the next run fetched
+    """Repack to or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time, a
+    block for each; on the way there as many blocks as the GPU holds at once, which have the next run fetched
     while they work on one.
 
     A warp takes a block of the format as a whole. Where rows have factors a block takes whole row tiles, of
@@ -122,7 +122,7 @@ _CENTER_THREADS = 256
 
 @lru_cache(maxsize=1024)
 def center(nbytes: int) -> Plan:
-    """Scales that are exponents to what products take, that many bytes: 16 a thread."""
+    """Bring scales that are exponents to what products take, that many bytes: 16 a thread."""
     blocks = ceil(nbytes / (16 * _CENTER_THREADS))
     return Plan(Kernel("center", "center"), (blocks, 1, 1), _CENTER_THREADS, overlaps=True)
 
@@ -150,7 +150,7 @@ _ROW_THREADS = 512
 _BY_16 = ("blocks_to_half", "quantize_rows", "quantize_half")
 """Kernels whose threads take half a block of q8_1 at a time."""
 _WITHOUT_PEAK = ("prepare_halves", "round_halves", "quantize_half")
-"""Those for which the parts of a row have nothing in common."""
+"""Kernels for which the parts of a row have nothing in common."""
 
 
 @lru_cache(maxsize=1024)
@@ -194,5 +194,5 @@ def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
 
 
 def activation_kernels(fmt: Format, rows: int, k: int) -> set[Kernel]:
-    """All of them, of so many rows of k numbers."""
+    """All kernels of activations, for so many rows of k numbers."""
     return {activations(entry, fmt, rows, k).kernel for entry in ACTIVATION_KERNELS}

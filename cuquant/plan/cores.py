@@ -16,7 +16,7 @@ class Problem(NamedTuple):
     pairs. How x comes, and what follows the sums, is not of it."""
 
     fmt: Format
-    """Of W, as kernels have it."""
+    """Format of W, as kernels have it."""
     m: int
     """Batch rows: of x, and of the result. Of a grouped product as many as a matrix is expected to have at
     most, or as a block has at most if those are fewer."""
@@ -25,9 +25,9 @@ class Problem(NamedTuple):
     k: int
     """Columns of x and W, in whole pieces of 16 bytes of x."""
     gpu: Gpu
-    """On which it is done."""
+    """GPU on which the product is done."""
     matrices: int = 1
-    """How many W has, each with batch rows of its own."""
+    """Matrices of W, each with batch rows of its own."""
     half: bool = True
     """Whether float16 holds W's numbers. Others are multiplied by the decode core, whose scales multiply
     float32 sums, and have no factors of rows."""
@@ -35,7 +35,8 @@ class Problem(NamedTuple):
     """How many weights a launch multiplies by the same x, of which a block has the same rows: 2 of gate and
     up together, else 1."""
     grouped: bool = False
-    """Whether it is a mixture's (`moe`): which rows of x are for which matrix, only the GPU knows."""
+    """Whether the product is a mixture's (`moe`): which rows of x are for which matrix, only the GPU
+    knows."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Gemm:
     box: int = 0
     """Batch rows that the copy engine brings at a time (wgmma core)."""
     box_steps: int = 1
-    """Steps of 64 columns that it brings of them, if it can, for a grouped product."""
+    """Steps of 64 columns of x that the copy engine brings at a time, if it can, for a grouped product."""
     chunk: int = 0
     """Tiles of 64 columns that the decode core stages at a time."""
     streamed: int = 0
@@ -55,22 +56,22 @@ class Gemm:
     passing: int = 0
     """Steps of 64 columns that the wgmma core could do while blocks pass sums on."""
     parts: int = 0
-    """Blocks of the mma core that share each of these tiles."""
+    """Blocks of the mma core that share each of the `streamed` tiles."""
     partials: int = 0
-    """Bytes of global memory for the sums that are passed on."""
+    """Bytes of global memory for the sums that blocks pass on."""
     out_box: int = 0
     """Batch rows of a box of results, where the kernel can store them through the copy engine."""
     converts_x: bool = False
     """Whether the kernel itself makes of x what q8_1 blocks of it stand for, or turns it."""
     turns_sums: bool = False
-    """Whether it turns sums, so that it stores results."""
+    """Whether the kernel itself turns sums, so that it stores results."""
     signs_weights: bool = False
-    """Whether it gives W the signs of its columns."""
+    """Whether the kernel itself gives W the signs of its columns."""
 
     @property
     def signs_go_to(self) -> str:
-        """To what the kernel itself gives the signs of W's columns, "x" (decode core) or "W"; or "" where
-        rows of x must have them."""
+        """Operand to which the kernel itself gives the signs of W's columns, "x" (decode core) or "W"; or ""
+        where rows of x must have them."""
         return "W" if self.signs_weights else "x" if self.chunk else ""
 
     @property
@@ -109,15 +110,15 @@ class _Table(NamedTuple):
     """A codebook's table in shared memory: `Codebook` in kernels/core/codebook.cuh."""
 
     copies: int
-    """With so many lanes (almost) never wait for another: COPIES, at most."""
+    """Copies of the table with which lanes (almost) never wait for another: COPIES, at most."""
     entries: int
-    """One for each pair of codes, of 2 bits for each two pairs: 2^PAIR_BITS."""
+    """Entries, one for each pair of codes, of 2 bits for each two pairs: 2^PAIR_BITS."""
     size: int
     """Bytes of a copy of an entry: ENTRY."""
 
 
 _TABLES = {2: _Table(16, 256, 8), 3: _Table(32, 64, 4), 4: _Table(32, 256, 4), 5: _Table(16, 1024, 4)}
-"""By the bits of a code that are looked up."""
+"""Tables by the bits of a code that are looked up."""
 _ROW, _ROWS, _TABLE_AT = 256, 256, 2048
 """Bytes of a table's rows where an index is a byte of an address (BYTES in codebook.cuh), how many there are,
 and bytes before the first (AT)."""

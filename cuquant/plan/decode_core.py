@@ -28,8 +28,8 @@ What it costs an H200, in us of q4_0: 0.4 at 4096 x 4096 and 14336 x 4096 with o
 two, and 1.4 at 4096 x 14336 with one; a kernel before 0.6 and 1.0 with four rows, and 0.5.
 """
 _TURNED = 4 << 10
-"""The same of numbers that blocks turn: 4096 x 4096 takes 8.9 us in place of 9.5, but 4096 x 14336 as long as
-with a kernel before, or longer."""
+"""Numbers of one row that blocks turn themselves: 4096 x 4096 takes 8.9 us in place of 9.5, but 4096 x 14336
+as long as with a kernel before, or longer."""
 
 
 class DecodeProblem(Problem):
@@ -37,17 +37,17 @@ class DecodeProblem(Problem):
 
     @cached_property
     def row_tiles(self) -> int:
-        """Of all sides of a matrix."""
+        """Row tiles of all sides of a matrix."""
         return self.sides * ceil(self.n / TILE_ROWS)
 
     @cached_property
     def steps(self) -> int:
-        """Of 64 columns."""
+        """Steps of 64 columns along K."""
         return ceil(self.k / TILE_COLUMNS)
 
     @cached_property
     def groups(self) -> int:
-        """Of eight batch rows, of a block."""
+        """Groups of eight batch rows in a block."""
         return 1 if self.m <= 8 else 2
 
     @cached_property
@@ -65,7 +65,7 @@ class DecodeProblem(Problem):
 
     @cached_property
     def step_bytes(self) -> int:
-        """Of a row tile's step of 64 columns."""
+        """Bytes of a row tile's step of 64 columns."""
         return self.layout.step(1)
 
     @cached_property
@@ -74,7 +74,7 @@ class DecodeProblem(Problem):
         return self.fmt.bits == 8 and self.groups == 1 and self.gpu.capability == 90
 
     def x_bytes(self, cluster: int) -> int:
-        """Of a block's rows of x in shared memory."""
+        """Bytes of a block's rows of x in shared memory."""
         columns = ceil(self.steps / (8 * cluster)) * 8 * TILE_COLUMNS
         return self.batch * (columns * 2 + 16)
 
@@ -93,9 +93,9 @@ class Hits(NamedTuple):
     """Matrices of a grouped product that have rows of x, as expected; only the GPU knows them."""
 
     rows: float
-    """Of x, that each has."""
+    """Rows of x that each such matrix has."""
     numbers: tuple[tuple[int, float], ...]
-    """How many there may be, with probabilities."""
+    """Numbers of matrices that there may be, with probabilities."""
 
     @property
     def mean(self) -> float:
@@ -108,16 +108,16 @@ class Blocks(NamedTuple):
     cluster: int
     """Blocks that split K."""
     two: bool
-    """Whether a multiprocessor has two."""
+    """Whether a multiprocessor has two blocks."""
     warps: int
     room: int
     """Bytes of a block's shared memory beside a codebook's table."""
     ring: int
-    """Bytes of its warps' rings together."""
+    """Bytes of the rings of a block's warps together."""
     tall: bool = False
-    """Whether a multiprocessor has one, though of 8 warps, of up to seven row tiles."""
+    """Whether a multiprocessor has one block, though of 8 warps, of up to seven row tiles."""
     share: int = 0
-    """Row tiles, if all blocks have as many."""
+    """Row tiles of a block, if all blocks have as many."""
 
 
 class Room(NamedTuple):
@@ -130,11 +130,11 @@ class Room(NamedTuple):
     together: int
     """Pieces of x that a thread asks for at once."""
     shared: int
-    """Bytes beside a codebook's table."""
+    """Bytes of shared memory beside a codebook's table."""
 
 
 def room_of(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> Room:
-    """What these blocks make of it, with so many warps along N and row tiles of each."""
+    """What blocks make of their shared memory, with so many warps along N and row tiles of each."""
     warps, (row_warps, rows) = blocks.warps, tile
     # The ring holds a multiprocessor's share of the bytes in flight, twice over; older GPUs need less.
     slot, k_warps = warps * problem.layout.slot(rows), warps // row_warps

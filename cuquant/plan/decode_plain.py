@@ -44,8 +44,8 @@ class _Pace(NamedTuple):
 
 
 _FAST, _SLOW = _Pace(384, 0.85), _Pace(40, 0.97)
-"""Of sm_100 and sm_103, whose multiprocessors get 50 GB/s from memory each, and keep nearly all tiles that
-were measured on sm_90 at first; and of others, which get 5 to 19."""
+"""Pace of sm_100 and sm_103, whose multiprocessors get 50 GB/s from memory each, and keep nearly all tiles
+that were measured on sm_90 at first; and of others, which get 5 to 19."""
 
 
 def decode(problem: Problem, to_convert: bool = False) -> Gemm:
@@ -70,9 +70,9 @@ def decode(problem: Problem, to_convert: bool = False) -> Gemm:
 
 
 def _blocks(problem: DecodeProblem, table: int) -> Blocks:
-    """Of one or two batch rows two small blocks for each multiprocessor, where there is work for them, x is
-    short and shared memory has room, hide each other's start and end; with more rows one large block, which
-    reads x once."""
+    """How blocks share multiprocessors: with one or two batch rows two small blocks on each, where there is
+    work for them, x is short and shared memory has room, as they hide each other's start and end; with more
+    rows one large block, which reads x once."""
     capability, m, share, x_bytes = problem.gpu.capability, problem.m, problem.share(1), problem.x_bytes(1)
     short = share > _FEW_TILES or problem.batch * problem.k * 2 <= _PAIRED_X
     room = ring_bytes(capability) + x_bytes < shared_limit(capability, 2) - table
@@ -87,7 +87,7 @@ def _laid_out(problem: DecodeProblem, table: int, two: bool) -> Blocks:
 
 
 def _limits(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, int, int]:
-    """Of a block's warps along N the fewest and the most, and the most row tiles of each."""
+    """The fewest and the most warps of a block along N, and the most row tiles of each."""
     warps = blocks.warps
     # As registers allow, and two slots of a ring of half the shared memory.
     if blocks.two:

@@ -35,32 +35,36 @@ from .launch import WARP, places_of
 from .planes import has_minimum, integer_scales
 
 _START_US = (2.11, 1.4)
-"""From launch to launch, but for all below: of one block on a multiprocessor, and of two, that hide each
-other's start and end."""
+"""Microseconds from launch to launch, but for all below: of one block on a multiprocessor, and of two, that
+hide each other's start and end."""
 _BESIDE_US = 1.19
-"""The same where half of the GPU is free, so that the next launch's blocks start there."""
+"""Microseconds from launch to launch where half of the GPU is free, so that the next launch's blocks start
+there."""
 _AGAIN_US = (2.5, 0.5)
-"""Of each round of blocks after the first."""
+"""Microseconds of each round of blocks after the first: of one block on a multiprocessor, and of two."""
 _CLUSTER_US, _HIDDEN_CLUSTER_US = 0.7, 0.4
-"""Until the blocks of a cluster have met; and where another block is on the multiprocessor meanwhile, and the
-memory is no faster than an H100's, on which that was measured."""
+"""Microseconds until the blocks of a cluster have met; and where another block is on the multiprocessor
+meanwhile, and the memory is no faster than an H100's, on which that was measured."""
 _SLOW_MEMORY = 0.8
 _TABLE_US = 0.1
-"""To fill a codebook's table of 64 KB."""
+"""Microseconds to fill a codebook's table of 64 KB."""
 _BYTES_PER_US, _OWN_BYTES_PER_US = 4.69e6, 41e3
-"""What all multiprocessors read together, if nothing else limits them, and one alone."""
+"""Bytes that all multiprocessors read together in a microsecond, if nothing else limits them, and one
+alone."""
 _SLOT_US = 0.325
-"""What a warp takes for a slot, however few row tiles it has."""
+"""Microseconds that a warp takes for a slot, however few row tiles it has."""
 _ONCE = 0.55
 """Row tiles that take as long as what a warp does once for all of a slot: read x, ask for the next one."""
 _SHARPNESS = 4.67
-"""Power of the norm of these three: how little the lesser ones add to the greatest."""
+"""Power of the norm of a launch's instructions, waits and reads: how little the lesser ones add to the
+greatest."""
 _ALONE = 1.5
-"""Of small blocks in a last round for which half of the places are enough: how many one counts as."""
+"""Blocks that a small block counts as in a last round for which half of the places are enough."""
 _X_BYTES_PER_US, _ASK_US, _CHUNK_US = 106e3, 0.54, 1.35
-"""How fast a block gets x; what it takes to ask again; and to stage another chunk of columns."""
+"""Bytes of x that a block gets in a microsecond; microseconds to ask again; and to stage another chunk of
+columns."""
 _RESULT_US, _SUM_US = 0.0273, 0.001
-"""Of two batch rows' results of a row tile; and of the sums that a warp has of them."""
+"""Microseconds of two batch rows' results of a row tile; and of the sums that a warp has of them."""
 _LOOKUPS = {2: 0.0111, 3: 0.0129, 4: 0.0117, 5: 0.0149}
 _INTEGERS = {2: 0.013, 3: 0.0123, 4: 0.0092, 5: 0.011, 6: 0.0118, 8: 0.0037}
 _MASKS, _E2M1, _WALKS = 0.0103, 0.0112, 0.0304
@@ -72,11 +76,12 @@ _SMALL_TABLE = 1.13
 _IDLE = 0.6
 """How much steps count that some warps have and others do not, as K is no multiple of theirs."""
 _TURN_US = 0.6
-"""Of a kernel before that turns a row, where blocks do not turn it themselves."""
+"""Microseconds of a kernel before that turns a row, where blocks do not turn it themselves."""
 _LEAST_STEPS = 16
 """Steps of 64 columns that each block of a cluster must have."""
 _FOUR_STEPS, _FOUR_TILES = 64, 2
-"""The same of clusters of four, together; and row tiles of a multiprocessor up to which there are such."""
+"""Steps of 64 columns that a cluster of four blocks must have together; and row tiles of a multiprocessor up
+to which there are such."""
 _CLUSTERED_ROWS = 3
 """Row tiles of small blocks in clusters, at most, but for grouped products."""
 _TALL_ROWS = 4
@@ -93,7 +98,7 @@ class DecodeWay(NamedTuple):
 
 
 def fastest(problem: Problem, to_convert: bool) -> tuple[float, Gemm]:
-    """What should be fastest, and what it takes."""
+    """Predicted microseconds, and the launch that should be fastest."""
     own = DecodeProblem(*problem)
     # All weights have the tiles of those that float16 holds, which were measured.
     alike = own._replace(half=True, gpu=own.gpu._replace(tuned=None))
@@ -103,7 +108,7 @@ def fastest(problem: Problem, to_convert: bool) -> tuple[float, Gemm]:
 
 @lru_cache(maxsize=4096)
 def _best(problem: DecodeProblem, turned: bool) -> DecodeWay:
-    """The same, with activations that are to be turned, or not."""
+    """The way that should be fastest, with activations that are to be turned, or not."""
 
     def us(way: DecodeWay) -> float:
         itself = turned and of_way(problem, way, True).converts_x
@@ -113,7 +118,8 @@ def _best(problem: DecodeProblem, turned: bool) -> DecodeWay:
 
 
 def fastest_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
-    """The same for as many matrices as rows may lead to; None where two sides have no room."""
+    """Predicted microseconds and the fastest launch for as many matrices as rows may lead to; None where two
+    sides have no room."""
     own = DecodeProblem(*problem)
     best = min(ways(own._replace(half=True), hits), default=None)
     return None if best is None else (best.us, of_way(own, best))
@@ -127,7 +133,7 @@ def variants(problem: Problem) -> Iterator[Gemm]:
 
 
 def of_way(problem: DecodeProblem, way: DecodeWay, to_convert: bool = False) -> Gemm:
-    """Its launch."""
+    """The launch of a way of this core."""
     table = table_of(problem.fmt, problem.gpu.capability, way.roomy, problem.sides)
     return planned(problem, table, way.blocks, way.tile, to_convert)
 
@@ -225,7 +231,7 @@ def _most_rows(fmt: Format, row_warps: int) -> int:
 
 
 def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
-    """The same if two blocks of 8 warps share it."""
+    """Row tiles of a warp, where two blocks of 8 warps share a multiprocessor's registers."""
     if fmt.bits == 2 and fmt.whole_matrices:
         return 5 if fmt.kernel_group_bytes else 4
     scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0

@@ -12,7 +12,7 @@ from .launch import STRIDING_BLOCKS, WARP, Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
 
 _SQUARE_BYTES = 4 * HADAMARD**2
-"""Of the weights that a block of threads makes floats of."""
+"""Bytes of the float32 weights that a block of threads makes."""
 _WARPS = 8
 """Tiles that a block repacks at a time."""
 _RESULTS = 128
@@ -23,38 +23,38 @@ ARGUMENTS = {"turn_rows": "QiqqiQQQ", "turn_results": "QiiqqqqiiiifQQQQQ"}
 
 @lru_cache(maxsize=1024)
 def turn_rows(rows: int, k: int) -> Plan:
-    """Rows of x times suh, turned: a block of threads for each."""
+    """Turn rows of x times suh: a block of threads for each."""
     return Plan(Kernel("exl3", "turn_rows"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_results(rows: int, n: int) -> Plan:
-    """Rows of sums turned, times svh."""
+    """Turn rows of sums, and multiply them by svh."""
     grid = (rows, ceil(n / (8 * _RESULTS)), 1)
     return Plan(Kernel("exl3", "turn_results"), grid, _RESULTS, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_entries(rows: int, k: int) -> Plan:
-    """Rows of a mixture times their experts' suh, turned: a block of threads for each."""
+    """Turn rows of a mixture times their experts' suh: a block of threads for each."""
     return Plan(Kernel("moe_exl3", "turn_entries"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_hidden(rows: int, k: int) -> Plan:
-    """Sums of gate and up turned, and what follows, up to rows that `down` multiplies: a block for each."""
+    """Turn sums of gate and up, and make of them the rows that `down` multiplies: a block for each."""
     return Plan(Kernel("moe_exl3", "turn_hidden"), (rows, 1, 1), row_threads(rows, k), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def turn_sums(rows: int, n: int) -> Plan:
-    """Sums of a mixture's rows turned, times their experts' svh."""
+    """Turn sums of a mixture's rows, and multiply them by their experts' svh."""
     return Plan(Kernel("moe_exl3", "turn_sums"), (rows, ceil(n / (8 * _RESULTS)), 1), _RESULTS, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
-    """To or from the fragment layout (`entry`)."""
+    """Repack to or from the fragment layout (`entry`)."""
     tiles = matrices * (n // TILE_ROWS) * (k // TILE_COLUMNS)
     grid = (min(ceil(tiles / _WARPS), STRIDING_BLOCKS), 1, 1)
     return Plan(_kernel("repack_exl3", entry, fmt), grid, _WARPS * WARP)
@@ -62,7 +62,7 @@ def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
-    """128 rows and 128 columns a block."""
+    """Dequantize 128 rows and 128 columns a block."""
     squares = matrices * (n // HADAMARD) * (k // HADAMARD)
     kernel = _kernel("dequantize_exl3", "dequantize", fmt, _SQUARE_BYTES)
     return Plan(kernel, (min(squares, STRIDING_BLOCKS), 1, 1), 256, _SQUARE_BYTES)
@@ -79,6 +79,6 @@ def prepare_kernels(fmt: Format) -> set[Kernel]:
 
 
 def kernels(fmt: Format) -> set[Kernel]:
-    """All of them."""
+    """All kernels of EXL3 weights."""
     others = {turn_sums(1, HADAMARD).kernel, dequantize(fmt, 1, HADAMARD, HADAMARD).kernel}
     return prepare_kernels(fmt) | others

@@ -15,9 +15,9 @@ FLAGS = 4 * LARGE_GPU
 """Flags in global memory of what blocks leave to each other: of warpgroups, or of tiles whose columns are
 shared."""
 MOST_BLOCKS = 65_535
-"""Of a launch, along its second and third axes."""
+"""Most blocks of a launch along its second and third axes."""
 STRIDING_BLOCKS = 1 << 16
-"""Most of a launch whose blocks stride over what is left."""
+"""Most blocks of a launch whose blocks stride over what is left."""
 
 
 class Gpu(NamedTuple):
@@ -110,12 +110,12 @@ def shared_limit(capability: int, blocks: int = 1) -> int:
 
 
 def _per_block(capability: int) -> tuple[int, int]:
-    """Bytes that one alone may have, and those that each costs beside its own."""
+    """Bytes of shared memory that a block alone may have, and those that each costs beside its own."""
     return _SHARED.get(capability, 227) << 10, 1 << 10 if capability >= 80 else 0
 
 
 def lone(shared: int, capability: int) -> int:
-    """So many bytes, or more, so that a multiprocessor has no room for a second block.
+    """Bytes of shared memory, so many or more, with which a multiprocessor has no room for a second block.
 
     Blocks that start while the launch before still runs go where there is room first. Of as many as there are
     multiprocessors some would get two then, and others none: up to 70% more time on an H200.

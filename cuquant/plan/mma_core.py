@@ -14,10 +14,10 @@ from .planes import TILE_COLUMNS, TILE_ROWS, layout
 _LEAST_RING, _LARGEST_RING = 4, 8
 """Stages from which on a ring hides the latency of memory, and those that are enough."""
 _LEAST_STAGES = {1: 2, 2: 3}
-"""Of the ring of tiles of 256 rows of W, by how many blocks a multiprocessor has. Copies have a half to three
-quarters of a step of 64 columns to arrive in with two stages, the fewest there can be, and a step more with
-three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes of W for as many outputs as
-one of 128; where they have room for two stages only, it has room for three."""
+"""Least stages of the ring of tiles of 256 rows of W, by how many blocks a multiprocessor has. Copies have a
+half to three quarters of a step of 64 columns to arrive in with two stages, the fewest there can be, and a
+step more with three (kernels/core/mma.cuh). Two blocks of 64 batch rows copy twice the bytes of W for as many
+outputs as one of 128; where they have room for two stages only, it has room for three."""
 
 
 _PACE: dict[str, dict[tuple[int, int, int, int], tuple[float, ...]]] = {
@@ -55,8 +55,9 @@ two, three, and four. Fitted to 1900 times of q4_0, q8_0 and kbit4 on an H100 an
 (tests/data/mma-tiles.txt): in the mean 3 to 5% from what was measured. Elsewhere they are taken to stand in
 the same ratios."""
 _MEET_US, _LARGE_MEET_US, _PART_US = 2.4, 8.3, 0.44
-"""Until blocks that share columns have added up their sums: any; of tiles of 256 rows of W, of which a thread
-has too many to have them all on their way; and for each block but the first, if a tile has 8192 outputs."""
+"""Microseconds until blocks that share columns have added up their sums: any; of tiles of 256 rows of W, of
+which a thread has too many to have them all on their way; and for each block but the first, if a tile has
+8192 outputs."""
 _PARTS, _LEAST_STEPS = (2, 3, 4, 6, 8, 12, 16), 8
 """How many blocks may share columns, and the steps of 64 that the one with the most of them has at least."""
 _FEW_ROWS, _LONG_ROW = 40, 4096
@@ -77,7 +78,7 @@ class MmaTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """What a block has to do."""
+        """Groups, row tiles, and warps below and beside each other: the key of `_PACE`."""
         return self[:4]
 
     @property
@@ -90,7 +91,7 @@ class MmaTile(NamedTuple):
 
     @property
     def row_tiles(self) -> int:
-        """Of all warps, one below the other."""
+        """Row tiles of all warps, one below the other."""
         return self.below * self.rows
 
     @property
@@ -104,7 +105,7 @@ class MmaTile(NamedTuple):
 
     @property
     def staged(self) -> int:
-        """Bytes of these sums."""
+        """Bytes of the sums that are staged at a time."""
         return self.beside * 8 * self.together * (self.row_tiles * TILE_ROWS + 4) * 4
 
     def grid(self, problem: Problem) -> tuple[int, int, int]:
@@ -127,27 +128,27 @@ def mma(problem: Problem) -> Gemm:
 
 
 def wins_over_decode(problem: Problem) -> bool:
-    """From 9 rows on, where blocks of this core can share long columns, and those of the decode core cannot,
-    as there are no clusters: of 4096 x 14336 16 rows take 21 to 28 us in place of 32 to 35, of 1024 x 8192 9
-    in place of 13 to 17."""
+    """Whether this core wins over the decode core: from 9 rows on, where its blocks can share long columns,
+    and those of the decode core cannot, as there are no clusters: of 4096 x 14336 16 rows take 21 to 28 us in
+    place of 32 to 35, of 1024 x 8192 9 in place of 13 to 17."""
     few = problem.matrices == 1 and problem.n <= _FEW_ROWS * problem.gpu.multiprocessors
     return problem.gpu.capability >= 80 and problem.m > 8 and problem.k >= _LONG_ROW and few
 
 
 def mma_grouped(problem: Problem) -> Gemm:
-    """The same for rows that are sorted by their matrix of W, at most m of each."""
+    """The mma core for rows that are sorted by their matrix of W, at most m of each."""
     unshared = (MmaWay(tile) for tile in _usable(problem))
     return _of_way(problem, min(unshared, key=lambda way: _us(problem, way)))
 
 
 def _fastest(problem: Problem) -> MmaWay:
-    """Of all tiles, with columns shared or not."""
+    """The fastest way of all tiles, with columns shared or not."""
     found = (_best_way(problem, tile) for tile in _usable(problem))
     return min(found, key=lambda each: each[0])[1]
 
 
 def _best_way(problem: Problem, tile: MmaTile) -> tuple[float, MmaWay]:
-    """Of a tile what is fastest, and what that takes."""
+    """Predicted microseconds of a tile's fastest way, and that way."""
     found = ((_us(problem, way), way) for way in _ways(problem, tile))
     return min(found, key=lambda each: each[0])
 
@@ -174,8 +175,8 @@ def _usable(problem: Problem) -> list[MmaTile]:
 
 
 def _ways(problem: Problem, tile: MmaTile) -> Iterator[MmaWay]:
-    """With the columns shared of no tiles, or of those that the last round has of one matrix, so that all of
-    their blocks run at once."""
+    """Ways of a tile: with the columns shared of no tiles, or of those that the last round has of one matrix,
+    so that all of their blocks run at once."""
     yield MmaWay(tile)
     tiles, places = prod(tile.grid(problem)), tile.resident * problem.gpu.multiprocessors
     last = tiles % places if tiles > places else tiles
@@ -187,7 +188,7 @@ def _ways(problem: Problem, tile: MmaTile) -> Iterator[MmaWay]:
 
 
 def _us(problem: Problem, way: MmaWay) -> float:
-    """Of all tiles, but for what all launches take."""
+    """Predicted microseconds of all tiles, launch overhead excluded."""
     tile, k, multiprocessors = way.tile, problem.k, problem.gpu.multiprocessors
     start, *steps = _PACE[_kind(problem.fmt)][tile.shape]
     rounds, last = divmod(prod(tile.grid(problem)), tile.resident * multiprocessors)
@@ -202,7 +203,7 @@ def _us(problem: Problem, way: MmaWay) -> float:
 
 
 def _steps(k: int, parts: int) -> int:
-    """Of 64 columns, that the block with the most of them has: whole numbers of 256."""
+    """Steps of 64 columns that the block with the most of them has: whole multiples of 256 columns."""
     return ceil(ceil(k / 256) / parts) * 4
 
 
@@ -250,7 +251,8 @@ def _table_and_factors(fmt: Format, tile: MmaTile, capability: int) -> tuple[int
 
 
 def _smallest_table(fmt: Format, capability: int) -> tuple[int, int]:
-    """Each weight is used so often that a ring matters more than copies: up to four times fewer."""
+    """Fewest copies of a codebook's table, and their bytes. Each weight is used so often that a ring matters
+    more than copies: up to four times fewer."""
     copies, table = table_of(fmt, capability)
     fewest = max(copies // 4, min(copies, 4))
     return fewest, table // (copies // fewest) if table else 0
@@ -264,12 +266,12 @@ def _with_ring(fmt: Format, tile: MmaTile, most: int, capability: int) -> MmaTil
 
 
 def _old_tile(groups: int) -> MmaTile:
-    """The one before sm_80."""
+    """The tile before sm_80."""
     return MmaTile(groups, 2, 4, 1, 2, 2)
 
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
-    """From sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
+    """Tiles from sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
     # From sm_100 on the same code takes more registers: those of walks leave room for two blocks.
     three = 2 if fmt.walks and capability >= 100 else 3
     small = _with_room(fmt, MmaTile(groups, 2, 4, 1, 4 if groups == 4 else three, 3), capability)

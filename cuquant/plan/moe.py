@@ -36,18 +36,18 @@ from .wgmma_timed import (
 MOST_EXPERTS, MOST_SLOTS = 1024, 256
 """Experts, and of them a token's, that kernels/ops/moe.cu takes."""
 WHOLE = 32
-"""Of whole pieces of so many columns are the rows that kernels/ops/moe.cu makes."""
+"""Columns of rows made by moe.cu are multiples of this."""
 FEW_TOKENS = 512
 """Tokens up to which every block of `gather` finds the place of its own entry."""
 LEVEL_COLUMNS = 16
 """Columns that have a level of their own (kernels/core/levels.cuh)."""
 _ROUTE_WARPS, _GROUP_WARPS, _LEVEL_WARPS = 4, 16, 4
 _GATHER_THREADS, _SIGN_THREADS, _HIDDEN_THREADS, _COMBINE_THREADS = 512, 256, 512, 256
-"""Of a block, at most; of the last exactly."""
+"""Maximum threads per block (COMBINE: exactly)."""
 _GATHER_KEPT, _HIDDEN_KEPT = 2, 8
 """Pieces of a row that a thread has at once, of eight numbers and of four."""
 _COMBINE_COLUMNS = 4 * _COMBINE_THREADS
-"""That a block sums."""
+"""Columns summed by one block."""
 _CONSTANTS = (
     ("ROUTE_WARPS", _ROUTE_WARPS),
     ("GROUP_WARPS", _GROUP_WARPS),
@@ -62,7 +62,7 @@ _CONSTANTS = (
     ("MOST_EXPERTS", MOST_EXPERTS),
     ("MOST_SLOTS", MOST_SLOTS),
 )
-"""Of all kernels of kernels/ops/moe.cu, which are one module as they have the same."""
+"""Constants of all kernels of kernels/ops/moe.cu, which are one module as they have the same."""
 _BYTES_US, _RESULTS_US = 4.46e6, 1e6
 """Bytes in a microsecond on an H200: of weights, which are read meanwhile; and of float32 results."""
 _LAUNCH_US = 2.0
@@ -73,7 +73,8 @@ Pairs are as fast as predicted where 8 experts have 1024 rows each.)"""
 _FAR = 28
 """Spreads from the mean behind which erfc is 0."""
 _APART = 1.03
-"""How many times as long both together must take for two launches, which were up to 3% slower than that."""
+"""How many times as long as two launches, as predicted, gate and up in one must take for two to be used:
+those were up to 3% slower than that."""
 
 
 class Load(NamedTuple):
@@ -94,8 +95,8 @@ class Load(NamedTuple):
 
     @property
     def hits(self) -> Hits:
-        """These with probabilities: of the normal distribution of their mean and spread, at most nine numbers
-        within two standard deviations."""
+        """Numbers of experts that may be hit, with probabilities: of the normal distribution of their mean
+        and spread, at most nine numbers within two standard deviations."""
         count, tokens = self.experts, self.tokens
         one = max(0.0, 1 - self.top_k / count) ** tokens  # that nobody takes an expert; that nobody takes two
         two = max(0.0, 1 - self.top_k / count) * max(0.0, 1 - self.top_k / max(1, count - 1))
@@ -220,8 +221,8 @@ def _grouped(problem: Problem, gemm: Gemm, grid: tuple[int, int, int]) -> Gemm:
 
 
 def gate_and_up(fmt: Format, load: Load, n: int, k: int, gpu: Gpu, half: bool = True) -> GroupedGemm | None:
-    """Both in one launch, where that is possible and no slower than two, of which the second reads what the
-    first has stored."""
+    """Gate and up in one launch, where that is possible and no slower than two, of which the second reads
+    what the first has stored."""
     both = product(fmt, load, n, k, gpu, half, True)
     single = product(fmt, load, n, k, gpu, half)
     assert single is not None
@@ -235,47 +236,47 @@ def _kernel(entry: str) -> Kernel:
 
 @lru_cache(maxsize=1024)
 def gather(load: Load, k: int) -> Plan:
-    """A block for every entry, and one for the lists of works."""
+    """Plan `gather`: a block for every entry, and one for the lists of works."""
     threads = threads_of(k, 8 * _GATHER_KEPT, _GATHER_THREADS)
     return Plan(_kernel("gather"), (load.rows + 1, 1, 1), threads, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def change_signs(rows: int, k: int) -> Plan:
-    """A block for every entry."""
+    """Plan `change_signs`: a block for every entry."""
     return Plan(_kernel("change_signs"), (rows, 1, 1), threads_of(k, 8, _SIGN_THREADS), overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def hidden(rows: int, k: int) -> Plan:
-    """A block for every row."""
+    """Plan `hidden`: a block for every row."""
     threads = threads_of(k, 4 * _HIDDEN_KEPT, _HIDDEN_THREADS)
     return Plan(_kernel("hidden"), (rows, 1, 1), threads, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def level(rows: int) -> Plan:
-    """A warp for every row."""
+    """Plan `level`: a warp for every row."""
     grid = (ceil(rows / _LEVEL_WARPS), 1, 1)
     return Plan(_kernel("level"), grid, _LEVEL_WARPS * WARP, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def group(experts: int) -> Plan:
-    """A block for every expert."""
+    """Plan `group`: a block for every expert."""
     return Plan(_kernel("group"), (experts, 1, 1), _GROUP_WARPS * WARP, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def combine(tokens: int, n: int) -> Plan:
-    """Blocks for every token."""
+    """Plan `combine`: blocks for every token."""
     grid = (tokens, ceil(n / _COMBINE_COLUMNS), 1)
     return Plan(_kernel("combine"), grid, _COMBINE_THREADS, overlaps=True)
 
 
 @lru_cache(maxsize=1024)
 def route(tokens: int) -> Plan:
-    """A warp for every token."""
+    """Plan `route`: a warp for every token."""
     grid = (ceil(tokens / _ROUTE_WARPS), 1, 1)
     return Plan(_kernel("route"), grid, _ROUTE_WARPS * WARP, overlaps=True)
 

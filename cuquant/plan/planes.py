@@ -12,8 +12,8 @@ from ..formats import Format
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
 MOST_COLUMNS = 1 << 24
-"""Of a weight: the row tiles of a block, of which there are 16 at most, lie less than 2^32 bytes apart
-(kernels/core/tile.cuh)."""
+"""Most columns of a weight: the row tiles of a block, of which there are 16 at most, lie less than 2^32 bytes
+apart (kernels/core/tile.cuh)."""
 
 
 def whole_lines(nbytes: int) -> int:
@@ -42,7 +42,7 @@ class Layout:
     group: int = 0
     group_tiles: int = 1
     row: int = 0
-    """Of a row tile, in the row plane."""
+    """Bytes of a row tile in the row plane."""
 
     def step(self, tiles: int) -> int:
         """Bytes of that many tiles along K, as the rings of kernels have them."""

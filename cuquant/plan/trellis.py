@@ -12,10 +12,10 @@ from .planes import TILE_COLUMNS, TILE_ROWS
 _WARPS, _RUN = 8, 4
 """Row tiles of a block of threads that repacks, and its tiles along K."""
 _COLUMNS = 1024
-"""Of a block that dequantizes."""
+"""Columns of a block that dequantizes."""
 _QUANTIZE_THREADS = 128
 _ROWS = _QUANTIZE_THREADS // 8
-"""Of a block that quantizes: eight threads have a group."""
+"""Rows of a block that quantizes: eight threads have a group."""
 
 
 def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
@@ -28,26 +28,26 @@ def _plan(op: str, entry: str, fmt: Format, blocks: int, threads: int = 256) -> 
 
 @lru_cache(maxsize=1024)
 def survey(fmt: Format, matrices: int, n: int, k: int) -> Plan:
-    """What must be known of matrices before they are repacked."""
+    """Find out what must be known of matrices before they are repacked."""
     numbers = max(k, n * ceil(k / fmt.kernel_block_size))
     grid = (min(ceil(numbers / 256), 256), min(matrices, MOST_BLOCKS), 1)
     return Plan(_kernel("repack", "survey", fmt), grid, 256)
 
 
 def sign_bits(fmt: Format, numbers: int) -> Plan:
-    """So many signs of columns, as rows of x take them, and as W does."""
+    """Pack so many signs of columns, as rows of x take them, and as W does."""
     return _plan("repack", "sign_bits", fmt, ceil(numbers / 256))
 
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
-    """To or from the fragment layout (`entry`)."""
+    """Repack to or from the fragment layout (`entry`)."""
     bands = ceil(ceil(n / TILE_ROWS) / _WARPS)
     return _plan("repack", entry, fmt, matrices * bands * ceil(ceil(k / TILE_COLUMNS) / _RUN))
 
 
 def take_rows(fmt: Format, rows: int, k: int) -> Plan:
-    """Rows of a stack as a matrix: a thread for a row of a tile, and for each scale and sign."""
+    """Take rows of a stack as a matrix: a thread for a row of a tile, and for each scale and sign."""
     in_tiles = ceil(k / TILE_ROWS) * 16 * ceil(rows / TILE_ROWS)
     threads = max(in_tiles, rows * ceil(k / fmt.kernel_block_size), k)
     return Plan(_kernel("repack", "take_rows", fmt), (ceil(threads / 256), 1, 1), 256)
@@ -55,20 +55,20 @@ def take_rows(fmt: Format, rows: int, k: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
-    """16 rows and 1024 columns a block."""
+    """Dequantize 16 rows and 1024 columns a block."""
     blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / _COLUMNS)
     return _plan("dequantize", "dequantize", fmt, blocks)
 
 
 @lru_cache(maxsize=1024)
 def quantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
-    """16 rows and a group's columns a block."""
+    """Quantize 16 rows and a group's columns a block."""
     blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / fmt.kernel_block_size)
     return _plan("quantize", "quantize", fmt, blocks, _QUANTIZE_THREADS)
 
 
 def nearest(fmt: Format, groups: int) -> Plan:
-    """16 groups a block."""
+    """Find the nearest indices of 16 groups a block."""
     grid = (ceil(groups / _ROWS), 1, 1)
     return Plan(_kernel("quantize", "nearest", fmt), grid, _QUANTIZE_THREADS)
 
@@ -80,6 +80,6 @@ def prepare_kernels(fmt: Format) -> set[Kernel]:
 
 
 def kernels(fmt: Format) -> set[Kernel]:
-    """All of them."""
+    """All kernels of trellis weights."""
     others = (("dequantize", "dequantize"), ("quantize", "quantize"), ("quantize", "nearest"))
     return prepare_kernels(fmt) | {_kernel(op, entry, fmt) for op, entry in others}

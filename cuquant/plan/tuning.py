@@ -64,14 +64,14 @@ class Tuned:
 
     @property
     def name(self) -> str:
-        """How many products, and what tells these from others."""
+        """How many products are tuned, and what tells these from others."""
         return f"{len(self)} ({hashlib.sha256(self.to_json().encode()).hexdigest()[:8]})"
 
     def __contains__(self, kind: ProblemKind) -> bool:
         return kind in self._marks
 
     def with_one(self, kind: ProblemKind, gemm: Gemm | None) -> Tuned:
-        """These, and this one in the place of the kind's former one; None: without it."""
+        """The tuned launches with this one in the place of the kind's former one; None: without it."""
         others = {known: held for known, held in self._marks.items() if known != kind}
         return Tuned(others if gemm is None else others | {kind: mark(gemm)})
 
@@ -94,7 +94,8 @@ class Tuned:
 
     @classmethod
     def from_json(cls, text: str) -> Tuned:
-        """ValueError where it is none, NewerVersion where another version knows more of it."""
+        """Read the text of `to_json`; ValueError where it is none, NewerVersion where another version knows
+        more of it."""
         try:
             held = json.loads(text)
             if held["version"] > _VERSION:
@@ -114,7 +115,8 @@ class Tuned:
 
     @classmethod
     def read(cls, path: Path) -> Tuned:
-        """What a file holds; nothing where there is none. OSError, or ValueError where it is another."""
+        """Tuned launches that a file holds, none where there is no file. OSError, or ValueError where it is
+        another."""
         return cls.from_json(path.read_text(encoding="utf-8")) if path.exists() else cls()
 
 

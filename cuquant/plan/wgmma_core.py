@@ -21,11 +21,11 @@ class Tile(NamedTuple):
     groups: int
     """Warpgroups of a block, one below the other."""
     blocks: int = 1
-    """Times 64 rows of W for each of them."""
+    """Blocks of 64 rows of W of each warpgroup."""
     k_groups: int = 1
-    """Times as many warpgroups, for other columns of the same rows."""
+    """Groups of as many warpgroups, for other columns of the same rows."""
     k_tiles: int = 1
-    """Times 64 columns that each of them takes in a turn."""
+    """Tiles of 64 columns that each warpgroup takes in a turn."""
     pair: int = 1
     """Blocks that share x, one's rows below the other's."""
     resident: int = 1
@@ -33,12 +33,12 @@ class Tile(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of W, of one block."""
+        """Rows of W of one block."""
         return self.groups * self.blocks * 64
 
     @property
     def width(self) -> int:
-        """Of a stage, in steps of 64 columns."""
+        """Width of a stage, in steps of 64 columns."""
         return self.k_groups * self.k_tiles
 
 
@@ -100,7 +100,7 @@ def _staged(fmt: Format, tile: Tile, split: int, sides: int) -> tuple[int, int]:
 
 
 def _meeting_bytes(tile: Tile) -> int:
-    """Of a tile's sums where they are added up: batch rows, and 4 floats between banks."""
+    """Bytes of a tile's sums where they are added up: batch rows, and 4 floats between banks."""
     return tile.batch * (tile.rows + 4) * 4
 
 
@@ -120,8 +120,8 @@ def _trades(tile: Tile, sides: int) -> bool:
 
 
 def stages_of(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
-    """Of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few. Of a
-    grouped product with so many `sides`; 0: of another."""
+    """Stages of the ring, as many as fit; 0 where registers do not, or splits of long turns would be few.
+    `sides` are those of a grouped product; 0: of another."""
     if not _fits_registers(fmt, tile, split) or (tile.k_tiles == 4 and split > 1):
         return 0
     ring = _shared_room(tile) - _table(fmt, tile, sides)[1]
@@ -161,7 +161,7 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
 
 
 def sum_bytes(tile: Tile) -> int:
-    """Of a tile's sums."""
+    """Bytes of a tile's float32 sums."""
     return tile.rows * tile.batch * 4
 
 
@@ -189,7 +189,7 @@ def takes_signs(batch: int, groups: int) -> bool:
 
 
 def signed(gemm: Gemm) -> Gemm:
-    """The same of a weight whose columns have signs, which W takes if it does so in this tile."""
+    """The launch for a weight whose columns have signs, which W takes if it does so in this tile."""
     kernel = gemm.plan.kernel
     constants = dict(kernel.constants)
     if not gemm.box or not takes_signs(constants["BATCH"], constants["GROUPS"]):

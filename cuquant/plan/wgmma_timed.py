@@ -70,11 +70,10 @@ _GROUPED_STEP_US = {
     Tile(144, 2): 0.185,
     Tile(144, 2, 2): 0.314,
 }
-"""Those of grouped products alone, whose batches have any size."""
+"""Tiles of grouped products alone, whose batches have any size, with the microseconds of a step."""
 _EVERY_STEP_US = STEP_US | _GROUPED_STEP_US
 _CONTENTION = 0.5
-"""Of the time that the tensor cores work, what is lost to the instructions: these are issued more slowly
-meanwhile."""
+"""Part of the tensor cores' time that is lost to the instructions: these are issued more slowly meanwhile."""
 _INSTRUCTIONS = {2: 1.1, 3: 1.04, 4: 1.0, 5: 1.12, 6: 1.05, 8: 1.2}
 _LOOKUPS = {2: 0.95, 3: 1.03, 4: 1.17, 5: 1.4}
 """How many times as many instructions codes of so many bits take, by their bits and in a codebook. To the
@@ -82,32 +81,35 @@ former 0.09 is added without factors of rows, 0.12 where scales are products, 0.
 latter 0.15 for a sign, 0.05 where scales are products; to both 0.05 for a minimum, 0.13 for a scale for every
 16 weights."""
 _WALKS = 2.2
-"""The same of steps of a walk."""
+"""How many times as many instructions steps of a walk take."""
 _FEW_WAIT = 1.16
 """How many times as long lookups take two warpgroups as four, of which more wait at a time."""
 _SMALL_TABLE = 1.1
-"""How many times as long those of 3 and 4 bits take where two blocks share a multiprocessor, and in tiles of
-many batch rows: there is no room for rows of 256 bytes."""
+"""How many times as long lookups of 3 and 4 bits take where two blocks share a multiprocessor, and in tiles
+of many batch rows: there is no room for rows of 256 bytes."""
 _STEP_BYTES_PER_US = 34.3e3
-"""What a multiprocessor reads of the weights where all do; of few stages one is waited for."""
+"""Bytes of the weights that a multiprocessor reads in a microsecond where all do; of few stages one is waited
+for."""
 _MEET_WAIT = 0.03
-"""How much longer that takes warpgroups that share a stage."""
+"""How much longer reading the weights takes warpgroups that share a stage."""
 _TENSOR_US = 0.645 / (128 * 256)
-"""What the tensor cores take for a step of one output."""
+"""Microseconds that the tensor cores take for a step of one output."""
 _PAIR_STEPS = 0.985
 """How many times as long steps take where two blocks share x. Of grouped products it was seen only where the
 tensor cores set the pace."""
 _SHADOW_US = 1.1
-"""What a launch takes less that leaves half of the GPU free: the next one begins there meanwhile."""
+"""Microseconds that a launch saves which leaves half of the GPU free: the next one begins there meanwhile."""
 _START_US, _PAIR_US, _SPLIT_US = 2.1, 1.5, {2: 0.3, 4: 0.8}
-"""Times of a launch: until the first stage is there; until a pair, or so many blocks of a split, have met."""
+"""Microseconds of a launch: until the first stage is there; until a pair, or so many blocks of a split, have
+met."""
 _MANY_GROUPS_US = 0.4
-"""How much longer it takes until four warpgroups that share the columns of one have begun, and have met."""
+"""Microseconds longer that it takes until four warpgroups that share the columns of one have begun, and have
+met."""
 _LEAVE_US, _LEAVE_ALONE_US, _LEAVE_BYTE_US, GET_US = 1.4, 1.0, 2.4e-5, 0.6
-"""Of leaving a tile's sums to another cluster, and going on: before whole tiles, if parts are few; else, with
-one part after the other, and for each byte of them; of adding what one has left."""
+"""Microseconds to leave a tile's sums to another cluster, and go on: before whole tiles, if parts are few;
+else, with one part after the other, and for each byte of them; and to add what one has left."""
 _FEW_PARTS = 2.5
-"""Parts that a cluster leaves, so many of which are few."""
+"""Parts that a cluster leaves up to which they are few."""
 _ALONE = 1.015
 """How many times as long as predicted it takes where clusters that leave sums do nothing else."""
 MOST_PARTS = 3
@@ -117,16 +119,18 @@ _STREAM_STEPS, _INTEGER_STEPS, _ONE_TILE = (1.03, 1.05), (1.04, 1.07), 256
 """How many times as long steps take where no multiprocessor is idle any more, and up to so many rows, where
 weights are read once: memory and power are shared by more, which shows most where instructions are few."""
 _TILE_US, _SPLIT_TILE_US = 2.8 / (128 * 256), 8.75 / (128 * 256)
-"""What it takes to store an output, and to send it to another block and add it up first."""
+"""Microseconds to store an output, and to send it to another block and add it up first."""
 _RESULTS_US, _RESULT_US = 1.0, 1.1e-6
-"""Of a kernel that turns sums, where this one does not: its launch, and each result."""
+"""Microseconds of a kernel that turns sums, where this one does not: its launch, and each result."""
 _SIGNS_US, _SIGN_US = 0.7, 4 / 4.46e6
-"""Of a kernel that gives x the signs of W's columns, where this one does not give them to W: its launch, and
-each number."""
+"""Microseconds of a kernel that gives x the signs of W's columns, where this one does not give them to W: its
+launch, and each number."""
 _STREAM_BYTES = 32 << 20
-"""Of x: clusters that are at different columns at a time must find them in the L2 cache."""
+"""Bytes of x up to which tiles are shared: clusters that are at different columns at a time must find them in
+the L2 cache."""
 _LARGE, _VERY_LARGE = 1 << 25, 1 << 27
-"""Weights from which on it may be so with five batch rows, and, of 8 bits, with any. Measured."""
+"""Weights from which on this core may be faster than decode with five batch rows, and, of 8 bits, with any.
+Measured."""
 _FEW_ROWS, _FEW_LOOKUPS = {5: 0.94, 6: 0.94, 8: 0.825}, 0.91
 """Part of what is predicted that up to 8 batch rows take, if the decode core's times for these are right: by
 bits of a code, and where 3 bits or more are looked up. Others take less time there."""
@@ -189,7 +193,7 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float
 WGMMA_TILES = tuple(
     tile for tile in _EVERY_STEP_US if tile.batch >= 32 and tile.resident == 1 and tile.k_groups < 4
 )
-"""Those of grouped products, which store up to WARP batch rows at a time."""
+"""Tiles of grouped products, which store up to WARP batch rows at a time."""
 
 
 def tile_us(fmt: Format, tile: Tile, steps: int) -> tuple[float, float]:
@@ -301,14 +305,15 @@ def least_batch(problem: Problem) -> int:
 
 
 def few_rows(problem: Problem) -> tuple[float, Gemm]:
-    """What should be fastest of up to 8 batch rows, and what it takes."""
+    """Predicted microseconds, and the launch that should be fastest of up to 8 batch rows."""
     best, part = min(ways(problem)), _part_of_few(problem.fmt)
     assert part is not None
     return part * best.us, _of_way(problem, best)
 
 
 def _part_of_few(fmt: Format) -> float | None:
-    """Of the times of up to 8 batch rows (_FEW_ROWS); None where the decode core is as fast or faster."""
+    """Part of the predicted times that up to 8 batch rows take (_FEW_ROWS); None where the decode core is as
+    fast or faster."""
     if fmt.lookup:
         return _FEW_LOOKUPS if looked_up(fmt) > 2 else None
     return _FEW_ROWS.get(fmt.bits)

@@ -74,7 +74,7 @@ struct Ring {
 
     DEVICE Ring() : place(number()) {}
 
-    // Of the rings, and the warp's of eight heads.
+    // Which of the rings is the warp's, and which of eight heads.
     static DEVICE int number() { return threadIdx.x / (BOX_HEADS * WARP); }
     static DEVICE int head() { return threadIdx.x / WARP % BOX_HEADS; }
 

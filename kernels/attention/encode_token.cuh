@@ -22,7 +22,7 @@ struct Numbers {
     bool aligned;  // these, of all vectors that are asked for
     uint4 raw[2];
 
-    // Of the first of some vectors that are so many bytes apart.
+    // Numbers of the first of some vectors that are so many bytes apart.
     DEVICE Numbers(const void* array, s64 first, int dtype, s64 apart, int dim, int lane) {
         words = lane * UNIT >= dim ? 0 : dtype == FLOAT32 ? 2 : 1;
         from = reinterpret_cast<u64>(array) + (first + lane * UNIT) * (dtype == FLOAT32 ? 4 : 2);
@@ -110,7 +110,8 @@ DEVICE float first_extreme(const float (&x)[UNIT], Group group) {
     return __shfl_sync(~0u, own, __ffs(there) - 1);
 }
 
-// The same; NaN if there is one. Mostly the greatest or the least number: they seldom have the same magnitude.
+// The number of the largest magnitude; NaN if there is one. Mostly it is the greatest or the least number: they seldom have
+// the same magnitude.
 DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
     float high = x[0], low = x[0];
 #pragma unroll
@@ -125,7 +126,7 @@ DEVICE float extreme_of(const float (&x)[UNIT], Group group) {
     return high > opposite ? high : low;
 }
 
-// To float16, magnitudes rounded up.
+// Rounds to float16, magnitudes up.
 DEVICE u16 away_from_zero(float x) {
     const u16 nearest = float_to_half(x);
     return nearest + (magnitude(half_to_float(nearest)) < magnitude(x) && magnitude(x) <= 0x7f800000);
@@ -220,7 +221,7 @@ DEVICE Stored load_stored(const u8* from, const u16* scale, int bits, int dim, i
     return s;
 }
 
-// Its numbers: of codes exact products.
+// A lane's stored numbers as floats: codes times the scale, which are exact products.
 DEVICE void decode(const Stored& s, int bits, int dim, int lane, float (&x)[UNIT]) {
     const u32 words[4] = {s.halves.x, s.halves.y, s.halves.z, s.halves.w};
     const float step = lane * UNIT < dim ? half_to_float(s.scale) : 0;

@@ -33,7 +33,7 @@ DEVICE s64 place_of(const Attention& p, int sequence, int row) {
     return at + row % p.q_len * p.out_strides[1] + row / p.q_len * p.out_strides[2];
 }
 
-// Of a sum of weights; without any, what they weigh is 0.
+// The inverse of a sum of weights; 1 without any, as what they weigh is 0.
 DEVICE float inverse_of(float total) { return total == 0 ? 1 : __fdividef(1, total); }
 
 // Four channels of a result, from `column` on.

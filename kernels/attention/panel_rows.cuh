@@ -118,7 +118,7 @@ struct PanelRows : PanelWeights {
     }
 
 private:
-    // Of row g, from the lane that has rows 2 i and 2 i + 1.
+    // The value of row g, from the lane that has rows 2 i and 2 i + 1.
     template <class T>
     DEVICE T of_row(const T (&two)[2]) const {
         const int from = lane / 4 * 4 + g / 2;

@@ -48,7 +48,7 @@ struct PanelWeights {
         return make_float4(__int_as_float(v.x), __int_as_float(v.y), __int_as_float(v.z), __int_as_float(v.w));
     }
 
-    // Of a key's product and a value's weight, for the token at c of m.
+    // Scales of a key's product and of a value's weight, for the token at c of m.
     static DEVICE float of_key(const float4& scale, int c) { return c ? scale.y : scale.x; }
     static DEVICE float of_value(const float4& scale, int c) { return c ? scale.w : scale.z; }
 
@@ -149,7 +149,7 @@ struct PanelWeights {
         return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
     }
 
-    // Of those that a lane has.
+    // The largest magnitude of the weights of row n that a lane has.
     DEVICE float largest_weight(int n) const {
         float most = 0;
 #pragma unroll
@@ -242,7 +242,7 @@ struct PanelWeights {
 private:
     DEVICE float rest_of_power() const { return lifted ? REST : 1; }
 
-    // Of the tokens at m, both rows: x[2 n + c]. A mask is asked again.
+    // Scores of the tokens at m, both rows: x[2 n + c]. A mask is asked again.
     template <bool FIRST>
     DEVICE void scores(u32 panel, int m, const float4& scale, float (&x)[4]) {
         if (FIRST)

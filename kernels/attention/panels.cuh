@@ -90,8 +90,8 @@ struct PanelScale {
     }
 };
 
-// Of one width. A thread's jobs are 16 or 32 channels of a token each, so that eight lanes, whose stores are served together,
-// meet all banks.
+// How tokens of one width are converted: a thread's jobs are 16 or 32 channels of a token each, so that eight lanes, whose
+// stores are served together, meet all banks.
 template <int BITS>
 struct Jobs {
     static constexpr int UNITS = BITS >= 8 ? 2 : 4, CHANNELS = UNITS * 8;
@@ -101,7 +101,8 @@ struct Jobs {
     static constexpr int STEP = WARPGROUP / LANES * TOKENS;            // tokens from job to job
     static constexpr int COUNT = PANEL_TOKENS / STEP;
     static constexpr int GIVEN = CUQUANT_DIM / 8 * BITS;  // bytes of a token in the cache
-    // Of a panel: codes, then a word for each thread: with the scale of a token, or, of the others who convert keys, its slot.
+    // Bytes of a panel: codes, then a word for each thread: with the scale of a token, or, of the others who convert keys,
+    // its slot.
     static constexpr int WORDS = COUNT * AREA * WARPGROUP, SIZE = WORDS + WARPGROUP * 4;
     static constexpr int AHEAD = CUQUANT_CODES / 2 / SIZE < 6 ? CUQUANT_CODES / 2 / SIZE : 6;
     static_assert(AHEAD >= 2, "a panel that is converted, one on its way");

@@ -50,7 +50,7 @@ struct Given {
     int count[GROUPS];  // of the words that are there; others are zeros
     uint4 raw[GROUPS][WORDS];
 
-    // Of rows from `first` on of a key head.
+    // Queries of a key head's rows from `first` on.
     DEVICE Given(const Attention& p, int sequence, int head, int first, int lane) {
         constexpr int EACH = HALVES > 1 ? 4 : 8;  // channels of a word
         const int start = lane % 4 * OWN;
@@ -167,7 +167,7 @@ struct Queries {
         }
     }
 
-    // And so have the sums of values.
+    // Sums of values made fit for codes of a width (`to`), or as before again: they have these powers of two, too.
     template <int BITS>
     DEVICE void fit_sums(bool to) {
 #pragma unroll

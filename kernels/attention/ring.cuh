@@ -163,7 +163,7 @@ private:
         }
     }
 
-    // Of a whole step: this lane's first piece, and all of them.
+    // Where this lane's first piece of a whole step is, and copies of all its pieces.
     DEVICE int own_byte() const { return lane / L::PIECES * (HEADS * L::GIVEN) + lane % L::PIECES * L::PIECE; }
 
     DEVICE void own_pieces(u64 from, u32 to) const {

@@ -16,8 +16,8 @@ DEVICE int head_group() { return blockIdx.x % HEAD_GROUPS; }
 
 DEVICE constexpr bool has_tier(int tier) { return CUQUANT_TIERS >> tier & 1; }
 
-// Of a grain of eight heads, about, in units of 80 ns of an H200's multiprocessor. Blocks with different buckets share the
-// memory, which serves each by the bytes that it has asked for, as much as there is room for in its rings.
+// Cost of a grain of eight heads, about, in units of 80 ns of an H200's multiprocessor. Blocks with different buckets share
+// the memory, which serves each by the bytes that it has asked for, as much as there is room for in its rings.
 DEVICE constexpr float cost(int tier) {
     const float costs[TIERS] = {15, 8.4f, 4.4f, 4.8f, 4.3f};
     return costs[tier];
@@ -32,7 +32,8 @@ struct Lengths {
         for (int t = 0; t < TIERS; t++) of[t] = has_tier(t) && sequence < p.batch ? __ldcg(p.tiers[t].lengths + sequence) : 0;
     }
 
-    // The same bits wherever it is worked out: blocks, and the kernel that merges what they leave, share alike.
+    // Cost of a sequence, with the same bits wherever it is worked out: blocks, and the kernel that merges what they leave,
+    // share alike.
     DEVICE float cost() const {
         float sum = 0;
 #pragma unroll
@@ -88,7 +89,7 @@ struct Share {
         }
     }
 
-    // The same of a single sequence, with these lengths.
+    // The share of a block where there is a single sequence, with these lengths.
     DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
         const int count = count_of_single(p, lengths);
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
@@ -108,12 +109,13 @@ struct Share {
             end = int(min((s64(end) + GRAIN - 1) / GRAIN * GRAIN, p.tiers[lane].room));
     }
 
-    // Of a single sequence the first share, and how many there are.
+    // The first share of a single sequence, and how many there are.
     static DEVICE int2 of_single(const Attention& p) {
         return make_int2(0, count_of_single(p, Lengths(p, 0)));
     }
 
-    // Of a given sequence, by one warp; the first one counts where there are several.
+    // The first share of a given sequence, and how many there are, by one warp; the first one counts where there are
+    // several.
     static DEVICE int2 of_sequence(const Attention& p, int which, int lane) {
         const Lengths read(p, lane);
         const float part = part_of_all(p, read, lane);

@@ -93,7 +93,7 @@ struct Codebook {
         }
     }
 
-    // Of 2 bits: both pairs of a byte of a word.
+    // Look both pairs of a byte of a word up, where codes have 2 bits.
     DEVICE void look_up(u32 word, int byte, u32& first, u32& second) const {
         asm("ld.shared.v2.u32 {%0, %1}, [%2+%3];"
             : "=r"(first), "=r"(second) : "r"(address(word, 8 * byte)), "n"(AT));
@@ -118,7 +118,7 @@ private:
     // From where the dynamic shared memory starts to the table.
     static DEVICE u32 before() { return BYTES ? (AT - shared_address(dynamic_shared())) % (1 << 16) : 0; }
 
-    // Of the entry for the index in these bits of a word, less AT. The mask first: shift and addition are one
+    // Address of the entry for the index in these bits of a word, less AT. The mask first: shift and addition are one
     // instruction.
     DEVICE u32 address(u32 word, int from) const {
         if constexpr (BYTES) return __byte_perm(word, own, 0x7604 | from / 8 << 4);
@@ -132,7 +132,7 @@ private:
         return SIGNED ? and_xor(tile.high[0] << p, 0x80008000, values) : values;
     }
 
-    // Of 3 bits: the pairs of a step, a byte each; above them may be others' bits.
+    // The pairs of a step where codes have 3 bits, a byte each; above them may be others' bits.
     static DEVICE u32 step_of(const Tile<F>& tile, int h) {
         if (h < 3) return tile.word(h);
         const u32 first = masked(tile.word(0) >> 6, 0x03030303);

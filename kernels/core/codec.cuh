@@ -41,7 +41,7 @@ struct CodecOf<F, COPIES, PROCEDURE> {
 template <class F, int COPIES>
 using Codec = typename CodecOf<F, COPIES>::Type;
 
-// Those of W and of V, of which each may have a codebook, and a table, of its own.
+// The codecs of W and of V, of which each may have a codebook, and a table, of its own.
 template <class C, int TABLES>
 struct Codecs {
     static constexpr int TABLE_BYTES = C::TABLE_BYTES;

@@ -162,7 +162,7 @@ DEVICE void decode(const P& p) {
             round_rows<THREADS>(batch, pieces, x_rows, row_bytes);
         }
         __syncthreads();
-        // Of lanes' 8 columns of a block: steps one after the other, or halves of both steps.
+        // Lanes' 8 columns of a block: steps one after the other, or halves of both steps.
         const int piece = EXACT_PRODUCTS<F> ? lane / 8 % 2 * 2 + lane / 16 : lane / 8;
         u32 row[GROUPS];  // of batch rows beyond M the last is read instead
 #pragma unroll

@@ -63,7 +63,7 @@ DEVICE void finish(const Problem& p, const Matrix& at, int m, int n, float value
     store_float(p.out, at.out + m * p.out_row + n * p.out_column, p.out_dtype, value);
 }
 
-// The same of a grouped product, of row x_m of x, from the accumulators of W and, if gated, V.
+// Finish a sum of a grouped product, of row x_m of x, from the accumulators of W and, if gated, V.
 template <bool GATED, int TABLES>
 DEVICE void finish(const Grouped<GATED, TABLES>& p, const Matrix& at, int x_m, int m, int n, float value, float other) {
     const float unscale = at.unscale ? at.unscale[x_m] : 1;

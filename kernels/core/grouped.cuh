@@ -110,8 +110,9 @@ DEVICE void fetch_unscale(const P& p, const Segment& own) {
     if (p.unscale && row < own.end_m) touch(p.unscale + row);
 }
 
-// Those of a grouped product, WARP batch rows at a time, or half or a quarter as many. Gated with one row block, warps 0 and
-// 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of the batch rows.
+// Store a warpgroup's results of a grouped product, WARP batch rows at a time, or half or a quarter as many. Gated with one
+// row block, warps 0 and 1 have sums of W, and 2 and 3 those of V: by way of `shared` either gets the others' of half of
+// the batch rows.
 template <int ROW_BLOCKS, int SUMS, class P>
 DEVICE void store_group(const P& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], const Segment& own,
                         int first_n, u8* shared, int group) {

@@ -79,7 +79,7 @@ DEVICE float over_127(float x) {
     return fmaf(fmaf(-127, near, x), PART, near);
 }
 
-// The same of any magnitude.
+// x / 127, rounded once, of any magnitude.
 DEVICE float ieee_over_127(float x) {
     return u32(__float_as_int(x)) - OVER_127_FROM < OVER_127_END - OVER_127_FROM ? over_127(x) : ieee_div(x, 127);
 }
@@ -97,7 +97,7 @@ DEVICE float ieee_sqrt(float x) {
     return r;
 }
 
-// To the nearest integer, halves to even; and to the next one below.
+// Rounds to the nearest integer, halves to even; and to the next one below.
 DEVICE float ieee_rint(float x) {
     float r;
     asm("cvt.rni.f32.f32 %0, %1;" : "=f"(r) : "f"(x));

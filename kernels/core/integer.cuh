@@ -93,8 +93,8 @@ private:
     static DEVICE constexpr u32 one(int r) { return (r % 2 ? TIMES_8 : 1) * 0x00010001; }
     static DEVICE constexpr u32 zero(int r) { return 0x80008000 | F::ZERO * one(r); }
 
-    // The same with integer scales and minimums (tile.cuh), whose products d * s and dmin * m are rounded. All of a row's
-    // registers would have that error: the second of a step has what both lack, and of steps that share a scale the
+    // Weights of codes with integer scales and minimums (tile.cuh), whose products d * s and dmin * m are rounded. All of a
+    // row's registers would have that error: the second of a step has what both lack, and of steps that share a scale the
     // last one what all four still do. Of a scale's error that is what it is for the mean code. (Without minimums the mean
     // code stands for about 0.)
     static DEVICE void of_products(const Tile<F>& tile, int h, u32 (&a)[4]) {

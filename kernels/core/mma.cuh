@@ -144,7 +144,8 @@ DEVICE void mma(const P& p) {
 
     float acc[ROW_TILES][GROUPS][4] = {};
     Tile<F> w[ROW_TILES];
-    // Of row tiles, and of steps h, in turn; of many groups one step's, which the next one's follow as they were used.
+    // Operands A of row tiles, and B of steps h, in turn; of many groups one step's, which the next one's follow as they
+    // were used.
     constexpr int STEPS = GROUPS == 16 ? 1 : 2, PAIRS = GROUPS / 2;
     u32 a[2][4], b[STEPS][PAIRS][4];
     // A matrix load brings two batch groups: lanes 0-7 and 8-15 point at columns 0-7 and 8-15 of the first.

@@ -263,8 +263,9 @@ DEVICE Matrix matrix_of(const Problem& p, u32 index) {
     return at;
 }
 
-// The same, soon: what follows from a matrix's number takes a block of 16 warps 0.4 us, which is a twelfth of a short
-// product. Mostly there is but one matrix; and all experts have the same rows of x and of results. It takes registers.
+// The operands of a matrix, soon: what follows from a matrix's number takes a block of 16 warps 0.4 us, which is a twelfth
+// of a short product. Mostly there is but one matrix; and all experts have the same rows of x and of results. It takes
+// registers.
 template <class F>
 DEVICE Matrix matrix_soon(const Problem& p, u32 index) {
     Matrix at = {planes_of<F>(p, 0), p.x, p.unscale, p.signs, 0, 0, 0, {}};

@@ -66,8 +66,8 @@ struct Procedure {
         a[1] = Numbers<F::GENERATOR>::pair(w[4], w[5]), a[3] = Numbers<F::GENERATOR>::pair(w[6], w[7]);
     }
 
-    // The same as pairs that are not added: a register has both halves of one weight. Operand A of columns 2i and 2i+1,
-    // and of 2i+8 and 2i+9, for an operand B that has every activation twice.
+    // The weights of step h as pairs that are not added: a register has both halves of one weight. Operand A of columns 2i
+    // and 2i+1, and of 2i+8 and 2i+9, for an operand B that has every activation twice.
     DEVICE void halves(const Tile<F>& tile, int h, u32 (&a)[2][4]) const {
         u32 w[8];
         windows(tile, h, w);

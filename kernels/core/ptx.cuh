@@ -178,7 +178,7 @@ DEVICE void copy_async(void* shared, const void* global, bool valid) {
     copy_async(shared_address(shared), global, valid);
 }
 
-// The same of a part of a long run: the L2 cache fetches 256 bytes at once.
+// 16 bytes of a long run from global to shared memory: the L2 cache fetches 256 bytes at once.
 DEVICE void copy_async_ahead(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
@@ -188,7 +188,7 @@ DEVICE void copy_async_ahead(void* shared, const void* global) {
 #endif
 }
 
-// The same of what this multiprocessor soon copies again: it stays in the L1 cache.
+// 16 bytes from global to shared memory that this multiprocessor soon copies again: they stay in the L1 cache.
 DEVICE void copy_async_again(u32 shared, const void* global, bool valid = true) {
 #if __CUDA_ARCH__ >= 800
     int bytes = valid ? 16 : 0;
@@ -212,7 +212,7 @@ DEVICE void copy_wait() {
 #endif
 }
 
-// To the L2 cache, of memory that is read soon.
+// Fetches memory that is read soon to the L2 cache.
 DEVICE void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" :: "l"(global)); }
 
 DEVICE float about_inverse(float x) {
@@ -318,8 +318,8 @@ DEVICE void add_to(u32* counter, u32 value) {
                  "red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
 }
 
-// The same by a thread of each of so many blocks, of which the last one knows that it is, but may not read what others have
-// written.
+// Adds to a counter as `add_to` does, by a thread of each of so many blocks, of which the last one knows that it is, but
+// may not read what others have written.
 DEVICE bool is_last(u32* counter, u32 blocks) {
     if (blocks == 1) return true;
     u32 others;
@@ -328,7 +328,8 @@ DEVICE bool is_last(u32* counter, u32 blocks) {
     return others == blocks - 1;
 }
 
-// After it, by the thread that knows: what others have written may be read, by threads too that meet it at a barrier.
+// After `is_last`, by the thread that knows: what others have written may be read, by threads too that meet it at a
+// barrier.
 DEVICE void read_all() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Whether the counter comes to be `value`: what the kernel before has not added when it is done never comes.

@@ -1,5 +1,5 @@
-// As ptx.cuh, of what GPUs have from sm_90 on: clusters of blocks, barriers that count bytes, the copy engine; and flags
-// between blocks that run at the same time.
+// PTX as in ptx.cuh, of what GPUs have from sm_90 on: clusters of blocks, barriers that count bytes, the copy engine; and
+// flags between blocks that run at the same time.
 #pragma once
 #include "ptx.cuh"
 
@@ -10,7 +10,7 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.alig
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
-// They meet when their arrivals at each other's barriers are done.
+// Blocks of a cluster meet when their arrivals at each other's barriers are done.
 DEVICE void cluster_leave() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     cluster_wait();
@@ -23,7 +23,7 @@ DEVICE u32 cluster_address(u32 address, u32 rank) {
     return r;
 }
 
-// To a block's memory, where a barrier counts the bytes: who has waited for all of them may read them.
+// Stores to a block's memory, where a barrier counts the bytes: who has waited for all of them may read them.
 DEVICE void store_cluster(u32 address, float v, u32 barrier) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];"
                  :: "r"(address), "f"(v), "r"(barrier) : "memory");
@@ -34,7 +34,7 @@ DEVICE void store_cluster(u32 address, float2 v, u32 barrier) {
                  :: "r"(address), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
 }
 
-// Of one lane, where all of a warp ask: it takes no register until then, as the lane's number would.
+// True for one lane, where all of a warp ask: it takes no register until then, as the lane's number would.
 DEVICE bool elected() {
     u32 chosen;
     asm volatile("{.reg .pred p;\n.reg .b32 lane;\n"

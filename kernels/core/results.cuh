@@ -17,7 +17,7 @@ DEVICE void write_sums(const float (&acc)[ROW_BLOCKS][SUMS], float4* to) {
             to[(b * SUMS + j) / 4 * WARPGROUP] = make_float4(acc[b][j], acc[b][j + 1], acc[b][j + 2], acc[b][j + 3]);
 }
 
-// Added from there.
+// Adds to a warpgroup's sums what `write_sums` has written.
 template <int ROW_BLOCKS, int SUMS>
 DEVICE void add_sums(float (&acc)[ROW_BLOCKS][SUMS], const float4* from) {
 #pragma unroll
@@ -89,7 +89,7 @@ DEVICE u32 place_in_boxes(u32 boxes, int warp, int lane) {
     return boxes + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
 }
 
-// COUNT batch rows of a warpgroup's sums there, from `first` on, as 16-bit numbers.
+// COUNT batch rows of a warpgroup's sums, from `first` on, to boxes as 16-bit numbers.
 template <int COUNT, int ROW_BLOCKS, int SUMS>
 DEVICE void stage_boxes(const float (&acc)[ROW_BLOCKS][SUMS], int first, u32 own, int dtype) {
 #pragma unroll
@@ -245,7 +245,7 @@ DEVICE void store_rows(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOC
     }
 }
 
-// The same for results of any kind, up to 32 batch rows at a time.
+// Finishes and stores a warpgroup's results of any kind, up to 32 batch rows at a time.
 template <int GROUPS, bool QUICK, int ROW_BLOCKS, int SUMS>
 DEVICE void finish_sums(const Problem& p, const Matrix& at, float (&acc)[ROW_BLOCKS][SUMS], int first_m, int first_n,
                         u8* shared, int group) {
@@ -287,7 +287,7 @@ struct PartialSums {
     static constexpr bool APART = SHARE >= 8;
     static constexpr int BYTES = (SPLIT - APART) * K_GROUPS * SHARE * ROWS * 4;  // that are sent to a block
 
-    // Of a split's blocks `came` counts what has come to each.
+    // Writes a block's sums to where they are added up; `came` counts what has come to each block of a split.
     static DEVICE void write(const float (&acc)[ROW_BLOCKS][SUMS], u8* shared, int group, int k_group, u32 came) {
         const int thread = threadIdx.x % WARPGROUP, warp = thread / WARP, lane = thread % WARP;
         const int rank = blockIdx.x % SPLIT, part = rank * K_GROUPS + k_group;

@@ -93,7 +93,8 @@ DEVICE void load_columns(const u32 (&x_at)[GROUPS], u32 (&x)[2][GROUPS][4]) {
         for (int group = 0; group < GROUPS; group++) load_matrices(x[block][group], x_at[group] + block * 64);
 }
 
-// The same where all 64 columns have a scale together, or a zero point: what a tile adds up to is multiplied just once.
+// Adds a slot's products where all 64 columns have a scale together, or a zero point: what a tile adds up to is multiplied
+// just once.
 template <class F, class C, int GROUPS, int ROW_TILES>
 DEVICE void add_group(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
                       float (&acc)[ROW_TILES][GROUPS][4]) {
@@ -137,9 +138,9 @@ DEVICE void add_group(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS],
     }
 }
 
-// The same where codes times integer scales are exact: they are operand A, and integer minimums another one. What a tile
-// adds up to is multiplied just once. Of a block's two steps a product takes columns 2i and 2i+1, or 2i+8 and 2i+9:
-// minimums are the same for both, so that one operand serves two products.
+// Adds a slot's products where codes times integer scales are exact: they are operand A, and integer minimums another one.
+// What a tile adds up to is multiplied just once. Of a block's two steps a product takes columns 2i and 2i+1, or 2i+8 and
+// 2i+9: minimums are the same for both, so that one operand serves two products.
 template <class F, class C, int GROUPS, int ROW_TILES>
 DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
                          float (&acc)[ROW_TILES][GROUPS][4]) {
@@ -180,8 +181,9 @@ DEVICE void add_products(const C& codec, const u8* slot, const u32 (&x_at)[GROUP
     }
 }
 
-// The same of numbers that have no scale: sums need no other place than `acc`. Where a number is the sum of two, tensor
-// cores add them up, too: twice as many products take less time than an addition and permutes for every pair of numbers.
+// Adds a slot's products of numbers that have no scale: sums need no other place than `acc`. Where a number is the sum of
+// two, tensor cores add them up, too: twice as many products take less time than an addition and permutes for every pair of
+// numbers.
 template <class F, class C, int GROUPS, int ROW_TILES>
 DEVICE void add_values(const C& codec, const u8* slot, const u32 (&x_at)[GROUPS], int lane,
                        float (&acc)[ROW_TILES][GROUPS][4]) {

@@ -44,9 +44,9 @@ DEVICE void stage_rows(const P& p, const Matrix& at, const Row& x_row, int batch
     } while (m < batch);
 }
 
-// The same of rows from `from` on that follow each other: a thread has ROWS of them at a time, in the same columns, and COLUMNS
-// pieces of each, THREADS apart. From one to the next only additions lead. Not done, and false, where few rows are there, or
-// threads would ask more often than with as many pieces counted through the rows.
+// Stages rows from `from` on that follow each other: a thread has ROWS of them at a time, in the same columns, and COLUMNS
+// pieces of each, THREADS apart. From one to the next only additions lead. Not done, and false, where few rows are there,
+// or threads would ask more often than with as many pieces counted through the rows.
 template <bool SIGNED, int THREADS, int ROWS, int COLUMNS, class Wait, class Meanwhile>
 DEVICE bool stage_columns(const u16* from, s64 x_row, const u16* signs_from, int batch, int columns, int pieces, u8* to,
                           int row_bytes, const Wait& wait, const Meanwhile& meanwhile) {

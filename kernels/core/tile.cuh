@@ -55,7 +55,7 @@ struct Tile {
     u32 scale[F::SCALE_BYTES ? F::SCALE_BYTES / 32 : 1];  // rows g and g + 8, two blocks each
     u32 group[F::GROUP_BYTES ? F::GROUP_BYTES / 32 : 1];  // rows g and g + 8
 
-    // Of the codes, the last ones being the high plane's.
+    // Word w of the codes, the last ones being the high plane's.
     DEVICE u32 word(int w) const {
         constexpr int LOW = F::LOW_BYTES / 128;
         return w < LOW ? low[w] : high[w - LOW];
@@ -82,7 +82,7 @@ struct Tile {
         if constexpr (F::SCALING == SINGLE) round_scales();
     }
 
-    // Of block b alone: the words of its two steps, and what belongs to both blocks.
+    // Loads block b alone: the words of its two steps, and what belongs to both blocks.
     DEVICE void load_block(const u8* low_at, const u8* high_at, const u8* scale_at, const u8* group_at, int b,
                            int lane) {
         const bool own = F::CODING == INTEGERS && b == 0;  // of 3 and 5 bits block 1 has some in block 0's words
@@ -116,7 +116,7 @@ struct Tile {
         return twice(scale[row8], b);
     }
 
-    // Of E4M4 bytes both rows' scale of step h, 2^11 times.
+    // Both rows' scale of step h where scales are E4M4 bytes, 2^11 times.
     DEVICE u32 byte_scales(int h) const { return mul_half2(halves(h / 2), 0x78007800); }
 
     // Two copies of the scale of step h times a pair, where scales are pairs of blocks, or of rows.
@@ -125,7 +125,7 @@ struct Tile {
         return twice(mul_half2(scale[row8], pair), h / 2);
     }
 
-    // The same in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
+    // The scale of step h in float32; of E8M0 bytes their own powers of two, of E4M3 bytes 2^-8 times their own numbers.
     DEVICE float d(int h, int row8) const {
         const int b = h / 2;
         if constexpr (F::SCALING >= BYTES) return product(h, row8, 0);
@@ -197,7 +197,7 @@ private:
         return mul_half2(integer_scales(h), group[0]);
     }
 
-    // The same, or the minimum, in float32, exact: as the second byte of 32768's bits s reads 32768 + s.
+    // A row's integer times d, or the minimum, in float32, exact: as the second byte of 32768's bits s reads 32768 + s.
     DEVICE float product(int h, int row8, int minimum) const {
         const Integers s = integers(h, minimum);
         const float read = __int_as_float(__byte_perm(s.word, 0x47000000, 0x7404 | s.at + row8 << 4));
@@ -270,7 +270,7 @@ template <int ROW_TILES, int BYTES, int THREADS, int SIDES, int SIDE_BYTES, bool
 struct PlaneCopy {
     static constexpr int ROW_PIECES = BYTES / 16, PIECES = ROW_TILES * ROW_PIECES;
     static constexpr int OWN = (PIECES + THREADS - 1) / THREADS;
-    // Of its pieces so many are of one row tile, always as far from each other: one address for all.
+    // How many of a thread's pieces are of one row tile, always as far from each other: one address for all.
     static constexpr int SAME_ROW = ROW_PIECES && ROW_PIECES % THREADS == 0 ? ROW_PIECES / THREADS : 1;
     const u8* from[OWN ? OWN / SAME_ROW : 1];
 

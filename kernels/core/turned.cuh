@@ -17,7 +17,7 @@ DEVICE void turn_own(float (&v)[COUNT]) {
             }
 }
 
-// The same of 128 numbers of 16 lanes, eight in a row each.
+// 128 numbers of 16 lanes, eight in a row each, times Sylvester's matrix.
 DEVICE void turn(float (&v)[8]) {
     turn_own(v);
 #pragma unroll

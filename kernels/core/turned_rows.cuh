@@ -13,7 +13,7 @@ DEVICE void fetch_pieces(const u16* from, int pieces, int first, uint4 (&to)[KEP
     }
 }
 
-// Those of a row that `numbers` gives, times those of `suh`, turned.
+// The block's pieces of a row that `numbers` gives, times those of `suh`, turned.
 template <class Numbers>
 DEVICE void turned_pieces(int pieces, int first, const uint4 (&suh)[KEPT], Numbers numbers, float (&to)[KEPT][8]) {
 #pragma unroll

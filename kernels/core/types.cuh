@@ -39,9 +39,9 @@ struct Ungrouped {
     static constexpr int GROUP_BYTES = 0, GROUP_TILES = 1;
 };
 
-// Of codes that are integers: whether scales are kept in the range that codes in subnormal numbers want, and the row plane
-// has a factor for every row, which takes that back (core/tile.cuh). Without, a weight that float16 does not hold has its
-// scales as they are.
+// Whether scales of integer codes are kept in the range that codes in subnormal numbers want, and the row plane has a
+// factor for every row, which takes that back (core/tile.cuh). Without, a weight that float16 does not hold has its scales
+// as they are.
 #ifndef CUQUANT_ROW_FACTORS
 #define CUQUANT_ROW_FACTORS 1
 #endif

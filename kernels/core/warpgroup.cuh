@@ -98,7 +98,7 @@ DEVICE void warpgroups_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");
 }
 
-// Those who arrive do not wait for the others.
+// Threads arrive at a barrier, and do not wait for the others.
 template <int THREADS>
 DEVICE void warpgroups_arrive(int barrier) {
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "n"(THREADS) : "memory");

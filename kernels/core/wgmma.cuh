@@ -61,7 +61,7 @@ DEVICE void wgmma(const P& p) {
     static_assert(WARP * 4 * HANDED.copying + CONSUMERS * HANDED.computing <= (WARP * 4 + CONSUMERS) * HANDED.started,
                   "else computing threads wait for ever");
     constexpr bool BOXES = ROOM > 0 && !P::GROUPED;
-    // Of EXL3 whether results are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
+    // Whether results of EXL3 are sums that have been turned, or these sums (as wgmma_core.turns_sums has it).
     constexpr bool TURNS = F::SCALING == UNSCALED && SPLIT == 1 && B::ROWS % HADAMARD == 0;
     static_assert(!TURNS || ROOM == 0 || ROOM == BATCH, "all of a tile is turned at once");
     // Whether the K groups' sums are added up when results are stored, as those of a split are: if they are few. Else, and
@@ -126,7 +126,7 @@ DEVICE void wgmma(const P& p) {
         Tables tables(p.values, values_of_v(p), lane);
         tables.fill(threadIdx.x, CONSUMERS);
         if constexpr (Tables::TABLE_BYTES > 0) warpgroups_sync<CONSUMERS>(EVERYONE);
-        // Of row block b: whether it is V's.
+        // Whether row block b is V's.
         auto side = [&](int b) { return P::GATED && (ROW_BLOCKS == 2 ? b == 1 : warp / 2 % 2 == 1); };
         const C codecs[] = {tables.of(side(0)), tables.of(side(ROW_BLOCKS - 1))};
         wait_for_operands<P>();

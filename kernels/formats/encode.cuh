@@ -53,7 +53,7 @@ DEVICE float peak_of(const float (&x)[MINE]) {
     return __int_as_float(bits);
 }
 
-// The same of float16 numbers, two at a time.
+// The least and the greatest of float16 numbers, two at a time.
 DEVICE Extent range_of(const u32 (&pairs)[MINE / 2]) {
 #if __CUDA_ARCH__ >= 800
     u32 low = pairs[0], high = low;
@@ -80,7 +80,7 @@ DEVICE float peak_of(const u32 (&pairs)[MINE / 2]) {
 #endif
 }
 
-// Of elements, or of pairs of them.
+// The range, or without signs the peak, of elements, or of pairs of them.
 template <bool SIGNED, class T>
 DEVICE Extent extent_of(const T& x) {
     if constexpr (SIGNED) return range_of(x);
@@ -271,7 +271,7 @@ DEVICE void pack_codes(const int (&q)[MINE], u32 (&words)[4]) {
     }
 }
 
-// To their places in the block.
+// Stores codes to their places in the block.
 template <class F>
 DEVICE void store_codes(u8* block, int half, u32 (&words)[4]) {
     u8* const to = block + F::CODES_AT + half * 8;

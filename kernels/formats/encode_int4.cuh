@@ -21,8 +21,8 @@ DEVICE int rounded_quotient(float x, float scale, float inverse) {
     return __float_as_int(__fmaf_rn(__fmaf_rn(-q, scale, x), inverse, q) + 12582912.f) - 0x4b400000;
 }
 
-// The same of x with 11 bits at most, as the scale has: over each other they are halves of odd integers, or 2^-12 away
-// from those. With 768 added, in steps of 2^-14, a quotient's error is gone.
+// x / scale to the nearest integer, of x with 11 bits at most, as the scale has: over each other they are halves of odd
+// integers, or 2^-12 away from those. With 768 added, in steps of 2^-14, a quotient's error is gone.
 DEVICE int rounded_quotient_of_half(float x, float inverse) {
     return __float_as_int(__fmaf_rn(x, inverse, 768.f) + 12582912.f) - (0x4b400000 + 768);
 }
@@ -47,7 +47,7 @@ DEVICE void int4_codes(const float (&x)[MINE], int dtype, float scale, float inv
     }
 }
 
-// Their eight bytes.
+// Stores eight bytes of codes.
 DEVICE void store_int4(u8* to, const u32 (&words)[2]) {
     if (reinterpret_cast<u64>(to) % 2 == 0) {
         store_u32(to, words[0]);

@@ -66,8 +66,8 @@ DEVICE void store_planes(const u32 (&codes)[MINE / 4], int half, u8* to) {
     }
 }
 
-// Of 2 bits, of numbers and what they are compared with. Of the three differences' signs the one in the middle is plane
-// 1, and plane 0 is set if their number is odd.
+// Stores planes of 2 bits, of numbers and what they are compared with. Of the three differences' signs the one in the
+// middle is plane 1, and plane 0 is set if their number is odd.
 DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (&thresholds)[3]) {
     u32 planes[2] = {};
 #pragma unroll
@@ -82,8 +82,8 @@ DEVICE void store_planes(const float (&v)[MINE], int half, u8* to, const float (
     for (int byte = 0; byte < 4; byte++) to[byte * 2 + half] = u8(planes[byte / 2] >> byte % 2 * 8);
 }
 
-// The same of pairs of float16 numbers, and of limits twice in a word. A permute repeats the signs of two pairs, of the first
-// eight numbers and of the others, as bytes; their bits 2k and 2k + 1 are the thread's plane.
+// Stores planes of 2 bits, of pairs of float16 numbers, and of limits twice in a word. A permute repeats the signs of two
+// pairs, of the first eight numbers and of the others, as bytes; their bits 2k and 2k + 1 are the thread's plane.
 DEVICE void store_planes(const u32 (&pairs)[MINE / 2], int half, u8* to, const u32 (&limits)[3]) {
     u32 planes[2] = {};
 #pragma unroll
@@ -252,7 +252,7 @@ private:
     }
 };
 
-// Of 2 bits, a number is compared with all thresholds.
+// Levels of 2 bits: a number is compared with all thresholds.
 template <>
 struct Levels<2> {
     float thresholds[3];
@@ -269,7 +269,7 @@ struct Levels<2> {
         store_planes(x, half, to, limits);
     }
 
-    // Of pairs of float16 numbers: the greatest of these that is not above a limit is as good a limit.
+    // Encodes pairs of float16 numbers: the greatest of these that is not above a limit is as good a limit.
     DEVICE void encode(const u32 (&pairs)[MINE / 2], float d, int, int half, u8* to) const {
         u32 limits[3];
 #pragma unroll

@@ -23,7 +23,8 @@ DEVICE float largest(const float* x) {
     return peak;
 }
 
-// The same of all numbers of the block's eight threads, thread after thread.
+// The number of the largest magnitude, the first of equals, of all numbers of the block's eight threads, thread after
+// thread.
 DEVICE float largest_of_block(float own) {
 #pragma unroll
     for (int step = 1; step < 8; step *= 2) {
@@ -199,7 +200,7 @@ DEVICE float symmetric(const float* x, int* q) {
     return zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, -MOST);
 }
 
-// The same for a block of q6_k.
+// Encodes a block of q6_k.
 template <class Low, class High, int BYTES>
 DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
     const int group = threadIdx.x % 8;

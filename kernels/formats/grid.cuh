@@ -11,7 +11,7 @@ struct GridBlock {
     static constexpr int SCALE_ZERO = 0;
     static constexpr int LOW_BYTES = 256, HIGH_BYTES = 128, SCALE_BYTES = 64, GROUP_BYTES = 32, GROUP_TILES = 4;
 
-    // Of both scales that a lane has; two lanes have the d of its two rows.
+    // The peak of both scales that a lane has; two lanes have the d of its two rows.
     static DEVICE float peak(const LaneShare<GridBlock>& share, int row8) {
         const u32 d = __shfl_sync(~0u, share.group, (threadIdx.x & 30) + row8);
         return fabsf(half_to_float(u16(d)) * int(share.scale >> 8 * row8 & 0xff));

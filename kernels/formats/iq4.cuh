@@ -92,7 +92,7 @@ struct Iq4XsBlock {
         return (block[LOWER_AT + number / 2] >> number % 2 * 4 & 15) | upper << 4;
     }
 
-    // Of the 32 weights of this number.
+    // The scale of the 32 weights of this number.
     static DEVICE float scale_at(const u8* block, int number, int) {
         return __fmul_rn(half_to_float(u16(load_u16(block))), int(get(block, number)) - SCALE_ZERO);
     }

@@ -17,7 +17,7 @@ struct PairsOfSixBits {
     static constexpr bool HAS_MIN = true;
     static constexpr int D_AT = 0, AT = 4, SCALE_ZERO = 0, SCALE_BITS = 6;
 
-    // Of 32 weights: the scale (0) or the minimum.
+    // The scale (0) or the minimum of 32 weights.
     static DEVICE u32 get(const u8* block, int number, int minimum) {
         const u8* const from = block + AT;
         if (number < 4) return from[number + 4 * minimum] & 63;

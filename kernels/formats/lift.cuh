@@ -24,8 +24,8 @@ DEVICE int more_of_minimums(int row8) {
     return row8 ? HIGHER<F> : 0;
 }
 
-// The same of a half of a word of the group plane: of what multiplies integer scales, of which the product must be finite, or
-// minimums.
+// What decides L, of a half of a word of the group plane, as the bits of a float: of what multiplies integer scales, of
+// which the product must be finite, or minimums.
 template <class F>
 DEVICE u32 group_peak_to_lift(u32 bits, int row8, bool minimum) {
     if constexpr (GROUP_SCALES<F>)
@@ -69,7 +69,7 @@ DEVICE u32 lifted(u32 word, int L, int row8, int direction) {
     return lifted_half(word, direction * L) | high << 16;
 }
 
-// The same of a half of a word of the group plane.
+// A half of a word of the group plane, lifted, or back.
 template <class F>
 DEVICE u32 lifted_group(u32 bits, int L, int row8, bool minimum, int direction) {
     if (GROUP_SCALES<F> && minimum) return bits & 0xffff;

@@ -60,7 +60,7 @@ struct Lift {
     }
 };
 
-// The same scales, and zero points, in the group plane.
+// How scales, and zero points, in the group plane are lifted.
 template <class F, int THREADS>
 struct Lift<F, THREADS, true, false> {
     static constexpr int OWN = F::HAS_MIN ? 2 : 1;  // words of a lane's two rows

@@ -29,7 +29,7 @@ struct Pairs {
         }
     }
 
-    // All of them, of 2 bits: byte m of word b has pair 8 b + m in its lower half and pair 8 b + 4 + m in the upper one.
+    // Puts all pairs, of 2 bits: byte m of word b has pair 8 b + m in its lower half and pair 8 b + 4 + m in the upper one.
     static DEVICE void put_both(LaneShare<F>& share, const u32 (&pairs)[2]) {
         if constexpr (F::CODING == MASKED_CODEBOOK) {
             // Bits 4 j + 2 s + e of byte 2 b + t, of pair 8 b + 4 j + 2 + t: where s is 1 signs, else the others.
@@ -42,8 +42,8 @@ struct Pairs {
         }
     }
 
-    // All of them, of more: byte m of word 2 j + b has pair 8 b + 4 j + m, of 5 bits without the fifth ones, which are bits 2 m
-    // and 2 m + 1 of byte 2 j + b of `fifths`.
+    // Puts all pairs, of more bits: byte m of word 2 j + b has pair 8 b + 4 j + m, of 5 bits without the fifth ones, which
+    // are bits 2 m and 2 m + 1 of byte 2 j + b of `fifths`.
     static DEVICE void put_all(LaneShare<F>& share, const u32 (&pairs)[4], u32 fifths = 0) {
         if constexpr (F::BITS == 3) {
             u32 steps[4];  // of step h bytes 2 (m % 2) + j (place_of)
@@ -60,7 +60,7 @@ struct Pairs {
         }
     }
 
-    // The way back; of 2 bits with those of the other j in the upper half of each byte.
+    // A pair's codes: the inverse of `put`; of 2 bits with those of the other j in the upper half of each byte.
     static DEVICE u32 get(const LaneShare<F>& share, int b, int j, u32& fifths) {
         fifths = 0;
         if constexpr (F::CODING == MASKED_CODEBOOK) {
@@ -80,7 +80,7 @@ struct Pairs {
     }
 
 private:
-    // Of codes that masks make (core/masked.cuh): bits 0 of bytes 2e + t to bits e of two bytes t.
+    // Bits 0 of bytes 2e + t to bits e of two bytes t, of codes that masks make (core/masked.cuh).
     static DEVICE u32 of_bytes(u32 bits) { return (bits & 0x0101) | (bits >> 15 & 0x0202); }
 
     static constexpr int PAIR = 2 * F::BITS, PER_WORD = 32 / PAIR, WORDS = F::LOW_BYTES / 128 + 1;

@@ -43,7 +43,7 @@ struct FloatRow {
         return v;
     }
 
-    // Of bfloat16 and float32.
+    // A piece of bfloat16 or float32 numbers as floats.
     DEVICE void widen(const Piece& v, float (&to)[8]) const {
         const u32 words[8] = {v.bits.x, v.bits.y, v.bits.z, v.bits.w, v.more.x, v.more.y, v.more.z, v.more.w};
 #pragma unroll
@@ -51,7 +51,7 @@ struct FloatRow {
             to[j] = dtype == FLOAT32 ? __int_as_float(words[j]) : bfloat_to_float(u16(words[j / 2] >> j % 2 * 16));
     }
 
-    // Of any type.
+    // A piece of numbers of any type as floats.
     DEVICE void floats(const Piece& v, float (&to)[8]) const {
         if (dtype == FLOAT16)
             to_floats(v.bits, to);

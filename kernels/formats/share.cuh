@@ -20,8 +20,8 @@ DEVICE u32 or_of_row(u32 bits) {
     return bits | __shfl_xor_sync(~0u, bits, 2);
 }
 
-// Of a codebook, of which each lane has its `own` entry, that of the lane which the last five bits of byte j of some codes
-// name; by the whole warp. (In shared memory an entry would have an address, of which the code is a part to be masked.)
+// The entry of a codebook, of which each lane has its `own` entry, that the last five bits of byte j of some codes name; by
+// the whole warp. (In shared memory an entry would have an address, of which the code is a part to be masked.)
 DEVICE float entry_of(float own, u32 codes, int j) { return __shfl_sync(~0u, own, codes >> 8 * j); }
 
 // The four lanes (i) that share a row have bits of the same four words: all bits of word i.
@@ -97,7 +97,8 @@ DEVICE void exchange_planes(u32 (&words)[4], int i) {
     exchange(words, i);
 }
 
-// The same of two planes: word b has, for j = 0, 1 in the lower and upper halves of byte m, what is of lane 2 j + b.
+// Exchanges two planes among the four lanes of a row: word b has, for j = 0, 1 in the lower and upper halves of byte m,
+// what is of lane 2 j + b.
 DEVICE void exchange_planes(const u32 (&planes)[2], int i, u32 (&words)[2]) {
     u32 even = planes[0], odd = planes[1];  // of lanes i
     cross(even, odd, 2, 0x33333333);
@@ -111,7 +112,7 @@ DEVICE void exchange_planes(const u32 (&planes)[2], int i, u32 (&words)[2]) {
     words[0] = i % 2 ? theirs : even, words[1] = i % 2 ? odd : theirs;
 }
 
-// The same of one plane: bits 2 m and 2 m + 1 of byte k.
+// Exchanges one plane among the four lanes of a row: bits 2 m and 2 m + 1 of byte k.
 DEVICE u32 exchange_plane(u32 plane, int i) {
     plane = swapped(swapped(plane, 12, 0x0000f0f0), 6, 0x00cc00cc);  // byte i, bits 2 m and 2 m + 1
     plane = permute(plane, __shfl_xor_sync(~0u, plane, 2), i < 2 ? 0x5410 : 0x3276);

@@ -42,7 +42,7 @@ prepare_halves(const void* x, int, s64 row_stride, s64 column_stride, int K, uin
 // Blocks of a multiprocessor that keep pieces of rows: code for sm_100 and later takes more registers.
 constexpr int RESIDENT = __CUDA_ARCH__ >= 1000 ? 1 : 2;
 
-// The same of bfloat16 and float32 rows, divided by powers of two.
+// Bfloat16 and float32 rows to float16 rows of the next multiple of 8, divided by powers of two, with signs.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, RESIDENT)
 prepare_rows(const void* x, int dtype, s64 row_stride, s64 column_stride, int K, uint4* out, float* unscale,
              const u16* signs, int each) {

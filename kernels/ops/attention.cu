@@ -255,7 +255,8 @@ struct Partial {
     }
 };
 
-// They take the rings' place: a warp's that of its own ring, or those of all warps that of the first ring of boxes.
+// Bytes between partial results, which take the rings' place: a warp's that of its own ring, or those of all warps that of
+// the first ring of boxes.
 constexpr int PARTIAL = CUQUANT_BOXES ? sizeof(Partial) : CUQUANT_RING;
 static_assert(!CUQUANT_BOXES || PARTIAL * WARPS <= CUQUANT_RING, "there is room");
 static_assert(sizeof(Partial) <= PARTIAL, "for each");

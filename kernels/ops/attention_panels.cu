@@ -52,8 +52,8 @@ DEVICE int least_last_of(const Attention& p, int sequence) {
     return least;
 }
 
-// Of each of a warp's rows, of the block's from `row` on: store(k, sums of a lane's four channels, reference and sum of weights), when
-// streams are added up.
+// Calls store(k, sums of a lane's four channels, reference and sum of weights) for each of a warp's rows, of the block's
+// from `row` on, when streams are added up.
 template <class F>
 DEVICE void each_row(int row, int count, int lane, F store) {
     const bool there = lane * 4 < CUQUANT_DIM;
@@ -77,8 +77,8 @@ DEVICE void each_row(int row, int count, int lane, F store) {
     }
 }
 
-// Those rows to results, or to what `merge` goes on with. Where one goes follows from where the last went, and all is asked
-// once: a single warp is slow to work out anything.
+// A warp's rows to results, or to what `merge` goes on with. Where one goes follows from where the last went, and all is
+// asked once: a single warp is slow to work out anything.
 DEVICE void finish(const Attention& p, const Share& share, int row, int count, int first_row, int lane) {
     const int own = first_row + row, out_row = head_group() * rows_of(p) + own;
     const bool there = lane * 4 < CUQUANT_DIM;

@@ -98,7 +98,7 @@ struct Values : Codes<> {
     DEVICE void codes(const Tile<Format>& tile, int h, u32 (&a)[4]) const { SharedTable::convert(tile.low[h], a); }
 };
 
-// Those of products.
+// Conversions by the codecs of products.
 #if CUQUANT_COPIES > 0
 struct Pairs : Codebook<FourBits, CUQUANT_COPIES> {
     using Format = FourBits;

@@ -92,8 +92,8 @@ route(const void* logits, int dtype, s64 row_stride, s64 column_stride, s64 toke
         for (int slot = lane; slot < top_k; slot += WARP) probs[token * top_k + slot] /= chosen;
 }
 
-// Of many tokens: the places of an expert's entries, and where they start, by a block an expert. Warps have equal
-// shares of the tokens, one after the other.
+// The places of an expert's entries among many tokens, and where they start, by a block an expert. Warps have equal shares
+// of the tokens, one after the other.
 extern "C" __global__ void __launch_bounds__(GROUP_WARPS* WARP)
 group(const void* ids, int wide, int tokens, int top_k, int experts, int* places, int* starts) {
     __shared__ int below[GROUP_WARPS], equal[GROUP_WARPS];  // entries of lower experts, and of this one
@@ -137,7 +137,7 @@ group(const void* ids, int wide, int tokens, int top_k, int experts, int* places
     }
 }
 
-// Of few tokens: the place of one entry, which every block works out for its own.
+// The place of one entry among few tokens, which every block works out for its own.
 DEVICE int place_of(const Routing& expert_of, int entry) {
     __shared__ int before[MOST_THREADS / WARP];
     const int token = entry / expert_of.top_k, slot = entry % expert_of.top_k, own = expert_of(token, slot);
@@ -298,7 +298,7 @@ hidden(const float* x, int K, u16* out, float* unscale) {
     if (threadIdx.x == 0) unscale[row] = power_of_two(-shift);
 }
 
-// The same of rows in levels (core/levels.cuh), in place, a warp a row.
+// Rows in levels (core/levels.cuh) to float16 rows over powers of two, in place, a warp a row.
 extern "C" __global__ void __launch_bounds__(LEVEL_WARPS* WARP)
 level(u16* x, int K, const u8* levels_of_rows, int rows, float* unscale) {
     enter();
@@ -323,7 +323,7 @@ level(u16* x, int K, const u8* levels_of_rows, int rows, float* unscale) {
     if (lane == 0) unscale[row] = levels::factor_of_byte(highest);
 }
 
-// As load_float, from the L2 cache.
+// A number as `load_float` reads it, from the L2 cache.
 DEVICE float load_fresh(const void* array, s64 index, int dtype) {
     if (dtype == FLOAT32) return __ldcg(static_cast<const float*>(array) + index);
     const u16 bits = __ldcg(static_cast<const u16*>(array) + index);

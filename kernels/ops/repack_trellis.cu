@@ -107,7 +107,7 @@ DEVICE u32* scale_at(u8* scale, u8* group, const Run& run, int tile, int lane) {
     return reinterpret_cast<u32*>(group + record * Format::GROUP_BYTES) + lane / 2;
 }
 
-// Of two rows of a storage tile, k and k + 1, k even: words[e][j] has index (k + e, g + 8 j) in bits BITS * g on.
+// Loads two rows of a storage tile, k and k + 1, k even: words[e][j] has index (k + e, g + 8 j) in bits BITS * g on.
 template <class F>
 DEVICE void load_two(const u8* row, u32 (&words)[2][2]) {
     if constexpr (F::BITS == 2) {

@@ -7,7 +7,7 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int THREADS = 256;
 constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
 
-// As `quantize` in quantize.cu.
+// Quantizes rows as `quantize` in quantize.cu does.
 extern "C" __global__ void __launch_bounds__(THREADS) search(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found) {
     let_successor_start();
