@@ -141,7 +141,7 @@ def test_scales_of_pack_quantized_become_float16() -> None:
         cq.from_pack_quantized(packed, np.array([[1], [1e-8], [1e-8]], ml_dtypes.bfloat16))
     with np.errstate(all="raise"):
         assert not cq.from_pack_quantized(packed[:1], np.zeros((1, 1), F)).dequantize().any()
-        cq.from_pack_quantized(packed, scales * F(1e-3))
+        cq.from_pack_quantized(packed[:2], scales[:2] * F(1e-3))
     with pytest.raises(ValueError, match=r"weight_scale holds 65520\.0, which is beyond float16"):
         cq.from_pack_quantized(packed, np.full((3, 1), 65520, F))
     kept = np.array([[65504], [np.inf], [np.nan]], F)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 from numpy.typing import NDArray
 from test_kvcache import WIDTHS, F, state, tokens, widths
 
@@ -84,6 +84,7 @@ def least_errors(importance: NDArray[np.float64], some: list[int], most: int) ->
     return least
 
 
+@example(16, 1.0, 65)
 @given(st.integers(1, 30), st.floats(0, 1), st.integers(0, 9999))
 def test_the_least_sum_of_errors_for_the_bits_that_are_taken(n: int, share: float, seed: int) -> None:
     """By dynamic programming; at the average itself another may be less, by less than one more step saves."""
@@ -101,7 +102,7 @@ def test_the_least_sum_of_errors_for_the_bits_that_are_taken(n: int, share: floa
     saved, cost = max(
         ((w * (4.0**-b - 4.0**-c), c - b) for b, c, w in steps), key=lambda s: s[0] / s[1], default=(0, 0)
     )
-    assert error - least[most] <= saved * (1 + 1e-9)
+    assert error - least[most] <= saved * (1 + 1e-9) + error * 1e-12  # both sums are rounded
     assert not steps or total > most - cost
 
 
