@@ -137,6 +137,26 @@ def own_stream() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [write(folder / f"{name}.gguf", Spec(seed=seed)) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Models that are evaluated, as it happens."""
+    seen: list[Path] = []
+    real = cq.evaluate
+
+    def counted(model: Path, **options: Any) -> cq.Evaluation:
+        seen.append(model)
+        return real(model, **options)
+
+    monkeypatch.setattr("cuquant.eval.files.evaluate", counted)
+    return seen
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
 

@@ -85,6 +85,7 @@ from .common import (
     flag as flag,
     float_dtype as float_dtype,
     floats as floats,
+    is_many as is_many,
     is_quantized as is_quantized,
     is_transposed as is_transposed,
     may_take_memory as may_take_memory,

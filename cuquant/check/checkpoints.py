@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .common import FLOATS, array, on_cpu, one_of, typed
+from .common import FLOATS, array, is_many, on_cpu, one_of, typed
 from .formats import group_of, group_size
 
 _WITHOUT_ORDER = -1
@@ -82,7 +82,7 @@ def _float16(value: Any, what: str) -> Any:
     if lost.any():
         raise ValueError(f"{what} holds {given[lost][0]}, which is beyond float16 (65504)")
     small = (rounded == 0) & (given != 0)
-    if small.sum() > 0.01 * small.size:
+    if is_many(int(small.sum()), small.size):
         raise ValueError(
             f"{small.mean():.0%} of {what}, as {given[small][0]}, are below 3e-8 and would be 0 in float16"
         )

@@ -412,3 +412,9 @@ def count(
     if not least <= number <= most:
         raise ValueError(f"{what} is {number}; allowed are {least} to {most}")
     return number
+
+
+def is_many(lost: int, size: int) -> bool:
+    """Whether so many of a tensor's numbers are lost that it has to be said, as single groups that are nearly
+    0 have not: more than a hundredth."""
+    return lost > 0.01 * size

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
-from ..ops.quantize import is_many
 from ..render import counted
 from . import safetensors
 from .convert import FLOAT_TYPES, copied, is_weight_matrix
@@ -171,9 +170,9 @@ def _made(model: Model, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         return made
     least, room = _COARSE[dtype]
     small = np.abs(made) < least
-    if is_many(int(small.sum()), made.size):  # the tensor's own zeros, perhaps
+    if check.is_many(int(small.sum()), made.size):  # the tensor's own zeros, perhaps
         lost = int((made[small] != model.floats(name)[small]).sum())
-        if is_many(lost, made.size):
+        if check.is_many(lost, made.size):
             warnings.warn(
                 f"tensor {name!r}: about {lost / made.size:.0%} of the weights are too small for {dtype}, "
                 f"and become 0 or far from what they were: {room} room",

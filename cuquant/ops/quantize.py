@@ -93,7 +93,7 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
 
 
 def _warn_of(lost: int, size: int, fmt: Format) -> None:
-    if is_many(lost, size):
+    if check.is_many(lost, size):
         name = tensor_name.get()
         tensor = "" if name is None else f"tensor {name!r}: "
         advice = fmt.beyond or "mxfp4 and trellis formats take weights of any size"
@@ -102,12 +102,6 @@ def _warn_of(lost: int, size: int, fmt: Format) -> None:
             f"as 0 or with larger errors than usual: {advice}",
             stacklevel=4,  # of who called `quantize`, which `shown` wraps
         )
-
-
-def is_many(lost: int, size: int) -> bool:
-    """Whether so many of a tensor's weights are a reason to warn, as single groups that are nearly 0 are not:
-    more than a hundredth."""
-    return lost > 0.01 * size
 
 
 @shown
