@@ -33,10 +33,10 @@ GUIDES = {
     "formats/README.md": "Formats",
     "adding-a-format.md": "Adding a format",
     "performance.md": "Performance",
-    "tuning.md": "Tuning",
+    "tuning/README.md": "Tuning",
     "troubleshooting.md": "Troubleshooting",
 }
-"""In the order of the menu; the pages of format families are reached from theirs."""
+"""In the order of the menu; the pages of format families, and of what was tuned, are reached from theirs."""
 TOPICS = {
     "Arrays": "QuantizedArray quantize from_blocks config gpu_problem",
     "Products": "matmul linear Experts moe route warmup KernelError",
