@@ -86,9 +86,9 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
     factors = half and row_factors(fmt)
     constants = {"THREADS": threads, "ROW_FACTORS": int(factors)}
     row = run * TILE_COLUMNS // fmt.block_size * fmt.block_bytes
+    longer = max(n for n in (1, 2, 4) if n == 1 or n * row < _RUN_BYTES)
+    run, row = run * longer, row * longer
     if to_fragments:
-        longer = max(n for n in (1, 2, 4) if n == 1 or n * row < _RUN_BYTES)
-        run, row = run * longer, row * longer
         image = TILE_ROWS * (ceil(row / 16) + 1 | 1) * 16 + 16
         shared, most = 2 * image, shared_limit(gpu.capability)
         resident = _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT

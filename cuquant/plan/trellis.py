@@ -9,10 +9,10 @@ from ..formats import Format
 from .launch import MOST_BLOCKS, STRIDING_BLOCKS, Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
 
-_WARPS, _RUN = 8, 4
+_WARPS, _RUN = 8, 8
 """Row tiles of a block of threads that repacks, and its tiles along K."""
-_COLUMNS = 1024
-"""Columns of a block that dequantizes."""
+_DEQUANTIZED = 32, 512
+"""Rows and columns of a block that dequantizes."""
 _QUANTIZE_THREADS = 128
 _ROWS = _QUANTIZE_THREADS // 8
 """Rows of a block that quantizes: eight threads have a group."""
@@ -55,9 +55,11 @@ def take_rows(fmt: Format, rows: int, k: int) -> Plan:
 
 @lru_cache(maxsize=1024)
 def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
-    """Dequantize 16 rows and 1024 columns a block."""
-    blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / _COLUMNS)
-    return _plan("dequantize", "dequantize", fmt, blocks)
+    """Dequantize 32 rows and 512 columns a block."""
+    rows, columns = _DEQUANTIZED
+    bands = matrices * ceil(n / rows)
+    grid = (ceil(k / columns), min(bands, MOST_BLOCKS), ceil(bands / MOST_BLOCKS))
+    return Plan(_kernel("dequantize", "dequantize", fmt), grid, 256)
 
 
 @lru_cache(maxsize=1024)

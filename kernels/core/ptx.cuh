@@ -19,6 +19,13 @@ DEVICE u32 and_xor(u32 a, u32 mask, u32 bits) {
     return r;
 }
 
+// a where `mask` has bits, else b: the compiler would take two LOP3 where some of the bits are not used.
+DEVICE u32 chosen(u32 a, u32 b, u32 mask) {
+    u32 r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+    return r;
+}
+
 // What does not change, asked for here and not where it is used.
 DEVICE u32 load_now(const void* p) {
     u32 bits;

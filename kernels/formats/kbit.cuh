@@ -69,16 +69,15 @@ struct KbitBlock : Ungrouped {
         u32 planes[BITS];
         load_words(block, planes);
         if constexpr (BITS == 2) {
-            u32 pairs[2];
-            exchange_planes(planes, i, pairs);
-            Pairs<KbitBlock>::put_both(share, pairs);
+            planes_to_pairs(planes, i);
+            Pairs<KbitBlock>::put_both(share, planes);
         } else {
             u32 four[4] = {}, last = 0;
             if constexpr (SIGNED) planes[4] = ~planes[4];  // set: negative
 #pragma unroll
             for (int p = 0; p < BITS && p < 4; p++) four[p] = SIGNED ? planes[p] ^ planes[BITS - 1] : planes[p];
-            exchange_planes(four, i);
-            if constexpr (BITS == 5) last = exchange_plane(planes[4], i);
+            planes_to_pairs(four, i);
+            if constexpr (BITS == 5) last = plane_to_pairs(planes[4], i);
             if constexpr (SIGNED) {
 #pragma unroll
                 for (int k = 0; k < 4; k++) share.low[k % 2 * 2 + k / 2] = four[k];
@@ -93,35 +92,32 @@ struct KbitBlock : Ungrouped {
     // ... and back.
     static DEVICE void scatter(const LaneShare<KbitBlock>& share, u8* row, u8* row8, int lane) {
         const int i = lane % 4;
-        u32 planes[4 * BITS];  // of the blocks of both rows, this lane's bits
-#pragma unroll
-        for (int part = 0; part < 4; part++) {
-            const int j = part / 2, b = part % 2;
-            u32 pairs, fifths, flips = 0;
+        u32 planes[BITS];
+        if constexpr (BITS == 2) {
+            Pairs<KbitBlock>::get_both(share, planes);
+            pairs_to_planes(planes, i);
+        } else {
+            u32 four[4], last = 0;
             if constexpr (SIGNED) {
-                pairs = share.low[2 * b + j];
 #pragma unroll
-                for (int m = 0; m < 4; m++) {
-                    const u32 signs = share.high[0] << (8 * b + 4 * j + m);
-                    flips |= ((signs >> 15 & 1) | (signs >> 30 & 2)) << 8 * m;
-                }
-                fifths = flips ^ 0x03030303;
+                for (int k = 0; k < 4; k++) four[k] = share.low[k % 2 * 2 + k / 2];
+                last = plane_of(share.high[0]);
             } else {
-                pairs = Pairs<KbitBlock>::get(share, b, j, fifths);
+                Pairs<KbitBlock>::get_all(share, four, last);
             }
+            pairs_to_planes(four, i);
+            if constexpr (BITS == 5) planes[4] = pairs_to_plane(last, i);
 #pragma unroll
-            for (int p = 0; p < BITS; p++) {
-                const u32 two = p == 4 ? fifths : (pairs >> 2 * p & 0x03030303) ^ flips;
-                planes[part * BITS + p] = two << 2 * i;
-            }
+            for (int p = 0; p < BITS && p < 4; p++) planes[p] = SIGNED ? four[p] ^ planes[BITS - 1] : four[p];
+            if constexpr (SIGNED) planes[4] = ~planes[4];
         }
-        auto block_of = [&](int part) { return (part < 2 ? row : row8) + part % 2 * BLOCK_BYTES; };
+        u8* const block = (i < 2 ? row : row8) + i % 2 * BLOCK_BYTES;
 #pragma unroll
-        for (int four = 0; four < BITS; four++) {  // planes next to each other: in different banks
-            const int own = four * 4 + i;
-            store_plane(block_of(own / BITS), own % BITS, own_of_row(planes + four * 4, i));
+        for (int p = 0; p < BITS; p++) {  // rows g and g + 8 begin in the same bank: one has its next plane at a time
+            const int next = (p + 1) % BITS;
+            store_plane(block, i < 2 ? p : next, i < 2 ? planes[p] : planes[next]);
         }
-        store_scale_bits(block_of(i), share.scale);
+        store_scale_bits(block, share.scale);
     }
 
 private:
@@ -131,4 +127,6 @@ private:
         const u32 bits = __brev(with_last_first(plane));
         return __funnelshift_l(bits, bits, 16);
     }
+
+    static DEVICE u32 plane_of(u32 signs) { return with_first_last(__brev(__funnelshift_l(signs, signs, 16))); }
 };

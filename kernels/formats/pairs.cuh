@@ -29,7 +29,8 @@ struct Pairs {
         }
     }
 
-    // Puts all pairs, of 2 bits: byte m of word b has pair 8 b + m in its lower half and pair 8 b + 4 + m in the upper one.
+    // Puts all pairs, of 2 bits: byte m of word b has pair 8 b + m in its lower half and pair 8 b + 4 + m in the upper one. And
+    // takes them back.
     static DEVICE void put_both(LaneShare<F>& share, const u32 (&pairs)[2]) {
         if constexpr (F::CODING == MASKED_CODEBOOK) {
             // Bits 4 j + 2 s + e of byte 2 b + t, of pair 8 b + 4 j + 2 + t: where s is 1 signs, else the others.
@@ -42,20 +43,49 @@ struct Pairs {
         }
     }
 
+    static DEVICE void get_both(const LaneShare<F>& share, u32 (&pairs)[2]) {
+        if constexpr (F::CODING == MASKED_CODEBOOK) {
+            const u32 bits = chosen(share.low[1], __funnelshift_l(share.low[1], share.low[1], 4), 0xaaaaaaaa);
+            const u32 flipped = ~with_first_last(bits), codes = flipped ^ (flipped >> 2 & 0x33333333);
+            pairs[0] = permute(share.low[0], codes, 0x5410), pairs[1] = permute(share.low[0], codes, 0x7632);
+        } else {
+            pairs[0] = share.low[0], pairs[1] = share.low[1];
+        }
+    }
+
     // Puts all pairs, of more bits: byte m of word 2 j + b has pair 8 b + 4 j + m, of 5 bits without the fifth ones, which
-    // are bits 2 m and 2 m + 1 of byte 2 j + b of `fifths`.
+    // are bits 2 m and 2 m + 1 of byte 2 j + b of `fifths`; of 3 bits with any others above them.
     static DEVICE void put_all(LaneShare<F>& share, const u32 (&pairs)[4], u32 fifths = 0) {
         if constexpr (F::BITS == 3) {
             u32 steps[4];  // of step h bytes 2 (m % 2) + j (place_of)
 #pragma unroll
             for (int h = 0; h < 4; h++) steps[h] = permute(pairs[h / 2], pairs[2 + h / 2], h % 2 ? 0x7362 : 0x5140);
 #pragma unroll
-            for (int w = 0; w < WORDS; w++) word_of(share, w) = and_or(steps[3] << (6 - 2 * w), 0xc0c0c0c0, steps[w]);
+            for (int w = 0; w < WORDS; w++) word_of(share, w) = chosen(steps[w], steps[3] << (6 - 2 * w), 0x3f3f3f3f);
         } else {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const u32 eight = fifths >> 8 * k, four = (eight & 0x0f) | (eight & 0xf0) << 12;
                 put(share, k % 2, k / 2, pairs[k], (four & 0x00030003) | (four & 0x000c000c) << 6);
+            }
+        }
+    }
+
+    // The inverse of `put_all`; of 3 bits with others above them.
+    static DEVICE void get_all(const LaneShare<F>& share, u32 (&pairs)[4], u32& fifths) {
+        fifths = 0;
+        if constexpr (F::BITS == 3) {
+            u32 steps[4] = {share.low[0], share.low[1], share.high[0], 0};
+            steps[3] = chosen(steps[0] >> 6, chosen(steps[1] >> 4, steps[2] >> 2, 0x0f0f0f0f), 0x03030303);
+#pragma unroll
+            for (int k = 0; k < 4; k++) pairs[k] = permute(steps[k % 2 * 2], steps[k % 2 * 2 + 1], k < 2 ? 0x6420 : 0x7531);
+        } else {
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                u32 four;
+                pairs[k] = get(share, k % 2, k / 2, four);
+                four |= four >> 6;
+                fifths |= ((four & 0x0f) | (four >> 12 & 0xf0)) << 8 * k;
             }
         }
     }

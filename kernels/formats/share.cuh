@@ -45,17 +45,21 @@ DEVICE u32 swapped(u32 word, int by, u32 mask) {
 // Bits to other places. In the number of a bit, from the highest one on, the swaps do
 //
 //     v w x y z  ->  z w x y v  ->  z w v y x  ->  z w v x y
+//
+// and back.
 DEVICE u32 with_last_first(u32 bits) {
     return swapped(swapped(swapped(bits, 15, 0x0000aaaa), 3, 0x0a0a0a0a), 1, 0x22222222);
 }
 
-// a where `mask` has bits, else b.
-DEVICE u32 chosen(u32 a, u32 b, u32 mask) { return (a & mask) | (b & ~mask); }
+
+DEVICE u32 with_first_last(u32 bits) {
+    return swapped(swapped(swapped(bits, 1, 0x22222222), 3, 0x0a0a0a0a), 15, 0x0000aaaa);
+}
 
 // What a has beside `mask`, and b `by` bits lower in it, changed for each other.
 DEVICE void cross(u32& a, u32& b, int by, u32 mask) {
-    const u32 first = chosen(a, b << by, mask);
-    b = chosen(a >> by, b, mask), a = first;
+    const u32 first = (a & mask) | (b << by & ~mask);
+    b = (a >> by & mask) | (b & ~mask), a = first;
 }
 
 // Words from any address of shared memory; up to four bytes behind them are read.
@@ -67,17 +71,27 @@ DEVICE void load_words(const u8* p, u32 (&words)[COUNT]) {
     for (int w = 0; w < COUNT; w++) words[w] = __funnelshift_r(from[w], from[w + 1], shift);
 }
 
+// A word of a and one of b, of lanes that differ in `bit` of their numbers alone, changed for each other: b of the lane
+// without it for a of the lane with it.
+DEVICE void exchange_across(u32& a, u32& b, int bit, bool has_bit) {
+    const u32 theirs = __shfl_xor_sync(~0u, has_bit ? a : b, bit);
+    (has_bit ? a : b) = theirs;
+}
+
+// Bits of two lanes' words that differ in `bit` of their numbers alone, changed for each other: those beside `mask` of the lane
+// without it for those of the lane with it that are `by` lower.
+DEVICE u32 exchange_fields(u32 word, int bit, bool has_bit, int by, u32 mask) {
+    const u32 theirs = __shfl_xor_sync(~0u, word, bit);
+    return chosen(word, __funnelshift_l(theirs, theirs, has_bit ? 32 - by : by), has_bit ? ~mask : mask);
+}
+
 // Each of the four lanes (i) that share a row has a word for each of them: word k becomes what lane k has for lane i.
 DEVICE void exchange(u32 (&words)[4], int i) {
 #pragma unroll
     for (int step = 2; step; step /= 2)
 #pragma unroll
         for (int w = 0; w < 4; w++)
-            if (!(w & step)) {
-                u32 &low = words[w], &high = words[w | step];
-                const u32 theirs = __shfl_xor_sync(~0u, i & step ? low : high, step);
-                (i & step ? low : high) = theirs;
-            }
+            if (!(w & step)) exchange_across(words[w], words[w | step], step, i & step);
 }
 
 // Byte i of word m to byte m of word i.
@@ -90,33 +104,45 @@ DEVICE void turn_bytes(u32 (&words)[4]) {
 }
 
 // Each of the four lanes has four bit planes of a block of 32 columns (words p), and wants of all four blocks the columns
-// 8 m + 2 i and the next ones: bits 2 p and 2 p + 1 of byte m of word k are those of lane k's block.
-DEVICE void exchange_planes(u32 (&words)[4], int i) {
+// 8 m + 2 i and the next ones: bits 2 p and 2 p + 1 of byte m of word k are those of lane k's block. And back.
+DEVICE void planes_to_pairs(u32 (&words)[4], int i) {
     cross(words[0], words[2], 4, 0x0f0f0f0f), cross(words[1], words[3], 4, 0x0f0f0f0f);
     cross(words[0], words[1], 2, 0x33333333), cross(words[2], words[3], 2, 0x33333333);
     exchange(words, i);
 }
 
-// Exchanges two planes among the four lanes of a row: word b has, for j = 0, 1 in the lower and upper halves of byte m,
-// what is of lane 2 j + b.
-DEVICE void exchange_planes(const u32 (&planes)[2], int i, u32 (&words)[2]) {
-    u32 even = planes[0], odd = planes[1];  // of lanes i
-    cross(even, odd, 2, 0x33333333);
-    const u32 own = i < 2 ? 0x0f0f0f0f : 0xf0f0f0f0;
-    auto halves_of = [&](u32 word) {
-        const u32 theirs = __shfl_xor_sync(~0u, word, 2);
-        return chosen(word, __funnelshift_l(theirs, theirs, i < 2 ? 4 : 28), own);
-    };
-    even = halves_of(even), odd = halves_of(odd);
-    const u32 theirs = __shfl_xor_sync(~0u, i % 2 ? even : odd, 1);
-    words[0] = i % 2 ? theirs : even, words[1] = i % 2 ? odd : theirs;
+DEVICE void pairs_to_planes(u32 (&words)[4], int i) {
+    exchange(words, i);
+    cross(words[0], words[1], 2, 0x33333333), cross(words[2], words[3], 2, 0x33333333);
+    cross(words[0], words[2], 4, 0x0f0f0f0f), cross(words[1], words[3], 4, 0x0f0f0f0f);
 }
 
-// Exchanges one plane among the four lanes of a row: bits 2 m and 2 m + 1 of byte k.
-DEVICE u32 exchange_plane(u32 plane, int i) {
+// The same of two planes: word b has, for j = 0, 1 in the lower and upper halves of byte m, what is of lane 2 j + b's block.
+DEVICE u32 exchange_nibbles(u32 word, int i) { return exchange_fields(word, 2, i & 2, 4, 0x0f0f0f0f); }
+
+DEVICE void planes_to_pairs(u32 (&words)[2], int i) {
+    cross(words[0], words[1], 2, 0x33333333);
+    words[0] = exchange_nibbles(words[0], i), words[1] = exchange_nibbles(words[1], i);
+    exchange_across(words[0], words[1], 1, i % 2);
+}
+
+DEVICE void pairs_to_planes(u32 (&words)[2], int i) {
+    exchange_across(words[0], words[1], 1, i % 2);
+    words[0] = exchange_nibbles(words[0], i), words[1] = exchange_nibbles(words[1], i);
+    cross(words[0], words[1], 2, 0x33333333);
+}
+
+// And of one plane: bits 2 m and 2 m + 1 of byte k.
+DEVICE u32 plane_to_pairs(u32 plane, int i) {
     plane = swapped(swapped(plane, 12, 0x0000f0f0), 6, 0x00cc00cc);  // byte i, bits 2 m and 2 m + 1
     plane = permute(plane, __shfl_xor_sync(~0u, plane, 2), i < 2 ? 0x5410 : 0x3276);
     return permute(plane, __shfl_xor_sync(~0u, plane, 1), i % 2 ? 0x3715 : 0x6240);
+}
+
+DEVICE u32 pairs_to_plane(u32 pairs, int i) {
+    pairs = permute(pairs, __shfl_xor_sync(~0u, pairs, 1), i % 2 ? 0x3715 : 0x6240);
+    pairs = permute(pairs, __shfl_xor_sync(~0u, pairs, 2), i < 2 ? 0x5410 : 0x3276);
+    return swapped(swapped(pairs, 6, 0x00cc00cc), 12, 0x0000f0f0);
 }
 
 // Codes of a few bits, at bit `shift` of each of eight bytes, by themselves.

@@ -5,10 +5,11 @@
 // in the fragment layout tiles of other columns: the warps of a block have eight row tiles and go along K for a run.
 #include "../core/ptx.cuh"
 #include CUQUANT_FORMAT
+#include "../formats/trellis_tile.cuh"
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
 
-constexpr int THREADS = 256, WARPS = THREADS / WARP, RUN = 4;
+constexpr int THREADS = 256, WARPS = THREADS / WARP, RUN = 8;
 
 // s * 2^e, in two steps: either factor is a normal number for |e| up to 252.
 DEVICE float scaled(float s, int e) {
@@ -78,147 +79,160 @@ sign_bits(const u8* storage, s64 matrices, int N, int K, u16* bits, int pitch, u
 struct Run {
     s64 matrix, tile, record;  // numbers of the first tile in the fragment layout, and of its record in the group plane
     int row_tile, begin, end;
+    bool whole;  // RUN tiles, of which all is in the matrix
 };
 
-DEVICE bool run_of(s64 index, s64 matrices, const Record<Format>& record, Run& run) {
+// No matrices that a GPU holds have 2^32 runs of eight row tiles.
+DEVICE bool run_of(u32 index, s64 matrices, const Record<Format>& record, Run& run) {
     const u32 tiles = (record.K + 63) / 64, runs = (tiles + RUN - 1) / RUN;
-    const u32 bands = (record.tiles_n() + WARPS - 1) / WARPS;
-    if (index >= matrices * bands * runs) return false;
-    const s64 band = index / runs;
-    run.matrix = band / bands;
-    run.row_tile = int(band % bands) * WARPS + threadIdx.x / WARP;
-    run.begin = int(index % runs) * RUN, run.end = min(run.begin + RUN, int(tiles));
+    const u32 bands = (record.tiles_n() + WARPS - 1) / WARPS, band = index / runs, matrix = band / bands;
+    if (matrix >= matrices) return false;
+    run.matrix = matrix;
+    run.row_tile = int(band - matrix * bands) * WARPS + threadIdx.x / WARP;
+    run.begin = int(index - band * runs) * RUN, run.end = min(run.begin + RUN, int(tiles));
     const s64 row = run.matrix * record.tiles_n() + run.row_tile;
     run.tile = row * tiles + run.begin;
     run.record = row * groups_of<Format>(tiles) + run.begin / Format::GROUP_TILES;
+    run.whole = (run.begin + RUN) * 64 <= record.K && (run.row_tile + 1) * 16 <= record.N;
     if (run.row_tile >= record.tiles_n()) run.end = run.begin;
     return true;
 }
 
 static_assert(RUN % Format::GROUP_TILES == 0, "runs begin with a group");
 
-// A lane's scale of tile `tile` in the fragment layout, that of row g + 8 j and block b (lane = 4 g + 2 j + b), or null
-// if it has none: of larger groups those of the first block stand for all.
-DEVICE u32* scale_at(u8* scale, u8* group, const Run& run, int tile, int lane) {
-    if constexpr (Format::GROUP_BYTES == 0)
-        return reinterpret_cast<u32*>(scale + (run.tile + tile - run.begin) * Format::SCALE_BYTES) + lane;
-    if (lane % 2 || tile % Format::GROUP_TILES) return nullptr;
-    const s64 record = run.record + (tile - run.begin) / Format::GROUP_TILES;
-    return reinterpret_cast<u32*>(group + record * Format::GROUP_BYTES) + lane / 2;
+// What a lane moves of a run: of each tile two rows of a storage tile (formats/trellis_tile.cuh), and a scale, of row g + 8 j
+// of the row tile and of block b (lane = 4 g + 2 j + b); of larger groups those of the first block stand for all.
+struct Own {
+    using F = Format;
+    using Turn = TrellisTile<F>;
+
+    const Run& run;
+    const Record<F>& record;
+    const int lane, k, n;
+    s64 rows_at, scales_at;  // in the record, of the run's first tile
+    u32 sign;                // of the row
+
+    DEVICE Own(const Run& run, const Record<F>& record, const u8* matrix)
+        : run(run), record(record), lane(threadIdx.x % WARP), k(Turn::k_of(lane)),
+          n(run.row_tile * 16 + lane / 4 + lane / 2 % 2 * 8) {
+        rows_at = record.tile_at(run.begin * 4 + k / 16, run.row_tile) + k % 16 * F::ROW_BYTES;
+        scales_at = record.scales_at() + (s64(group(0)) * record.N + n) * 4;
+        sign = n < record.N && matrix[record.sv_at() + n] != 1 ? 1u << 31 : 0;
+    }
+
+    // Of tile t of the run.
+    DEVICE int group(int t) const { return ((run.begin + t) * 2 + lane % 2) * 32 / F::GROUP; }
+    DEVICE s64 row_of(int t) const { return rows_at + t * (s64(record.tiles_n()) * F::TILE_BYTES * 4); }
+    DEVICE s64 scale_of(int t) const {
+        const int groups = F::GROUP == 32 ? 2 * t : t / F::GROUP_TILES;
+        return scales_at + s64(groups) * record.N * 4;
+    }
+    DEVICE bool has_rows(int t) const { return (run.begin + t) * 4 + k / 16 < record.tiles_k(); }
+
+    // Whether a scale is this lane's in the fragment layout, and whether there is one in storage.
+    DEVICE bool has_place(int t) const { return F::GROUP_BYTES == 0 || (lane % 2 == 0 && t % F::GROUP_TILES == 0); }
+    DEVICE bool has_scale(int t) const { return n < record.N && group(t) < record.groups(); }
+
+    DEVICE u32* place(u8* scale, u8* group, int t) const {
+        if constexpr (F::GROUP_BYTES == 0) return reinterpret_cast<u32*>(scale + (run.tile + t) * F::SCALE_BYTES) + lane;
+        return reinterpret_cast<u32*>(group + (run.record + t / F::GROUP_TILES) * F::GROUP_BYTES) + lane / 2;
+    }
+};
+
+// The planes of the fragment layout, and the power of two that scales are multiplied by there.
+struct Made {
+    u8 *low, *high, *scale, *group;
+    int lift;
+};
+
+// TILES tiles of a run, from tile `first` on. All of a run is in the matrix, a single tile may be in part: without a test for
+// each all are worked on at once.
+template <int TILES>
+DEVICE void tiles_to_fragments(const Own& own, int first, const u8* from, const Made& to) {
+    using F = Format;
+    constexpr bool WHOLE = TILES == RUN;
+    u32 words[TILES][TrellisTile<F>::WORDS] = {};
+    float scales[TILES] = {};
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int t = first + i;
+        if (WHOLE || own.has_rows(t)) TrellisTile<F>::load(from + own.row_of(t), words[i]);
+        if (own.has_place(t) && (WHOLE || own.has_scale(t)))
+            scales[i] = *reinterpret_cast<const float*>(from + own.scale_of(t));
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int t = first + i;
+        const s64 tile = own.run.tile + t;
+        LaneShare<F> share = {};
+        TrellisTile<F>::to_share(words[i], share, own.lane);
+        store_low(to.low + tile * F::LOW_BYTES, share, own.lane);
+        if constexpr (F::HIGH_BYTES > 0) reinterpret_cast<u32*>(to.high + tile * F::HIGH_BYTES)[own.lane] = share.high[0];
+        if (!own.has_place(t)) continue;
+        const u32 bits = __float_as_int(scaled(scales[i], to.lift)) ^ own.sign;
+        *own.place(to.scale, to.group, t) = WHOLE || own.has_scale(t) ? bits : 0;
+    }
 }
 
-// Loads two rows of a storage tile, k and k + 1, k even: words[e][j] has index (k + e, g + 8 j) in bits BITS * g on.
-template <class F>
-DEVICE void load_two(const u8* row, u32 (&words)[2][2]) {
-    if constexpr (F::BITS == 2) {
-        const uint2 v = *reinterpret_cast<const uint2*>(row);
-        words[0][0] = v.x, words[0][1] = v.x >> 16, words[1][0] = v.y, words[1][1] = v.y >> 16;
-    } else if constexpr (F::BITS == 4) {
-        const uint4 v = *reinterpret_cast<const uint4*>(row);
-        words[0][0] = v.x, words[0][1] = v.y, words[1][0] = v.z, words[1][1] = v.w;
-    } else {
-        u32 v[3];
+template <int TILES>
+DEVICE void tiles_from_fragments(const Own& own, int first, const Made& from, u8* to) {
+    using F = Format;
+    constexpr bool WHOLE = TILES == RUN;
+    LaneShare<F> shares[TILES] = {};
 #pragma unroll
-        for (int w = 0; w < 3; w++) v[w] = reinterpret_cast<const u32*>(row)[w];
-        words[0][0] = v[0], words[0][1] = __funnelshift_r(v[0], v[1], 24);
-        words[1][0] = __funnelshift_r(v[1], v[2], 16), words[1][1] = v[2] >> 8;
+    for (int i = 0; i < TILES; i++) {
+        const int t = first + i;
+        const s64 tile = own.run.tile + t;
+        load_low(shares[i], from.low + tile * F::LOW_BYTES, own.lane);
+        if constexpr (F::HIGH_BYTES > 0)
+            shares[i].high[0] = reinterpret_cast<const u32*>(from.high + tile * F::HIGH_BYTES)[own.lane];
+        if (own.has_place(t)) shares[i].scale = *own.place(from.scale, from.group, t);
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        const int t = first + i;
+        u32 words[TrellisTile<F>::WORDS];
+        TrellisTile<F>::from_share(shares[i], words, own.lane);
+        if (WHOLE || own.has_rows(t)) TrellisTile<F>::store(to + own.row_of(t), words);
+        if (own.has_place(t) && (WHOLE || own.has_scale(t)))
+            *reinterpret_cast<float*>(to + own.scale_of(t)) =
+                scaled(__int_as_float(shares[i].scale ^ own.sign), -from.lift);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u8* scale, u8* group,
              int lift) {
-    using F = Format;
-    const Record<F> record = {N, K};
-    const int lane = threadIdx.x % WARP, g = lane / 4, i = lane % 4;
+    const Record<Format> record = {N, K};
+    const Made to = {low, high, scale, group, lift};
     Run run;
-    for (s64 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
+    for (u32 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
         const u8* const from = storage + run.matrix * record.bytes();
-        const float* const scales = reinterpret_cast<const float*>(from + record.scales_at());
-        // The scale that is this lane's to write: row g + 8 j, block b for lane 4 g + 2 j + b.
-        const int n = run.row_tile * 16 + g + i / 2 * 8;
-        const bool negative = n < N && from[record.sv_at() + n] != 1;
-        for (int tile = run.begin; tile < run.end; tile++) {
-            const s64 at = run.tile + tile - run.begin;
-            LaneShare<F> share = {};
-            u32 codes[2][2][2] = {};  // [block][rows g, g + 8][element of a pair], byte m
-#pragma unroll
-            for (int part = 0; part < 8; part++) {  // m = 2 (h & 1) + t of each block
-                const int h = part / 2, m = h % 2 * 2 + part % 2;
-                if (tile * 4 + h >= record.tiles_k()) continue;
-                u32 words[2][2];
-                load_two<F>(from + record.tile_at(tile * 4 + h, run.row_tile) + (2 * i + part % 2 * 8) * F::ROW_BYTES,
-                            words);
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        codes[h / 2][j][e] |= (words[e][j] >> F::BITS * g & F::MASK) << 8 * m;
-            }
-#pragma unroll
-            for (int b = 0; b < 2; b++)
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    Pairs<F>::put(share, b, j, spread_bits(codes[b][j][0]) | spread_bits(codes[b][j][1]) << 1);
-            store_low(low + at * F::LOW_BYTES, share, lane);
-            if constexpr (F::HIGH_BYTES > 0) reinterpret_cast<u32*>(high + at * F::HIGH_BYTES)[lane] = share.high[0];
-            const int group_of_scale = (tile * 2 + i % 2) * 32 / F::GROUP;
-            u32 bits = 0;
-            if (n < N && group_of_scale < record.groups())
-                bits = __float_as_int(scaled(scales[s64(group_of_scale) * N + n], lift)) ^ (negative ? 1u << 31 : 0);
-            if (u32* const place = scale_at(scale, group, run, tile, lane)) *place = bits;
+        const Own own(run, record, from);
+        if (run.whole) {
+            tiles_to_fragments<RUN>(own, 0, from, to);
+            continue;
         }
+#pragma unroll 1
+        for (int t = 0; t < run.end - run.begin; t++) tiles_to_fragments<1>(own, t, from, to);
     }
 }
 
 // Indices and scales, into records whose signs are there.
 extern "C" __global__ void __launch_bounds__(THREADS)
-from_fragments(u8* storage, s64 matrices, int N, int K, const u8* low, const u8* high, u8* scale, u8* group,
-               int lift) {
-    using F = Format;
-    __shared__ __align__(16) u8 staged[WARPS][64 * 16];  // [k][n], a byte each
-    const Record<F> record = {N, K};
-    const int lane = threadIdx.x % WARP, g = lane / 4, i = lane % 4;
-    u8* const own = staged[threadIdx.x / WARP];
+from_fragments(u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u8* scale, u8* group, int lift) {
+    const Record<Format> record = {N, K};
+    const Made from = {low, high, scale, group, lift};
     Run run;
-    for (s64 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
+    for (u32 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
         u8* const to = storage + run.matrix * record.bytes();
-        float* const scales = reinterpret_cast<float*>(to + record.scales_at());
-        const int n = run.row_tile * 16 + g + i / 2 * 8;
-        const bool negative = n < N && to[record.sv_at() + n] != 1;
-        for (int tile = run.begin; tile < run.end; tile++) {
-            const s64 at = run.tile + tile - run.begin;
-            LaneShare<F> share = {};
-            load_low(share, low + at * F::LOW_BYTES, lane);
-            if constexpr (F::HIGH_BYTES > 0)
-                share.high[0] = reinterpret_cast<const u32*>(high + at * F::HIGH_BYTES)[lane];
-#pragma unroll
-            for (int b = 0; b < 2; b++)
-#pragma unroll
-                for (int j = 0; j < 2; j++) {
-                    u32 unused;
-                    u32 pairs = Pairs<F>::get(share, b, j, unused);
-                    if constexpr (F::BITS == 2) pairs &= 0x0f0f0f0f;
-#pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const u32 codes = gather_bits(pairs >> e);
-#pragma unroll
-                        for (int m = 0; m < 4; m++)
-                            own[(32 * b + 8 * m + 2 * i + e) * 16 + g + 8 * j] = u8(codes >> 8 * m);
-                    }
-                }
-            __syncwarp();
-#pragma unroll
-            for (int k = lane; k < 64; k += WARP)
-                if (tile * 4 + k / 16 < record.tiles_k())
-                    store_row<F>(to + record.tile_at(tile * 4 + k / 16, run.row_tile) + k % 16 * F::ROW_BYTES,
-                                 reinterpret_cast<const uint4*>(own)[k]);
-            __syncwarp();
-            const int group_of_scale = (tile * 2 + i % 2) * 32 / F::GROUP;
-            const u32* const place = scale_at(scale, group, run, tile, lane);
-            if (place && n < N && group_of_scale < record.groups())
-                scales[s64(group_of_scale) * N + n] = scaled(__int_as_float(*place ^ (negative ? 1u << 31 : 0)), -lift);
+        const Own own(run, record, to);
+        if (run.whole) {
+            tiles_from_fragments<RUN>(own, 0, from, to);
+            continue;
         }
+#pragma unroll 1
+        for (int t = 0; t < run.end - run.begin; t++) tiles_from_fragments<1>(own, t, from, to);
     }
 }
 
