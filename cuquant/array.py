@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import check, device
 from .formats import Format, get as get_format
+from .formats.kernels import kernels_of
 from .packed import Packed
 from .render import html_facts, html_shape
 
@@ -150,8 +151,8 @@ class QuantizedArray(Packed):
             A CUDA graph is being captured, and it was not prepared before; or a kernel does not compile
             (`KernelError`).
         """
-        multiplied = self.ndim > 1 and self._format.in_float16 and not self._format.for_activations
-        if self.device == "cuda" and multiplied:
+        matrices = self.device == "cuda" and self.ndim > 1 and not self._format.for_activations
+        if matrices and kernels_of(self._format).in_float16:
             self.fragments()
         return self
 
@@ -309,7 +310,10 @@ class QuantizedArray(Packed):
     def _of_stack(self, number: int) -> QuantizedArray | None:
         """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
         it so."""
-        if self.device != "cuda" or self.ndim != 3 or not (self._format.turned and self._format.in_float16):
+        if self.device != "cuda" or self.ndim != 3:
+            return None
+        kernels = kernels_of(self._format)
+        if not (kernels.turned and kernels.in_float16):
             return None
         from .cuda.exl3 import matrix
 

@@ -13,6 +13,7 @@ import numpy as np
 from .. import check, cpu, device, plan, repeats
 from ..array import QuantizedArray
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from . import activations, buffers, exl3 as cuda_exl3, jit, problem, streams
 from .activations import Operand, Quantization, Rows, Step, addresses
 from .fragments import Fragments, of_matrices, tables
@@ -71,13 +72,14 @@ def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
 
 def _encoder(fmt: Format) -> tuple[Any, ...]:
     """What the kernel that quantizes has to know of the format."""
-    kernel, _ = fmt.encoder
-    if kernel == plan.GROUPS_ENCODER:
+    encoder = kernels_of(fmt).encoder
+    assert encoder is not None
+    if encoder.op == plan.GROUPS_ENCODER:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
-    if kernel == "search":
+    if encoder.op == "search":
         return ()
     thresholds = tables(fmt.for_kernels).thresholds
-    return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
+    return np.uint64(thresholds), np.int32(encoder.divides_by_stored), np.float32(fmt.tensor_scale)
 
 
 def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Quantization | None]:
@@ -105,7 +107,8 @@ def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int,
     """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
     if fmt.whole_matrices:
         return of_matrices(fmt).dequantize(blocks, fmt, shape, dtype)
-    blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_repacking, fmt.tensor_scale
+    blocks = kernels_of(fmt).to_kept(blocks, device.cupy())
+    fmt, scale = fmt.for_kernels, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
     count = out.size // 32
@@ -160,11 +163,12 @@ def product(p: Product, out: Any) -> Ready | None:
         check.may_take_memory("bias is not contiguous, and is copied", "pass one that is")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
-    if not p.w.format.in_float16 or (p.w.format.turned and p.w.size == 0):
+    kernels = kernels_of(p.w.format)
+    if not kernels.in_float16 or (kernels.turned and p.w.size == 0):
         check.may_take_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
-    if p.w.format.turned:
+    if kernels.turned:
         if p.w.ndim == 2:
             return _turned(p, p.w.fragments(), out)
         _turned_stack(p, out)
@@ -282,7 +286,10 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
 def can_quantize(x: Any, w: Any) -> bool:
     """Whether products with a weight quantize such floats themselves, or have a kernel do so that stores no
     blocks."""
-    if not check.is_quantized(w) or not w.format.in_float16 or w.format.turned:
+    if not check.is_quantized(w):
+        return False
+    kernels = kernels_of(w.format)
+    if kernels.turned or not kernels.in_float16:
         return False
     return w.fragments().signs is None and activations.can_quantize(x)
 

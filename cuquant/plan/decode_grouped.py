@@ -61,7 +61,7 @@ def decode_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
         if stages_all_x(own, gemm.chunk, gemm.plan.cluster):
             return us, gemm
     found = made(own)
-    if own.sides == 1 or not fmt.lookup:
+    if own.sides == 1 or not own.kernels.lookup:
         return launch(found[0])
     most = 2 * _TWO_LAUNCHES * made(own._replace(sides=1))[0][0] + _LAUNCH_STEPS / own.steps
     gemms = (launch(each) for each in found if each[0] <= most)

@@ -96,7 +96,7 @@ def _limits(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, in
     else:
         most = (shared_limit(problem.gpu.capability) - table) // (4 * warps * problem.step_bytes)
     # Warps along N read the same columns of x: more of them where it has many rows.
-    least = 2 if warps == 16 and blocks.share > _ONE_WARP and not problem.fmt.lookup else 1
+    least = 2 if warps == 16 and blocks.share > _ONE_WARP and not problem.kernels.lookup else 1
     return least, warps if problem.m > 2 else warps // 2, min(most_rows(problem), max(1, most))
 
 
