@@ -13,8 +13,8 @@ from cuquant import plan
 from cuquant.cuda import problem, sources
 from cuquant.formats import exl3 as exl3_format, trellis_search
 from cuquant.formats.kernels import Coding, Scaling, kernels_of
-from cuquant.kv import codes, plan as kv_plan
-from cuquant.plan import blocks, cores, exl3, moe, trellis, wgmma_timed
+from cuquant.kv import codes
+from cuquant.plan import attention as kv_plan, blocks, cores, exl3, moe, trellis, wgmma_timed
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 

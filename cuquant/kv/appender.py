@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
-from ..plan import Plan
+from ..plan import Plan, caches
 from ..repeats import CallTable, Repeat
-from . import codes, plan
+from . import codes
 from .buckets import Buckets
 from .codes import BITS
 from .tiers import held_of, rooms_of
@@ -255,7 +255,7 @@ def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
     """How such tokens are appended, if they all have this width; others say so in arrays."""
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
     gpu = jit.gpu()
-    launch, lanes = plan.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
+    launch, lanes = caches.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
     groups = (lanes, launch.cluster > 1)
     given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, *groups)
     return Appending(launch, _numbers(k.shape, *given), bits, n)

@@ -14,8 +14,7 @@ import numpy as np
 from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
-from ..plan import MOST_BLOCKS, Gpu, Plan
-from . import plan
+from ..plan import MOST_BLOCKS, Gpu, Plan, attention as plan
 from .appender import Appender
 from .mover import move
 
