@@ -119,12 +119,12 @@ class QuantizedArray(Packed):
     def _is_here(self) -> None:
         """ValueError where it is on another GPU than the current one."""
         if self.device == "cuda":
-            check.same_device(W=self.storage)
+            check.require_one_device(W=self.storage)
 
     def _may_make_blocks(self) -> None:
         """RuntimeError where they would be made for a moment only, and a graph is captured."""
         if self._blocks is None:
-            check.may_take_memory("the storage bytes of a prepared weight are made", "do that before")
+            check.require_memory("the storage bytes of a prepared weight are made", "do that before")
 
     @property
     def storage(self) -> Any:
@@ -161,7 +161,7 @@ class QuantizedArray(Packed):
         if self._fragments is None:
             from .cuda.fragments import to_fragments
 
-            check.same_device(W=self.storage)
+            check.require_one_device(W=self.storage)
             with _preparing:
                 if self._fragments is None:
                     made = to_fragments(self._blocks, self._format, self._shape)
@@ -341,17 +341,17 @@ class QuantizedArray(Packed):
         return self._along(range(len(self))[::-1])
 
     def _along(self, numbers: range) -> Iterator[QuantizedArray]:
-        check.can_iterate(self.shape)
+        check.require_iterable(self.shape)
         self._is_here()
         self._may_make_blocks()
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self._selected(blocks, (i,)) for i in numbers)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise check.immutable(self)
+        raise check.assignment_error(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
-        raise check.no_numbers(self)
+        raise check.numbers_error(self)
 
     def __repr__(self) -> str:
         return (
@@ -371,7 +371,7 @@ class Transposed(Packed):
 
     def __init__(self, base: QuantizedArray) -> None:
         if len(base._shape) < 2:
-            check.can_transpose(base._shape)
+            check.require_transposable(base._shape)
         self._base = base
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -414,7 +414,7 @@ class Transposed(Packed):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise check.no_rows(self)
+        raise check.transpose_index_error(self)
 
     def dequantize(self, dtype: DTypeLike = "float32") -> Any:
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""

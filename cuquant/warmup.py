@@ -125,7 +125,7 @@ def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
     else:
         found = [(w.format, w.shape) for w in check.weights_to_warm_up(source)]
     known = [(fmt, shape) for fmt, shape in found if fmt is not None and _has_kernels(fmt, shape)]
-    check.something_to_warm_up(known, none)
+    check.require_something_to_warm_up(known, none)
     return known, top_k
 
 

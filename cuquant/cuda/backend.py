@@ -98,9 +98,9 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
     """The error of the first row that cannot be quantized, in the words of the NumPy backend."""
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
-        check.to_quantize(row, fmt, first_bad, shape)
+        check.require_quantizable(row, fmt, first_bad, shape)
         with np.errstate(all="ignore"):
-            check.scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
+            check.require_scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
 
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:
@@ -160,12 +160,12 @@ def product(p: Product, out: Any) -> Ready | None:
         _dense(p, out)
         return None
     if p.bias is not None and not p.bias.flags.c_contiguous:  # kernels know no strides of it
-        check.may_take_memory("bias is not contiguous, and is copied", "pass one that is")
+        check.require_memory("bias is not contiguous, and is copied", "pass one that is")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
     kernels = kernels_of(p.w.format)
     if not kernels.in_float16 or (kernels.turned and p.w.size == 0):
-        check.may_take_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
+        check.require_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
     if kernels.turned:
@@ -342,7 +342,7 @@ def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     *own, m, k = x.shape
     if tuple(own) != lead:
         why = "x is one for several matrices, whose columns have signs of their own, and is repeated"
-        check.may_take_memory(why, f"pass x of shape {(*lead, m, k)}")
+        check.require_memory(why, f"pass x of shape {(*lead, m, k)}")
         x = device.cupy().broadcast_to(x, (*lead, m, k))
     return Operand(x, problem.prepared(x.shape, half), None, signs.over(lead), m)
 
@@ -351,7 +351,7 @@ def _as_floats(x: Any) -> Any:
     """Activations, if they are quantized, in float32."""
     if not check.is_quantized(x):
         return x
-    check.may_take_memory("x is quantized, and floats are made of it", "pass floats")
+    check.require_memory("x is quantized, and floats are made of it", "pass floats")
     return dequantize(x.blocks, x.format, check.FLOAT32)
 
 
@@ -399,7 +399,7 @@ _DENSE = "take cupy.matmul, and a weight of floats"
 
 def _dense(p: Product, out: Any) -> None:
     """The product with a plain float weight, by cuBLAS in float32, a slab of its rows at a time."""
-    check.may_take_memory("a product with a plain weight is one of floats in float32", _DENSE)
+    check.require_memory("a product with a plain weight is one of floats in float32", _DENSE)
     cupy = device.cupy()
     x = _as_floats(p.x).astype(np.float32)
     n, k = p.w.shape[-2:]

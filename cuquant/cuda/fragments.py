@@ -151,13 +151,13 @@ class Fragments:
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
-    check.columns(shape[-1], plan.MOST_COLUMNS)
+    check.require_columns(shape[-1], plan.MOST_COLUMNS)
     if fmt.whole_matrices:
         made: Fragments = of_matrices(fmt).to_fragments(blocks, fmt, shape)
         return made
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
-    check.may_prepare(stream)
+    check.require_preparable(stream)
     own, kernels = fmt.for_kernels, kernels_of(fmt)
     blocks = kernels.to_kept(blocks, cupy)
     *lead, n, row_bytes = blocks.shape

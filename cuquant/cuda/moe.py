@@ -142,7 +142,7 @@ def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
     if device.is_cuda(array) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     kind = f"contiguous CuPy array of {dtype}"
-    check.may_take_memory(f"{what} is no {kind}, and is copied", "pass one")
+    check.require_memory(f"{what} is no {kind}, and is copied", "pass one")
     return device.cupy().ascontiguousarray(device.cupy().asarray(array), dtype)
 
 

@@ -237,7 +237,7 @@ class ReadOnly(Format):
     made_by = "it is only read"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
-        raise TypeError(f"{self} is only read")  # check.is_quantized_to says so before
+        raise TypeError(f"{self} is only read")  # check.require_quantized_to says so before
 
 
 class WholeMatrices(Format):
@@ -279,7 +279,7 @@ def register(fmt: Format) -> None:
     TypeError where it lacks what every format has; ValueError where nobody could give its name, or a format
     of another class has it. One that is defined again, as by a notebook's cell, takes its own place.
     """
-    check.can_be_registered(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
+    check.require_registrable(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
     own, other = (_READ_ONLY, _BY_NAME) if fmt.read_only else (_BY_NAME, _READ_ONLY)
     own[fmt.name] = fmt
     other.pop(fmt.name, None)

@@ -164,7 +164,7 @@ class Exl3(WholeMatrices, ReadOnly):
                 targets[i] = sources[homes[0]]
                 continue
             if len(homes):
-                check.same_sides(source.suh[np.unique(homes)], self)
+                check.require_same_sides(source.suh[np.unique(homes)], self)
                 target.suh[i] = source.suh[homes[0]]
             for j, (home, row) in enumerate(zip(homes.tolist(), rows.tolist(), strict=True)):
                 to, of = (slice(first // TILE, first // TILE + tiles) for first in (j * HADAMARD, row))
@@ -178,7 +178,7 @@ class Exl3(WholeMatrices, ReadOnly):
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     """N and K, which must be multiples of 128."""
-    check.hadamard_sides(shape, HADAMARD)
+    check.require_hadamard_sides(shape, HADAMARD)
     return shape[-2], shape[-1]
 
 

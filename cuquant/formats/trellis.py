@@ -196,7 +196,7 @@ class Trellis(WholeMatrices):
             with np.errstate(under="ignore"):
                 groups, h = self._groups(x[part] * parts.su * parts.sv[part, None], moments)
                 codes, scales = nearest(groups, h, self.grid)
-            check.trellis_scales(scales, self)
+            check.require_trellis_scales(scales, self)
             parts.scales[:, part] = scales.reshape(-1, len(parts.scales)).T
             codes = codes.reshape(part.stop - start, -1)[:, :k]
             parts.packed[:, start // TILE : -(-part.stop // TILE)] = _pack(codes, self.bits)
@@ -290,7 +290,7 @@ class Trellis(WholeMatrices):
         if len(ids) == 0:
             new.su[...] = 1
             return
-        check.same_signs(parts.su[np.unique(home)])
+        check.require_same_signs(parts.su[np.unique(home)])
         new.su[...], new.sv[...] = parts.su[home[0]], parts.sv[home, ids]
         new.scales[...] = parts.scales[home, :, ids].T
         step = max(TILE, _SLAB // (TILE * k) // TILE * TILE)  # each row may unpack a tile of its own
@@ -308,7 +308,7 @@ class Trellis(WholeMatrices):
     def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
         assert self.grid is not None
         parts = self.parts(blocks, shape)
-        found = [f"{name} holds {bad}" for name, bad in check.not_signs(su=parts.su, sv=parts.sv)]
+        found = [f"{name} holds {bad}" for name, bad in check.wrong_signs(su=parts.su, sv=parts.sv)]
         found += [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]
         if strict and (beyond := self._beyond(parts.packed, shape)):
             found.append(
