@@ -13,8 +13,6 @@ from .cores import Core, Gemm, Problem, gemm_kernel
 from .launch import WARP, Gpu, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, Layout, layout, whole_lines
 
-MOST_ROWS = 7
-"""Row tiles of a warp, at most."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
 _FOUND = 512
@@ -220,15 +218,6 @@ def sized(problem: DecodeProblem, table: int, cluster: int, two: bool, long: boo
         ring = min(ring, max(room - x_bytes, room // 2))
     warps = 16 if problem.groups == 1 and not two and capability >= 80 else 8
     return Blocks(cluster, two, warps, room, ring)
-
-
-def most_rows(problem: DecodeProblem) -> int:
-    """Row tiles of a warp for which there are registers everywhere."""
-    kernels = problem.kernels
-    words = kernels.lookup and (kernels.has_minimum or problem.fmt.whole_matrices)
-    if words and problem.gpu.capability >= 100:
-        return 3  # two words of scales a block, or signs of x, and more registers taken by the same code
-    return 4 if problem.groups == 1 or kernels.has_minimum else 7
 
 
 def tiles_within(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:

@@ -19,19 +19,18 @@ from ..formats import Format
 from ..formats.kernels import Coding, kernels_of
 from .cores import Gemm, Problem, looked_up, table_of
 from .decode_core import (
-    MOST_ROWS,
     Blocks,
     DecodeProblem,
     Hits,
     Room,
     has_roomy_tables,
-    most_rows,
     planned,
     room_of,
     sized,
     stages_all_x,
     tiles_within,
 )
+from .decode_registers import MOST_ROWS, has_registers
 from .launch import WARP, places_of
 
 _START_US = (2.11, 1.4)
@@ -82,10 +81,6 @@ _LEAST_STEPS = 16
 _FOUR_STEPS, _FOUR_TILES = 64, 2
 """Steps of 64 columns that a cluster of four blocks must have together; and row tiles of a multiprocessor up
 to which there are such."""
-_CLUSTERED_ROWS = 3
-"""Row tiles of small blocks in clusters, at most, but for grouped products."""
-_TALL_ROWS = 4
-"""Row tiles from which on 8 warps may have all of a multiprocessor."""
 
 
 class DecodeWay(NamedTuple):
@@ -161,7 +156,7 @@ def ways(problem: DecodeProblem, hits: Hits | None = None) -> Iterator[DecodeWay
             for blocks in (usual,) if two or problem.groups == 2 or cluster == 4 else (usual, tall):
                 most = blocks.warps if problem.m > 2 else blocks.warps // 2
                 for tile in tiles_within(problem.sides, most, MOST_ROWS):
-                    if not _has_registers(problem, blocks, tile):
+                    if not has_registers(problem, blocks, tile):
                         continue
                     if not _run_together(problem, blocks, tile, numbers):
                         continue
@@ -202,50 +197,6 @@ def _run_together(
 def _places(problem: DecodeProblem, blocks: Blocks) -> int:
     """Blocks that run at once, one on a multiprocessor."""
     return max(1, places_of(problem.gpu, blocks.cluster)) * blocks.cluster
-
-
-def _has_registers(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> bool:
-    """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
-    row_warps, rows = tile
-    fewer = 1 + problem.fmt.whole_matrices if problem.grouped and blocks.cluster > 1 else 0
-    if problem.groups == 2:
-        return rows <= most_rows(problem) - fewer
-    if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
-        most = _paired_rows(problem.fmt, row_warps, problem.grouped)
-        most = most if problem.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
-        return (1 if problem.fmt.bits == 8 else 2) <= rows <= most - fewer
-    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(problem.fmt, row_warps) - fewer
-
-
-def _most_rows(fmt: Format, row_warps: int) -> int:
-    """Row tiles of a warp, of 16 that share a multiprocessor's registers."""
-    kernels = kernels_of(fmt)
-    if fmt.whole_matrices and not kernels.walks:
-        return 5 if kernels.group_size else 4
-    if fmt.bits == 6 and not kernels.walks:
-        return 4
-    if fmt.bits == 3 and kernels.integer_scales:
-        return 5
-    if fmt.bits == 5 and (kernels.lookup or kernels.has_minimum):
-        return 5
-    if fmt.bits == 8 and not kernels.walks:
-        return 6
-    return MOST_ROWS - (row_warps > 1 and (kernels.has_minimum or fmt.bits == 6))
-
-
-def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
-    """Row tiles of a warp, where two blocks of 8 warps share a multiprocessor's registers."""
-    kernels = kernels_of(fmt)
-    if fmt.bits == 2 and fmt.whole_matrices:
-        return 5 if kernels.group_size else 4
-    scarce = fmt.bits == 3 and kernels.group_size > 0
-    many = scarce or fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 5 and kernels.lookup)
-    if row_warps > 1 or grouped:
-        if fmt.bits == 6 or (grouped and fmt.bits == 3 and fmt.whole_matrices and not scarce):
-            return 4
-        many |= kernels.has_zero_points or (kernels.has_minimum and not kernels.integer_scales)
-        many |= grouped and fmt.bits == 5 and kernels.group_size > 0
-    return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not grouped))
 
 
 @lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
 from ..formats.kernels import kernels_of
-from .cores import Core, Gemm, gemm_kernel, table_of
+from .cores import Core, Gemm, gemm_kernel, table_of, tables
 from .launch import WARP, Plan, lone, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 
@@ -160,6 +160,18 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
         return not (fmt.bits > 4 or kernels.has_minimum or fmt.whole_matrices)
     return True
+
+
+def fits_grouped(fmt: Format, tile: Tile, sides: int) -> bool:
+    """Whether a kernel of a grouped product spills none: work after work takes registers, too."""
+    kernels = kernels_of(fmt)
+    few = fmt.bits == 2 or (kernels.has_minimum and not kernels.integer_scales)
+    few = tables(fmt, sides) > 1 or (sides == 2 and few)
+    scarce = kernels.lookup and (tile.batch, tile.blocks) == (128, 2)
+    scarce |= few and tile.blocks == 2 and tile.batch > 128
+    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
+    scarce |= fmt.bits == 3 and kernels.group_size > 0 and tile.k_tiles == 4
+    return not scarce
 
 
 def sum_bytes(tile: Tile) -> int:

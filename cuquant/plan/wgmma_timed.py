@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from ..formats import Format
 from ..formats.kernels import kernels_of
-from .cores import WGMMA_BATCH, Gemm, Problem, looked_up, tables
+from .cores import WGMMA_BATCH, Gemm, Problem, looked_up
 from .launch import places_of
 from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 from .wgmma_core import (
     ROOMY_BATCH,
     Tile,
+    fits_grouped,
     planned,
     shares_tiles,
     signed,
@@ -214,16 +215,9 @@ def narrow(tile: Tile) -> int:
 
 def wgmma_grouped(problem: Problem, tile: Tile) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
-    fmt, kernels, sides = problem.fmt, problem.kernels, problem.sides
+    fmt, sides = problem.fmt, problem.sides
     stages = stages_of(fmt, tile, 1, sides)
-    # Work after work takes registers, too.
-    scarce = kernels.lookup and (tile.batch, tile.blocks) == (128, 2)
-    few = fmt.bits == 2 or (kernels.has_minimum and not kernels.integer_scales)
-    few = tables(fmt, sides) > 1 or (sides == 2 and few)
-    scarce |= few and tile.blocks == 2 and tile.batch > 128
-    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
-    scarce |= fmt.bits == 3 and kernels.group_size > 0 and tile.k_tiles == 4
-    if scarce or stages < 3 or ceil(problem.k / TILE_COLUMNS) % tile.width:
+    if not fits_grouped(fmt, tile, sides) or stages < 3 or ceil(problem.k / TILE_COLUMNS) % tile.width:
         return None
     gemm = planned(fmt, tile, 1, True, stages, sides)
     return replace(gemm, box_steps=tile.width)
