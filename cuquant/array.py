@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import check, device
 from .formats import Format, get as get_format
+from .formats.kernels import kernels_of
 from .packed import Packed
 from .render import html_facts, html_shape
 
@@ -118,12 +119,12 @@ class QuantizedArray(Packed):
     def _is_here(self) -> None:
         """ValueError where it is on another GPU than the current one."""
         if self.device == "cuda":
-            check.same_device(W=self.storage)
+            check.require_one_device(W=self.storage)
 
     def _may_make_blocks(self) -> None:
         """RuntimeError where they would be made for a moment only, and a graph is captured."""
         if self._blocks is None:
-            check.may_take_memory("the storage bytes of a prepared weight are made", "do that before")
+            check.require_memory("the storage bytes of a prepared weight are made", "do that before")
 
     @property
     def storage(self) -> Any:
@@ -150,8 +151,8 @@ class QuantizedArray(Packed):
             A CUDA graph is being captured, and it was not prepared before; or a kernel does not compile
             (`KernelError`).
         """
-        multiplied = self.ndim > 1 and self._format.in_float16 and not self._format.for_activations
-        if self.device == "cuda" and multiplied:
+        matrices = self.device == "cuda" and self.ndim > 1 and not self._format.for_activations
+        if matrices and kernels_of(self._format).in_float16:
             self.fragments()
         return self
 
@@ -160,7 +161,7 @@ class QuantizedArray(Packed):
         if self._fragments is None:
             from .cuda.fragments import to_fragments
 
-            check.same_device(W=self.storage)
+            check.require_one_device(W=self.storage)
             with _preparing:
                 if self._fragments is None:
                     made = to_fragments(self._blocks, self._format, self._shape)
@@ -309,7 +310,10 @@ class QuantizedArray(Packed):
     def _of_stack(self, number: int) -> QuantizedArray | None:
         """A matrix of a stack (E, N, K) on the GPU, in the same memory; None where kernels have no use for
         it so."""
-        if self.device != "cuda" or self.ndim != 3 or not (self._format.turned and self._format.in_float16):
+        if self.device != "cuda" or self.ndim != 3:
+            return None
+        kernels = kernels_of(self._format)
+        if not (kernels.turned and kernels.in_float16):
             return None
         from .cuda.exl3 import matrix
 
@@ -337,17 +341,17 @@ class QuantizedArray(Packed):
         return self._along(range(len(self))[::-1])
 
     def _along(self, numbers: range) -> Iterator[QuantizedArray]:
-        check.can_iterate(self.shape)
+        check.require_iterable(self.shape)
         self._is_here()
         self._may_make_blocks()
         blocks = self.blocks  # once: on a GPU they may have to be made
         return (self._selected(blocks, (i,)) for i in numbers)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise check.immutable(self)
+        raise check.assignment_error(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> NDArray[Any]:
-        raise check.no_numbers(self)
+        raise check.numbers_error(self)
 
     def __repr__(self) -> str:
         return (
@@ -367,7 +371,7 @@ class Transposed(Packed):
 
     def __init__(self, base: QuantizedArray) -> None:
         if len(base._shape) < 2:
-            check.can_transpose(base._shape)
+            check.require_transposable(base._shape)
         self._base = base
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -410,7 +414,7 @@ class Transposed(Packed):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise check.no_rows(self)
+        raise check.transpose_index_error(self)
 
     def dequantize(self, dtype: DTypeLike = "float32") -> Any:
         """The numbers, shape (..., K, N): a transposed view of the base's (see QuantizedArray.dequantize)."""

@@ -64,13 +64,13 @@ def quantize(
     for part in slabs(len(rows), k):
         values = np.ascontiguousarray(rows[part], np.float32)
         if not fmt.for_activations:
-            check.to_quantize(values, fmt, part.start, x.shape)
+            check.require_quantizable(values, fmt, part.start, x.shape)
         with np.errstate(all="ignore"):
             given = [values] if weights is None else [values, weights[part]]
             records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
         records = records.reshape(len(values), -1)
         if not fmt.for_activations:
-            check.scales(records, fmt, part.start, x.shape)
+            check.require_scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)
         lost += _lost(values, blocks[part], fmt)
     return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1])), lost
@@ -95,7 +95,7 @@ def quantize_matrices(
     out = np.empty((len(matrices), fmt.stored(matrices.shape)[-1]), np.uint8)
     for i, matrix in enumerate(matrices):
         values = np.ascontiguousarray(matrix, np.float32)
-        check.to_quantize(values, fmt, i * len(values), x.shape)
+        check.require_quantizable(values, fmt, i * len(values), x.shape)
         out[i] = encode(values)
     return out.reshape(fmt.stored(x.shape))
 

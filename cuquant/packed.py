@@ -21,7 +21,7 @@ def _matmul() -> Callable[..., Any]:
 
 def _refused(operator: str) -> Any:
     def method(self: Any, *others: Any) -> Any:
-        raise check.no_arithmetic(self, operator)
+        raise check.arithmetic_error(self, operator)
 
     return method
 
@@ -34,7 +34,7 @@ def _ufunc(self: Any, ufunc: Any, method: str, *operands: Any, **options: Any) -
         return _matmul()(*operands)
     if plain and ufunc.__name__ in ("equal", "not_equal"):
         return (operands[0] is operands[1]) == (ufunc.__name__ == "equal")
-    raise check.no_ufunc(self, ufunc.__name__, method, options)
+    raise check.ufunc_error(self, ufunc.__name__, method, options)
 
 
 _COMPARISONS = (np.array_equal, np.array_equiv)
@@ -66,27 +66,27 @@ class Packed:
     __lt__ = __gt__ = __le__ = __ge__ = _refused("comparison")  # Python turns 0 < W round
 
     def __matmul__(self, other: Any) -> Any:
-        return NotImplemented if check.multiplies_itself(other) else _matmul()(self, other)
+        return NotImplemented if check.is_multiplying_itself(other) else _matmul()(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
         return _matmul()(other, self)
 
     def __bool__(self) -> NoReturn:
-        raise check.no_truth(self)
+        raise check.truth_error(self)
 
     def __contains__(self, value: Any) -> NoReturn:
-        raise check.not_compared(self, "the operator in")
+        raise check.comparison_error(self, "the operator in")
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What NumPy's functions make of it: `stack` and `concatenate` one array, others errors of
         `__array__`, which two of them hide."""
         if func in _COMPARISONS:
-            raise check.not_compared(self, f"numpy.{func.__name__}")
+            raise check.comparison_error(self, f"numpy.{func.__name__}")
         if func in (np.concatenate, np.stack) and set(kwargs) <= {"axis"}:
             from .ops.join import FUNCTIONS
 
             return FUNCTIONS[func](*args, **kwargs)
-        check.has_no_other(self, func.__name__)
+        check.require_no_other_function(self, func.__name__)
         if hasattr(func, "_implementation") and all(issubclass(t, (np.ndarray, Packed)) for t in types):
             return func._implementation(*args, **kwargs)
         return NotImplemented
@@ -94,5 +94,5 @@ class Packed:
     if not TYPE_CHECKING:  # which would take any attribute for one
 
         def __getattr__(self, name: str) -> Any:
-            check.is_no_attribute(self, name)
+            check.require_no_array_attribute(self, name)
             return object.__getattribute__(self, name)  # what a property has raised, or Python's own error

@@ -11,6 +11,7 @@ from . import check, device, formats, plan
 from .array import QuantizedArray
 from .cuda import jit, problem
 from .formats import Format
+from .formats.kernels import kernels_of
 from .io.model import Model, open as open_model
 from .plan.blocks import activation_kernels
 
@@ -79,21 +80,21 @@ def kernels(
 ) -> list[plan.Kernel]:
     """What products of float16, bfloat16, float32 and q8_1 activations with one weight (..., N, K) launch,
     and mixtures of so many experts for a token with a stack (E, N, K)."""
-    kept, q8_1 = fmt.for_kernels, formats.get("q8_1")
+    kept, told, q8_1 = fmt.for_kernels, kernels_of(fmt), formats.get("q8_1")
     *lead, n, k = shape
-    floats = {plan.per_block("dequantize", q8_1, 1).kernel} if kept.turned else set()  # of x in q8_1
-    if kept.walks and not kept.in_float16:  # products make floats of them, too
+    floats = {plan.per_block("dequantize", q8_1, 1).kernel} if told.turned else set()  # of x in q8_1
+    if told.walks and not told.in_float16:  # products make floats of them, too
         return sorted({plan.exl3.dequantize(kept, prod(lead), n, k).kernel} | floats, key=repr)
     found = set(floats)
     if not kept.whole_matrices:
-        found |= plan.prepare_kernels(fmt.for_repacking, gpu)
+        found |= plan.prepare_kernels(kept, gpu)
     else:
-        found |= (plan.exl3 if kept.walks else plan.trellis).prepare_kernels(kept)
+        found |= (plan.exl3 if told.walks else plan.trellis).prepare_kernels(kept)
     for m in batches:
         for to_convert in (False, True):
             # Those with a stack that are turned are of one matrix after the other.
-            matrices = 1 if kept.turned else prod(lead)
-            for signs in {False, kept.signed_columns}:
+            matrices = 1 if told.turned else prod(lead)
+            for signs in {False, told.signed_columns}:
                 how = {"to_convert": to_convert, "signs": signs}
                 product = plan.Problem(kept, m, n, problem.whole_pieces(k), gpu, matrices)
                 found.add(plan.gemm(product, **how).plan.kernel)
@@ -101,7 +102,7 @@ def kernels(
         if len(lead) == 1 and k % plan.moe.WHOLE == 0:
             load = plan.moe.Load(m, min(top_k, lead[0]), lead[0])
             found.add(plan.moe.gather(load, k).kernel)
-            if kept.turned:
+            if told.turned:
                 found.add(plan.exl3.turn_entries(load.rows, k).kernel)
             for gated in plan.moe.gated_ways(kept):
                 made = plan.moe.product(kept, load, n, k, gpu, gated=gated)
@@ -124,7 +125,7 @@ def _weights(source: Any) -> tuple[list[tuple[Format, tuple[int, ...]]], int]:
     else:
         found = [(w.format, w.shape) for w in check.weights_to_warm_up(source)]
     known = [(fmt, shape) for fmt, shape in found if fmt is not None and _has_kernels(fmt, shape)]
-    check.something_to_warm_up(known, none)
+    check.require_something_to_warm_up(known, none)
     return known, top_k
 
 

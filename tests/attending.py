@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 import cuquant as cq
 from cuquant import device, testing
 from cuquant.cuda import jit, sources
-from cuquant.kv import plan
-from cuquant.plan import Kernel
+from cuquant.plan import Kernel, attention as plan
 
 F = np.float32
 WIDTHS = (16, 8, 4, 3, 2)

@@ -15,7 +15,8 @@ import cuquant as cq
 from cuquant import plan
 from cuquant.cuda import jit, problem, trellis as cuda_trellis
 from cuquant.formats.trellis_search import CANDIDATES, search_of
-from cuquant.kv import appender, buckets, codes, cuda, mover, plan as kv_plan
+from cuquant.kv import appender, buckets, codes, cuda, mover
+from cuquant.plan import attention as kv_plan, caches
 from cuquant.plan.blocks import ACTIVATION_KERNELS
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
@@ -147,7 +148,7 @@ def kernel_of(op: str) -> plan.Kernel:
     if op == "attention":  # with maps of all widths
         shape = kv_plan.Shape(1, 1, 32, 8, 128, codes.BITS, False, 1)
         return kv_plan.attention(shape, 90, plan.LARGE_GPU).attention.kernel
-    kernels = [*kv_plan.all_kernels(90, (64,)), *plan.trellis.kernels(trellis)]
+    kernels = [*caches.all_kernels(90, (64,)), *plan.trellis.kernels(trellis)]
     return next(kernel for kernel in kernels if kernel.op == op)
 
 

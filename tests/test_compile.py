@@ -20,8 +20,7 @@ from cuquant import plan
 from cuquant.bench.conversions import CONVERSIONS
 from cuquant.bench.dequant import conversion_kernel, product
 from cuquant.cuda import fragments, sources, trellis as cuda_trellis
-from cuquant.kv import plan as kv_plan
-from cuquant.plan import wgmma_core, wgmma_timed
+from cuquant.plan import attention as kv_plan, caches, wgmma_core, wgmma_timed
 from cuquant.plan.decode_core import Hits
 from cuquant.plan.decode_grouped import decode_grouped
 
@@ -265,7 +264,7 @@ def test_every_kernel_of_every_format(arch: str) -> None:
 def test_sm_86_has_the_kernels_of_sm_89(every: int) -> None:
     """No line asks for anything between sm_80 and sm_90."""
     assert kernels("sm_86", every=every) == kernels("sm_89", every=every)
-    assert kv_plan.all_kernels(86) == kv_plan.all_kernels(89)
+    assert caches.all_kernels(86) == caches.all_kernels(89)
     lines = "\n".join(path.read_text(encoding="utf-8") for path in sources.folder().rglob("*.cu*"))
     asked = {int(number) for number in re.findall(r"__CUDA_ARCH__ [=<>!]+ (\d+)", lines)}
     assert {number for number in asked if number < 900} == {800}
@@ -291,7 +290,7 @@ def test_attention_for_the_h200() -> None:
     two that differ in the columns of queries alone the one with more, and every third of these (under
     `compile_all` all)."""
     chosen = dict[tuple[Any, ...], plan.Kernel]()
-    for kernel in kv_plan.all_kernels(90, (128, 256)):
+    for kernel in caches.all_kernels(90, (128, 256)):
         chosen.setdefault((kernel.entry, *(c for c in kernel.constants if c[0] != "SPREAD")), kernel)
     check(list(chosen.values())[::3], "sm_90a")
 
@@ -303,7 +302,7 @@ def test_attention_elsewhere(arch: str) -> None:
     shape = kv_plan.Shape(1, 1, 32, 8, 128, (16, 8, 4, 3, 2), False, 1)
     check(
         [
-            kv_plan.append(1, 1, 1, 64, capability, 1)[0].kernel,
+            caches.append(1, 1, 1, 64, capability, 1)[0].kernel,
             kv_plan.attention(shape, capability, 1).attention.kernel,
         ],
         arch,
@@ -314,7 +313,7 @@ def test_attention_elsewhere(arch: str) -> None:
 @pytest.mark.compile_all
 @pytest.mark.parametrize("arch", EVERY)
 def test_all_attention(arch: str) -> None:
-    check(kv_plan.all_kernels(int("".join(c for c in arch if c.isdigit()))), arch)
+    check(caches.all_kernels(int("".join(c for c in arch if c.isdigit()))), arch)
 
 
 def test_sources_are_self_contained() -> None:

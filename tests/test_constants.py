@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import nvrtc
@@ -9,10 +10,11 @@ import pytest
 
 import cuquant as cq
 from cuquant import plan
-from cuquant.cuda import problem
+from cuquant.cuda import problem, sources
 from cuquant.formats import exl3 as exl3_format, trellis_search
-from cuquant.kv import codes, plan as kv_plan
-from cuquant.plan import blocks, cores, exl3, moe, trellis, wgmma_timed
+from cuquant.formats.kernels import Coding, Scaling, kernels_of
+from cuquant.kv import codes
+from cuquant.plan import attention as kv_plan, blocks, cores, exl3, moe, trellis, wgmma_timed
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="NVRTC is not installed (test extra)")
 
@@ -69,7 +71,7 @@ SHARED: list[Case] = [
         {
             "THREADS": SEARCH.block,
             "ROWS": trellis._ROWS,
-            "GROUP": TRELLIS.kernel_block_size,
+            "GROUP": kernels_of(TRELLIS).scale_columns,
             "CANDIDATES": len(trellis_search.CANDIDATES),
         },
     ),
@@ -121,6 +123,46 @@ def same(kernel: plan.Kernel, values: Mapping[str, int], after: str = "") -> Non
 @pytest.mark.parametrize("number", range(len(SHARED)), ids=[kernel.op for kernel, _ in SHARED])
 def test_numbers_of_both(number: int) -> None:
     same(*SHARED[number])
+
+
+@pytest.mark.parametrize("kind", [Coding, Scaling])
+def test_what_codes_and_scales_may_be(kind: type[Coding] | type[Scaling]) -> None:
+    """Names and order; so numbers."""
+    text = (sources.folder() / "core/types.cuh").read_text()
+    found = re.search(rf"^enum {kind.__name__} {{([^}}]*)}};$", text, re.M)
+    assert found is not None
+    assert re.split(r",\s*", found[1].strip()) == [each.name for each in kind]
+    assert [int(each) for each in kind] == list(range(len(kind)))
+
+
+NAMES = (*cq.formats.names(), *cq.formats.names_of_read_only())
+MORE = (
+    cq.KBit(2, [-1, 0, 0.5, 1]),
+    cq.KBit(5, [(i + 1) / 32 for i in range(32)]),
+    cq.KBit(4, absmax="float16"),
+)
+TOLD = {
+    (kernels_of(fmt).header, fmt.for_kernels.block_bytes): fmt.for_kernels
+    for fmt in (*map(cq.formats.get, NAMES), *MORE)
+}
+"""One format of those that are the same to kernels."""
+
+
+@pytest.mark.parametrize("fmt", TOLD.values(), ids=str)
+def test_what_kernels_are_told_of_a_format_is_what_its_header_says(fmt: cq.Format) -> None:
+    kernels = kernels_of(fmt)
+    if fmt.whole_matrices:
+        kernel = next(each for each in sorted(plan.matrix_kernels(fmt), key=repr) if each.format)
+    else:
+        kernel = plan.per_block("dequantize", fmt, 1).kernel
+    told = {"BITS": fmt.bits, "CODING": kernels.coding, "SCALING": kernels.scaling}
+    told |= {"BLOCK_BYTES": fmt.block_bytes, "HAS_MIN": kernels.has_minimum}
+    if not fmt.for_activations:
+        planes = plan.layout(fmt)
+        told |= {"LOW_BYTES": planes.low, "HIGH_BYTES": planes.high, "SCALE_BYTES": planes.scale}
+        told |= {"GROUP_BYTES": planes.group, "GROUP_TILES": planes.group_tiles}
+    values = {f"Format::{name}": int(value) for name, value in told.items()}
+    same(kernel, values)
 
 
 LOOKED_UP = {

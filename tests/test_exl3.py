@@ -311,6 +311,6 @@ def test_experts_are_stacked() -> None:
 
 def test_whole_matrices_that_gpus_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """A format of one's own may be for NumPy alone."""
-    monkeypatch.setattr(cq.Exl3, "on_gpu", False)
+    monkeypatch.setattr(cq.Exl3, "kernels", None)
     with pytest.raises(NotImplementedError, match="has no kernels yet: it works on NumPy arrays only"):
         of_matrices(cq.Exl3(4))

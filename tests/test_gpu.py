@@ -110,7 +110,7 @@ def test_repack_goes_on_where_a_launch_has_too_few_blocks(name: str, monkeypatch
     fmt = cq.formats.get(name)
     shape = (1040, 2304)
     row_tiles, tiles = plan.tiles(1, *shape)
-    step = plan.repack(fmt.for_repacking, "to_fragments", row_tiles, tiles, small)
+    step = plan.repack(fmt.for_kernels, "to_fragments", row_tiles, tiles, small)
     run = dict(step.kernel.constants)["RUN"]
     assert tiles % run
     assert row_tiles * ceil(tiles / run) >= 3 * step.grid[0]

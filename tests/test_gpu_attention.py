@@ -14,7 +14,7 @@ from attending import DTYPES, WIDTHS, F, agree, filled, kernels_of_few_queries, 
 import cuquant as cq
 from cuquant import device, testing
 from cuquant.cuda import buffers, jit
-from cuquant.kv import plan
+from cuquant.plan import attention as plan
 
 pytestmark = pytest.mark.gpu
 

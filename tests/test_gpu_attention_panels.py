@@ -23,7 +23,7 @@ from attending import (
 
 import cuquant as cq
 from cuquant import device, testing
-from cuquant.kv import plan
+from cuquant.plan import attention as plan
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from attending import DTYPES, WIDTHS, Array, F, agree, filled, normal
 import cuquant as cq
 from cuquant import device, testing
 from cuquant.cuda import jit
-from cuquant.kv import plan
+from cuquant.plan import attention as plan
 
 pytestmark = pytest.mark.gpu
 

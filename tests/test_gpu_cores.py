@@ -16,6 +16,7 @@ from products import check_way, cuda_weight, gauss, plan_anew, share_small_tiles
 import cuquant as cq
 from cuquant import device, plan, testing
 from cuquant.cuda import jit
+from cuquant.formats.kernels import kernels_of
 from cuquant.plan import mma_core, wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse
 
@@ -257,7 +258,7 @@ def test_every_way_of_the_wgmma_core(monkeypatch: pytest.MonkeyPatch, name: str,
     if not ways:  # no room for three stages, or registers
         assert max(wgmma_core.stages_of(fmt, tile, split) for split in (1, 2)) < 3
         return
-    assert (1, False) in ways or fmt.lookup  # tables take room, and lookups registers
+    assert (1, False) in ways or kernels_of(fmt).lookup  # tables take room, and lookups registers
     assert ((1, True) in ways) == ((1, False) in ways and wgmma_core.shares_tiles(fmt, tile))
     assert ((2, False) in ways) == (tile.pair == 1 and wgmma_core.stages_of(fmt, tile, 2) >= 3)
     assert tile.resident == 1 or tile.k_tiles == 4 or {split for split, _ in ways} == {1, 2, 4}

@@ -13,6 +13,7 @@ from products import assert_products, assert_quantized_as_on_the_cpu, assert_rea
 import cuquant as cq
 from cuquant import cpu, device, testing
 from cuquant.cuda import backend as cuda
+from cuquant.formats.kernels import kernels_of
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
@@ -86,7 +87,13 @@ def test_weights_that_are_too_small_are_counted_as_on_the_cpu(fmt: str | cq.Form
     cupy, found = device.cupy(), cq.formats.get(fmt)
     x = gauss((39, 1280)) * np.geomspace(1e-9, 1, 1280, dtype=F)
     x[5:9], x[20, ::64], x[30] = 0, -0.0, 1e-40
-    step = 2.0**-24 if found.storage[found.scales[0]] == np.float16 else 2.0**-14 if found.lookup else 2.0**-9
+    step = (
+        2.0**-24
+        if found.storage[found.scales[0]] == np.float16
+        else 2.0**-14
+        if kernels_of(found).lookup
+        else 2.0**-9
+    )
     near = F((found.fine_from - 0.5) * step) * (1 + np.arange(-20, 20, dtype=F) * 2**-23)
     for row, steps in enumerate((1, 6, 7, 8, 15, 16, 31, 127), 31):
         x[row] = (steps * near).repeat(32) * (np.arange(1280) % 2)

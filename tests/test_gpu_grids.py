@@ -10,6 +10,7 @@ from test_grids import NAMES as GRIDS
 
 import cuquant as cq
 from cuquant import device, testing
+from cuquant.formats.kernels import kernels_of
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +68,7 @@ def test_what_float16_does_not_hold(name: str) -> None:
     """The greatest scale of 16 weights counts, and the least, whichever these are."""
     cupy, fmt, shape = device.cupy(), cq.formats.get(name), (32, 512)
     x = cupy.asarray(gauss((20, 512), 1))
-    of_kernels = fmt.to_kernels(random_blocks(name, shape), np).view(fmt.for_kernels.storage)
+    of_kernels = kernels_of(fmt).to_kept(random_blocks(name, shape), np).view(fmt.for_kernels.storage)
     of_kernels["d"], of_kernels["scales"] = 4, 15
     for row, number, d, s in (
         (0, 0, 4, 1),
@@ -79,6 +80,8 @@ def test_what_float16_does_not_hold(name: str) -> None:
         records = of_kernels.copy()
         records["d"][row, 1], records["scales"][row, 1] = d, 1 if d > 4 else 15
         records["scales"][row, 1, number] = s
-        w = cq.from_blocks(fmt.from_kernels(records.view(np.uint8), np), name, shape).to_device("cuda")
+        w = cq.from_blocks(kernels_of(fmt).from_kept(records.view(np.uint8), np), name, shape).to_device(
+            "cuda"
+        )
         assert w.fragments().half == (d == 4), (row, d)
         assert nmse(cq.matmul(x, w.T), testing.linear(x, w)) < 1e-6

@@ -16,6 +16,7 @@ from products import assert_products, gauss
 import cuquant as cq
 from cuquant import device, plan, testing
 from cuquant.cuda import jit
+from cuquant.formats.kernels import kernels_of
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = [
@@ -173,7 +174,8 @@ def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
     bits = planes[..., None] >> np.arange(32, dtype=np.uint32) & 1
     codes = (bits << np.arange(fmt.bits)[:, None]).sum(axis=2).reshape(32, 128)
     signs = (codes < 16).astype(int)
-    signed, k = bool(fmt.sign_bits), fmt.bits - fmt.sign_bits
+    kernels = kernels_of(fmt)
+    signed, k = bool(kernels.sign_bits), fmt.bits - kernels.sign_bits
     if signed:
         codes = np.where(signs, 15 - codes, codes - 16)
     f = w.fragments()
@@ -183,7 +185,7 @@ def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
     highs = buffer[f.planes.high :][: 4 * high * 4].view(np.uint32).reshape(2, 2, high)
     for rows, columns, lane in product((0, 1), (0, 1), range(32)):
         here = np.s_[rows * 16 : rows * 16 + 16, columns * 64 : columns * 64 + 64]
-        if fmt.masked or k > 3:  # a lane's words lie together
+        if kernels.masked or k > 3:  # a lane's words lie together
             at = [k // 2 * 2 * lane + word for word in range(k // 2 * 2)]
         else:
             at = [32 * word + lane for word in (0, 1)]
@@ -192,7 +194,7 @@ def test_the_fragment_layout_is_the_picture(fmt: cq.KBit) -> None:
             words.append(int(highs[rows, columns, lane]))
         pairs = [pair(codes[here], k, lane, p) for p in range(16)]
         expected = [0] * fmt.bits
-        if fmt.masked:
+        if kernels.masked:
             expected = masked(codes[here], lane)
         elif k == 2:
             for p, bits_of_pair in enumerate(pairs):
@@ -235,7 +237,7 @@ def test_magnitudes_of_weights(k: int, magnitude: float, absmax: Any) -> None:
     cupy = device.cupy()
     fmt = cq.KBit(k, absmax=absmax)
     w = on_gpu(gauss((96, 256), 1) * F(magnitude), fmt)
-    if fmt.masked:  # by a multiple of 5, and 5 more would be more than scales have room for
+    if kernels_of(fmt).masked:  # by a multiple of 5, and 5 more would be more than scales have room for
         lift = w.fragments().lift + 13
         assert lift % 5 == 0
         assert 1 <= 31.5 / np.abs(as_numpy(w.dequantize())).max() / 2.0**lift < 32

@@ -16,6 +16,7 @@ import cuquant as cq
 from cuquant import device, plan, testing
 from cuquant.cuda import jit
 from cuquant.formats import ggml, kquant
+from cuquant.formats.kernels import kernels_of
 from cuquant.plan import wgmma_core, wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 
@@ -129,7 +130,7 @@ def test_scales_at_both_ends(name: str) -> None:
     fmt = cq.formats.get(name)
     for factor in (2.0**-16, 2.0**-8, 1e-3, 32, 2.0**18):
         w = weight(name, (70, 256), 6, factor)
-        assert w.fragments().half == (factor <= 32 or fmt.kernel_group_bytes == 0), factor
+        assert w.fragments().half == (factor <= 32 or kernels_of(fmt).group_size == 0), factor
         for m in (2, 40):
             for dtype in (np.float16, ml_dtypes.bfloat16):
                 x = cupy.asarray(gauss((m, 256), 7)).astype(dtype)

@@ -12,7 +12,7 @@ from products import cuda_weight, gauss
 import cuquant as cq
 from cuquant import device, plan, testing
 from cuquant.cuda import backend as cuda, jit, sources
-from cuquant.kv import plan as kv_plan
+from cuquant.plan import attention as kv_plan
 from cuquant.testing import as_numpy, nmse
 
 pytestmark = pytest.mark.gpu

@@ -16,6 +16,7 @@ from test_trellis import BITS, F, Parts, gauss, random_parts, rng
 import cuquant as cq
 from cuquant import device, plan, testing
 from cuquant.cuda import jit, problem
+from cuquant.formats.kernels import kernels_of
 from cuquant.plan import wgmma_timed
 from cuquant.testing import as_numpy, nmse, worst_element
 
@@ -284,7 +285,7 @@ def test_grids(grid: list[float], group: int) -> None:
     if max(map(abs, grid)) > 1e30:
         p["scales"] *= F(1e-3)
     w, there = made(p)
-    assert w.format.in_float16 == (grid != [1e-30, 1, 3])
+    assert kernels_of(w.format).in_float16 == (grid != [1e-30, 1, 3])
     for m in (1, 12, 40):
         x = gauss(m, 160, seed=2) * F(1e-3)
         x[:, np.arange(160) // 16 % 2 == 1] = 0

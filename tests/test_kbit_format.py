@@ -14,6 +14,7 @@ from test_kbit import BITS, NF4, VARIANTS, F, rng, sqnr_db
 
 import cuquant as cq
 from cuquant.cuda.fragments import _masked_lift
+from cuquant.formats.kernels import kernels_of
 
 
 @pytest.mark.parametrize("k", BITS)
@@ -54,22 +55,23 @@ def test_two_magnitudes_as_masks_make_them(a: float, b: float) -> None:
     a = float(F(a * b))
     fmt = cq.KBit(2, [-b, -a, a, b])
     c = round(1024 * a / (b - a))
-    if fmt.masked is None:  # of small ones half a unit is too much, and 1024 is the bit of the exponent
+    masked = kernels_of(fmt).masked
+    if masked is None:  # of small ones half a unit is too much, and 1024 is the bit of the exponent
         assert c < 512 or c > 1023
         return
-    assert fmt.masked.halves.view(np.uint16).tolist() == [0x8400 + c, 0x8000 + c, c, 0x400 + c]
-    made = fmt.masked.halves.astype(np.float64) * 2**24 / fmt.masked.unit
+    assert masked.halves.view(np.uint16).tolist() == [0x8400 + c, 0x8000 + c, c, 0x400 + c]
+    made = masked.halves.astype(np.float64) * 2**24 / masked.unit
     np.testing.assert_allclose(made[2:], [a, b], rtol=2**-10)
     assert abs(made[3] / b - 1) <= 2**-11
 
 
 def test_which_codebooks_masks_make() -> None:
-    assert cq.KBit(2).masked is not None
-    assert cq.KBit(2, scale="decoded").masked is not None
-    assert cq.KBit(2, absmax="float16").masked is None
-    assert all(cq.KBit(k).masked is None for k in (3, 4, 5))
+    assert kernels_of(cq.KBit(2)).masked is not None
+    assert kernels_of(cq.KBit(2, scale="decoded")).masked is not None
+    assert kernels_of(cq.KBit(2, absmax="float16")).masked is None
+    assert all(kernels_of(cq.KBit(k)).masked is None for k in (3, 4, 5))
     for codebook in ([-1, -0.3, 0.3, 0.9], [-1, -0.6, 0.6, 1], [-1, 0, 0, 1], [0.1, 0.2, 0.3, 1]):
-        assert cq.KBit(2, codebook).masked is None
+        assert kernels_of(cq.KBit(2, codebook)).masked is None
 
 
 @pytest.mark.parametrize(

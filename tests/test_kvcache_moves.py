@@ -15,7 +15,8 @@ from test_kvcache import WIDTHS, F, filled, state, tokens, widths
 
 import cuquant as cq
 from cuquant import cpu, device
-from cuquant.kv import codes, cpu as kv_cpu, moves, plan
+from cuquant.kv import codes, cpu as kv_cpu, moves
+from cuquant.plan import caches
 
 
 def placed(buckets: list[str], targets: list[str]) -> tuple[list[str], int]:
@@ -230,10 +231,10 @@ def test_memory_between_is_a_bucket_s(dim: int, heads: int) -> None:
     for bits in WIDTHS:
         b = cq.KVCache(heads, dim, 7, 1, (bits,)).tiers[bits].buffers
         arrays = (b.k_qx, b.v_qx, b.k_scale, b.v_scale, b.token_ids, b.global_slots, b.importance)
-        assert plan.bucket_bytes(bits, 7, heads, dim) == tuple(array.nbytes for array in arrays)
-    launches = {n: plan.move(n, heads) for n in (*range(70), 1000, 10**6)}
+        assert caches.bucket_bytes(bits, 7, heads, dim) == tuple(array.nbytes for array in arrays)
+    launches = {n: caches.move(n, heads) for n in (*range(70), 1000, 10**6)}
     assert all(n <= launch.grid[0] <= max(1, 2 * n) for n, launch in launches.items() if n < 1000)
-    assert launches[10**6].grid == (plan.MOVING_BLOCKS, 1, 1)
+    assert launches[10**6].grid == (caches.MOVING_BLOCKS, 1, 1)
     assert len({*launches.values()}) <= 10
     assert {launch.block for launch in launches.values()} == {min(16, 2 * heads) * 32}
 

@@ -128,3 +128,16 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     assert ".venv/bin/pip install -e '.[test]' && .venv/bin/python -m pytest -n auto\n" in readme
     assert "pip\" install --quiet -e '.[test]'" in script
     assert script.rstrip().endswith('python" -m pytest -n auto')
+
+
+def test_names_of_checks_tell_what_comes_back() -> None:
+    """As the package's doc string has it; `flag` is an argument that is a bool."""
+    kinds = {"None": "require_", "bool": "is_"}
+    for path in sorted((ROOT / "cuquant/check").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.name == "flag":
+                continue
+            returned, name = ast.unparse(node.returns or ast.Constant("nothing")), node.name
+            assert name.endswith("_error") == returned.endswith("Error"), name
+            for kind, prefix in kinds.items():
+                assert name.startswith(prefix) == (returned == kind), name

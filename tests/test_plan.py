@@ -12,6 +12,7 @@ from hardware import SHARED, assert_staged
 import cuquant as cq
 from cuquant import plan
 from cuquant.cuda import sources
+from cuquant.formats.kernels import kernels_of
 from cuquant.plan import mma_core, wgmma_timed
 from cuquant.plan.cores import table_of
 
@@ -27,7 +28,7 @@ def test_layout_holds_every_code_and_scale(name: str) -> None:
     starts, size = layout.offsets(2, 3)
     groups = ceil(3 / layout.group_tiles)
     sizes = [6 * layout.low, 6 * layout.high, 6 * layout.scale, 2 * groups * layout.group, 2 * layout.row]
-    assert layout.row == (0 if fmt.lookup else 32)
+    assert layout.row == (0 if kernels_of(fmt).lookup else 32)
     assert starts[0] == 0
     for start, nbytes, end in zip(starts, sizes, [*starts[1:], size], strict=True):
         assert start % 256 == 0

@@ -9,7 +9,7 @@ import pytest
 from hardware import SHARED
 
 from cuquant import plan
-from cuquant.kv import plan as kv_plan
+from cuquant.plan import attention as kv_plan, caches
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90, 100, 120])
@@ -125,7 +125,7 @@ def test_plans_of_appends() -> None:
     and one token alone has one block, or a cluster, unless it is huge."""
     sizes = (1, 2, 3, 5, 8, 13, 32, 200), (8, 40, 64, 128, 200, 256), (1, 2, 4096), (1, 300), (80, 90)
     for heads, dim, n, batch, capability in combinations(*sizes):
-        launch, lanes = kv_plan.append(batch, n, heads, dim, capability, 132)
+        launch, lanes = caches.append(batch, n, heads, dim, capability, 132)
         assert lanes >= max(4, -(-dim // 8))
         assert 32 % lanes == 0
         needed = 2 * heads * lanes // 32

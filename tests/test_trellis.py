@@ -12,6 +12,7 @@ from formats_table import TRELLIS
 from numpy.typing import NDArray
 
 import cuquant as cq
+from cuquant.formats.kernels import kernels_of
 
 F = np.float32
 BITS = (2, 3, 4)
@@ -231,17 +232,17 @@ def test_levels_in_float16(grid: list[float], lift: int, least: float) -> None:
     halves = fmt.half_levels
     assert halves is not None
     assert fmt.codebook is not None
-    assert fmt.in_float16
+    assert kernels_of(fmt).in_float16
     assert halves.lift == lift
     assert halves.least == pytest.approx(least, rel=1e-6)
     np.testing.assert_allclose(halves.levels.astype(F), np.ldexp(fmt.codebook, lift), rtol=2**-11)
 
 
 def test_grids_beyond_float16() -> None:
-    assert not cq.Trellis(2, grid=[1e-30, 1, 3]).in_float16
-    assert cq.Trellis(2).in_float16
-    assert cq.Trellis(2, grid=[2.0**-28, 0.75]).in_float16
-    assert not cq.Trellis(2, grid=[2.0**-30, 0.75]).in_float16
+    assert not kernels_of(cq.Trellis(2, grid=[1e-30, 1, 3])).in_float16
+    assert kernels_of(cq.Trellis(2)).in_float16
+    assert kernels_of(cq.Trellis(2, grid=[2.0**-28, 0.75])).in_float16
+    assert not kernels_of(cq.Trellis(2, grid=[2.0**-30, 0.75])).in_float16
 
 
 def test_scales_in_float16() -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import cuquant as cq
 from cuquant import formats, testing
+from cuquant.formats.kernels import kernels_of
 from cuquant.io import mixture
 
 NAMES = ["q1_0", "q2_0", "q2_0-128"]
@@ -41,9 +42,9 @@ def test_kernels_have_the_same_numbers_and_give_the_bytes_back(name: str) -> Non
     fmt, shape = formats.get(name), (3, 5, 512)
     for finite in (False, True):
         raw = random_blocks(name, shape, finite=finite)
-        given = fmt.to_kernels(raw, np)
+        given = kernels_of(fmt).to_kept(raw, np)
         assert given.shape == (3, 5, fmt.for_kernels.row_bytes(512))
-        np.testing.assert_array_equal(fmt.from_kernels(given, np), raw)
+        np.testing.assert_array_equal(kernels_of(fmt).from_kept(given, np), raw)
     w = cq.from_blocks(raw, fmt, shape)
     np.testing.assert_array_equal(cq.from_blocks(given, fmt.for_kernels, shape).dequantize(), w.dequantize())
     x = np.random.default_rng(1).standard_normal((4, 512)).astype(np.float32)
@@ -56,7 +57,7 @@ def test_ternary_weights(name: str) -> None:
     w = np.random.default_rng(0).integers(-1, 2, (3, 512)).astype(np.float32) / 2
     raw, fmt = gguf.quants.quantize(w, Type[name.upper()]), formats.get(name)
     np.testing.assert_array_equal(cq.from_blocks(raw, name, w.shape).dequantize(), w)
-    np.testing.assert_array_equal(fmt.from_kernels(fmt.to_kernels(raw, np), np), raw)
+    np.testing.assert_array_equal(kernels_of(fmt).from_kept(kernels_of(fmt).to_kept(raw, np), np), raw)
 
 
 def test_every_byte_of_digits_keeps_them() -> None:
@@ -64,7 +65,7 @@ def test_every_byte_of_digits_keeps_them() -> None:
     fmt, raw = formats.get("tq1_0"), np.zeros((256, 54), np.uint8)
     raw[:, :52] = np.arange(256)[:, None]
     raw[:, 52:] = np.array([1], np.float16).view(np.uint8)
-    back = fmt.from_kernels(fmt.to_kernels(raw, np), np)
+    back = kernels_of(fmt).from_kept(kernels_of(fmt).to_kept(raw, np), np)
     assert (back[:, 0] != raw[:, 0]).sum() == 13
     expected = gguf.quants.dequantize(raw, Type.TQ1_0)
     np.testing.assert_array_equal(gguf.quants.dequantize(back, Type.TQ1_0), expected)

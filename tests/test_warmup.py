@@ -19,6 +19,7 @@ from gguf_files import NANO
 import cuquant as cq
 from cuquant import device, formats, plan
 from cuquant.cuda import jit
+from cuquant.formats.kernels import kernels_of
 from cuquant.warmup import BATCHES, kernels
 
 
@@ -47,7 +48,7 @@ def test_columns_that_rows_of_x_end_in_count() -> None:
 
 def test_larger_groups_are_those_that_the_gpu_keeps() -> None:
     found = kernels(formats.get("int4-128"), (256, 512), BATCHES, plan.Gpu(80))
-    assert {k.format for k in found if k.op == "gemm"} == {formats.get("int4-128").for_kernels.header}
+    assert {k.format for k in found if k.op == "gemm"} == {kernels_of(formats.get("int4-128")).header}
 
 
 def test_kernels_of_tiles_and_of_experts() -> None:

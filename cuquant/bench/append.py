@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import device
 from ..kv import KVCache, codes
-from ..kv.plan import bucket_bytes
+from ..plan.caches import bucket_bytes
 from ..testing import as_numpy
 from .attention import HEAD_DIM, HEADS, fits
 from .record import Floor, Record, rounded

@@ -12,6 +12,7 @@ import numpy as np
 from .. import check, device, formats, plan
 from ..array import QuantizedArray
 from ..cuda import jit, problem
+from ..formats.kernels import kernels_of
 from ..ops.matmul import matmul as product_of
 from ..ops.quantize import quantize
 from ..testing import BOUNDS, CANARY, nmse
@@ -102,7 +103,9 @@ def _compile(keys: Iterable[dict[str, Any]]) -> None:
 
 def _gemm(fmt: formats.Format, key: dict[str, Any]) -> Any:
     how = {"to_convert": key["activation"] == "q8_1"}
-    how["signs"] = fmt.signed_columns and key["activation"] == "f16"  # of random weights some are -1
+    how["signs"] = (
+        kernels_of(fmt).signed_columns and key["activation"] == "f16"
+    )  # of random weights some are -1
     k = problem.whole_pieces(key["K"])
     return plan.gemm(plan.Problem(fmt.for_kernels, key["M"], key["N"], k, jit.gpu()), **how)
 

@@ -118,7 +118,7 @@ def _tuned(key: dict[str, Any], weights: list[Any]) -> TunedCell:
     problem = _problem(key, gpu)
     usual = plan.gemm(problem)
     found = tuning.candidates(usual, problem)
-    signs = problem.fmt.signed_columns  # random weights have some
+    signs = problem.kernels.signed_columns  # random weights have some
     own = (plan.signed(gemm) if signs else gemm for gemm in found)
     for _ in jit.compile_ahead({gemm.plan.kernel for gemm in own}):
         pass

@@ -14,6 +14,7 @@ from .. import cpu, device, formats
 from ..array import QuantizedArray
 from ..cuda import backend as cuda, trellis as cuda_trellis
 from ..cuda.fragments import fill, from_fragments, nothing_found
+from ..formats.kernels import kernels_of
 from ..formats.trellis import Trellis
 from ..ops.quantize import quantize
 from .operands import random_weight
@@ -121,7 +122,7 @@ class _Given:
         if isinstance(w.format, Trellis):
             cuda_trellis.fill(made.fragments(), w.blocks)
         else:
-            fill(made.fragments(), w.format.to_kernels(w.blocks, device.cupy()), self._found)
+            fill(made.fragments(), kernels_of(w.format).to_kept(w.blocks, device.cupy()), self._found)
         return made
 
     @cached_property

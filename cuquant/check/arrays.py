@@ -61,7 +61,7 @@ def _within(parts: tuple[Any, ...], shape: tuple[int, ...]) -> None:
     nothing[tuple(device.as_numpy(p) if device.is_cuda(p) else p for p in parts)]
 
 
-def can_iterate(shape: tuple[int, ...]) -> None:
+def require_iterable(shape: tuple[int, ...]) -> None:
     """At least two axes: rows to go through."""
     if len(shape) < 2:
         raise TypeError(
@@ -70,13 +70,13 @@ def can_iterate(shape: tuple[int, ...]) -> None:
         )
 
 
-def can_transpose(shape: tuple[int, ...]) -> None:
+def require_transposable(shape: tuple[int, ...]) -> None:
     """At least two axes."""
     if len(shape) < 2:
         raise ValueError(f"shape {shape} has no rows and columns to swap")
 
 
-def multiplies_itself(value: Any) -> bool:
+def is_multiplying_itself(value: Any) -> bool:
     """Whether the right operand of W @ value is no array that is known here, and has a product of its own."""
     if isinstance(value, np.ndarray) or is_quantized(value) or is_transposed(value):
         return False
@@ -85,7 +85,7 @@ def multiplies_itself(value: Any) -> bool:
     return hasattr(kind, "__rmatmul__") and not any(hasattr(kind, name) for name in known)
 
 
-def no_arithmetic(w: Any, operator: str) -> TypeError:
+def arithmetic_error(w: Any, operator: str) -> TypeError:
     """The error for an operator other than @ on a quantized array, or its transpose."""
     return TypeError(
         f"a {type(w).__name__} ({w.format}) holds packed blocks, which have no {operator}: "
@@ -93,7 +93,7 @@ def no_arithmetic(w: Any, operator: str) -> TypeError:
     )
 
 
-def no_numbers(w: Any) -> TypeError:
+def numbers_error(w: Any) -> TypeError:
     """The error for a quantized array as one of numbers, which tables of pandas ask for in a product, too."""
     pandas = "; in a product x is an array, no table of pandas: write x.to_numpy(numpy.float32) @ W.T"
     return TypeError(
@@ -103,7 +103,7 @@ def no_numbers(w: Any) -> TypeError:
     )
 
 
-def not_compared(w: Any, name: str) -> TypeError:
+def comparison_error(w: Any, name: str) -> TypeError:
     """The error for what would find nothing equal, where numbers may be."""
     return TypeError(
         f"a {type(w).__name__} ({w.format}) holds packed blocks, which {name} does not compare: "
@@ -111,7 +111,7 @@ def not_compared(w: Any, name: str) -> TypeError:
     )
 
 
-def no_truth(w: Any) -> ValueError:
+def truth_error(w: Any) -> ValueError:
     """The error for a quantized array, or its transpose, as a condition: NumPy's for arrays of numbers."""
     return ValueError(
         f"the truth value of a {type(w).__name__} ({w.format}) is ambiguous: compare with None (W is None), "
@@ -119,12 +119,12 @@ def no_truth(w: Any) -> ValueError:
     )
 
 
-def no_ufunc(w: Any, name: str, method: str, options: Iterable[str]) -> TypeError:
+def ufunc_error(w: Any, name: str, method: str, options: Iterable[str]) -> TypeError:
     """The error for a function of NumPy's elements, called or by another method (`reduce`, `outer`); for
     `x @= W.T` and numpy.matmul with options, too."""
     if method != "__call__":
         reduces = method == "reduce" and name in _REDUCTIONS
-        return no_arithmetic(w, f"numpy.{_REDUCTIONS[name] if reduces else f'{name}.{method}'}")
+        return arithmetic_error(w, f"numpy.{_REDUCTIONS[name] if reduces else f'{name}.{method}'}")
     if name == "matmul":
         taken = [option for option in ("out", "dtype") if option in options] or ["out"]
         return TypeError(
@@ -134,7 +134,7 @@ def no_ufunc(w: Any, name: str, method: str, options: Iterable[str]) -> TypeErro
         )
     if name in ("vecdot", "matvec", "vecmat"):
         return TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): write x @ W.T, or W @ x")
-    return no_arithmetic(w, _SIGNS.get(name, f"numpy.{name}"))
+    return arithmetic_error(w, _SIGNS.get(name, f"numpy.{name}"))
 
 
 _SIGNS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/", "floor_divide": "//", "remainder": "%"}
@@ -167,13 +167,13 @@ _FUNCTIONS |= dict.fromkeys(("transpose", "matrix_transpose", "swapaxes"), _INST
 """What to use in place of NumPy's functions that packed blocks are not for, by their names."""
 
 
-def has_no_other(w: Any, name: str) -> None:
+def require_no_other_function(w: Any, name: str) -> None:
     """TypeError for a function of NumPy's in whose place another takes quantized arrays, or their .T is."""
     if name in _FUNCTIONS:
         raise TypeError(f"numpy.{name} takes no {type(w).__name__} ({w.format}): {_FUNCTIONS[name]}")
 
 
-def is_no_attribute(w: Any, name: str) -> None:
+def require_no_array_attribute(w: Any, name: str) -> None:
     """AttributeError for what arrays of numbers have, and a quantized one, or its transpose, has not."""
     if name.startswith("_") or hasattr(type(w), name):
         return
@@ -186,14 +186,14 @@ def is_no_attribute(w: Any, name: str) -> None:
         raise AttributeError(f"a {type(w).__name__} has no {name}: {instead}", name=name, obj=w)
 
 
-def no_rows(w: Any) -> TypeError:
+def transpose_index_error(w: Any) -> TypeError:
     """The error for an index of a transpose: blocks run along what are its columns."""
     return TypeError(
         f"a {type(w).__name__} ({w.format}) has no rows of blocks: index W, its .T, or .dequantize()"
     )
 
 
-def immutable(w: Any) -> TypeError:
+def assignment_error(w: Any) -> TypeError:
     """The error for an assignment to a part of a quantized array."""
     return TypeError(
         f"a {type(w).__name__} ({w.format}) cannot be changed: change numbers, and quantize them"

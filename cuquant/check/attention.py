@@ -16,13 +16,13 @@ LARGEST_SCALE, LEAST_SCALE = 2e38, 2.0**-126
 normal for 0."""
 
 
-def kv_cache(value: Any) -> None:
+def require_kv_cache(value: Any) -> None:
     """A KVCache (known by a class attribute: that module imports this one)."""
     if not getattr(type(value), "is_kv_cache", False):
         raise TypeError(f"cache is {a_or_an(value)}; a cuquant.KVCache is needed")
 
 
-def queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
+def require_queries(q: tuple[int, ...], cache: tuple[int, int, int]) -> None:
     """Queries fit a cache of (batch, n_kv_heads, head_dim)."""
     batch, heads, dim = cache
     if len(q) != 4 or (q[0], q[3]) != (batch, dim):

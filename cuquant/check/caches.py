@@ -17,11 +17,11 @@ from .common import (
     choice,
     count,
     floats,
-    may_take_memory,
     numbers,
     on_cpu,
     readable,
-    same_device,
+    require_memory,
+    require_one_device,
 )
 
 
@@ -113,7 +113,7 @@ def on_gpu_integers(value: Any, what: str, shape: tuple[int, ...], axes: str = "
     if value.dtype.kind not in "iu":
         raise TypeError(f"{what} has dtype {value.dtype}; integers are needed")
     if not device.is_current(value):
-        same_device(**{what: value})
+        require_one_device(**{what: value})
     return broadcast(value, shape, what, axes)
 
 
@@ -126,12 +126,12 @@ def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
     """
     cupy = device.cupy()
     if not device.is_cuda(value):
-        may_take_memory(f"{what} is not on the GPU, and is copied there", "pass a CuPy array of int32")
+        require_memory(f"{what} is not on the GPU, and is copied there", "pass a CuPy array of int32")
         return cupy.asarray(np.ascontiguousarray(value, np.int32))
     if value.dtype == np.int32 and value.flags.c_contiguous:
         return readable(value, what)
     kind = f"contiguous int32 of shape {value.shape}"
-    may_take_memory(f"{what} is not {kind}, and is copied", "pass an array that is")
+    require_memory(f"{what} is not {kind}, and is copied", "pass an array that is")
     if np.can_cast(value.dtype, np.int32):
         return cupy.ascontiguousarray(value, np.int32)
     result = cupy.empty(value.shape, np.int32)
@@ -142,7 +142,7 @@ def int32_on_gpu(value: Any, what: str, most: int = LARGEST_INDEX + 1) -> Any:
     return result
 
 
-def tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
+def require_tokens(k: tuple[int, ...], v: tuple[int, ...], cache: tuple[int, int, int]) -> None:
     """Shapes of new keys and values fit a cache of (batch, n_kv_heads, head_dim)."""
     batch, heads, dim = cache
     for what, shape in (("k", k), ("v", v)):
@@ -212,7 +212,7 @@ def named_tokens(value: Any, batch: int) -> tuple[Any, bool]:
     return np.broadcast_to(ids, (batch, ids.shape[-1])), own
 
 
-def found(ids: Any, seen: Any, own: bool) -> None:
+def require_known_ids(ids: Any, seen: Any, own: bool) -> None:
     """Every id (batch, n) names a token: of its sequence, or of any for ids that are all sequences'."""
     missing = ~seen & (ids >= 0) if own else ~seen.any(axis=0, keepdims=True)
     if missing.any():
@@ -221,7 +221,9 @@ def found(ids: Any, seen: Any, own: bool) -> None:
         raise ValueError(f"{where} holds no token of id {ids[sequence, index]}")
 
 
-def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, int], capacity: int) -> None:
+def require_room(
+    adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, int], capacity: int
+) -> None:
     """Room for what comes to each width's bucket (less what leaves) beside what it holds, [batch] tokens."""
     total, new = sum(held.values()), sum(adds.values())
     _room(total, new, capacity, "this cache", "evict some, or make the cache larger")
@@ -233,7 +235,7 @@ def fits(adds: Mapping[int, Any], held: Mapping[int, Any], rooms: Mapping[int, i
         _room(held[bits], adds[bits], room, f"its {bits}-bit bucket", hint)
 
 
-def appended(sequence: int, capacity: int) -> None:
+def require_appended(sequence: int, capacity: int) -> None:
     """Tokens that came without a check, in a graph or with widths or lengths on the GPU, have found room."""
     raise ValueError(
         "an earlier append, replayed by a graph or with bits or lengths on the GPU, was refused and changed "
@@ -265,7 +267,7 @@ def sequence(value: Any, batch: int) -> int:
     return number
 
 
-def copied(capturing: bool) -> None:
+def require_copyable(capturing: bool) -> None:
     """No graph is being captured, which a copy would be a part of."""
     if capturing:
         raise RuntimeError(
@@ -274,7 +276,7 @@ def copied(capturing: bool) -> None:
         )
 
 
-def moved(capturing: bool) -> None:
+def require_movable(capturing: bool) -> None:
     """No graph is being captured: the host tells which tokens move, of those that are there now."""
     if capturing:
         raise RuntimeError(
@@ -293,7 +295,7 @@ def _room(held: Any, new: Any, room: int, place: str, hint: str) -> None:
         )
 
 
-def slot_range(after: int) -> None:
+def require_slot_range(after: int) -> None:
     """Slots are int32, and so is the one after those that are given out, which `next_slots` holds."""
     if after > LARGEST_INDEX:
         raise ValueError(f"slot {after} is beyond int32: clear the cache")
@@ -328,7 +330,7 @@ def not_negative(value: Any, what: str) -> float:
     return number
 
 
-def saved_ids(ids: Any, sequence: int) -> None:
+def require_saved_ids(ids: Any, sequence: int) -> None:
     """Ids of a sequence's tokens that are to be in a file."""
     least = int(ids.min(initial=0))
     if least < 0:
@@ -339,7 +341,7 @@ def saved_ids(ids: Any, sequence: int) -> None:
         )
 
 
-def restored(cache: Any) -> None:
+def require_sound_cache(cache: Any) -> None:
     """A cache read from a file: its capacity holds, slots are given out and used once, no id is negative, and
     importances are what can be compared."""
     if (cache.lengths > cache.capacity).any():

@@ -176,11 +176,11 @@ def stated_version(version: int | None, stated: Mapping[Path, tuple[str, int]]) 
 
 
 def asked_groups(size: Any) -> dict[str, set[int]]:
-    """Sizes that an argument group_size (or None) states, as `groups` takes them."""
+    """Sizes that an argument group_size (or None) states, as `require_groups` takes them."""
     return {} if size is None else {f"group_size is {size}": {group_size(size)}}
 
 
-def groups(
+def require_groups(
     k: int, group: int, stated: Mapping[str, Collection[int]], g_idx: Any, what: str = "g_idx"
 ) -> None:
     """Groups of k weights are of the size that the number of scales gives them, and in order.
@@ -195,7 +195,7 @@ def groups(
             raise ValueError(f"{who}, and {scales}: the last group is cut short, and cannot be read")
         if group not in sizes and not (count == 1 and any(size == -1 or size > k for size in sizes)):
             raise ValueError(f"{who}, but {scales}, which are groups of {group}")
-    known = group_index(g_idx, k, group, what) or bool(stated)
+    known = is_group_index(g_idx, k, group, what) or bool(stated)
     if not known and count > 1 and group & (group - 1):
         raise ValueError(
             f"{scales}: groups of {group}, or longer ones of which the last is cut short, which cannot be "
@@ -204,7 +204,7 @@ def groups(
         )
 
 
-def group_index(value: Any, k: int, group: int, what: str) -> bool:
+def is_group_index(value: Any, k: int, group: int, what: str) -> bool:
     """Group of each of k weights, in their own order; None says so too, and so do all -1. Whether it says
     the groups."""
     if value is None:

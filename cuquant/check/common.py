@@ -198,15 +198,20 @@ def choice(value: Any, what: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def same_device(**operands: Any) -> bool:
-    """All arrays on one device, a GPU being the current one, and whether it is a GPU; None is skipped."""
+def is_on_gpu(**operands: Any) -> bool:
+    """Whether arrays are on a GPU: all on one device, a GPU being the current one. None is skipped."""
     on_gpu = _on_gpu(operands)
     if on_gpu:
         _current_gpu(operands)
     return on_gpu
 
 
-def one_place(**operands: Any) -> None:
+def require_one_device(**operands: Any) -> None:
+    """All arrays on one device, a GPU being the current one; None is skipped."""
+    is_on_gpu(**operands)
+
+
+def require_one_place(**operands: Any) -> None:
     """All arrays, or the bytes of quantized ones, on one device, the current one or not."""
     arrays = {name: storage(operand) for name, operand in operands.items()}
     if _on_gpu(arrays) and len({a.data.device_id for a in arrays.values()}) > 1:
@@ -236,7 +241,7 @@ def _current_gpu(operands: dict[str, Any]) -> None:
         )
 
 
-def may_take_memory(why: str, instead: str) -> None:
+def require_memory(why: str, instead: str) -> None:
     """Nothing is copied or converted into memory of its own while a CUDA graph is captured: the graph would
     write there each time, and others have that memory by then. `instead` says what can be done."""
     if device.is_capturing():
@@ -300,7 +305,7 @@ def model_path(value: Any) -> Path:
     return path(value)
 
 
-def still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: bool) -> None:
+def require_still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: bool) -> None:
     """A file that is open, and is still what it was when it was opened. Another file may have taken its place
     since: the open one is whole then."""
     if closed:
@@ -312,7 +317,7 @@ def still_as_opened(path: Path, place: Path, opened: os.stat_result, closed: boo
             raise ValueError(f"{path} was changed since it was opened: open the model again")
 
 
-def same_by_name(path: Path, opened: os.stat_result) -> None:
+def require_same_by_name(path: Path, opened: os.stat_result) -> None:
     """A file that is open is what its path leads to, as for those who opened it by its path since."""
     now = os.stat(path)
     if not os.path.samestat(opened, now) or opened.st_mtime_ns != now.st_mtime_ns:
@@ -331,7 +336,7 @@ def model_target(value: Any) -> Path:
     return target
 
 
-def not_pickled(value: Any, contents: str) -> TypeError:
+def pickle_error(value: Any, contents: str) -> TypeError:
     """The error for a pickle or deep copy of what reads a mapped file; a dict of it has its contents."""
     name = type(value).__name__
     return TypeError(
@@ -351,7 +356,7 @@ def safetensors_path(value: Any) -> Path:
     return target
 
 
-def not_a_folder(path: Path) -> None:
+def require_no_folder(path: Path) -> None:
     """A path of one file."""
     if path.is_dir():
         raise IsADirectoryError(
@@ -359,9 +364,9 @@ def not_a_folder(path: Path) -> None:
         )
 
 
-def can_be_mapped(path: Path) -> None:
+def require_mappable(path: Path) -> None:
     """A path of one file that can be mapped into memory, if there is one."""
-    not_a_folder(path)
+    require_no_folder(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no ordinary file: nothing else can be mapped into memory")
 

@@ -29,7 +29,7 @@ def token_vector(value: Any) -> NDArray[np.integer[Any]]:
     return ids
 
 
-def finite_scores(finite: bool, of: str, first_flaw: Callable[[], str | None]) -> None:
+def require_finite_scores(finite: bool, of: str, first_flaw: Callable[[], str | None]) -> None:
     """A model's scores are numbers; `first_flaw` finds a tensor that holds others."""
     if finite:
         return

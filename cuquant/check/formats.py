@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..formats import Format
 
 
-def can_be_registered(fmt: Format, known: Format | None) -> None:
+def require_registrable(fmt: Format, known: Format | None) -> None:
     """A format that has what arrays of it need, and a name that can be given, and is no other class's;
     `known` is the format that has the name now."""
     kind = _full_name(fmt)
@@ -51,13 +51,13 @@ def _full_name(fmt: Format) -> str:
     return f"{type(fmt).__module__}.{type(fmt).__qualname__}"
 
 
-def is_quantized_to(fmt: Format) -> None:
+def require_quantized_to(fmt: Format) -> None:
     """A format that is not only read."""
     if fmt.read_only:
         raise ValueError(f"nothing here quantizes to {fmt}: {fmt.made_by}")
 
 
-def has_gguf_type(fmt: Format) -> None:
+def require_gguf_type(fmt: Format) -> None:
     """A format that tensors of GGUF files can have."""
     if fmt.ggml_type is None:
         raise ValueError(fmt.no_gguf_type)
@@ -71,7 +71,7 @@ def codes(value: Any) -> Any:
     return result
 
 
-def e4m4(x: Any) -> None:
+def require_e4m4(x: Any) -> None:
     """Numbers that E4M4 has codes for: finite and not negative."""
     bad = ~((x >= 0) & np.isfinite(x))
     if bad.any():
@@ -147,7 +147,7 @@ def kbit_matrix(w: Any, kind: type[Format]) -> Any:
     return w.format
 
 
-def tile_sizes(tile_n: Any, tile_k: Any, block: int) -> None:
+def require_tile_sizes(tile_n: Any, tile_k: Any, block: int) -> None:
     """Sides of tiles, whole blocks along K."""
     for what, value, multiple in (("tile_n", tile_n, 1), ("tile_k", tile_k, block)):
         if count(value, what) % multiple:
@@ -184,7 +184,7 @@ def format_of(w: Any, kind: type[Format]) -> Any:
     return w.format
 
 
-def array_first(x: Any, fmt: Any) -> None:
+def require_array_first(x: Any, fmt: Any) -> None:
     """What is to be quantized is no format: that comes second."""
     if hasattr(x, "encode") and not hasattr(fmt, "encode"):  # as names and formats have, and no array
         raise TypeError(
@@ -209,7 +209,7 @@ def whole_blocks(shape: tuple[int, ...], fmt: Format, of: str = "the array") -> 
     return fmt.for_row(k)
 
 
-def to_quantize(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+def require_quantizable(values: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
     """Rows [n, K] that start at row `first_row` of an array of `shape` hold finite numbers, none of them
     larger than the format takes; the first row that does not is named."""
     bad = ~np.isfinite(values).all(axis=1)
@@ -244,8 +244,8 @@ def column_importance(value: Any, fmt: Format, k: int) -> Any:
     return np.maximum(np.ldexp(result, 1 - np.frexp(result.max())[1]), 2.0**-40).astype(np.float32)
 
 
-def scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
-    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `to_quantize`)."""
+def require_scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:
+    """No scale overflowed float16 in block records [n, K / block_size] (rows as in `require_quantizable`)."""
     for field in fmt.scales:
         bad = ~np.isfinite(records[field]).all(axis=1)
         if bad.any():
@@ -323,7 +323,7 @@ def group_of(k: int, count: int) -> int:
     return group_size(k // count)
 
 
-def sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
+def require_sound(w: Any, flaws: list[str], bad_rows: Any) -> None:
     """A quantized array without flaws, and whose rows, by flat numbers, are all finite."""
     found = list(flaws)
     if len(bad_rows):

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from .common import a_or_an, is_quantized, is_transposed, same_device
+from .common import a_or_an, is_quantized, is_transposed, require_one_device
 
 
 def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], int]:
@@ -44,7 +44,7 @@ def joined(arrays: Any, axis: Any, name: str, *, new: bool) -> tuple[list[Any], 
                 f"{name} takes arrays of one format; number {number} is {w.format}, the first {first.format}"
                 + _difference(first.format, w.format)
             )
-    same_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
+    require_one_device(**{f"number {number}": w.storage for number, w in enumerate(given)})
     for number, w in enumerate(others, 1):
         shapes = [tuple(n for i, n in enumerate(v.shape) if new or i != axis) for v in (first, w)]
         if shapes[0] != shapes[1]:

@@ -46,7 +46,7 @@ def routing(ids: Any, probs: Any, x: tuple[int, ...], gate: tuple[int, ...]) -> 
     return ids, probs
 
 
-def top_k(value: Any, logits: tuple[int, ...]) -> None:
+def require_top_k(value: Any, logits: tuple[int, ...]) -> None:
     """An integer from 1 to the number of experts."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"top_k is {value}; an integer is needed")

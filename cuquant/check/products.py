@@ -84,7 +84,7 @@ def product_shape(x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
     return (*lead, *x[-2:-1], w[-2])
 
 
-def activation(name: Any) -> None:
+def require_activation(name: Any) -> None:
     """None or one of ACTIVATIONS."""
     if name is not None and (not isinstance(name, str) or name not in ACTIVATIONS):
         raise ValueError(
@@ -114,7 +114,7 @@ def residual(value: Any, shape: tuple[int, ...]) -> Any:
     return value
 
 
-def activation_format(x: Any, given: Any, fmt: Format) -> None:
+def require_activation_format(x: Any, given: Any, fmt: Format) -> None:
     """What is given names the format that floats x can be quantized to by a product."""
     if str(given).lower() != fmt:
         raise ValueError(f"x_format is {str(given)!r}; for activations there is '{fmt}'")
@@ -135,18 +135,20 @@ def result_dtype(x: Any, out: Any, dtype: Any, quantizes: bool = False) -> np.dt
     return FLOAT32 if quantizes or is_quantized(x) else x.dtype
 
 
-def output_shape(out: Any, shape: tuple[int, ...]) -> None:
+def require_output_shape(out: Any, shape: tuple[int, ...]) -> None:
     """`out` has the result's shape."""
     if out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the result has {shape}")
 
 
-def output(out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool) -> None:
+def require_output(
+    out: Any, shape: tuple[int, ...], reads: dict[str, Any], residual: Any, on_gpu: bool
+) -> None:
     """`out` can take the result: its shape, writable, and apart from what is read while it is written.
 
     The residual may be `out` itself (an update in place), as every element is read before it is written.
     """
-    output_shape(out, shape)
+    require_output_shape(out, shape)
     if not getattr(out.flags, "writeable", True):
         raise ValueError("out is read-only")
     if not out.flags.c_contiguous and memory.overlaps_itself(out):
@@ -170,19 +172,19 @@ def _of_weight(value: Any) -> bool:
     return is_weight(value.T if is_transposed(value) else value)
 
 
-def may_prepare(stream: Any) -> None:
+def require_preparable(stream: Any) -> None:
     """A weight is not brought into its layout while a graph is captured: the graph would repeat it."""
     if stream.is_capturing():
         raise RuntimeError("the weight must be prepared before a CUDA graph is captured: call W.prepare()")
 
 
-def columns(k: int, most: int) -> None:
+def require_columns(k: int, most: int) -> None:
     """Columns of a weight that is prepared for a GPU."""
     if k > most:
         raise ValueError(f"a weight of {k} columns (K) cannot be used on a GPU: at most {most} are possible")
 
 
-def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
+def require_batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
     """Leading axes that a kernel can walk, those counted as one that strides join."""
     if count > most:
         raise ValueError(
@@ -190,7 +192,7 @@ def batch_axes(count: int, most: int, shape: tuple[int, ...]) -> None:
         )
 
 
-def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
+def require_launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
     """Blocks along an axis of a launch: matrices of a stack, or tiles of batch rows."""
     if blocks > most:
         raise ValueError(
@@ -200,7 +202,7 @@ def launch_size(blocks: int, most: int, shape: tuple[int, ...]) -> None:
 
 
 @lru_cache(maxsize=4096)
-def right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
+def require_right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
     """x of W @ x: (K,), or (..., K, M), with leading axes that broadcast."""
     k = w[-1]
     if x and x[-2:][0] == k:
@@ -217,7 +219,7 @@ def right_operand(x: tuple[int, ...], w: tuple[int, ...]) -> None:
     raise ValueError(f"W {w} and x {x} do not fit in W @ x, where x is ({k},) or (..., {k}, M){other}")
 
 
-def right_activations(x: Any, w: Any) -> None:
+def require_right_activations(x: Any, w: Any) -> None:
     """Quantized x of W @ x: a vector, of which there is no other layout."""
     if x.ndim < 2:
         return
@@ -243,7 +245,7 @@ def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *shape[:-3:-1])
 
 
-def not_a_product(a: Any, b: Any) -> TypeError:
+def product_error(a: Any, b: Any) -> TypeError:
     """The error for a product that no quantized operand makes possible."""
     given = f"{described(a)} @ {described(b)}"
     if is_weight(b) and b.ndim < 2:
@@ -299,7 +301,7 @@ def batches_to_warm_up(batches: Iterable[Any]) -> list[int]:
     return rows
 
 
-def something_to_warm_up(found: Sequence[Any], none: str) -> None:
+def require_something_to_warm_up(found: Sequence[Any], none: str) -> None:
     """At least one weight has kernels; `none` says of which."""
     if not found:
         raise ValueError(f"nothing to warm up: {none} is a quantized matrix (..., N, K) with kernels")

@@ -24,7 +24,7 @@ def grid(value: Any, most: int) -> Any:
     return result
 
 
-def trellis_scales(scales: Any, fmt: Format) -> None:
+def require_trellis_scales(scales: Any, fmt: Format) -> None:
     """No scale of quantized weights is beyond float32, as with tiny grids."""
     if not np.isfinite(scales).all():
         raise ValueError(
@@ -33,13 +33,13 @@ def trellis_scales(scales: Any, fmt: Format) -> None:
         )
 
 
-def not_signs(**arrays: Any) -> list[tuple[str, Any]]:
+def wrong_signs(**arrays: Any) -> list[tuple[str, Any]]:
     """Names of arrays with an element that is neither +1 nor -1, and the first such element."""
     bad = {name: a[np.abs(a.astype(np.float32)) != 1] for name, a in arrays.items()}
     return [(name, elements[0]) for name, elements in bad.items() if elements.size]
 
 
-def same_signs(su: Any) -> None:
+def require_same_signs(su: Any) -> None:
     """Matrices whose signs along K, su [n, K], are one: rows of theirs can be put into one matrix."""
     if (su != su[0]).any():
         raise IndexError(
@@ -47,7 +47,7 @@ def same_signs(su: Any) -> None:
         )
 
 
-def hadamard_sides(shape: tuple[int, ...], side: int) -> None:
+def require_hadamard_sides(shape: tuple[int, ...], side: int) -> None:
     """A weight (..., N, K) whose sides are multiples of that of a Hadamard matrix."""
     if len(shape) < 2 or shape[-2] % side or shape[-1] % side:
         raise ValueError(
@@ -67,7 +67,7 @@ def runs_of_rows(rows: Any, run: int, fmt: Format) -> Any:
     )
 
 
-def same_sides(suh: Any, fmt: Format) -> None:
+def require_same_sides(suh: Any, fmt: Format) -> None:
     """Matrices whose factors of columns, suh [n, K], are one: rows of theirs can be put into one matrix."""
     if (suh.view(np.int16) != suh[0].view(np.int16)).any():
         raise IndexError(
@@ -132,6 +132,6 @@ def signs(value: Any, what: str, shape: tuple[int, ...]) -> Any:
         raise TypeError(f"{what} has dtype {result.dtype}; +1 and -1 are integers or floats")
     if result.shape != shape:
         raise ValueError(f"{what} has shape {result.shape}; {shape} is needed")
-    for _, bad in not_signs(**{what: result}):
+    for _, bad in wrong_signs(**{what: result}):
         raise ValueError(f"{what} holds {bad}; signs are +1 and -1")
     return result.astype(np.int8)

@@ -13,6 +13,7 @@ import numpy as np
 from .. import check, cpu, device, plan, repeats
 from ..array import QuantizedArray
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from . import activations, buffers, exl3 as cuda_exl3, jit, problem, streams
 from .activations import Operand, Quantization, Rows, Step, addresses
 from .fragments import Fragments, of_matrices, tables
@@ -71,13 +72,14 @@ def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
 
 def _encoder(fmt: Format) -> tuple[Any, ...]:
     """What the kernel that quantizes has to know of the format."""
-    kernel, _ = fmt.encoder
-    if kernel == plan.GROUPS_ENCODER:
+    encoder = kernels_of(fmt).encoder
+    assert encoder is not None
+    if encoder.op == plan.GROUPS_ENCODER:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
-    if kernel == "search":
+    if encoder.op == "search":
         return ()
     thresholds = tables(fmt.for_kernels).thresholds
-    return np.uint64(thresholds), np.int32(fmt.divides_by_stored), np.float32(fmt.tensor_scale)
+    return np.uint64(thresholds), np.int32(encoder.divides_by_stored), np.float32(fmt.tensor_scale)
 
 
 def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Quantization | None]:
@@ -96,16 +98,17 @@ def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -
     """The error of the first row that cannot be quantized, in the words of the NumPy backend."""
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
-        check.to_quantize(row, fmt, first_bad, shape)
+        check.require_quantizable(row, fmt, first_bad, shape)
         with np.errstate(all="ignore"):
-            check.scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
+            check.require_scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
 
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:
     """Numbers (..., N, K) of blocks (..., N, row bytes), or of the storage bytes of matrices of a shape."""
     if fmt.whole_matrices:
         return of_matrices(fmt).dequantize(blocks, fmt, shape, dtype)
-    blocks, fmt, scale = fmt.to_kernels(blocks, device.cupy()), fmt.for_repacking, fmt.tensor_scale
+    blocks = kernels_of(fmt).to_kept(blocks, device.cupy())
+    fmt, scale = fmt.for_kernels, fmt.tensor_scale
     k = blocks.shape[-1] // fmt.block_bytes * fmt.block_size
     out = device.cupy().empty((*blocks.shape[:-1], k), dtype)
     count = out.size // 32
@@ -157,14 +160,15 @@ def product(p: Product, out: Any) -> Ready | None:
         _dense(p, out)
         return None
     if p.bias is not None and not p.bias.flags.c_contiguous:  # kernels know no strides of it
-        check.may_take_memory("bias is not contiguous, and is copied", "pass one that is")
+        check.require_memory("bias is not contiguous, and is copied", "pass one that is")
         product(p._replace(bias=device.cupy().ascontiguousarray(p.bias)), out)
         return None
-    if not p.w.format.in_float16 or (p.w.format.turned and p.w.size == 0):
-        check.may_take_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
+    kernels = kernels_of(p.w.format)
+    if not kernels.in_float16 or (kernels.turned and p.w.size == 0):
+        check.require_memory(f"products with {p.w.format} weights make floats of them", _DENSE)
         _dense(p._replace(w=p.w.dequantize()), out)
         return None
-    if p.w.format.turned:
+    if kernels.turned:
         if p.w.ndim == 2:
             return _turned(p, p.w.fragments(), out)
         _turned_stack(p, out)
@@ -282,7 +286,10 @@ def _turned_ready(fragments: Fragments, x: Any, out: Any, residual: Any, end: pr
 def can_quantize(x: Any, w: Any) -> bool:
     """Whether products with a weight quantize such floats themselves, or have a kernel do so that stores no
     blocks."""
-    if not check.is_quantized(w) or not w.format.in_float16 or w.format.turned:
+    if not check.is_quantized(w):
+        return False
+    kernels = kernels_of(w.format)
+    if kernels.turned or not kernels.in_float16:
         return False
     return w.fragments().signs is None and activations.can_quantize(x)
 
@@ -335,7 +342,7 @@ def _signed(x: Any, signs: Signs, lead: tuple[int, ...]) -> Operand:
     *own, m, k = x.shape
     if tuple(own) != lead:
         why = "x is one for several matrices, whose columns have signs of their own, and is repeated"
-        check.may_take_memory(why, f"pass x of shape {(*lead, m, k)}")
+        check.require_memory(why, f"pass x of shape {(*lead, m, k)}")
         x = device.cupy().broadcast_to(x, (*lead, m, k))
     return Operand(x, problem.prepared(x.shape, half), None, signs.over(lead), m)
 
@@ -344,7 +351,7 @@ def _as_floats(x: Any) -> Any:
     """Activations, if they are quantized, in float32."""
     if not check.is_quantized(x):
         return x
-    check.may_take_memory("x is quantized, and floats are made of it", "pass floats")
+    check.require_memory("x is quantized, and floats are made of it", "pass floats")
     return dequantize(x.blocks, x.format, check.FLOAT32)
 
 
@@ -392,7 +399,7 @@ _DENSE = "take cupy.matmul, and a weight of floats"
 
 def _dense(p: Product, out: Any) -> None:
     """The product with a plain float weight, by cuBLAS in float32, a slab of its rows at a time."""
-    check.may_take_memory("a product with a plain weight is one of floats in float32", _DENSE)
+    check.require_memory("a product with a plain weight is one of floats in float32", _DENSE)
     cupy = device.cupy()
     x = _as_floats(p.x).astype(np.float32)
     n, k = p.w.shape[-2:]

@@ -30,7 +30,7 @@ def element_strides(array: Any) -> tuple[int, ...]:
 def as_rows(x: Any, what: str = "x") -> Any:
     """x (..., K) as rows [R, K]: a view where one stride leads from row to row, else a copy."""
     if x.ndim > 2 and not has_rows(x):
-        check.may_take_memory(
+        check.require_memory(
             f"{what} has leading axes that do not merge, and is copied", "pass a contiguous array"
         )
     return x.reshape(-1, x.shape[-1])
@@ -46,9 +46,7 @@ def records(blocks: Any) -> Any:
     """Storage bytes of whole matrices that start on 16 bytes and lie together."""
     if blocks.flags.c_contiguous and blocks.data.ptr % 16 == 0:
         return blocks
-    check.may_take_memory(
-        "storage bytes with gaps, or that start at odd places, are copied", "do that before"
-    )
+    check.require_memory("storage bytes with gaps, or that start at odd places, are copied", "do that before")
     return blocks.copy("C")
 
 

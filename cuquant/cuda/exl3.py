@@ -44,7 +44,7 @@ def to_fragments(blocks: Any, fmt: Exl3, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
-    check.may_prepare(stream)
+    check.require_preparable(stream)
     matrices, n, k = _sizes(shape)
     blocks = buffers.records(blocks)
     planes, size = plan.layout(fmt).offsets(*plan.tiles(matrices, n, k))

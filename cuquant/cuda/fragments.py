@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from .. import check, device, plan
 from ..formats import Format, e4m4
 from ..formats.exl3 import Exl3Parts
-from ..formats.trellis import Parts, Trellis
-from ..plan.planes import has_kernels
+from ..formats.kernels import Scaling, kernels_of
+from ..formats.trellis import Parts
 from ..repeats import CallTable
 from . import buffers, jit, problem
 
@@ -54,10 +54,11 @@ def tables(fmt: Format) -> Tables:
         rows = np.zeros((2 + _MOST_LIFT + 1, _ROW // 4), np.float32)
         rows[0, : len(fmt.codebook)] = fmt.codebook
         rows[1] = np.inf
-        if fmt.lookup:
-            if fmt.encodes_on_gpu and fmt.encoder[0] == "quantize":
-                rows[1, : len(fmt.thresholds)] = fmt.thresholds
-            for lift in range(_MOST_LIFT + 1) if fmt.masked else (0, _LIFT):
+        if fmt.thresholds is not None:
+            rows[1, : len(fmt.thresholds)] = fmt.thresholds
+        kernels = kernels_of(fmt)
+        if kernels.lookup:
+            for lift in range(_MOST_LIFT + 1) if kernels.masked else (0, _LIFT):
                 halves = _halves(fmt, lift)
                 rows[2 + lift].view(np.float16)[: len(halves)] = halves
         buffer = cupy.asarray(rows)
@@ -69,10 +70,11 @@ def tables(fmt: Format) -> Tables:
 
 def _halves(fmt: Format, lift: int) -> NDArray[np.float16]:
     """A codebook as products take it, times 2^lift; of values that masks make, these, and 2^lift."""
-    if fmt.masked:
-        return np.append(fmt.masked.halves, np.float16(2.0**lift))
+    kernels = kernels_of(fmt)
+    if kernels.masked:
+        return np.append(kernels.masked.halves, np.float16(2.0**lift))
     assert fmt.codebook is not None
-    values = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(fmt.scale_unit)
+    values = np.ldexp(fmt.codebook, _codebook_lift(fmt) + lift) / np.float32(kernels.scale_unit)
     return values.astype(np.float16)
 
 
@@ -123,7 +125,8 @@ class Fragments:
     @cached_property
     def weight(self) -> problem.Weight:
         """The weight as products plan by it."""
-        scale = self.fmt.tensor_scale / (self.fmt.masked.unit if self.fmt.masked else 1)
+        masked = kernels_of(self.fmt).masked
+        scale = self.fmt.tensor_scale / (masked.unit if masked else 1)
         signed = self.signs is not None
         return problem.Weight(self.fmt.for_kernels, self.shape, self.half, self.lift, scale, signed)
 
@@ -143,21 +146,22 @@ class Fragments:
         """Device addresses of the planes; factors of rows are the row plane of EXL3 matrices."""
         start = self.buffer.data.ptr
         planes = plan.Planes(*(start + plane for plane in self.planes))
-        return planes._replace(row=self.exl3_vectors.svh.data.ptr) if self.fmt.turned else planes
+        return planes._replace(row=self.exl3_vectors.svh.data.ptr) if kernels_of(self.fmt).turned else planes
 
 
 def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
     """Storage bytes of an array (..., N, K) to the fragment layout."""
-    check.columns(shape[-1], plan.MOST_COLUMNS)
+    check.require_columns(shape[-1], plan.MOST_COLUMNS)
     if fmt.whole_matrices:
         made: Fragments = of_matrices(fmt).to_fragments(blocks, fmt, shape)
         return made
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
-    check.may_prepare(stream)
-    own, stored, blocks = fmt.for_kernels, fmt.for_repacking, fmt.to_kernels(blocks, cupy)
+    check.require_preparable(stream)
+    own, kernels = fmt.for_kernels, kernels_of(fmt)
+    blocks = kernels.to_kept(blocks, cupy)
     *lead, n, row_bytes = blocks.shape
-    k = row_bytes // stored.block_bytes * stored.block_size
+    k = row_bytes // own.block_bytes * own.block_size
     tiles = plan.tiles(prod(lead), n, k)
     planes, size = plan.layout(own).offsets(*tiles)
     made = Fragments(fmt, (*lead, n, k), cupy.empty(size, np.uint8), planes)
@@ -173,14 +177,14 @@ def to_fragments(blocks: Any, fmt: Format, shape: tuple[int, ...]) -> Fragments:
         fill(made, blocks, found)
         stream.synchronize()
         return made
-    if fmt.scaling == "e8m0":
+    if kernels.scaling is Scaling.E8M0:
         # Sums in units of 2^(e - 127) are 2^-14 times their own, for E2M1 numbers' bits, times 2^16.
-        lift, kept = 16 - 14 + seen.added, _first_bytes(blocks, stored) if seen.lost else None
+        lift, kept = 16 - 14 + seen.added, _first_bytes(blocks, own) if seen.lost else None
         return replace(made, half=not seen.unfit, lift=lift, offset=seen.added, kept=kept)
-    if fmt.scaling == "e4m3":  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
-        return replace(made, lift=-7, kept=_first_bytes(blocks, stored) if seen.greatest else None)
-    half, lift = (_masked_lift if fmt.masked else _table_lift)(seen.greatest, seen.least)
-    all_in_all = lift + (_MASKED if fmt.masked else _codebook_lift(fmt))
+    if kernels.scaling is Scaling.E4M3:  # E2M1 numbers are 2^-14 times their own, scales 2^7 times
+        return replace(made, lift=-7, kept=_first_bytes(blocks, own) if seen.greatest else None)
+    half, lift = (_masked_lift if kernels.masked else _table_lift)(seen.greatest, seen.least)
+    all_in_all = lift + (_MASKED if kernels.masked else _codebook_lift(fmt))
     return replace(made, half=half, lift=all_in_all, values=tables(fmt).lifted(lift))
 
 
@@ -189,8 +193,7 @@ def of_matrices(fmt: Format) -> Any:
     none."""
     from . import exl3 as cuda_exl3, trellis as cuda_trellis
 
-    has_kernels(fmt)
-    return cuda_trellis if isinstance(fmt, Trellis) else cuda_exl3
+    return cuda_exl3 if kernels_of(fmt).walks else cuda_trellis
 
 
 def nothing_found() -> Any:
@@ -200,11 +203,11 @@ def nothing_found() -> Any:
 
 def fill(made: Fragments, blocks: Any, found: Any) -> None:
     """Write the planes of storage bytes as kernels read them."""
-    own, at, step = made.fmt.for_kernels, made.addresses, _step("to_fragments", made)
+    at, step = made.addresses, _step("to_fragments", made)
     ends = (np.int64(blocks.nbytes), np.uint64(at.row), np.int32(step.shared), found)
     jit.launch(step, blocks, *_operands(made), *ends)
-    if own.scaling == "e8m0":
-        nbytes = prod(made.tiles) * plan.layout(own).scale
+    if kernels_of(made.fmt).scaling is Scaling.E8M0:
+        nbytes = prod(made.tiles) * plan.layout(made.fmt.for_kernels).scale
         jit.launch(plan.center(nbytes), np.uint64(at.scale), np.int64(nbytes), found)
 
 
@@ -284,8 +287,8 @@ class Kept(NamedTuple):
 
 def _lost(made: Fragments, blocks: Any) -> Kept:
     """The scales that do not come back from fragments with all their bits."""
-    cupy, fmt = device.cupy(), made.fmt.for_repacking
-    first = fmt.kernel_scale_bytes + fmt.kernel_group_bytes
+    cupy, fmt, kernels = device.cupy(), made.fmt.for_kernels, kernels_of(made.fmt)
+    first = kernels.scale_bytes(fmt.block_size) + kernels.group_bytes
     scales = blocks.reshape(-1, fmt.block_bytes)[:, :first]
     numbers = cupy.flatnonzero(
         (_blocks(made).reshape(-1, fmt.block_bytes)[:, : scales.shape[1]] != scales).any(axis=1)
@@ -297,7 +300,8 @@ def _lost(made: Fragments, blocks: Any) -> Kept:
 
 def _first_bytes(blocks: Any, fmt: Format) -> Kept:
     """The scales of all blocks, which are their first bytes."""
-    scales = blocks.reshape(-1, fmt.block_bytes)[:, : fmt.kernel_scale_bytes].copy()
+    first = kernels_of(fmt).scale_bytes(fmt.block_size)
+    scales = blocks.reshape(-1, fmt.block_bytes)[:, :first].copy()
     device.cupy().cuda.get_current_stream().synchronize()  # other streams may use it
     return Kept(slice(None), scales)
 
@@ -309,13 +313,13 @@ def from_fragments(fragments: Fragments) -> Any:
     fmt, blocks = fragments.fmt, _blocks(fragments)
     if fragments.kept is not None:
         numbers, scales = fragments.kept
-        blocks.reshape(-1, fmt.for_repacking.block_bytes)[numbers, : scales.shape[1]] = scales
-    return fmt.from_kernels(blocks, device.cupy())
+        blocks.reshape(-1, fmt.for_kernels.block_bytes)[numbers, : scales.shape[1]] = scales
+    return kernels_of(fmt).from_kept(blocks, device.cupy())
 
 
 def _blocks(fragments: Fragments) -> Any:
     """Blocks as kernels have them, with what has become of their scales."""
-    fmt, (*lead, n, k) = fragments.fmt.for_repacking, fragments.shape
+    fmt, (*lead, n, k) = fragments.fmt.for_kernels, fragments.shape
     blocks = device.cupy().empty((*lead, n, fmt.row_bytes(k)), np.uint8)
     if blocks.size:
         ends = (np.uint64(fragments.addresses.row), np.int32(fragments.offset))
@@ -325,12 +329,12 @@ def _blocks(fragments: Fragments) -> Any:
 
 def _step(entry: str, fragments: Fragments) -> plan.Plan:
     """How a weight is brought to the fragment layout, or back."""
-    return plan.repack(fragments.fmt.for_repacking, entry, *fragments.tiles, jit.gpu(), fragments.half)
+    return plan.repack(fragments.fmt.for_kernels, entry, *fragments.tiles, jit.gpu(), fragments.half)
 
 
 def _operands(fragments: Fragments) -> tuple[Any, ...]:
     """Operands that both directions share: tiles, rows, blocks of a row, and addresses of the planes of
     tiles."""
-    fmt, (*_, n, k) = fragments.fmt.for_repacking, fragments.shape
+    fmt, (*_, n, k) = fragments.fmt.for_kernels, fragments.shape
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     return np.int64(prod(fragments.tiles)), np.int32(n), np.int32(k // fmt.block_size), *planes

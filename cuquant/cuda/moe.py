@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import check, device, plan
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from ..repeats import Repeat
 from . import buffers, jit, problem, templates
 from .activations import addresses
@@ -28,8 +29,8 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
     formats = [w.format for w in (gate, up, down) if check.is_quantized(w)]
     return (
         len(formats) == 3
-        and all(fmt.on_gpu and fmt.in_float16 for fmt in formats)
-        and (not any(fmt.turned for fmt in formats) or _turns(x, formats))
+        and all(fmt.on_gpu and kernels_of(fmt).in_float16 for fmt in formats)
+        and (not any(kernels_of(fmt).turned for fmt in formats) or _turns(x, formats))
         and width % plan.moe.WHOLE == k % plan.moe.WHOLE == 0
         and 1 <= experts <= plan.moe.MOST_EXPERTS
         and 1 <= top_k <= plan.moe.MOST_SLOTS
@@ -40,7 +41,7 @@ def takes(x: Any, gate: Any, up: Any, down: Any, top_k: int) -> bool:
 
 def _turns(x: Any, formats: list[Format]) -> bool:
     """Whether rows are turned for all three weights, between which there is no q8_1 then."""
-    return all(fmt.turned for fmt in formats) and not check.is_quantized(x)
+    return all(kernels_of(fmt).turned for fmt in formats) and not check.is_quantized(x)
 
 
 class Routing(NamedTuple):
@@ -141,7 +142,7 @@ def _on_gpu(array: Any, what: str, dtype: np.dtype[Any]) -> Any:
     if device.is_cuda(array) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     kind = f"contiguous CuPy array of {dtype}"
-    check.may_take_memory(f"{what} is no {kind}, and is copied", "pass one")
+    check.require_memory(f"{what} is no {kind}, and is copied", "pass one")
     return device.cupy().ascontiguousarray(device.cupy().asarray(array), dtype)
 
 

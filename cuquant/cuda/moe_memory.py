@@ -9,6 +9,7 @@ import numpy as np
 
 from .. import check, plan
 from ..formats import get
+from ..formats.kernels import kernels_of
 from ..plan.moe import GroupedGemm, Load
 from . import jit, problem
 from .fragments import Fragments
@@ -96,7 +97,7 @@ class Mixture(NamedTuple):
     @property
     def turns(self) -> bool:
         """Whether rows and sums are turned around products, as EXL3 weights want it; of all three or none."""
-        return self.gate.fmt.turned
+        return kernels_of(self.gate.fmt).turned
 
     def alike(self) -> bool:
         """Whether one launch can multiply by gate and up."""

@@ -258,7 +258,7 @@ def resolve(w: Weight, x: Source, out: Output, end: Epilogue, gpu: plan.Gpu) -> 
     how = {"repeats": m > 1 and rows[1] == 0, "to_convert": x.to_convert}
     how["signs"] = w.signed and x.entry is None  # rows that are made anew have them
     gemm = plan.gemm(plan.Problem(w.format, m, n, k, gpu, prod(extents), w.half), **how)
-    check.launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
+    check.require_launch_size(max(gemm.plan.grid[1:]), plan.MOST_BLOCKS, out.shape)
     # Row factors of a conversion go with its rows.
     x_rows = [stride // k if x.factors else 0 for stride in steps[1]]
     numbers = _NUMBERS.pack(
@@ -316,7 +316,7 @@ def _merge(w: Shape, x: Source, out: Output, residual: Shape) -> tuple[int, Shap
         else:
             merged.insert(0, (extent, steps))
     *outer, (m, rows) = merged
-    check.batch_axes(len(outer), _BATCH_AXES, out.shape)
+    check.require_batch_axes(len(outer), _BATCH_AXES, out.shape)
     return m, rows, [(1, (0, 0, 0, 0))] * (_BATCH_AXES - len(outer)) + outer
 
 

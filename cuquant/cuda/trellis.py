@@ -85,9 +85,9 @@ def quantize(x: Any, fmt: Trellis, signs: tuple[Any, Any] | None = None, moments
     jit.launch(plan.trellis.quantize(own, matrices, n, k), *given, levels)
     row, scale = (int(first) for first in bad.get())
     if row < NO_BAD_ROW:
-        check.to_quantize(cupy.asnumpy(rows[row]).astype(np.float32)[None], fmt, row, x.shape)
+        check.require_quantizable(cupy.asnumpy(rows[row]).astype(np.float32)[None], fmt, row, x.shape)
     if scale < NO_BAD_ROW:
-        check.trellis_scales(np.float32(np.inf), fmt)
+        check.require_trellis_scales(np.float32(np.inf), fmt)
     return blocks
 
 
@@ -122,7 +122,7 @@ def select(
             continue
         homes = np.unique(ids // n)
         if len(homes) > 1:
-            check.same_signs(su[homes])
+            check.require_same_signs(su[homes])
         if len(ids) == n and (ids == homes[0] * n + np.arange(n)).all():
             target[...] = sources[homes[0]]
             continue
@@ -162,7 +162,7 @@ class Signs:
         if lead not in self._expanded:
             cupy = device.cupy()
             stream = cupy.cuda.get_current_stream()
-            check.may_prepare(stream)
+            check.require_preparable(stream)
             whole = cupy.ascontiguousarray(cupy.broadcast_to(self.bits, (*lead, self.bits.shape[-1])))
             stream.synchronize()  # other streams may use it
             self._expanded[lead] = whole
@@ -215,7 +215,7 @@ def to_fragments(blocks: Any, fmt: Trellis, shape: tuple[int, ...]) -> Fragments
     """Storage bytes of an array (..., N, K) to the fragment layout."""
     cupy = device.cupy()
     stream = cupy.cuda.get_current_stream()
-    check.may_prepare(stream)
+    check.require_preparable(stream)
     assert fmt.half_levels is not None
     own, (matrices, n, k) = fmt.for_kernels, _sides(shape)
     blocks, sizes = buffers.records(blocks), _sizes(matrices, n, k)

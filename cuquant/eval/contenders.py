@@ -59,7 +59,7 @@ class Contender:
     def check_scores(self, finite: bool) -> None:
         """ValueError where its scores are not finite."""
         kv = "" if self.kv is None else f", keys and values in {self.kv.text}"
-        check.finite_scores(finite, f"{self.model.path} ({self.label}{kv})", self._first_flaw)
+        check.require_finite_scores(finite, f"{self.model.path} ({self.label}{kv})", self._first_flaw)
 
     def _first_flaw(self) -> str | None:
         """The first tensor that holds NaN or infinity, if there is one."""

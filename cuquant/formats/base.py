@@ -11,27 +11,19 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .. import check
+from .kernels import Kernels
 
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
 """Formats that only others quantize to, by name."""
 _ELSEWHERE = {"int8": "q8_0", "int4": "int4-128", "nf4": "kbit4", "fp4": "mxfp4"}
 """What formats are called by others, where no name is near."""
-
-
-class MaskedValues(NamedTuple):
-    """A codebook of two magnitudes with signs, in the units of kernels/core/masked.cuh."""
-
-    halves: NDArray[np.float16]
-    """The four values in float16, ascending."""
-    unit: float
-    """What 1 is, in units of 2^-24."""
 
 
 class Format(ABC):
@@ -51,7 +43,7 @@ class Format(ABC):
     storage: np.dtype[Any]
     """The record of one block, as the file format has it: little-endian, packed."""
     scale_size: ClassVar[int] = 32
-    """Weights that a scale is for, to kernels, at least."""
+    """Weights that have a scale in common, or an integer that one multiplies; at most 32."""
     scales: ClassVar[tuple[str, ...]] = ("d",)
     """Fields of `storage` that hold scales or minimums; an encoder may overflow those of float16."""
     largest: float | None = None
@@ -70,39 +62,14 @@ class Format(ABC):
     """Who quantizes to a format that only others quantize to (`ReadOnly`), and what reads it, for people."""
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
-    on_gpu: ClassVar[bool] = False
-    """Whether kernels/formats has a header for it; the NumPy backend has every format."""
-    has_zero_points: bool = False
-    """Whether every scale has a zero point."""
+    kernels: Kernels | None = None
+    """What kernels are told of it; None where GPUs do not know it. The NumPy backend has every format."""
     whole_matrices: ClassVar[bool] = False
     """Whether a matrix is one record: `encode` then takes it whole, [N, K], and returns its bytes."""
     rows_together: ClassVar[int] = 1
     """Rows of a matrix of whose numbers none are made without the others'."""
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
-    signed_columns: ClassVar[bool] = False
-    """Whether columns of a matrix have signs, which products give to x or to W."""
-    walks: ClassVar[bool] = False
-    """Whether codes are steps, of which kernels compute numbers (kernels/core/procedure.cuh)."""
-    turned: ClassVar[bool] = False
-    """Whether x passes a Hadamard transform before a product, and sums pass one after it, which is of one
-    matrix then."""
-    lookup: ClassVar[bool] = False
-    """Whether kernels look codes up in `codebook`; else they take them by their bits."""
-    sign_bits: int = 0
-    """Bits of a code that kernels do not look up: 1 where the codebook's lower half is its upper half with
-    signs, backwards, and kernels make use of it."""
-    masked: MaskedValues | None = None
-    """What a codebook's numbers are to kernels that make half of them by masks; None where none do."""
-    in_float16: bool = True
-    """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
-    numbers first."""
-    encodes_on_gpu: ClassVar[bool] = False
-    """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
-    encoder: ClassVar[tuple[str, int]] = ("quantize", 16)
-    """Name of the kernel that quantizes (kernels/ops), and the weights that each of its threads takes."""
-    scaling: ClassVar[Literal["float", "e8m0", "e4m3", "none"]] = "float"
-    """What scales are to kernels: floats as they are, or bytes at the beginning of a block, or nothing."""
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
     takes_moments: ClassVar[bool] = False
@@ -113,14 +80,10 @@ class Format(ABC):
     """What arrays of it have of their own, though it is of one kind, and how others get the same, for people:
     errors of joining say it."""
     codebook: NDArray[np.float32] | None = None
-    """What codes are looked up in: 2^bits numbers, if `lookup` ascending, and in float16 times a power of two
-    that puts the largest magnitude between 1/2 and 1."""
-    thresholds: NDArray[np.float32]
-    """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i."""
-    scale_unit: float = 1.0
-    """What a scale of 1 reads as when kernels take its bits for a float16 number's."""
-    divides_by_stored: bool = False
-    """Whether a codebook's encoder divides weights by the stored scale, not by what it was made of."""
+    """What codes are looked up in: 2^bits numbers."""
+    thresholds: NDArray[np.float32] | None = None
+    """2^bits - 1 numbers: a weight above the i-th, in units of its block's scale, has a code above i; None
+    where codes are chosen otherwise."""
     lacks: str = ""
     """What is to be fitted to weights before there can be an array of the format, and how to pass it."""
 
@@ -130,9 +93,20 @@ class Format(ABC):
             register(cls())
 
     @property
-    def header(self) -> str:
-        """Name of the format's file in kernels/formats."""
-        return self.name
+    def on_gpu(self) -> bool:
+        """Whether there are kernels for it."""
+        return self.kernels is not None
+
+    @property
+    def encodes_on_gpu(self) -> bool:
+        """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
+        return self.kernels is not None and self.kernels.encoder is not None
+
+    @property
+    def for_kernels(self) -> Format:
+        """The format as which a GPU keeps weights: itself, but where blocks differ in their length alone, or
+        it is another tensor's too, or kernels take its weights for another's."""
+        return self if self.kernels is None or self.kernels.kept is None else self.kernels.kept.format
 
     @property
     def type_name(self) -> str:
@@ -228,47 +202,6 @@ class Format(ABC):
         """A float32 number beside the blocks, by which all that they read as is multiplied."""
         return 1.0
 
-    @property
-    def kernel_block_size(self) -> int:
-        """Weights of a row that a scale in the fragment layout is for."""
-        return self.block_size
-
-    @property
-    def kernel_scale_bytes(self) -> int:
-        """Bytes of the scales and minimums of `kernel_block_size` weights."""
-        return sum(self.storage[field].itemsize for field in self.scales)
-
-    @property
-    def kernel_group_bytes(self) -> int:
-        """Bytes that the fragment layout has beside scales and minimums, of a row and `kernel_group_size`
-        weights."""
-        return 0
-
-    @property
-    def kernel_group_size(self) -> int:
-        """Weights that share `kernel_group_bytes`: a multiple of 64."""
-        return self.block_size
-
-    @property
-    def for_kernels(self) -> Format:
-        """The format as which a GPU keeps weights: itself, but where blocks differ in their length alone, or
-        it is another tensor's too."""
-        return self
-
-    @property
-    def for_repacking(self) -> Format:
-        """The format as whose blocks kernels read and write its storage bytes: as a GPU keeps it, but where
-        they know its own blocks, too."""
-        return self.for_kernels
-
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
-        """Blocks (..., row bytes) of this format in `for_repacking`; `xp` is the module of their arrays."""
-        return blocks
-
-    def from_kernels(self, blocks: Any, xp: Any) -> Any:
-        """Blocks (..., row bytes) of `for_repacking` in this format: the inverse of `to_kernels`."""
-        return blocks
-
     @abstractmethod
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         """Quantize blocks: float32 [n, block_size] -> `storage` records [n]."""
@@ -276,6 +209,10 @@ class Format(ABC):
     @abstractmethod
     def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
         """Dequantize blocks: `storage` records [n] -> float32 [n, block_size]."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickles have: not what kernels are told, which the class makes anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "kernels"}
 
     def __str__(self) -> str:
         return self.name
@@ -300,7 +237,7 @@ class ReadOnly(Format):
     made_by = "it is only read"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
-        raise TypeError(f"{self} is only read")  # check.is_quantized_to says so before
+        raise TypeError(f"{self} is only read")  # check.require_quantized_to says so before
 
 
 class WholeMatrices(Format):
@@ -342,7 +279,7 @@ def register(fmt: Format) -> None:
     TypeError where it lacks what every format has; ValueError where nobody could give its name, or a format
     of another class has it. One that is defined again, as by a notebook's cell, takes its own place.
     """
-    check.can_be_registered(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
+    check.require_registrable(fmt, _READ_ONLY.get(fmt.name) or _BY_NAME.get(fmt.name))
     own, other = (_READ_ONLY, _BY_NAME) if fmt.read_only else (_BY_NAME, _READ_ONLY)
     own[fmt.name] = fmt
     other.pop(fmt.name, None)

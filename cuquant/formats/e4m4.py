@@ -63,7 +63,7 @@ def e4m4_encode(x: Any) -> NDArray[np.uint8]:
         x holds NaN, infinity or a negative number, which E4M4 lacks (-0 is 0).
     """
     x = check.on_cpu(check.floats(x, "x"), "x").astype(np.float32)
-    check.e4m4(x)
+    check.require_e4m4(x)
     return codes(np.abs(x).reshape(-1)).reshape(x.shape)
 
 

@@ -16,7 +16,7 @@ reconstruct.cu).
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from .. import check, device
 from .base import ReadOnly, WholeMatrices, register
+from .kernels import Coding, Kernels, Scaling
 
 F32 = NDArray[np.float32]
 
@@ -75,21 +76,14 @@ class Exl3(WholeMatrices, ReadOnly):
 
     rows_together = HADAMARD
     made_by = "exllamav3 does, and from_exl3 and read_safetensors read it"
-    walks = True
-    turned = True
-    scaling = "none"
     formula = "W.T = suh * H V H * svh"
-    on_gpu = True
 
-    @property
-    def header(self) -> str:
-        return f"exl3_{self.generator}"
-
-    @property
-    def in_float16(self) -> bool:  # type: ignore[override]
-        """Whether kernels multiply by the steps: those of 1 bit reach into two lanes before, and of 7 bits
-        a tile's words have no place."""
-        return self.bits not in (1, 7)
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        # Steps of 1 bit reach into two lanes before, and of 7 bits a tile's words have no place.
+        multiplied = self.bits not in (1, 7)
+        header = f"exl3_{self.generator}"
+        return Kernels(header, Coding.PROCEDURE, Scaling.UNSCALED, in_float16=multiplied)
 
     @property
     def bits_per_weight(self) -> float:
@@ -100,14 +94,6 @@ class Exl3(WholeMatrices, ReadOnly):
     def block_bytes(self) -> int:
         """Bytes of a ring."""
         return 32 * self.bits
-
-    @property
-    def kernel_block_size(self) -> int:
-        return TILE * TILE
-
-    @property
-    def kernel_scale_bytes(self) -> int:
-        return 0
 
     def stored(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, k = _sides(shape)
@@ -178,7 +164,7 @@ class Exl3(WholeMatrices, ReadOnly):
                 targets[i] = sources[homes[0]]
                 continue
             if len(homes):
-                check.same_sides(source.suh[np.unique(homes)], self)
+                check.require_same_sides(source.suh[np.unique(homes)], self)
                 target.suh[i] = source.suh[homes[0]]
             for j, (home, row) in enumerate(zip(homes.tolist(), rows.tolist(), strict=True)):
                 to, of = (slice(first // TILE, first // TILE + tiles) for first in (j * HADAMARD, row))
@@ -192,7 +178,7 @@ class Exl3(WholeMatrices, ReadOnly):
 
 def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     """N and K, which must be multiples of 128."""
-    check.hadamard_sides(shape, HADAMARD)
+    check.require_hadamard_sides(shape, HADAMARD)
     return shape[-2], shape[-1]
 
 

@@ -1,7 +1,7 @@
 """Arithmetic that the ggml block formats share, rounding for rounding as llama.cpp's reference quantizers.
 
 Every step rounds to float32 where the reference does: a fused or reordered step changes bits. Overflow and
-invalid operations are expected here (see check.scales) and silenced by the caller.
+invalid operations are expected here (see check.require_scales) and silenced by the caller.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from .chunks import by_parts
 from .grid_points import bits_of, bytes_of, points_of, with_eighth
 from .int4 import pack_pairs, unpack_pairs
 from .iq4_xs import IQ4_XS
+from .kernels import Coding, KeptAs, Kernels, Scaling, kept_as
 from .kquant import SUPER, F, Floats, KQuant
 
 
@@ -30,10 +31,8 @@ class Grid(ReadOnly):
     """
 
     block_size = SUPER
-    lookup = True
     made_by = "llama.cpp does, and GGUF files of it are read"
     formula = "W = d * (2 s + 1) * level[q]"
-    on_gpu = True
     magnitudes: ClassVar[tuple[float, ...]]
     """Magnitudes of levels, ascending."""
     points: ClassVar[str] = ""
@@ -50,7 +49,12 @@ class Grid(ReadOnly):
         self.codebook.flags.writeable = False
 
     @cached_property
-    def for_kernels(self) -> _SixteenLevels | _EightLevels:
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        return kept_as(KeptAs(self.by_levels, self._to_levels, self._to_points))
+
+    @cached_property
+    def by_levels(self) -> _SixteenLevels | _EightLevels:
+        """The format whose codes are levels, as kernels look them up."""
         assert self.codebook is not None
         return (_EightLevels if self.bits == 3 else _SixteenLevels)(self.codebook, f"{self.name}-by-levels")
 
@@ -62,19 +66,19 @@ class Grid(ReadOnly):
         """Inverse of `split`: bytes [n, bytes of a block] of d, s and codes."""
         raise NotImplementedError
 
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _to_levels(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             d, s, codes = self.split(part, xp)
-            return self.for_kernels.packed(d, 2 * s + 1, codes, xp)
+            return self.by_levels.packed(d, 2 * s + 1, codes, xp)
 
-        return by_parts(blocks, self.block_bytes, self.for_kernels.block_bytes, xp, made_of)
+        return by_parts(blocks, self.block_bytes, self.by_levels.block_bytes, xp, made_of)
 
-    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _to_points(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
-            d, scales, codes = self.for_kernels.unpacked(part, xp)
+            d, scales, codes = self.by_levels.unpacked(part, xp)
             return self.joined(d, scales[:, :: scales.shape[1] * self.scale_size // SUPER] >> 1, codes, xp)
 
-        return by_parts(blocks, self.for_kernels.block_bytes, self.block_bytes, xp, made_of)
+        return by_parts(blocks, self.by_levels.block_bytes, self.block_bytes, xp, made_of)
 
     def decode(self, records: NDArray[Any]) -> Floats:
         raw = np.ascontiguousarray(records).view(np.uint8).reshape(len(records), -1)
@@ -121,8 +125,6 @@ def _read(fmt: Format, d: NDArray[np.uint8], scales: NDArray[np.uint8], codes: N
 class _SixteenLevels(IQ4_XS):
     """iq4_xs with the levels of another format."""
 
-    header = "iq4_xs"
-
     def __init__(self, levels: Floats, name: str) -> None:
         self.codebook, self.name = levels, name
 
@@ -162,9 +164,7 @@ class _EightLevels(KQuant):
     bits = 3
     scale_size = 16
     storage = np.dtype([("d", "<f2"), ("scales", "u1", (16,)), ("qs", "u1", (128,))])
-    integer_scales = 16
-    lookup = True
-    header = "grid"
+    kernels = Kernels("grid", Coding.CODEBOOK, Scaling.STEP_BYTES, SUPER)
 
     def __init__(self, levels: Floats, name: str) -> None:
         self.codebook, self.name = levels, name

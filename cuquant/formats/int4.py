@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from .base import Format, register
+from .kernels import Coding, Encoder, KeptAs, Kernels, Scaling, kept_as
 
 _KERNELS_GROUPS = (128, 64, 32)
 """Sizes of groups that kernels know: of others the largest that they are a multiple of, repeated."""
@@ -52,7 +54,6 @@ class Int4(Format):
     def __init__(self, group_size: int = 128, symmetric: bool = True) -> None:
         self.group_size = check.group_size(group_size)
         self.symmetric = check.flag(symmetric, "symmetric")
-        self.has_zero_points = not self.symmetric
         # Of Int4(-1), which holds no array, the block size is what K must be a multiple of.
         self.block_size = 32 if self.group_size == WHOLE_ROW else self.group_size
         zero = [] if self.symmetric else [("zero", "u1")]
@@ -63,36 +64,24 @@ class Int4(Format):
 
     bits = 4
     scales = ("scale",)
-    header = "int4"
-    on_gpu = encodes_on_gpu = True
-    encoder = ("quantize_int4", 16)
 
     @property
     def fine_from(self) -> int:
         """Least scale that is fine: codes are chosen for the scale as it is stored, which makes up for its
         rounding; a zero point does not, where clipping it moves all weights."""
-        return 2 if self.has_zero_points else 1
+        return 1 if self.symmetric else 2
 
-    @property
-    def _of_group(self) -> int:
-        return 4 if self.has_zero_points else 2  # in float16
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        known = next(size for size in _KERNELS_GROUPS if self.block_size % size == 0)
+        if self.block_size != known:
+            return kept_as(KeptAs(Int4(known, self.symmetric), self._split, self._joined))
+        scaling = Scaling.HALF if self.symmetric else Scaling.HALF_AND_ZERO
+        group = 0 if known == 32 else known
+        return Kernels("int4", Coding.INTEGERS, scaling, group, Encoder("quantize_int4"))
 
-    @property
-    def kernel_scale_bytes(self) -> int:
-        return self._of_group if self.block_size == 32 else 0
-
-    @property
-    def kernel_group_bytes(self) -> int:
-        return 0 if self.block_size == 32 else self._of_group
-
-    @property
-    def for_kernels(self) -> Int4:
-        return Int4(next(size for size in _KERNELS_GROUPS if self.block_size % size == 0), self.symmetric)
-
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _split(self, blocks: Any, xp: Any) -> Any:
         part = self.for_kernels.block_size
-        if self.block_size == part:
-            return blocks
         *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // part, self.block_bytes - self.block_size // 2
         groups = blocks.reshape(*lead, row_bytes // self.block_bytes, self.block_bytes)
@@ -101,10 +90,8 @@ class Int4(Format):
         fine[..., scales:] = groups[..., scales:].reshape(*groups.shape[:-1], parts, part // 2)
         return fine.reshape(*lead, groups.shape[-2] * parts * fine.shape[-1])
 
-    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _joined(self, blocks: Any, xp: Any) -> Any:
         part = self.for_kernels.block_size
-        if self.block_size == part:
-            return blocks
         *lead, row_bytes = blocks.shape
         parts, scales = self.block_size // part, self.block_bytes - self.block_size // 2
         part_bytes = scales + part // 2

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant
-from .kquant import Codes, F, Floats, KQuant
+from .kernels import Coding, Kernels, Scaling
+from .kquant import SEARCH, Codes, F, Floats, KQuant
 
 LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], F)
 """Denser around 0, as weights are."""
@@ -30,12 +31,11 @@ class IQ4_NL(KQuant):
     bits = 4
     block_size = 32
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
-    encodes_on_gpu = True
+    kernels = Kernels("iq4_nl", Coding.CODEBOOK, Scaling.HALF, encoder=SEARCH)
     formula = "W = d * level[q]"
     ggml_type = 20
     file_type = 25
     codebook = LEVELS
-    lookup = True
 
     def fit(self, x: Floats, importance: Floats | None) -> dict[str, NDArray[Any]]:
         g = kquant.groups(x, 32)

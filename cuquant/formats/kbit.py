@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from .. import check
 from . import e4m4
-from .base import Format, MaskedValues, register
+from .base import Format, register
+from .kernels import Coding, Encoder, Kernels, MaskedValues, Scaling
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -110,13 +111,9 @@ class KBit(Format):
         self.storage = np.dtype(
             [("planes", "<u4", (self.bits,)), ("absmax", "u1" if self.absmax == "e4m4" else "<f2")]
         )
-        self.divides_by_stored = self.scale == "decoded"
         if self.absmax == "e4m4":
-            self.largest, self.scale_unit = e4m4.LARGEST, 2.0**-4
+            self.largest = e4m4.LARGEST
             self.beyond = 'use cuquant.KBit(..., absmax="float16")'
-        if self.bits == 5:  # where it makes a table small
-            own = self._own
-            self.sign_bits = int(own is None or np.array_equal(own[:16], -own[:15:-1]))
         parts = [f"kbit{self.bits}"]
         parts += [] if self._own is None else [f"{zlib.crc32(self._own.tobytes()):08x}"]
         parts += [given for given in (self.scale, self.absmax) if given not in ("absmax", "e4m4")]
@@ -124,17 +121,18 @@ class KBit(Format):
 
     scales = ("absmax",)
     formula = "W = codebook[q] * absmax"
-    on_gpu = encodes_on_gpu = True
-    lookup = ragged_vectors = True
-
-    @property
-    def header(self) -> str:
-        kind = "_signed" if self.sign_bits else "_masked" if self.masked else ""
-        return f"kbit{self.bits}{kind}"
+    ragged_vectors = True
 
     @cached_property
-    def masked(self) -> MaskedValues | None:  # type: ignore[override]
-        return _masked(self.codebook) if self.bits == 2 and self.absmax == "e4m4" else None
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        header, coding, masked, own = f"kbit{self.bits}", Coding.CODEBOOK, None, self._own
+        scaling = Scaling.E4M4 if self.absmax == "e4m4" else Scaling.HALF
+        if self.bits == 2 and scaling is Scaling.E4M4 and (masked := _masked(self.codebook)):
+            header, coding = "kbit2_masked", Coding.MASKED_CODEBOOK
+        elif self.bits == 5 and (own is None or np.array_equal(own[:16], -own[:15:-1])):
+            header, coding = "kbit5_signed", Coding.SIGNED_CODEBOOK  # whose table is small
+        encoder = Encoder(divides_by_stored=self.scale == "decoded")
+        return Kernels(header, coding, scaling, encoder=encoder, masked=masked)
 
     @property
     def codebook(self) -> NDArray[np.float32]:  # type: ignore[override]
@@ -154,7 +152,7 @@ class KBit(Format):
     def fine_from(self) -> int:
         """Least scale that is fine: less where entries are chosen for the scale as it is stored, which makes
         up for its rounding."""
-        return max(1, self.bits - 3) if self.divides_by_stored else super().fine_from
+        return max(1, self.bits - 3) if self.scale == "decoded" else super().fine_from
 
     def coarse_scales(self, blocks: Any) -> Any:
         if self.absmax == "float16":

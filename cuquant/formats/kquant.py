@@ -8,12 +8,13 @@ compiler that fuses multiplications and additions makes other last bits.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .base import Format
+from .kernels import Encoder
 
 Floats = NDArray[np.float32]
 Codes = NDArray[Any]
@@ -26,30 +27,19 @@ PIECE = 1 << 15
 """Weights searched at a time: their arrays, of 128 KB, stay in a core's cache."""
 NEGLIGIBLE = F(1e-15)
 """A group whose largest magnitude is below it reads as 0 (GROUP_MAX_EPS)."""
+SEARCH = Encoder("search", each=32)
 
 
 class KQuant(Format):
     """A format whose scales are searched for; `fit` quantizes a few blocks."""
 
     block_size = SUPER
-    on_gpu = True
-    encoder = ("search", 32)
     takes_importance = True
-    integer_scales: ClassVar[int] = 0
-    """Bytes of a block's integer scales and minimums in the fragment layout, which `scales` multiply."""
 
     @property
     def fine_from(self) -> int:
         """Least scale that is fine: codes are chosen for scales and minimums as they are stored."""
         return max(2, self.bits - 1)
-
-    @property
-    def kernel_scale_bytes(self) -> int:
-        return self.integer_scales or super().kernel_scale_bytes
-
-    @property
-    def kernel_group_bytes(self) -> int:
-        return super().kernel_scale_bytes if self.integer_scales else 0
 
     def encode(self, x: Floats, importance: Floats | None = None) -> NDArray[Any]:
         """Quantize blocks, also by the importance of each weight, float32 [n, block_size]."""

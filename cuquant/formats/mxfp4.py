@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import e2m1, ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 _HALVES = np.ldexp(np.float32(1), np.arange(256) - 128)
 """Half of each E8M0 scale 2^(e - 127). As in llama.cpp, 255 is no NaN."""
@@ -32,11 +33,10 @@ class MXFP4(Format):
     storage = np.dtype([("e", "u1"), ("qs", "u1", (16,))])
     scales = ("e",)
     formula = "W = E2M1[q] * 2^(e - 127)"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("mxfp4", Coding.E2M1, Scaling.E8M0, encoder=Encoder())
     ggml_type = 39
     file_type = 38
     codebook = e2m1.TWICE
-    scaling = "e8m0"
 
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         peak = np.abs(x).max(axis=1, keepdims=True)

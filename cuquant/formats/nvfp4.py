@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from .. import check
 from . import e2m1, ggml
 from .base import Format, get, register
+from .kernels import Coding, Encoder, KeptAs, Kernels, Scaling, kept_as
 
 _GROUP = 16
 """Weights of one scale."""
@@ -82,15 +84,12 @@ class NvFp4(Format):
         )
         self.lacks = "scale: pass NvFp4(scale)" if self.scale is None else ""
 
-    header = "nvfp4"
     bits = 4
     block_size = 4 * _GROUP
     scale_size = _GROUP
     storage = np.dtype([("d", "u1", (4,)), ("qs", "u1", (32,))])
     scales = ("d",)
     codebook = e2m1.TWICE
-    scaling = "e4m3"
-    on_gpu = encodes_on_gpu = True
     fine_from = 1  # codes are chosen for the scale as it is stored, which makes up for its rounding
     type_name = "NVFP4"
     scale_beside = True
@@ -112,9 +111,11 @@ class NvFp4(Format):
         assert self.scale is not None
         return self.scale
 
-    @property
-    def for_kernels(self) -> Format:
-        return get("nvfp4")
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        if self.scale == 1:
+            return Kernels("nvfp4", Coding.E2M1, Scaling.E4M3, encoder=Encoder())
+        return kept_as(KeptAs(get("nvfp4")))
 
     def fitted(self, x: Any) -> NvFp4:
         if self.scale is not None:

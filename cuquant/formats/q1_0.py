@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from . import ggml
 from .base import ReadOnly
 from .chunks import by_parts
+from .kernels import KeptAs, Kernels, kept_as
 from .q2_0 import Q2_0
 
 _TWO_BITS = Q2_0(128)
@@ -27,20 +29,19 @@ class Q1_0(ReadOnly):
     block_size = 128
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
     formula = "W = d * (2 q - 1)"
-    on_gpu = True
     ggml_type = 41
     file_type = 40
     made_by = "those who train such models do, and GGUF files of it are read"
 
-    @property
-    def for_kernels(self) -> Q2_0:
-        return _TWO_BITS
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        return kept_as(KeptAs(_TWO_BITS, self._doubled, self._halved))
 
     def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:
         d = ggml.scale_of(records)
         return np.where(np.unpackbits(records["qs"], axis=1, bitorder="little") != 0, d, -d)
 
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _doubled(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             # Bits of a nibble, two places apart, above the zeros that make 2 of 1.
             raw = part[:, 2:]
@@ -50,7 +51,7 @@ class Q1_0(ReadOnly):
 
         return by_parts(blocks, self.block_bytes, _TWO_BITS.block_bytes, xp, made_of)
 
-    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _halved(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             fours = part[:, 2:]
             nibbles = fours >> 1 & 1 | fours >> 2 & 2 | fours >> 3 & 4 | fours >> 4 & 8

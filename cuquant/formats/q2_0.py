@@ -5,6 +5,7 @@ And what tq1_0 and tq2_0 share with it.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import ReadOnly, register
+from .kernels import Coding, Kernels, Scaling
 
 
 class TwoBits(ReadOnly):
@@ -19,9 +21,6 @@ class TwoBits(ReadOnly):
 
     bits = 2
     formula = "W = d * (q - 1)"
-    on_gpu = True
-    kernel_scale_bytes = 0
-    kernel_group_bytes = 2
 
     def codes(self, blocks: Any, xp: Any) -> Any:
         """q [n, block_size], uint8, of blocks [n, bytes]; `xp` is the module of these arrays."""
@@ -48,8 +47,11 @@ class Q2_0(TwoBits):
         else:
             self.name, self.ggml_type_elsewhere = f"q2_0-{group_size}", 42
 
-    header = "q2_0"
     made_by = "those who train such models do, and GGUF files of it are read"
+
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        return Kernels("q2_0", Coding.INTEGERS, Scaling.HALF, self.block_size)
 
     def codes(self, blocks: Any, xp: Any) -> Any:
         return (blocks[:, 2:, None] >> xp.arange(0, 8, 2, dtype=np.uint8) & 3).reshape(len(blocks), -1)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 
 class Q4_0(Format):
@@ -21,7 +22,7 @@ class Q4_0(Format):
     bits = 4
     storage = np.dtype([("d", "<f2"), ("qs", "u1", (16,))])
     formula = "W = d * (q - 8)"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("q4_0", Coding.INTEGERS, Scaling.HALF, encoder=Encoder())
     ggml_type = 2
     file_type = 2
 

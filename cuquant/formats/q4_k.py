@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant
-from .kquant import Codes, F, Floats, KQuant
+from .kernels import Coding, Kernels, Scaling
+from .kquant import SEARCH, SUPER, Codes, F, Floats, KQuant
 
 
 class Q4_K(KQuant):
@@ -23,8 +24,7 @@ class Q4_K(KQuant):
     bits = 4
     storage = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", (12,)), ("qs", "u1", (128,))])
     scales = ("d", "dmin")
-    integer_scales = 16
-    encodes_on_gpu = True
+    kernels = Kernels("q4_k", Coding.INTEGERS, Scaling.BYTES_AND_MIN, SUPER, SEARCH)
     formula = "W = d * s * q - dmin * m"
     ggml_type = 12
     file_type = 14

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 
 class Q5_0(Format):
@@ -21,7 +22,7 @@ class Q5_0(Format):
     bits = 5
     storage = np.dtype([("d", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     formula = "W = d * (q - 16)"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("q5_0", Coding.INTEGERS, Scaling.HALF, encoder=Encoder())
     ggml_type = 6
     file_type = 8
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 
 class Q5_1(Format):
@@ -19,7 +20,7 @@ class Q5_1(Format):
     storage = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "u1", (4,)), ("qs", "u1", (16,))])
     scales = ("d", "m")
     formula = "W = d * q + m"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("q5_1", Coding.INTEGERS, Scaling.HALF_AND_MIN, encoder=Encoder())
     ggml_type = 7
     file_type = 9
 

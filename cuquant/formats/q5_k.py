@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant, q4_k
-from .kquant import Floats, KQuant
+from .kernels import Coding, Kernels, Scaling
+from .kquant import SEARCH, SUPER, Floats, KQuant
 
 
 class Q5_K(KQuant):
@@ -24,8 +25,7 @@ class Q5_K(KQuant):
         [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", (12,)), ("qh", "u1", (32,)), ("qs", "u1", (128,))]
     )
     scales = ("d", "dmin")
-    integer_scales = 16
-    encodes_on_gpu = True
+    kernels = Kernels("q5_k", Coding.INTEGERS, Scaling.BYTES_AND_MIN, SUPER, SEARCH)
     formula = "W = d * s * q - dmin * m"
     ggml_type = 13
     file_type = 16

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ggml, kquant
-from .kquant import F, Floats, KQuant
+from .kernels import Coding, Kernels, Scaling
+from .kquant import SEARCH, SUPER, F, Floats, KQuant
 
 
 class Q6_K(KQuant):
@@ -23,8 +24,7 @@ class Q6_K(KQuant):
     bits = 6
     scale_size = 16
     storage = np.dtype([("ql", "u1", (128,)), ("qh", "u1", (64,)), ("scales", "i1", (16,)), ("d", "<f2")])
-    integer_scales = 16
-    encodes_on_gpu = True
+    kernels = Kernels("q6_k", Coding.INTEGERS, Scaling.STEP_BYTES, SUPER, SEARCH)
     formula = "W = d * s * (q - 32)"
     ggml_type = 14
     file_type = 18

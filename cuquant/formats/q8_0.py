@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 
 class Q8_0(Format):
@@ -18,7 +19,7 @@ class Q8_0(Format):
     bits = 8
     storage = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
     formula = "W = d * q"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("q8_0", Coding.INTEGERS, Scaling.HALF, encoder=Encoder())
     ggml_type = 8
     file_type = 7
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml
 from .base import Format
+from .kernels import Coding, Encoder, Kernels, Scaling
 
 
 class Q8_1(Format):
@@ -25,7 +26,7 @@ class Q8_1(Format):
     storage = np.dtype([("d", "<f2"), ("s", "<f2"), ("qs", "i1", (32,))])
     scales = ("d", "s")
     formula = "X = d * q"
-    on_gpu = encodes_on_gpu = True
+    kernels = Kernels("q8_1", Coding.INTEGERS, Scaling.HALF, encoder=Encoder())
     ggml_type = 9
     for_activations = True
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from .chunks import by_parts
+from .kernels import Coding, KeptAs, Kernels, Scaling, kept_as
 from .kquant import SUPER
 from .q2_0 import TwoBits
 
@@ -15,7 +17,6 @@ class _Digits(TwoBits):
     """Digits, each -1, 0 or 1. Sources: dequantize_row_tq1_0 and dequantize_row_tq2_0 of ggml."""
 
     block_size = SUPER
-    header = "tq2_0"
     made_by = "llama.cpp does, and GGUF files of it are read"
 
 
@@ -25,6 +26,7 @@ class TQ2_0(_Digits):
     name = "tq2_0"
     ggml_type, file_type = 35, 37
     storage = np.dtype([("qs", "u1", (64,)), ("d", "<f2")])
+    kernels = Kernels("tq2_0", Coding.INTEGERS, Scaling.HALF, group_size=SUPER)
 
     def codes(self, blocks: Any, xp: Any) -> Any:
         shifts = xp.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -51,9 +53,9 @@ class TQ1_0(_Digits):
     ggml_type, file_type = 34, 36
     storage = np.dtype([("qs", "u1", (48,)), ("qh", "u1", (4,)), ("d", "<f2")])
 
-    @property
-    def for_kernels(self) -> TQ2_0:
-        return _TWO_BITS
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        return kept_as(KeptAs(_TWO_BITS, self._in_two_bits, self._in_digits))
 
     def codes(self, blocks: Any, xp: Any) -> Any:
         parts = []
@@ -74,13 +76,13 @@ class TQ1_0(_Digits):
             parts.append(((numbers.astype(np.uint32) * 256 + 242) // 243).astype(np.uint8))
         return xp.concatenate([*parts, d], axis=1)
 
-    def to_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _in_two_bits(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             return _TWO_BITS.joined(self.codes(part, xp), part[:, 52:], xp)
 
         return by_parts(blocks, self.block_bytes, _TWO_BITS.block_bytes, xp, made_of)
 
-    def from_kernels(self, blocks: Any, xp: Any) -> Any:
+    def _in_digits(self, blocks: Any, xp: Any) -> Any:
         def made_of(part: Any) -> Any:
             return self.joined(_TWO_BITS.codes(part, xp), part[:, 64:], xp)
 

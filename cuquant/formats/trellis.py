@@ -7,6 +7,7 @@ sign vectors suh and svh, Hadamard transforms of 128 on both sides, and tiles pe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, cached_property
 from math import frexp, ldexp, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from .. import check, device
 from .base import Format, WholeMatrices, get, register, sides
+from .kernels import Coding, Encoder, KeptAs, Kernels, Scaling, kept_as
 from .trellis_search import fit, nearest
 
 if TYPE_CHECKING:
@@ -106,16 +108,12 @@ class Trellis(WholeMatrices):
         self.lacks = "grid: pass Trellis(bits, group_size, grid)" if self.grid is None else ""
         self.name = f"trellis{self.bits}" + ("" if self.group_size == 128 else f"-{self.group_size}")
 
-    lookup = True
-    signed_columns = True
     takes_moments = True
     of_each = (
         "each has a grid of its own, fitted when it was quantized: quantize the floats as one stack, or each "
         "with the grid of one, as cuquant.quantize(w, A.format)"
     )
-    header = "trellis"
     formula = "W = grid[q] * scale * su * sv"
-    on_gpu = encodes_on_gpu = True
 
     @property
     def bits_per_weight(self) -> float:
@@ -134,30 +132,13 @@ class Trellis(WholeMatrices):
         """Bytes of a group of a row: its indices and its scale."""
         return self.group_size * self.bits // 8 + 4
 
-    @property
-    def kernel_block_size(self) -> int:
-        return self.group_size
-
-    @property
-    def kernel_scale_bytes(self) -> int:
-        return 4 if self.group_size <= _LARGEST_IN_TILE else 0
-
-    @property
-    def kernel_group_bytes(self) -> int:
-        return 4 - self.kernel_scale_bytes
-
-    @property
-    def kernel_group_size(self) -> int:
-        return self.group_size
-
-    @property
-    def for_kernels(self) -> Format:
-        """The format without a grid, which is the array's: arrays of different grids share their plans."""
-        return get(self.name)
-
-    @property
-    def in_float16(self) -> bool:  # type: ignore[override]
-        return self.grid is None or self.half_levels is not None
+    @cached_property
+    def kernels(self) -> Kernels:  # type: ignore[override]
+        if self.grid is not None:  # which is the array's: arrays of different grids share their plans
+            return replace(kept_as(KeptAs(get(self.name))), in_float16=self.half_levels is not None)
+        group = self.group_size if self.group_size > _LARGEST_IN_TILE else 0
+        encoder = Encoder("quantize_trellis", self.group_size // 8)
+        return Kernels("trellis", Coding.CODEBOOK, Scaling.SINGLE, group, encoder)
 
     @cached_property
     def half_levels(self) -> HalfLevels | None:
@@ -215,7 +196,7 @@ class Trellis(WholeMatrices):
             with np.errstate(under="ignore"):
                 groups, h = self._groups(x[part] * parts.su * parts.sv[part, None], moments)
                 codes, scales = nearest(groups, h, self.grid)
-            check.trellis_scales(scales, self)
+            check.require_trellis_scales(scales, self)
             parts.scales[:, part] = scales.reshape(-1, len(parts.scales)).T
             codes = codes.reshape(part.stop - start, -1)[:, :k]
             parts.packed[:, start // TILE : -(-part.stop // TILE)] = _pack(codes, self.bits)
@@ -309,7 +290,7 @@ class Trellis(WholeMatrices):
         if len(ids) == 0:
             new.su[...] = 1
             return
-        check.same_signs(parts.su[np.unique(home)])
+        check.require_same_signs(parts.su[np.unique(home)])
         new.su[...], new.sv[...] = parts.su[home[0]], parts.sv[home, ids]
         new.scales[...] = parts.scales[home, :, ids].T
         step = max(TILE, _SLAB // (TILE * k) // TILE * TILE)  # each row may unpack a tile of its own
@@ -327,7 +308,7 @@ class Trellis(WholeMatrices):
     def flaws(self, blocks: NDArray[np.uint8], shape: tuple[int, ...], strict: bool = False) -> list[str]:
         assert self.grid is not None
         parts = self.parts(blocks, shape)
-        found = [f"{name} holds {bad}" for name, bad in check.not_signs(su=parts.su, sv=parts.sv)]
+        found = [f"{name} holds {bad}" for name, bad in check.wrong_signs(su=parts.su, sv=parts.sv)]
         found += [f"scales holds {bad}" for bad in parts.scales[~np.isfinite(parts.scales)][:1]]
         if strict and (beyond := self._beyond(parts.packed, shape)):
             found.append(

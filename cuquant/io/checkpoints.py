@@ -325,7 +325,7 @@ def _compressed(tensors: Tensors, prefix: str, said: _Said) -> QuantizedArray:
         made, group = from_mxfp4(codes, scales), 32
     else:
         made, group = from_nvfp4(codes, scales, check.one_over(factor, "weight_global_scale")), 16
-    check.groups(made.shape[-1], group, {}, order, "weight_g_idx")
+    check.require_groups(made.shape[-1], group, {}, order, "weight_g_idx")
     return made
 
 

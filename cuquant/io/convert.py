@@ -121,7 +121,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         if isinstance(fmt, Format) and fmt.for_activations:
             raise ValueError(f"{fmt} is a format of activations, not of weights")
         if isinstance(fmt, Format):
-            check.is_quantized_to(fmt)
+            check.require_quantized_to(fmt)
     kept = copied(model, keep)
     named_like(model, rules, f"tensor of {model.path.name}", "format")
     matrices = [info for info in model.tensors.values() if is_weight_matrix(info)]
@@ -267,7 +267,7 @@ def quantize_file(
             left_out = frozenset(scales_of(model, model))
             todo = replace(todo, kept=todo.kept - left_out, left_out=left_out)
         for fmt in todo.formats.values() if to_gguf else ():
-            check.has_gguf_type(fmt)
+            check.require_gguf_type(fmt)
         with new_file(model, target, force) as temporary:
             if to_gguf:
                 changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}

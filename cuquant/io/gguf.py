@@ -103,7 +103,7 @@ class File:
         self.path = Path(path)
         self.place = Path(os.path.abspath(path))
         try:
-            check.can_be_mapped(self.path)
+            check.require_mappable(self.path)
         except ValueError as error:
             raise GGUFError(str(error)) from None
         with self.path.open("rb") as file:

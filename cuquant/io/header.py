@@ -237,7 +237,7 @@ class Metadata(Mapping[str, Any]):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise check.not_pickled(self, "values")
+        raise check.pickle_error(self, "values")
 
     def __repr__(self) -> str:
         return self._shown("table")

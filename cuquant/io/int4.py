@@ -82,7 +82,7 @@ def gptq_weight(
     """As `from_gptq`, of groups whose size may be stated."""
     minus = np.int32(2 - check.gptq_version(version))
     qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=_PER_WORD)
-    check.groups(_PER_WORD * len(qweight), group, stated, g_idx)
+    check.require_groups(_PER_WORD * len(qweight), group, stated, g_idx)
     return _weight(_words_as_bytes(qweight.T), scales, _codes(qzeros + minus * _MINUS_1), group)
 
 
@@ -116,7 +116,7 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any, group_size: int | None = No
 def awq_weight(qweight: Any, qzeros: Any, scales: Any, stated: Stated) -> QuantizedArray:
     """As `from_awq`, of groups whose size may be stated."""
     qweight, qzeros, scales, group = check.packed(qweight, qzeros, scales, along_k=1)
-    check.groups(len(qweight), group, stated, None)
+    check.require_groups(len(qweight), group, stated, None)
     codes, zeros = (_columns_in_order(_codes(words)) for words in (qweight, qzeros))
     return _weight(pack_pairs(np.ascontiguousarray(codes.T)), scales, zeros, group)
 
@@ -180,7 +180,7 @@ def pack_quantized_weight(
     packed, scales, zeros, group = check.pack_quantized(
         weight_packed, weight_scale, weight_zero_point, weight_shape
     )
-    check.groups(_PER_WORD * packed.shape[1], group, stated, weight_g_idx, "weight_g_idx")
+    check.require_groups(_PER_WORD * packed.shape[1], group, stated, weight_g_idx, "weight_g_idx")
     points = np.full(scales.T.shape, _SYMMETRIC_ZERO, np.uint8) if zeros is None else _codes(zeros.T)
     return _weight(_words_as_bytes(packed), scales.T, points, group)
 

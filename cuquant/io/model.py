@@ -83,7 +83,7 @@ class Model(Mapping[str, Any]):
     def _as_opened(self) -> Model:
         """The model itself; ValueError where a file is closed, or was changed since it was opened."""
         for file in self._files:
-            check.still_as_opened(file.path, file.place, file.status, file.closed)
+            check.require_still_as_opened(file.path, file.place, file.status, file.closed)
         return self
 
     def _on(self, device: str) -> Model:
@@ -278,7 +278,7 @@ class Model(Mapping[str, Any]):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise check.not_pickled(self, "tensors")
+        raise check.pickle_error(self, "tensors")
 
     def _types(self) -> str:
         counts = Counter(info.type_name for info in self.tensors.values())

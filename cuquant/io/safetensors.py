@@ -270,11 +270,11 @@ def read(path: Path) -> Saved:
 def sound(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
     """A file that is open, and the safetensors package's reader of it.
 
-    ValueError where the package refuses it, or it is another by then; as `check.can_be_mapped`.
+    ValueError where the package refuses it, or it is another by then; as `check.require_mappable`.
     """
     import safetensors
 
-    check.can_be_mapped(path)
+    check.require_mappable(path)
     with path.open("rb") as stream:
         try:
             reader = safetensors.safe_open(path, framework="numpy")
@@ -282,7 +282,7 @@ def sound(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
             problem = why_unreadable(path, error)
             raise ValueError(f"{path} is not a safetensors file that can be read: {problem}") from None
         with reader:
-            check.same_by_name(path, os.fstat(stream.fileno()))
+            check.require_same_by_name(path, os.fstat(stream.fileno()))
             yield stream, reader
 
 

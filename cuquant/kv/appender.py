@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
-from ..plan import Plan
+from ..plan import Plan, caches
 from ..repeats import CallTable, Repeat
-from . import codes, plan
+from . import codes
 from .buckets import Buckets
 from .codes import BITS
 from .tiers import held_of, rooms_of
@@ -113,7 +113,7 @@ class Appender:
             if not device.is_capturing():  # else lengths cannot be read, and the next call raises again
                 self.read(cache)  # tokens were counted before they were refused
                 self._refused[0] = 0
-            check.appended(refused - 1, cache.capacity)
+            check.require_appended(refused - 1, cache.capacity)
 
     @contextmanager
     def copying(self, cache: KVCache) -> Iterator[None]:
@@ -122,7 +122,7 @@ class Appender:
         RuntimeError while a graph is captured, ValueError as in `check`.
         """
         with device.cupy().cuda.Device(cache._next_slots.data.device_id):
-            check.copied(device.is_capturing())
+            check.require_copyable(device.is_capturing())
             yield
             self.check(cache)
 
@@ -133,7 +133,7 @@ class Appender:
         RuntimeError while a graph is captured.
         """
         with device.cupy().cuda.Device(cache._next_slots.data.device_id), self.lock:
-            check.moved(device.is_capturing())
+            check.require_movable(device.is_capturing())
             yield
 
     def known_slots(self, cache: KVCache) -> int:
@@ -149,7 +149,8 @@ class Appender:
         """
         slots, here = cache._next_slots, device.cupy().cuda.runtime.getDevice()
         if not k.data.device_id == v.data.device_id == slots.data.device_id == here:
-            check.same_device(k=k, v=v, cache=slots)  # what it takes to say so, each append would wait for
+            # What it takes to say so, each append would wait for.
+            check.require_one_device(k=k, v=v, cache=slots)
         self.check(cache)
         batch, n = k.shape[:2]
         if n and token_ids is None and lengths is None and type(bits) is int and self._fits(cache, n, bits):
@@ -166,13 +167,13 @@ class Appender:
         counts: dict[int, Any] = dict.fromkeys(cache.bits, 0)
         if new_known is not None and bits_known is not None:
             counts = {b: (fresh & (bits_known == b)).sum(axis=1) for b in cache.bits}
-            check.fits(counts, self._held, rooms_of(cache.tiers), cache.capacity)
-            check.slot_range(int((self._slots + new_known).max()))
+            check.require_room(counts, self._held, rooms_of(cache.tiers), cache.capacity)
+            check.require_slot_range(int((self._slots + new_known).max()))
         if n == 0:
             return None
         former = None
         if cache.auto_scales and not self._slots.all():
-            check.may_take_memory(
+            check.require_memory(
                 "key scales are found from the first tokens of a sequence",
                 "append those before (and, where lengths were on the GPU, call refresh())",
             )
@@ -255,7 +256,7 @@ def _appending(cache: KVCache, k: Any, v: Any, bits: int) -> Appending:
     """How such tokens are appended, if they all have this width; others say so in arrays."""
     (batch, n), heads = k.shape[:2], cache.n_kv_heads
     gpu = jit.gpu()
-    launch, lanes = plan.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
+    launch, lanes = caches.append(batch, n, heads, cache.head_dim, gpu.capability, gpu.multiprocessors)
     groups = (lanes, launch.cluster > 1)
     given = (k.strides, k.dtype, v.strides, v.dtype, BITS.index(bits), cache.capacity, cache.rotate, *groups)
     return Appending(launch, _numbers(k.shape, *given), bits, n)
@@ -285,7 +286,7 @@ def _readable(x: Any, what: str) -> Any:
     """Keys or values whose last axis is contiguous."""
     if x.strides[-1] == x.itemsize:
         return x
-    check.may_take_memory(f"{what} has gaps along its last axis, and is copied", "pass a contiguous array")
+    check.require_memory(f"{what} has gaps along its last axis, and is copied", "pass a contiguous array")
     return device.cupy().ascontiguousarray(x)
 
 
@@ -301,7 +302,7 @@ def _bits(bits: Any, shape: tuple[int, int], allowed: tuple[int, ...], new: Any)
     """Widths (batch, n) on the GPU (None: all the same), and where the host knows them; those of tokens that
     are not `new` may be anything."""
     if device.is_cuda(bits) or np.ndim(bits):
-        check.may_take_memory("bits is an array, and its tokens' places are found first", "pass a number")
+        check.require_memory("bits is an array, and its tokens' places are found first", "pass a number")
     if device.is_cuda(bits):
         return check.on_gpu_integers(bits, "bits", shape), None
     known = check.token_bits(bits, shape, allowed, new)

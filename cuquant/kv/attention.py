@@ -96,9 +96,9 @@ def attention(
         found = repeats.find(known, words, q, out=out)
         if found is not None:
             return cache._backend.attend_again(cache, *found, out)
-    check.kv_cache(cache)
+    check.require_kv_cache(cache)
     q = check.in_cache(check.floats(q, "q"), "q", cache.device)
-    check.queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
+    check.require_queries(q.shape, (cache.batch, cache.n_kv_heads, cache.head_dim))
     scale = check.score_scale(scale, cache.head_dim)
     if mask is not None:
         cache._check_appended()  # slots of tokens that were refused need no columns
@@ -110,7 +110,7 @@ def attention(
         y = device.backend(on_gpu).empty(q.shape, q.dtype)
     else:
         y = check.in_cache(check.floats(out, "out"), "out", cache.device)
-        check.output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
+        check.require_output(y, q.shape, {"q": q, "mask": mask}, None, on_gpu)
     how = cache._backend.attend(Attention(q, cache, scale, mask, positions, causal), y)
     if how is not None and known is not None:
         repeats.remember(known, words, how, q, out=None if out is None else y, result=y)

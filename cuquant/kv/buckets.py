@@ -14,7 +14,8 @@ import numpy as np
 
 from .. import device
 from ..cuda import jit
-from . import plan
+from ..plan.attention import BOX_HEADS, box_tokens
+from ..plan.caches import bucket_bytes
 from .codes import BITS
 from .tiers import Tier
 
@@ -66,7 +67,7 @@ class Between(NamedTuple):
 
 def between(counts: Sequence[int], kv_heads: int, head_dim: int) -> Between:
     """Room for so many tokens of each width, on the current GPU."""
-    sizes = [plan.bucket_bytes(bits, n, kv_heads, head_dim) for bits, n in zip(BITS, counts, strict=True)]
+    sizes = [bucket_bytes(bits, n, kv_heads, head_dim) for bits, n in zip(BITS, counts, strict=True)]
     arrays = len(sizes[0])
     *starts, size = accumulate((ceil(each / 16) * 16 for tier in sizes for each in tier), initial=0)
     memory = device.cupy().empty(size, np.uint8)
@@ -97,13 +98,13 @@ def _maps(tier: Tier) -> bytes:
 
 @lru_cache(maxsize=4096)
 def _encoded(addresses: tuple[int, ...], bits: int, tokens: int, heads: int, dim: int) -> bytes:
-    step, row = plan.box_tokens(bits), heads * dim * bits // 8
-    box = (64, step, plan.BOX_HEADS * dim * bits // 1024, 1, 1)
+    step, row = box_tokens(bits), heads * dim * bits // 8
+    box = (64, step, BOX_HEADS * dim * bits // 1024, 1, 1)
     lines = (64, tokens, row // 128, 1, 1), (row, 128, row, row), box
-    if heads == plan.BOX_HEADS:
+    if heads == BOX_HEADS:
         scales = (heads * tokens, 1, 1, 1, 1), (16,) * 4, (heads * step, 1, 1, 1, 1)
     else:
-        scales = (heads, tokens, 1, 1, 1), (heads * 2,) * 4, (plan.BOX_HEADS, step, 1, 1, 1)
+        scales = (heads, tokens, 1, 1, 1), (heads * 2,) * 4, (BOX_HEADS, step, 1, 1, 1)
     codes_maps = [jit.encode_map(address, *lines) for address in addresses[:2]]
     if bits == 16:
         return b"".join(codes_maps) + bytes(2 * 128)

@@ -106,7 +106,7 @@ class KVCache:
         rooms = check.rooms(capacity, bits, codes.BITS)
         self.capacity = sum(rooms.values()) if isinstance(capacity, Mapping) else max(rooms.values())
         if self.device == "cuda":
-            check.may_take_memory("a cache is made on the GPU", "make it before")
+            check.require_memory("a cache is made on the GPU", "make it before")
         sizes = self.n_kv_heads, self.head_dim, self.device
         self.tiers = {b: Tier(b, self.batch, room, *sizes) for b, room in rooms.items()}
         self._next_slots: Any = self._xp.zeros(self.batch, np.int32)
@@ -212,7 +212,7 @@ class KVCache:
             if found is not None and self._appender.append_again(self, *found):
                 return
         k, v = (check.in_cache(check.floats(a, what), what, self.device) for a, what in ((k, "k"), (v, "v")))
-        check.tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
+        check.require_tokens(k.shape, v.shape, (self.batch, self.n_kv_heads, self.head_dim))
         how = self._appender.append(self, k, v, bits, token_ids, lengths)
         if how is not None and known is not None:
             repeats.remember(known, words, how, k, (v,))

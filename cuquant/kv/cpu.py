@@ -175,11 +175,11 @@ class Appender:
         counts = check.lengths(lengths, cache.batch, n)
         new = np.arange(n) < counts[:, None]
         wanted = check.token_bits(bits, (cache.batch, n), cache.bits, new)
-        check.slot_range(int((cache.next_slots + counts).max()))
+        check.require_slot_range(int((cache.next_slots + counts).max()))
         slots = cache.next_slots[:, None] + np.arange(n)
         ids = check.token_ids(slots if token_ids is None else token_ids, (cache.batch, n), new)
         adds = {bits: (new & (wanted == bits)).sum(axis=1) for bits in cache.bits}
-        check.fits(adds, held_of(cache.tiers), rooms_of(cache.tiers), cache.capacity)
+        check.require_room(adds, held_of(cache.tiers), rooms_of(cache.tiers), cache.capacity)
         k, v = k.astype(np.float32), v.astype(np.float32)
         scales: Any = None if cache.key_scales is None else cache.key_scales.copy()
         made = []  # of all sequences, before the cache changes

@@ -14,8 +14,7 @@ import numpy as np
 from .. import check, device
 from ..cuda import buffers, jit
 from ..cuda.problem import DTYPES
-from ..plan import MOST_BLOCKS, Gpu, Plan
-from . import plan
+from ..plan import MOST_BLOCKS, Gpu, Plan, attention as plan
 from .appender import Appender
 from .mover import move
 
@@ -78,7 +77,7 @@ def _planned(given: _Given) -> _Planned:
     shape = plan.Shape(batch, q_len, heads, given.kv_heads, dim, given.bits, masked, halves)
     multiprocessors = given.gpu.multiprocessors
     launch = plan.attention(shape, given.gpu.capability, multiprocessors, given.even)
-    check.launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
+    check.require_launch_size(launch.merge.grid[1], MOST_BLOCKS, given.q)
     rows = heads * q_len
     parts = launch.merge.grid[2]
     sizes: tuple[int, ...] = (launch.shares * rows * (dim + 8) * 4, batch * 8)
@@ -123,11 +122,11 @@ def attend(p: Attention, out: Any) -> _Planned | None:
         q.data.device_id == out.data.device_id == slots.data.device_id == here
         and (mask is None or mask.data.device_id == here)
     ):
-        check.same_device(q=q, mask=mask, out=out, cache=slots)
+        check.require_one_device(q=q, mask=mask, out=out, cache=slots)
     cache._check_appended()
     copied = q.strides[-1] != q.itemsize
     if copied:
-        check.may_take_memory("q has gaps along its last axis, and is copied", "pass a contiguous array")
+        check.require_memory("q has gaps along its last axis, and is copied", "pass a contiguous array")
         q = cupy.ascontiguousarray(q)
     shown = None if mask is None else (mask.shape[-1], mask.strides, mask.dtype)
     ends = (shown, p.positions is not None, bool(p.causal), p.scale, cache.n_kv_heads, cache.bits)

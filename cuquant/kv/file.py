@@ -48,7 +48,7 @@ def _state(cache: KVCache) -> State:
         arrays[f"{bits}.lengths"] = tier.held
         buckets = [tier.bucket(sequence).on_cpu() for sequence in range(cache.batch)]
         for sequence, bucket in enumerate(buckets):
-            check.saved_ids(bucket.token_ids, sequence)
+            check.require_saved_ids(bucket.token_ids, sequence)
         for name, parts in zip(Bucket._fields, zip(*buckets, strict=True), strict=True):
             arrays[f"{bits}.{name}"] = np.concatenate(parts)
     settings = {name: getattr(cache, name) for name in _SETTINGS}
@@ -79,7 +79,7 @@ def load(kind: type[KVCache], path: str | os.PathLike[str], where: str) -> KVCac
     from safetensors import SafetensorError, safe_open
 
     path = check.path(path)
-    check.can_be_mapped(path)
+    check.require_mappable(path)
     try:
         with path.open("rb"), safe_open(path, framework="numpy") as stored:
             metadata = stored.metadata() or {}
@@ -162,7 +162,7 @@ def restored(kind: type[KVCache], saved: State, where: str) -> KVCache:
     for bits, (lengths, tokens) in buckets.items():
         for sequence, stop in enumerate(np.cumsum(lengths)):
             cache.tiers[bits].add(sequence, tokens.select(slice(stop - lengths[sequence], stop)))
-    check.restored(cache)
+    check.require_sound_cache(cache)
     return cache.to_device(where)
 
 

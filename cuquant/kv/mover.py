@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from .. import device
 from ..cuda import jit
-from . import buckets, plan
+from ..plan import caches
+from . import buckets
 from .codes import BITS
 from .moves import ranks
 
@@ -42,7 +43,7 @@ def move(cache: KVCache, moves: Moves) -> None:
     between = buckets.between(counts, *shape)
     appender: Any = cache._appender  # a GPU's
     own = appender.buckets.packed(cache.tiers).tiers
-    launch, numbers = plan.move(count, cache.n_kv_heads), (count, cache.batch, *shape)
+    launch, numbers = caches.move(count, cache.n_kv_heads), (count, cache.batch, *shape)
     jit.launch_packed(launch, own + between.packed + _NUMBERS.pack(first, 0, *numbers))
     jit.launch_packed(launch, between.packed + own + _NUMBERS.pack(second, new, *numbers))
 

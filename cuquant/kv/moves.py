@@ -109,7 +109,7 @@ def named(cache: KVCache, token_ids: Any) -> tuple[Tokens, Numbers, Numbers]:
         same = (np.append(row, -1)[column] == names[own]) & ((names[own] >= 0) | (not rows))
         last[own] = np.where(same, column, -1)
         seen[sequence] = np.isin(row, names[own])
-    check.found(ids, seen, rows)
+    check.require_known_ids(ids, seen, rows)
     return tokens, ids, last
 
 
@@ -128,7 +128,7 @@ def move(cache: KVCache, tokens: Tokens, wanted: Numbers) -> int:
     lengths = after.reshape(tokens.lengths.shape)
     before, then = (dict(zip(cache.bits, table.T.copy(), strict=True)) for table in (tokens.lengths, lengths))
     adds = {bits: then[bits] - before[bits] for bits in cache.bits}
-    check.fits(adds, before, rooms_of(cache.tiers), cache.capacity)
+    check.require_room(adds, before, rooms_of(cache.tiers), cache.capacity)
     changed = int((wanted != tokens.bits).sum())
     if changed:
         origin = tokens.sequence[moved], tokens.bits[moved], tokens.place[moved]

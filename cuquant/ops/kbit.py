@@ -35,7 +35,7 @@ def kbit_tiles(w: QuantizedArray, tile_n: int = 128, tile_k: int = 64) -> tuple[
         w is no k-bit matrix; tiles are not of those sizes.
     """
     fmt = check.kbit_matrix(w, KBit)
-    check.tile_sizes(tile_n, tile_k, _BLOCK)
+    check.require_tile_sizes(tile_n, tile_k, _BLOCK)
     n, k = w.shape
     blocks = device.as_numpy(w.blocks).reshape(n, k // _BLOCK, fmt.block_bytes)
     shape = (-(-k // tile_k), -(-n // tile_n), tile_n, tile_k // _BLOCK)

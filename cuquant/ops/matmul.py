@@ -76,20 +76,20 @@ def linear(
     x, w = check.activations(x, w), check.weights(w)
     shape = check.product_shape(x.shape, w.shape)
     if quantizes := x_format is not None:
-        check.activation_format(x, x_format, formats.get("q8_1"))
-    check.activation(activation)
+        check.require_activation_format(x, x_format, formats.get("q8_1"))
+    check.require_activation(activation)
     bias, residual = check.bias(bias, w.shape), check.residual(residual, shape)
     y = None if out is None else check.floats(out, "out")
     result = check.result_dtype(x, y, dtype, quantizes)
     arrays = {"x": check.storage(x), "W": check.storage(w), "bias": bias}
-    on_gpu = check.same_device(**arrays, residual=residual, out=y)
+    on_gpu = check.is_on_gpu(**arrays, residual=residual, out=y)
     backend: Any = device.backend(on_gpu)
     if y is not None:
-        check.output(y, shape, arrays, residual, on_gpu)
+        check.require_output(y, shape, arrays, residual, on_gpu)
     if x_format is not None and not (on_gpu and backend.can_quantize(x, w)):
         if on_gpu:
             before = f"x is quantized before the product with a {check.described(w)}"
-            check.may_take_memory(before, "leave out x_format")
+            check.require_memory(before, "leave out x_format")
         added = {"bias": bias, "activation": activation, "residual": residual}
         return linear(quantize(x, x_format), w, out=out, dtype=dtype, **added)
     if y is None:
@@ -138,14 +138,14 @@ def matmul(
         if isinstance(b, Transposed):
             return _left(a, b.T, out, dtype, x_format)
         if isinstance(b, QuantizedArray) and b.format.for_activations:
-            check.right_activations(b, check.weights(a))
+            check.require_right_activations(b, check.weights(a))
             return _left(a, b, out, dtype, x_format)
         x = check.floats(b, "x")
-        check.right_operand(x.shape, check.weights(a).shape)
+        check.require_right_operand(x.shape, check.weights(a).shape)
         return _left(a, x if x.ndim == 1 else x.swapaxes(-1, -2), out, dtype, x_format)
     if isinstance(b, Transposed):
         return linear(a, b.T, out=out, dtype=dtype, x_format=x_format)
-    raise check.not_a_product(a, b)
+    raise check.product_error(a, b)
 
 
 def _again(words: tuple[Any, ...], x: Any, w: Any, bias: Any, residual: Any, out: Any) -> Any:
@@ -162,7 +162,7 @@ def _left(w: QuantizedArray, x: Any, out: Any, dtype: Any, x_format: str | Forma
         return linear(x, w, dtype=dtype, x_format=x_format).swapaxes(-1, -2)
     to = check.array(out, "out", in_place=True)
     *lead, m, n = check.product_shape(x.shape, w.shape)
-    check.output_shape(to, (*lead, n, m))
+    check.require_output_shape(to, (*lead, n, m))
     linear(x, w, out=to.swapaxes(-1, -2), dtype=dtype, x_format=x_format)
     return out
 

@@ -47,7 +47,7 @@ class Experts(_Stacks):
 
     def __new__(cls, gate: Any, up: Any, down: Any) -> Experts:
         made = super().__new__(cls, gate, up, down)
-        check.one_place(
+        check.require_one_place(
             **{f"experts.{name}": a for name, a in zip(cls._fields, check.experts(made), strict=True)}
         )
         return made
@@ -83,9 +83,9 @@ def route(logits: Any, top_k: int, normalize: bool = True) -> tuple[Any, Any]:
         ids, probs = found[0].work.again(*found)
         return ids, probs
     logits = check.floats(logits, "logits")
-    check.top_k(top_k, logits.shape)
+    check.require_top_k(top_k, logits.shape)
     check.flag(normalize, "normalize")
-    if check.same_device(logits=logits):
+    if check.is_on_gpu(logits=logits):
         from ..cuda.moe import route as on_gpu
 
         ids, probs, work = on_gpu(logits, top_k, normalize)
@@ -158,22 +158,24 @@ def moe(
     if check.is_quantized(x) and check.is_quantized(down):
         check.whole_blocks(down.shape, x.format)  # as what it multiplies is quantized
     ids, probs = check.routing(expert_ids, expert_probs, x.shape, gate.shape)
-    check.activation(activation)
+    check.require_activation(activation)
     shape = (*x.shape[:-1], down.shape[1])
     y = None if out is None else check.floats(out, "out")
     arrays = {"x": x, "experts.gate": gate, "experts.up": up, "experts.down": down}
     arrays = {name: check.storage(array) for name, array in arrays.items()}
-    on_gpu = check.same_device(**arrays, out=y)
+    on_gpu = check.is_on_gpu(**arrays, out=y)
     routed = {"expert_ids": ids, "expert_probs": probs}
     if on_gpu:
-        check.same_device(x=arrays["x"], **{n: array for n, array in routed.items() if device.is_cuda(array)})
+        check.require_one_device(
+            x=arrays["x"], **{n: array for n, array in routed.items() if device.is_cuda(array)}
+        )
     else:
         routed = {name: check.on_cpu(array, name) for name, array in routed.items()}
     if y is None:
         y = device.backend(on_gpu).empty(shape, check.result_dtype(x, None, None))
     else:
         reads = {name: array for name, array in routed.items() if device.is_cuda(array) == on_gpu}
-        check.output(y, shape, arrays | reads, None, on_gpu)
+        check.require_output(y, shape, arrays | reads, None, on_gpu)
     if on_gpu:
         from ..cuda import moe as cuda_moe
 
@@ -186,7 +188,7 @@ def moe(
                 repeats.remember(*alike, result=y, weights=tuple(w.buffer for w in own))
             return y if out is None else out
         why = "experts that are products of their own are chosen by the host"
-        check.may_take_memory(why, "take quantized ones, as moe's docstring says")
+        check.require_memory(why, "take quantized ones, as moe's docstring says")
     ids, probs = device.as_numpy(ids), device.as_numpy(probs)
     mixed = _mixed(x, Experts._make((gate, up, down)), ids, probs, activation)
     with cpu.silent():

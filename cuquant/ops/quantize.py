@@ -61,12 +61,12 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
             how, fmt = found[0].work
             blocks, rows = device.backend(True).quantize_again(how, x)
             return QuantizedArray._made(fmt, blocks, rows, x.shape)
-    check.array_first(x, format)
+    check.require_array_first(x, format)
     given = formats.get(format)
     x = check.floats(x, "x")
-    check.is_quantized_to(given)
+    check.require_quantized_to(given)
     given = check.whole_blocks(x.shape, given, "x")
-    on_gpu = check.same_device(x=x)
+    on_gpu = check.is_on_gpu(x=x)
     if importance is not None and given.takes_moments:
         return trellis.by_importance(x, given, importance)
     fmt = given.fitted(x)
@@ -132,7 +132,7 @@ def from_blocks(raw: Any, format: str | Format, shape: tuple[int, ...]) -> Quant
 def dequantize(w: QuantizedArray, dtype: Any) -> Any:
     """See QuantizedArray.dequantize."""
     wanted = check.float_dtype(dtype)
-    if not check.same_device(W=check.storage(w)):
+    if not check.is_on_gpu(W=check.storage(w)):
         return cpu.dequantize(w, wanted)
     from ..cuda import backend as cuda
 
@@ -144,7 +144,7 @@ def validate(w: QuantizedArray) -> None:
     """See QuantizedArray.validate."""
     w = to_device(w, "cpu")
     flaws = w.format.flaws(w.blocks, w.shape, strict=True)
-    check.sound(w, flaws, cpu.rows_not_finite(w))
+    check.require_sound(w, flaws, cpu.rows_not_finite(w))
 
 
 def to_device(w: QuantizedArray, name: str) -> QuantizedArray:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import product
 
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from . import decode_timed, exl3, moe, trellis, tuning
 from .blocks import (
     GROUPS_ENCODER,
@@ -89,8 +90,8 @@ def gemm(problem: Problem, repeats: bool = False, to_convert: bool = False, sign
     beforehand; so must those that are to take `signs` of W's columns, if the plan does not say to what these
     go. What was measured to be fastest on this GPU (`tuning`) goes before an H200's figures.
     """
-    fmt, m, half, gpu = problem.fmt, problem.m, problem.half, problem.gpu
-    if gpu.tuned is not None and half and not (repeats or (to_convert and not fmt.turned)):
+    m, half, gpu = problem.m, problem.half, problem.gpu
+    if gpu.tuned is not None and half and not (repeats or (to_convert and not problem.kernels.turned)):
         found = gpu.tuned.choice(problem)
         if found is not None:
             return signed(found) if signs else found
@@ -115,7 +116,7 @@ def decode_or_wgmma(problem: Problem, to_convert: bool) -> Gemm:
 
 def matrix_kernels(fmt: Format) -> set[Kernel]:
     """What converts matrices of a format that stores them whole, and surrounds its products."""
-    return exl3.kernels(fmt) if fmt.walks else trellis.kernels(fmt)
+    return exl3.kernels(fmt) if kernels_of(fmt).walks else trellis.kernels(fmt)
 
 
 def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> list[Kernel]:
@@ -140,12 +141,12 @@ def all_kernels(formats: list[Format], gpus: Iterable[Gpu], every: int = 1) -> l
     for given in (f for f in formats if f.on_gpu):
         fmt = given.for_kernels
         found |= matrix_kernels(fmt) if fmt.whole_matrices else block_kernels(given, gpus[0])
-        if fmt.for_activations or not fmt.in_float16:
+        if fmt.for_activations or not kernels_of(fmt).in_float16:
             continue
         for batches, rows, columns in shapes:
             for gpu, m, n, k, half in list(product(gpus, batches, rows, columns, (True, False)))[::every]:
                 for to_convert in {False, half and n == 1 << 12}:  # the same lines in all tiles
-                    for signs in {False, fmt.signed_columns}:
+                    for signs in {False, kernels_of(fmt).signed_columns}:
                         made = gemm(Problem(fmt, m, n, k, gpu, half=half), to_convert=to_convert, signs=signs)
                         found.add(made.plan.kernel)
     return sorted(found, key=repr)

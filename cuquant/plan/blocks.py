@@ -8,8 +8,9 @@ from itertools import product
 from math import ceil
 
 from ..formats import Format
+from ..formats.kernels import Scaling, kernels_of
 from .launch import LARGE_GPU, WARP, Gpu, Kernel, Plan, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_kernels, layout, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 
 _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
@@ -23,8 +24,7 @@ faster with three: kbit3 at 32768 x 8192 59 us in place of 65."""
 
 def per_format(op: str, entry: str, fmt: Format) -> Kernel:
     """A kernel that is compiled for each format. NotImplementedError for formats without kernels."""
-    has_kernels(fmt)
-    return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
+    return Kernel(op, entry, kernels_of(fmt).header, (("BLOCK_BYTES", fmt.block_bytes),))
 
 
 @lru_cache(maxsize=1024)
@@ -48,14 +48,16 @@ Five run at once; an H200 takes up to 8% longer with just these (kbit4 192 us in
 def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True) -> Plan:
     """Quantize to that many blocks. Blocks of threads `stay` where they ask for numbers ahead: for dense
     float16 ones, to a codebook. (Others would wait for each chunk's numbers in turn.)"""
-    kernel, each = fmt.encoder
-    if kernel == GROUPS_ENCODER:
+    kernels = kernels_of(fmt)
+    assert kernels.encoder is not None
+    op, each, _ = kernels.encoder
+    if op == GROUPS_ENCODER:
         usual = fmt.block_size if fmt.block_size in _USUAL_GROUPS else 0
-        return _quantize_groups(fmt.has_zero_points, fmt.fine_from, usual, blocks * group_lanes(fmt))
-    step = per_block(kernel, fmt, blocks * fmt.block_size // each)
+        return _quantize_groups(kernels.has_zero_points, fmt.fine_from, usual, blocks * group_lanes(fmt))
+    step = per_block(op, fmt, blocks * fmt.block_size // each)
     constants = (*step.kernel.constants, ("FINE_FROM", fmt.fine_from))
     step = replace(step, kernel=replace(step.kernel, constants=constants))
-    if kernel == "quantize" and fmt.lookup and stay:
+    if op == "quantize" and kernels.lookup and stay:
         return replace(step, grid=(min(step.grid[0], _STAYING * gpu.multiprocessors), 1, 1))
     return step
 
@@ -130,7 +132,7 @@ def center(nbytes: int) -> Plan:
 def prepare_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
     """What storage bytes go through before the first product, of a format as it is repacked."""
     repacked = {repack(fmt, "to_fragments", 1, 1, gpu).kernel}
-    return repacked | ({center(1).kernel} if fmt.for_kernels.scaling == "e8m0" else set())
+    return repacked | ({center(1).kernel} if kernels_of(fmt).scaling is Scaling.E8M0 else set())
 
 
 ACTIVATION_KERNELS = {
@@ -183,7 +185,7 @@ def threads_of(k: int, each: int, most: int) -> int:
 
 def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
     """What converts blocks of a format on a GPU."""
-    stored = fmt.for_repacking
+    stored = fmt.for_kernels
     found = {per_block("dequantize", stored, 1).kernel}
     found |= {quantize(fmt, 1, gpu).kernel} if fmt.encodes_on_gpu else set()
     if not fmt.for_activations:

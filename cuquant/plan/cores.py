@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..formats import Format
+from ..formats.kernels import Kernels, kernels_of
 from .launch import Gpu, Kernel, Plan, shared_limit
 from .planes import row_factors
 
@@ -37,6 +38,11 @@ class Problem(NamedTuple):
     grouped: bool = False
     """Whether the product is a mixture's (`moe`): which rows of x are for which matrix, only the GPU
     knows."""
+
+    @property
+    def kernels(self) -> Kernels:
+        """What kernels are told of `fmt`."""
+        return kernels_of(self.fmt)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def gemm_kernel(
     """
     kind = {"BLOCK_BYTES": fmt.block_bytes, "CORE": int(core), "COPIES": copies}
     kind["ROW_FACTORS"] = int(half and row_factors(fmt))
-    return Kernel("gemm", "gemm", fmt.header, (*kind.items(), *tile.items()), shared)
+    return Kernel("gemm", "gemm", kernels_of(fmt).header, (*kind.items(), *tile.items()), shared)
 
 
 class _Table(NamedTuple):
@@ -137,7 +143,7 @@ def table_of(fmt: Format, capability: int, roomy: bool = False, sides: int = 1) 
     a store. Where there is `roomy` shared memory, instructions are spared by rows of 256 bytes, twice the
     copies' size, that start at the same place in every kernel; two tables share these.
     """
-    if not fmt.lookup:
+    if not kernels_of(fmt).lookup:
         return 0, 0
     (copies, entries, size), count = _TABLES[looked_up(fmt)], tables(fmt, sides)
     while copies * size > 16 and copies * entries * size * count > shared_limit(capability) // 3:
@@ -149,7 +155,7 @@ def table_of(fmt: Format, capability: int, roomy: bool = False, sides: int = 1) 
 
 def looked_up(fmt: Format) -> int:
     """Bits of a code that are looked up."""
-    return fmt.bits - fmt.sign_bits
+    return fmt.bits - kernels_of(fmt).sign_bits
 
 
 def core_of(kernel: Kernel) -> str:

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 from .cores import Core, Gemm, Problem, gemm_kernel
 from .launch import WARP, Gpu, Plan, lone, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, Layout, has_minimum, layout, whole_lines
+from .planes import TILE_COLUMNS, TILE_ROWS, Layout, layout, whole_lines
 
-MOST_ROWS = 7
-"""Row tiles of a warp, at most."""
 _ROOMY = 200 << 10
 """Bytes of shared memory beyond which a block may have a table of 64 KB."""
 _FOUND = 512
@@ -153,8 +151,8 @@ def room_of(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> Ro
     ring_and_x = depth * slot + problem.batch * (chunk * 2 * TILE_COLUMNS + 16)
     # Tall tiles have registers for eight pieces at once; but 16 warps that look codes up have few, as have
     # tall tiles of two blocks, and of one or two rows there are few pieces.
-    many = problem.batch * chunk * 8 > 4 * warps * WARP and (problem.groups == 2 or not problem.fmt.lookup)
-    many = many and not (blocks.two and rows > 4)
+    few = (problem.groups != 2 and problem.kernels.lookup) or (blocks.two and rows > 4)
+    many = problem.batch * chunk * 8 > 4 * warps * WARP and not few
     together = 8 if many or blocks.tall else 4
     return Room(depth, chunk, together, before + max(ring_and_x, sums))
 
@@ -176,7 +174,7 @@ def planned(
     constants |= {"RESIDENT": 2 if problem.groups == 1 and warps == 8 and not blocks.tall else 1}
     constants |= {"TOGETHER": room.together}
     # x of weights with signs of columns is quantized before it takes them.
-    if fmt.turned:
+    if problem.kernels.turned:
         converts = converts and m == cluster == 1 and problem.k <= min(_TURNED, room.chunk * TILE_COLUMNS)
     else:
         converts = converts and not fmt.whole_matrices and m == 1 and problem.k <= _QUANTIZED * cluster
@@ -197,7 +195,7 @@ def has_roomy_tables(problem: DecodeProblem) -> bool:
 
 def stages_all_x(problem: DecodeProblem, chunk: int, cluster: int) -> bool:
     """Whether codes are not looked up, or blocks have all that they need of x at once beside the table."""
-    return not problem.fmt.lookup or chunk >= ceil(problem.steps / cluster)
+    return not problem.kernels.lookup or chunk >= ceil(problem.steps / cluster)
 
 
 def ring_bytes(capability: int) -> int:
@@ -220,14 +218,6 @@ def sized(problem: DecodeProblem, table: int, cluster: int, two: bool, long: boo
         ring = min(ring, max(room - x_bytes, room // 2))
     warps = 16 if problem.groups == 1 and not two and capability >= 80 else 8
     return Blocks(cluster, two, warps, room, ring)
-
-
-def most_rows(problem: DecodeProblem) -> int:
-    """Row tiles of a warp for which there are registers everywhere."""
-    fmt = problem.fmt
-    if fmt.lookup and (has_minimum(fmt) or fmt.whole_matrices) and problem.gpu.capability >= 100:
-        return 3  # two words of scales a block, or signs of x, and more registers taken by the same code
-    return 4 if problem.groups == 1 or has_minimum(fmt) else 7
 
 
 def tiles_within(least: int, most_warps: int, most: int) -> Iterator[tuple[int, int]]:

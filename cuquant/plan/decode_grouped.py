@@ -17,7 +17,6 @@ from .decode_core import (
     DecodeProblem,
     Hits,
     has_roomy_tables,
-    most_rows,
     planned,
     ring_bytes,
     rounds_of,
@@ -25,6 +24,7 @@ from .decode_core import (
     stages_all_x,
     tiles_within,
 )
+from .decode_registers import sure_rows
 from .launch import shared_limit
 
 _SHORT = {1: 1.3, 2: 1.12, 3: 1.05}
@@ -61,7 +61,7 @@ def decode_grouped(problem: Problem, hits: Hits) -> tuple[float, Gemm] | None:
         if stages_all_x(own, gemm.chunk, gemm.plan.cluster):
             return us, gemm
     found = made(own)
-    if own.sides == 1 or not fmt.lookup:
+    if own.sides == 1 or not own.kernels.lookup:
         return launch(found[0])
     most = 2 * _TWO_LAUNCHES * made(own._replace(sides=1))[0][0] + _LAUNCH_STEPS / own.steps
     gemms = (launch(each) for each in found if each[0] <= most)
@@ -75,7 +75,7 @@ def _candidates(
     two = _small(problem)
     blocks = sized(problem, table, 1, two, long=two and problem.m > 4)
     most_warps = blocks.warps if problem.m > 2 else blocks.warps // 2
-    for tile in tiles_within(problem.sides, most_warps, most_rows(problem)):
+    for tile in tiles_within(problem.sides, most_warps, sure_rows(problem)):
         if _fits(problem, blocks, tile):
             yield _cost(problem, blocks, tile, hit), blocks, tile
 

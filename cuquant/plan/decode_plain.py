@@ -16,7 +16,6 @@ from .decode_core import (
     Blocks,
     DecodeProblem,
     has_roomy_tables,
-    most_rows,
     planned,
     ring_bytes,
     rounds_of,
@@ -24,6 +23,7 @@ from .decode_core import (
     stages_all_x,
     tiles_within,
 )
+from .decode_registers import sure_rows
 from .launch import Gpu, shared_limit
 
 _FEW_TILES = 4
@@ -96,8 +96,8 @@ def _limits(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, in
     else:
         most = (shared_limit(problem.gpu.capability) - table) // (4 * warps * problem.step_bytes)
     # Warps along N read the same columns of x: more of them where it has many rows.
-    least = 2 if warps == 16 and blocks.share > _ONE_WARP and not problem.fmt.lookup else 1
-    return least, warps if problem.m > 2 else warps // 2, min(most_rows(problem), max(1, most))
+    least = 2 if warps == 16 and blocks.share > _ONE_WARP and not problem.kernels.lookup else 1
+    return least, warps if problem.m > 2 else warps // 2, min(sure_rows(problem), max(1, most))
 
 
 def _tile(problem: DecodeProblem, blocks: Blocks, table: int) -> tuple[int, int]:

@@ -16,23 +16,22 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
+from ..formats.kernels import Coding, kernels_of
 from .cores import Gemm, Problem, looked_up, table_of
 from .decode_core import (
-    MOST_ROWS,
     Blocks,
     DecodeProblem,
     Hits,
     Room,
     has_roomy_tables,
-    most_rows,
     planned,
     room_of,
     sized,
     stages_all_x,
     tiles_within,
 )
+from .decode_registers import MOST_ROWS, has_registers
 from .launch import WARP, places_of
-from .planes import has_minimum, integer_scales
 
 _START_US = (2.11, 1.4)
 """Microseconds from launch to launch, but for all below: of one block on a multiprocessor, and of two, that
@@ -82,10 +81,6 @@ _LEAST_STEPS = 16
 _FOUR_STEPS, _FOUR_TILES = 64, 2
 """Steps of 64 columns that a cluster of four blocks must have together; and row tiles of a multiprocessor up
 to which there are such."""
-_CLUSTERED_ROWS = 3
-"""Row tiles of small blocks in clusters, at most, but for grouped products."""
-_TALL_ROWS = 4
-"""Row tiles from which on 8 warps may have all of a multiprocessor."""
 
 
 class DecodeWay(NamedTuple):
@@ -102,7 +97,7 @@ def fastest(problem: Problem, to_convert: bool) -> tuple[float, Gemm]:
     own = DecodeProblem(*problem)
     # All weights have the tiles of those that float16 holds, which were measured.
     alike = own._replace(half=True, gpu=own.gpu._replace(tuned=None))
-    best = _best(alike, to_convert and own.fmt.turned)
+    best = _best(alike, to_convert and own.kernels.turned)
     return best.us, of_way(own, best, to_convert)
 
 
@@ -161,7 +156,7 @@ def ways(problem: DecodeProblem, hits: Hits | None = None) -> Iterator[DecodeWay
             for blocks in (usual,) if two or problem.groups == 2 or cluster == 4 else (usual, tall):
                 most = blocks.warps if problem.m > 2 else blocks.warps // 2
                 for tile in tiles_within(problem.sides, most, MOST_ROWS):
-                    if not _has_registers(problem, blocks, tile):
+                    if not has_registers(problem, blocks, tile):
                         continue
                     if not _run_together(problem, blocks, tile, numbers):
                         continue
@@ -180,7 +175,7 @@ def _splits(problem: DecodeProblem, cluster: int) -> bool:
     """Whether there are columns enough for so many blocks, and of four blocks few rows."""
     if problem.steps < cluster * _LEAST_STEPS or not places_of(problem.gpu, cluster):
         return problem.groups == 2
-    few = problem.steps >= _FOUR_STEPS and problem.share(1) <= _FOUR_TILES and not problem.fmt.walks
+    few = problem.steps >= _FOUR_STEPS and problem.share(1) <= _FOUR_TILES and not problem.kernels.walks
     return cluster == 2 or (few and not problem.grouped)
 
 
@@ -204,59 +199,22 @@ def _places(problem: DecodeProblem, blocks: Blocks) -> int:
     return max(1, places_of(problem.gpu, blocks.cluster)) * blocks.cluster
 
 
-def _has_registers(problem: DecodeProblem, blocks: Blocks, tile: tuple[int, int]) -> bool:
-    """Whether there are registers for tiles of this height. Grouped products take some more with clusters."""
-    row_warps, rows = tile
-    fewer = 1 + problem.fmt.whole_matrices if problem.grouped and blocks.cluster > 1 else 0
-    if problem.groups == 2:
-        return rows <= most_rows(problem) - fewer
-    if blocks.two:  # a row tile alone took up to 30% more; of clusters taller ones were not measured
-        most = _paired_rows(problem.fmt, row_warps, problem.grouped)
-        most = most if problem.grouped or blocks.cluster == 1 else _CLUSTERED_ROWS
-        return (1 if problem.fmt.bits == 8 else 2) <= rows <= most - fewer
-    return rows >= _TALL_ROWS if blocks.tall else rows <= _most_rows(problem.fmt, row_warps) - fewer
-
-
-def _most_rows(fmt: Format, row_warps: int) -> int:
-    """Row tiles of a warp, of 16 that share a multiprocessor's registers."""
-    if fmt.whole_matrices and not fmt.walks:
-        return 5 if fmt.kernel_group_bytes else 4
-    if fmt.bits == 6 and not fmt.walks:
-        return 4
-    if (fmt.bits == 3 and integer_scales(fmt)) or (fmt.bits == 5 and (fmt.lookup or has_minimum(fmt))):
-        return 5
-    if fmt.bits == 8 and not fmt.walks:
-        return 6
-    return MOST_ROWS - (row_warps > 1 and (has_minimum(fmt) or fmt.bits == 6))
-
-
-def _paired_rows(fmt: Format, row_warps: int, grouped: bool) -> int:
-    """Row tiles of a warp, where two blocks of 8 warps share a multiprocessor's registers."""
-    if fmt.bits == 2 and fmt.whole_matrices:
-        return 5 if fmt.kernel_group_bytes else 4
-    scarce = fmt.bits == 3 and fmt.kernel_group_bytes > 0
-    many = scarce or fmt.bits == 6 or fmt.whole_matrices or (fmt.bits == 5 and fmt.lookup)
-    if row_warps > 1 or grouped:
-        if fmt.bits == 6 or (grouped and fmt.bits == 3 and fmt.whole_matrices and not scarce):
-            return 4
-        many |= fmt.has_zero_points or (has_minimum(fmt) and not integer_scales(fmt))
-        many |= grouped and fmt.bits == 5 and fmt.kernel_group_bytes > 0
-    return MOST_ROWS - many - (fmt.bits == 6 or (scarce and not grouped))
-
-
 @lru_cache(maxsize=256)
 def _step_us(fmt: Format, table: int) -> float:
     """What a row tile's step of 64 columns takes a busy multiprocessor's instructions."""
-    if fmt.walks:
+    kernels = kernels_of(fmt)
+    if kernels.walks:
         return _WALKS
-    if fmt.lookup:
-        work = _MASKS if fmt.masked else _LOOKUPS[looked_up(fmt)] + 0.0019 * integer_scales(fmt)
+    if kernels.lookup:
+        masked = kernels.coding is Coding.MASKED_CODEBOOK
+        work = _MASKS if masked else _LOOKUPS[looked_up(fmt)] + 0.0019 * kernels.integer_scales
         work *= _SMALL_TABLE if table < 64 << 10 else 1
-    elif fmt.codebook is not None:
+    elif kernels.coding is Coding.E2M1:
         work = _E2M1
     else:
-        work = _INTEGERS[fmt.bits] + 0.0032 * integer_scales(fmt)
-    return work + 0.001 * has_minimum(fmt) + 0.0019 * (fmt.scale_size < 32 and not integer_scales(fmt))
+        work = _INTEGERS[fmt.bits] + 0.0032 * kernels.integer_scales
+    fine = kernels.scale_columns < 32 and not kernels.integer_scales
+    return work + 0.001 * kernels.has_minimum + 0.0019 * fine
 
 
 def _us(

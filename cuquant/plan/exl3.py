@@ -7,6 +7,7 @@ from math import ceil
 
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
+from ..formats.kernels import kernels_of
 from .blocks import row_threads
 from .launch import STRIDING_BLOCKS, WARP, Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
@@ -69,7 +70,7 @@ def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
 
 
 def _kernel(op: str, entry: str, fmt: Format, shared: int = 0) -> Kernel:
-    return Kernel(op, entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),), shared)
+    return Kernel(op, entry, kernels_of(fmt).header, (("BLOCK_BYTES", fmt.block_bytes),), shared)
 
 
 def prepare_kernels(fmt: Format) -> set[Kernel]:

@@ -7,6 +7,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from ..formats import Format
+from ..formats.kernels import Coding, kernels_of
 from .cores import Core, Gemm, Problem, gemm_kernel, table_of
 from .launch import FLAGS, WARP, Kernel, Plan, shared_limit
 from .planes import TILE_COLUMNS, TILE_ROWS, layout
@@ -208,7 +209,7 @@ def _steps(k: int, parts: int) -> int:
 
 
 def _kind(fmt: Format) -> str:
-    if fmt.lookup or fmt.walks:
+    if kernels_of(fmt).lookup or kernels_of(fmt).walks:
         return "lookups"
     return "bytes" if fmt.bits == 8 else "masks"
 
@@ -272,15 +273,17 @@ def _old_tile(groups: int) -> MmaTile:
 
 def _tiles(fmt: Format, groups: int, capability: int) -> list[MmaTile]:
     """Tiles from sm_80 on: the small one with a deep ring, the square one, and those for larger products."""
+    kernels = kernels_of(fmt)
     # From sm_100 on the same code takes more registers: those of walks leave room for two blocks.
-    three = 2 if fmt.walks and capability >= 100 else 3
+    three = 2 if kernels.walks and capability >= 100 else 3
     small = _with_room(fmt, MmaTile(groups, 2, 4, 1, 4 if groups == 4 else three, 3), capability)
     # Two small blocks have room: GPUs with fewer multiprocessors need it.
     deep = _with_ring(fmt, small._replace(rows=1, resident=2), _LARGEST_RING, capability)
     square = _with_ring(fmt, MmaTile(8, 2, 4, 2, 1, 0), _LEAST_RING, capability)
     tiles = [deep, square, small]
     # There masks of 2 bits have too few for the largest.
-    largest = () if fmt.masked and capability >= 100 else (MmaTile(16, 2, 8, 1, 1, 0),)
+    masked = kernels.coding is Coding.MASKED_CODEBOOK
+    largest = () if masked and capability >= 100 else (MmaTile(16, 2, 8, 1, 1, 0),)
     for large in (*largest, MmaTile(8, 4, 4, 1, 2, 0)) if groups == 8 else ():
         tile = _with_ring(fmt, large, _LEAST_RING, capability)
         if tile.stages >= _LEAST_STAGES[tile.resident]:

@@ -14,6 +14,7 @@ from math import ceil, erfc, exp, floor, sqrt
 from typing import NamedTuple
 
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from .blocks import threads_of
 from .cores import DECODE_BATCH, WGMMA_BATCH, Gemm, Problem, core_of, tables
 from .decode_core import Hits
@@ -283,7 +284,7 @@ def route(tokens: int) -> Plan:
 
 def gated_ways(fmt: Format) -> tuple[bool, ...]:
     """Whether a product is gated, in each way that there is: where sums are turned first, none is gated."""
-    return (False,) if fmt.turned else (False, True)
+    return (False,) if kernels_of(fmt).turned else (False, True)
 
 
 def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
@@ -292,7 +293,7 @@ def all_kernels(formats: list[Format], gpu: Gpu) -> list[Kernel]:
     loads = [Load(t, k, e) for t in (1, 2, 8, 16, 64, 512, 4096) for k, e in ((1, 1), (2, 8), (8, 128))]
     for fmt in {f.for_kernels for f in formats if f.on_gpu and not f.for_activations}:
         ways = gated_ways(fmt)
-        for load, n, half, gated in product_of(loads, (1024, 14336), {True, not fmt.walks}, ways):
+        for load, n, half, gated in product_of(loads, (1024, 14336), {True, not kernels_of(fmt).walks}, ways):
             made = product(fmt, load, n, 4096, gpu, half, gated)
             if made is not None:
                 found.add(made.gemm.plan.kernel)

@@ -8,6 +8,7 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
+from ..formats.kernels import Coding, kernels_of
 
 TILE_ROWS, TILE_COLUMNS = 16, 64
 """Rows of N and columns of K in a tile of the fragment layout."""
@@ -72,40 +73,23 @@ def layout(fmt: Format) -> Layout:
     Of codes of 3, 5 and 6 bits as many words as bits beyond 2 or 4 make are a plane of their own.
     NotImplementedError for formats that are no weights, or have no kernels.
     """
-    has_kernels(fmt)
+    kernels = kernels_of(fmt)
     if fmt.for_activations:
         raise NotImplementedError(f"{fmt} has no fragment layout: it cannot be a weight on the GPU")
     weights = TILE_ROWS * TILE_COLUMNS
-    scales = weights // fmt.kernel_block_size * fmt.kernel_scale_bytes
     high = fmt.bits - (1 << fmt.bits.bit_length() - 1)
-    group = TILE_ROWS * fmt.kernel_group_bytes
+    scales, group = TILE_ROWS * kernels.scale_bytes(TILE_COLUMNS), TILE_ROWS * kernels.group_bytes
     low, high = weights * (fmt.bits - high) // 8, weights * high // 8
     row = 2 * TILE_ROWS * row_factors(fmt)
-    return Layout(low, high, scales, group, fmt.kernel_group_size // TILE_COLUMNS if group else 1, row)
+    return Layout(low, high, scales, group, kernels.group_size // TILE_COLUMNS if group else 1, row)
 
 
 def row_factors(fmt: Format) -> bool:
     """Whether kernels have a factor for every row (ROW_FACTORS in kernels/core/types.cuh): of codes that are
     integers."""
-    return fmt.scaling == "float" and not fmt.lookup and not fmt.for_activations
-
-
-def has_minimum(fmt: Format) -> bool:
-    """Whether kernels have a minimum or a zero point beside every scale."""
-    return len(fmt.scales) > 1 or fmt.has_zero_points
-
-
-def integer_scales(fmt: Format) -> bool:
-    """Whether scales are integers times a float16 number that many of them share."""
-    return fmt.kernel_group_bytes > 0 and fmt.kernel_scale_bytes > 0
+    return kernels_of(fmt).coding is Coding.INTEGERS and not fmt.for_activations
 
 
 def tiles(matrices: int, n: int, k: int) -> tuple[int, int]:
     """Row tiles of a stack of matrices, and the tiles of each along K."""
     return matrices * ceil(n / TILE_ROWS), ceil(k / TILE_COLUMNS)
-
-
-def has_kernels(fmt: Format) -> None:
-    """NotImplementedError for a format that GPUs do not know."""
-    if not fmt.on_gpu:
-        raise NotImplementedError(f"{fmt} has no kernels yet: it works on NumPy arrays only")

@@ -6,6 +6,7 @@ from functools import lru_cache
 from math import ceil
 
 from ..formats import Format
+from ..formats.kernels import kernels_of
 from .launch import MOST_BLOCKS, STRIDING_BLOCKS, Kernel, Plan
 from .planes import TILE_COLUMNS, TILE_ROWS
 
@@ -19,7 +20,7 @@ _ROWS = _QUANTIZE_THREADS // 8
 
 
 def _kernel(op: str, entry: str, fmt: Format) -> Kernel:
-    return Kernel(f"{op}_trellis", entry, fmt.header, (("BLOCK_BYTES", fmt.block_bytes),))
+    return Kernel(f"{op}_trellis", entry, kernels_of(fmt).header, (("BLOCK_BYTES", fmt.block_bytes),))
 
 
 def _plan(op: str, entry: str, fmt: Format, blocks: int, threads: int = 256) -> Plan:
@@ -29,7 +30,7 @@ def _plan(op: str, entry: str, fmt: Format, blocks: int, threads: int = 256) -> 
 @lru_cache(maxsize=1024)
 def survey(fmt: Format, matrices: int, n: int, k: int) -> Plan:
     """Find out what must be known of matrices before they are repacked."""
-    numbers = max(k, n * ceil(k / fmt.kernel_block_size))
+    numbers = max(k, n * ceil(k / kernels_of(fmt).scale_columns))
     grid = (min(ceil(numbers / 256), 256), min(matrices, MOST_BLOCKS), 1)
     return Plan(_kernel("repack", "survey", fmt), grid, 256)
 
@@ -49,7 +50,7 @@ def repack(fmt: Format, entry: str, matrices: int, n: int, k: int) -> Plan:
 def take_rows(fmt: Format, rows: int, k: int) -> Plan:
     """Take rows of a stack as a matrix: a thread for a row of a tile, and for each scale and sign."""
     in_tiles = ceil(k / TILE_ROWS) * 16 * ceil(rows / TILE_ROWS)
-    threads = max(in_tiles, rows * ceil(k / fmt.kernel_block_size), k)
+    threads = max(in_tiles, rows * ceil(k / kernels_of(fmt).scale_columns), k)
     return Plan(_kernel("repack", "take_rows", fmt), (ceil(threads / 256), 1, 1), 256)
 
 
@@ -65,7 +66,7 @@ def dequantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
 @lru_cache(maxsize=1024)
 def quantize(fmt: Format, matrices: int, n: int, k: int) -> Plan:
     """Quantize 16 rows and a group's columns a block."""
-    blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / fmt.kernel_block_size)
+    blocks = matrices * ceil(n / TILE_ROWS) * ceil(k / kernels_of(fmt).scale_columns)
     return _plan("quantize", "quantize", fmt, blocks, _QUANTIZE_THREADS)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ..formats.kernels import kernels_of
 from . import decode_plain, mma_core, wgmma_timed
 from .cores import DECODE_BATCH, Core, Gemm, Problem
 
@@ -41,7 +42,7 @@ class ProblemKind(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> ProblemKind:
         fmt, m, n, k, _, matrices = problem[:6]
-        return cls(fmt.header, fmt.block_bytes, rows_of(m), n, k, matrices)
+        return cls(kernels_of(fmt).header, fmt.block_bytes, rows_of(m), n, k, matrices)
 
 
 def rows_of(m: int) -> int:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from ..formats import Format
 from ..formats.exl3 import HADAMARD
-from .cores import Core, Gemm, gemm_kernel, table_of
+from ..formats.kernels import kernels_of
+from .cores import Core, Gemm, gemm_kernel, table_of, tables
 from .launch import WARP, Plan, lone, shared_limit
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 
 
 class Tile(NamedTuple):
@@ -132,16 +133,17 @@ def stages_of(fmt: Format, tile: Tile, split: int, sides: int = 0) -> int:
 
 def turns_sums(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether the kernel turns sums: those of one block, and of as many rows as are turned."""
-    return fmt.turned and split == 1 and tile.rows % HADAMARD == 0
+    return kernels_of(fmt).turned and split == 1 and tile.rows % HADAMARD == 0
 
 
 def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
     """Whether a kernel spills none: 640 threads have few, and so have two blocks, where codes of 8 bits take
     too many; and two row blocks have many sums and codes."""
+    kernels = kernels_of(fmt)
     if tile.resident == 2:
         return fmt.bits != 8
     if tile.groups * tile.k_groups == 4:
-        if fmt.walks and (
+        if kernels.walks and (
             fmt.bits in {32: (6, 8), 64: (2,)}.get(tile.batch, ()) or (split, tile.batch) == (1, 64)
         ):
             return False
@@ -151,13 +153,25 @@ def _fits_registers(fmt: Format, tile: Tile, split: int) -> bool:
             return tile.groups == 1 or (split == 1 and tile.groups == 2 and tile.k_tiles < 4)
         if fmt.bits == 8 and tile.groups == 4 and (tile.batch == 16 or split > 1):
             return False
-        shared = fmt.kernel_group_bytes > 0 and not (fmt.lookup or integer_scales(fmt))
+        shared = kernels.group_size > 0 and not (kernels.lookup or kernels.integer_scales)
         return tile.k_tiles < 4 or not (
-            has_minimum(fmt) or (tile.batch == 16 and (shared or fmt.bits in (2, 5)))
+            kernels.has_minimum or (tile.batch == 16 and (shared or fmt.bits in (2, 5)))
         )
     if (tile.batch, tile.blocks, tile.k_tiles) == (64, 2, 2):
-        return not (fmt.bits > 4 or has_minimum(fmt) or fmt.whole_matrices)
+        return not (fmt.bits > 4 or kernels.has_minimum or fmt.whole_matrices)
     return True
+
+
+def fits_grouped(fmt: Format, tile: Tile, sides: int) -> bool:
+    """Whether a kernel of a grouped product spills none: work after work takes registers, too."""
+    kernels = kernels_of(fmt)
+    few = fmt.bits == 2 or (kernels.has_minimum and not kernels.integer_scales)
+    few = tables(fmt, sides) > 1 or (sides == 2 and few)
+    scarce = kernels.lookup and (tile.batch, tile.blocks) == (128, 2)
+    scarce |= few and tile.blocks == 2 and tile.batch > 128
+    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
+    scarce |= fmt.bits == 3 and kernels.group_size > 0 and tile.k_tiles == 4
+    return not scarce
 
 
 def sum_bytes(tile: Tile) -> int:
@@ -173,7 +187,8 @@ def shares_tiles(fmt: Format, tile: Tile) -> bool:
         if tile.batch == 16:
             return True
         return tile.batch < 64 and fmt.bits != 6 and not (fmt.bits == 5 and row_factors(fmt))
-    if fmt.lookup and (fmt.bits == 2 or fmt.kernel_group_bytes) and tile.blocks > 1:
+    kernels = kernels_of(fmt)
+    if kernels.lookup and (fmt.bits == 2 or kernels.group_size) and tile.blocks > 1:
         return False
     return tile.batch < 256 or tile.groups > 1
 

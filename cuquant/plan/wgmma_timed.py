@@ -11,12 +11,14 @@ from math import ceil
 from typing import NamedTuple
 
 from ..formats import Format
-from .cores import WGMMA_BATCH, Gemm, Problem, looked_up, tables
+from ..formats.kernels import kernels_of
+from .cores import WGMMA_BATCH, Gemm, Problem, looked_up
 from .launch import places_of
-from .planes import TILE_COLUMNS, TILE_ROWS, has_minimum, integer_scales, layout, row_factors
+from .planes import TILE_COLUMNS, TILE_ROWS, layout, row_factors
 from .wgmma_core import (
     ROOMY_BATCH,
     Tile,
+    fits_grouped,
     planned,
     shares_tiles,
     signed,
@@ -165,17 +167,18 @@ def _step_us(fmt: Format, tile: Tile, batch: int = 0, pairs: float = 1) -> float
     """What a step of 64 columns takes, of so many batch rows if not of all of the tile's. Where blocks share
     x in pairs, instructions take so many times as long."""
     warpgroups = tile.groups * tile.k_groups * tile.resident
-    if fmt.lookup:
-        work = _LOOKUPS[looked_up(fmt)] + 0.15 * fmt.sign_bits + 0.05 * (fmt.kernel_group_bytes > 0)
+    kernels = kernels_of(fmt)
+    if kernels.lookup:
+        work = _LOOKUPS[looked_up(fmt)] + 0.15 * kernels.sign_bits + 0.05 * (kernels.group_size > 0)
         work *= _FEW_WAIT if warpgroups < 4 else 1
-        small = tile.resident > 1 or (tile.batch > ROOMY_BATCH and not fmt.sign_bits)
+        small = tile.resident > 1 or (tile.batch > ROOMY_BATCH and not kernels.sign_bits)
         work *= _SMALL_TABLE if looked_up(fmt) in (3, 4) and small else 1
-    elif fmt.walks:
+    elif kernels.walks:
         work = _WALKS
     else:
-        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * integer_scales(fmt)
-        work += 0.05 * fmt.has_zero_points
-    work += 0.05 * has_minimum(fmt) + 0.13 * (fmt.scale_size < 32)
+        work = _INSTRUCTIONS[fmt.bits] + 0.09 * (not row_factors(fmt)) + 0.12 * kernels.integer_scales
+        work += 0.05 * kernels.has_zero_points
+    work += 0.05 * kernels.has_minimum + 0.13 * (kernels.scale_columns < 32)
     tensor = (batch or tile.batch) * tile.rows * tile.resident * _TENSOR_US
     instructions = _EVERY_STEP_US[tile] * work + _CONTENTION * tensor
     if tile.pair > 1:
@@ -214,14 +217,7 @@ def wgmma_grouped(problem: Problem, tile: Tile) -> Gemm | None:
     """The wgmma core with a tile of a grouped product; None where it has no place."""
     fmt, sides = problem.fmt, problem.sides
     stages = stages_of(fmt, tile, 1, sides)
-    # Work after work takes registers, too.
-    scarce = fmt.lookup and (tile.batch, tile.blocks) == (128, 2)
-    few = fmt.bits == 2 or (has_minimum(fmt) and not integer_scales(fmt))
-    few = tables(fmt, sides) > 1 or (sides == 2 and few)
-    scarce |= few and tile.blocks == 2 and tile.batch > 128
-    scarce |= fmt.bits == 8 and tile.blocks * tile.k_tiles == 4
-    scarce |= fmt.bits == 3 and fmt.kernel_group_bytes > 0 and tile.k_tiles == 4
-    if scarce or stages < 3 or ceil(problem.k / TILE_COLUMNS) % tile.width:
+    if not fits_grouped(fmt, tile, sides) or stages < 3 or ceil(problem.k / TILE_COLUMNS) % tile.width:
         return None
     gemm = planned(fmt, tile, 1, True, stages, sides)
     return replace(gemm, box_steps=tile.width)
@@ -244,7 +240,8 @@ def ways(problem: Problem, signs: bool = False) -> Iterator[WgmmaWay]:
     """What the wgmma core can do: tiles, splits of K, and whether clusters share out the last tiles. `signs`
     of W's columns may want a kernel before."""
     fmt, m, n, k, gpu, matrices = problem[:6]
-    few = row_factors(fmt) and not (integer_scales(fmt) or fmt.has_zero_points)
+    kernels = problem.kernels
+    few = row_factors(fmt) and not (kernels.integer_scales or kernels.has_zero_points)
     steps, slower = ceil(k / TILE_COLUMNS), _INTEGER_STEPS if few else _STREAM_STEPS
     for tile, split, stages, step, store, start, turned in _timed(fmt):
         clusters = places_of(gpu, split * tile.pair)
@@ -255,7 +252,7 @@ def ways(problem: Problem, signs: bool = False) -> Iterator[WgmmaWay]:
             continue  # nobody would share a multiprocessor, or later blocks would be in nobody's shadow
         places = clusters * tile.resident
         start -= _SHADOW_US if 2 * outputs * split * tile.pair <= places_of(gpu) else 0
-        if fmt.turned and not turned:
+        if kernels.turned and not turned:
             start += _RESULTS_US + m * n * _RESULT_US
         if signs and not takes_signs(tile.batch, tile.groups):
             start += _SIGNS_US + m * k * matrices * _SIGN_US
@@ -314,7 +311,7 @@ def few_rows(problem: Problem) -> tuple[float, Gemm]:
 def _part_of_few(fmt: Format) -> float | None:
     """Part of the predicted times that up to 8 batch rows take (_FEW_ROWS); None where the decode core is as
     fast or faster."""
-    if fmt.lookup:
+    if kernels_of(fmt).lookup:
         return _FEW_LOOKUPS if looked_up(fmt) > 2 else None
     return _FEW_ROWS.get(fmt.bits)
 

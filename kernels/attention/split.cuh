@@ -141,7 +141,7 @@ private:
     }
 
     // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid (SLACK in
-    // cuquant/kv/plan.py, which is in p.part).
+    // cuquant/plan/attention.py, which is in p.part).
     static DEVICE float part_of(const Attention& p, float total) { return fmaxf(__fmul_rn(total, p.part), float(p.least)); }
 
     static DEVICE int count_of_single(const Attention& p, const Lengths& lengths) {
