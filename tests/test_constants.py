@@ -64,7 +64,8 @@ SHARED: list[Case] = [
     ),
     (
         trellis.dequantize(TRELLIS, *ONE).kernel,
-        {"COLUMNS": trellis._COLUMNS, "THREADS": trellis.dequantize(TRELLIS, *ONE).block},
+        dict(zip(("ROWS", "COLUMNS"), trellis._DEQUANTIZED, strict=True))
+        | {"THREADS": trellis.dequantize(TRELLIS, *ONE).block},
     ),
     (
         SEARCH.kernel,

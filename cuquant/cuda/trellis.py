@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .. import check, device, plan
 from ..formats.base import sides
-from ..formats.trellis import ALIGNMENT, LEAST_HALF, Parts, Trellis, random_signs
+from ..formats.trellis import LEAST_HALF, Parts, Trellis, random_signs
 from ..formats.trellis_search import CANDIDATES, Search, search_of
 from . import buffers, jit, problem
 from .fragments import Fragments
@@ -257,22 +257,24 @@ def from_fragments(fragments: Fragments) -> Any:
     assert isinstance(fmt, Trellis)
     assert isinstance(own, Parts)
     assert fmt.half_levels is not None
-    blocks = device.cupy().empty(fmt.stored(shape), np.uint8)
-    blocks[..., -ALIGNMENT:] = 0  # what fills a record up, among them
-    stored = fmt.parts(blocks, shape)
-    stored.su[...], stored.sv[...] = own.su, own.sv
-    if prod(shape):
-        _repack("from_fragments", fragments, blocks)
+    cupy = device.cupy()
+    if prod(shape) == 0:
+        blocks = cupy.zeros(fmt.stored(shape), np.uint8)
+        stored = fmt.parts(blocks, shape)
+        stored.su[...], stored.sv[...] = own.su, own.sv
+        return blocks
+    blocks = cupy.empty(fmt.stored(shape), np.uint8)
+    _repack("from_fragments", fragments, blocks, own.su, own.sv)
     if own.scales is not None:
-        stored.scales[...] = own.scales
+        fmt.parts(blocks, shape).scales[...] = own.scales
     return blocks
 
 
-def _repack(entry: str, fragments: Fragments, blocks: Any) -> None:
+def _repack(entry: str, fragments: Fragments, blocks: Any, *signs: Any) -> None:
     assert isinstance(fragments.fmt, Trellis)
     assert fragments.fmt.half_levels is not None
     matrices, n, k = _sides(fragments.shape)
     lift = fragments.lift - fragments.fmt.half_levels.lift
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
     step = plan.trellis.repack(fragments.fmt.for_kernels, entry, matrices, n, k)
-    jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift))
+    jit.launch(step, blocks, *_sizes(matrices, n, k), *planes, np.int32(lift), *signs)

@@ -45,7 +45,7 @@ struct Record {
     DEVICE s64 bytes() const { return (sv_at() + N + 15) / 16 * 16; }
 };
 
-// Four indices, a byte each, next to each other, and back.
+// Four indices, a byte each, next to each other.
 template <int BITS>
 DEVICE u32 squeeze(u32 bytes) {
     constexpr u32 two = (1 << 2 * BITS) - 1, four = (1 << 4 * BITS) - 1;
@@ -53,14 +53,7 @@ DEVICE u32 squeeze(u32 bytes) {
     return (bytes | bytes >> (16 - 2 * BITS)) & four;
 }
 
-template <int BITS>
-DEVICE u32 unsqueeze(u32 bits) {
-    constexpr u32 one = (1 << BITS) - 1, two = (1 << 2 * BITS) - 1;
-    bits = (bits | bits << (16 - 2 * BITS)) & two * 0x00010001;
-    return (bits | bits << (8 - BITS)) & one * 0x01010101;
-}
-
-// Sixteen indices, a byte each, to a row of a tile, and back.
+// Sixteen indices, a byte each, to a row of a tile.
 template <class F>
 DEVICE void store_row(u8* row, uint4 codes) {
     constexpr int B = F::BITS;
@@ -75,21 +68,4 @@ DEVICE void store_row(u8* row, uint4 codes) {
 #pragma unroll
         for (int part = 0; part < 3; part++) reinterpret_cast<u16*>(row)[part] = u16(bits >> 16 * part);
     }
-}
-
-template <class F>
-DEVICE uint4 load_row(const u8* row) {
-    constexpr int B = F::BITS;
-    u64 bits = 0;
-    if constexpr (B == 4) {
-        bits = *reinterpret_cast<const u64*>(row);
-    } else if constexpr (B == 2) {
-        bits = *reinterpret_cast<const u32*>(row);
-    } else {
-#pragma unroll
-        for (int part = 0; part < 3; part++) bits |= u64(reinterpret_cast<const u16*>(row)[part]) << 16 * part;
-    }
-    constexpr u32 four = (1 << 4 * B) - 1;
-    return make_uint4(unsqueeze<B>(u32(bits) & four), unsqueeze<B>(u32(bits >> 4 * B) & four),
-                      unsqueeze<B>(u32(bits >> 8 * B) & four), unsqueeze<B>(u32(bits >> 12 * B) & four));
 }

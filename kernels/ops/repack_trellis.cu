@@ -112,12 +112,12 @@ struct Own {
     s64 rows_at, scales_at;  // in the record, of the run's first tile
     u32 sign;                // of the row
 
-    DEVICE Own(const Run& run, const Record<F>& record, const u8* matrix)
+    DEVICE Own(const Run& run, const Record<F>& record, const u8* row_signs)
         : run(run), record(record), lane(threadIdx.x % WARP), k(Turn::k_of(lane)),
           n(run.row_tile * 16 + lane / 4 + lane / 2 % 2 * 8) {
         rows_at = record.tile_at(run.begin * 4 + k / 16, run.row_tile) + k % 16 * F::ROW_BYTES;
         scales_at = record.scales_at() + (s64(group(0)) * record.N + n) * 4;
-        sign = n < record.N && matrix[record.sv_at() + n] != 1 ? 1u << 31 : 0;
+        sign = n < record.N && row_signs[n] != 1 ? 1u << 31 : 0;
     }
 
     // Of tile t of the run.
@@ -208,7 +208,7 @@ to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u
     Run run;
     for (u32 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
         const u8* const from = storage + run.matrix * record.bytes();
-        const Own own(run, record, from);
+        const Own own(run, record, from + record.sv_at());
         if (run.whole) {
             tiles_to_fragments<RUN>(own, 0, from, to);
             continue;
@@ -218,15 +218,30 @@ to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u
     }
 }
 
-// Indices and scales, into records whose signs are there.
+// Signs of the columns of a run, if it is of a matrix's first row tile, and of its rows, if it is their first one, to the record;
+// zeros fill it up.
+DEVICE void store_signs(const Run& run, const Record<Format>& record, const u8* su, const u8* sv, u8* to) {
+    const int lane = threadIdx.x % WARP;
+    if (run.row_tile == 0)
+        for (int k = run.begin * 64 + lane; k < min(run.end * 64, record.K); k += WARP) to[record.su_at() + k] = su[k];
+    if (run.begin > 0) return;
+    const int n = run.row_tile * 16 + lane;
+    if (lane < 16 && n < record.N) to[record.sv_at() + n] = sv[n];
+    if (run.row_tile == record.tiles_n() - 1 && record.sv_at() + record.N + lane < record.bytes())
+        to[record.sv_at() + record.N + lane] = 0;
+}
+
+// Records of what the planes have and of signs, [matrices][K] and [matrices][N].
 extern "C" __global__ void __launch_bounds__(THREADS)
-from_fragments(u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u8* scale, u8* group, int lift) {
+from_fragments(u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u8* scale, u8* group, int lift, const u8* su,
+               const u8* sv) {
     const Record<Format> record = {N, K};
     const Made from = {low, high, scale, group, lift};
     Run run;
     for (u32 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
         u8* const to = storage + run.matrix * record.bytes();
-        const Own own(run, record, to);
+        store_signs(run, record, su + run.matrix * K, sv + run.matrix * N, to);
+        const Own own(run, record, sv + run.matrix * N);
         if (run.whole) {
             tiles_from_fragments<RUN>(own, 0, from, to);
             continue;
