@@ -248,7 +248,7 @@ def hard_weights() -> NDArray[np.float32]:
 
 
 @pytest.mark.filterwarnings("ignore:.* of the weights are too small")
-@pytest.mark.parametrize("name", ["q4_k", "q5_k", "q6_k", "iq4_nl"])
+@pytest.mark.parametrize("name", NAMES)
 def test_quantizing_as_on_the_cpu(name: str) -> None:
     cupy = device.cupy()
     x = hard_weights()
@@ -264,7 +264,7 @@ def test_quantizing_as_on_the_cpu(name: str) -> None:
     np.testing.assert_array_equal(as_numpy(few.blocks), cq.quantize(x[:3, :256], name).blocks)
 
 
-@pytest.mark.parametrize("name", ["q4_k", "q6_k", "iq4_nl"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e9, 1e30])
 def test_quantizing_refuses_in_the_same_words(name: str, value: float) -> None:
     x = gauss((3, 5, 512))

@@ -57,7 +57,9 @@ def test_layout_of_trellis_weights(name: str) -> None:
     assert layout.low + layout.high == 128 * fmt.bits
     assert (layout.scale, layout.group, layout.group_tiles) == ((128, 0, 1) if "-32" in name else (0, 64, 2))
     assert layout.step(2) == 16 * 128 * fmt.bits // 8 + 16 * 4 * (4 if "-32" in name else 1)
-    assert plan.trellis.repack(fmt, "to_fragments", 3, 129, 257).grid == (3 * 2 * 2, 1, 1)
+    assert plan.trellis.repack(fmt, "to_fragments", 3, 129, 513).grid == (3 * 2 * 2, 1, 1)  # runs of 8 tiles
+    assert plan.trellis.dequantize(fmt, 3, 33, 513).grid == (2, 3 * 2, 1)
+    assert plan.trellis.dequantize(fmt, 65_536, 32, 32).grid == (1, 65_535, 2)
     assert plan.trellis.take_rows(fmt, 17, 33).grid == (1, 1, 1)
 
 
@@ -310,7 +312,7 @@ def test_quantizing_plans_cover_all_threads() -> None:
     assert plan.repack(fmt, "to_fragments", 2, 33, plan.Gpu(90)).grid == (2, 1, 1)  # whole row tiles
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90)).grid == (250, 1, 1)  # in four rounds
     assert plan.repack(fmt, "to_fragments", 1000, 1000, plan.Gpu(90), half=False).grid == (2 * 132, 1, 1)
-    assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (6, 1, 1)
+    assert plan.repack(fmt, "from_fragments", 2, 33, plan.Gpu(90)).grid == (4, 1, 1)
     eight = plan.repack(cq.formats.get("q8_0"), "to_fragments", 1, 33, plan.Gpu(90), half=False)
     assert eight.grid == (3, 1, 1)  # runs of 16 tiles
     two_runs = plan.repack(fmt, "to_fragments", 1, 33, plan.Gpu(90), half=False).shared

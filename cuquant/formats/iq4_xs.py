@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from . import ggml, iq4_nl, kquant
 from .int4 import pack_pairs, unpack_pairs
 from .kernels import Coding, Kernels, Scaling
-from .kquant import SUPER, F, Floats, KQuant
+from .kquant import SEARCH, SUPER, F, Floats, KQuant
 
 _SHIFTS = np.arange(0, 16, 2, dtype=np.uint16)
 
@@ -26,7 +26,7 @@ class IQ4_XS(KQuant):
     name = "iq4_xs"
     bits = 4
     storage = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", (4,)), ("qs", "u1", (128,))])
-    kernels = Kernels("iq4_xs", Coding.CODEBOOK, Scaling.BYTES, SUPER)
+    kernels = Kernels("iq4_xs", Coding.CODEBOOK, Scaling.BYTES, SUPER, SEARCH)
     fine_from = 4  # codes are chosen before d is rounded, and so are scales
     formula = "W = d * (s - 32) * level[q]"
     ggml_type = 23

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from . import kquant
 from .kernels import Coding, Kernels, Scaling
-from .kquant import SUPER, Floats, KQuant
+from .kquant import SEARCH, SUPER, Floats, KQuant
 
 
 class Q2_K(KQuant):
@@ -25,7 +25,7 @@ class Q2_K(KQuant):
     scale_size = 16
     storage = np.dtype([("scales", "u1", (16,)), ("qs", "u1", (64,)), ("d", "<f2"), ("dmin", "<f2")])
     scales = ("d", "dmin")
-    kernels = Kernels("q2_k", Coding.INTEGERS, Scaling.STEP_NIBBLES_AND_MIN, SUPER)
+    kernels = Kernels("q2_k", Coding.INTEGERS, Scaling.STEP_NIBBLES_AND_MIN, SUPER, SEARCH)
     formula = "W = d * s * q - dmin * m"
     ggml_type = 10
     file_type = 10

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from . import ggml, kquant
 from .kernels import Coding, Kernels, Scaling
-from .kquant import SUPER, F, Floats, KQuant
+from .kquant import SEARCH, SUPER, F, Floats, KQuant
 
 
 class Q3_K(KQuant):
@@ -25,7 +25,7 @@ class Q3_K(KQuant):
     bits = 3
     scale_size = 16
     storage = np.dtype([("hmask", "u1", (32,)), ("qs", "u1", (64,)), ("scales", "u1", (12,)), ("d", "<f2")])
-    kernels = Kernels("q3_k", Coding.INTEGERS, Scaling.STEP_BYTES, SUPER)
+    kernels = Kernels("q3_k", Coding.INTEGERS, Scaling.STEP_BYTES, SUPER, SEARCH)
     fine_from = 1  # numbers of 3 bits, chosen for scales as they are stored, do with a d that is off by half
     formula = "W = d * (s - 32) * (q - 4)"
     ggml_type = 11

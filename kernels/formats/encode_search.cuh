@@ -41,11 +41,12 @@ DEVICE float most_of_block(float own) {
     return own;
 }
 
-// Codes from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error.
-template <int MOST>
+// Codes of N weights from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error: of squares, or
+// ABSOLUTE.
+template <int N, int MOST, bool ABSOLUTE>
 struct Affinity {
-    const float (&x)[OWN];
-    const float (&w)[OWN];
+    const float* x;
+    const float (&w)[N];
 
     DEVICE float code(int j, float inverse, float low) const {
         return clipped(ieee_rint(ieee_mul(ieee_sub(x[j], low), inverse)), 0, MOST);
@@ -54,9 +55,9 @@ struct Affinity {
     DEVICE float error(float inverse, float origin, float scale, float low) const {
         float sum = NOTHING;
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
+        for (int j = 0; j < N; j++) {
             const float off = ieee_sub(ieee_add(ieee_mul(code(j, inverse, origin), scale), low), x[j]);
-            sum = ieee_add(sum, ieee_mul(ieee_mul(off, off), w[j]));
+            sum = ieee_add(sum, ieee_mul(ABSOLUTE ? absolute(off) : ieee_mul(off, off), w[j]));
         }
         return sum;
     }
@@ -67,12 +68,12 @@ struct Fit {
 };
 
 // kquant.affine: scale and minimum of least weighted error, and codes.
-template <int MOST, int STEPS>
-DEVICE Fit affine(const float (&x)[OWN], const float (&w)[OWN], float first, int (&q)[OWN]) {
-    const Affinity<MOST> of = {x, w};
+template <int MOST, int STEPS, bool ABSOLUTE, int N>
+DEVICE Fit affine(const float* x, const float (&w)[N], float first, int* q) {
+    const Affinity<N, MOST, ABSOLUTE> of = {x, w};
     float high = x[0], low = x[0], sum_w = NOTHING, sum_x = NOTHING;
 #pragma unroll
-    for (int j = 0; j < OWN; j++) {
+    for (int j = 0; j < N; j++) {
         high = ieee_max(high, x[j]), low = ieee_min(low, x[j]);
         sum_w = ieee_add(sum_w, w[j]), sum_x = ieee_add(sum_x, ieee_mul(w[j], x[j]));
     }
@@ -86,7 +87,7 @@ DEVICE Fit affine(const float (&x)[OWN], const float (&w)[OWN], float first, int
         const float inverse = finite(ieee_div(wanted, ieee_sub(high, low)));
         float sum_q = NOTHING, sum_xq = NOTHING, sum_q2 = NOTHING;
 #pragma unroll
-        for (int j = 0; j < OWN; j++) {
+        for (int j = 0; j < N; j++) {
             const float code = of.code(j, inverse, low), wq = ieee_mul(w[j], code);
             sum_q = ieee_add(sum_q, wq), sum_xq = ieee_add(sum_xq, ieee_mul(wq, x[j]));
             sum_q2 = ieee_add(sum_q2, ieee_mul(wq, code));
@@ -101,7 +102,7 @@ DEVICE Fit affine(const float (&x)[OWN], const float (&w)[OWN], float first, int
             least = now, best = inverse, origin = low, scale = new_scale, low = new_low;
     }
 #pragma unroll
-    for (int j = 0; j < OWN; j++) q[j] = flat ? 0 : int(of.code(j, best, origin));
+    for (int j = 0; j < N; j++) q[j] = flat ? 0 : int(of.code(j, best, origin));
     return {flat ? 0 : scale, negated(low)};
 }
 
@@ -113,11 +114,26 @@ DEVICE void requantize(const float* x, float add, float d, int least, int most, 
         if (d != 0) q[j] = int(clipped(ieee_rint(ieee_div(ieee_add(x[j], add), d)), least, most)) - least;
 }
 
-// One of the block's eight scales as a code up to 63 of the largest: kquant.of_largest.
-DEVICE int of_largest(float own, float& d) {
-    const float top = ieee_add(most_of_block(own), 0);
-    d = ieee_div(top, 63);
-    return int(clipped(ieee_rint(ieee_mul(finite(ieee_div(63, top)), own)), 0, 63));
+// A thread's N scales of the block as codes up to MOST of the largest: kquant.of_largest.
+template <int MOST, int N>
+DEVICE void of_largest(const float (&own)[N], float& d, int (&codes)[N]) {
+    float most = own[0];
+#pragma unroll
+    for (int i = 1; i < N; i++) most = ieee_max(most, own[i]);
+    const float top = ieee_add(most_of_block(most), 0), inverse = finite(ieee_div(MOST, top));
+    d = ieee_div(top, MOST);
+#pragma unroll
+    for (int i = 0; i < N; i++) codes[i] = int(clipped(ieee_rint(ieee_mul(inverse, own[i])), 0, MOST));
+}
+
+// Two bits for each of a block's weights, of which this thread has those of weight j of its own: of j, j + 32, j + 64 and
+// j + 96 they are a byte.
+template <class Field>
+DEVICE void store_two_bits(u8* block, int j, int own) {
+    const int group = threadIdx.x % 8;
+    u32 bits = u32(own) << group % 4 * 2;
+    bits |= __shfl_xor_sync(~0u, bits, 1), bits |= __shfl_xor_sync(~0u, bits, 2);
+    if (j % 4 == group % 4) block[Field::byte_of(group / 4 * 128) + j] = u8(bits);
 }
 
 // Whether these bits are a float16 number's.
@@ -136,9 +152,11 @@ DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, co
 #pragma unroll
     for (int j = 0; j < OWN; j++) w[j] = ieee_add(spread, absolute(x[j]));
     int q[OWN];
-    const Fit fit = affine<MOST, BITS == 4 ? 20 : 15>(x, w, BITS == 4 ? -1 : -0.5f, q);
+    const Fit fit = affine<MOST, BITS == 4 ? 20 : 15, false>(x, w, BITS == 4 ? -1 : -0.5f, q);
     float d, dmin;
-    const int s = of_largest(fit.scale, d), m = of_largest(fit.minimum, dmin);
+    int scales[1], minimums[1];
+    of_largest<63>({fit.scale}, d, scales), of_largest<63>({fit.minimum}, dmin, minimums);
+    const int s = scales[0], m = minimums[0];
     const u32 dmin_bits = float_to_half(dmin);
     d_bits = float_to_half(d);
     const float step = ieee_mul(half_to_float(u16(d_bits)), float(s));
@@ -226,9 +244,104 @@ DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const fl
         const int low = group & 2 ? other : q[j], high = group & 2 ? q[j] : other;
         if (j / 16 == group / 2 % 2)
             block[Low::byte_of(group / 4 * 128 + group % 2 * 32) + j] = u8((low & 15) | (high & 15) << 4);
-        u32 bits = u32(q[j] >> 4) << group % 4 * 2;
-        bits |= __shfl_xor_sync(~0u, bits, 1), bits |= __shfl_xor_sync(~0u, bits, 2);
-        if (j % 4 == group % 4) block[High::byte_of(group / 4 * 128) + j] = u8(bits);
+        store_two_bits<High>(block, j, q[j] >> 4);
+    }
+    return fits_half(d_bits);
+}
+
+// Encodes a block of q2_k.
+template <class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<2, Low, High, PairsOfNibbles, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+    constexpr int D_AT = PairsOfNibbles::D_AT;
+    const int group = threadIdx.x % 8;
+    int q[OWN], s[2], m[2];
+    float scale[2], minimum[2], d, dmin;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        float w[16];
+#pragma unroll
+        for (int j = 0; j < 16; j++) w[j] = absolute(x[16 * part + j]);
+        const Fit fit = affine<3, 15, true>(x + 16 * part, w, -0.5f, q + 16 * part);
+        scale[part] = fit.scale, minimum[part] = fit.minimum;
+    }
+    of_largest<15>(scale, d, s), of_largest<15>(minimum, dmin, m);
+    const u32 dmin_bits = float_to_half(dmin);
+    d_bits = float_to_half(d);
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        const float step = ieee_mul(half_to_float(u16(d_bits)), float(s[part]));
+        requantize<16>(x + 16 * part, ieee_mul(half_to_float(u16(dmin_bits)), float(m[part])), step, 0, 3, q + 16 * part);
+        block[2 * group + part] = u8(s[part] | m[part] << 4);
+    }
+    if (group == 0) store_u16(block + D_AT, d_bits), store_u16(block + D_AT + 2, dmin_bits);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) store_two_bits<Low>(block, j, q[j]);
+    return fits_half(d_bits) && fits_half(dmin_bits);
+}
+
+// Scale and codes from 0 on of 16 weights whose codes are improved in turn: kquant.by_turns, up to 2 MOST - 1.
+template <int MOST>
+DEVICE float by_turns(const float* x, int* q) {
+    const float peak = largest<16>(x), inverse = ieee_div(-MOST, peak);
+    float code[16], sum_xq = NOTHING, sum_q2 = NOTHING;
+#pragma unroll
+    for (int j = 0; j < 16; j++) {
+        const float w = ieee_mul(x[j], x[j]), c = clipped(ieee_rint(ieee_mul(inverse, x[j])), -MOST, MOST - 1);
+        sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
+        sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
+        code[j] = c;
+    }
+#pragma unroll 1
+    for (int pass = 0; pass < 5; pass++)
+#pragma unroll
+        for (int j = 0; j < 16; j++) {
+            const float w = ieee_mul(x[j], x[j]), wx = ieee_mul(w, x[j]), c = code[j];
+            const float rest_xq = ieee_sub(sum_xq, ieee_mul(wx, c));
+            const float rest_q2 = ieee_sub(sum_q2, ieee_mul(ieee_mul(w, c), c));
+            const float now = clipped(ieee_rint(ieee_div(ieee_mul(x[j], rest_q2), rest_xq)), -MOST, MOST - 1);
+            const float new_xq = ieee_add(rest_xq, ieee_mul(wx, now));
+            const float new_q2 = ieee_add(rest_q2, ieee_mul(ieee_mul(w, now), now));
+            const bool better = ieee_less(0, rest_xq) && now != c && ieee_less(0, new_q2) &&
+                                ieee_less(ieee_mul(ieee_mul(sum_xq, sum_xq), new_q2),
+                                          ieee_mul(ieee_mul(new_xq, new_xq), sum_q2));
+            if (better) code[j] = now, sum_xq = new_xq, sum_q2 = new_q2;
+        }
+    const bool zero = ieee_less(absolute(peak), NEGLIGIBLE);
+#pragma unroll
+    for (int j = 0; j < 16; j++) q[j] = zero ? 0 : int(code[j]) + MOST;
+    const float scale = ieee_less(0, sum_q2) ? ieee_div(sum_xq, sum_q2) : 0;
+    return zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, -MOST);
+}
+
+// Encodes a block of q3_k.
+template <class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<3, Low, High, SixBits, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+    const int group = threadIdx.x % 8;
+    int q[OWN], s[2];
+    float scale[2];
+#pragma unroll
+    for (int part = 0; part < 2; part++) scale[part] = by_turns<4>(x + 16 * part, q + 16 * part);
+    const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-32, top);
+    const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
+    d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        s[part] = zero ? 0 : int(clipped(ieee_rint(ieee_mul(inverse, scale[part])), -32, 31)) + 32;
+        const float step = ieee_mul(half_to_float(u16(d_bits)), float(s[part] - 32));
+        requantize<16>(x + 16 * part, 0, step, -4, 3, q + 16 * part);
+        // The nibbles of scales 8 further on are above; of the upper two bits those of every fourth scale are a byte.
+        const int other = __shfl_xor_sync(~0u, s[part], 4);
+        if (group < 4) block[SixBits::Lower::byte_of(2 * group + part)] = u8((s[part] & 15) | (other & 15) << 4);
+        u32 upper = u32(s[part] >> 4) << group / 2 * 2;
+        upper |= __shfl_xor_sync(~0u, upper, 2), upper |= __shfl_xor_sync(~0u, upper, 4);
+        if (group < 2) block[SixBits::Upper::byte_of(2 * group + part)] = u8(upper);
+    }
+    if (group == 0) store_u16(block + SixBits::D_AT, d_bits);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) {
+        store_two_bits<Low>(block, j, q[j] & 3);
+        const u32 thirds = __ballot_sync(~0u, q[j] >> 2) >> threadIdx.x % 32 / 8 * 8;
+        if (j % 8 == group) block[High::byte_of(0) + j] = u8(thirds);
     }
     return fits_half(d_bits);
 }
@@ -259,11 +372,8 @@ struct Levels {
     }
 };
 
-// A thread's block of iq4_nl: iq4_nl.search with the weights' squares.
-DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
-    __shared__ Levels levels;
-    levels.fill(threadIdx.x, blockDim.x);
-    __syncthreads();
+// The scale of least error of 32 weights: iq4_nl.search with the weights' squares.
+DEVICE float search_levels(const Levels& levels, const float (&x)[OWN]) {
     const float peak = largest<OWN>(x);
     float sum_xl, sum_l2;
     auto sums = [&](float inverse) {
@@ -284,13 +394,42 @@ DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bi
             scale = ieee_div(sum_xl, sum_l2), gain = ieee_mul(scale, sum_xl);
     }
     if (!is_finite(scale)) scale = ieee_div(peak, -127);
-    if (ieee_less(absolute(peak), NEGLIGIBLE)) scale = 0;
+    return ieee_less(absolute(peak), NEGLIGIBLE) ? 0 : scale;
+}
+
+// Codes of 32 weights as sixteen bytes of nibbles.
+DEVICE void store_levels(const Levels& levels, const float (&x)[OWN], float inverse, u8* to) {
+#pragma unroll
+    for (int j = 0; j < 16; j++) to[j] = u8(levels.code(x[j], inverse) | levels.code(x[j + 16], inverse) << 4);
+}
+
+// A thread's block of iq4_nl.
+DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
+    __shared__ Levels levels;
+    levels.fill(threadIdx.x, blockDim.x);
+    __syncthreads();
+    const float scale = search_levels(levels, x);
     d_bits = float_to_half(scale);
     store_u16(block, d_bits);
-    const float inverse_scale = inverse(scale);
+    store_levels(levels, x, inverse(scale), block + Iq4NlBlock::CODES_AT);
+    return fits_half(d_bits);
+}
+
+// A thread's 32 weights of a block of iq4_xs. Codes are chosen for d before it is rounded.
+DEVICE bool encode_block(Iq4XsBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
+    __shared__ Levels levels;
+    levels.fill(threadIdx.x, blockDim.x);
+    __syncthreads();
+    const int group = threadIdx.x % 8;
+    const float scale = search_levels(levels, x), d = ieee_div(negated(largest_of_block(scale)), 32);
+    const int s = int(clipped(ieee_rint(ieee_mul(inverse(d), scale)), -32, 31));
+    store_levels(levels, x, inverse(ieee_mul(d, float(s))), block + Iq4XsBlock::CODES_AT + 16 * group);
+    d_bits = float_to_half(d);
+    const int code = s + 32, other = __shfl_xor_sync(~0u, code, 1);
+    if (group % 2 == 0) block[Iq4XsBlock::LOWER_AT + group / 2] = u8((code & 15) | (other & 15) << 4);
+    u32 upper = u32(code >> 4) << 2 * group;
 #pragma unroll
-    for (int j = 0; j < 16; j++)
-        block[Iq4NlBlock::CODES_AT + j] =
-            u8(levels.code(x[j], inverse_scale) | levels.code(x[j + 16], inverse_scale) << 4);
+    for (int step = 1; step < 8; step *= 2) upper |= __shfl_xor_sync(~0u, upper, step);
+    if (group == 0) store_u16(block, d_bits), store_u16(block + Iq4XsBlock::UPPER_AT, upper);
     return fits_half(d_bits);
 }

@@ -211,10 +211,10 @@ to_fragments(const u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u
         const Own own(run, record, from + record.sv_at());
         if (run.whole) {
             tiles_to_fragments<RUN>(own, 0, from, to);
-            continue;
-        }
+        } else {
 #pragma unroll 1
-        for (int t = 0; t < run.end - run.begin; t++) tiles_to_fragments<1>(own, t, from, to);
+            for (int t = 0; t < run.end - run.begin; t++) tiles_to_fragments<1>(own, t, from, to);
+        }
     }
 }
 
@@ -240,14 +240,14 @@ from_fragments(u8* storage, s64 matrices, int N, int K, u8* low, u8* high, u8* s
     Run run;
     for (u32 index = blockIdx.x; run_of(index, matrices, record, run); index += gridDim.x) {
         u8* const to = storage + run.matrix * record.bytes();
-        store_signs(run, record, su + run.matrix * K, sv + run.matrix * N, to);
         const Own own(run, record, sv + run.matrix * N);
         if (run.whole) {
             tiles_from_fragments<RUN>(own, 0, from, to);
-            continue;
-        }
+        } else {
 #pragma unroll 1
-        for (int t = 0; t < run.end - run.begin; t++) tiles_from_fragments<1>(own, t, from, to);
+            for (int t = 0; t < run.end - run.begin; t++) tiles_from_fragments<1>(own, t, from, to);
+        }
+        store_signs(run, record, su + run.matrix * K, sv + run.matrix * N, to);
     }
 }
 
