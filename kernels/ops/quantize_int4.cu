@@ -70,8 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_int4(
         if (piece < 0) return store_scale(to);
         load(piece);
     }
-    u8* const to = staged + mine * bytes;
-    store_int4(to + CODES_AT + lane * (MINE / 2), words);
-    store_scale(to);
+    const u32 header = stored | (ASYMMETRIC ? zero << 16 : 0);
+    store_group<CODES_AT>(reinterpret_cast<u32*>(staged), mine * bytes, header, words, lane, lanes);
     store_staged<MOST, THREADS>(out + start * bytes, staged, count * bytes);
 }
