@@ -264,13 +264,37 @@ def test_quantizing_as_on_the_cpu(name: str) -> None:
     np.testing.assert_array_equal(as_numpy(few.blocks), cq.quantize(x[:3, :256], name).blocks)
 
 
+@pytest.mark.filterwarnings("ignore:.* of the weights are too small")
+@pytest.mark.parametrize("name", NAMES)
+def test_quantizing_by_importance_as_on_the_cpu(name: str) -> None:
+    """Columns of no importance, and some that matter much more than others; either host's array."""
+    cupy, x, rng = device.cupy(), hard_weights(), np.random.default_rng(15)
+    importance = 10 ** rng.uniform(-6, 3, 1024).astype(F)
+    importance[5:40] = importance[700] = 0
+    for dtype in FLOATS:
+        given = x.astype(dtype)
+        expected = cq.quantize(given, name, importance).blocks
+        assert (expected != cq.quantize(given, name).blocks).any()
+        made = cq.quantize(cupy.asarray(given), name, cupy.asarray(importance))
+        assert made.device == "cuda"
+        np.testing.assert_array_equal(as_numpy(made.blocks), expected)
+    for part in (x[:30].reshape(2, 3, 5, 1024), x[7]):
+        made, expected = (
+            cq.quantize(cupy.asarray(part), name, importance),
+            cq.quantize(part, name, importance),
+        )
+        assert made.shape == expected.shape
+        np.testing.assert_array_equal(as_numpy(made.blocks), expected.blocks)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [np.nan, -np.inf, 1e9, 1e30])
 def test_quantizing_refuses_in_the_same_words(name: str, value: float) -> None:
     x = gauss((3, 5, 512))
     x[1, 2, 300] = x[2, 1, 3] = value
-    with pytest.raises(ValueError, match="row") as on_cpu:
-        cq.quantize(x, name)
-    with pytest.raises(ValueError, match="row") as on_cuda:
-        cq.quantize(device.cupy().asarray(x), name)
-    assert str(on_cpu.value) == str(on_cuda.value)
+    for importance in (None, np.arange(1, 513)):
+        with pytest.raises(ValueError, match="row") as on_cpu:
+            cq.quantize(x, name, importance)
+        with pytest.raises(ValueError, match="row") as on_cuda:
+            cq.quantize(device.cupy().asarray(x), name, importance)
+        assert str(on_cpu.value) == str(on_cuda.value)

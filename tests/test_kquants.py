@@ -149,10 +149,11 @@ def test_weights_too_large_are_refused(name: str, size: float) -> None:
     """Also where squares overflow."""
     x = np.zeros((3, 256), F)
     x[1] = np.clip(rng().standard_normal(256), -1, 1) * size
-    with pytest.raises(
-        ValueError, match=f"{name}: the scale '(d|dmin)' of a block in row 1 overflows float16"
-    ):
-        cq.quantize(x, name)
+    for importance in (None, np.arange(1, 257)):
+        with pytest.raises(
+            ValueError, match=f"{name}: the scale '(d|dmin)' of a block in row 1 overflows float16"
+        ):
+            cq.quantize(x, name, importance)
 
 
 @pytest.mark.parametrize("name", NAMES)

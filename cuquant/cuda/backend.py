@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import check, cpu, device, plan, repeats
 from ..array import QuantizedArray
@@ -32,25 +33,28 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     return device.cupy().empty(shape, dtype)
 
 
-def quantize(x: Any, fmt: Format) -> tuple[Any, int]:
+def quantize(x: Any, fmt: Format, importance: NDArray[np.float32] | None = None) -> tuple[Any, int]:
     """Blocks (..., N, row bytes) of floats (..., N, K), and how many have a scale that is too coarse; weights
-    are checked (one synchronisation)."""
+    are checked (one synchronisation).
+
+    `importance` [K] is that of every row, for formats that take it.
+    """
     cupy = device.cupy()
     if fmt.whole_matrices:
         return of_matrices(fmt).quantize(x, fmt), 0
     if not fmt.encodes_on_gpu:
-        blocks, lost = cpu.quantize(cupy.asnumpy(x), fmt)
+        blocks, lost = cpu.quantize(cupy.asnumpy(x), fmt, importance)
         return cupy.asarray(blocks), lost
     rows = buffers.as_rows(x)
     out = cupy.empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), np.uint8)
     if out.size == 0:
         return out, 0
     found = None if fmt.for_activations else cupy.full(2, _NONE_FOUND, np.uint64)
-    encode(rows, fmt, out, found)
+    encode(rows, fmt, out, found, None if importance is None else cupy.asarray(importance))
     if found is None:
         return out, 0
     first_bad, count = map(int, buffers.read(found))
-    _raise_for(first_bad, rows, fmt, x.shape)
+    _raise_for(first_bad, rows, fmt, x.shape, importance)
     return out, (count - _NONE_FOUND) % 2**64 * _COUNTED
 
 
@@ -60,24 +64,24 @@ _COUNTED = 16
 """Weights that kernels count as one."""
 
 
-def encode(rows: Any, fmt: Format, out: Any, found: Any) -> None:
+def encode(rows: Any, fmt: Format, out: Any, found: Any, importance: Any = None) -> None:
     """Write the blocks of rows of floats. Of `found`, if given, the first becomes the number of the first row
     without a block, if less; to the second is added what is lost (`Found` in kernels/formats/encode.cuh)."""
     blocks_per_row = rows.shape[1] // fmt.block_size
     stay = rows.dtype == np.float16 and rows.flags.c_contiguous and rows.data.ptr % 16 == 0
-    step = plan.quantize(fmt, len(rows) * blocks_per_row, jit.gpu(), stay)
+    step = plan.quantize(fmt, len(rows) * blocks_per_row, jit.gpu(), stay, importance is not None)
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt))
+    jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt, importance))
 
 
-def _encoder(fmt: Format) -> tuple[Any, ...]:
-    """What the kernel that quantizes has to know of the format."""
+def _encoder(fmt: Format, importance: Any) -> tuple[Any, ...]:
+    """What the kernel that quantizes has to know of the format, and of columns."""
     encoder = kernels_of(fmt).encoder
     assert encoder is not None
     if encoder.op == plan.GROUPS_ENCODER:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
-    if encoder.op == "search":
-        return ()
+    if encoder.op == plan.SEARCHING_ENCODER:
+        return (importance,)
     thresholds = tables(fmt.for_kernels).thresholds
     return np.uint64(thresholds), np.int32(encoder.divides_by_stored), np.float32(fmt.tensor_scale)
 
@@ -94,13 +98,17 @@ def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Quantiz
     return *activations.quantize(how, rows), how if rows.data.ptr == x.data.ptr else None
 
 
-def _raise_for(first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...]) -> None:
+def _raise_for(
+    first_bad: int, rows: Any, fmt: Format, shape: tuple[int, ...], importance: NDArray[np.float32] | None
+) -> None:
     """The error of the first row that cannot be quantized, in the words of the NumPy backend."""
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
         check.require_quantizable(row, fmt, first_bad, shape)
         with np.errstate(all="ignore"):
-            check.require_scales(fmt.encode(row.reshape(-1, fmt.block_size))[None], fmt, first_bad, shape)
+            given = [row] if importance is None else [row, importance]
+            records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
+            check.require_scales(records[None], fmt, first_bad, shape)
 
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:

@@ -7,6 +7,7 @@ Nothing is rounded, and the stored bytes come back.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -50,7 +51,8 @@ class Grid(ReadOnly):
 
     @cached_property
     def kernels(self) -> Kernels:  # type: ignore[override]
-        return kept_as(KeptAs(self.by_levels, self._to_levels, self._to_points))
+        kept = kept_as(KeptAs(self.by_levels, self._to_levels, self._to_points))
+        return replace(kept, encoder=None)  # levels may be quantized to, points are only read
 
     @cached_property
     def by_levels(self) -> _SixteenLevels | _EightLevels:

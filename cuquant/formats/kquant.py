@@ -215,6 +215,9 @@ def by_turns(x: Floats, most: int) -> tuple[Floats, Codes]:
 def of_least_error(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:
     """Scale of least weighted squared error in x = scale * q of numbers from 0 on, q from 0 to `most`.
 
+    A scale that was found may be below 0, where few weights of its group matter: it gets code 0 (of the
+    reference the lower bits of what C makes of a negative number).
+
     The best of nine scales around max(x) / most; then each code is improved in turn, five times over.
     (make_qp_quants.)
 
@@ -232,7 +235,7 @@ def of_least_error(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:
     peak = x.max(axis=0)
 
     def codes(inverse: Floats) -> Floats:
-        return np.minimum(np.rint(inverse * x), F(most))
+        return np.clip(np.rint(inverse * x), F(0), F(most))
 
     def error(inverse: Floats) -> Floats:
         difference = x - F(1) / inverse * codes(inverse)
@@ -275,7 +278,7 @@ def _improved(x: Floats, w: Floats, q: Floats, least: int, most: int) -> Floats:
             better &= new_xq * new_xq * sum_q2 > sum_xq * sum_xq * new_q2
             q_i[...] = np.where(better, new, q_i)
             sum_xq, sum_q2 = np.where(better, new_xq, sum_xq), np.where(better, new_q2, sum_q2)
-    return np.where(sum_q2 > 0, sum_xq / sum_q2, F(0))
+    return np.where(sum_q2 <= 0, F(0), sum_xq / sum_q2)  # NaN where weights overflow
 
 
 def largest(x: Floats) -> Floats:

@@ -72,9 +72,9 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     fmt = given.fitted(x)
     if importance is not None:
         weights = check.column_importance(importance, fmt, x.shape[-1])
-        blocks, lost = device.backend(False).quantize(device.as_numpy(x), fmt, weights)
+        blocks, lost = device.backend(on_gpu).quantize(x, fmt, weights)
         _warn_of(lost, x.size, fmt)
-        return QuantizedArray._made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks)
+        return QuantizedArray._made(fmt, blocks)
     if on_gpu and fmt.for_activations:
         blocks, rows, how = device.backend(True).quantize_activations(x, fmt)
         if how is not None:

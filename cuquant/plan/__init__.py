@@ -16,6 +16,7 @@ from . import decode_timed, exl3, moe, trellis, tuning
 from .blocks import (
     GROUPS_ENCODER,
     LONGEST_ROW,
+    SEARCHING_ENCODER,
     activations,
     block_kernels,
     center,
@@ -37,6 +38,7 @@ __all__ = [
     "DECODE_BATCH",
     "FLAGS",
     "GROUPS_ENCODER",
+    "SEARCHING_ENCODER",
     "LARGE_GPU",
     "LONGEST_ROW",
     "MOST_BLOCKS",

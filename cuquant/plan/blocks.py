@@ -35,6 +35,8 @@ def per_block(op: str, fmt: Format, threads: int) -> Plan:
 
 GROUPS_ENCODER = "quantize_int4"
 """The encoder of groups of any size: a thread takes 16 weights at a time, of large groups several times."""
+SEARCHING_ENCODER = "search"
+"""The encoder that searches for scales, which knows importance, too."""
 _USUAL_GROUPS = (32, 64, 128)
 """Group sizes that have kernels of their own, which need half as many instructions."""
 
@@ -45,7 +47,7 @@ Five run at once; an H200 takes up to 8% longer with just these (kbit4 192 us in
 
 
 @lru_cache(maxsize=1024)
-def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True) -> Plan:
+def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True, by_importance: bool = False) -> Plan:
     """Quantize to that many blocks. Blocks of threads `stay` where they ask for numbers ahead: for dense
     float16 ones, to a codebook. (Others would wait for each chunk's numbers in turn.)"""
     kernels = kernels_of(fmt)
@@ -56,6 +58,8 @@ def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True) -> Plan:
         return _quantize_groups(kernels.has_zero_points, fmt.fine_from, usual, blocks * group_lanes(fmt))
     step = per_block(op, fmt, blocks * fmt.block_size // each)
     constants = (*step.kernel.constants, ("FINE_FROM", fmt.fine_from))
+    if op == SEARCHING_ENCODER:
+        constants += (("BY_IMPORTANCE", int(by_importance)),)
     step = replace(step, kernel=replace(step.kernel, constants=constants))
     if op == "quantize" and kernels.lookup and stay:
         return replace(step, grid=(min(step.grid[0], _STAYING * gpu.multiprocessors), 1, 1))
@@ -187,7 +191,8 @@ def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
     """What converts blocks of a format on a GPU."""
     stored = fmt.for_kernels
     found = {per_block("dequantize", stored, 1).kernel}
-    found |= {quantize(fmt, 1, gpu).kernel} if fmt.encodes_on_gpu else set()
+    for by_importance in {False, fmt.takes_importance} if fmt.encodes_on_gpu else ():
+        found.add(quantize(fmt, 1, gpu, by_importance=by_importance).kernel)
     if not fmt.for_activations:
         for entry, half in product(("to_fragments", "from_fragments"), (True, False)):
             found.add(repack(stored, entry, 1, 1, gpu, half).kernel)

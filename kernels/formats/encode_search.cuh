@@ -41,6 +41,35 @@ DEVICE float most_of_block(float own) {
     return own;
 }
 
+// The sum of numbers, and of squares of a block of COLUMNS weights, term after term, of one of 256 thread after thread.
+template <int N>
+DEVICE float sum_of(const float (&x)[N]) {
+    float sum = NOTHING;
+#pragma unroll
+    for (int j = 0; j < N; j++) sum = ieee_add(sum, x[j]);
+    return sum;
+}
+
+template <int COLUMNS>
+DEVICE float square_of_block(const float (&x)[OWN]) {
+    float sum = NOTHING;
+#pragma unroll 1
+    for (int thread = 0; thread < COLUMNS / OWN; thread++) {
+#pragma unroll
+        for (int j = 0; j < OWN; j++) sum = ieee_add(sum, ieee_mul(x[j], x[j]));
+        if (COLUMNS > OWN) sum = __shfl_sync(~0u, sum, threadIdx.x % WARP / 8 * 8 + thread);
+    }
+    return sum;
+}
+
+// kquant.spread: what errors of weights count, given the importance of their columns.
+template <int COLUMNS>
+DEVICE void spread(const float (&x)[OWN], const float (&importance)[OWN], float factor, float (&w)[OWN]) {
+    const float mean = ieee_mul(square_of_block<COLUMNS>(x), factor / COLUMNS);
+#pragma unroll
+    for (int j = 0; j < OWN; j++) w[j] = ieee_mul(importance[j], ieee_sqrt(ieee_add(mean, ieee_mul(x[j], x[j]))));
+}
+
 // Codes of N weights from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error: of squares, or
 // ABSOLUTE.
 template <int N, int MOST, bool ABSOLUTE>
@@ -69,7 +98,7 @@ struct Fit {
 
 // kquant.affine: scale and minimum of least weighted error, and codes.
 template <int MOST, int STEPS, bool ABSOLUTE, int N>
-DEVICE Fit affine(const float* x, const float (&w)[N], float first, int* q) {
+DEVICE Fit affine(const float* x, const float (&w)[N], float first, float step, int* q) {
     const Affinity<N, MOST, ABSOLUTE> of = {x, w};
     float high = x[0], low = x[0], sum_w = NOTHING, sum_x = NOTHING;
 #pragma unroll
@@ -83,7 +112,7 @@ DEVICE Fit affine(const float* x, const float (&w)[N], float first, int* q) {
     float scale = ieee_div(1, ieee_div(MOST, ieee_sub(high, low))), least = of.error(best, low, scale, low);
 #pragma unroll 1
     for (int i = 0; i <= STEPS; i++) {
-        const float wanted = ieee_add(ieee_add(first, ieee_mul(0.1f, float(i))), MOST);
+        const float wanted = ieee_add(ieee_add(first, ieee_mul(step, float(i))), MOST);
         const float inverse = finite(ieee_div(wanted, ieee_sub(high, low)));
         float sum_q = NOTHING, sum_xq = NOTHING, sum_q2 = NOTHING;
 #pragma unroll
@@ -126,6 +155,78 @@ DEVICE void of_largest(const float (&own)[N], float& d, int (&codes)[N]) {
     for (int i = 0; i < N; i++) codes[i] = int(clipped(ieee_rint(ieee_mul(inverse, own[i])), 0, MOST));
 }
 
+// kquant._improved: codes from LEAST to MOST are changed one after the other to what the others' best scale asks for.
+template <int LEAST, int MOST, int N, class Weight>
+DEVICE float improved(const float* x, const Weight& weight, float (&code)[N]) {
+    float sum_xq = NOTHING, sum_q2 = NOTHING;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const float w = weight(j), c = code[j];
+        sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
+        sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
+    }
+#pragma unroll 1
+    for (int pass = 0; pass < 5; pass++)
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float w = weight(j), wx = ieee_mul(w, x[j]), c = code[j];
+            const float rest_xq = ieee_sub(sum_xq, ieee_mul(wx, c));
+            const float rest_q2 = ieee_sub(sum_q2, ieee_mul(ieee_mul(w, c), c));
+            const float now = clipped(ieee_rint(ieee_div(ieee_mul(x[j], rest_q2), rest_xq)), LEAST, MOST);
+            const float new_xq = ieee_add(rest_xq, ieee_mul(wx, now));
+            const float new_q2 = ieee_add(rest_q2, ieee_mul(ieee_mul(w, now), now));
+            const bool better = ieee_less(0, rest_xq) && now != c && ieee_less(0, LEAST < 0 ? new_q2 : rest_q2) &&
+                                ieee_less(ieee_mul(ieee_mul(sum_xq, sum_xq), new_q2),
+                                          ieee_mul(ieee_mul(new_xq, new_xq), sum_q2));
+            if (better) code[j] = now, sum_xq = new_xq, sum_q2 = new_q2;
+        }
+    const bool none = !ieee_less(0, sum_q2) && is_finite(sum_q2);  // NaN where weights overflow
+    return none ? 0 : ieee_div(sum_xq, sum_q2);
+}
+
+// What the block's eight threads have, N numbers each.
+template <int N>
+DEVICE void gather_block(const float (&own)[N], float (&all)[8 * N]) {
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++) all[i] = __shfl_sync(~0u, own[i % N], threadIdx.x % WARP / 8 * 8 + i / N);
+}
+
+// A thread's N scales of the block as codes up to MOST of least weighted error: kquant.of_least_error, by every thread.
+template <int MOST, int N>
+DEVICE void of_least_error(const float (&own)[N], const float (&own_w)[N], float& d, int (&codes)[N]) {
+    float x[8 * N], w[8 * N], code[8 * N], peak;
+    gather_block(own, x), gather_block(own_w, w);
+    peak = x[0];
+#pragma unroll
+    for (int i = 1; i < 8 * N; i++) peak = ieee_max(peak, x[i]);
+    auto code_of = [&](int i, float inverse) { return clipped(ieee_rint(ieee_mul(inverse, x[i])), 0, MOST); };
+    auto error = [&](float inverse) {
+        const float scale = ieee_div(1, inverse);
+        float sum = NOTHING;
+#pragma unroll
+        for (int i = 0; i < 8 * N; i++) {
+            const float off = ieee_sub(x[i], ieee_mul(scale, code_of(i, inverse)));
+            sum = ieee_add(sum, ieee_mul(ieee_mul(w[i], off), off));
+        }
+        return sum;
+    };
+    float best = ieee_div(MOST, peak), least = error(best);
+#pragma unroll 1
+    for (int i = -4; i < 5; i++) {
+        if (i == 0) continue;
+        const float inverse = ieee_div(ieee_add(ieee_mul(0.1f, float(i)), MOST), peak), now = error(inverse);
+        if (ieee_less(now, least)) least = now, best = inverse;
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++) code[i] = code_of(i, best);
+    const float scale = improved<0, MOST>(x, [&](int i) { return w[i]; }, code);
+    const bool zero = ieee_less(peak, NEGLIGIBLE);
+    d = zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, MOST);
+#pragma unroll
+    for (int i = 0; i < 8 * N; i++)
+        if (i / N == threadIdx.x % 8) codes[i % N] = zero ? 0 : int(code[i]);
+}
+
 // Two bits for each of a block's weights, of which this thread has those of weight j of its own: of j, j + 32, j + 64 and
 // j + 96 they are a byte.
 template <class Field>
@@ -141,21 +242,25 @@ DEVICE bool fits_half(u32 bits) { return (bits & 0x7c00) != 0x7c00; }
 
 // A thread's 32 weights of a block of q4_k or q5_k, `block` in shared memory, and the bits of d; false where a scale
 // overflows.
-template <int BITS, class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE, int BITS, class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, const float (&x)[OWN],
+                         const float (&importance)[OWN], u8* block, u32& d_bits) {
     constexpr int MOST = (1 << BITS) - 1;
     const int group = threadIdx.x % 8;
-    float w[OWN], square = NOTHING;
+    float w[OWN], d, dmin;
+    int q[OWN], scales[1], minimums[1];
+    if constexpr (BY_IMPORTANCE) {
+        spread<256>(x, importance, 2, w);
+        const Fit fit = affine<MOST, 36, false>(x, w, -0.9f, 0.05f, q);
+        const float total[1] = {sum_of(w)};
+        of_least_error<63>({fit.scale}, total, d, scales), of_least_error<63>({fit.minimum}, total, dmin, minimums);
+    } else {
+        const float mean = ieee_sqrt(ieee_div(square_of_block<OWN>(x), OWN));
 #pragma unroll
-    for (int j = 0; j < OWN; j++) square = ieee_add(square, ieee_mul(x[j], x[j]));
-    const float spread = ieee_sqrt(ieee_div(square, OWN));
-#pragma unroll
-    for (int j = 0; j < OWN; j++) w[j] = ieee_add(spread, absolute(x[j]));
-    int q[OWN];
-    const Fit fit = affine<MOST, BITS == 4 ? 20 : 15, false>(x, w, BITS == 4 ? -1 : -0.5f, q);
-    float d, dmin;
-    int scales[1], minimums[1];
-    of_largest<63>({fit.scale}, d, scales), of_largest<63>({fit.minimum}, dmin, minimums);
+        for (int j = 0; j < OWN; j++) w[j] = ieee_add(mean, absolute(x[j]));
+        const Fit fit = affine<MOST, BITS == 4 ? 20 : 15, false>(x, w, BITS == 4 ? -1 : -0.5f, 0.1f, q);
+        of_largest<63>({fit.scale}, d, scales), of_largest<63>({fit.minimum}, dmin, minimums);
+    }
     const int s = scales[0], m = minimums[0];
     const u32 dmin_bits = float_to_half(dmin);
     d_bits = float_to_half(d);
@@ -186,9 +291,9 @@ DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, co
     return fits_half(d_bits) && fits_half(dmin_bits);
 }
 
-// Scale and codes around zero of 16 weights: kquant.symmetric with the weights' squares.
-DEVICE float symmetric(const float* x, int* q) {
-    constexpr int MOST = 32;
+// Scale of 16 numbers, and codes from 0 on up to 2 MOST - 1: kquant.symmetric.
+template <int MOST, class Weight>
+DEVICE float symmetric(const float* x, const Weight& weight, int* q) {
     const float peak = largest<16>(x);
     auto code = [&](int j, float inverse) { return clipped(ieee_rint(ieee_mul(x[j], inverse)), -MOST, MOST - 1); };
     float sum_xq, sum_q2;
@@ -196,7 +301,7 @@ DEVICE float symmetric(const float* x, int* q) {
         sum_xq = sum_q2 = NOTHING;
 #pragma unroll
         for (int j = 0; j < 16; j++) {
-            const float w = ieee_mul(x[j], x[j]), c = code(j, inverse);
+            const float w = weight(j), c = code(j, inverse);
             sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
             sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
         }
@@ -219,13 +324,20 @@ DEVICE float symmetric(const float* x, int* q) {
 }
 
 // Encodes a block of q6_k.
-template <class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE, class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const float (&x)[OWN],
+                         const float (&importance)[OWN], u8* block, u32& d_bits) {
     const int group = threadIdx.x % 8;
     int q[OWN];
     float scale[2];
 #pragma unroll
-    for (int part = 0; part < 2; part++) scale[part] = symmetric(x + 16 * part, q + 16 * part);
+    for (int part = 0; part < 2; part++) {
+        auto weight = [&](int j) {
+            const int own = 16 * part + j;
+            return BY_IMPORTANCE ? importance[own] : ieee_mul(x[own], x[own]);
+        };
+        scale[part] = symmetric<32>(x + 16 * part, weight, q + 16 * part);
+    }
     const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-128, top);
     const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
     d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
@@ -250,21 +362,27 @@ DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const fl
 }
 
 // Encodes a block of q2_k.
-template <class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<2, Low, High, PairsOfNibbles, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE, class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<2, Low, High, PairsOfNibbles, BYTES>, const float (&x)[OWN],
+                         const float (&importance)[OWN], u8* block, u32& d_bits) {
     constexpr int D_AT = PairsOfNibbles::D_AT;
     const int group = threadIdx.x % 8;
     int q[OWN], s[2], m[2];
-    float scale[2], minimum[2], d, dmin;
+    float scale[2], minimum[2], total[2], d, dmin, spread_w[OWN];
+    if (BY_IMPORTANCE) spread<256>(x, importance, 1, spread_w);
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         float w[16];
 #pragma unroll
-        for (int j = 0; j < 16; j++) w[j] = absolute(x[16 * part + j]);
-        const Fit fit = affine<3, 15, true>(x + 16 * part, w, -0.5f, q + 16 * part);
-        scale[part] = fit.scale, minimum[part] = fit.minimum;
+        for (int j = 0; j < 16; j++) w[j] = BY_IMPORTANCE ? spread_w[16 * part + j] : absolute(x[16 * part + j]);
+        const Fit fit = BY_IMPORTANCE ? affine<3, 36, false>(x + 16 * part, w, -0.9f, 0.05f, q + 16 * part)
+                                      : affine<3, 15, true>(x + 16 * part, w, -0.5f, 0.1f, q + 16 * part);
+        scale[part] = fit.scale, minimum[part] = fit.minimum, total[part] = sum_of(w);
     }
-    of_largest<15>(scale, d, s), of_largest<15>(minimum, dmin, m);
+    if constexpr (BY_IMPORTANCE)
+        of_least_error<15>(scale, total, d, s), of_least_error<15>(minimum, total, dmin, m);
+    else
+        of_largest<15>(scale, d, s), of_largest<15>(minimum, dmin, m);
     const u32 dmin_bits = float_to_half(dmin);
     d_bits = float_to_half(d);
 #pragma unroll
@@ -279,54 +397,56 @@ DEVICE bool encode_block(KQuantBlock<2, Low, High, PairsOfNibbles, BYTES>, const
     return fits_half(d_bits) && fits_half(dmin_bits);
 }
 
-// Scale and codes from 0 on of 16 weights whose codes are improved in turn: kquant.by_turns, up to 2 MOST - 1.
+// Scale of 16 weights, and codes from 0 on up to 2 MOST - 1, which are improved in turn: kquant.by_turns.
 template <int MOST>
 DEVICE float by_turns(const float* x, int* q) {
     const float peak = largest<16>(x), inverse = ieee_div(-MOST, peak);
-    float code[16], sum_xq = NOTHING, sum_q2 = NOTHING;
+    float code[16];
 #pragma unroll
-    for (int j = 0; j < 16; j++) {
-        const float w = ieee_mul(x[j], x[j]), c = clipped(ieee_rint(ieee_mul(inverse, x[j])), -MOST, MOST - 1);
-        sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
-        sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
-        code[j] = c;
-    }
-#pragma unroll 1
-    for (int pass = 0; pass < 5; pass++)
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-            const float w = ieee_mul(x[j], x[j]), wx = ieee_mul(w, x[j]), c = code[j];
-            const float rest_xq = ieee_sub(sum_xq, ieee_mul(wx, c));
-            const float rest_q2 = ieee_sub(sum_q2, ieee_mul(ieee_mul(w, c), c));
-            const float now = clipped(ieee_rint(ieee_div(ieee_mul(x[j], rest_q2), rest_xq)), -MOST, MOST - 1);
-            const float new_xq = ieee_add(rest_xq, ieee_mul(wx, now));
-            const float new_q2 = ieee_add(rest_q2, ieee_mul(ieee_mul(w, now), now));
-            const bool better = ieee_less(0, rest_xq) && now != c && ieee_less(0, new_q2) &&
-                                ieee_less(ieee_mul(ieee_mul(sum_xq, sum_xq), new_q2),
-                                          ieee_mul(ieee_mul(new_xq, new_xq), sum_q2));
-            if (better) code[j] = now, sum_xq = new_xq, sum_q2 = new_q2;
-        }
+    for (int j = 0; j < 16; j++) code[j] = clipped(ieee_rint(ieee_mul(inverse, x[j])), -MOST, MOST - 1);
+    const float scale = improved<-MOST, MOST - 1>(x, [&](int j) { return ieee_mul(x[j], x[j]); }, code);
     const bool zero = ieee_less(absolute(peak), NEGLIGIBLE);
 #pragma unroll
     for (int j = 0; j < 16; j++) q[j] = zero ? 0 : int(code[j]) + MOST;
-    const float scale = ieee_less(0, sum_q2) ? ieee_div(sum_xq, sum_q2) : 0;
     return zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, -MOST);
 }
 
 // Encodes a block of q3_k.
-template <class Low, class High, int BYTES>
-DEVICE bool encode_block(KQuantBlock<3, Low, High, SixBits, BYTES>, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE, class Low, class High, int BYTES>
+DEVICE bool encode_block(KQuantBlock<3, Low, High, SixBits, BYTES>, const float (&x)[OWN],
+                         const float (&importance)[OWN], u8* block, u32& d_bits) {
     const int group = threadIdx.x % 8;
     int q[OWN], s[2];
-    float scale[2];
+    float scale[2], d;
+    if constexpr (BY_IMPORTANCE) {
+        float w[OWN], total[2], scales[16], totals[16];
+        spread<256>(x, importance, 2, w);
 #pragma unroll
-    for (int part = 0; part < 2; part++) scale[part] = by_turns<4>(x + 16 * part, q + 16 * part);
-    const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-32, top);
-    const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
-    d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
+        for (int part = 0; part < 2; part++) {
+            total[part] = NOTHING;
+#pragma unroll
+            for (int j = 0; j < 16; j++) total[part] = ieee_add(total[part], w[16 * part + j]);
+            scale[part] = symmetric<4>(x + 16 * part, [&](int j) { return w[16 * part + j]; }, q + 16 * part);
+        }
+        gather_block(scale, scales), gather_block(total, totals);
+        int all[16];
+        d = symmetric<32>(scales, [&](int i) { return totals[i]; }, all);
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (i / 2 == group) s[i % 2] = all[i];
+    } else {
+#pragma unroll
+        for (int part = 0; part < 2; part++) scale[part] = by_turns<4>(x + 16 * part, q + 16 * part);
+        const float top = largest_of_block(largest<2>(scale)), inverse = ieee_div(-32, top);
+        const bool zero = ieee_less(absolute(top), NEGLIGIBLE);
+        d = zero ? 0 : ieee_div(1, inverse);
+#pragma unroll
+        for (int part = 0; part < 2; part++)
+            s[part] = zero ? 0 : int(clipped(ieee_rint(ieee_mul(inverse, scale[part])), -32, 31)) + 32;
+    }
+    d_bits = float_to_half(d);
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        s[part] = zero ? 0 : int(clipped(ieee_rint(ieee_mul(inverse, scale[part])), -32, 31)) + 32;
         const float step = ieee_mul(half_to_float(u16(d_bits)), float(s[part] - 32));
         requantize<16>(x + 16 * part, 0, step, -4, 3, q + 16 * part);
         // The nibbles of scales 8 further on are above; of the upper two bits those of every fourth scale are a byte.
@@ -372,8 +492,9 @@ struct Levels {
     }
 };
 
-// The scale of least error of 32 weights: iq4_nl.search with the weights' squares.
-DEVICE float search_levels(const Levels& levels, const float (&x)[OWN]) {
+// The scale of least weighted error of 32 weights: iq4_nl.search.
+template <class Weight>
+DEVICE float search_levels(const Levels& levels, const float (&x)[OWN], const Weight& weight) {
     const float peak = largest<OWN>(x);
     float sum_xl, sum_l2;
     auto sums = [&](float inverse) {
@@ -381,7 +502,7 @@ DEVICE float search_levels(const Levels& levels, const float (&x)[OWN]) {
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             const float level = levels.level[levels.code(x[j], inverse)];
-            const float wl = ieee_mul(ieee_mul(x[j], x[j]), level);
+            const float wl = ieee_mul(weight(j), level);
             sum_xl = ieee_add(sum_xl, ieee_mul(wl, x[j])), sum_l2 = ieee_add(sum_l2, ieee_mul(wl, level));
         }
     };
@@ -397,6 +518,13 @@ DEVICE float search_levels(const Levels& levels, const float (&x)[OWN]) {
     return ieee_less(absolute(peak), NEGLIGIBLE) ? 0 : scale;
 }
 
+template <bool BY_IMPORTANCE, int COLUMNS>
+DEVICE float search_by(const Levels& levels, const float (&x)[OWN], const float (&importance)[OWN]) {
+    float w[OWN];
+    if constexpr (BY_IMPORTANCE) spread<COLUMNS>(x, importance, 2, w);
+    return search_levels(levels, x, [&](int j) { return BY_IMPORTANCE ? w[j] : ieee_mul(x[j], x[j]); });
+}
+
 // Codes of 32 weights as sixteen bytes of nibbles.
 DEVICE void store_levels(const Levels& levels, const float (&x)[OWN], float inverse, u8* to) {
 #pragma unroll
@@ -404,11 +532,12 @@ DEVICE void store_levels(const Levels& levels, const float (&x)[OWN], float inve
 }
 
 // A thread's block of iq4_nl.
-DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE>
+DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], const float (&importance)[OWN], u8* block, u32& d_bits) {
     __shared__ Levels levels;
     levels.fill(threadIdx.x, blockDim.x);
     __syncthreads();
-    const float scale = search_levels(levels, x);
+    const float scale = search_by<BY_IMPORTANCE, 32>(levels, x, importance);
     d_bits = float_to_half(scale);
     store_u16(block, d_bits);
     store_levels(levels, x, inverse(scale), block + Iq4NlBlock::CODES_AT);
@@ -416,12 +545,13 @@ DEVICE bool encode_block(Iq4NlBlock, const float (&x)[OWN], u8* block, u32& d_bi
 }
 
 // A thread's 32 weights of a block of iq4_xs. Codes are chosen for d before it is rounded.
-DEVICE bool encode_block(Iq4XsBlock, const float (&x)[OWN], u8* block, u32& d_bits) {
+template <bool BY_IMPORTANCE>
+DEVICE bool encode_block(Iq4XsBlock, const float (&x)[OWN], const float (&importance)[OWN], u8* block, u32& d_bits) {
     __shared__ Levels levels;
     levels.fill(threadIdx.x, blockDim.x);
     __syncthreads();
     const int group = threadIdx.x % 8;
-    const float scale = search_levels(levels, x), d = ieee_div(negated(largest_of_block(scale)), 32);
+    const float scale = search_by<BY_IMPORTANCE, 256>(levels, x, importance), d = ieee_div(negated(largest_of_block(scale)), 32);
     const int s = int(clipped(ieee_rint(ieee_mul(inverse(d), scale)), -32, 31));
     store_levels(levels, x, inverse(ieee_mul(d, float(s))), block + Iq4XsBlock::CODES_AT + 16 * group);
     d_bits = float_to_half(d);

@@ -7,9 +7,12 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int THREADS = 256;
 constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
 
-// Quantizes rows as `quantize` in quantize.cu does.
-extern "C" __global__ void __launch_bounds__(THREADS) search(
-    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found) {
+// Quantizes rows as `quantize` in quantize.cu does; if BY_IMPORTANCE, with that of columns.
+constexpr bool BY_IMPORTANCE = CUQUANT_BY_IMPORTANCE;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) search(
+    const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found,
+    const float* importance) {
     let_successor_start();
     wait_for_predecessor();
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
@@ -28,7 +31,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) search(
 #pragma unroll
     for (int j = 0; j < OWN; j++) good &= is_finite(values[j]);
     u32 d = 0;
-    good &= encode_block(Format(), values, staged + mine * Format::BLOCK_BYTES, d);
+    float weights[OWN] = {};
+    if (BY_IMPORTANCE) {
+        const float4* const from =
+            reinterpret_cast<const float4*>(importance + block * Format::COLUMNS + threadIdx.x % PARTS * OWN);
+#pragma unroll
+        for (int four = 0; four < OWN / 4; four++) {
+            const float4 v = from[four];
+            weights[four * 4] = v.x, weights[four * 4 + 1] = v.y, weights[four * 4 + 2] = v.z, weights[four * 4 + 3] = v.w;
+        }
+    }
+    good &= encode_block<BY_IMPORTANCE>(Format(), values, weights, staged + mine * Format::BLOCK_BYTES, d);
     if (!good && found) atomicMin(&found->first_bad, u64(row));
     // If any of the block's threads needs its scale.
     const u32 lanes = __ballot_sync(~0u, need_scale<Format::HAS_MIN>(values)) >> threadIdx.x % WARP / PARTS * PARTS;
