@@ -97,17 +97,15 @@ DEVICE float ieee_sqrt(float x) {
     return r;
 }
 
-// Rounds to the nearest integer, halves to even; and to the next one below.
-DEVICE float ieee_rint(float x) {
-    float r;
-    asm("cvt.rni.f32.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
-}
+// The nearest integer, halves to even, of x below 2^22; greater ones stay that great, with their sign, and NaN is NaN. Two additions
+// take a quarter of the time of the instruction that rounds.
+DEVICE float nearest_integer(float x) { return ieee_sub(ieee_add(x, 12582912.f), 12582912.f); }
 
-DEVICE float ieee_floor(float x) {
+// The integer below 2 x, of x below 2^21.
+DEVICE int floor_of_twice(float x) {
     float r;
-    asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(r) : "f"(x));
-    return r;
+    asm("fma.rm.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(x), "f"(2.f), "f"(12582912.f));
+    return __float_as_int(r) - 0x4b400000;
 }
 
 // a < b; false for NaN.

@@ -78,7 +78,7 @@ struct Affinity {
     const float (&w)[N];
 
     DEVICE float code(int j, float inverse, float low) const {
-        return clipped(ieee_rint(ieee_mul(ieee_sub(x[j], low), inverse)), 0, MOST);
+        return clipped(nearest_integer(ieee_mul(ieee_sub(x[j], low), inverse)), 0, MOST);
     }
 
     DEVICE float error(float inverse, float origin, float scale, float low) const {
@@ -140,7 +140,7 @@ template <int N>
 DEVICE void requantize(const float* x, float add, float d, int least, int most, int* q) {
 #pragma unroll
     for (int j = 0; j < N; j++)
-        if (d != 0) q[j] = int(clipped(ieee_rint(ieee_div(ieee_add(x[j], add), d)), least, most)) - least;
+        if (d != 0) q[j] = int(clipped(nearest_integer(ieee_div(ieee_add(x[j], add), d)), least, most)) - least;
 }
 
 // A thread's N scales of the block as codes up to MOST of the largest: kquant.of_largest.
@@ -152,7 +152,7 @@ DEVICE void of_largest(const float (&own)[N], float& d, int (&codes)[N]) {
     const float top = ieee_add(most_of_block(most), 0), inverse = finite(ieee_div(MOST, top));
     d = ieee_div(top, MOST);
 #pragma unroll
-    for (int i = 0; i < N; i++) codes[i] = int(clipped(ieee_rint(ieee_mul(inverse, own[i])), 0, MOST));
+    for (int i = 0; i < N; i++) codes[i] = int(clipped(nearest_integer(ieee_mul(inverse, own[i])), 0, MOST));
 }
 
 // kquant._improved: codes from LEAST to MOST are changed one after the other to what the others' best scale asks for.
@@ -172,7 +172,7 @@ DEVICE float improved(const float* x, const Weight& weight, float (&code)[N]) {
             const float w = weight(j), wx = ieee_mul(w, x[j]), c = code[j];
             const float rest_xq = ieee_sub(sum_xq, ieee_mul(wx, c));
             const float rest_q2 = ieee_sub(sum_q2, ieee_mul(ieee_mul(w, c), c));
-            const float now = clipped(ieee_rint(ieee_div(ieee_mul(x[j], rest_q2), rest_xq)), LEAST, MOST);
+            const float now = clipped(nearest_integer(ieee_div(ieee_mul(x[j], rest_q2), rest_xq)), LEAST, MOST);
             const float new_xq = ieee_add(rest_xq, ieee_mul(wx, now));
             const float new_q2 = ieee_add(rest_q2, ieee_mul(ieee_mul(w, now), now));
             const bool better = ieee_less(0, rest_xq) && now != c && ieee_less(0, LEAST < 0 ? new_q2 : rest_q2) &&
@@ -199,7 +199,7 @@ DEVICE void of_least_error(const float (&own)[N], const float (&own_w)[N], float
     peak = x[0];
 #pragma unroll
     for (int i = 1; i < 8 * N; i++) peak = ieee_max(peak, x[i]);
-    auto code_of = [&](int i, float inverse) { return clipped(ieee_rint(ieee_mul(inverse, x[i])), 0, MOST); };
+    auto code_of = [&](int i, float inverse) { return clipped(nearest_integer(ieee_mul(inverse, x[i])), 0, MOST); };
     auto error = [&](float inverse) {
         const float scale = ieee_div(1, inverse);
         float sum = NOTHING;
@@ -295,7 +295,7 @@ DEVICE bool encode_block(KQuantBlock<BITS, Low, High, PairsOfSixBits, BYTES>, co
 template <int MOST, class Weight>
 DEVICE float symmetric(const float* x, const Weight& weight, int* q) {
     const float peak = largest<16>(x);
-    auto code = [&](int j, float inverse) { return clipped(ieee_rint(ieee_mul(x[j], inverse)), -MOST, MOST - 1); };
+    auto code = [&](int j, float inverse) { return clipped(nearest_integer(ieee_mul(x[j], inverse)), -MOST, MOST - 1); };
     float sum_xq, sum_q2;
     auto sums = [&](float inverse) {
         sum_xq = sum_q2 = NOTHING;
@@ -343,7 +343,7 @@ DEVICE bool encode_block(KQuantBlock<6, Low, High, SignedBytes, BYTES>, const fl
     d_bits = float_to_half(zero ? 0 : ieee_div(1, inverse));
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        const int s = zero ? 0 : int(ieee_min(ieee_rint(ieee_mul(inverse, scale[part])), 127));
+        const int s = zero ? 0 : int(ieee_min(nearest_integer(ieee_mul(inverse, scale[part])), 127));
         requantize<16>(x + 16 * part, 0, ieee_mul(half_to_float(u16(d_bits)), float(s)), -32, 31, q + 16 * part);
         block[SignedBytes::AT + 2 * group + part] = u8(s);
     }
@@ -403,7 +403,7 @@ DEVICE float by_turns(const float* x, int* q) {
     const float peak = largest<16>(x), inverse = ieee_div(-MOST, peak);
     float code[16];
 #pragma unroll
-    for (int j = 0; j < 16; j++) code[j] = clipped(ieee_rint(ieee_mul(inverse, x[j])), -MOST, MOST - 1);
+    for (int j = 0; j < 16; j++) code[j] = clipped(nearest_integer(ieee_mul(inverse, x[j])), -MOST, MOST - 1);
     const float scale = improved<-MOST, MOST - 1>(x, [&](int j) { return ieee_mul(x[j], x[j]); }, code);
     const bool zero = ieee_less(absolute(peak), NEGLIGIBLE);
 #pragma unroll
@@ -442,7 +442,7 @@ DEVICE bool encode_block(KQuantBlock<3, Low, High, SixBits, BYTES>, const float 
         d = zero ? 0 : ieee_div(1, inverse);
 #pragma unroll
         for (int part = 0; part < 2; part++)
-            s[part] = zero ? 0 : int(clipped(ieee_rint(ieee_mul(inverse, scale[part])), -32, 31)) + 32;
+            s[part] = zero ? 0 : int(clipped(nearest_integer(ieee_mul(inverse, scale[part])), -32, 31)) + 32;
     }
     d_bits = float_to_half(d);
 #pragma unroll
@@ -469,27 +469,27 @@ DEVICE bool encode_block(KQuantBlock<3, Low, High, SixBits, BYTES>, const float 
 // IQ4's levels, and the code nearest to every half integer from the first level to the last: of two levels equally near
 // the upper one.
 struct Levels {
-    static constexpr int COUNT = 2 * (113 + 127) + 1;
-    float level[16];
+    static constexpr int LEAST = -127, MOST = 113, COUNT = 2 * (MOST - LEAST) + 1;
+    float level[COUNT];
     u8 nearest[COUNT];
 
     DEVICE void fill(int thread, int threads) {
-        constexpr s8 LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        constexpr s8 LEVELS[16] = {LEAST, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, MOST};
         for (int step = thread; step < COUNT; step += threads) {
-            int code = 0;
+            int code = 0, own = LEAST;
 #pragma unroll
-            for (int i = 1; i < 16; i++) code += LEVELS[i - 1] + LEVELS[i] <= step - 254;
-            nearest[step] = u8(code);
+            for (int i = 1; i < 16; i++)
+                if (LEVELS[i - 1] + LEVELS[i] <= step + 2 * LEAST) code = i, own = LEVELS[i];
+            nearest[step] = u8(code), level[step] = own;
         }
-#pragma unroll
-        for (int i = 0; i < 16; i++)
-            if (thread == i) level[i] = LEVELS[i];
     }
 
-    DEVICE int code(float x, float inverse) const {
-        const float steps = ieee_add(ieee_floor(ieee_mul(2, ieee_mul(x, finite(inverse)))), 254);
-        return nearest[int(clipped(steps, 0, COUNT - 1))];
+    static DEVICE int step_of(float x, float inverse) {
+        const int step = floor_of_twice(clipped(ieee_mul(x, inverse), LEAST, MOST)) - 2 * LEAST;
+        return min(u32(step), COUNT - 1);  // of NaN, too
     }
+
+    DEVICE int code(float x, float inverse) const { return nearest[step_of(x, finite(inverse))]; }
 };
 
 // The scale of least weighted error of 32 weights: iq4_nl.search.
@@ -501,8 +501,7 @@ DEVICE float search_levels(const Levels& levels, const float (&x)[OWN], const We
         sum_xl = sum_l2 = NOTHING;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            const float level = levels.level[levels.code(x[j], inverse)];
-            const float wl = ieee_mul(weight(j), level);
+            const float level = levels.level[Levels::step_of(x[j], finite(inverse))], wl = ieee_mul(weight(j), level);
             sum_xl = ieee_add(sum_xl, ieee_mul(wl, x[j])), sum_l2 = ieee_add(sum_l2, ieee_mul(wl, level));
         }
     };
@@ -552,7 +551,7 @@ DEVICE bool encode_block(Iq4XsBlock, const float (&x)[OWN], const float (&import
     __syncthreads();
     const int group = threadIdx.x % 8;
     const float scale = search_by<BY_IMPORTANCE, 256>(levels, x, importance), d = ieee_div(negated(largest_of_block(scale)), 32);
-    const int s = int(clipped(ieee_rint(ieee_mul(inverse(d), scale)), -32, 31));
+    const int s = int(clipped(nearest_integer(ieee_mul(inverse(d), scale)), -32, 31));
     store_levels(levels, x, inverse(ieee_mul(d, float(s))), block + Iq4XsBlock::CODES_AT + 16 * group);
     d_bits = float_to_half(d);
     const int code = s + 32, other = __shfl_xor_sync(~0u, code, 1);
