@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import cuquant as cq
 from cuquant.formats import base
 from cuquant.formats.base import UnknownFormatError
+from cuquant.formats.kernels import Coding, Kernels, Scaling, kernels_of
 
 F = np.float32
 
@@ -159,6 +161,37 @@ def test_which_formats_have_kernels() -> None:
     assert not_encoded == set(cq.formats.names_of_read_only())
     for new in (cq.Format, base.ReadOnly, base.WholeMatrices):
         assert new.kernels is None
+
+
+class OfSize(cq.Format):
+    """q8_0's blocks in a class with a parameter, which kernels are told with it."""
+
+    bits = 8
+    storage = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
+    formula = "W = d * q"
+
+    def __init__(self, size: int) -> None:
+        self.name = f"own-{size}"
+        self.kernels = Kernels("q8_0", Coding.INTEGERS, Scaling.HALF, size)
+
+    def encode(self, x: Any) -> Any:
+        raise NotImplementedError
+
+    def decode(self, records: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    "fmt", [OfSize(64), *map(cq.formats.get, ("q4_0", "q1_0", "iq2_xs", "nvfp4", "exl3-7"))]
+)
+def test_copies_have_the_same_kernels(fmt: cq.Format) -> None:
+    """Those that a constructor set, those of a class, and those that are made when they are asked for."""
+    told = kernels_of(fmt)
+    for made in (copy.copy(fmt), copy.deepcopy(fmt), pickle.loads(pickle.dumps(fmt))):
+        assert made == fmt
+        same = [(k.header, k.coding, k.scaling, k.group_size) for k in (told, kernels_of(made))]
+        assert same[0] == same[1]
+        assert made.for_kernels == (made if told.kept is None else told.kept.format)
 
 
 def test_a_format_that_others_alone_quantize_to(registry: None) -> None:

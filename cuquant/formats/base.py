@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,7 +64,8 @@ class Format(ABC):
     for_activations: ClassVar[bool] = False
     """True for a format of activations: made in the hot path, so values are never checked."""
     kernels: Kernels | None = None
-    """What kernels are told of it; None where GPUs do not know it. The NumPy backend has every format."""
+    """What kernels are told of it; None where GPUs do not know it. The NumPy backend has every format.
+    One that derives from another has the other's kernels: if it quantizes or reads otherwise, it says so."""
     whole_matrices: ClassVar[bool] = False
     """Whether a matrix is one record: `encode` then takes it whole, [N, K], and returns its bytes."""
     rows_together: ClassVar[int] = 1
@@ -211,8 +213,9 @@ class Format(ABC):
         """Dequantize blocks: `storage` records [n] -> float32 [n, block_size]."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles have: not what kernels are told, which the class makes anew."""
-        return {name: value for name, value in self.__dict__.items() if name != "kernels"}
+        """What pickles and copies have: not what kernels are told where that is made anew of the rest."""
+        made_anew = isinstance(getattr(type(self), "kernels", None), cached_property)
+        return {name: v for name, v in self.__dict__.items() if not (made_anew and name == "kernels")}
 
     def __str__(self) -> str:
         return self.name

@@ -19,13 +19,13 @@ template <class F>
 struct Pairs {
     // Byte m of `pairs` to pair 8 b + 4 j + m; of 5 bits without the fifth ones, which are byte m of `fifths`.
     static DEVICE void put(LaneShare<F>& share, int b, int j, u32 pairs, u32 fifths = 0) {
-        static_assert(F::CODING != MASKED_CODEBOOK, "whose bits of all pairs are put together (put_both)");
+        static_assert(F::BITS > 2, "whose bits of all pairs are put together (put_both)");
         if constexpr (F::BITS % 2) {
 #pragma unroll
             for (int m = 0; m < 4; m++)
                 put_one(share, 8 * b + 4 * j + m, (pairs >> 8 * m & 0xff) | (fifths >> 8 * m & 0xff) << 8);
         } else {
-            share.low[F::BITS == 2 ? b : 2 * b + j] |= F::BITS == 2 ? pairs << 4 * j : pairs;
+            share.low[2 * b + j] |= pairs;
         }
     }
 
@@ -90,16 +90,10 @@ struct Pairs {
         }
     }
 
-    // A pair's codes: the inverse of `put`; of 2 bits with those of the other j in the upper half of each byte.
+    // A pair's codes: the inverse of `put`.
     static DEVICE u32 get(const LaneShare<F>& share, int b, int j, u32& fifths) {
         fifths = 0;
-        if constexpr (F::CODING == MASKED_CODEBOOK) {
-            const int q = 2 * b + j;
-            const u32 signs = of_bytes(share.low[1] >> (2 * q + 1));
-            const u32 large = of_bytes(__funnelshift_l(share.low[1], share.low[1], 4) >> 2 * q);
-            return (share.low[0] >> (16 * b + 4 * j) & 0x0f0f) | ((signs ^ 0x0303) << 2 | (signs ^ large)) << 16;
-        }
-        if constexpr (F::BITS % 2 == 0) return F::BITS == 2 ? share.low[b] >> 4 * j : share.low[2 * b + j];
+        if constexpr (F::BITS % 2 == 0) return share.low[2 * b + j];
         u32 pairs = 0;
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -110,9 +104,6 @@ struct Pairs {
     }
 
 private:
-    // Bits 0 of bytes 2e + t to bits e of two bytes t, of codes that masks make (core/masked.cuh).
-    static DEVICE u32 of_bytes(u32 bits) { return (bits & 0x0101) | (bits >> 15 & 0x0202); }
-
     static constexpr int PAIR = 2 * F::BITS, PER_WORD = 32 / PAIR, WORDS = F::LOW_BYTES / 128 + 1;
 
     static DEVICE u32& word_of(LaneShare<F>& share, int w) { return w < WORDS - 1 ? share.low[w] : share.high[0]; }

@@ -51,7 +51,6 @@ DEVICE u32 with_last_first(u32 bits) {
     return swapped(swapped(swapped(bits, 15, 0x0000aaaa), 3, 0x0a0a0a0a), 1, 0x22222222);
 }
 
-
 DEVICE u32 with_first_last(u32 bits) {
     return swapped(swapped(swapped(bits, 1, 0x22222222), 3, 0x0a0a0a0a), 15, 0x0000aaaa);
 }

@@ -92,7 +92,10 @@ DEVICE void dequantize_part(const u8* matrix, const Record<Format>& record, int 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+// On sm_120 indices of 3 bits take a few registers more.
+constexpr int RESIDENT = Format::BITS == 3 && __CUDA_ARCH__ >= 1200 ? 3 : 4;
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 dequantize(const u8* storage, s64 matrices, int N, int K, void* out, int dtype, const __grid_constant__ Grid grid) {
     const Record<Format> record = {N, K};
     const int lane = threadIdx.x % WARP, first_k = blockIdx.x * COLUMNS + threadIdx.x / WARP * 64;

@@ -8,8 +8,10 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int THREADS = 256;
 constexpr int FINE_FROM = CUQUANT_FINE_FROM;  // steps of a scale
 // Blocks that a multiprocessor is to hold. With eight, all 2048 threads of sm_80's and sm_90's (sm_86's and sm_89's hold six
-// blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then.
-constexpr int RESIDENT = LOOKED_UP<Format> ? 5 : 8;
+// blocks, sm_75's four), enough is on its way; codes that are looked up need more registers than are left then. From
+// sm_100 on these take some more, and so do scales with minimums.
+constexpr bool MORE = __CUDA_ARCH__ >= 1000 && (LOOKED_UP<Format> || Format::HAS_MIN);
+constexpr int RESIDENT = LOOKED_UP<Format> ? 5 - MORE : 8 - 2 * MORE;
 constexpr int PARTS = Format::COLUMNS / 32, BLOCKS = THREADS / 2 / PARTS;  // of 32 elements; bytes a multiple of 16
 
 // A thread's half of a block of integer codes to its place; false where a scale overflows float16. `lost`: whether it is
