@@ -163,6 +163,27 @@ def test_which_formats_have_kernels() -> None:
         assert new.kernels is None
 
 
+def test_what_a_derived_class_changes_no_kernel_does() -> None:
+    """Else a GPU would quantize, or read, as the class does from which it derives."""
+
+    def unchanged(self: Any, x: Any) -> Any:
+        return x
+
+    for parent, given in ((type(cq.formats.get("q4_0")), ()), (cq.KBit, (3,)), (cq.Int4, (64,))):
+        for method, state in (
+            ("numbers", (True, True)),
+            ("encode", (True, False)),
+            ("decode", (False, False)),
+        ):
+            derived = type("Own", (parent,), {method: unchanged})(*given)
+            assert (derived.on_gpu, derived.encodes_on_gpu) == state
+            told = {"kernels": kernels_of(parent(*given)), method: unchanged}
+            again = type("Own", (parent,), told)(*given)
+            assert (again.on_gpu, again.encodes_on_gpu) == (True, True)
+        with pytest.raises(NotImplementedError, match="works on NumPy arrays only"):
+            kernels_of(derived)
+
+
 class OfSize(cq.Format):
     """q8_0's blocks in a class with a parameter, which kernels are told with it."""
 

@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -65,7 +65,8 @@ class Format(ABC):
     """True for a format of activations: made in the hot path, so values are never checked."""
     kernels: Kernels | None = None
     """What kernels are told of it; None where GPUs do not know it. The NumPy backend has every format.
-    One that derives from another has the other's kernels: if it quantizes or reads otherwise, it says so."""
+    A class that derives from another has the other's, but none that quantize if it has an `encode` of its
+    own, and none at all if it has a `decode` or `rows`, until it says what kernels are told of it."""
     whole_matrices: ClassVar[bool] = False
     """Whether a matrix is one record: `encode` then takes it whole, [N, K], and returns its bytes."""
     rows_together: ClassVar[int] = 1
@@ -97,12 +98,13 @@ class Format(ABC):
     @property
     def on_gpu(self) -> bool:
         """Whether there are kernels for it."""
-        return self.kernels is not None
+        return self.kernels is not None and not _differs(type(self), ("decode", "rows"))
 
     @property
     def encodes_on_gpu(self) -> bool:
         """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
-        return self.kernels is not None and self.kernels.encoder is not None
+        encoder = None if self.kernels is None else self.kernels.encoder
+        return self.on_gpu and encoder is not None and not _differs(type(self), ("encode", "fit"))
 
     @property
     def for_kernels(self) -> Format:
@@ -232,6 +234,16 @@ class Format(ABC):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+@cache
+def _differs(kind: type[Format], methods: tuple[str, ...]) -> bool:
+    """Whether a class has one of these methods of its own, but takes over what kernels are told."""
+    told = next(each for each in kind.__mro__ if "kernels" in each.__dict__)
+    if told is Format:  # nothing, or what a constructor sets
+        return False
+    before = kind.__mro__[: kind.__mro__.index(told)]
+    return any(method in each.__dict__ for each in before for method in methods)
 
 
 class ReadOnly(Format):

@@ -209,7 +209,7 @@ class Kernels:
 
 def kernels_of(fmt: Format) -> Kernels:
     """What kernels are told of a format. NotImplementedError for one that GPUs do not know."""
-    if fmt.kernels is None:
+    if fmt.kernels is None or not fmt.on_gpu:
         raise NotImplementedError(f"{fmt} has no kernels yet: it works on NumPy arrays only")
     return fmt.kernels
 
