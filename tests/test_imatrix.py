@@ -281,6 +281,23 @@ def test_a_safetensors_file_by_importance(tmp_path: Path, fmt: str) -> None:
         assert made.metadata["quantize.imatrix.entries_count"] == 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q4_k", "iq4_nl", "trellis3"])
+def test_a_file_by_importance_on_a_gpu(tmp_path: Path, name: str) -> None:
+    """ggml's formats have the CPU's bytes; a trellis stack is in the format of one grid."""
+    suffix = "safetensors" if name == "trellis3" else "gguf"
+    source, rows = model(tmp_path / "s.gguf"), importances()
+    targets = {device: tmp_path / f"{device}.{suffix}" for device in ("cpu", "cuda")}
+    for device, target in targets.items():
+        done = quantize_file(source, target, name, importance=rows, device=device)
+        assert done.by_importance == {UP, DOWN}
+    if name == "trellis3":
+        with cq.open(targets["cuda"], device="cpu") as made:
+            assert cq.testing.nmse(made[DOWN], TENSORS[DOWN]) < 0.1
+    else:
+        assert targets["cuda"].read_bytes() == targets["cpu"].read_bytes()
+
+
 def test_formats_that_take_none_and_what_is_kept(tmp_path: Path) -> None:
     source, target = model(tmp_path / "s.gguf"), tmp_path / "q.gguf"
     done = quantize_file(source, target, {UP: "q4_0", "*": "q4_k"}, keep=DOWN, importance=importances())
