@@ -35,6 +35,7 @@ from .io.exl3 import from_exl3
 from .io.floats import dequantize_file
 from .io.fp4 import from_mxfp4, from_nvfp4
 from .io.gguf import GGUFError, Metadata
+from .io.imatrix import read_imatrix
 from .io.int4 import from_awq, from_gptq, from_pack_quantized
 from .io.model import FallbackWarning, Model, open
 from .io.safetensors import load, save
@@ -104,6 +105,7 @@ __all__ = [
     "open",
     "quantize",
     "quantize_file",
+    "read_imatrix",
     "read_safetensors",
     "route",
     "save",

@@ -40,8 +40,8 @@ GUIDES = {
 TOPICS = {
     "Arrays": "QuantizedArray quantize from_blocks config gpu_problem",
     "Products": "matmul linear Experts moe route warmup KernelError",
-    "Files": "open Model Metadata save load quantize_file dequantize_file read_safetensors GGUFError "
-    "FallbackWarning",
+    "Files": "open Model Metadata save load quantize_file dequantize_file read_imatrix "
+    "read_safetensors GGUFError FallbackWarning",
     "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison Tokenizer "
     "UnsupportedModel",
     "Attention": "KVCache attention",

@@ -34,6 +34,7 @@ def formats_of(
     architecture: str = "llama",
     tied: bool = False,
     k: int = 512,
+    by_importance: bool = False,
 ) -> dict[str, str]:
     """Names of formats of a model's matrices; blk.7.ffn_down.weight is ("ffn_down", 7) there."""
     suffix = "_exps" if experts else ""
@@ -51,7 +52,7 @@ def formats_of(
     infos = [TensorInfo(name, (64, k), 1, "F16", 0, 0) for name in names]
     chosen = mixture.get(name)
     assert isinstance(chosen, mixture.Mixture)
-    return {n: f.name for n, f in chosen.formats_of(infos[::-1], names, metadata).items()}
+    return {n: f.name for n, f in chosen.formats_of(infos[::-1], names, metadata, by_importance).items()}
 
 
 def layers_of(made: dict[str, str], part: str, name: str) -> list[int]:
@@ -111,6 +112,14 @@ def test_mixtures_of_a_model_of_32_layers(
         rest = [i for i in ALL if not any(i in layers for layers in others.values())]
         if base not in others:
             assert layers_of(made, part, base) == rest
+
+
+@pytest.mark.parametrize("name", ["q2_k", "q3_k_m", "q4_k_s", "q4_k_m", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs"])
+def test_mixtures_with_an_importance_matrix(name: str) -> None:
+    """As llama-quantize has them: the first layers of ffn_down need no more bits in IQ4 then."""
+    made, without = formats_of(name, key_heads=8, by_importance=True), formats_of(name, key_heads=8)
+    others = {f"blk.{i}.ffn_down.weight": name for i in range(4)} if name.startswith("iq4") else {}
+    assert made == without | others
 
 
 def test_mixtures_by_what_a_model_is() -> None:

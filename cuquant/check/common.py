@@ -336,6 +336,12 @@ def model_target(value: Any) -> Path:
     return target
 
 
+def require_another_file(target: Path, importance: Any) -> None:
+    """A target that is not the file of the importance matrix, which it would replace."""
+    if target.exists() and os.path.samefile(target, importance):
+        raise ValueError(f"{target} is the file of the importance matrix that is being read")
+
+
 def pickle_error(value: Any, contents: str) -> TypeError:
     """The error for a pickle or deep copy of what reads a mapped file; a dict of it has its contents."""
     name = type(value).__name__

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -242,6 +244,52 @@ def column_importance(value: Any, fmt: Format, k: int) -> Any:
     if not ((result >= 0) & (result < np.inf)).all() or not result.any():
         raise ValueError("importance must be finite, not negative, and above 0 somewhere")
     return np.maximum(np.ldexp(result, 1 - np.frexp(result.max())[1]), 2.0**-40).astype(np.float32)
+
+
+def importances(value: Any) -> Mapping[str, Any]:
+    """A mapping of names of weights to importances of their columns, of one weight or more."""
+    needed = "the path of an imatrix file, or a mapping of names of tensors to arrays, is needed"
+    if not isinstance(value, Mapping):
+        raise TypeError(f"importance is {a_or_an(value)}; {needed}")
+    for name in value:
+        if not isinstance(name, str):
+            raise TypeError(f"importance has the key {name!r}; {needed}")
+    if not value:
+        raise ValueError(f"importance is an empty mapping; {needed}")
+    return value
+
+
+def importance_of_weight(value: Any, name: str, shape: tuple[int, ...]) -> Any:
+    """Importance of the columns of a weight (N, K), or of each of a stack (E, N, K), float32 [E, K]; it may
+    be flat. Where all columns of a matrix have 0, which says nothing of them, they have 1."""
+    what = f"importance[{name!r}]"
+    given = device.as_numpy(numbers(value, what))
+    *lead, _, k = shape
+    matrices = prod(lead)
+    if given.shape not in ((matrices, k), (matrices * k,)):
+        needed = (matrices, k) if lead else (k,)
+        raise ValueError(f"{what} has shape {given.shape}; {needed} is needed for a weight of shape {shape}")
+    with np.errstate(over="ignore", under="ignore"):
+        result = given.astype(np.float32).reshape(matrices, k)
+    require_importance(result, what)
+    result[~result.any(axis=1)] = 1
+    return result
+
+
+def require_importance(values: Any, what: str) -> None:
+    """Numbers that are finite and not negative."""
+    bad = ~((values >= 0) & (values < np.inf))
+    if bad.any():
+        raise ValueError(f"{what} holds {values[bad][0]}; numbers must be finite and not negative")
+
+
+def require_some_importance(names: Any, tensors: Any, model: str) -> None:
+    """One of these names at least is that of a tensor."""
+    if not any(name in tensors for name in names):
+        raise ValueError(
+            f"importance is of another model: no tensor of {model} is named as one of its {len(names)}, as "
+            f"{next(iter(names))!r}"
+        )
 
 
 def require_scales(records: Any, fmt: Format, first_row: int, shape: tuple[int, ...]) -> None:

@@ -50,6 +50,12 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--pure", action="store_true", help="one format for all, where a mixture has its name (q6_k)"
     )
+    command.add_argument(
+        "--imatrix",
+        metavar="FILE",
+        help="quantize by an importance matrix that llama.cpp's llama-imatrix wrote: to k-quants, iq4_nl, "
+        "iq4_xs and trellis formats",
+    )
     _add_how(command, "quantize")
 
 
@@ -79,13 +85,16 @@ def _quantize(arguments: argparse.Namespace) -> None:
                 "--pure makes one format of a mixture's name; PATTERN=FORMAT has formats already"
             )
         kind = pure(kind)
-    done = _written(quantize_file, arguments, kind)
+    done = _written(quantize_file, arguments, kind, importance=arguments.imatrix)
     print(
         f"{arguments.target}: {counted(len(done.quantized), 'tensor')} to {done.label}, "
         f"{len(done.kept)} copied, "
         f"file of {done.source_bytes:,} -> {os.path.getsize(arguments.target):,} bytes",
         file=sys.stderr,
     )
+    if arguments.imatrix is not None:
+        made = counted(len(done.quantized), "tensor")
+        print(f"by importance: {len(done.by_importance):,} of {made}", file=sys.stderr)
     if done.unmatched:
         count = len(done.unmatched)
         matrices = f"{count:,} matri{'x' if count == 1 else 'ces'}"
@@ -108,10 +117,10 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(escaped, sorted(names)))
 
 
-def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any) -> Any:
+def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any, **more: Any) -> Any:
     """Write the target, of a format or a dtype."""
     names = ("keep", "force", "device")
-    how = {name: getattr(arguments, name) for name in names}
+    how = {name: getattr(arguments, name) for name in names} | more
     try:
         return write(arguments.source, arguments.target, kind, **how, progress=True)
     except FileExistsError:

@@ -148,8 +148,9 @@ class Format(ABC):
         """The format of rows of k weights, whole blocks: this one, unless its blocks are rows."""
         return self
 
-    def fitted(self, x: Any) -> Format:
-        """The format for the weights x: this one, unless parameters that it lacks follow from them."""
+    def fitted(self, x: Any, importance: Any = None) -> Format:
+        """The format for the weights x (..., N, K): this one, unless parameters that it lacks follow from
+        them, and from the importance of their columns, float32 [K], where it takes moments."""
         return self
 
     @property

@@ -117,7 +117,7 @@ class NvFp4(Format):
             return Kernels("nvfp4", Coding.E2M1, Scaling.E4M3, encoder=Encoder())
         return kept_as(KeptAs(get("nvfp4")))
 
-    def fitted(self, x: Any) -> NvFp4:
+    def fitted(self, x: Any, importance: Any = None) -> NvFp4:
         if self.scale is not None:
             return self
         # By their bits floats are ordered as their magnitudes, NaN last, in NumPy and CuPy.

@@ -158,8 +158,8 @@ class Trellis(WholeMatrices):
                 return HalfLevels(levels, lift, least, largest)
         return None
 
-    def fitted(self, x: Any) -> Trellis:
-        return self if self.grid is not None else self.with_grid_for(x, None)
+    def fitted(self, x: Any, importance: Any = None) -> Trellis:
+        return self if self.grid is not None else self.with_grid_for(x, importance)
 
     def with_grid_for(self, x: Any, moments: F32 | None) -> Trellis:
         """This format with a grid fitted to weights (..., N, K), by the importance of their columns."""

@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .. import check
 from ..formats import Format
 from ..ops.quantize import quantize, tensor_name
 from ..render import counted, escaped
-from . import mixture, safetensors
+from . import imatrix, mixture, safetensors
 from .gguf import PLAIN_TYPES, TensorInfo
 from .mixture import FormatLike, Mixture, Recipe
 from .model import Model, opened, warn_of_fallback
@@ -79,6 +82,8 @@ class Selection:
     """Size of the model's file, or of all parts of a split one."""
     left_out: frozenset[str] = frozenset()
     """Scales that the formats of kept tensors have in them now: in safetensors files."""
+    by_importance: frozenset[str] = frozenset()
+    """Names of tensors of `formats` that are quantized by the importance of their columns."""
 
     def __repr__(self) -> str:
         made = f"{counted(len(self.formats), 'tensor')} quantized"
@@ -90,7 +95,9 @@ class Selection:
         return frozenset(self.formats)
 
 
-def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> Selection:
+def select(
+    model: Model, format: FormatLike, keep: str | Iterable[str] = (), by_importance: bool = False
+) -> Selection:
     """Decide which tensors of a float model are quantized, and to what.
 
     Parameters
@@ -106,6 +113,8 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
         matches are copied: ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``.
     keep : str, or several
         Shell patterns of tensor names to copy unchanged.
+    by_importance : bool
+        Whether there is an importance matrix, with which some mixtures have other formats.
 
     Raises
     ------
@@ -129,7 +138,7 @@ def select(model: Model, format: FormatLike, keep: str | Iterable[str] = ()) -> 
     if isinstance(wanted_format, Format):
         asked = {info.name: wanted_format for info in matrices}
     else:
-        asked = wanted_format.formats_of(matrices, model, model.metadata)
+        asked = wanted_format.formats_of(matrices, model, model.metadata, by_importance)
     wanted = [info for info in matrices if info.name in asked and info.name not in kept]
     already = [info for info in wanted if info.ggml_type not in PLAIN_TYPES]
     if already:
@@ -208,6 +217,7 @@ def quantize_file(
     format: FormatLike,
     *,
     keep: str | Iterable[str] = (),
+    importance: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     force: bool = False,
     device: str | None = None,
     progress: bool = False,
@@ -232,6 +242,16 @@ def quantize_file(
         ``{"*.ffn_down.*": "q6_k", "*": "q4_k"}``. Matrices that no pattern matches are copied.
     keep : str, or several
         Shell patterns of tensor names to copy unchanged.
+    importance : path, or mapping of str to array of numbers, optional
+        An importance matrix that llama.cpp's llama-imatrix wrote, or what `read_imatrix` returns: by names of
+        tensors the mean square of each column's inputs, (K,), or of a stack of experts (E, K), or the same
+        flat. Tensors that get a k-quant, IQ4 or trellis format are quantized by theirs, as
+        ``quantize(w, format, importance)`` does: of a stack each expert by its own row, with a trellis grid
+        for all that is fitted by the mean of the rows, each in units of its greatest number. A row of zeros
+        counts as one of ones. Tensors without an entry, as the embedding and mostly the output are, and all
+        other formats, are quantized without. Mixtures are llama-quantize's with an importance matrix:
+        iq4_nl and iq4_xs give no layer's ffn_down more bits. The new file's metadata say what is known of the
+        matrix: quantize.imatrix.file, .dataset, .entries_count and .chunks_count.
     force : bool
         Replace an existing `target`.
     device : "cpu" or "cuda", optional
@@ -252,6 +272,8 @@ def quantize_file(
         See `cuquant.open`; the target's name has another ending; a matrix is quantized already; a pattern
         matches no tensor, or decides nothing, as all that it matches is taken before it, or never quantized;
         the format has no GGUF type; a tensor cannot be quantized (its name and row are in the message).
+        See `read_imatrix`; importance does not fit a tensor that is quantized by it, holds numbers that are
+        negative or not finite, or names no tensor of the model.
 
     Warns
     -----
@@ -259,8 +281,15 @@ def quantize_file(
         Tensors of types without a format here go into a safetensors file, as float16 numbers.
     """
     with opened(source, device) as model:
-        todo = select(model, format, keep)  # first: where it is swapped with the target, this error says so
+        matrix = None if importance is None else imatrix.given(importance)
+        # Before the target: where it is swapped with the format, this error says so.
+        todo = select(model, format, keep, matrix is not None)
+        rows = {} if matrix is None else _rows(model, todo.formats, matrix.entries)
+        todo = replace(todo, by_importance=frozenset(rows))
+        added = None if matrix is None else matrix.metadata
         target = check.model_target(target)
+        if isinstance(importance, (str, os.PathLike)):
+            check.require_another_file(target, importance)
         to_gguf = target.suffix.lower() != ".safetensors"
         if not to_gguf:
             warn_of_fallback(model)
@@ -268,35 +297,71 @@ def quantize_file(
             todo = replace(todo, kept=todo.kept - left_out, left_out=left_out)
         for fmt in todo.formats.values() if to_gguf else ():
             check.require_gguf_type(fmt)
+        formats, file_type = todo.formats.items(), todo.format.file_type
         with new_file(model, target, force) as temporary:
             if to_gguf:
-                changed = {name: _changed(model, name, fmt) for name, fmt in todo.formats.items()}
-                write_gguf(temporary, model, changed, todo.format.file_type, progress)
+                changed = {name: _changed(model, name, fmt, rows.get(name)) for name, fmt in formats}
+                write_gguf(temporary, model, changed, file_type, progress, added=added)
             else:
-                made = {name: _fitted(model, name, fmt) for name, fmt in todo.formats.items()}
-                write_safetensors(temporary, model, made, todo.format.file_type, progress, todo.left_out)
+                made = {name: _fitted(model, name, fmt, rows.get(name)) for name, fmt in formats}
+                write_safetensors(temporary, model, made, file_type, progress, todo.left_out, added)
     return todo
 
 
-def _fitted(model: Model, name: str, fmt: Format) -> safetensors.Tensor:
+_Rows = NDArray[np.float32] | None
+"""Importance of the columns of a tensor's matrices, [E, K]; None where it is quantized without."""
+
+
+def _rows(
+    model: Model, formats: Mapping[str, Format], entries: Mapping[str, Any]
+) -> dict[str, NDArray[np.float32]]:
+    """The importance of each tensor that is quantized by it, checked."""
+    check.require_some_importance(entries, model, model.path.name)
+    return {
+        name: check.importance_of_weight(entries[name], name, model.tensors[name].shape)
+        for name, fmt in formats.items()
+        if name in entries and (fmt.takes_importance or fmt.takes_moments)
+    }
+
+
+def _fitted(model: Model, name: str, fmt: Format, rows: _Rows) -> safetensors.Tensor:
     """A tensor in that format, with parameters that fit it."""
     shape = model.tensors[name].shape
+    fmt = fmt.for_row(shape[-1])
     with told_of(name):
-        fitted = fmt.for_row(shape[-1]).fitted(model[name])
-    return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted))
+        if rows is None:
+            fitted = fmt.fitted(model[name])
+        else:
+            each = rows / rows.max(axis=1, keepdims=True)  # so that all matrices count the same
+            fitted = fmt.fitted(model[name], rows[0] if len(rows) == 1 else each.mean(axis=0))
+    return safetensors.quantized(fitted, shape, lambda: _quantized(model, name, fitted, rows))
 
 
-def _changed(model: Model, name: str, fmt: Format) -> Changed:
+def _changed(model: Model, name: str, fmt: Format, rows: _Rows) -> Changed:
     """A tensor in that format, which has a GGUF type."""
     assert fmt.ggml_type is not None
     *lead, k = model.tensors[name].shape
-    return Changed(fmt.ggml_type, math.prod(lead) * fmt.row_bytes(k), lambda: _quantized(model, name, fmt))
+    nbytes = math.prod(lead) * fmt.row_bytes(k)
+    return Changed(fmt.ggml_type, nbytes, lambda: _quantized(model, name, fmt, rows))
 
 
-def _quantized(model: Model, name: str, fmt: Format) -> Any:
+def _quantized(model: Model, name: str, fmt: Format, rows: _Rows) -> Any:
     """Storage bytes of a tensor in that format."""
     with told_of(name):
-        return quantize(model[name], fmt).blocks
+        w = model[name]
+        if rows is None:
+            return quantize(w, fmt).blocks
+        if w.ndim == 2:
+            return quantize(w, fmt, rows[0]).blocks
+        return model.xp.stack([_expert(w, index, fmt, row) for index, row in enumerate(rows)])
+
+
+def _expert(stack: Any, index: int, fmt: Format, row: NDArray[np.float32]) -> Any:
+    """Storage bytes of a matrix of a stack, by an importance of its own; errors say which matrix it is."""
+    try:
+        return quantize(stack[index], fmt, row).blocks
+    except ValueError as error:
+        raise ValueError(f"expert {index}: {error}") from None
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,10 +18,18 @@ QUANTIZATION_VERSION = 2
 """ggml's version of the block formats, stored as general.quantization_version."""
 
 
-def writer(path: Path, metadata: Metadata, alignment: int, file_type: int | None) -> Any:
+Added = Mapping[str, str | int]
+"""Keys that a new file has of its own: strings, and integers that 32 bits hold."""
+IMATRIX = "quantize.imatrix."
+"""How keys begin that say by which importance matrix weights were quantized."""
+
+
+def writer(
+    path: Path, metadata: Metadata, alignment: int, file_type: int | None, added: Added | None = None
+) -> Any:
     """The gguf package's writer, with all of the metadata; those that speak of the file itself are the new
-    one's, whose general.file_type, if it has any, is given. It writes empty arrays, too, and no file without
-    a general.architecture."""
+    one's, whose general.file_type, if it has any, is given, and so are those of an importance matrix where
+    `added` has them. It writes empty arrays, too, and no file without a general.architecture."""
     import gguf
 
     class Writer(gguf.GGUFWriter):
@@ -34,7 +43,7 @@ def writer(path: Path, metadata: Metadata, alignment: int, file_type: int | None
     made.data_alignment = alignment
     own = {f"general.{key}" for key in ("architecture", "alignment", "file_type", "quantization_version")}
     for key in metadata:
-        if key.startswith("split.") or key in own:
+        if key.startswith("split.") or key in own or (added and key.startswith(IMATRIX)):
             continue
         kind, element = metadata.value_type(key)
         value = metadata[key]
@@ -46,14 +55,16 @@ def writer(path: Path, metadata: Metadata, alignment: int, file_type: int | None
     if file_type is not None:
         made.add_file_type(file_type)
     made.add_quantization_version(QUANTIZATION_VERSION)
+    for key, new in (added or {}).items():
+        made.add_string(key, new) if isinstance(new, str) else made.add_uint32(key, new)
     return made
 
 
-def as_gguf(metadata: Metadata, alignment: int, file_type: int | None) -> bytes:
+def as_gguf(metadata: Metadata, alignment: int, file_type: int | None, added: Added | None = None) -> bytes:
     """A GGUF file of no tensors."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "metadata.gguf"
-        with closing(writer(path, metadata, alignment, file_type)) as made:
+        with closing(writer(path, metadata, alignment, file_type, added)) as made:
             made.write_header_to_file()
             made.write_kv_data_to_file()
         return path.read_bytes()

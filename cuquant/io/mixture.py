@@ -1,8 +1,9 @@
 """Files of several formats: llama.cpp's mixtures, and recipes of one's own.
 
 Which tensor of a file like "q4_k_m" gets which format is a rule of llama-quantize (llama_tensor_get_type_impl
-and tensor_type_fallback in its src/llama-quant.cpp), without an importance matrix: more bits where errors
-cost more.
+and tensor_type_fallback in its src/llama-quant.cpp): more bits where errors cost more. With an importance
+matrix (has_imatrix there) only ffn_down of iq4_nl and iq4_xs differs, of the kinds of files that are made
+here.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class Mixture:
         return self.name
 
     def formats_of(
-        self, matrices: Iterable[TensorInfo], names: Iterable[str], metadata: Mapping[str, Any]
+        self,
+        matrices: Iterable[TensorInfo],
+        names: Iterable[str],
+        metadata: Mapping[str, Any],
+        by_importance: bool = False,
     ) -> dict[str, Format]:
         """The format of each weight matrix of a model, by name, before `fallback`.
 
@@ -68,8 +73,9 @@ class Mixture:
         matrices : the tensors to quantize
         names : the names of all tensors of the model
         metadata : the model's
+        by_importance : whether there is an importance matrix
         """
-        model = _Model.read(metadata, names)
+        model = _Model.read(metadata, names, by_importance)
         seen = {"v": 0, "ffn_down": 0}
         return {info.name: formats.get(self._name(info, model, seen)) for info in _in_order(matrices)}
 
@@ -128,7 +134,8 @@ class Mixture:
             return "q6_k" if layer < layers // 16 else "q5_k" if more else "q4_k"
         if self.name in ("q4_k_m", "q5_k_m") and more:
             return "q6_k"
-        if first and (self.name.startswith("iq4") or (self.name == "q4_k_s" and not falcon)):
+        iq4 = self.name.startswith("iq4") and not model.by_importance
+        if first and (iq4 or (self.name == "q4_k_s" and not falcon)):
             return "q5_k"
         return self.base.name
 
@@ -145,7 +152,11 @@ class Recipe:
         return "+".join(dict.fromkeys(str(fmt) for _, fmt in self.rules))
 
     def formats_of(
-        self, matrices: Iterable[TensorInfo], names: Iterable[str], metadata: Mapping[str, Any]
+        self,
+        matrices: Iterable[TensorInfo],
+        names: Iterable[str],
+        metadata: Mapping[str, Any],
+        by_importance: bool = False,
     ) -> dict[str, Format]:
         """The format of each weight matrix that a pattern matches, by name."""
         matched = (
@@ -167,9 +178,10 @@ class _Model:
     tied: bool
     """Whether the embedding is the output matrix too."""
     v_tensors: int
+    by_importance: bool
 
     @classmethod
-    def read(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> _Model:
+    def read(cls, metadata: Mapping[str, Any], names: Iterable[str], by_importance: bool) -> _Model:
         names = list(names)
         architecture = str(metadata.get("general.architecture", ""))
 
@@ -189,6 +201,7 @@ class _Model:
             layers == 80 and (architecture == "qwen2" or (architecture == "llama" and heads != key_heads)),
             "output.weight" not in names,
             sum(any(part in name for part in _V_LIKE) for name in names),
+            by_importance,
         )
 
 

@@ -49,8 +49,10 @@ def write_gguf(
     file_type: int | None,
     progress: bool,
     left_out: Collection[str] = (),
+    added: metadata.Added | None = None,
 ) -> None:
-    """Write the header, then each tensor as it is made; `file_type` is the new general.file_type."""
+    """Write the header, then each tensor as it is made; `file_type` is the new general.file_type, and `added`
+    are keys of the new file's own."""
     names = [name for name in model if name not in left_out]
     foreign = [name for name in names if name not in changed and model.tensors[name].ggml_type is None]
     if foreign:
@@ -59,7 +61,7 @@ def write_gguf(
             f"tensor {foreign[0]!r} is in {kind}, for which GGUF has no type: it cannot be copied "
             "(into a file named *.safetensors it can)"
         )
-    with closing(metadata.writer(path, model.metadata, model.alignment, file_type)) as writer:
+    with closing(metadata.writer(path, model.metadata, model.alignment, file_type, added)) as writer:
         for name in names:
             _announce(model, name, changed.get(name), writer)
         writer.write_header_to_file()
@@ -77,11 +79,13 @@ def write_safetensors(
     file_type: int | None,
     progress: bool,
     left_out: Collection[str],
+    added: metadata.Added | None = None,
 ) -> None:
-    """Write a safetensors file, each tensor as it is made; `left_out` are `scales_of` all tensors."""
+    """Write a safetensors file, each tensor as it is made; `left_out` are `scales_of` all tensors, and
+    `added` keys of the new file's own."""
     tensors = {name: changed.get(name) or _copied(model, name) for name in model if name not in left_out}
     check.tensors(tensors, safetensors.METADATA)
-    own = metadata.as_gguf(model.metadata, model.alignment, file_type)
+    own = metadata.as_gguf(model.metadata, model.alignment, file_type, added)
     safetensors.write(path, tensors, own, lambda names: _shown(names, progress))
 
 
