@@ -97,8 +97,8 @@ DEVICE float ieee_sqrt(float x) {
     return r;
 }
 
-// The nearest integer, halves to even, of x below 2^22; greater ones stay that great, with their sign, and NaN is NaN. Two additions
-// take a quarter of the time of the instruction that rounds.
+// The nearest integer, halves to even, of x below 2^22; greater ones stay that great, with their sign, and NaN is NaN. (By two
+// additions: the pipe of the instruction that rounds has a quarter of their width.)
 DEVICE float nearest_integer(float x) { return ieee_sub(ieee_add(x, 12582912.f), 12582912.f); }
 
 // The integer below 2 x, of x below 2^21.
