@@ -184,6 +184,24 @@ def test_what_a_derived_class_changes_no_kernel_does() -> None:
             kernels_of(derived)
 
 
+def test_a_derived_class_whose_constructor_says_what_kernels_are_told_has_them() -> None:
+    parent = type(cq.formats.get("q8_0"))
+
+    class Own(parent):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.kernels = kernels_of(cq.formats.get("q8_0"))
+
+        def encode(self, x: Any) -> Any:
+            return super().encode(x)
+
+        def decode(self, records: Any) -> Any:
+            return super().decode(records)
+
+    for own in (Own(), copy.copy(Own())):
+        assert (own.on_gpu, own.encodes_on_gpu) == (True, True)
+        assert kernels_of(own) is own.kernels
+
+
 class OfSize(cq.Format):
     """q8_0's blocks in a class with a parameter, which kernels are told with it."""
 
