@@ -384,6 +384,17 @@ def test_an_expert_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
         quantize_file(source, target, "q4_k", importance={DOWN: squares(EXPERTS, K)}, device="cpu")
 
 
+def test_a_warning_of_lost_weights_counts_those_of_all_experts(tmp_path: Path) -> None:
+    w = normal(EXPERTS + 1, 8, K)
+    w[2] *= 1e-8
+    source, target = write(tmp_path / "s.gguf", {DOWN: w}), tmp_path / "t.gguf"
+    with pytest.warns(
+        UserWarning, match=r"^tensor 'blk\.0.*': about 25% of the weights are too small"
+    ) as told:
+        quantize_file(source, target, "q4_k", importance={DOWN: squares(EXPERTS + 1, K)}, device="cpu")
+    assert len(told) == 1
+
+
 # Metadata.
 
 
