@@ -169,7 +169,12 @@ def test_what_a_derived_class_changes_no_kernel_does() -> None:
     def unchanged(self: Any, x: Any) -> Any:
         return x
 
-    for parent, given in ((type(cq.formats.get("q4_0")), ()), (cq.KBit, (3,)), (cq.Int4, (64,))):
+    for parent, given in (
+        (type(cq.formats.get("q4_0")), ()),
+        (cq.KBit, (3,)),
+        (cq.Int4, (64,)),
+        (cq.Trellis, (3,)),
+    ):
         for method, state in (
             ("numbers", (True, True)),
             ("encode", (True, False)),

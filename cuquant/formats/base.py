@@ -104,7 +104,7 @@ class Format(ABC):
     def encodes_on_gpu(self) -> bool:
         """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
         encoder = None if self.kernels is None else self.kernels.encoder
-        return self.on_gpu and encoder is not None and not self._differs("encode", "fit")
+        return self.on_gpu and encoder is not None and not self._differs("encode", "encode_with", "fit")
 
     def _differs(self, *methods: str) -> bool:
         """Whether its class has one of these methods of its own, but takes over what kernels are told."""
