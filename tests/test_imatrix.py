@@ -229,7 +229,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         cq.read_imatrix(tmp_path / "none.dat")
     with pytest.raises(FileNotFoundError, match="the path is empty"):
         cq.read_imatrix("")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match="is a folder, not the file of an importance matrix"):
         cq.read_imatrix(tmp_path)
 
 
