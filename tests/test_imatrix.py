@@ -337,6 +337,7 @@ def test_a_row_of_zeros_counts_as_one_of_ones(tmp_path: Path) -> None:
         ({UP: -squares(K)}, ValueError, r"\] holds -.*; numbers must be finite and not negative"),
         ({UP: np.full(K, np.nan)}, ValueError, r"\] holds nan"),
         ({UP: np.full(K, 1e39)}, ValueError, r"\] holds inf"),
+        ({UP: np.full(K, 1e-60)}, ValueError, r"\] holds 1e-60 at most, which is 0 in float32: multiply all"),
         ({UP: ["a"] * K}, TypeError, r"^importance\['blk\.0\.ffn_up\.weight'\] is a list"),
         ({UP: np.full(K, 1j)}, TypeError, "has dtype complex128; numbers are needed"),
         ({1: squares(K)}, TypeError, "importance has the key 1"),
