@@ -66,8 +66,8 @@ CHOSEN = {
     "test_gpu_operands.py": (24, "test"),
     "test_gpu_repeats.py": (28, "test and not (formats_and and (trellis2 or nvfp4 or q4_k))"),
     "test_gpu_trellis.py": (
-        21,
-        "(trellis3 or 3-128 or odd_places) and not step and not same_bits and not grids"
+        27,
+        "(trellis3 or 3-128 or odd_places or derived) and not step and not same_bits and not grids"
         " and not magnitudes and not fuse and not (products and shape1)",
     ),
     "test_gpu_exl3.py": (

@@ -169,7 +169,12 @@ def test_what_a_derived_class_changes_no_kernel_does() -> None:
     def unchanged(self: Any, x: Any) -> Any:
         return x
 
-    for parent, given in ((type(cq.formats.get("q4_0")), ()), (cq.KBit, (3,)), (cq.Int4, (64,))):
+    for parent, given in (
+        (type(cq.formats.get("q4_0")), ()),
+        (cq.KBit, (3,)),
+        (cq.Int4, (64,)),
+        (cq.Trellis, (3,)),
+    ):
         for method, state in (
             ("numbers", (True, True)),
             ("encode", (True, False)),
@@ -182,6 +187,24 @@ def test_what_a_derived_class_changes_no_kernel_does() -> None:
             assert (again.on_gpu, again.encodes_on_gpu) == (True, True)
         with pytest.raises(NotImplementedError, match="works on NumPy arrays only"):
             kernels_of(derived)
+
+
+def test_a_derived_class_whose_constructor_says_what_kernels_are_told_has_them() -> None:
+    parent = type(cq.formats.get("q8_0"))
+
+    class Own(parent):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.kernels = kernels_of(cq.formats.get("q8_0"))
+
+        def encode(self, x: Any) -> Any:
+            return super().encode(x)
+
+        def decode(self, records: Any) -> Any:
+            return super().decode(records)
+
+    for own in (Own(), copy.copy(Own())):
+        assert (own.on_gpu, own.encodes_on_gpu) == (True, True)
+        assert kernels_of(own) is own.kernels
 
 
 class OfSize(cq.Format):

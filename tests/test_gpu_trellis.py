@@ -104,6 +104,27 @@ def test_importance_on_either_host(name: str) -> None:
             np.testing.assert_array_equal(as_numpy(made.blocks), expected.blocks)
 
 
+@pytest.mark.parametrize("method", ["encode", "encode_with", "rows"])
+@pytest.mark.parametrize("by_importance", [False, True])
+def test_a_derived_class_quantizes_as_on_the_cpu(method: str, by_importance: bool) -> None:
+    """By its own methods, not by the kernels of the class from which it derives."""
+
+    def negative(self: Any, x: Any, *more: Any) -> Any:
+        return getattr(cq.Trellis, method)(self, -x, *more)
+
+    def negated(self: Any, *given: Any) -> Any:
+        return -cq.Trellis.rows(self, *given)
+
+    own = type("Own", (cq.Trellis,), {method: negated if method == "rows" else negative})
+    fmt, x = own(3, 128, np.linspace(-1, 1, 8)), gauss(32, 256)
+    importance = [np.arange(1, 257)] if by_importance else []
+    made = cq.quantize(device.cupy().asarray(x), fmt, *importance)
+    np.testing.assert_array_equal(as_numpy(made.blocks), cq.quantize(x, fmt, *importance).blocks)
+    if method == "rows":
+        with pytest.raises(NotImplementedError, match="works on NumPy arrays only"):
+            made.dequantize()
+
+
 @pytest.mark.parametrize("shape", [(0, 40), (2, 0, 40), (50,), (2, 3, 5, 40)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     expected, got = cq.quantize(gauss(*shape), "trellis3"), on_gpu(gauss(*shape), "trellis3")

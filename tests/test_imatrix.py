@@ -229,7 +229,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         cq.read_imatrix(tmp_path / "none.dat")
     with pytest.raises(FileNotFoundError, match="the path is empty"):
         cq.read_imatrix("")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError, match="is a folder, not the file of an importance matrix"):
         cq.read_imatrix(tmp_path)
 
 
@@ -337,6 +337,7 @@ def test_a_row_of_zeros_counts_as_one_of_ones(tmp_path: Path) -> None:
         ({UP: -squares(K)}, ValueError, r"\] holds -.*; numbers must be finite and not negative"),
         ({UP: np.full(K, np.nan)}, ValueError, r"\] holds nan"),
         ({UP: np.full(K, 1e39)}, ValueError, r"\] holds inf"),
+        ({UP: np.full(K, 1e-60)}, ValueError, r"\] holds 1e-60 at most, which is 0 in float32: multiply all"),
         ({UP: ["a"] * K}, TypeError, r"^importance\['blk\.0\.ffn_up\.weight'\] is a list"),
         ({UP: np.full(K, 1j)}, TypeError, "has dtype complex128; numbers are needed"),
         ({1: squares(K)}, TypeError, "importance has the key 1"),
@@ -382,6 +383,17 @@ def test_an_expert_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"^tensor 'blk.*': expert 2: cannot quantize nan in row 5"),
     ):
         quantize_file(source, target, "q4_k", importance={DOWN: squares(EXPERTS, K)}, device="cpu")
+
+
+def test_a_warning_of_lost_weights_counts_those_of_all_experts(tmp_path: Path) -> None:
+    w = normal(EXPERTS + 1, 8, K)
+    w[2] *= 1e-8
+    source, target = write(tmp_path / "s.gguf", {DOWN: w}), tmp_path / "t.gguf"
+    with pytest.warns(
+        UserWarning, match=r"^tensor 'blk\.0.*': about 25% of the weights are too small"
+    ) as told:
+        quantize_file(source, target, "q4_k", importance={DOWN: squares(EXPERTS + 1, K)}, device="cpu")
+    assert len(told) == 1
 
 
 # Metadata.

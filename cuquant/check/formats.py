@@ -269,10 +269,17 @@ def importance_of_weight(value: Any, name: str, shape: tuple[int, ...]) -> Any:
     if given.shape not in ((matrices, k), (matrices * k,)):
         needed = (matrices, k) if lead else (k,)
         raise ValueError(f"{what} has shape {given.shape}; {needed} is needed for a weight of shape {shape}")
+    given = given.reshape(matrices, k)
     with np.errstate(over="ignore", under="ignore"):
-        result = given.astype(np.float32).reshape(matrices, k)
+        result = given.astype(np.float32)
     require_importance(result, what)
-    result[~result.any(axis=1)] = 1
+    result[~given.any(axis=1)] = 1
+    lost = ~result.any(axis=1)
+    if lost.any():
+        raise ValueError(
+            f"{what} holds {given[lost].max()} at most, which is 0 in float32: multiply all by a number, as "
+            "only their proportions count"
+        )
     return result
 
 

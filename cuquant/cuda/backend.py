@@ -40,11 +40,11 @@ def quantize(x: Any, fmt: Format, importance: NDArray[np.float32] | None = None)
     `importance` [K] is that of every row, for formats that take it.
     """
     cupy = device.cupy()
-    if fmt.whole_matrices:
-        return of_matrices(fmt).quantize(x, fmt), 0
     if not fmt.encodes_on_gpu:
         blocks, lost = cpu.quantize(cupy.asnumpy(x), fmt, importance)
         return cupy.asarray(blocks), lost
+    if fmt.whole_matrices:
+        return of_matrices(fmt).quantize(x, fmt), 0
     rows = buffers.as_rows(x)
     out = cupy.empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), np.uint8)
     if out.size == 0:

@@ -98,13 +98,23 @@ class Format(ABC):
     @property
     def on_gpu(self) -> bool:
         """Whether there are kernels for it."""
-        return self.kernels is not None and not _differs(type(self), ("decode", "rows"))
+        return self.kernels is not None and not self._differs("decode", "rows")
 
     @property
     def encodes_on_gpu(self) -> bool:
         """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
         encoder = None if self.kernels is None else self.kernels.encoder
-        return self.on_gpu and encoder is not None and not _differs(type(self), ("encode", "fit"))
+        return self.on_gpu and encoder is not None and not self._differs("encode", "encode_with", "fit")
+
+    def _differs(self, *methods: str) -> bool:
+        """Whether its class has one of these methods of its own, but takes over what kernels are told."""
+        by_constructor = "kernels" in self.__dict__ and not self._kernels_made_anew()
+        return not by_constructor and _differs(type(self), methods)
+
+    @classmethod
+    def _kernels_made_anew(cls) -> bool:
+        """Whether what kernels are told follows from the rest, when it is first asked for."""
+        return isinstance(getattr(cls, "kernels", None), cached_property)
 
     @property
     def for_kernels(self) -> Format:
@@ -217,7 +227,7 @@ class Format(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles and copies have: not what kernels are told where that is made anew of the rest."""
-        made_anew = isinstance(getattr(type(self), "kernels", None), cached_property)
+        made_anew = self._kernels_made_anew()
         return {name: v for name, v in self.__dict__.items() if not (made_anew and name == "kernels")}
 
     def __str__(self) -> str:
@@ -239,7 +249,7 @@ class Format(ABC):
 
 @cache
 def _differs(kind: type[Format], methods: tuple[str, ...]) -> bool:
-    """Whether a class has one of these methods of its own, but takes over what kernels are told."""
+    """Whether a class has one of these methods of its own, but takes over another's `kernels`."""
     told = next(each for each in kind.__mro__ if "kernels" in each.__dict__)
     if told is Format:  # nothing, or what a constructor sets
         return False

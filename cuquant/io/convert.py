@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..formats import Format
-from ..ops.quantize import quantize, tensor_name
+from ..ops.quantize import blocks_of_each, quantize, tensor_name
 from ..render import counted, escaped
 from . import imatrix, mixture, safetensors
 from .gguf import PLAIN_TYPES, TensorInfo
@@ -353,15 +353,7 @@ def _quantized(model: Model, name: str, fmt: Format, rows: _Rows) -> Any:
             return quantize(w, fmt).blocks
         if w.ndim == 2:
             return quantize(w, fmt, rows[0]).blocks
-        return model.xp.stack([_expert(w, index, fmt, row) for index, row in enumerate(rows)])
-
-
-def _expert(stack: Any, index: int, fmt: Format, row: NDArray[np.float32]) -> Any:
-    """Storage bytes of a matrix of a stack, by an importance of its own; errors say which matrix it is."""
-    try:
-        return quantize(stack[index], fmt, row).blocks
-    except ValueError as error:
-        raise ValueError(f"expert {index}: {error}") from None
+        return model.xp.stack(blocks_of_each(w, fmt, rows))
 
 
 @contextmanager

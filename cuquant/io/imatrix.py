@@ -95,6 +95,8 @@ def given(importance: Any) -> Imatrix:
 def read(path: str | os.PathLike[str]) -> Imatrix:
     """See `read_imatrix`."""
     place = check.path(path)
+    if place.is_dir():
+        raise IsADirectoryError(f"{place} is a folder, not the file of an importance matrix")
     check.require_mappable(place)
     with place.open("rb") as file:
         in_gguf = file.read(len(_MAGIC)) == _MAGIC

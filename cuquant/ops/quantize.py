@@ -6,6 +6,9 @@ import warnings
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .. import check, cpu, device, formats, repeats
 from ..array import QuantizedArray
 from ..debug import shown
@@ -90,6 +93,27 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
     if fmt is given:
         _warn_of(lost, x.size, fmt)
     return QuantizedArray._made(fmt, blocks, shape=shape)
+
+
+def blocks_of_each(x: Any, fmt: Format, rows: NDArray[np.float32]) -> list[Any]:
+    """Storage bytes of each matrix of a stack (E, N, K), by an importance of its own, a row of [E, K]; errors
+    say which matrix it is, and one warning how many weights of all are lost."""
+    x = check.floats(x, "x")
+    backend = device.backend(check.is_on_gpu(x=x))
+    made, lost = [], 0
+    for index, row in enumerate(rows):
+        try:
+            if fmt.takes_moments:
+                made.append(trellis.by_importance(x[index], fmt, row).blocks)
+                continue
+            weights = check.column_importance(row, fmt, x.shape[-1])
+            blocks, lost_here = backend.quantize(x[index], fmt, weights)
+        except ValueError as error:
+            raise ValueError(f"expert {index}: {error}") from None
+        made.append(blocks)
+        lost += lost_here
+    _warn_of(lost, x.size, fmt)
+    return made
 
 
 def _warn_of(lost: int, size: int, fmt: Format) -> None:

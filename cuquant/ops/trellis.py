@@ -141,9 +141,10 @@ def quantized(w: Any, fmt: Trellis, moments: Any, signs: tuple[Any, Any]) -> Qua
     None, and signs su [K] and sv [N]."""
     if fmt.grid is None:
         fmt = fmt.with_grid_for(w, moments)
-    if device.is_cuda(w):
+    on_gpu = device.is_cuda(w)
+    if on_gpu and fmt.encodes_on_gpu:
         from ..cuda import trellis as cuda_trellis
 
         return QuantizedArray._made(fmt, cuda_trellis.quantize(w, fmt, signs, moments), shape=w.shape)
-    blocks = cpu.quantize_matrices(w, fmt, lambda x: fmt.encode_with(x, *signs, moments))
-    return QuantizedArray._made(fmt, blocks, shape=w.shape)
+    blocks = cpu.quantize_matrices(device.as_numpy(w), fmt, lambda x: fmt.encode_with(x, *signs, moments))
+    return QuantizedArray._made(fmt, device.cupy().asarray(blocks) if on_gpu else blocks, shape=w.shape)
