@@ -111,7 +111,8 @@ def add(commands: Any) -> None:
         "10^12 operations a second, nmse is the error against float64, core the kernel that was chosen, mhz "
         "the mean clock meanwhile. time / floor is better the less it is, speed / cuBLAS the more. Of "
         "tuning, us is the launch that is used now, of so many tried, usual_us the one before, and tile the "
-        "constants in which they differ."
+        "constants in which they differ. Of weights, prepare is bytes to the kernels' layout and restore the "
+        "way back; encode and repack are the kernels of quantize and prepare alone."
     )
 
 

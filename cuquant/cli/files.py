@@ -94,7 +94,8 @@ def _quantize(arguments: argparse.Namespace) -> None:
     )
     if arguments.imatrix is not None:
         made = counted(len(done.quantized), "tensor")
-        print(f"by importance: {len(done.by_importance):,} of {made}", file=sys.stderr)
+        why = "" if done.by_importance else " (k-quants, iq4_nl, iq4_xs and trellis formats take one)"
+        print(f"by importance: {len(done.by_importance):,} of {made}{why}", file=sys.stderr)
     if done.unmatched:
         count = len(done.unmatched)
         matrices = f"{count:,} matri{'x' if count == 1 else 'ces'}"
