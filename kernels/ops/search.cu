@@ -1,5 +1,6 @@
 // Floats to blocks of k-quants and IQ4, whose scales are searched for.
-#include "../formats/encode_search.cuh"
+#include "../formats/encode_iq4.cuh"
+#include "../formats/encode_kquant.cuh"
 #include CUQUANT_FORMAT
 
 static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disagree about the format");
@@ -7,9 +8,9 @@ static_assert(Format::BLOCK_BYTES == CUQUANT_BLOCK_BYTES, "host and device disag
 constexpr int THREADS = 256;
 constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
 
-// Quantizes rows as `quantize` in quantize.cu does; if BY_IMPORTANCE, with that of columns.
 constexpr bool BY_IMPORTANCE = CUQUANT_BY_IMPORTANCE;
 
+// Quantizes rows as `quantize` in quantize.cu does; if BY_IMPORTANCE, with that of columns, [K].
 extern "C" __global__ void __launch_bounds__(THREADS, 1) search(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found,
     const float* importance) {
