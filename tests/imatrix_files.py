@@ -1,4 +1,5 @@
-"""llama.cpp's importance matrices, byte by byte: as llama-imatrix writes them, and as it does not."""
+"""llama.cpp's importance matrices, byte by byte, as llama-imatrix writes them and as it does not; and a
+model that they are of."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFValueType as Value
-from gguf_files import array, entry, gguf_file, string, tensor, u32
+from gguf_files import array, entry, gguf_file, string, tensor, u32, write
 from numpy.typing import NDArray
+
+import cuquant as cq
 
 F = np.float32
 Sums = tuple[NDArray[np.float32], Sequence[float]]
@@ -69,3 +72,42 @@ def older(*entries: bytes, count: int | None = None, end: bytes | None = None) -
     """A file of the older format."""
     tail = i32(7) + text("calibration.txt") if end is None else end
     return i32(len(entries) if count is None else count) + b"".join(entries) + tail
+
+
+K = 256
+EXPERTS = 3
+UP, DOWN, OUTPUT, NORM = "blk.0.ffn_up.weight", "blk.0.ffn_down_exps.weight", "output.weight", "a_norm.weight"
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return rng(seed).standard_normal(shape, F)
+
+
+def squares(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    """Sums of squares that differ much."""
+    return np.exp(rng(seed).normal(0, 2, shape)).astype(F)
+
+
+TENSORS = {
+    UP: normal(16, K, seed=1),
+    DOWN: normal(EXPERTS, 8, K, seed=2),
+    OUTPUT: normal(8, K, seed=3),
+    NORM: normal(K, seed=4),
+}
+
+
+def model(path: Path) -> Path:
+    return write(path, dict(TENSORS))
+
+
+def importances() -> dict[str, NDArray[np.float32]]:
+    return {UP: squares(K, seed=5), DOWN: squares(EXPERTS, K, seed=6), "other.weight": squares(7)}
+
+
+def bytes_of(path: Path, name: str) -> NDArray[np.uint8]:
+    with cq.open(path, device="cpu") as made:
+        return np.array(made[name].blocks)
