@@ -72,7 +72,7 @@ def test_eight_heads_at_once(heads: int, shared: int, n: int) -> None:
     agree(q, filled(n, heads=shared, dim=128))
 
 
-@pytest.mark.parametrize("batch", [2, 6, 32, 33])
+@pytest.mark.parametrize("batch", [2, 6, 32, 33, 150])
 @pytest.mark.parametrize(
     ("q_len", "heads", "dim", "widths"),
     [(1, 2, 64, (8, 4)), (1, 8, 128, (2,)), (5, 2, 128, (4,)), (64, 2, 64, (8,))],
@@ -80,7 +80,7 @@ def test_eight_heads_at_once(heads: int, shared: int, n: int) -> None:
 def test_sequences_that_were_thought_to_be_even(
     q_len: int, heads: int, dim: int, widths: tuple[int, ...], batch: int
 ) -> None:
-    """They have fewer blocks than shares of the usual size: shares are larger, and none is left out."""
+    """Streams of tokens are fewer then, but each sequence has some, and no token is left out."""
     cache = cq.KVCache(heads, dim, 1600, batch, widths, device="cuda")
     k, v = device.cupy().asarray(normal(2, batch, 1500, heads, dim))
     cache.append(k[:, :20], v[:, :20], widths[0])

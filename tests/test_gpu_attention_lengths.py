@@ -1,4 +1,4 @@
-"""Attention of one sequence begins by lengths that may have been others than they are."""
+"""Attention begins by lengths that may have been others than they are."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "masked": ({}, {"mask": np.arange(4200) % 3 > 0}, np.float16),
     "tracked": ({"track_attention": True}, {}, np.float16),
 }
+WHERE = {1: ("Lengths lengths(p, which);", "EARLY"), 5: ("Lengths lengths(p, lane);", "OVERLAPS")}
+"""Where one sequence's lengths are read, and several ones'; what says that they are not yet known."""
 
 
 @pytest.mark.parametrize(
@@ -38,25 +40,27 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         *(("by_block", kind) for kind in KINDS if kind != "plain"),
     ],
 )
+@pytest.mark.parametrize("batch", WHERE)
 def test_lengths_that_were_others_when_a_launch_began(
-    read: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    batch: int, read: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one sequence blocks begin by lengths that the kernel before may still change: whatever they read,
-    results are the same bits, and so is what is counted of attention."""
+    """Blocks begin by lengths that the kernel before may still change: whatever they read, results are the
+    same bits, and so is what is counted of attention."""
     made, given, dtype = KINDS[kind]
-    q = device.cupy().asarray(normal(1, 1, 8, made.get("dim", 64), seed=3, dtype=dtype))
+    q = device.cupy().asarray(normal(batch, 1, 8, made.get("dim", 64), seed=3, dtype=dtype))
     arguments = on_gpu(**given)
 
     def found() -> list[Any]:
-        caches = [filled(n, 1, **made) for n in (1, 50, 4099)]
+        caches = [filled(n, batch, **made) for n in (1, 50, 4099 if batch == 1 else 700)]
         results = [cq.attention(q, cache, **arguments) for cache in caches]
         weights = [t.buffers.importance for cache in caches for t in cache.tiers.values()]
         return [testing.as_numpy(a) for a in (*results, *(weights if kind == "tracked" else ()))]
 
     expected = found()
-    others = f"if (single) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
+    line, early = WHERE[batch]
+    others = f"if ({early}) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
     with monkeypatch.context() as patch:
-        changed_kernel(patch, "attention", "Lengths lengths(p, which);", others)
+        changed_kernel(patch, "attention", line, others)
         for ours, theirs in zip(found(), expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -68,7 +72,7 @@ def test_lengths_that_change_while_attention_runs(shares: str, monkeypatch: pyte
     q, cache = device.cupy().asarray(normal(1, 1, 8, 64, seed=3, dtype=np.float16)), filled(4099, 1)
     expected = testing.as_numpy(cq.attention(q, cache))
     with monkeypatch.context() as patch:
-        line = "shares = Share::of_sequence(p, sequence, lane);"
+        line = "shares = ONE_SEQUENCE ? Share::all_of_single(p) : Portion::shares_of(p, sequence, lane);"
         changed_kernel(patch, "attention", line, f"if (shares.y > 1) shares.y = {shares};")
         assert np.isnan(testing.as_numpy(cq.attention(q, cache))).all()
     np.testing.assert_array_equal(testing.as_numpy(cq.attention(q, cache)), expected)

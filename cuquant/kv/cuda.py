@@ -27,7 +27,7 @@ __all__ = ["Appender", "attend", "attend_again", "move"]
 
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
-_NUMBERS = struct.Struct("<11q10iffiiii")
+_NUMBERS = struct.Struct("<11q10iffiii")
 """Layout of the numbers behind the buckets: `Attention` in kernels/attention/cache.cuh."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
@@ -95,11 +95,10 @@ def _planned(given: _Given) -> _Planned:
         *(batch, q_len, heads, given.kv_heads, DTYPES[given.q_dtype], DTYPES[given.out_dtype]),
         *(mask_number, columns, int(given.causal), int(given.rotate)),
         given.scale * LOG2_E,
-        (1 + plan.SLACK) / launch.budget,
-        launch.least,
+        launch.finest,
+        launch.streams,
         heads // given.kv_heads,
         parts,
-        launch.most,
     )
     importance = plan.importance(batch, dim, shape.rows, multiprocessors) if given.track else None
     counters = batch * rows * parts if launch.counted else 0

@@ -17,13 +17,6 @@ BLOCK_HEADS = 2
 """Most key heads of a block. Of more, rows lie side by side and share sectors of scales; of fewer, there are
 fewer shares of a sequence to be added up. 131072 tokens of 4 bits take an H200 42.9 us, and 45.3 with 8
 heads, 4096 tokens 10.6 and 15.8."""
-MANY_SEQUENCES, MOST_EVEN = 16, WARP
-"""From how many sequences of one length on no launch has blocks without tokens; up to how many a warp finds
-out whether there are as many shares as blocks: a lane has one's lengths.
-
-32 sequences of 1024 tokens of 4 bits take an H200 14.0 us in place of 15.5, of four queries 23.7 and 29.1. Of
-8, one query over streams 10.4 and 11.0, but boxes and several queries up to 4% more.
-"""
 MERGES_BESIDE = 4
 """Blocks that have room on a multiprocessor beside one of attention (kernels/attention/merge.cuh)."""
 MERGE_SHARED = 18 << 10
@@ -42,17 +35,13 @@ MANY_SHARES, MERGE_WARPS, MERGE_PARTS = 32, 8, 4
 merge it whole. 32768 tokens of 2 bits take 15.9 us, and 16.6 where 16 warps merge whole rows; 32 sequences of
 1024 tokens 16.5, and 25.5."""
 BUSY = 0.9
-"""Share of its multiprocessors that a launch should use, if it can."""
+"""Share of a launch's streams that sequences of one length should use, if they can."""
+STREAMS_EACH = 2
+"""Streams for a sequence, at least, where lengths may differ: one with more tokens than others has more."""
 LEAST, BOX_LEAST = 64, 128
 """Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
 so far. 1024 tokens of 4 bits take an H200 6.9 us, and 7.8 with twice as much; 4096 of 2 bits, in boxes, 9.0
 and 11.5 with half as much."""
-SLACK = 2**-12
-"""By how much more than its part of what all tokens cost a block may be given, lest rounding make more shares
-than there are blocks. kernels/attention/split.cuh sums float32 costs, a lane one after the other's of up to
-MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the sum at most, are 2^-13. (Of equal
-sequences, whose shares fill the grid, as many were off by 3.06e-5, a little more than 2^-15.) A few more
-roundings have the rest. Up to 4096 shares a sequence are as many as without."""
 BOX_HEADS = 8
 """Key heads of which the copy engine takes rows at once, for as many warps."""
 MANY_HEADS = 32
@@ -83,14 +72,12 @@ class Launch(NamedTuple):
     attention: Plan
     merge: Plan
     """Launch that merges the blocks' partial results."""
-    budget: int
-    """Shares that all tokens are to be divided into."""
+    streams: int
+    """Streams of tokens of all blocks (kernels/attention/split.cuh), of each group of heads."""
+    finest: float
+    """Streams for a unit of cost, at most."""
     shares: int
-    """Most shares that there may be, as each sequence has some of its own."""
-    most: int
-    """Shares that have blocks, larger ones if there were more; 0 where all have."""
-    least: int
-    """Cost of tokens below which they are not shared."""
+    """Most shares of sequences that blocks may have."""
     boxes: bool
     """Whether the copy engine brings tokens, in boxes."""
     counted: bool
@@ -142,8 +129,7 @@ def box_slot(bits: int, head_dim: int) -> int:
 def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = False) -> Launch:
     """Plan attention: a block per multiprocessor, whose warps stream tokens each on its own.
 
-    Sequences whose lengths are probably `even` have no more blocks than such ones fill. Others have more,
-    lest shares be larger; those without tokens end as soon as they know it.
+    `even`: whether sequences probably have the same length.
 
     On an H200 16 warps where 128 registers do for a thread (with boxes 112, and warps that copy): decoding
     with one query a sequence. Else 8, or as many as shared memory has room for.
@@ -169,11 +155,12 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         rings = warps = next(n for n in ((16, 8, 4, 2, 1) if light else (8, 4, 2, 1)) if n * ring <= limit)
         block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
-    even = even and (shape.batch >= MANY_SEQUENCES or not (boxes or shape.masked))
-    budget, shares, most = _shared_out(shape.batch, multiprocessors // (tiles * head_groups), even)
+    block_streams = warps // block_heads
+    streams = _streams(shape.batch, multiprocessors // (tiles * head_groups), block_streams, even)
+    blocks = ceil(streams / block_streams)
     spread = rows <= GROUP_ROWS // 2 and not shape.masked
     registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
-    many = budget // shape.batch > MANY_SHARES
+    many = blocks // shape.batch > MANY_SHARES
     merge_warps = (MERGE_WARPS if many else MERGE_WARPS // 2) if boxes else 1
     constants = {
         "DIM": shape.head_dim,
@@ -184,6 +171,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         "MASKED": int(shape.masked > 0),
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": block_heads,
+        "BLOCK_STREAMS": block_streams,
+        "ONE_SEQUENCE": int(shape.batch == 1 and not boxes),
         "WARPS": warps,
         "RING": ring,
         "BOXES": int(boxes),
@@ -196,28 +185,26 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         constants["DEPTH"] = depth
     shared = rings * (ring + BOX_BARRIERS * boxes)
     # Where launches overlap, masked queries take up to 70% longer with two blocks on one multiprocessor and
-    # none on another, or not, as it happens; others come with too many registers for two. (Of several
-    # sequences batch - 1 blocks for each group of heads may have no tokens, and end as soon as they know.)
+    # none on another, or not, as it happens; others come with too many registers for two.
     largest = lone(shared, capability) if shape.masked and capability >= 90 else shared
     kernels = [
         Kernel("attention", entry, None, tuple(constants.items()), size)
         for entry, size in (("attention", largest), ("merge", 0))
     ]
-    if budget * tiles * head_groups <= multiprocessors:
+    if blocks * tiles * head_groups <= multiprocessors:
         shared = largest
     return Launch(
         Plan(
             kernels[0],
-            ((most or shares) * head_groups, tiles, 1),
+            (blocks * head_groups, tiles, 1),
             (warps + COPYING_WARPS * boxes) * WARP,
             shared,
             overlaps=True,
         ),
         _merge(kernels[1], shape, merge_warps, multiprocessors, capability, shared),
-        budget,
-        shares,
-        most,
-        (BOX_LEAST if boxes else LEAST) // block_heads,
+        streams,
+        block_streams * block_heads / (BOX_LEAST if boxes else LEAST),
+        blocks + shape.batch - 1,
         boxes,
         not boxes,
     )
@@ -226,9 +213,9 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
 def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> Launch:
     """Plan attention of many rows: 64 for each of two warpgroups or, if there are no more, the same 64 for
     both, which share the tokens."""
-    streams, even = 2 if shape.rows <= 64 else 1, even and shape.batch >= MANY_SEQUENCES
+    streams = 2 if shape.rows <= 64 else 1
     tiles = ceil(shape.rows / (128 // streams))
-    budget, shares, most = _shared_out(shape.batch, multiprocessors // (tiles * shape.kv_heads), even)
+    blocks = _streams(shape.batch, multiprocessors // (tiles * shape.kv_heads), 1, even)
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -238,6 +225,8 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         "MASKED": shape.masked,
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": 1,
+        "BLOCK_STREAMS": 1,
+        "ONE_SEQUENCE": 0,
         "BOXES": 0,
         "COUNTED": 0,
         "MERGE_WARPS": 1,
@@ -252,17 +241,16 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         for entry, size in (("attention", shared), ("merge", 0))
     )
     return Launch(
-        Plan(attention, ((most or shares) * shape.kv_heads, tiles, 1), 4 * 4 * WARP, shared, overlaps=True),
+        Plan(attention, (blocks * shape.kv_heads, tiles, 1), 4 * 4 * WARP, shared, overlaps=True),
         Plan(
             merge,
             (shape.batch, ceil(shape.heads * shape.q_len / MERGE_ROWS), 1),
             MERGE_ROWS * WARP,
             overlaps=True,
         ),
-        budget,
-        shares,
-        most,
-        LEAST,
+        blocks,
+        1 / LEAST,
+        blocks + shape.batch - 1,
         False,
         False,
     )
@@ -285,19 +273,24 @@ def _merge(
     return Plan(kernel, (shape.batch, rows, parts), WARP, size, overlaps=True)
 
 
-def _shared_out(batch: int, blocks: int, even: bool) -> tuple[int, int, int]:
-    """Shares of all tokens, as many for each sequence if they are of one length, so that so many blocks are
-    busy to the end; how many there may be; and for how many there are blocks, or 0 (`Launch`)."""
-    blocks = max(1, blocks)
+def _streams(batch: int, room: int, block: int, even: bool) -> int:
+    """Streams of tokens of all blocks, which have `block` each: as many blocks as have room at once or a
+    multiple, so that sequences find enough streams, and those of one length use most of them.
 
-    def busy(splits: int) -> float:
-        waves = batch * splits / blocks
-        return waves / ceil(waves)
+    These have whole blocks, if that leaves few without tokens.
+    """
+    wave = max(1, room) * block
+    if batch == 1:
+        return wave
 
-    fewest = max(1, blocks // batch)
-    splits = next((n for n in range(fewest, fewest + 8) if busy(n) >= BUSY), max(fewest, 8))
-    most = batch * splits if even and 1 < batch <= MOST_EVEN else 0
-    return batch * splits, batch * splits + batch - 1, most
+    def used(streams: int) -> float:
+        return streams // batch * batch / streams
+
+    fewest = ceil(batch * (1 if even else STREAMS_EACH) / wave)
+    tried = [wave * waves for waves in range(fewest, fewest + 8)]
+    streams = next((n for n in tried if used(n) >= BUSY), max(tried, key=used))
+    whole = streams // batch // block * block * batch
+    return whole if even and whole >= BUSY * streams else streams
 
 
 @lru_cache(maxsize=64)

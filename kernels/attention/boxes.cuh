@@ -96,11 +96,11 @@ struct Copies {
     const Attention& p;
     const Maps& maps;
     const Share& share;
-    const int number;  // of the rings
+    const int own;  // of the share's rings
     Place place;
 
-    DEVICE Copies(const Attention& p, const Maps& maps, const Share& share, int number)
-        : p(p), maps(maps), share(share), number(number), place(number) {}
+    DEVICE Copies(const Attention& p, const Maps& maps, const Share& share, int ring)
+        : p(p), maps(maps), share(share), own(ring - share.start), place(ring) {}
 
     // Maps are asked for ahead.
     static DEVICE void prefetch_maps(const Maps& maps) {
@@ -116,9 +116,9 @@ struct Copies {
     DEVICE void run() {
         if constexpr (has_tier(TIER)) {
             constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
-            const int end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
+            const int streams = share.count, end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
 #pragma unroll 1
-            for (int first = share.cuts[0][TIER] + number * TOKENS; first < end; first += RINGS * TOKENS)
+            for (int first = share.cuts[0][TIER] + own * TOKENS; first < end; first += streams * TOKENS)
 #pragma unroll
                 for (int values = 0; values < 2; values++) copy<TIER>(before + first, values);
         }
@@ -161,8 +161,8 @@ struct Boxes {
     const int g, i;
     u32 scale_at, key_at[KEY_WORDS], value_at[2][VALUE_WORDS];  // in a slot
 
-    DEVICE Boxes(Ring& ring, int begin, int end, int lane)
-        : ring(ring), first(begin + ring.number() * L::TOKENS), end(end), stride(RINGS * L::TOKENS), lane(lane),
+    DEVICE Boxes(Ring& ring, int begin, int end, int own, int rings, int lane)
+        : ring(ring), first(begin + own * L::TOKENS), end(end), stride(rings * L::TOKENS), lane(lane),
           g(lane / 4), i(lane % 4), scale_at(L::SCALES + ring.head() * 2 + token(g) * (BOX_HEADS * 2)) {
         // Opaque, lest the compiler work them out anew at every step.
         asm volatile("" : "+r"(scale_at));

@@ -41,12 +41,11 @@ struct Attention {
     int batch, q_len, heads, kv_heads;
     int q_dtype, out_dtype, mask_dtype, mask_columns;
     int causal, rotate;
-    float scale;  // of scores, times log2(e)
-    float part;   // of all tokens' cost that a block is to have, or a little more
-    int least;    // cost below which a sequence is not split
-    int group;    // query heads that share a key head
-    int parts;    // of a row, each merged by a warp of its own
-    int most;     // shares that there are blocks for, which then have more than `part`; 0 where there are for any number
+    float scale;   // of scores, times log2(e)
+    float finest;  // streams (split.cuh) for a unit of cost, at most
+    int streams;   // of all blocks
+    int group;     // query heads that share a key head
+    int parts;     // of a row, each merged by a warp of its own
 };
 
 // Rows of queries that one load of a key head serves: row = query head * q_len + position.

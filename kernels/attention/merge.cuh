@@ -60,7 +60,7 @@ DEVICE u32* counter_of(const Attention& p, int sequence, int row, int part) {
 // What each share adds to it: one, and how many there are, lest others be waited for where lengths have changed since.
 DEVICE u32 counted(u32 splits) { return splits << 16 | 1; }
 
-// How a sequence is shared, of several, to what does not count: by a thread of each block, of which the first say the same.
+// How a sequence is shared, of several, to what does not count: by a thread of each of its blocks, of which the first say the same.
 DEVICE void tell_merge(const Attention& p, const Share& share) {
     if (p.batch > 1 && share.split + head_group() == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
 }
@@ -128,11 +128,11 @@ DEVICE void merge_part(const Attention& p) {
     int2 shares;
     if (!COUNTED) {
         const bool single = p.batch == 1;
-        if (single) shares = Share::of_single(p);
+        if (single) shares = Portion::shares_of(p, 0, lane);
         wait_for_predecessor();
         if (!single) shares = p.shares[sequence];
     } else {
-        shares = Share::of_sequence(p, sequence, lane);
+        shares = ONE_SEQUENCE ? Share::all_of_single(p) : Portion::shares_of(p, sequence, lane);
     }
     const int splits = shares.y;
     if (splits == 1 || (MERGE_ROWS > 1 && row >= p.heads * p.q_len)) return;

@@ -1,18 +1,28 @@
 // Which tokens a block has: the tokens of all sequences and buckets are shared out by what they cost.
 //
-// Lengths are read where they are, on the GPU: a captured launch serves a cache that grows. Blocks of one sequence cut
-// its buckets, one after another, at the same places, since they compute them alike.
+// Lengths are read where they are, on the GPU: a captured launch serves a cache that grows. There is a number of streams of tokens,
+// a few of each block. Every sequence gets some of them, by what its tokens cost, one behind the other, so a block has the last
+// streams of one sequence, whole ones, and the first of the next:
+//
+//   sequence   0 0 0 0 0 0 0 0 0 0 0 1 1 2 2 2 2 2 2 2 2 2 2 ...
+//   block      0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 ...     of eight streams
+//   share      0               1     2   3     4
+//
+// What a block has of a sequence is a share; its streams take steps of its tokens in turn. Blocks of one sequence cut its buckets,
+// one after another, at the same places, since they compute them alike.
 #pragma once
 #include "cache.cuh"
 
 constexpr int GRAIN = 16;  // tokens that are not divided
 
-// Blocks along x: for each share of the tokens one for each group of key heads, side by side. So those without tokens, of which
-// several sequences may have some, come last of a row tile's, mostly the only one, and all that have any find room at once.
+// Blocks along x: those of all groups of key heads that have the same tokens, side by side, as are what they read. So those without
+// tokens, if these are few, come last.
 constexpr int HEAD_GROUPS = CUQUANT_HEADS / CUQUANT_BLOCK_HEADS;
 
-DEVICE int own_share() { return blockIdx.x / HEAD_GROUPS; }
+DEVICE int own_block() { return blockIdx.x / HEAD_GROUPS; }
 DEVICE int head_group() { return blockIdx.x % HEAD_GROUPS; }
+
+DEVICE constexpr int step_of(int tier) { return bits_of(tier) >= 8 ? 16 : 32; }  // tokens that a stream takes at a time
 
 DEVICE constexpr bool has_tier(int tier) { return CUQUANT_TIERS >> tier & 1; }
 
@@ -56,44 +66,30 @@ private:
     DEVICE float grains(int t) const { return float((of[t] + GRAIN - 1) / GRAIN); }
 };
 
+// Streams of tokens, each of one sequence, of which a block has so many: a warp of each key head (ring.cuh), a ring (boxes.cuh), or
+// all of the block (panels.cuh).
+constexpr int BLOCK_STREAMS = CUQUANT_BLOCK_STREAMS;
+
+constexpr bool ONE_SEQUENCE = CUQUANT_ONE_SEQUENCE;  // sequence, which has whole blocks
+
+constexpr int CUTTING = WARP / 2;  // lanes, a share's two cuts of up to eight tiers each
+
+// What a block has of one sequence.
 struct Share {
-    int sequence;  // none if negative
-    int first, split, splits;
-    int cuts[2][8];  // of each tier: the first token that is this block's, and the first behind those
+    int sequence;              // none if negative
+    int first, split, splits;  // of those that blocks have of the sequence: the first one's number, which this is, how many
+    int start, count;          // of the block's streams, the first that it has, and how many; all of a single sequence
+    int cuts[2][8];            // of each tier: the first token that is this share's, and the first behind those
 
-    // By one warp, in shared memory; of the first 32 sequences each lane has read one's lengths. (Each time they are read takes half
-    // a microsecond.)
-    DEVICE void find(const Attention& p, const Lengths& read, int block, int lane) {
-        if (lane == 0) sequence = -1;
-        const float part = part_of_all(p, read, lane);
-        int before = 0;
-        for (int base = 0; base < p.batch; base += WARP) {
-            const Lengths lengths = base == 0 ? read : Lengths(p, base + lane);
-            const int count = base + lane < p.batch ? count_of(lengths.cost(), part) : 0;
-            int end = count;
-#pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int other = __shfl_up_sync(~0u, end, step);
-                if (lane >= step) end += other;
-            }
-            const u32 here = __ballot_sync(~0u, before + end - count <= block && block < before + end);
-            if (here) {
-                const int owner = __ffs(here) - 1, all = __shfl_sync(~0u, count, owner);
-                const int start = before + __shfl_sync(~0u, end, owner) - all;
-                const Lengths own = lengths.of_lane(owner);
-                if (lane == 0) sequence = base + owner, first = start, split = block - start, splits = all;
-                if (lane < 16) cuts[lane / 8][lane % 8] = cut(own, lane % 8, block - start + lane / 8, all);
-                break;
-            }
-            before += __shfl_sync(~0u, end, WARP - 1);
-        }
-    }
+    DEVICE int number() const { return first + split; }
+    DEVICE int first_stream() const { return ONE_SEQUENCE ? 0 : uniform(start); }
+    DEVICE int streams() const { return ONE_SEQUENCE ? BLOCK_STREAMS : uniform(count); }
 
-    // The share of a block where there is a single sequence, with these lengths.
-    DEVICE void find_single(const Attention& p, const Lengths& lengths, int block, int lane) {
-        const int count = count_of_single(p, lengths);
+    // By one warp, in shared memory: of a single sequence with these lengths.
+    DEVICE void find(const Attention& p, const Lengths& lengths, int block, int lane) {
+        const int count = blocks_of_single(p, lengths);
         if (lane == 0) sequence = block < count ? 0 : -1, first = 0, split = block, splits = count;
-        if (lane < 16) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
+        if (lane < CUTTING) cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, block + lane / 8, count);
     }
 
     // By the same warp, of lengths that another kernel may have been about to change: no token is beyond the rows that there
@@ -109,61 +105,171 @@ struct Share {
             end = int(min((s64(end) + GRAIN - 1) / GRAIN * GRAIN, p.tiers[lane].room));
     }
 
-    // The first share of a single sequence, and how many there are.
-    static DEVICE int2 of_single(const Attention& p) {
-        return make_int2(0, count_of_single(p, Lengths(p, 0)));
+    // Of a single sequence: the first share's number, and how many there are.
+    static DEVICE int2 all_of_single(const Attention& p) { return make_int2(0, blocks_of_single(p, Lengths(p, 0))); }
+
+    // By half of a warp, in shared memory: of one of several, with these lengths, that has so many streams, from `from` on.
+    DEVICE void find(const Lengths& lengths, int which, int from, int all, int block, int lane) {
+        const int begin = max(from, block * BLOCK_STREAMS), end = min(from + all, (block + 1) * BLOCK_STREAMS);
+        if (lane == 0) {
+            const int2 its = numbers(which, from, all);
+            sequence = which, first = its.x, split = number(which, block) - first, splits = its.y;
+            start = begin - block * BLOCK_STREAMS, count = end - begin;
+        }
+        cuts[lane / 8][lane % 8] = cut(lengths, lane % 8, (lane < 8 ? begin : end) - from, all);
     }
 
-    // The first share of a given sequence, and how many there are, by one warp; the first one counts where there are
-    // several.
-    static DEVICE int2 of_sequence(const Attention& p, int which, int lane) {
-        const Lengths read(p, lane);
-        const float part = part_of_all(p, read, lane);
-        const int count = count_of(Lengths(p, which).cost(), part);
-        int before = 0;
-        if (count == 1) return make_int2(before, count);
-        for (int base = 0; base < which; base += WARP)
-            if (base + lane < which) before += count_of((base == 0 ? read : Lengths(p, base + lane)).cost(), part);
-        return make_int2(warp_sum(before), count);
+    static DEVICE int streams_of(float cost, float rate) { return max(1, int(ceilf(__fmul_rn(cost, rate)))); }
+
+    // The inverse of a little more than all cost: sums and quotients are rounded, and no share may be beyond the grid. A lane sums
+    // one after the other's float32 costs, of up to MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the sum at
+    // most, are 2^-13. A few more roundings have the rest. Up to 4096 shares of a sequence are as many as without.
+    static DEVICE float part_of(float total) { return __fmul_rn(about_inverse(total), 1 - 0x1p-12f); }
+
+    static DEVICE int blocks_of_single(const Attention& p, const Lengths& lengths) {
+        const float all = lengths.cost(), rate = fminf(__fmul_rn(float(p.streams), part_of(all)), p.finest);
+        return streams_of(all, __fmul_rn(rate, 1.f / BLOCK_STREAMS));
+    }
+
+    // Numbers go up with the sequences and, within one, the blocks: where one of them ends either is one further.
+    static DEVICE int number(int sequence, int block) { return sequence + block; }
+
+    // Of the shares of a sequence that has `count` streams, from `start` on: the first one's number, and how many there are.
+    static DEVICE int2 numbers(int sequence, int start, int count) {
+        const int block = start / BLOCK_STREAMS;
+        return make_int2(number(sequence, block), (start + count - 1) / BLOCK_STREAMS - block + 1);
     }
 
 private:
-    // By one warp, of all sequences; of the first 32 each lane has read one's lengths.
-    static DEVICE float part_of_all(const Attention& p, const Lengths& read, int lane) {
-        float total = read.cost();
-        for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
-#pragma unroll
-        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        float part = part_of(p, total);
-        if (p.most)  // then there are 32 sequences at most
-            while (warp_sum(lane < p.batch ? count_of(read.cost(), part) : 0) > p.most) part *= 1.25f;
-        return part;
-    }
-
-    // A little more than a share of the whole: sums and quotients are rounded, and no share may be beyond the grid (SLACK in
-    // cuquant/plan/attention.py, which is in p.part).
-    static DEVICE float part_of(const Attention& p, float total) { return fmaxf(__fmul_rn(total, p.part), float(p.least)); }
-
-    static DEVICE int count_of_single(const Attention& p, const Lengths& lengths) {
-        const float all = lengths.cost();
-        return count_of(all, part_of(p, all));
-    }
-
-    static DEVICE int count_of(float cost, float part) { return max(1, int(ceilf(__fmul_rn(cost, about_inverse(part))))); }
-
-    // Where a share of a tier's bucket begins; share `splits` is the bucket's end.
+    // Where a share of a tier's bucket begins, of `splits` alike, at a whole step; number `splits` is the bucket's end.
     static DEVICE int cut(const Lengths& lengths, int tier, int share, int splits) {
         float before = 0, each = 1;
-        int length = 0;
+        int length = 0, step = GRAIN;
 #pragma unroll
         for (int t = 0; t < TIERS; t++) {
             if (!has_tier(t)) continue;
             if (t < tier) before += lengths.cost_of(t);
-            if (t == tier) length = lengths.of[t], each = 1 / cost(t);
+            if (t == tier) length = lengths.of[t], step = step_of(t), each = GRAIN / (step_of(t) * cost(t));
         }
         if (share >= splits) return length;
         const float at = __fmul_rn(lengths.cost(), __fmul_rn(float(share), about_inverse(float(splits))));
-        const float grain = rintf(__fmul_rn(__fadd_rn(at, -before), each));
-        return min(int(fminf(fmaxf(grain, 0.f) * GRAIN, 2e9f)), length);
+        const float steps = rintf(__fmul_rn(__fadd_rn(at, -before), each));
+        return min(int(fminf(fmaxf(steps, 0.f) * step, 2e9f)), length);
+    }
+};
+
+// Which streams a lane's sequence has, of several.
+struct Portion {
+    float cost, rate;  // of all sequences: streams for a unit of cost
+    int start, count;
+
+    Portion() = default;
+
+    // By one warp, of the first 32; each lane has one's cost. There are enough streams for all.
+    //
+    // Each sequence has whole streams. Of n streams for all cost up to batch - 1 more may be wanted than there are, of n - batch never.
+    // Sequences have half a stream too many each, in the mean, so steps between these are tried, but where that takes too long.
+    DEVICE Portion(const Attention& p, float own, int lane) {
+        constexpr int STEPS = 4, MOST = 4 * WARP;
+        float total = own;
+        for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
+#pragma unroll
+        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
+        const float share = Share::part_of(total), fewer = float(p.batch) / STEPS;
+        const auto rate_of = [&](int step) {
+            return fminf(__fmul_rn(fmaf(-fewer, float(step), float(p.streams)), share), p.finest);
+        };
+        int wanted[STEPS];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) wanted[k] = lane < p.batch ? Share::streams_of(own, rate_of(k)) : 0;
+        if (p.batch > WARP && p.batch <= MOST)
+            for (int base = WARP; base < p.batch; base += WARP) {
+                const float other = Lengths(p, base + lane).cost();
+#pragma unroll
+                for (int k = 0; k < STEPS; k++)
+                    wanted[k] += base + lane < p.batch ? Share::streams_of(other, rate_of(k)) : 0;
+            }
+        rate = rate_of(STEPS);
+#pragma unroll
+        for (int k = STEPS - 1; k >= 0; k--)
+            if (p.batch <= MOST && warp_sum(wanted[k]) <= p.streams) rate = rate_of(k);
+        set(lane < p.batch, own, 0, lane);
+    }
+
+    // By one warp: of these lanes' sequences, if those before have `before` streams.
+    DEVICE void set(bool there, float own, int before, int lane) {
+        cost = own, count = there ? Share::streams_of(own, rate) : 0;
+        int last = count;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const int other = __shfl_up_sync(~0u, last, step);
+            if (lane >= step) last += other;
+        }
+        start = before + last - count;
+    }
+
+    DEVICE int end() const { return start + count; }
+
+    // Of a sequence, by one warp: the first share's number, and how many there are.
+    static DEVICE int2 shares_of(const Attention& p, int which, int lane) {
+        const Lengths own(p, which), read(p, lane);
+        const Portion portion(p, read.cost(), lane);
+        int before = lane < which ? portion.count : 0;
+        for (int base = WARP; base < which; base += WARP)
+            if (base + lane < which) before += Share::streams_of(Lengths(p, base + lane).cost(), portion.rate);
+        return Share::numbers(which, warp_sum(before), Share::streams_of(own.cost(), portion.rate));
+    }
+};
+
+// What a block has, in shared memory.
+struct Shares {
+    Share of[ONE_SEQUENCE ? 1 : BLOCK_STREAMS];
+    int count, owners[BLOCK_STREAMS];  // which of them has a stream of several sequences; none if negative
+
+    DEVICE bool any() const { return ONE_SEQUENCE ? of[0].sequence >= 0 : count > 0; }
+    DEVICE bool owned(int stream) const { return ONE_SEQUENCE || owners[stream] >= 0; }
+    DEVICE const Share& owner(int stream) const { return of[ONE_SEQUENCE ? 0 : owners[stream]]; }
+
+    // By one warp, when the kernel before is done, for which it waits. Lengths are read, and streams shared out, while that still
+    // runs; if it has changed what a sequence costs, they are once more. (To read them takes half a microsecond.)
+    DEVICE void find(const Attention& p, int block, int lane) {
+        if (ONE_SEQUENCE) return wait_for_predecessor(), of[0].find(p, Lengths(p, 0), block, lane);
+        Portion portion;
+        Lengths lengths(p, lane);
+#pragma unroll 1
+        for (bool waited = !OVERLAPS;;) {
+            portion = Portion(p, lengths.cost(), lane);
+            if (waited) break;
+            wait_for_predecessor(), waited = true;
+            lengths = Lengths(p, lane);
+            if (p.batch <= WARP && !__any_sync(~0u, lengths.cost() != portion.cost)) break;
+        }
+        const int begin = block * BLOCK_STREAMS, end = begin + BLOCK_STREAMS;
+        if (lane < BLOCK_STREAMS) owners[lane] = -1;
+        __syncwarp();
+        int found = 0;
+        const int half = lane / CUTTING, own = lane % CUTTING;
+        static_assert(BLOCK_STREAMS <= CUTTING, "a lane for each");
+        for (int base = 0;;) {
+            u32 here = uniform(__ballot_sync(~0u, portion.start < end && portion.end() > begin && portion.count > 0));
+            while (here) {  // two at a time, half of the lanes each
+                const u32 rest = here & here - 1, mine = half ? rest : here;
+                const int which = max(__ffs(mine) - 1, 0);
+                const int from = __shfl_sync(~0u, portion.start, which), all = __shfl_sync(~0u, portion.count, which);
+                const Lengths its = lengths.of_lane(which);
+                if (mine) {
+                    of[found + half].find(its, base + which, from, all, block, own);
+                    if (own < BLOCK_STREAMS && begin + own >= from && begin + own < from + all) owners[own] = found + half;
+                }
+                found += rest ? 2 : 1, here = rest & rest - 1;
+            }
+            base += WARP;
+            if (base >= p.batch) break;
+            const int before = __shfl_sync(~0u, portion.end(), WARP - 1);
+            if (before >= end) break;
+            lengths = Lengths(p, base + lane);
+            portion.set(base + lane < p.batch, lengths.cost(), before, lane);
+        }
+        if (lane == 0) count = found;
     }
 };

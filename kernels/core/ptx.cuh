@@ -278,6 +278,10 @@ DEVICE u32 warp_max(u32 value) {
 #endif
 }
 
+// What is the same in all lanes, so that the compiler knows it: of what was divided, or lay in shared memory, it does not, and then keeps loops out
+// of the uniform registers.
+DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 DEVICE int warp_sum(int value) {
 #if __CUDA_ARCH__ >= 800
     return __reduce_add_sync(~0u, value);
@@ -318,11 +322,18 @@ DEVICE void wait_for_predecessor() {
 #endif
 }
 
+// What this thread has written, or seen written, can be read by who hears of what it does next.
+DEVICE void fence_writes() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+DEVICE void add_relaxed(u32* counter, u32 value) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
+}
+
 // A counter in global memory to which a thread adds when others may read what it has written, and threads that it met at a
 // barrier before.
 DEVICE void add_to(u32* counter, u32 value) {
-    asm volatile("fence.acq_rel.gpu;\n"
-                 "red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(value) : "memory");
+    fence_writes();
+    add_relaxed(counter, value);
 }
 
 // Adds to a counter as `add_to` does, by a thread of each of so many blocks, of which the last one knows that it is, but

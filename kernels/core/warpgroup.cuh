@@ -121,8 +121,4 @@ DEVICE int2 load_shared_pair(u32 from) {
 DEVICE void store_shared(u32 to, int4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-
-// What is the same in all lanes, so that the compiler knows it: after a division it does not, and then keeps loops out
-// of the uniform registers.
-DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 #endif

@@ -1,4 +1,4 @@
-// Attention over a cache of buckets: every block streams a share of one sequence's tokens, all its buckets, for a few
+// Attention over a cache of buckets: every block streams shares of one or several sequences' tokens, all their buckets, for a few
 // key heads; then `merge` adds up the shares of each sequence, in order.
 #include "../attention/bucket.cuh"
 #include "../attention/ring.cuh"
@@ -12,15 +12,14 @@ constexpr int COPYING_WARPS = 4;      // with boxes: a warpgroup more, which cop
 constexpr int THREADS = (WARPS + (CUQUANT_BOXES ? COPYING_WARPS : 0)) * WARP;
 
 constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
-constexpr int STREAMS = WARPS / BLOCK_HEADS;  // warps that share a head's tokens
-static_assert(WARPS % BLOCK_HEADS == 0, "none is left over");
+static_assert(WARPS == BLOCK_HEADS * BLOCK_STREAMS && (WARPS & (WARPS - 1)) == 0, "one for each");
 
 // `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when this
-// block knows its share: it reads lengths, too, and takes registers. Whether this block has tokens.
-DEVICE bool shared_out(const Share& share) {
+// block knows its shares: it reads lengths, too, and takes registers. Whether this block has tokens.
+DEVICE bool shared_out(const Shares& shares) {
     __syncthreads();
     let_successor_start();
-    return share.sequence >= 0;
+    return shares.any();
 }
 
 #if CUQUANT_BOXES
@@ -45,24 +44,15 @@ struct Work {
     DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
         : p(p), head(head), first_row(first_row), own(own), lane(lane) {}
 
-    // Who has what, and queries, when the kernel before is done; false where this block has nothing. Of a single sequence queries
-    // are asked for between its lengths and its share.
-    DEVICE bool begin(Share& share, Queries& q) const {
-        const bool single = p.batch == 1, finds = threadIdx.x < WARP;
-        wait_for_predecessor();
-        const Lengths lengths(p, !finds ? p.batch : single ? 0 : lane);
-        if (!single) {
-            if (finds) share.find(p, lengths, own_share(), lane);
-            if (!shared_out(share)) return false;
-        }
-        const int sequence = single ? 0 : share.sequence;
-        Given given(p, sequence, head, first_row, lane);
+    // Who has what, and queries, when the kernel before is done; false where this block has nothing.
+    DEVICE bool begin(Shares& shares, Queries& q) const {
+        threadIdx.x < WARP ? shares.find(p, own_block(), lane) : wait_for_predecessor();
+        if (!shared_out(shares)) return false;
+        if (!shares.owned(own)) return true;
+        const Share& share = shares.owner(own);
+        Given given(p, share.sequence, head, first_row, lane);
         given.ask();
-        if (single) {
-            if (finds) share.find_single(p, lengths, own_share(), lane);
-            if (!shared_out(share)) return false;
-        }
-        q.take(p, given, sequence, head, first_row, p.queries && own == 0 && share.split == 0, lane);
+        q.take(p, given, share.sequence, head, first_row, p.queries && own == share.first_stream() && share.split == 0, lane);
         return true;
     }
 
@@ -72,7 +62,7 @@ struct Work {
     DEVICE void run(Queries& q, const Share& share) {
         if constexpr (has_tier(TIER)) {
             constexpr int BITS = bits_of(TIER);
-            Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], lane);
+            Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], own - share.first_stream(), share.streams(), lane);
             if (tokens.first < tokens.end) {
                 q.fit<BITS>(true);
                 q.fit_sums<BITS>(true);
@@ -107,25 +97,26 @@ struct Work {
     // Lengths of a single sequence are read, and shared out, while that kernel still runs. It may change them, but mostly tokens
     // that are there before are there after, and need not wait until that is known: the last warp, which has fewest of them,
     // finds it out while the others make of queries what products want.
-    DEVICE bool begin(Share& share, Queries& q) {
+    DEVICE bool begin(Shares& shares, Queries& q) {
         __shared__ Share early;
         const int warp = threadIdx.x / WARP, finder = WARPS - 1;
-        const bool single = OVERLAPS && p.batch == 1;
-        bool known = !single, starts = true, taken = false;
+        constexpr bool EARLY = OVERLAPS && ONE_SEQUENCE;
+        bool known = !EARLY, starts = true, taken = false;
         // One warp reads lengths, which are the same for all blocks: they are served one after the other.
-        int which = single && warp == finder ? 0 : p.batch;
+        int which = EARLY && warp == finder ? 0 : p.batch;
         asm volatile("" : "+r"(which));  // known before the wait
         Lengths lengths(p, which);
-        if (single) {
-            if (warp == finder) early.find_single(p, lengths, own_share(), lane), early.loosen(p, lane);
+        if (EARLY) {
+            if (warp == finder) early.find(p, lengths, own_block(), lane), early.loosen(p, lane);
             __syncthreads();
         } else {
-            wait_for_predecessor();
-            if (warp == finder) share.find(p, Lengths(p, lane), own_share(), lane);
-            if (!shared_out(share)) return false;
+            warp == finder ? shares.find(p, own_block(), lane) : wait_for_predecessor();
+            if (!shared_out(shares)) return false;
+            if (!shares.owned(own)) return true;
         }
-        const int sequence = single ? 0 : share.sequence;
-        const bool writes = p.queries && own == 0 && (single ? own_share() : share.split) == 0;
+        const Share& share = shares.owner(own);
+        const int sequence = ONE_SEQUENCE ? 0 : share.sequence;
+        const bool writes = p.queries && own == share.first_stream() && (EARLY ? own_block() : share.split) == 0;
         Given given(p, sequence, head, first_row, lane);
 #pragma unroll 1
         while (true) {
@@ -136,11 +127,11 @@ struct Work {
                     given.ask();
                 });
             if (!known && warp == finder)
-                share.find_single(p, lengths, own_share(), lane);
+                shares.of[0].find(p, lengths, own_block(), lane);
             else if (!taken && (busy(now) || writes))
                 q.take(p, given, sequence, head, first_row, writes, lane), taken = true;
             if (known) return true;
-            if (!shared_out(share)) {
+            if (!shared_out(shares)) {
                 stop();
                 return false;
             }
@@ -155,7 +146,7 @@ struct Work {
     template <int TIER = 0>
     DEVICE bool busy(const Share& share) const {
         if constexpr (has_tier(TIER))
-            if (share.cuts[0][TIER] + own * Layout<bits_of(TIER)>::TOKENS < share.cuts[1][TIER]) return true;
+            if (share.cuts[0][TIER] + (own - share.first_stream()) * Layout<bits_of(TIER)>::TOKENS < share.cuts[1][TIER]) return true;
         if constexpr (TIER + 1 < TIERS) return busy<TIER + 1>(share);
         return false;
     }
@@ -223,8 +214,8 @@ private:
 
     template <int TIER>
     DEVICE Stream<bits_of(TIER)> stream(const Share& share) const {
-        return {p, p.tiers[TIER], share.sequence, head, share.cuts[0][TIER], share.cuts[1][TIER], own, STREAMS, ring,
-                lane};
+        return {p, p.tiers[TIER], share.sequence, head, share.cuts[0][TIER], share.cuts[1][TIER], own - share.first_stream(),
+                share.streams(), ring, lane};
     }
 
     static DEVICE bool empty(const Share& share, int tier) { return share.cuts[0][tier] >= share.cuts[1][tier]; }
@@ -265,37 +256,43 @@ DEVICE Partial& partial(int head, int stream) {
     return *reinterpret_cast<Partial*>(dynamic_shared() + (stream * BLOCK_HEADS + head) * PARTIAL);
 }
 
-// A warp adds up what the streams of a block have of a row; the result, or what `merge` goes on with.
+// A warp adds up what a share's streams have of a row; it stores the result, or what `merge` goes on with.
 DEVICE void combine(const Attention& p, const Share& share, int local, int row, int first_row, int lane) {
-    static_assert((STREAMS & (STREAMS - 1)) == 0 && STREAMS <= WARP, "each stream has a lane, or several");
-    float2 all = partial(local, lane % STREAMS).weight[row];
+    constexpr int N = BLOCK_STREAMS;
+    static_assert((N & (N - 1)) == 0 && N <= WARP, "each stream has a lane, or several");
+    constexpr int APART = BLOCK_HEADS * PARTIAL;  // bytes from a stream's to the next's
+    const u8* const given = reinterpret_cast<const u8*>(&partial(local, share.first_stream()));
+    const int streams = share.streams();
+    float2 all = make_float2(Queries::LEAST, 0);
+    if (lane % N < streams) all = reinterpret_cast<const Partial*>(given + lane % N * APART)->weight[row];
     const float own = all.x;
 #pragma unroll
-    for (int step = 1; step < STREAMS; step *= 2) all.x = fmaxf(all.x, __shfl_xor_sync(~0u, all.x, step));
+    for (int step = 1; step < N; step *= 2) all.x = fmaxf(all.x, __shfl_xor_sync(~0u, all.x, step));
     const float factor = exp2_of(own - all.x);
     all.y *= factor;
 #pragma unroll
-    for (int step = 1; step < STREAMS; step *= 2) all.y += __shfl_xor_sync(~0u, all.y, step);
+    for (int step = 1; step < N; step *= 2) all.y += __shfl_xor_sync(~0u, all.y, step);
     const int head = head_group() * BLOCK_HEADS + local, at = first_row + row, out_row = head * rows_of(p) + at;
 #pragma unroll
     for (int base = 0; base < PADDED; base += WARP * 4) {
         const int column = base + lane * 4;
-        float4 sum = make_float4(0, 0, 0, 0);
+        float4 of_stream[N], sum = make_float4(0, 0, 0, 0);
 #pragma unroll
-        for (int k = 0; k < STREAMS; k++) {
-            const float own = __shfl_sync(~0u, factor, k);
-            if (column < PADDED) add(sum, *reinterpret_cast<const float4*>(&partial(local, k).o[row][column]), own);
+        for (int k = 0; k < N; k++) {
+            of_stream[k] = make_float4(0, 0, 0, 0);
+            if (k < streams && column < PADDED)
+                of_stream[k] = *reinterpret_cast<const float4*>(&reinterpret_cast<const Partial*>(given + k * APART)->o[row][column]);
         }
+#pragma unroll
+        for (int k = 0; k < N; k++) add(sum, of_stream[k], __shfl_sync(~0u, factor, k));
         if (column >= CUQUANT_DIM) continue;
         if (share.splits > 1)
-            left_at(p, own_share(), out_row)[column / 4] = sum;
+            left_at(p, share.number(), out_row)[column / 4] = sum;
         else
             store_channels(p, place_of(p, share.sequence, out_row), column, sum, all.y);
     }
     if (share.splits > 1) {
-        if (lane < 2) left_at(p, own_share(), out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
-        __syncwarp();
-        if (COUNTED && lane < p.parts) add_to(counter_of(p, share.sequence, out_row, lane), counted(share.splits));
+        if (lane < 2) left_at(p, share.number(), out_row)[CUQUANT_DIM / 4 + lane] = make_float4(all.x, all.y, 0, 0);
     } else if (p.totals && lane == 0) {
         p.totals[s64(share.sequence) * p.heads * p.q_len + out_row] = all;
     }
@@ -303,41 +300,60 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 
 #if CUQUANT_BOXES
 // What the warpgroup beside those that compute does, a warp for each ring. It leaves registers to the others.
-DEVICE void copy_tokens(const Attention& p, const Share& share, const Maps& maps) {
+DEVICE void copy_tokens(const Attention& p, const Shares& shares, const Maps& maps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COPYING_REGISTERS));
     wait_for_predecessor();
-    if (!shared_out(share)) return;
+    if (!shared_out(shares)) return;
     const int ring = threadIdx.x / WARP - WARPS;
-    if (ring < RINGS && threadIdx.x % WARP == 0) Copies(p, maps, share, ring).run();
+    if (ring < RINGS && shares.owned(ring) && threadIdx.x % WARP == 0) Copies(p, maps, shares.owner(ring), ring).run();
     __syncthreads();
     __syncthreads();
 }
 #endif
 
-// Grid: shares of the tokens and groups of key heads (split.cuh), groups of ROWS rows. Warp w has key head w % BLOCK_HEADS of
-// its group, and the steps of stream w / BLOCK_HEADS.
+// Grid: blocks that share the tokens, and groups of key heads (split.cuh), groups of ROWS rows. Warp w has key head
+// w % BLOCK_HEADS of its group, and stream w / BLOCK_HEADS of tokens.
 template <class... M>
 DEVICE void attend(const Attention& p, const M&... maps) {
-    __shared__ Share share;
+    __shared__ Shares shares;
     if (threadIdx.x == 0) begin(p, maps...);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
 #if CUQUANT_BOXES
-    if (warp >= WARPS) return copy_tokens(p, share, maps...);
+    if (warp >= WARPS) return copy_tokens(p, shares, maps...);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
 #endif
     const int head = head_group() * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
     Work work(p, head, first_row, own, lane);
     Queries q;
-    if (!work.begin(share, q)) return;
+    if (!work.begin(shares, q)) return;
     q.clear();
-    if (work.busy(share)) work.run(q, share);
+    if (shares.owned(own) && work.busy(shares.owner(own))) work.run(q, shares.owner(own));
     if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
     partial(warp % BLOCK_HEADS, own).store(q, lane);
-    if (!COUNTED && threadIdx.x == 0) tell_merge(p, share);
+    if (!COUNTED && threadIdx.x < shares.count) tell_merge(p, shares.of[threadIdx.x]);
     __syncthreads();
-    const int count = min(ROWS, rows_of(p) - first_row);
-    for (int item = warp; item < BLOCK_HEADS * count; item += WARPS)
-        combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
+    const int items = BLOCK_HEADS * min(ROWS, rows_of(p) - first_row);
+    // Rows of all shares go round the warps.
+    const auto first_item = [&](int at) { return ONE_SEQUENCE ? warp : (warp - at * items) & (WARPS - 1); };
+    const int count = ONE_SEQUENCE ? 1 : shares.count;
+    bool shared = false;
+    for (int at = 0; at < count; at++) {
+        shared = shared || shares.of[at].splits > 1;
+        for (int item = first_item(at); item < items; item += WARPS)
+            combine(p, shares.of[at], item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
+    }
+    if (!COUNTED || !shared) return;
+    __syncwarp();
+    if (lane >= p.parts) return;
+    fence_writes();  // once for all rows: it takes half a microsecond
+    for (int at = 0; at < count; at++) {
+        const Share& share = shares.of[at];
+        if (share.splits > 1)
+            for (int item = first_item(at); item < items; item += WARPS) {
+                const int head = head_group() * BLOCK_HEADS + item % BLOCK_HEADS, row = first_row + item / BLOCK_HEADS;
+                add_relaxed(counter_of(p, share.sequence, head * rows_of(p) + row, lane), counted(share.splits));
+            }
+    }
 }
 
 // BESIDE: registers of `merge` stay free, where the compiler can be told so.

@@ -83,7 +83,7 @@ DEVICE void finish(const Attention& p, const Share& share, int row, int count, i
     const int own = first_row + row, out_row = head_group() * rows_of(p) + own;
     const bool there = lane * 4 < CUQUANT_DIM;
     if (share.splits > 1) {
-        float4* left = left_at(p, own_share(), out_row);
+        float4* left = left_at(p, share.number(), out_row);
         each_row(row, count, lane, [&](int, const float4& sum, const float2& weight) {
             if (there) left[lane] = sum;
             if (lane < 2) left[CUQUANT_DIM / 4 + lane] = make_float4(weight.x, weight.y, 0, 0);
@@ -124,30 +124,18 @@ DEVICE void finish(const Attention& p, const Share& share, int row, int count, i
 
 // Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
-    __shared__ Share share;
+    __shared__ Shares shares;
+    const Share& share = shares.of[0];
     __shared__ __align__(8) u64 barriers[PanelRing::BARRIERS];
     __shared__ __align__(16) u8 about[PANEL_SLOTS / 2 * About::SIZE];
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
     if (warp == 0) ring.begin(lane, MULTIPLYING / WARP / STREAMS);
-    const bool single = p.batch == 1;
-    // Who has what is known, and what merges may start. Whether this block has anything.
-    const auto meet = [&] {
-        __syncthreads();
-        let_successor_start();
-        return share.sequence >= 0;
-    };
-    wait_for_predecessor();
-    if (warp == THREADS / WARP - 1) {
-        const Lengths lengths(p, single ? 0 : lane);
-        if (single)
-            share.find_single(p, lengths, own_share(), lane);
-        else
-            share.find(p, lengths, own_share(), lane);
-    }
-    if (!single && !meet()) return;
+    warp == THREADS / WARP - 1 ? shares.find(p, own_block(), lane) : wait_for_predecessor();
+    __syncthreads();
+    let_successor_start();
+    if (shares.count == 0) return;
     if (warp >= MULTIPLYING / WARP) {
-        if (single && !meet()) return;
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
         if (warp < (MULTIPLYING + WARPGROUP) / WARP)
             convert<false>(p, ring, share, least_last_of(p, share.sequence));
@@ -155,12 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             convert<true>(p, ring, share, 0);
         return;
     }
-    // Of a single sequence queries are asked for while it is shared out.
     const int head = head_group(), warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
-    Given given(p, single ? 0 : share.sequence, head, first_row + own_row, lane);
+    Given given(p, share.sequence, head, first_row + own_row, lane);
     given.ask();
-    if (single && !meet()) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
     PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
