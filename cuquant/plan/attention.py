@@ -37,7 +37,9 @@ merge it whole. 32768 tokens of 2 bits take 15.9 us, and 16.6 where 16 warps mer
 BUSY = 0.9
 """Share of a launch's streams that sequences of one length should use, if they can."""
 STREAMS_EACH = 2
-"""Streams for a sequence, at least, where lengths may differ: one with more tokens than others has more."""
+"""Streams for a sequence, at least, if one query each meets sequences whose lengths may differ: one with more
+tokens than others has more. (Of several queries blocks take longer to begin and end, so they are as few as
+may be: 16 of each of 32 sequences of 128 to 4096 tokens take an H200 86 us, and 94 with twice as many.)"""
 LEAST, BOX_LEAST = 64, 128
 """Cost (kernels/attention/split.cuh) times key heads that a block is worth; shorter sequences are not split
 so far. 1024 tokens of 4 bits take an H200 6.9 us, and 7.8 with twice as much; 4096 of 2 bits, in boxes, 9.0
@@ -156,7 +158,8 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         block_heads = max(n for n in range(1, min(BLOCK_HEADS, warps) + 1) if shape.kv_heads % n == 0)
     tiles, head_groups = ceil(rows / (groups * GROUP_ROWS)), shape.kv_heads // block_heads
     block_streams = warps // block_heads
-    streams = _streams(shape.batch, multiprocessors // (tiles * head_groups), block_streams, even)
+    room = multiprocessors // (tiles * head_groups)
+    streams = _streams(shape, room, block_streams, even)
     blocks = ceil(streams / block_streams)
     spread = rows <= GROUP_ROWS // 2 and not shape.masked
     registers_to_spare = shape.head_dim == padded(shape.head_dim) and len(shape.bits) <= (3 if spread else 1)
@@ -172,7 +175,7 @@ def attention(shape: Shape, capability: int, multiprocessors: int, even: bool = 
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": block_heads,
         "BLOCK_STREAMS": block_streams,
-        "ONE_SEQUENCE": int(shape.batch == 1 and not boxes),
+        "ONE_SEQUENCE": int(shape.batch == 1),
         "WARPS": warps,
         "RING": ring,
         "BOXES": int(boxes),
@@ -215,7 +218,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
     both, which share the tokens."""
     streams = 2 if shape.rows <= 64 else 1
     tiles = ceil(shape.rows / (128 // streams))
-    blocks = _streams(shape.batch, multiprocessors // (tiles * shape.kv_heads), 1, even)
+    blocks = _streams(shape, multiprocessors // (tiles * shape.kv_heads), 1, even)
     constants = {
         "DIM": shape.head_dim,
         "TIERS": sum(1 << BITS.index(bits) for bits in shape.bits),
@@ -226,7 +229,7 @@ def _panels(shape: Shape, capability: int, multiprocessors: int, even: bool) -> 
         "HEADS": shape.kv_heads,
         "BLOCK_HEADS": 1,
         "BLOCK_STREAMS": 1,
-        "ONE_SEQUENCE": 0,
+        "ONE_SEQUENCE": int(shape.batch == 1),
         "BOXES": 0,
         "COUNTED": 0,
         "MERGE_WARPS": 1,
@@ -273,20 +276,20 @@ def _merge(
     return Plan(kernel, (shape.batch, rows, parts), WARP, size, overlaps=True)
 
 
-def _streams(batch: int, room: int, block: int, even: bool) -> int:
+def _streams(shape: Shape, room: int, block: int, even: bool) -> int:
     """Streams of tokens of all blocks, which have `block` each: as many blocks as have room at once or a
     multiple, so that sequences find enough streams, and those of one length use most of them.
 
     These have whole blocks, if that leaves few without tokens.
     """
-    wave = max(1, room) * block
+    wave, batch = max(1, room) * block, shape.batch
     if batch == 1:
         return wave
 
     def used(streams: int) -> float:
         return streams // batch * batch / streams
 
-    fewest = ceil(batch * (1 if even else STREAMS_EACH) / wave)
+    fewest = ceil(batch * (1 if even or shape.q_len > 1 else STREAMS_EACH) / wave)
     tried = [wave * waves for waves in range(fewest, fewest + 8)]
     streams = next((n for n in tried if used(n) >= BUSY), max(tried, key=used))
     whole = streams // batch // block * block * batch

@@ -100,7 +100,7 @@ struct Copies {
     Place place;
 
     DEVICE Copies(const Attention& p, const Maps& maps, const Share& share, int ring)
-        : p(p), maps(maps), share(share), own(ring - share.start), place(ring) {}
+        : p(p), maps(maps), share(share), own(ONE_SEQUENCE ? ring : ring - share.start), place(ring) {}
 
     // Maps are asked for ahead.
     static DEVICE void prefetch_maps(const Maps& maps) {
@@ -116,7 +116,7 @@ struct Copies {
     DEVICE void run() {
         if constexpr (has_tier(TIER)) {
             constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
-            const int streams = share.count, end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
+            const int streams = ONE_SEQUENCE ? RINGS : share.count, end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
 #pragma unroll 1
             for (int first = share.cuts[0][TIER] + own * TOKENS; first < end; first += streams * TOKENS)
 #pragma unroll

@@ -62,7 +62,7 @@ DEVICE u32 counted(u32 splits) { return splits << 16 | 1; }
 
 // How a sequence is shared, of several, to what does not count: by a thread of each of its blocks, of which the first say the same.
 DEVICE void tell_merge(const Attention& p, const Share& share) {
-    if (p.batch > 1 && share.split + head_group() == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
+    if (!ONE_SEQUENCE && share.split + head_group() == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
 }
 
 // Sums with the reference of their weights, and the sum of these.
@@ -127,10 +127,9 @@ DEVICE void merge_part(const Attention& p) {
     const u32 stride = p.heads * p.q_len * LEFT_ROW;
     int2 shares;
     if (!COUNTED) {
-        const bool single = p.batch == 1;
-        if (single) shares = Portion::shares_of(p, 0, lane);
+        if (ONE_SEQUENCE) shares = Share::all_of_single(p);
         wait_for_predecessor();
-        if (!single) shares = p.shares[sequence];
+        if (!ONE_SEQUENCE) shares = p.shares[sequence];
     } else {
         shares = ONE_SEQUENCE ? Share::all_of_single(p) : Portion::shares_of(p, sequence, lane);
     }

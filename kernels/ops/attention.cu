@@ -44,15 +44,28 @@ struct Work {
     DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
         : p(p), head(head), first_row(first_row), own(own), lane(lane) {}
 
-    // Who has what, and queries, when the kernel before is done; false where this block has nothing.
+    // Who has what, and queries, when the kernel before is done; false where this block has nothing. Of a single sequence queries
+    // are asked for between its lengths and its share.
     DEVICE bool begin(Shares& shares, Queries& q) const {
-        threadIdx.x < WARP ? shares.find(p, own_block(), lane) : wait_for_predecessor();
-        if (!shared_out(shares)) return false;
-        if (!shares.owned(own)) return true;
-        const Share& share = shares.owner(own);
-        Given given(p, share.sequence, head, first_row, lane);
+        const bool finds = threadIdx.x < WARP;
+        Lengths lengths(p, p.batch);
+        if (ONE_SEQUENCE) {
+            wait_for_predecessor();
+            if (finds) lengths = Lengths(p, 0);
+        } else {
+            finds ? shares.find(p, own_block(), lane) : wait_for_predecessor();
+            if (!shared_out(shares)) return false;
+            if (!shares.owned(own)) return true;
+        }
+        const int sequence = ONE_SEQUENCE ? 0 : shares.owner(own).sequence;
+        Given given(p, sequence, head, first_row, lane);
         given.ask();
-        q.take(p, given, share.sequence, head, first_row, p.queries && own == share.first_stream() && share.split == 0, lane);
+        if (ONE_SEQUENCE) {
+            if (finds) shares.of[0].find(p, lengths, own_block(), lane);
+            if (!shared_out(shares)) return false;
+        }
+        const Share& share = shares.owner(own);
+        q.take(p, given, sequence, head, first_row, p.queries && own == share.first_stream() && share.split == 0, lane);
         return true;
     }
 
@@ -330,29 +343,24 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     if (shares.owned(own) && work.busy(shares.owner(own))) work.run(q, shares.owner(own));
     if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
     partial(warp % BLOCK_HEADS, own).store(q, lane);
-    if (!COUNTED && threadIdx.x < shares.count) tell_merge(p, shares.of[threadIdx.x]);
+    if (!COUNTED && !ONE_SEQUENCE && threadIdx.x < shares.count) tell_merge(p, shares.of[threadIdx.x]);
     __syncthreads();
-    const int items = BLOCK_HEADS * min(ROWS, rows_of(p) - first_row);
-    // Rows of all shares go round the warps.
-    const auto first_item = [&](int at) { return ONE_SEQUENCE ? warp : (warp - at * items) & (WARPS - 1); };
-    const int count = ONE_SEQUENCE ? 1 : shares.count;
-    bool shared = false;
-    for (int at = 0; at < count; at++) {
-        shared = shared || shares.of[at].splits > 1;
-        for (int item = first_item(at); item < items; item += WARPS)
-            combine(p, shares.of[at], item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
-    }
-    if (!COUNTED || !shared) return;
-    __syncwarp();
-    if (lane >= p.parts) return;
-    fence_writes();  // once for all rows: it takes half a microsecond
+    const int items = BLOCK_HEADS * min(ROWS, rows_of(p) - first_row), count = ONE_SEQUENCE ? 1 : shares.count;
     for (int at = 0; at < count; at++) {
         const Share& share = shares.of[at];
-        if (share.splits > 1)
-            for (int item = first_item(at); item < items; item += WARPS) {
-                const int head = head_group() * BLOCK_HEADS + item % BLOCK_HEADS, row = first_row + item / BLOCK_HEADS;
-                add_relaxed(counter_of(p, share.sequence, head * rows_of(p) + row, lane), counted(share.splits));
-            }
+        const int start = ONE_SEQUENCE ? warp : (warp - at * items) & (WARPS - 1);  // rows of all shares go round the warps
+        for (int item = start; item < items; item += WARPS) combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
+        if (!COUNTED || share.splits == 1 || start >= items) continue;
+        const auto counter = [&](int item) {
+            const int head = head_group() * BLOCK_HEADS + item % BLOCK_HEADS, row = first_row + item / BLOCK_HEADS;
+            return counter_of(p, share.sequence, head * rows_of(p) + row, lane);
+        };
+        u32* const own = counter(start);
+        const u32 value = counted(share.splits);
+        __syncwarp();
+        if (lane >= p.parts) continue;
+        add_to(own, value);  // waits, half a microsecond, until others can read what all rows are
+        for (int item = start + WARPS; item < items; item += WARPS) add_relaxed(counter(item), value);
     }
 }
 

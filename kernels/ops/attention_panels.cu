@@ -131,11 +131,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const PanelRing ring(shared_address(dynamic_shared()), shared_address(barriers), shared_address(about));
     const int warp = uniform(threadIdx.x / WARP), lane = threadIdx.x % WARP;
     if (warp == 0) ring.begin(lane, MULTIPLYING / WARP / STREAMS);
+    // Who has what is known, and what merges may start. Whether this block has anything.
+    const auto meet = [&] {
+        __syncthreads();
+        let_successor_start();
+        return shares.any();
+    };
     warp == THREADS / WARP - 1 ? shares.find(p, own_block(), lane) : wait_for_predecessor();
-    __syncthreads();
-    let_successor_start();
-    if (shares.count == 0) return;
+    if (!ONE_SEQUENCE && !meet()) return;
     if (warp >= MULTIPLYING / WARP) {
+        if (ONE_SEQUENCE && !meet()) return;
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(CONVERTING_REGISTERS));
         if (warp < (MULTIPLYING + WARPGROUP) / WARP)
             convert<false>(p, ring, share, least_last_of(p, share.sequence));
@@ -143,10 +148,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
             convert<true>(p, ring, share, 0);
         return;
     }
+    // Of a single sequence queries are asked for while it is shared out.
     const int head = head_group(), warpgroup = warp / 4, stream = STREAMS == 2 ? warpgroup : 0;
     const int own_row = (STREAMS == 2 ? 0 : warpgroup * 64) + warp % 4 * 16, first_row = blockIdx.y * BLOCK_ROWS;
-    Given given(p, share.sequence, head, first_row + own_row, lane);
+    Given given(p, ONE_SEQUENCE ? 0 : share.sequence, head, first_row + own_row, lane);
     given.ask();
+    if (ONE_SEQUENCE && !meet()) return;
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MULTIPLYING_REGISTERS));
     PanelRows rows(p, ring, share.sequence, head, first_row + own_row, warpgroup, lane);
     rows.begin(given, p.queries && share.split == 0 && stream == 0);
