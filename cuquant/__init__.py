@@ -21,6 +21,7 @@ from .eval import (
     compare,
     evaluate,
     evaluate_files,
+    measure_importance,
 )
 from .formats import Format
 from .formats.e4m4 import e4m4_decode, e4m4_encode
@@ -100,6 +101,7 @@ __all__ = [
     "linear",
     "load",
     "matmul",
+    "measure_importance",
     "moe",
     "normal_float_codebook",
     "open",

@@ -42,8 +42,8 @@ TOPICS = {
     "Products": "matmul linear Experts moe route warmup KernelError",
     "Files": "open Model Metadata save load quantize_file dequantize_file read_imatrix "
     "read_safetensors GGUFError FallbackWarning",
-    "Evaluation": "evaluate evaluate_files compare Evaluation Evaluations Comparison Tokenizer "
-    "UnsupportedModel",
+    "Evaluation": "evaluate evaluate_files compare measure_importance Evaluation Evaluations "
+    "Comparison Tokenizer UnsupportedModel",
     "Attention": "KVCache attention",
     "Formats": "Format KBit normal_float_codebook e4m4_encode e4m4_decode kbit_tiles kbit_from_tiles NvFp4 "
     "from_nvfp4 from_mxfp4 Int4 int4_from_parts int4_parts from_gptq from_awq from_pack_quantized Exl3 "

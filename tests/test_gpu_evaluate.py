@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from formats_table import NAMES
+from gguf import GGMLQuantizationType as Type
 from products import cuda_weight, gauss
 from synthetic import EXPERTS, QWEN3, Spec, some_tokens, write
 
@@ -83,6 +85,20 @@ def test_keys_and_values_of_a_small_model(tmp_path: Path, spec: Spec) -> None:
         cq.evaluate(path, tokens=tokens, ctx=64, kv_bits=kinds, device=where) for where in ("cpu", "cuda")
     )
     assert_close(cpu, gpu, 5e-3, 0.05)
+
+
+@pytest.mark.parametrize("matrices", [Type.F16, Type.Q8_0])
+@pytest.mark.parametrize("spec", [Spec(), EXPERTS], ids=["dense", "experts"])
+def test_importance_as_on_the_cpu(tmp_path: Path, spec: Spec, matrices: Type) -> None:
+    """Of a token whose experts have nearly equal probabilities a rounding may choose another."""
+    path = write(tmp_path / "model.gguf", replace(spec, matrices=matrices))
+    cpu, gpu = (
+        cq.measure_importance(path, tokens=some_tokens(256), ctx=64, process_output=True, device=where)
+        for where in ("cpu", "cuda")
+    )
+    assert list(gpu) == list(cpu)
+    for name, expected in cpu.items():
+        np.testing.assert_allclose(gpu[name], expected, rtol=0.05, err_msg=name)
 
 
 def test_the_whole_text_on_the_gpu_against_an_independent_program() -> None:

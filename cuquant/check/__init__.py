@@ -93,6 +93,7 @@ from .common import (
     is_transposed as is_transposed,
     model_path as model_path,
     model_target as model_target,
+    new_path as new_path,
     numbers as numbers,
     on_cpu as on_cpu,
     one_of as one_of,

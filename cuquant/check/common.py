@@ -324,11 +324,16 @@ def require_same_by_name(path: Path, opened: os.stat_result) -> None:
         raise ValueError(f"{path} was replaced or changed while it was opened: read it again")
 
 
-def model_target(value: Any) -> Path:
-    """Where a model is to be written: its name says as what."""
+def new_path(value: Any) -> Path:
+    """Where a file is to be written."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"target is {a_or_an(value)}; the path of the new file is needed")
-    target = path(value)
+    return path(value)
+
+
+def model_target(value: Any) -> Path:
+    """Where a model is to be written: its name says as what."""
+    target = new_path(value)
     if target.suffix.lower() not in (".gguf", ".safetensors"):
         raise ValueError(
             f"target is {str(target)!r}; its name must end in .gguf or .safetensors, and says what is written"
@@ -336,10 +341,10 @@ def model_target(value: Any) -> Path:
     return target
 
 
-def require_another_file(target: Path, importance: Any) -> None:
-    """A target that is not the file of the importance matrix, which it would replace."""
-    if target.exists() and os.path.samefile(target, importance):
-        raise ValueError(f"{target} is the file of the importance matrix that is being read")
+def require_another_file(target: Path, read: Any, what: str) -> None:
+    """A target that is not the file of what is read, which it would replace."""
+    if target.exists() and os.path.samefile(target, read):
+        raise ValueError(f"{target} is the file of the {what} that is being read")
 
 
 def pickle_error(value: Any, contents: str) -> TypeError:

@@ -30,7 +30,7 @@ def token_vector(value: Any) -> NDArray[np.integer[Any]]:
 
 
 def require_finite_scores(finite: bool, of: str, first_flaw: Callable[[], str | None]) -> None:
-    """A model's scores are numbers; `first_flaw` finds a tensor that holds others."""
+    """What a model makes, as its scores, are numbers; `first_flaw` finds a tensor that holds others."""
     if finite:
         return
     flaw = first_flaw()
@@ -39,7 +39,7 @@ def require_finite_scores(finite: bool, of: str, first_flaw: Callable[[], str | 
         if flaw is None
         else f"tensor {flaw!r} has weights that are NaN or infinite"
     )
-    raise ValueError(f"{of} has scores that are NaN or infinite: {why}")
+    raise ValueError(f"{of} that are NaN or infinite: {why}")
 
 
 def stored_fields(kind: type[Any], stored: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,15 @@ def left_at(arguments: argparse.Namespace) -> str:
     return f"{path} is as it was" if now == arguments.before else f"{path} is the new file, and whole"
 
 
+@contextmanager
+def replacing_by_option(path: Any) -> Iterator[None]:
+    """Surround what writes that file: where it exists, the error of a command, whose option replaces it."""
+    try:
+        yield
+    except FileExistsError:
+        raise FileExistsError(f"{path} exists; --force replaces it") from None
+
+
 def format_list(text: str) -> list[str]:
     made = []
     for name in _names(text):

@@ -1,4 +1,4 @@
-"""`cuquant eval`."""
+"""`cuquant eval` and `imatrix`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import Any
 
 from .. import check
 from ..render import counted, cut, escaped
-from .arguments import file_format_list, positive_int, subcommand
+from .arguments import file_format_list, left_at, positive_int, replacing_by_option, subcommand
 
 
 def add(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    _add_eval(commands)
+    _add_imatrix(commands)
+
+
+def _add_eval(commands: Any) -> None:
     command = subcommand(
         commands,
         "eval",
@@ -47,15 +53,8 @@ def add(commands: Any) -> None:
         help="requantize a float model's weight matrices to each of these, and compare with the original",
     )
     source = command.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--text",
-        metavar="FILE",
-        type=Path,
-        help="UTF-8 text (- for standard input), tokenized with the model's vocabulary",
-    )
-    source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
-    command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
-    command.add_argument("--chunks", type=positive_int, metavar="N", help="how many chunks to use (all)")
+    source.add_argument("--text", metavar="FILE", type=Path, help=_TEXT)
+    _add_tokens(command, source)
     command.add_argument(
         "--activations",
         choices=("f16", "q8_1"),
@@ -71,9 +70,7 @@ def add(commands: Any) -> None:
         help='evaluate also with quantized keys and values: 16, 8, 4, 3, 2, or by age as "8:64,4:256,2" (the '
         "newest 64 tokens at 8 bits, ...), +scales, +rotate; may be repeated",
     )
-    command.add_argument(
-        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
-    )
+    _add_device(command)
     command.add_argument(
         "--tensors",
         action="store_true",
@@ -84,6 +81,22 @@ def add(commands: Any) -> None:
     )
 
 
+_TEXT = "UTF-8 text (- for standard input), tokenized with the model's vocabulary"
+
+
+def _add_tokens(command: argparse.ArgumentParser, source: Any) -> None:
+    """What stands for a text, and how it is cut."""
+    source.add_argument("--tokens", metavar="IDS.npy", type=Path, help="token ids, a 1-D integer array")
+    command.add_argument("--ctx", type=positive_int, default=512, metavar="N", help="tokens of a chunk (512)")
+    command.add_argument("--chunks", type=positive_int, metavar="N", help="how many chunks to use (all)")
+
+
+def _add_device(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), help="where to compute (the GPU where one can be used)"
+    )
+
+
 def _eval(arguments: argparse.Namespace) -> None:
     from ..eval import evaluate_files
 
@@ -91,15 +104,11 @@ def _eval(arguments: argparse.Namespace) -> None:
     several = evaluate_files(
         arguments.models,
         results=arguments.results,
-        text=None if arguments.text is None else _text(arguments.text),
-        tokens=None if arguments.tokens is None else _load_ids(arguments.tokens),
+        **_run_over(arguments),
         base=arguments.base,
         formats=arguments.formats,
-        ctx=arguments.ctx,
-        chunks=arguments.chunks,
         activations=arguments.activations,
         kv_bits=arguments.kv_bits,
-        device=arguments.device,
         progress=True,
     )
     result = several.each[0]
@@ -124,6 +133,17 @@ def _eval(arguments: argparse.Namespace) -> None:
         print(f"\n{shown.render(arguments.style, tensors=True)}")
 
 
+def _run_over(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What models are run over, and where."""
+    return {
+        "text": None if arguments.text is None else _text(arguments.text),
+        "tokens": None if arguments.tokens is None else _load_ids(arguments.tokens),
+        "ctx": arguments.ctx,
+        "chunks": arguments.chunks,
+        "device": arguments.device,
+    }
+
+
 def _left(arguments: argparse.Namespace) -> str:
     results = arguments.results
     if results is None:
@@ -131,6 +151,52 @@ def _left(arguments: argparse.Namespace) -> str:
     if results.exists():
         return f"{results} has every result so far, and the same command goes on from there"
     return f"no model is done, and {results} was not written"
+
+
+def _add_imatrix(commands: Any) -> None:
+    command = subcommand(
+        commands,
+        "imatrix",
+        _imatrix,
+        "Measure over a text which columns of a model's weights matter, for quantize --imatrix and "
+        "llama-quantize.",
+        left_at,
+        replaces="target",
+    )
+    command.add_argument(
+        "model", metavar="MODEL.gguf", help="or MODEL.safetensors that quantize or dequantize wrote"
+    )
+    source = command.add_mutually_exclusive_group(required=True)
+    source.add_argument("text", metavar="TEXT", nargs="?", type=Path, help=_TEXT)
+    _add_tokens(command, source)
+    command.add_argument("--process-output", action="store_true", help="measure the output matrix, too")
+    _add_device(command)
+    command.add_argument(
+        "-o", dest="target", required=True, metavar="FILE.gguf", help="where to write the importance matrix"
+    )
+    command.add_argument("--force", action="store_true", help="replace FILE.gguf")
+
+
+def _imatrix(arguments: argparse.Namespace) -> None:
+    from ..eval import measure_importance
+    from ..io import imatrix
+
+    started = time.perf_counter()
+    with replacing_by_option(arguments.target):
+        made = measure_importance(
+            arguments.model,
+            arguments.target,
+            **_run_over(arguments),
+            process_output=arguments.process_output,
+            force=arguments.force,
+            progress=True,
+        )
+    chunks = imatrix.read(arguments.target).chunks
+    print(
+        f"{arguments.target}: importance of {counted(len(made), 'tensor')}, by {counted(chunks, 'chunk')} of "
+        f"{arguments.ctx} tokens, {time.perf_counter() - started:.1f} s",
+        file=sys.stderr,
+    )
 
 
 def _text(path: Path) -> Any:

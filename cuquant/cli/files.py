@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import check
 from ..render import counted, escaped
-from .arguments import left_at, recipe_or_format, subcommand
+from .arguments import left_at, recipe_or_format, replacing_by_option, subcommand
 
 
 def add(commands: Any) -> None:
@@ -53,8 +53,8 @@ def _add_quantize(commands: Any) -> None:
     command.add_argument(
         "--imatrix",
         metavar="FILE",
-        help="quantize by an importance matrix that llama.cpp's llama-imatrix wrote: to k-quants, iq4_nl, "
-        "iq4_xs and trellis formats",
+        help="quantize by an importance matrix that cuquant imatrix or llama.cpp's llama-imatrix wrote: to "
+        "k-quants, iq4_nl, iq4_xs and trellis formats",
     )
     _add_how(command, "quantize")
 
@@ -122,10 +122,8 @@ def _written(write: Callable[..., Any], arguments: argparse.Namespace, kind: Any
     """Write the target, of a format or a dtype."""
     names = ("keep", "force", "device")
     how = {name: getattr(arguments, name) for name in names} | more
-    try:
+    with replacing_by_option(arguments.target):
         return write(arguments.source, arguments.target, kind, **how, progress=True)
-    except FileExistsError:
-        raise FileExistsError(f"{arguments.target} exists; --force replaces it") from None
 
 
 def _add_dequantize(commands: Any) -> None:

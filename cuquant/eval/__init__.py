@@ -4,6 +4,7 @@ from .compare import Comparison, Difference, compare
 from .config import UnsupportedModel
 from .evaluate import evaluate
 from .files import evaluate_files
+from .importance import measure_importance
 from .report import Evaluation, Evaluations, Row
 from .scores import TensorError
 from .tokenizer import Tokenizer
@@ -20,4 +21,5 @@ __all__ = [
     "compare",
     "evaluate",
     "evaluate_files",
+    "measure_importance",
 ]

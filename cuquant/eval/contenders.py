@@ -56,10 +56,11 @@ class Contender:
             for name, tensor in self.tensors.items()
         )
 
-    def check_scores(self, finite: bool) -> None:
-        """ValueError where its scores are not finite."""
+    def check_scores(self, finite: bool, what: str = "scores") -> None:
+        """ValueError where its scores, or other numbers that it makes, are not finite."""
         kv = "" if self.kv is None else f", keys and values in {self.kv.text}"
-        check.require_finite_scores(finite, f"{self.model.path} ({self.label}{kv})", self._first_flaw)
+        of = f"{self.model.path} ({self.label}{kv}) has {what}"
+        check.require_finite_scores(finite, of, self._first_flaw)
 
     def _first_flaw(self) -> str | None:
         """The first tensor that holds NaN or infinity, if there is one."""

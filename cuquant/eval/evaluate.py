@@ -23,7 +23,7 @@ from ..render import counted
 from . import config
 from .contenders import Contender, requantized
 from .kv import distinct_widths
-from .llama import Llama
+from .llama import Inputs, Llama
 from .report import Evaluation, Row
 from .scores import Tokens, log_softmax
 from .tokenizer import DECISIVE, Tokenizer
@@ -126,22 +126,20 @@ def evaluate(
     if formats and base is not None:
         raise ValueError("formats compares with the model itself: give base or formats, not both")
     caches, given = distinct_widths(kv_bits), text_or_tokens(text, tokens)
-    source = _opened(model, device)
-    ids, bos, label = _token_ids(source, given)
-    pieces = _cut(ids, bos, ctx, chunks)
-    files = [source] if base is None else [_opened(base, source.device), source]
-    trained = min(map(_trained, files))
-    if ctx > trained:
-        warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=2)
+    source = on_device(model, device)
+    ids, bos, label = token_ids(source, given)
+    pieces = cut(ids, bos, ctx, chunks)
+    files = [source] if base is None else [on_device(base, source.device), source]
+    warn_of_context(ctx, files)
     contenders = [Contender.of(file) for file in files]
     contenders += contenders[-1].cached(caches)
-    models = [_runnable(c, ctx, activations) for c in contenders]
-    _check_ids(pieces, models, contenders)
+    models = [runnable(c, ctx, activations) for c in contenders]
+    check_ids(pieces, models, contenders)
     if isinstance(given, Text):
         _check_tokens(files, given, pieces)
     for made in requantized(contenders[0], formats, activations):
         contenders += [made, *made.cached(caches)]
-    models += [_runnable(c, ctx, activations) for c in contenders[len(models) :]]
+    models += [runnable(c, ctx, activations) for c in contenders[len(models) :]]
     with np.errstate(all="ignore"):  # what is not finite is said with a name
         scores = _score(models, contenders, pieces, progress=progress)
         summaries = [score.summary() for score in scores]
@@ -209,7 +207,7 @@ def text_or_tokens(text: Any, tokens: Any) -> Text | NDArray[np.integer[Any]]:
     return Text(check.text(text), f"text of {len(text)} characters")
 
 
-def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
+def on_device(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     """A model on that device, by default its own: one that is open there is itself."""
     if not isinstance(model, Model):
         return open_model(model, device)
@@ -221,7 +219,8 @@ def _opened(model: str | os.PathLike[str] | Model, device: str | None) -> Model:
     return other
 
 
-def _runnable(contender: Contender, ctx: int, activations: str) -> Llama:
+def runnable(contender: Contender, ctx: int, activations: str = "f16", inputs: Inputs | None = None) -> Llama:
+    """A model that takes chunks of that length; UnsupportedModel where it cannot."""
     with _told_of(contender.model):
         settings = config.read(contender.model.metadata)
         if settings.window is not None and ctx > settings.window:
@@ -229,7 +228,14 @@ def _runnable(contender: Contender, ctx: int, activations: str) -> Llama:
                 f"attention in this model slides over {settings.window} tokens, which is not implemented: "
                 f"use a ctx of at most that, not {ctx}"
             )
-        return Llama(settings, contender.tensors, activations, contender.kv)
+        return Llama(settings, contender.tensors, activations, contender.kv, inputs)
+
+
+def warn_of_context(ctx: int, models: Iterable[Model]) -> None:
+    """Warn the caller's caller where chunks are longer than the contexts that a model was trained on."""
+    trained = min(map(_trained, models))
+    if ctx > trained:
+        warnings.warn(f"ctx {ctx} is longer than the {trained} tokens the model was trained on", stacklevel=3)
 
 
 def _trained(model: Model) -> int:
@@ -247,7 +253,7 @@ def _told_of(model: Model) -> Iterator[None]:
         raise config.UnsupportedModel(f"{model.path}: {error}") from None
 
 
-def _token_ids(
+def token_ids(
     source: Model, given: Text | NDArray[np.integer[Any]]
 ) -> tuple[NDArray[np.integer[Any]], int | None, str]:
     """Token ids [n], the BOS id that starts every chunk or None, and what to call the text."""
@@ -265,7 +271,7 @@ def decoded(raw: bytes, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from None
 
 
-def _cut(
+def cut(
     ids: NDArray[np.integer[Any]], bos: int | None, ctx: int, chunks: int | None
 ) -> NDArray[np.integer[Any]]:
     """Chunks [n, ctx] of the tokens, of which there must be one."""
@@ -289,7 +295,8 @@ def _chunks(
     return pieces
 
 
-def _check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders: list[Contender]) -> None:
+def check_ids(pieces: NDArray[np.integer[Any]], models: list[Llama], contenders: list[Contender]) -> None:
+    """ValueError for token ids that a vocabulary lacks, or vocabularies of other sizes."""
     for model, contender in zip(models, contenders, strict=True):
         low, high = int(np.min(pieces)), int(np.max(pieces))
         if low < 0 or high >= model.vocab_size:
@@ -324,7 +331,7 @@ def _tokenizes_otherwise(file: Model, own: Model, text: Text, pieces: NDArray[np
     if not keys:
         return []
     try:
-        ids, bos, _ = _token_ids(file, text)
+        ids, bos, _ = token_ids(file, text)
     except ValueError:  # its tokenizer is unknown here, or lacks a part
         return []
     count, ctx = pieces.shape
@@ -347,10 +354,8 @@ def _score(
 
     scores = [Tokens() for _ in models]
     where = _scored(pieces.shape[1])
-    step = max(1, BATCH_TOKENS // pieces.shape[1])
-    batches = [pieces[i : i + step] for i in range(0, len(pieces), step)]
     with tqdm(total=len(pieces) * len(models), unit="chunk", disable=None if progress else True) as bar:
-        for batch in batches:
+        for batch in batches(pieces):
             target = batch[:, where.start + 1 : where.stop + 1].reshape(-1)
             states = []
             for model in models:
@@ -365,6 +370,12 @@ def _score(
                     score.add(logp, model.put(target[part]), base)
                     contender.check_scores(score.finite)
     return scores
+
+
+def batches(pieces: NDArray[np.integer[Any]]) -> Iterator[NDArray[np.integer[Any]]]:
+    """Chunks [n, ctx] in parts that pass through a model together."""
+    step = max(1, BATCH_TOKENS // pieces.shape[1])
+    return (pieces[i : i + step] for i in range(0, len(pieces), step))
 
 
 def _blocks(rows: int, vocab: int) -> Iterator[slice]:

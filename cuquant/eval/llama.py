@@ -10,8 +10,8 @@ with a mixture of such networks, `cuquant.moe`, in place of the second line wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,24 @@ QUERY_BLOCK = 128
 """Queries of one attention product: keys after the block are never multiplied, about half of all."""
 
 
+class Weight(NamedTuple):
+    """A matrix that inputs are multiplied by, or a stack of them, by the name that the model has for it."""
+
+    name: str
+    matrix: Any
+    bias: Any = None
+    expert: int = 0
+    """Which matrix of the stack, where that is one."""
+
+    def of(self, expert: int) -> Weight:
+        """One matrix of a stack."""
+        return self._replace(matrix=self.matrix[expert], expert=expert)
+
+
+Inputs = Callable[[Weight, Array], None]
+"""What takes note of a matrix and of its inputs (..., K)."""
+
+
 class Llama:
     """A model ready to run.
 
@@ -44,6 +62,9 @@ class Llama:
         "q8_1" quantizes the input of every product with a quantized weight, as integer kernels do.
     kv : KVBits, optional
         Attend to quantized keys and values, which are cached where the model is.
+    inputs : callable, optional
+        Called with each `Weight` that is multiplied, of a stack with each expert's, and the rows that it is
+        multiplied by: float32 (..., K).
     """
 
     def __init__(
@@ -52,8 +73,9 @@ class Llama:
         tensors: Mapping[str, Any],
         activations: str = "f16",
         kv: KVBits | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
-        self.config, self.kv = config, kv
+        self.config, self.kv, self._inputs = config, kv, inputs
         if kv is not None:
             kv.cache(config, 1, STEP, device="cpu")  # what a cache refuses is told before any token is scored
         self.activations = activations
@@ -61,9 +83,9 @@ class Llama:
         self._used: set[str] = set()
         d = config.d_model
         self._embedding = self._need("token_embd.weight", None, d)
-        self._output = self._get("output.weight", self.vocab_size, d)
-        if self._output is None:
-            self._output = self._embedding
+        output = self._get("output.weight", self.vocab_size, d)
+        tied = Weight("token_embd.weight", self._embedding)
+        self.output = tied if output is None else Weight("output.weight", output)
         self._output_norm = self._need("output_norm.weight", d)
         # NumPy's functions reach CuPy's arrays too; new arrays come from the weights' own module.
         self._xp: Any = device.cupy() if device.is_cuda(self._output_norm) else np
@@ -125,16 +147,24 @@ class Llama:
 
     def logits(self, hidden: Array) -> Array:
         """Logits [n, vocab_size] of final states [n, d_model]."""
-        return self.project(hidden, self._output)
+        return self.project(hidden, self.output)
 
     def put(self, array: NDArray[Any]) -> Any:
         """A NumPy array where the model computes."""
         return self._xp.asarray(array)
 
-    def project(self, x: Array, w: Any, bias: Any = None, activation: str | None = None) -> Array:
+    @property
+    def is_observed(self) -> bool:
+        """Whether inputs of every product are to be told."""
+        return self._inputs is not None
+
+    def project(self, x: Array, weight: Weight, activation: str | None = None) -> Array:
         """x (..., K) -> act(x @ W.T + bias) (..., N), x quantized first where the model asks for it."""
+        if self._inputs is not None:
+            self._inputs(weight, x)
+        w = weight.matrix
         quantizes = self.activations == "q8_1" and isinstance(w, QuantizedArray)
-        return linear(x, w, bias=bias, activation=activation, x_format="q8_1" if quantizes else None)
+        return linear(x, w, bias=weight.bias, activation=activation, x_format="q8_1" if quantizes else None)
 
     def _turn(self, length: int) -> tuple[Array, Array]:
         """Scaled cosines and sines of the rotary angles, [T, rope_dim / 2] each."""
@@ -177,33 +207,34 @@ class _Block:
         c = self._config
         d, q_rows, kv_rows = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
 
-        def weight(name: str, *shape: int | None) -> Any:
-            return model._need(f"{prefix}{name}.weight", *shape)
+        def weight(name: str, *shape: int | None) -> Weight:
+            name = f"{prefix}{name}.weight"
+            return Weight(name, model._need(name, *shape))
 
-        def pair(name: str, rows: int | None, columns: int | None) -> tuple[Any, Any]:
-            matrix = weight(name, rows, columns)
-            return matrix, model._get(f"{prefix}{name}.bias", matrix.shape[0])
+        def biased(name: str, rows: int | None, columns: int | None) -> Weight:
+            made = weight(name, rows, columns)
+            return made._replace(bias=model._get(f"{prefix}{name}.bias", made.matrix.shape[0]))
 
-        self._attn_norm, self._ffn_norm = weight("attn_norm", d), weight("ffn_norm", d)
+        self._attn_norm, self._ffn_norm = weight("attn_norm", d).matrix, weight("ffn_norm", d).matrix
         self._q, self._k, self._v = (
-            pair("attn_q", q_rows, d),
-            pair("attn_k", kv_rows, d),
-            pair("attn_v", kv_rows, d),
+            biased("attn_q", q_rows, d),
+            biased("attn_k", kv_rows, d),
+            biased("attn_v", kv_rows, d),
         )
-        self._o = pair("attn_output", d, q_rows)
+        self._o = biased("attn_output", d, q_rows)
         norm = model._need if c.architecture in ("qwen3", "qwen3moe") else model._get
         self._q_norm = norm(f"{prefix}attn_q_norm.weight", c.head_dim)
         self._k_norm = norm(f"{prefix}attn_k_norm.weight", c.head_dim)
         if c.n_experts:
             self._router = weight("ffn_gate_inp", c.n_experts, d)
             gate = weight("ffn_gate_exps", c.n_experts, None, d)
-            up = weight("ffn_up_exps", c.n_experts, gate.shape[1], d)
-            down = weight("ffn_down_exps", c.n_experts, d, gate.shape[1])
-            self._ffn = [(gate, None), (up, None), (down, None)]
+            rows = gate.matrix.shape[1]
+            up = weight("ffn_up_exps", c.n_experts, rows, d)
+            self._ffn = [gate, up, weight("ffn_down_exps", c.n_experts, d, rows)]
         else:
-            first = pair("ffn_gate", None, d)
-            rows = first[0].shape[0]
-            self._ffn = [first, pair("ffn_up", rows, d), pair("ffn_down", d, rows)]
+            gate = biased("ffn_gate", None, d)
+            rows = gate.matrix.shape[0]
+            self._ffn = [gate, biased("ffn_up", rows, d), biased("ffn_down", d, rows)]
 
     def __call__(
         self, h: Array, turn: tuple[Array, Array], first: int, cache: KVCache | None = None
@@ -240,7 +271,7 @@ class _Block:
             np.exp(scores, out=scores)
             out[:, :, :, block] = scores @ v[:, :, None, :seen] / scores.sum(axis=-1, keepdims=True)
         merged = out.reshape(batch, c.n_heads, queries, c.head_dim).swapaxes(1, 2)
-        return self._model.project(merged.reshape(batch, queries, -1), *self._o)
+        return self._model.project(merged.reshape(batch, queries, -1), self._o)
 
     def _cached(self, x: Array, turn: tuple[Array, Array], cache: KVCache) -> Array:
         """Attention of all queries over a cache, which takes their keys and values first."""
@@ -250,42 +281,45 @@ class _Block:
         v = self._heads(x, self._v, None, c.n_kv_heads, None, 0).swapaxes(1, 2)
         assert kv is not None
         kv.append(cache, k, v)
-        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), *self._o)
+        return self._model.project(attention(q, cache).reshape(*x.shape[:2], -1), self._o)
 
     def _heads(
         self,
         x: Array,
-        pair: tuple[Any, Any],
+        weight: Weight,
         norm: Any,
         heads: int,
         turn: tuple[Array, Array] | None,
         first: int,
     ) -> Array:
         """Project to heads [B, heads, T, head_dim], normalised and rotated where asked."""
-        y = self._model.project(x, *pair).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+        y = self._model.project(x, weight).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
         if norm is not None:
             y = _norm(y, norm, self._config.rms_eps)
         return y if turn is None else _rotate(y, turn, first, self._config.rope_interleaved)
 
-    def _swiglu(self, x: Array, gate: tuple[Any, Any], up: tuple[Any, Any], down: tuple[Any, Any]) -> Array:
+    def _swiglu(self, x: Array, gate: Weight, up: Weight, down: Weight) -> Array:
         project = self._model.project
-        return project(project(x, *gate, activation="silu") * project(x, *up), *down)
+        return project(project(x, gate, activation="silu") * project(x, up), down)
 
     def _experts(self, x: Array) -> Array:
         """Outputs of each token's top experts, weighted by renormalised router probabilities: [n, d]."""
         ids, probs = route(self._model.project(x, self._router), self._config.n_experts_used)
-        experts = Experts(*(stack for stack, _ in self._ffn))
+        experts = Experts(*(stack.matrix for stack in self._ffn))
         quantized = [isinstance(stack, QuantizedArray) for stack in experts]
-        if self._model.activations == "f16" or not any(quantized):
-            return moe(x, experts, ids, probs)
-        if all(quantized):
-            return moe(quantize(x, "q8_1"), experts, ids, probs)
-        # moe takes one x for all stacks, and quantizes what down multiplies only where x is quantized.
+        if not self._model.is_observed:
+            if self._model.activations == "f16" or not any(quantized):
+                return moe(x, experts, ids, probs)
+            if all(quantized):
+                return moe(quantize(x, "q8_1"), experts, ids, probs)
+        # moe takes one x for all stacks, quantizes what down multiplies only where x is quantized, and tells
+        # nobody what that is.
         out = np.zeros_like(x)
+        chosen = device.as_numpy(ids)  # once: how many tokens an expert has decides shapes
         for expert in range(self._config.n_experts):
-            token, slot = (ids == expert).nonzero()
+            token, slot = map(self._model.put, (chosen == expert).nonzero())
             if len(token):
-                gate, up, down = ((stack[expert], None) for stack in experts)
+                gate, up, down = (stack.of(expert) for stack in self._ffn)
                 out[token] += self._swiglu(x[token], gate, up, down) * probs[token, slot, None]
         return out
 

@@ -1,11 +1,11 @@
 """llama.cpp's importance matrices: how much errors of each column of a weight matter.
 
 llama-imatrix runs a model over a text and sums the squares of what each column is multiplied by. Its files
-are of two formats, both little-endian:
+are of two formats, both little-endian, of which the first is written here, too:
 
     GGUF     general.type "imatrix"; for each weight the F32 tensors "<weight>.in_sum2" (matrices, K) and
              "<weight>.counts" (matrices, 1), how many inputs were summed; imatrix.datasets, a list of names;
-             imatrix.chunk_count
+             imatrix.chunk_count; imatrix.chunk_size, tokens of a chunk
     older    entry count i32 | entries | last chunk i32 | dataset string   (the last two may be missing)
     entry    name string | calls i32 | value count i32 | values f32        (a string: length i32, bytes)
 
@@ -19,9 +19,10 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +60,26 @@ class Imatrix:
         return {IMATRIX + key: value for key, value in (texts | counts).items() if value}
 
 
+class Sums(NamedTuple):
+    """What is known of a weight's inputs."""
+
+    squares: NDArray[np.float32]
+    """Sums of the squares of each column's inputs, [matrices, K]."""
+    counts: NDArray[np.float32]
+    """How many inputs each matrix had, [matrices]."""
+
+    @property
+    def mean(self) -> NDArray[np.float32]:
+        """Mean squares [matrices, K]; 1 everywhere for a matrix that had no inputs."""
+        whole = np.floor(self.counts.astype(np.float64) + 0.5).astype(np.float32)[:, None]
+        mean = np.ones(self.squares.shape, np.float32)
+        np.divide(self.squares, whole, out=mean, where=whole > 0)
+        return mean
+
+
 def read_imatrix(path: str | os.PathLike[str]) -> dict[str, NDArray[np.float32]]:
-    """Read an importance matrix that llama.cpp's llama-imatrix wrote, of its GGUF format or the older one.
+    """Read an importance matrix that `measure_importance` or llama.cpp's llama-imatrix wrote, of the GGUF
+    format or llama.cpp's older one.
 
     Parameters
     ----------
@@ -144,11 +163,40 @@ def _mean(file: File, weight: str) -> NDArray[np.float32]:
             f"{file.path}: tensor {quote(sums.name)} has the shape {sums.shape}, {quote(counts.name)} "
             f"{counts.shape}: a count for each matrix is needed"
         )
-    whole = np.floor(inputs.astype(np.float64) + 0.5).astype(np.float32)[:, None]
-    mean = np.ones((whole.size, squares.size // whole.size), np.float32)
-    np.divide(squares.reshape(mean.shape), whole, out=mean, where=whole > 0)
-    rows = mean.reshape(-1, *sums.shape[-1:])
-    return rows[0] if len(rows) == 1 else rows
+    mean = Sums(squares.reshape(inputs.size, -1), inputs.reshape(-1)).mean
+    return _of_rows(mean.reshape(-1, *sums.shape[-1:]))
+
+
+def _of_rows(mean: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Mean squares as they are given: (K,) of one matrix, or (E, K)."""
+    return mean[0] if len(mean) == 1 else mean
+
+
+def means(sums: Mapping[str, Sums]) -> dict[str, NDArray[np.float32]]:
+    """What `read_imatrix` returns of a file of these sums."""
+    return {weight: _of_rows(each.mean) for weight, each in sums.items()}
+
+
+def write(path: Path, sums: Mapping[str, Sums], dataset: str, chunks: int, ctx: int) -> None:
+    """Write an importance matrix of the GGUF format: of so many chunks of `ctx` tokens of a text."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def add_architecture(self) -> None:
+            pass  # that of models, which such a file is none of
+
+    with closing(Writer(path, arch="")) as writer:
+        writer.add_type("imatrix")
+        writer.add_array("imatrix.datasets", [dataset])
+        writer.add_uint32("imatrix.chunk_count", chunks)
+        writer.add_uint32("imatrix.chunk_size", ctx)
+        for weight, each in sums.items():
+            stack = len(each.counts) > 1  # ggml drops trailing axes of 1, which GGUF's first ones are here
+            writer.add_tensor(weight + _SUMS, each.squares if stack else each.squares[0])
+            writer.add_tensor(weight + _COUNTS, each.counts[:, None] if stack else each.counts)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
 
 
 def _of_older(path: Path, name: str) -> Imatrix:
