@@ -57,23 +57,32 @@ def quantize(
     """
     if fmt.whole_matrices:
         return quantize_matrices(x, fmt, fmt.encode), 0
-    k = x.shape[-1] if x.ndim > 1 else fmt.block_size  # a vector may be long: block by block
+    # A vector may be long: block by block, but by importance, for which a row may count as a whole.
+    k = x.shape[-1] if x.ndim > 1 or importance is not None else fmt.block_size
     rows = x.reshape(-1, k)
-    weights = None if importance is None else np.broadcast_to(importance.reshape(-1, k), rows.shape)
     blocks, lost = np.empty((len(rows), fmt.row_bytes(k)), np.uint8), 0
     for part in slabs(len(rows), k):
         values = np.ascontiguousarray(rows[part], np.float32)
         if not fmt.for_activations:
             check.require_quantizable(values, fmt, part.start, x.shape)
-        with np.errstate(all="ignore"):
-            given = [values] if weights is None else [values, weights[part]]
-            records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
-        records = records.reshape(len(values), -1)
+        records = records_of(values, fmt, importance)
         if not fmt.for_activations:
             check.require_scales(records, fmt, part.start, x.shape)
         blocks[part] = records.view(np.uint8)
         lost += _lost(values, blocks[part], fmt)
     return blocks.reshape(*x.shape[:-1], fmt.row_bytes(x.shape[-1])), lost
+
+
+def records_of(
+    rows: NDArray[np.float32], fmt: Format, importance: NDArray[np.float32] | None = None
+) -> NDArray[Any]:
+    """Records [n, K / block_size] of rows [n, K], by the importance [K] of columns if it is given."""
+    with np.errstate(all="ignore"):
+        given = [rows]
+        if importance is not None:
+            given.append(fmt.weights_of_errors(rows, np.broadcast_to(importance, rows.shape)))
+        records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
+    return records.reshape(len(rows), -1)
 
 
 def _lost(values: NDArray[np.float32], blocks: NDArray[np.uint8], fmt: Format) -> int:

@@ -1,4 +1,5 @@
-"""Quantizing to k-quants and IQ4 a scalar at a time, as ggml-quants.c defines it."""
+"""Quantizing to k-quants and IQ4, and by importance to q4_0 and its siblings, a scalar at a time, as
+ggml-quants.c defines it."""
 
 from __future__ import annotations
 
@@ -341,3 +342,38 @@ BLOCK: dict[str, Callable[[Numbers, Numbers | None], bytes]] = {
     f.__name__: f for f in (q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs)
 }
 """By format: float32 weights of a block, and maybe their importance, to its bytes."""
+
+
+def fifths(q: list[int]) -> bytes:
+    return sum((c >> 4) << j for j, c in enumerate(q)).to_bytes(4, "little")
+
+
+def q4_0(x: Numbers, w: Numbers) -> bytes:
+    d, q = qx(x, w, 8)
+    return half(d) + nibbles(q, 32)
+
+
+def q4_1(x: Numbers, w: Numbers) -> bytes:
+    d, below, q = qkx(x, w, 15, -0.9, 0.05, 36)
+    return half(d) + half(-below) + nibbles(q, 32)
+
+
+def q5_0(x: Numbers, w: Numbers) -> bytes:
+    d, q = qx(x, w, 16)
+    return half(d) + fifths(q) + nibbles(q, 32)
+
+
+def q5_1(x: Numbers, w: Numbers) -> bytes:
+    d, below, q = qkx(x, w, 31, -0.9, 0.05, 36)
+    return half(d) + half(-below) + fifths(q) + nibbles(q, 32)
+
+
+OF_ROWS: dict[str, Callable[[Numbers, Numbers], bytes]] = {f.__name__: f for f in (q4_0, q4_1, q5_0, q5_1)}
+"""By format: float32 weights of a block, and what errors of each count, to its bytes."""
+
+
+def row_by_importance(name: str, x: Numbers, importance: Numbers) -> bytes:
+    """A row's bytes: errors count by the mean square of all of it."""
+    mean = total([v * v for v in x]) / F(len(x))
+    w = [u * np.sqrt(mean + v * v) for u, v in zip(importance, x, strict=True)]
+    return b"".join(OF_ROWS[name](*block) for block in zip(parts(x, 32), parts(w, 32), strict=True))

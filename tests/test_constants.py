@@ -166,6 +166,20 @@ def test_what_kernels_are_told_of_a_format_is_what_its_header_says(fmt: cq.Forma
     same(kernel, values)
 
 
+SEARCHED = [
+    fmt
+    for fmt in TOLD.values()
+    if fmt.takes_importance and kernels_of(fmt).encoder_for(True) is not None and not fmt.read_only
+]
+
+
+@pytest.mark.parametrize("fmt", SEARCHED, ids=str)
+def test_by_what_errors_count(fmt: cq.Format) -> None:
+    encoder = kernels_of(fmt).encoder_for(True)
+    assert encoder is not None
+    same(plan.quantize(fmt, 1, GPU, by_importance=True).kernel, {"BY_ROW<Format>": int(encoder.of_rows)})
+
+
 LOOKED_UP = {
     "2": cq.KBit(2, [-1, 0, 0.5, 1]),
     "3": cq.formats.get("kbit3"),

@@ -54,6 +54,7 @@ CHOSEN = {
         "(q2_k or q4_k or q6_k or iq4_nl or picture) and not every_batch and not older and not every_step"
         " and not (quantizing and (q6_k or iq4_nl))",
     ),
+    "test_gpu_by_importance.py": (48, "not bfloat16"),
     "test_gpu_kbit.py": (42, "not variant and not magnitudes and not large_ones and not many"),
     "test_gpu_grids.py": (18, "numbers or rows or does_not_hold or (experts and (iq3_s or iq1_m))"),
     "test_gpu_fp4_int4.py": (
@@ -158,7 +159,12 @@ CHOSEN_OF_SM_90 = {
 PROCESSES = {
     "products": ("test_matmul.py", "test_gpu_cores.py", "test_gpu_x_format.py"),
     "blocks": ("test_gpu.py", "test_gpu_convert.py", "test_gpu_grids.py", "test_tuning.py"),
-    "k-quants": ("test_gpu_kquants.py", "test_gpu_rechecks.py", "test_gpu_operands.py"),
+    "k-quants": (
+        "test_gpu_kquants.py",
+        "test_gpu_by_importance.py",
+        "test_gpu_rechecks.py",
+        "test_gpu_operands.py",
+    ),
     "codebooks": ("test_gpu_kbit.py", "test_gpu_trellis.py", "test_gpu_exl3.py"),
     "FP4 and int4": ("test_gpu_fp4_int4.py", "test_gpu_repeats.py"),
     "mixtures": ("test_gpu_moe.py", "test_gpu_moe_prefill.py", "test_gpu_moe_repeats.py"),

@@ -178,6 +178,7 @@ def test_what_a_derived_class_changes_no_kernel_does() -> None:
         for method, state in (
             ("numbers", (True, True)),
             ("encode", (True, False)),
+            ("weights_of_errors", (True, False)),
             ("decode", (False, False)),
         ):
             derived = type("Own", (parent,), {method: unchanged})(*given)

@@ -35,7 +35,9 @@ import cuquant as cq
 from cuquant.io.convert import quantize_file
 
 
-@pytest.mark.parametrize("name", ["q2_k", "q3_k_s", "q4_k_m", "q5_k_s", "q6_k", "iq4_nl", "iq4_xs"])
+@pytest.mark.parametrize(
+    "name", ["q2_k", "q3_k_s", "q4_k_m", "q5_k_s", "q6_k", "iq4_nl", "iq4_xs", "q4_0", "q5_1"]
+)
 @pytest.mark.parametrize("kind", ["gguf", "older", "mapping", "flat mapping"])
 def test_a_file_by_importance(tmp_path: Path, name: str, kind: str) -> None:
     """Each tensor is what `quantize` makes of it, each expert by its own row."""
@@ -81,7 +83,7 @@ def test_a_safetensors_file_by_importance(tmp_path: Path, fmt: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q4_k", "iq4_nl", "trellis3"])
+@pytest.mark.parametrize("name", ["q4_k", "iq4_nl", "q5_0", "q4_1", "trellis3"])
 def test_a_file_by_importance_on_a_gpu(tmp_path: Path, name: str) -> None:
     """ggml's formats have the CPU's bytes; a trellis stack is in the format of one grid."""
     suffix = "safetensors" if name == "trellis3" else "gguf"
@@ -99,14 +101,25 @@ def test_a_file_by_importance_on_a_gpu(tmp_path: Path, name: str) -> None:
 
 def test_formats_that_take_none_and_what_is_kept(tmp_path: Path) -> None:
     source, target = model(tmp_path / "s.gguf"), tmp_path / "q.gguf"
-    done = quantize_file(source, target, {UP: "q4_0", "*": "q4_k"}, keep=DOWN, importance=importances())
+    done = quantize_file(source, target, {UP: "q8_0", "*": "q4_k"}, keep=DOWN, importance=importances())
     assert done.by_importance == set()
-    np.testing.assert_array_equal(bytes_of(target, UP), cq.quantize(TENSORS[UP], "q4_0").blocks)
-    # Rows that are no multiple of 256 get a format that takes none.
+    np.testing.assert_array_equal(bytes_of(target, UP), cq.quantize(TENSORS[UP], "q8_0").blocks)
     odd = write(tmp_path / "odd.gguf", {"w.weight": normal(4, 96)})
     other = tmp_path / "o.gguf"
-    done = quantize_file(odd, other, "q4_k_m", importance={"w.weight": squares(5)}, device="cpu")
-    assert (len(done.by_importance), str(done.formats["w.weight"])) == (0, "q5_0")
+    done = quantize_file(odd, other, "q6_k", importance={"w.weight": squares(5)}, device="cpu")
+    assert (len(done.by_importance), str(done.formats["w.weight"])) == (0, "q8_0")
+
+
+@pytest.mark.parametrize(("mixture", "name"), [("q2_k", "q4_0"), ("q4_k_m", "q5_0"), ("q5_k_m", "q5_1")])
+def test_what_stands_in_for_k_quants_is_quantized_by_importance(
+    tmp_path: Path, mixture: str, name: str
+) -> None:
+    """Rows that are no multiple of 256."""
+    w, row, target = normal(4, 96), squares(96), tmp_path / "t.gguf"
+    source = write(tmp_path / "s.gguf", {"w.weight": w})
+    done = quantize_file(source, target, mixture, importance={"w.weight": row}, device="cpu")
+    assert (len(done.by_importance), str(done.formats["w.weight"])) == (1, name)
+    np.testing.assert_array_equal(bytes_of(target, "w.weight"), cq.quantize(w, name, row).blocks)
 
 
 def test_a_row_of_zeros_counts_as_one_of_ones(tmp_path: Path) -> None:
@@ -260,8 +273,8 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     expected = tmp_path / "r.gguf"
     quantize_file(source, expected, "q4_k_m", importance=path, device="cpu")
     assert target.read_bytes() == expected.read_bytes()
-    done = run("quantize", source, target, "--format", "q4_0", "--imatrix", path, "--force")
-    others = "k-quants, iq4_nl, iq4_xs and trellis formats take one"
+    done = run("quantize", source, target, "--format", "q8_0", "--imatrix", path, "--force")
+    others = "k-quants, iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats take one"
     assert done.err.endswith(f"\nby importance: 0 of 3 tensors ({others})\n")
 
 

@@ -208,7 +208,7 @@ def test_columns_of_no_importance_are_still_weights(name: str) -> None:
     assert testing.nmse(cq.quantize(w, name, importance).dequantize()[:, 512:], w[:, 512:]) < 0.15
 
 
-@pytest.mark.parametrize("name", ["q4_0", "q8_0", "kbit4", "mxfp4", "int4-32", "q8_1"])
+@pytest.mark.parametrize("name", ["q8_0", "kbit4", "mxfp4", "int4-32", "q8_1"])
 def test_formats_that_take_no_importance(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} takes no importance; k-quants .* and trellis formats do"):
         cq.quantize(np.ones((2, 256), F), name, np.ones(256))

@@ -234,7 +234,8 @@ def column_importance(value: Any, fmt: Format, k: int) -> Any:
     """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
     if not fmt.takes_importance:
         raise ValueError(
-            f"{fmt} takes no importance; k-quants (q4_k, ...), iq4_nl, iq4_xs and trellis formats do"
+            f"{fmt} takes no importance; k-quants (q4_k, ...), iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and "
+            "trellis formats do"
         )
     given = device.as_numpy(numbers(value, "importance"))
     if given.shape != (k,):

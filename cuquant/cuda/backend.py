@@ -71,19 +71,27 @@ def encode(rows: Any, fmt: Format, out: Any, found: Any, importance: Any = None)
     stay = rows.dtype == np.float16 and rows.flags.c_contiguous and rows.data.ptr % 16 == 0
     step = plan.quantize(fmt, len(rows) * blocks_per_row, jit.gpu(), stay, importance is not None)
     sizes = (np.int64(len(rows)), np.int64(blocks_per_row))
-    jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt, importance))
+    jit.launch(step, *buffers.float_rows(rows), *sizes, out, found, *_encoder(fmt, rows, importance))
 
 
-def _encoder(fmt: Format, importance: Any) -> tuple[Any, ...]:
-    """What the kernel that quantizes has to know of the format, and of columns."""
-    encoder = kernels_of(fmt).encoder
+def _encoder(fmt: Format, rows: Any, importance: Any) -> tuple[Any, ...]:
+    """What the kernel that quantizes has to know of the format, and of columns and rows."""
+    encoder = kernels_of(fmt).encoder_for(importance is not None)
     assert encoder is not None
     if encoder.op == plan.GROUPS_ENCODER:
         return np.int32(fmt.block_size), np.int32(plan.group_lanes(fmt))
     if encoder.op == plan.SEARCHING_ENCODER:
-        return (importance,)
+        return importance, _mean_squares(rows) if encoder.of_rows else None
     thresholds = tables(fmt.for_kernels).thresholds
     return np.uint64(thresholds), np.int32(encoder.divides_by_stored), np.float32(fmt.tensor_scale)
+
+
+def _mean_squares(rows: Any) -> Any:
+    """Mean squares of rows of floats, float32."""
+    count, k = rows.shape
+    out = device.cupy().empty(count, np.float32)
+    jit.launch(plan.mean_squares(count), *buffers.float_rows(rows), np.int64(count), np.int64(k), out)
+    return out
 
 
 def quantize_activations(x: Any, fmt: Format) -> tuple[Any, Rows | None, Quantization | None]:
@@ -105,10 +113,7 @@ def _raise_for(
     if first_bad < len(rows):
         row = device.cupy().asnumpy(rows[first_bad]).astype(np.float32)[None]
         check.require_quantizable(row, fmt, first_bad, shape)
-        with np.errstate(all="ignore"):
-            given = [row] if importance is None else [row, importance]
-            records = fmt.encode(*(each.reshape(-1, fmt.block_size) for each in given))
-            check.require_scales(records[None], fmt, first_bad, shape)
+        check.require_scales(cpu.records_of(row, fmt, importance), fmt, first_bad, shape)
 
 
 def dequantize(blocks: Any, fmt: Format, dtype: np.dtype[Any], shape: tuple[int, ...] = ()) -> Any:

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from .. import check
 from .kernels import Kernels
 
+_ENCODING = ("encode", "encode_with", "fit", "weights_of_errors")
+"""Methods that quantize."""
 _BY_NAME: dict[str, Format] = {}
 _READ_ONLY: dict[str, Format] = {}
 """Formats that only others quantize to, by name."""
@@ -74,7 +76,8 @@ class Format(ABC):
     ragged_vectors: ClassVar[bool] = False
     """Whether vectors may end within a block, whose rest is then zeros."""
     takes_importance: ClassVar[bool] = False
-    """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size]."""
+    """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size], or
+    what `weights_of_errors` makes of it."""
     takes_moments: ClassVar[bool] = False
     """Whether an importance goes to `ops.trellis` in place of `encode`: moments of a matrix's inputs."""
     scale_beside: ClassVar[bool] = False
@@ -104,7 +107,7 @@ class Format(ABC):
     def encodes_on_gpu(self) -> bool:
         """Whether there is a kernel that quantizes to it; else arrays on a GPU are quantized by NumPy."""
         encoder = None if self.kernels is None else self.kernels.encoder
-        return self.on_gpu and encoder is not None and not self._differs("encode", "encode_with", "fit")
+        return self.on_gpu and encoder is not None and not self._differs(*_ENCODING)
 
     def _differs(self, *methods: str) -> bool:
         """Whether its class has one of these methods of its own, but takes over what kernels are told."""
@@ -220,6 +223,13 @@ class Format(ABC):
     @abstractmethod
     def encode(self, x: NDArray[np.float32]) -> NDArray[Any]:
         """Quantize blocks: float32 [n, block_size] -> `storage` records [n]."""
+
+    def weights_of_errors(
+        self, rows: NDArray[np.float32], importance: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """What `encode` takes beside rows [n, K], a block at a time: the importance [n, K] itself, but where
+        an error counts by more of its row than the block."""
+        return importance
 
     @abstractmethod
     def decode(self, records: NDArray[Any]) -> NDArray[np.float32]:

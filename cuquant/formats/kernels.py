@@ -89,6 +89,8 @@ class Encoder(NamedTuple):
     """Weights that each of its threads takes."""
     divides_by_stored: bool = False
     """Whether a codebook's divides weights by the stored scale, not by what it was made of."""
+    of_rows: bool = False
+    """Whether it is told mean squares of rows, by which errors of weights count, too."""
 
 
 class MaskedValues(NamedTuple):
@@ -126,12 +128,18 @@ class Kernels:
     are integers are multiplied by. 0 where there is no such plane."""
     encoder: Encoder | None = None
     """What quantizes to it; arrays on a GPU are quantized by NumPy where there is none."""
+    by_importance: Encoder | None = None
+    """What does so by the importance of columns, where that is another one."""
     in_float16: bool = True
     """Whether float16 holds what codes stand for, and kernels multiply by them; other weights become float32
     numbers first."""
     masked: MaskedValues | None = None
     """What a masked codebook's numbers are to kernels."""
     kept: KeptAs | None = None
+
+    def encoder_for(self, by_importance: bool) -> Encoder | None:
+        """What quantizes to it, by the importance of columns or without."""
+        return (by_importance and self.by_importance) or self.encoder
 
     @property
     def lookup(self) -> bool:

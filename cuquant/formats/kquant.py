@@ -86,6 +86,14 @@ def spread(x: Floats, size: int, factor: float, importance: Floats) -> Floats:
     return groups(importance, size) * np.sqrt(np.repeat(mean, x.shape[1] // size) + x2)
 
 
+def spread_over_rows(rows: Floats, importance: Floats) -> Floats:
+    """Weights of squared errors: importance * sqrt(mean(x^2) + x^2), with the mean of the row that a weight
+    is of (`spread` has the block's): [n, K] -> [n, K]."""
+    square = rows * rows
+    mean = sums(groups(square, rows.shape[1])) / F(rows.shape[1])
+    return importance * np.sqrt(mean[:, None] + square)
+
+
 def affine(
     x: Floats, w: Floats, most: int, first: float, step: float, steps: int, absolute: bool = False
 ) -> tuple[Floats, Floats, Codes]:

@@ -245,14 +245,14 @@ def quantize_file(
     importance : path, or mapping of str to array of numbers, optional
         An importance matrix that `measure_importance` or llama.cpp's llama-imatrix wrote, or what
         `measure_importance` and `read_imatrix` return: by names of tensors the mean square of each column's
-        inputs, (K,), or of a stack of experts (E, K), or the same flat. Tensors that get a k-quant, IQ4 or
-        trellis format are quantized by theirs, as ``quantize(w, format, importance)`` does: of a stack each
-        expert by its own row, with a trellis grid for all that is fitted by the mean of the rows, each in
-        units of its greatest number. A row of zeros counts as one of ones. Tensors without an entry, as the
-        embedding and mostly the output are, and all other formats, are quantized without. Mixtures are
-        llama-quantize's with an importance matrix: iq4_nl and iq4_xs give no layer's ffn_down more bits. The
-        new file's metadata say what is known of the matrix: quantize.imatrix.file, .dataset, .entries_count
-        and .chunks_count.
+        inputs, (K,), or of a stack of experts (E, K), or the same flat. Tensors that get a k-quant, q4_0,
+        q4_1, q5_0, q5_1, an IQ4 or a trellis format are quantized by theirs, as
+        ``quantize(w, format, importance)`` does: of a stack each expert by its own row, with a trellis grid
+        for all that is fitted by the mean of the rows, each in units of its greatest number. A row of zeros
+        counts as one of ones. Tensors without an entry, as the embedding and mostly the output are, and all
+        other formats, are quantized without. Mixtures are llama-quantize's with an importance matrix: iq4_nl
+        and iq4_xs give no layer's ffn_down more bits. The new file's metadata say what is known of the
+        matrix: quantize.imatrix.file, .dataset, .entries_count and .chunks_count.
     force : bool
         Replace an existing `target`.
     device : "cpu" or "cuda", optional

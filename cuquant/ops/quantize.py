@@ -33,9 +33,9 @@ def quantize(x: Any, format: str | Format, importance: Any = None) -> QuantizedA
         for weights, "q8_1" for activations; or a format with parameters, as `KBit` and `Int4`.
     importance : array of numbers, shape (K,), optional
         How much errors of each column matter: the mean square of what it is multiplied by. Finite, not
-        negative, not all 0; only proportions count. For k-quants and IQ4, whose scales are then searched for
-        as llama.cpp does with an importance matrix, and for trellis formats, as the `moments` of
-        `trellis_quantize`. A CuPy array is read by the host.
+        negative, not all 0; only proportions count. For k-quants, IQ4, q4_0, q4_1, q5_0 and q5_1, whose
+        scales are then searched for as llama.cpp does with an importance matrix, and for trellis formats, as
+        the `moments` of `trellis_quantize`. A CuPy array is read by the host.
 
     Returns
     -------

@@ -51,12 +51,13 @@ def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True, by_importanc
     """Quantize to that many blocks. Blocks of threads `stay` where they ask for numbers ahead: for dense
     float16 ones, to a codebook. (Others would wait for each chunk's numbers in turn.)"""
     kernels = kernels_of(fmt)
-    assert kernels.encoder is not None
-    op, each, _ = kernels.encoder
+    encoder = kernels.encoder_for(by_importance)
+    assert encoder is not None
+    op = encoder.op
     if op == GROUPS_ENCODER:
         usual = fmt.block_size if fmt.block_size in _USUAL_GROUPS else 0
         return _quantize_groups(kernels.has_zero_points, fmt.fine_from, usual, blocks * group_lanes(fmt))
-    step = per_block(op, fmt, blocks * fmt.block_size // each)
+    step = per_block(op, fmt, blocks * fmt.block_size // encoder.each)
     constants = (*step.kernel.constants, ("FINE_FROM", fmt.fine_from))
     if op == SEARCHING_ENCODER:
         constants += (("BY_IMPORTANCE", int(by_importance)),)
@@ -64,6 +65,12 @@ def quantize(fmt: Format, blocks: int, gpu: Gpu, stay: bool = True, by_importanc
     if op == "quantize" and kernels.lookup and stay:
         return replace(step, grid=(min(step.grid[0], _STAYING * gpu.multiprocessors), 1, 1))
     return step
+
+
+@lru_cache(maxsize=1024)
+def mean_squares(rows: int) -> Plan:
+    """Mean squares of so many rows, of which a block has one for each lane of its warp."""
+    return Plan(Kernel("mean_squares", "mean_squares"), (ceil(rows / WARP), 1, 1), WARP, overlaps=True)
 
 
 def group_lanes(fmt: Format) -> int:
@@ -193,6 +200,9 @@ def block_kernels(fmt: Format, gpu: Gpu) -> set[Kernel]:
     found = {per_block("dequantize", stored, 1).kernel}
     for by_importance in {False, fmt.takes_importance} if fmt.encodes_on_gpu else ():
         found.add(quantize(fmt, 1, gpu, by_importance=by_importance).kernel)
+        encoder = kernels_of(fmt).encoder_for(by_importance)
+        if encoder is not None and encoder.of_rows:
+            found.add(mean_squares(1).kernel)
     if not fmt.for_activations:
         for entry, half in product(("to_fragments", "from_fragments"), (True, False)):
             found.add(repack(stored, entry, 1, 1, gpu, half).kernel)

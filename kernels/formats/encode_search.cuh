@@ -60,12 +60,17 @@ DEVICE float square_of_block(const float (&x)[OWN]) {
     return sum;
 }
 
-// kquant.spread: what errors of weights count, given the importance of their columns.
-template <int COLUMNS>
-DEVICE void spread(const float (&x)[OWN], const float (&importance)[OWN], float factor, float (&w)[OWN]) {
-    const float mean = ieee_mul(square_of_block<COLUMNS>(x), factor / COLUMNS);
+// What errors of weights count, given the importance of their columns and a mean square: of their row
+// (kquant.spread_over_rows), or ...
+DEVICE void spread_by(float mean, const float (&x)[OWN], const float (&importance)[OWN], float (&w)[OWN]) {
 #pragma unroll
     for (int j = 0; j < OWN; j++) w[j] = ieee_mul(importance[j], ieee_sqrt(ieee_add(mean, ieee_mul(x[j], x[j]))));
+}
+
+// ... of their block, times a factor (kquant.spread).
+template <int COLUMNS>
+DEVICE void spread(const float (&x)[OWN], const float (&importance)[OWN], float factor, float (&w)[OWN]) {
+    spread_by(ieee_mul(square_of_block<COLUMNS>(x), factor / COLUMNS), x, importance, w);
 }
 
 // Codes of N weights from 0 to MOST, made with a factor in place of 1 / scale, and their weighted error: of squares, or
@@ -228,16 +233,16 @@ DEVICE void of_least_error(const float (&own)[N], const float (&own_w)[N], float
 // Whether these bits are a float16 number's.
 DEVICE bool fits_half(u32 bits) { return (bits & 0x7c00) != 0x7c00; }
 
-// Scale of 16 numbers, and codes from 0 on up to 2 MOST - 1: kquant.symmetric.
-template <int MOST, class Weight>
+// Scale of N numbers, and codes from 0 on up to 2 MOST - 1: kquant.symmetric.
+template <int MOST, int N = 16, class Weight>
 DEVICE float symmetric(const float* x, const Weight& weight, int* q) {
-    const float peak = largest<16>(x);
+    const float peak = largest<N>(x);
     auto code = [&](int j, float inverse) { return clipped(nearest_integer(ieee_mul(x[j], inverse)), -MOST, MOST - 1); };
     float sum_xq, sum_q2;
     auto sums = [&](float inverse) {
         sum_xq = sum_q2 = NOTHING;
 #pragma unroll
-        for (int j = 0; j < 16; j++) {
+        for (int j = 0; j < N; j++) {
             const float w = weight(j), c = code(j, inverse);
             sum_xq = ieee_add(sum_xq, ieee_mul(ieee_mul(w, x[j]), c));
             sum_q2 = ieee_add(sum_q2, ieee_mul(ieee_mul(w, c), c));
@@ -256,7 +261,7 @@ DEVICE float symmetric(const float* x, const Weight& weight, int* q) {
     }
     const bool zero = ieee_less(absolute(peak), NEGLIGIBLE);
 #pragma unroll
-    for (int j = 0; j < 16; j++) q[j] = zero ? 0 : int(code(j, best)) + MOST;
+    for (int j = 0; j < N; j++) q[j] = zero ? 0 : int(code(j, best)) + MOST;
     return zero ? 0 : is_finite(scale) ? scale : ieee_div(peak, -MOST);
 }
 

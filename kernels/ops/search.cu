@@ -1,4 +1,5 @@
-// Floats to blocks of k-quants and IQ4, whose scales are searched for.
+// Floats to blocks of k-quants and IQ4, whose scales are searched for, and to ggml's by importance.
+#include "../formats/encode_ggml.cuh"
 #include "../formats/encode_iq4.cuh"
 #include "../formats/encode_kquant.cuh"
 #include CUQUANT_FORMAT
@@ -10,10 +11,11 @@ constexpr int PARTS = Format::COLUMNS / OWN, BLOCKS = THREADS / PARTS;
 
 constexpr bool BY_IMPORTANCE = CUQUANT_BY_IMPORTANCE;
 
-// Quantizes rows as `quantize` in quantize.cu does; if BY_IMPORTANCE, with that of columns, [K].
+// Quantizes rows as `quantize` in quantize.cu does; if BY_IMPORTANCE, with that of columns, [K], and for formats that
+// are encoded BY_ROW with mean squares of rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) search(
     const void* x, int dtype, s64 row_stride, s64 column_stride, s64 rows, s64 blocks_per_row, u8* out, Found* found,
-    const float* importance) {
+    const float* importance, const float* mean_squares) {
     let_successor_start();
     wait_for_predecessor();
     __shared__ __align__(16) u8 staged[BLOCKS * Format::BLOCK_BYTES];
@@ -42,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) search(
             weights[four * 4] = v.x, weights[four * 4 + 1] = v.y, weights[four * 4 + 2] = v.z, weights[four * 4 + 3] = v.w;
         }
     }
+    if constexpr (BY_ROW<Format>) spread_by(mean_squares[row], values, weights, weights);
     good &= encode_block<BY_IMPORTANCE>(Format(), values, weights, staged + mine * Format::BLOCK_BYTES, d);
     if (!good && found) atomicMin(&found->first_bad, u64(row));
     // If any of the block's threads needs its scale.
