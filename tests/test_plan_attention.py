@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import product as combinations
+from typing import Any
 
 import numpy as np
 import pytest
 from hardware import SHARED
+from numpy.typing import NDArray
 
 from cuquant import plan
 from cuquant.plan import attention as kv_plan, caches
@@ -21,14 +23,6 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
         for masked, parts, batch in combinations((0, 1, 2), (1, 2), (1, 8, 20, 33, 1000)):
             shape = kv_plan.Shape(batch, q_len, heads * group, heads, dim, (16, 8, 4, 3, 2), masked, parts)
             launch = kv_plan.attention(shape, capability, 132)
-            even = kv_plan.attention(shape, capability, 132, True)
-            is_like_that = masked or launch.boxes or launch.attention.kernel.op == "attention_panels"
-            has_fewer = 16 <= batch <= 32 or (1 < batch < 16 and not is_like_that)
-            assert even.most == (even.budget if has_fewer else 0)
-            assert even.attention.grid[0] * launch.shares == launch.attention.grid[0] * (
-                even.most or even.shares
-            )
-            assert even._replace(attention=launch.attention, most=0) == launch
             kernel, (x, y, z) = launch.attention.kernel, launch.attention.grid
             c = dict(kernel.constants)
             rows = heads * group * q_len
@@ -37,8 +31,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert group * q_len >= kv_plan.PANEL_ROWS
                 assert y * 128 // c["STREAMS"] >= group * q_len
                 assert c["STREAMS"] == (2 if group * q_len <= 64 else 1)
-                assert launch.shares == launch.budget + batch - 1
-                assert (x, z) == (launch.shares * heads, 1)
+                assert (x, z) == (launch.streams * heads, 1)
                 assert launch.attention.shared == kernel.max_shared <= 227 << 10
                 assert 2 * kernel.max_shared > 227 << 10
                 assert launch.merge.grid == (batch, -(-rows // c["MERGE_ROWS"]), 1)
@@ -53,7 +46,7 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert 2 * (alone + (1 << 10)) > {90: 228, 100: 228, 120: 100}[capability] << 10
             else:
                 assert alone == rings * ring
-            one_each = launch.budget * y * heads // c["BLOCK_HEADS"] <= 132
+            one_each = x * y <= 132
             assert launch.attention.shared == (alone if one_each else rings * ring)
             assert kernel.max_shared <= SHARED.get(f"sm_{capability}", 227 << 10)
             sums = c["GROUPS"] * 8 * (8 + 4 * kv_plan.padded(dim))
@@ -66,10 +59,11 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert c["RING"] % 16 == 0
                 assert c["RING"] >= 3 * max(kv_plan.slot(bits, dim, masked) for bits in (16, 8, 4, 3, 2))
                 assert c["RING"] >= sums
-            assert (c["BLOCK_HEADS"] * x, z) == (heads * launch.shares, 1)
-            assert c["BLOCK_HEADS"] <= c["WARPS"]
+            assert c["BLOCK_HEADS"] * c["BLOCK_STREAMS"] == c["WARPS"]
+            blocks = -(-launch.streams // c["BLOCK_STREAMS"])
+            assert (c["BLOCK_HEADS"] * x, z) == (heads * blocks, 1)
             assert y * c["GROUPS"] * 8 >= group * q_len
-            assert launch.shares == launch.budget + batch - 1
+            assert launch.shares == blocks + batch - 1
             assert max(y, z) <= plan.MOST_BLOCKS
             parts_of_a_row = launch.merge.grid[2]
             assert launch.merge.grid[:2] == (batch, rows)
@@ -81,30 +75,71 @@ def test_plans_of_attention_fit_the_hardware(capability: int) -> None:
                 assert rows * batch * parts_of_a_row <= 132 * kv_plan.MERGES_BESIDE
 
 
-@pytest.mark.parametrize("budget", [1, 44, 108, 132, 148])
-@pytest.mark.parametrize("batch", [1, 3, 12, 100])
-def test_no_share_of_attention_is_beyond_the_grid(budget: int, batch: int) -> None:
-    """Shares of sequences, in float32 as kernels/attention/split.cuh counts them."""
-    f32, total = np.float32, budget * batch
-    for cost in np.random.default_rng(0).integers(1, 1 << 17, 200):
-        part = f32(f32(f32(cost) * f32(batch)) / f32(total)) * f32(1 + kv_plan.SLACK)
-        counts = batch * int(np.ceil(f32(cost) / part))
-        assert batch <= counts <= total + batch - 1
+@pytest.mark.parametrize("bits", [(4,), (2,), (8, 4, 2)])
+@pytest.mark.parametrize(("heads", "q_len"), [(8, 1), (32, 1), (8, 4), (8, 64)])
+def test_sequences_have_streams(bits: tuple[int, ...], heads: int, q_len: int) -> None:
+    """At least one each; where lengths are the same most streams have tokens, of whole blocks if that leaves
+    few without."""
+    for batch in (*range(1, 140), 300, 1000, plan.MOST_BLOCKS):
+        shape = kv_plan.Shape(batch, q_len, 32, heads, 128, bits, int(q_len > 1), 1)
+        for even in (False, True):
+            launch = kv_plan.attention(shape, 90, 132, even)
+            c = dict(launch.attention.kernel.constants)
+            each, block = launch.streams // batch, c["BLOCK_STREAMS"]
+            assert each >= 1
+            assert each >= 2 or even or batch == 1 or q_len > 1
+            assert each * batch >= 0.75 * launch.streams
+            if even and each >= 10 * block:
+                assert each % block == 0 or batch == 1
+
+
+def streams_of(costs: NDArray[Any], streams: int, finest: float) -> NDArray[np.int64]:
+    """How many each sequence gets, in float32 as kernels/attention/split.cuh counts them."""
+    f32, batch = np.float32, len(costs)
+    lanes = np.zeros(32, f32)
+    for base in range(0, batch, 32):
+        lanes[: batch - base] += costs[base : base + 32]
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    share = f32(f32(1) / lanes[0]) * f32(1 - 2**-12) if lanes[0] else f32(np.inf)
+    for step in range(4 * (batch > 128), 5):
+        with np.errstate(invalid="ignore"):
+            rate = np.fmin(f32(f32(streams + 0.5) - f32(batch / 4) * step) * share, f32(finest))
+        counts = np.maximum(1, np.ceil(costs * rate)).astype(np.int64)
+        if counts.sum() <= streams:
+            return counts
+    raise AssertionError(f"{counts.sum()} streams are wanted of {streams}")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 12, 32, 33, 100, 200])
+@pytest.mark.parametrize("longest", [0, 1, 30, 2000, 1 << 17])
+def test_there_are_enough_streams(batch: int, longest: int) -> None:
+    """Whatever the lengths, and none has much more than its part."""
+    random = np.random.default_rng(0)
+    for room, block in ((33, 8), (132, 2), (33, 4), (8, 1), (1, 1)):
+        shape = kv_plan.Shape(batch, 1, 32, 8, 128, (4,), 0, 1)
+        for even, trial in combinations((False, True), range(20)):
+            streams = kv_plan._streams(shape, room, block, even)
+            grains = random.integers(0, longest + 1, batch) if trial else np.full(batch, longest)
+            costs = (grains * 4.4).astype(np.float32)
+            counts = streams_of(costs, streams, 1e9)
+            assert batch <= counts.sum() <= streams
+            if streams > 4 * batch:
+                most = costs.sum(dtype=np.float64) / (streams - batch) * 1.001
+                assert (costs / counts <= most).all()
+            if not trial and longest and streams < 2048:
+                assert (counts == streams // batch).all()
 
 
 @pytest.mark.parametrize("cost", [1131 * 15.0, 7475 * 4.4, 1915 * 4.3, 3895 * 8.4])
-def test_no_share_of_the_most_sequences_is_beyond_the_grid(cost: float) -> None:
+def test_there_are_enough_streams_of_the_most_sequences(cost: float) -> None:
     """Of lengths for which the float32 sums of a warp's lanes are furthest off."""
-    f32, batch = np.float32, plan.MOST_BLOCKS
-    lanes = np.zeros(32, np.float32)
-    for base in range(0, batch, 32):
-        lanes[: batch - base] += f32(cost)
-    while len(lanes) > 1:
-        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
-    assert abs(lanes[0] / (cost * batch) - 1) > 3e-5
-    for splits in (1, 2, 8):
-        part = lanes[0] * f32((1 + kv_plan.SLACK) / (batch * splits))
-        assert np.ceil(f32(cost) * (1 / part)) == splits
+    costs = np.full(plan.MOST_BLOCKS, cost, np.float32)
+    for room in (8, 33, 132):
+        for even in (False, True):
+            shape = kv_plan.Shape(len(costs), 1, 32, 8, 128, (4,), 0, 1)
+            streams = kv_plan._streams(shape, room, 8, even)
+            assert streams_of(costs, streams, 1e9).min() >= max(1, streams // len(costs) - 1)
 
 
 def test_what_merges_is_spread_where_launches_overlap() -> None:

@@ -116,7 +116,8 @@ struct Copies {
     DEVICE void run() {
         if constexpr (has_tier(TIER)) {
             constexpr int TOKENS = Box<bits_of(TIER)>::TOKENS;
-            const int streams = ONE_SEQUENCE ? RINGS : share.count, end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
+            const int streams = ONE_SEQUENCE ? RINGS : share.count;
+            const int end = share.cuts[1][TIER], before = int(share.sequence * p.tiers[TIER].room);
 #pragma unroll 1
             for (int first = share.cuts[0][TIER] + own * TOKENS; first < end; first += streams * TOKENS)
 #pragma unroll

@@ -121,13 +121,13 @@ struct Share {
 
     static DEVICE int streams_of(float cost, float rate) { return max(1, int(ceilf(__fmul_rn(cost, rate)))); }
 
-    // The inverse of a little more than all cost: sums and quotients are rounded, and no share may be beyond the grid. A lane sums
-    // one after the other's float32 costs, of up to MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the sum at
-    // most, are 2^-13. A few more roundings have the rest. Up to 4096 shares of a sequence are as many as without.
-    static DEVICE float part_of(float total) { return __fmul_rn(about_inverse(total), 1 - 0x1p-12f); }
+    // Which part of all cost a unit is, or a little less: sums and quotients are rounded, and no share may be beyond the grid. A
+    // lane sums one after the other's float32 costs, of up to MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the
+    // sum at most, are 2^-13. A few more roundings have the rest. Up to 4096 shares of a sequence are as many as without.
+    static DEVICE float share_of_unit(float total) { return __fmul_rn(about_inverse(total), 1 - 0x1p-12f); }
 
     static DEVICE int blocks_of_single(const Attention& p, const Lengths& lengths) {
-        const float all = lengths.cost(), rate = fminf(__fmul_rn(float(p.streams), part_of(all)), p.finest);
+        const float all = lengths.cost(), rate = fminf(__fmul_rn(float(p.streams), share_of_unit(all)), p.finest);
         return streams_of(all, __fmul_rn(rate, 1.f / BLOCK_STREAMS));
     }
 
@@ -167,17 +167,18 @@ struct Portion {
 
     // By one warp, of the first 32; each lane has one's cost. There are enough streams for all.
     //
-    // Each sequence has whole streams. Of n streams for all cost up to batch - 1 more may be wanted than there are, of n - batch never.
-    // Sequences have half a stream too many each, in the mean, so steps between these are tried, but where that takes too long.
+    // Each sequence has whole streams, at least one. Of all streams for all cost up to batch - 1 more may be wanted than there are,
+    // of `batch` fewer never (nor of half a stream more than that, so that sequences of one length, whose parts are whole numbers,
+    // get these). Sequences have half a stream too many each, in the mean: steps between are tried, but where that takes too long.
     DEVICE Portion(const Attention& p, float own, int lane) {
         constexpr int STEPS = 4, MOST = 4 * WARP;
         float total = own;
         for (int base = WARP; base < p.batch; base += WARP) total += Lengths(p, base + lane).cost();
 #pragma unroll
         for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-        const float share = Share::part_of(total), fewer = float(p.batch) / STEPS;
+        const float share = Share::share_of_unit(total), fewer = float(p.batch) / STEPS;
         const auto rate_of = [&](int step) {
-            return fminf(__fmul_rn(fmaf(-fewer, float(step), float(p.streams)), share), p.finest);
+            return fminf(__fmul_rn(fmaf(-fewer, float(step), p.streams + 0.5f), share), p.finest);
         };
         int wanted[STEPS];
 #pragma unroll

@@ -278,8 +278,8 @@ DEVICE u32 warp_max(u32 value) {
 #endif
 }
 
-// What is the same in all lanes, so that the compiler knows it: of what was divided, or lay in shared memory, it does not, and then keeps loops out
-// of the uniform registers.
+// What is the same in all lanes, so that the compiler knows it: of what was divided, or lay in shared memory, it does not, and then
+// keeps loops out of the uniform registers.
 DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 DEVICE int warp_sum(int value) {
@@ -298,7 +298,7 @@ DEVICE int warp_sum(int value) {
 //
 //   - Before a thread has waited it stores nothing in global memory, and reads only what no kernel before may still write:
 //     weights and what belongs to them, for which the host has waited when they were made (cuquant/cuda/fragments.py). (Attention
-//     of a single sequence, but for boxes, reads lengths, too, and goes by them until it has read them again: ops/attention.cu.)
+//     reads lengths, too, and goes by them until it has read them again: attention/split.cuh, ops/attention.cu.)
 //   - Every grid has a thread that waits, even if there is nothing to do. So a kernel is never done before the one before
 //     it, and who has waited for one has waited for all. (A launch that does not overlap need not: it starts late enough.)
 //   - Most kernels let their successor start at once. Grouped products (`begin` in problem.cuh) and attention do when they

@@ -159,7 +159,7 @@ struct Work {
     template <int TIER = 0>
     DEVICE bool busy(const Share& share) const {
         if constexpr (has_tier(TIER))
-            if (share.cuts[0][TIER] + (own - share.first_stream()) * Layout<bits_of(TIER)>::TOKENS < share.cuts[1][TIER]) return true;
+            if (share.cuts[0][TIER] + (own - share.first_stream()) * step_of(TIER) < share.cuts[1][TIER]) return true;
         if constexpr (TIER + 1 < TIERS) return busy<TIER + 1>(share);
         return false;
     }
@@ -275,9 +275,10 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
     static_assert((N & (N - 1)) == 0 && N <= WARP, "each stream has a lane, or several");
     constexpr int APART = BLOCK_HEADS * PARTIAL;  // bytes from a stream's to the next's
     const u8* const given = reinterpret_cast<const u8*>(&partial(local, share.first_stream()));
+    const auto of_stream = [&](int k) -> const Partial& { return *reinterpret_cast<const Partial*>(given + k * APART); };
     const int streams = share.streams();
     float2 all = make_float2(Queries::LEAST, 0);
-    if (lane % N < streams) all = reinterpret_cast<const Partial*>(given + lane % N * APART)->weight[row];
+    if (lane % N < streams) all = of_stream(lane % N).weight[row];
     const float own = all.x;
 #pragma unroll
     for (int step = 1; step < N; step *= 2) all.x = fmaxf(all.x, __shfl_xor_sync(~0u, all.x, step));
@@ -289,15 +290,14 @@ DEVICE void combine(const Attention& p, const Share& share, int local, int row, 
 #pragma unroll
     for (int base = 0; base < PADDED; base += WARP * 4) {
         const int column = base + lane * 4;
-        float4 of_stream[N], sum = make_float4(0, 0, 0, 0);
+        float4 sums[N], sum = make_float4(0, 0, 0, 0);
 #pragma unroll
         for (int k = 0; k < N; k++) {
-            of_stream[k] = make_float4(0, 0, 0, 0);
-            if (k < streams && column < PADDED)
-                of_stream[k] = *reinterpret_cast<const float4*>(&reinterpret_cast<const Partial*>(given + k * APART)->o[row][column]);
+            sums[k] = make_float4(0, 0, 0, 0);
+            if (k < streams && column < PADDED) sums[k] = *reinterpret_cast<const float4*>(&of_stream(k).o[row][column]);
         }
 #pragma unroll
-        for (int k = 0; k < N; k++) add(sum, of_stream[k], __shfl_sync(~0u, factor, k));
+        for (int k = 0; k < N; k++) add(sum, sums[k], __shfl_sync(~0u, factor, k));
         if (column >= CUQUANT_DIM) continue;
         if (share.splits > 1)
             left_at(p, share.number(), out_row)[column / 4] = sum;
@@ -349,17 +349,18 @@ DEVICE void attend(const Attention& p, const M&... maps) {
     for (int at = 0; at < count; at++) {
         const Share& share = shares.of[at];
         const int start = ONE_SEQUENCE ? warp : (warp - at * items) & (WARPS - 1);  // rows of all shares go round the warps
-        for (int item = start; item < items; item += WARPS) combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
+        for (int item = start; item < items; item += WARPS)
+            combine(p, share, item % BLOCK_HEADS, item / BLOCK_HEADS, first_row, lane);
         if (!COUNTED || share.splits == 1 || start >= items) continue;
         const auto counter = [&](int item) {
             const int head = head_group() * BLOCK_HEADS + item % BLOCK_HEADS, row = first_row + item / BLOCK_HEADS;
             return counter_of(p, share.sequence, head * rows_of(p) + row, lane);
         };
-        u32* const own = counter(start);
+        u32* const of_first = counter(start);
         const u32 value = counted(share.splits);
         __syncwarp();
         if (lane >= p.parts) continue;
-        add_to(own, value);  // waits, half a microsecond, until others can read what all rows are
+        add_to(of_first, value);  // waits, half a microsecond, until others can read all that was stored
         for (int item = start + WARPS; item < items; item += WARPS) add_relaxed(counter(item), value);
     }
 }
