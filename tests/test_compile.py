@@ -82,8 +82,9 @@ def one_of_each(arch: str) -> list[plan.Kernel]:
 
 SPILLED = {"sm_75": 64, "sm_120": 176}
 """Bytes of registers for which attention of float32 queries of 256 channels has no room."""
-CROWDED = 24
-"""The same of caches of all five widths in boxes, with more than four queries for a key head."""
+CROWDED = {1: 24, 0: 40}
+"""The same of caches of all five widths in boxes, with more than four queries for a key head, of one sequence
+or several."""
 PANELS = {0: 0, 1: 0, 2: 24}
 """The same of panels, where no product waits: of tiles in which nothing, positions or a mask hide tokens."""
 BY_ERF = 16
@@ -97,7 +98,13 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
         constants = set(kernel.constants) if kernel.op == "attention" else set()
         crowded = {("TIERS", 31), ("BOXES", 1), ("SPREAD", 0)} <= constants
         wide = {("DIM", 256), ("HALVES", 2)} <= constants
-        spilled = SPILLED.get(arch, 0) if wide else CROWDED if crowded else 0
+        spilled = (
+            SPILLED.get(arch, 0)
+            if wide
+            else CROWDED[dict(kernel.constants)["ONE_SEQUENCE"]]
+            if crowded
+            else 0
+        )
         if kernel.op == "attention_panels":
             spilled = PANELS[dict(kernel.constants)["MASKED"]]
             assert kernel.entry == "merge" or report.registers == 128, "as many as its warpgroups share out"

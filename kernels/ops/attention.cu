@@ -38,15 +38,16 @@ DEVICE void begin(const Attention&, const Maps& maps) {
 // What a warp does for one key head.
 struct Work {
     const Attention& p;
+    Shares& shares;
     const int head, first_row, own, lane;
     Ring ring;
 
-    DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
-        : p(p), head(head), first_row(first_row), own(own), lane(lane) {}
+    DEVICE Work(const Attention& p, Shares& shares, int head, int first_row, int own, int lane)
+        : p(p), shares(shares), head(head), first_row(first_row), own(own), lane(lane) {}
 
     // Who has what, and queries, when the kernel before is done; false where this block has nothing. Of a single sequence queries
     // are asked for between its lengths and its share.
-    DEVICE bool begin(Shares& shares, Queries& q) const {
+    DEVICE bool begin(Queries& q) const {
         const bool finds = threadIdx.x < WARP;
         Lengths lengths(p, p.batch);
         if (ONE_SEQUENCE) {
@@ -69,12 +70,13 @@ struct Work {
         return true;
     }
 
-    DEVICE bool busy(const Share&) const { return true; }
+    DEVICE bool busy() const { return true; }
 
     template <int TIER = 0>
-    DEVICE void run(Queries& q, const Share& share) {
+    DEVICE void run(Queries& q) {
         if constexpr (has_tier(TIER)) {
             constexpr int BITS = bits_of(TIER);
+            const Share& share = shares.owner(own);  // anew for each bucket: registers are scarce
             Boxes<BITS> tokens(ring, share.cuts[0][TIER], share.cuts[1][TIER], own - share.first_stream(), share.streams(), lane);
             if (tokens.first < tokens.end) {
                 q.fit<BITS>(true);
@@ -85,7 +87,7 @@ struct Work {
             }
         }
         if constexpr (TIER == 0 && has_tier(0) && INTEGER_QUERIES) q.to_integers(lane);
-        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q, share);
+        if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q);
     }
 };
 #else
@@ -94,12 +96,13 @@ DEVICE void begin(const Attention&) {}
 // What a warp does for one key head.
 struct Work {
     const Attention& p;
+    Shares& shares;
     const int head, first_row, own, lane;
     u32 ring;
     int started;  // the tier whose first tokens are in the ring, or on their way
 
-    DEVICE Work(const Attention& p, int head, int first_row, int own, int lane)
-        : p(p), head(head), first_row(first_row), own(own), lane(lane),
+    DEVICE Work(const Attention& p, Shares& shares, int head, int first_row, int own, int lane)
+        : p(p), shares(shares), head(head), first_row(first_row), own(own), lane(lane),
           ring(shared_address(dynamic_shared() + threadIdx.x / WARP * CUQUANT_RING)), started(NONE) {
         asm volatile("" : "+r"(ring));  // opaque, lest the compiler work it out anew at every step
     }
@@ -110,7 +113,7 @@ struct Work {
     // Lengths of a single sequence are read, and shared out, while that kernel still runs. It may change them, but mostly tokens
     // that are there before are there after, and need not wait until that is known: the last warp, which has fewest of them,
     // finds it out while the others make of queries what products want.
-    DEVICE bool begin(Shares& shares, Queries& q) {
+    DEVICE bool begin(Queries& q) {
         __shared__ Share early;
         const int warp = threadIdx.x / WARP, finder = WARPS - 1;
         constexpr bool EARLY = OVERLAPS && ONE_SEQUENCE;
@@ -155,6 +158,10 @@ struct Work {
         }
     }
 
+    DEVICE bool busy() const { return busy(shares.owner(own)); }
+    DEVICE void run(Queries& q) const { run(q, shares.owner(own)); }
+
+private:
     // Whether any of the tokens are this warp's.
     template <int TIER = 0>
     DEVICE bool busy(const Share& share) const {
@@ -183,7 +190,6 @@ struct Work {
         if constexpr (TIER + 1 < TIERS) run<TIER + 1>(q, share);
     }
 
-private:
     static constexpr int NONE = -1;
 
     // Start to read the first bucket that has tokens, when `before` has waited.
@@ -318,31 +324,15 @@ DEVICE void copy_tokens(const Attention& p, const Shares& shares, const Maps& ma
     wait_for_predecessor();
     if (!shared_out(shares)) return;
     const int ring = threadIdx.x / WARP - WARPS;
-    if (ring < RINGS && shares.owned(ring) && threadIdx.x % WARP == 0) Copies(p, maps, shares.owner(ring), ring).run();
+    if (ring < RINGS && shares.owned(ring) && thread_again() % WARP == 0) Copies(p, maps, shares.owner(ring), ring).run();
     __syncthreads();
     __syncthreads();
 }
 #endif
 
-// Grid: blocks that share the tokens, and groups of key heads (split.cuh), groups of ROWS rows. Warp w has key head
-// w % BLOCK_HEADS of its group, and stream w / BLOCK_HEADS of tokens.
-template <class... M>
-DEVICE void attend(const Attention& p, const M&... maps) {
-    __shared__ Shares shares;
-    if (threadIdx.x == 0) begin(p, maps...);
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-#if CUQUANT_BOXES
-    if (warp >= WARPS) return copy_tokens(p, shares, maps...);
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
-#endif
-    const int head = head_group() * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
-    Work work(p, head, first_row, own, lane);
-    Queries q;
-    if (!work.begin(shares, q)) return;
-    q.clear();
-    if (shares.owned(own) && work.busy(shares.owner(own))) work.run(q, shares.owner(own));
-    if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
-    partial(warp % BLOCK_HEADS, own).store(q, lane);
+// What a warp has summed up to results, or to what `merge` goes on with.
+DEVICE void end(const Attention& p, const Shares& shares, const Queries& q, int first_row, int warp, int lane) {
+    partial(warp % BLOCK_HEADS, warp / BLOCK_HEADS).store(q, lane);
     if (!COUNTED && !ONE_SEQUENCE && threadIdx.x < shares.count) tell_merge(p, shares.of[threadIdx.x]);
     __syncthreads();
     const int items = BLOCK_HEADS * min(ROWS, rows_of(p) - first_row), count = ONE_SEQUENCE ? 1 : shares.count;
@@ -363,6 +353,28 @@ DEVICE void attend(const Attention& p, const M&... maps) {
         add_to(of_first, value);  // waits, half a microsecond, until others can read all that was stored
         for (int item = start + WARPS; item < items; item += WARPS) add_relaxed(counter(item), value);
     }
+}
+
+// Grid: blocks that share the tokens, and groups of key heads (split.cuh), groups of ROWS rows. Warp w has key head
+// w % BLOCK_HEADS of its group, and stream w / BLOCK_HEADS of tokens.
+template <class... M>
+DEVICE void attend(const Attention& p, const M&... maps) {
+    __shared__ Shares shares;
+    if (threadIdx.x == 0) begin(p, maps...);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+#if CUQUANT_BOXES
+    if (warp >= WARPS) return copy_tokens(p, shares, maps...);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COMPUTING_REGISTERS));
+#endif
+    const int head = head_group() * BLOCK_HEADS + warp % BLOCK_HEADS, own = warp / BLOCK_HEADS, first_row = blockIdx.y * ROWS;
+    Work work(p, shares, head, first_row, own, lane);
+    Queries q;
+    if (!work.begin(q)) return;
+    q.clear();
+    if (shares.owned(own) && work.busy()) work.run(q);
+    if (CUQUANT_BOXES) __syncthreads();  // all warps have read their rings
+    const int thread = thread_again();
+    end(p, shares, q, first_row, thread / WARP, thread % WARP);
 }
 
 // BESIDE: registers of `merge` stay free, where the compiler can be told so.
