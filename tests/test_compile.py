@@ -85,6 +85,8 @@ SPILLED = {"sm_75": 64, "sm_120": 176}
 CROWDED = {1: 24, 0: 40}
 """The same of caches of all five widths in boxes, with more than four queries for a key head, of one sequence
 or several."""
+WIDE_IMPORTANCE = 16
+"""The same of sums of importance of 256 channels."""
 PANELS = {0: 0, 1: 0, 2: 24}
 """The same of panels, where no product waits: of tiles in which nothing, positions or a mask hide tokens."""
 BY_ERF = 16
@@ -105,6 +107,8 @@ def check(todo: list[plan.Kernel], arch: str) -> None:
             if crowded
             else 0
         )
+        if kernel.op == "importance" and ("DIM", 256) in kernel.constants:
+            spilled = WIDE_IMPORTANCE
         if kernel.op == "attention_panels":
             spilled = PANELS[dict(kernel.constants)["MASKED"]]
             assert kernel.entry == "merge" or report.registers == 128, "as many as its warpgroups share out"

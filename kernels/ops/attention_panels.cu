@@ -122,7 +122,12 @@ DEVICE void finish(const Attention& p, const Share& share, int row, int count, i
     }
 }
 
-// Grid: blocks that share the tokens, groups of BLOCK_ROWS rows, key heads.
+// Of several sequences, by a call: within the kernel it would leave the rest too few registers.
+static __device__ __noinline__ void find_several(Shares& shares, const Attention& p, int lane) {
+    shares.find(p, own_block(), lane);
+}
+
+// Grid: blocks that share the tokens, and key heads (split.cuh), groups of BLOCK_ROWS rows.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Attention p) {
     __shared__ Shares shares;
     const Share& share = shares.of[0];
@@ -137,7 +142,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         let_successor_start();
         return shares.any();
     };
-    warp == THREADS / WARP - 1 ? shares.find(p, own_block(), lane) : wait_for_predecessor();
+    if (warp < THREADS / WARP - 1)
+        wait_for_predecessor();
+    else if (ONE_SEQUENCE)
+        shares.find(p, own_block(), lane);
+    else
+        find_several(shares, p, lane);
     if (!ONE_SEQUENCE && !meet()) return;
     if (warp >= MULTIPLYING / WARP) {
         if (ONE_SEQUENCE && !meet()) return;
