@@ -13,7 +13,7 @@ import numpy as np
 
 from . import kquant
 from .base import Format
-from .kquant import Codes, Floats
+from .kquant import Codes, F, Floats
 
 SEARCH = kquant.SEARCH._replace(of_rows=True)
 
@@ -34,9 +34,12 @@ def around_zero(x: Floats, w: Floats, most: int) -> tuple[Floats, Codes]:
 
 
 def above_minimum(x: Floats, w: Floats, most: int) -> tuple[Floats, Floats, Codes]:
-    """Scales and minimums [n], and codes [n, b] up to `most`, of blocks: x = scale * q + minimum."""
+    """Scales and minimums [n], and codes [n, b] up to `most`, of blocks: x = scale * q + minimum.
+
+    A minimum of zero is +0: which zero is the least of both depends on the processor.
+    """
     scale, below, q = _by_parts(lambda x, w: kquant.affine(x, w, most, -0.9, 0.05, 36), x, w)
-    return scale, -below, q
+    return scale, F(0) - below, q
 
 
 def _by_parts(search: Callable[[Floats, Floats], tuple[Any, ...]], x: Floats, w: Floats) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ DEVICE bool encode_block(GgmlBlock<BITS, HAS_MIN>, const float (&x)[OWN], const 
     u32 m_bits = 0;
     if constexpr (HAS_MIN) {
         const Fit fit = affine<(1 << BITS) - 1, 36, false>(x, w, -0.9f, 0.05f, q);
-        d_bits = float_to_half(fit.scale), m_bits = float_to_half(negated(fit.minimum));
+        d_bits = float_to_half(fit.scale), m_bits = float_to_half(ieee_add(negated(fit.minimum), 0));
     } else {
         d_bits = float_to_half(symmetric<F::OFFSET, OWN>(x, [&](int j) { return w[j]; }, q));
     }

@@ -161,8 +161,9 @@ UNFLUSHED(mul_rn_f32, a * b, !a || !b)
 UNFLUSHED(mul_rz_f32, toward_zero_of(double(a) * b), !a || !b)
 UNFLUSHED(add_rz_f32, toward_zero_of(double(a) + b), a == -b)  // of one sign; what double loses is not seen
 UNFLUSHED(div_rn_f32, a / b, !a)
-UNFLUSHED(min_NaN_f32, a != a ? a : b != b ? b : fminf(a, b), true)
-UNFLUSHED(max_NaN_f32, a != a ? a : b != b ? b : fmaxf(a, b), true)
+// -0 is less than +0.
+UNFLUSHED(min_NaN_f32, a != a ? a : b != b ? b : a == b ? (signbit(a) ? a : b) : fminf(a, b), true)
+UNFLUSHED(max_NaN_f32, a != a ? a : b != b ? b : a == b ? (signbit(a) ? b : a) : fmaxf(a, b), true)
 
 inline void fma_rn_f32(float& r, float a, float b, float c) {
     r = fmaf(a, b, c);
