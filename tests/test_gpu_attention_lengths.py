@@ -20,6 +20,7 @@ OTHER_LENGTHS = {
     "half": "lengths.of[t] / 2",
     "more": "lengths.of[t] + 7",
     "an_empty_bucket": "t == 0 ? 0 : lengths.of[t]",
+    "same_grain": "(lengths.of[t] + 15) / 16 * 16",
     "by_block": "(lengths.of[t] + int(blockIdx.x) * 37) % 1000",
 }
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {

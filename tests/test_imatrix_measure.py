@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -25,6 +26,7 @@ from synthetic import EXPERTS, QWEN3, QWEN3_MOE, Spec, some_tokens, write
 import cuquant as cq
 from cuquant.eval import config
 from cuquant.eval.llama import Llama
+from cuquant.io import imatrix
 
 
 class Listening(Oracle):
@@ -247,6 +249,24 @@ def test_the_text_is_not_replaced(model: Path, tmp_path: Path, monkeypatch: pyte
         short(model, tokens=None, text=text, target=text, force=True)
 
 
+def test_a_text_whose_name_is_no_utf_8(model: Path, tmp_path: Path) -> None:
+    """It is what the file calls its data."""
+    text, target = tmp_path / os.fsdecode(b"bad\xff.txt"), tmp_path / "i.gguf"
+    text.write_text(TEXT, encoding="utf-8")
+    made = cq.measure_importance(model, target, text=text, ctx=CTX, chunks=1)
+    assert list(cq.read_imatrix(target)) == list(made)
+    assert imatrix.read(target).dataset.endswith("bad\ufffd.txt")
+
+
+@pytest.mark.parametrize("ctx", [0, 1, 3])
+def test_chunks_as_short_as_evaluate_refuses(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctx: int
+) -> None:
+    monkeypatch.setattr(Llama, "hidden", interrupted)
+    with untouched(tmp_path), pytest.raises(ValueError, match=f"ctx is {ctx}; allowed are 4 to "):
+        short(model, ctx=ctx)
+
+
 def test_models_that_cannot_run(tmp_path: Path) -> None:
     """As one whose layers have nothing to multiply."""
     names = [f"blk.{i}.{part}.weight" for i in range(2) for part in ("attn_q", "attn_k", "attn_v", "ffn_up")]
@@ -312,6 +332,18 @@ def test_the_command(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
         "imatrix", model, text, "-o", target, "--ctx", CTX, "--chunks", 1, "--force", "--process-output"
     )
     assert f"{target}: importance of 15 tensors, by 1 chunk of 16 tokens, " in done.err
+
+
+def test_the_ids_are_not_replaced(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tmp_path / "ids.npy"
+    np.save(ids, some_tokens(CTX))
+    monkeypatch.setattr(Llama, "hidden", interrupted)
+    with untouched(tmp_path):
+        done = run("imatrix", model, "--tokens", ids, "-o", ids, "--ctx", CTX, "--force")
+    assert_one_line_error(done)
+    assert done.err == f"cuquant: error: {ids} is the file of the token ids that is being read\n"
 
 
 @pytest.mark.parametrize("source", ["stdin", "ids"])

@@ -183,6 +183,8 @@ def _imatrix(arguments: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     with replacing_by_option(arguments.target):
+        if arguments.tokens is not None:
+            check.require_another_file(Path(arguments.target), arguments.tokens, "token ids")
         made = measure_importance(
             arguments.model,
             arguments.target,

@@ -91,7 +91,7 @@ def measure_importance(
     UserWarning
         No token was routed to some of the experts; or as `evaluate` warns of `ctx`, and `cuquant.open`.
     """
-    ctx, chunks = check.count(ctx, "ctx"), None if chunks is None else check.count(chunks, "chunks")
+    ctx, chunks = check.count(ctx, "ctx", 4), None if chunks is None else check.count(chunks, "chunks")
     process_output, given = check.flag(process_output, "process_output"), text_or_tokens(text, tokens)
     source = on_device(model, device)
     with ExitStack() as opened:

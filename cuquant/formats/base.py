@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, cached_property
+from inspect import signature
 from typing import Any, ClassVar
 
 import numpy as np
@@ -95,6 +96,10 @@ class Format(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "encode" in cls.__dict__ and "takes_importance" not in cls.__dict__ and cls.takes_importance:
+            cls.takes_importance = (
+                len(signature(cls.encode).parameters) > 2
+            )  # self, the blocks, an importance
         if "name" in cls.__dict__:
             register(cls())
 

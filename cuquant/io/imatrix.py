@@ -187,7 +187,7 @@ def write(path: Path, sums: Mapping[str, Sums], dataset: str, chunks: int, ctx: 
 
     with closing(Writer(path, arch="")) as writer:
         writer.add_type("imatrix")
-        writer.add_array("imatrix.datasets", [dataset])
+        writer.add_array("imatrix.datasets", [os.fsencode(dataset).decode(errors="replace")])  # a file's name
         writer.add_uint32("imatrix.chunk_count", chunks)
         writer.add_uint32("imatrix.chunk_size", ctx)
         for weight, each in sums.items():

@@ -28,8 +28,8 @@ __all__ = ["Appender", "attend", "attend_again", "move"]
 LOG2_E = 1.4426950408889634
 _PLACES = struct.Struct("<11q")
 _NUMBERS = struct.Struct("<11q10iffiii4x")
-"""Layout of the numbers behind the buckets: `Attention` in kernels/attention/cache.cuh, whose size is a multiple
-of 8."""
+"""Layout of the numbers behind the buckets: `Attention` in kernels/attention/cache.cuh, whose size is a
+multiple of 8."""
 _MASKS = {**DTYPES, np.dtype(bool): 3}
 
 

@@ -150,6 +150,7 @@ private:
 template <int BITS>
 struct Boxes {
     using L = Box<BITS>;
+    static_assert(L::TOKENS == step_of_bits(BITS), "as shares are cut");
     // Rows of a product are tokens in an order for which lanes that read keys meet different banks, and those that
     // read values, two rows each, too.
     static DEVICE constexpr int token(int r) { return (r % 2 * 4 + r / 2 % 2 * 2) ^ r / 4 * 5; }

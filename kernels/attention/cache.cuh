@@ -8,6 +8,8 @@ constexpr int TIERS = 5;  // of 16, 8, 4, 3 and 2 bits; those that a cache lacks
 
 DEVICE constexpr int bits_of(int tier) { return tier == 0 ? 16 : tier == 1 ? 8 : 6 - tier; }
 
+DEVICE constexpr int step_of_bits(int bits) { return bits >= 8 ? 16 : 32; }  // tokens that a stream takes at a time
+
 // The buckets of one width: arrays [batch, room, ...] of cuquant/kv/tiers.py, and lengths [batch].
 struct Tier {
     u8* k;

@@ -60,7 +60,7 @@ DEVICE u32* counter_of(const Attention& p, int sequence, int row, int part) {
 // What each share adds to it: one, and how many there are, lest others be waited for where lengths have changed since.
 DEVICE u32 counted(u32 splits) { return splits << 16 | 1; }
 
-// How a sequence is shared, of several, to what does not count: by a thread of each of its blocks, of which the first say the same.
+// How a sequence is shared, of several, to what does not count: by a thread of each of its blocks, of which only the first tells.
 DEVICE void tell_merge(const Attention& p, const Share& share) {
     if (!ONE_SEQUENCE && share.split + head_group() == 0) p.shares[share.sequence] = make_int2(share.first, share.splits);
 }

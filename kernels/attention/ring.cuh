@@ -57,6 +57,7 @@ DEVICE void copy_piece(u32 to, const u8* from) {
 template <int BITS>
 struct Stream {
     using L = Layout<BITS>;
+    static_assert(L::TOKENS == step_of_bits(BITS), "as shares are cut");
 
     const Tier& tier;
     s64 origin;  // of this head, in rows: keys, values and scales are indexed alike

@@ -2,7 +2,7 @@
 //
 // Lengths are read where they are, on the GPU: a captured launch serves a cache that grows. There is a number of streams of tokens,
 // a few of each block. Every sequence gets some of them, by what its tokens cost, one behind the other, so a block has the last
-// streams of one sequence, whole ones, and the first of the next:
+// streams of one sequence, then whole sequences, and the first streams of the next:
 //
 //   sequence   0 0 0 0 0 0 0 0 0 0 0 1 1 2 2 2 2 2 2 2 2 2 2 ...
 //   block      0 0 0 0 0 0 0 0 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 ...     of eight streams
@@ -15,14 +15,14 @@
 
 constexpr int GRAIN = 16;  // tokens that are not divided
 
-// Blocks along x: those of all groups of key heads that have the same tokens, side by side, as are what they read. So those without
-// tokens, if these are few, come last.
+// Blocks along x: those of all groups of key heads that have the same tokens, side by side, as is what they read. So the few
+// without tokens, if any, come last.
 constexpr int HEAD_GROUPS = CUQUANT_HEADS / CUQUANT_BLOCK_HEADS;
 
 DEVICE int own_block() { return blockIdx.x / HEAD_GROUPS; }
 DEVICE int head_group() { return blockIdx.x % HEAD_GROUPS; }
 
-DEVICE constexpr int step_of(int tier) { return bits_of(tier) >= 8 ? 16 : 32; }  // tokens that a stream takes at a time
+DEVICE constexpr int step_of(int tier) { return step_of_bits(bits_of(tier)); }
 
 DEVICE constexpr bool has_tier(int tier) { return CUQUANT_TIERS >> tier & 1; }
 
@@ -77,8 +77,8 @@ constexpr int CUTTING = WARP / 2;  // lanes, a share's two cuts of up to eight t
 // What a block has of one sequence.
 struct Share {
     int sequence;              // none if negative
-    int first, split, splits;  // of those that blocks have of the sequence: the first one's number, which this is, how many
-    int start, count;          // of the block's streams, the first that it has, and how many; all of a single sequence
+    int first, split, splits;  // number of the sequence's first share; how many of its shares come before this one; how many it has
+    int start, count;          // the first of the block's streams that it has, and how many; not set for a single sequence
     int cuts[2][8];            // of each tier: the first token that is this share's, and the first behind those
 
     DEVICE int number() const { return first + split; }
@@ -108,7 +108,7 @@ struct Share {
     // Of a single sequence: the first share's number, and how many there are.
     static DEVICE int2 all_of_single(const Attention& p) { return make_int2(0, blocks_of_single(p, Lengths(p, 0))); }
 
-    // By half of a warp, in shared memory: of one of several, with these lengths, that has so many streams, from `from` on.
+    // By half of a warp, in shared memory: of one of several sequences, with these lengths, which has `all` streams from `from` on.
     DEVICE void find(const Lengths& lengths, int which, int from, int all, int block, int lane) {
         const int begin = max(from, block * BLOCK_STREAMS), end = min(from + all, (block + 1) * BLOCK_STREAMS);
         if (lane == 0) {
@@ -121,9 +121,9 @@ struct Share {
 
     static DEVICE int streams_of(float cost, float rate) { return max(1, int(ceilf(__fmul_rn(cost, rate)))); }
 
-    // Which part of all cost a unit is, or a little less: sums and quotients are rounded, and no share may be beyond the grid. A
-    // lane sums one after the other's float32 costs, of up to MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the
-    // sum at most, are 2^-13. A few more roundings have the rest. Up to 4096 shares of a sequence are as many as without.
+    // Which part of all cost a unit is, or a little less: sums and quotients are rounded, and no stream may be beyond the grid. A
+    // lane adds up float32 costs of up to MOST_BLOCKS / 32 sequences: 2048 additions, each off by 2^-24 of the sum at most, are
+    // 2^-13. A few more roundings have the rest. Of equal sequences each may get one stream less than fit, from 2048 streams on.
     static DEVICE float share_of_unit(float total) { return __fmul_rn(about_inverse(total), 1 - 0x1p-12f); }
 
     static DEVICE int blocks_of_single(const Attention& p, const Lengths& lengths) {
@@ -167,9 +167,10 @@ struct Portion {
 
     // By one warp, of the first 32; each lane has one's cost. There are enough streams for all.
     //
-    // Each sequence has whole streams, at least one. Of all streams for all cost up to batch - 1 more may be wanted than there are,
-    // of `batch` fewer never (nor of half a stream more than that, so that sequences of one length, whose parts are whole numbers,
-    // get these). Sequences have half a stream too many each, in the mean: steps between are tried, but where that takes too long.
+    // Each sequence has whole streams, at least one. If the cost is divided by the number of streams, up to batch - 1 streams too
+    // many are wanted; if it is divided by `batch` fewer, never, nor by half a stream more than that (which lets sequences of one
+    // length have as many as fit). Each sequence has half a stream too many, in the mean, so numbers between are tried, unless
+    // there are too many sequences for that.
     DEVICE Portion(const Attention& p, float own, int lane) {
         constexpr int STEPS = 4, MOST = 4 * WARP;
         float total = own;
@@ -232,7 +233,8 @@ struct Shares {
     DEVICE const Share& owner(int stream) const { return of[ONE_SEQUENCE ? 0 : owners[stream]]; }
 
     // By one warp, when the kernel before is done, for which it waits. Lengths are read, and streams shared out, while that still
-    // runs; if it has changed what a sequence costs, they are once more. (To read them takes half a microsecond.)
+    // runs, and once more if it has changed what a sequence costs, or there are more than 32. (To read them takes half a
+    // microsecond.)
     DEVICE void find(const Attention& p, int block, int lane) {
         if (ONE_SEQUENCE) return wait_for_predecessor(), of[0].find(p, Lengths(p, 0), block, lane);
         Portion portion;

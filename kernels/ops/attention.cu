@@ -15,7 +15,7 @@ constexpr int BLOCK_HEADS = CUQUANT_BLOCK_HEADS;
 static_assert(WARPS == BLOCK_HEADS * BLOCK_STREAMS && (WARPS & (WARPS - 1)) == 0, "one for each");
 
 // `merge`, which does not wait for what was before this kernel, is let start when that is done (core/ptx.cuh), and when this
-// block knows its shares: it reads lengths, too, and takes registers. Whether this block has tokens.
+// block knows its shares: it reads lengths, too, and takes registers. Whether this block has any.
 DEVICE bool shared_out(const Shares& shares) {
     __syncthreads();
     let_successor_start();
