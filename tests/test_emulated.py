@@ -102,8 +102,9 @@ CHOSEN = {
     "test_gpu_kv_repeats.py": (39, "not in_turn"),
     "test_tuning.py": (1, "right and q4_0 and 40"),
     "test_gpu_attention.py": (
-        22,
+        23,
         "(types and (64-3 or 128-64 or 40-1) and not bfloat16 and not (64 and float32))"
+        " or (thought_to_be_even and widths0-6)"
         " or bad or seen or (fewer and (widths0 or widths5) and not 70000 and not 3000)",
     ),
     "test_gpu_attention_masks.py": (
@@ -114,14 +115,18 @@ CHOSEN = {
         21,
         "not (nan-2 or inf-4 or nan-4 or inf-8 or nan-8 or 1200) and (widths5 or not any_shape)",
     ),
-    "test_gpu_attention_lengths.py": (3, "(many or by_block) and (plain or masked)"),
+    "test_gpu_attention_lengths.py": (6, "(many or by_block) and (plain or masked)"),
     "test_gpu_attention_queries.py": (35, "bad or (overflow and widths1) or (integers and 2-float16)"),
 }
 """Tests that are emulated in seconds, of every kernel file and kind of format: how many there are at least (a
 changed name must not leave one out unseen), and which, as -k takes them."""
 CHOSEN_OF_SM_90 = {
     "test_gpu_kv_appended.py": (15, "many_heads or halfway or (share and 32)"),
-    "test_gpu_attention.py": (6, "(eight_heads_at_once and 1000) or (zeros and 20)"),
+    "test_gpu_attention.py": (
+        7,
+        "(eight_heads_at_once and 1000) or (zeros and 20) or (thought_to_be_even and widths1-6)",
+    ),
+    "test_gpu_attention_lengths.py": (3, "(eight_heads and same_grain) or (5-same_grain and plain)"),
     "test_gpu_attention_queries.py": (
         13,
         "(overflow and widths1-8) or (integers and 8-bfloat16 and larger) or (only_itself and 20)",
@@ -189,6 +194,7 @@ PROCESSES_OF_SM_90 = {
     "attention": (
         "test_gpu_kv_appended.py",
         "test_gpu_attention.py",
+        "test_gpu_attention_lengths.py",
         "test_gpu_attention_queries.py",
         "test_gpu_attention_panels.py",
         "test_gpu_attention_magnitudes.py",

@@ -66,6 +66,28 @@ def test_lengths_that_were_others_when_a_launch_began(
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("read", ["same_grain", "by_block"])
+@pytest.mark.parametrize(
+    ("op", "heads", "dim", "q_len"), [("attention", 8, 128, 1), ("attention_panels", 2, 64, 64)]
+)
+def test_other_lengths_of_eight_heads_at_once_and_panels(
+    op: str, heads: int, dim: int, q_len: int, read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Likewise, of several sequences, on GPUs that have these."""
+    q = device.cupy().asarray(normal(5, q_len, 2 * heads, dim, seed=3, dtype=np.float16))
+
+    def found() -> list[Any]:
+        caches = [filled(n, 5, (2,), heads, dim) for n in (64, 701)]
+        return [testing.as_numpy(cq.attention(q, cache)) for cache in caches]
+
+    expected = found()
+    others = f"if (OVERLAPS) for (int t = 0; t < TIERS; t++) lengths.of[t] = {OTHER_LENGTHS[read]};"
+    with monkeypatch.context() as patch:
+        changed_kernel(patch, op, WHERE[5][0], others)
+        for ours, theirs in zip(found(), expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("shares", ["shares.y + 1", "max(2, shares.y - 1)"])
 def test_lengths_that_change_while_attention_runs(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if another stream had appended, so that what merges waits for more shares than there are, or for
