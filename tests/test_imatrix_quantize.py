@@ -274,7 +274,7 @@ def test_the_command(run: Run, tmp_path: Path) -> None:
     quantize_file(source, expected, "q4_k_m", importance=path, device="cpu")
     assert target.read_bytes() == expected.read_bytes()
     done = run("quantize", source, target, "--format", "q8_0", "--imatrix", path, "--force")
-    others = "k-quants, iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats take one"
+    others = "k-quants (q4_k, ...), iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats take one"
     assert done.err.endswith(f"\nby importance: 0 of 3 tensors ({others})\n")
 
 

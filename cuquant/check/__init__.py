@@ -125,6 +125,7 @@ from .evaluations import (
     token_vector as token_vector,
 )
 from .formats import (
+    TAKE_IMPORTANCE as TAKE_IMPORTANCE,
     codebook as codebook,
     codes as codes,
     column_importance as column_importance,

@@ -230,13 +230,14 @@ def require_quantizable(values: Any, fmt: Format, first_row: int, shape: tuple[i
     )
 
 
+TAKE_IMPORTANCE = "k-quants (q4_k, ...), iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats"
+"""The formats that take an importance, for people."""
+
+
 def column_importance(value: Any, fmt: Format, k: int) -> Any:
     """Importance of k columns, float32 from 2^-40 to 2, in proportion: products of it do not underflow."""
     if not fmt.takes_importance:
-        raise ValueError(
-            f"{fmt} takes no importance; k-quants (q4_k, ...), iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and "
-            "trellis formats do"
-        )
+        raise ValueError(f"{fmt} takes no importance; {TAKE_IMPORTANCE} do")
     given = device.as_numpy(numbers(value, "importance"))
     if given.shape != (k,):
         raise ValueError(f"importance has shape {given.shape}; {(k,)} is needed, a number for each column")

@@ -54,7 +54,7 @@ def _add_quantize(commands: Any) -> None:
         "--imatrix",
         metavar="FILE",
         help="quantize by an importance matrix that cuquant imatrix or llama.cpp's llama-imatrix wrote: to "
-        "k-quants, iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats",
+        + check.TAKE_IMPORTANCE,
     )
     _add_how(command, "quantize")
 
@@ -94,8 +94,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
     )
     if arguments.imatrix is not None:
         made = counted(len(done.quantized), "tensor")
-        takers = "k-quants, iq4_nl, iq4_xs, q4_0, q4_1, q5_0, q5_1 and trellis formats"
-        why = "" if done.by_importance else f" ({takers} take one)"
+        why = "" if done.by_importance else f" ({check.TAKE_IMPORTANCE} take one)"
         print(f"by importance: {len(done.by_importance):,} of {made}{why}", file=sys.stderr)
     if done.unmatched:
         count = len(done.unmatched)

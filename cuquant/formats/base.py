@@ -78,7 +78,8 @@ class Format(ABC):
     """Whether vectors may end within a block, whose rest is then zeros."""
     takes_importance: ClassVar[bool] = False
     """Whether `encode` takes a second argument: the importance of each weight, float32 [n, block_size], or
-    what `weights_of_errors` makes of it."""
+    what `weights_of_errors` makes of it. A class that derives from one that does takes one if its own
+    `encode` has the argument."""
     takes_moments: ClassVar[bool] = False
     """Whether an importance goes to `ops.trellis` in place of `encode`: moments of a matrix's inputs."""
     scale_beside: ClassVar[bool] = False
@@ -97,9 +98,8 @@ class Format(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "encode" in cls.__dict__ and "takes_importance" not in cls.__dict__ and cls.takes_importance:
-            cls.takes_importance = (
-                len(signature(cls.encode).parameters) > 2
-            )  # self, the blocks, an importance
+            own = signature(cls.encode).parameters  # self, the blocks, and perhaps an importance
+            cls.takes_importance = len(own) > 2
         if "name" in cls.__dict__:
             register(cls())
 
@@ -232,8 +232,8 @@ class Format(ABC):
     def weights_of_errors(
         self, rows: NDArray[np.float32], importance: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """What `encode` takes beside rows [n, K], a block at a time: the importance [n, K] itself, but where
-        an error counts by more of its row than the block."""
+        """What `encode` takes beside rows [n, K], a block at a time: the importance [n, K], or what a format
+        makes of it that looks at more of a row than the block."""
         return importance
 
     @abstractmethod
