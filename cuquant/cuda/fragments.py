@@ -333,8 +333,7 @@ def _step(entry: str, fragments: Fragments) -> plan.Plan:
 
 
 def _operands(fragments: Fragments) -> tuple[Any, ...]:
-    """Operands that both directions share: tiles, rows, blocks of a row, and addresses of the planes of
-    tiles."""
+    """Operands that both directions share: rows, blocks of a row, and addresses of the planes of tiles."""
     fmt, (*_, n, k) = fragments.fmt.for_kernels, fragments.shape
     planes = (np.uint64(address) for address in fragments.addresses[:-1])
-    return np.int64(prod(fragments.tiles)), np.int32(n), np.int32(k // fmt.block_size), *planes
+    return np.int32(n), np.int32(k // fmt.block_size), *planes

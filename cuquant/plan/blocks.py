@@ -16,6 +16,8 @@ _RUN_TILES, _RUN_BYTES = 16, 1600
 """Tiles along K that a block of threads repacks at a time; to fragments up to four times as many, while what
 is read of a row stays below so many bytes. An H200's memory is the faster the more lies together: q4_k takes
 84 us in place of 89."""
+_ROUNDS = 4
+"""Blocks for each place on the GPU, at most, where row tiles are so few that several blocks share one."""
 _RESIDENT, _MORE_RESIDENT = 2, 3
 """Blocks of a multiprocessor that repack to fragments, at most. More have fewer registers: with five, q4_0 at
 28672 x 8192 takes an H200 81 us in place of 73. Codes of 3 and 6 bits, which take more instructions, are
@@ -87,12 +89,12 @@ def _quantize_groups(has_zero_points: bool, fine_from: int, group: int, threads:
 
 @lru_cache(maxsize=1024)
 def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: bool = True) -> Plan:
-    """Repack to or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time, a
-    block for each; on the way there as many blocks as the GPU holds at once, which have the next run fetched
-    while they work on one.
+    """Repack to or from the fragment layout (`entry`), so many `tiles` a row tile: a run of them at a time. On
+    the way back each run has a block; on the way there a row tile has one, which has the next run fetched
+    while it works on one, or more, if there are few row tiles and rows have no factors. (Weights that are not
+    `half`, that float16 does not hold, have none.)
 
-    A warp takes a block of the format as a whole. Where rows have factors a block takes whole row tiles, of
-    which all have as many, or one more. Weights that are not `half`, that float16 does not hold, have none.
+    A warp takes a block of the format as a whole.
     """
     kernel, to_fragments = per_format("repack", entry, fmt), entry == "to_fragments"
     threads, run, shared, most = 256 if fmt.block_size < 256 else 128, _RUN_TILES, 0, 0
@@ -107,19 +109,19 @@ def repack(fmt: Format, entry: str, row_tiles: int, tiles: int, gpu: Gpu, half: 
         resident = _MORE_RESIDENT if fmt.bits in (3, 6) else _RESIDENT
         constants |= {"RESIDENT": resident, "IMAGE": image}
     constants |= {"RUN": run, "TO_FRAGMENTS": int(to_fragments)}
-    blocks = row_tiles * ceil(tiles / run)
+    grid, runs = (row_tiles * ceil(tiles / run), 1, 1), ceil(tiles / run)
     if to_fragments:
         at_once = max(
             n for n in range(1, resident + 1) if n == 1 or shared <= shared_limit(gpu.capability, n)
         )
-        places = gpu.multiprocessors * at_once
+        parts = 1
         if factors:
-            blocks = ceil(row_tiles / ceil(row_tiles / places))
             shared += _kept(fmt, tiles, shared_limit(gpu.capability, at_once) - shared)
         else:
-            blocks = min(blocks, places)
+            parts = max(1, min(runs, _ROUNDS * gpu.multiprocessors * at_once // max(1, row_tiles)))
+        grid = (row_tiles, parts, 1)
     kernel = replace(kernel, constants=(*kernel.constants, *constants.items()), max_shared=most)
-    return Plan(kernel, (blocks, 1, 1), threads, shared)
+    return Plan(kernel, grid, threads, shared)
 
 
 def _kept(fmt: Format, tiles: int, room: int) -> int:
@@ -135,8 +137,8 @@ _CENTER_THREADS = 256
 
 @lru_cache(maxsize=1024)
 def center(nbytes: int) -> Plan:
-    """Bring scales that are exponents to what products take, that many bytes: 16 a thread."""
-    blocks = ceil(nbytes / (16 * _CENTER_THREADS))
+    """Bring scales that are exponents to what products take, that many bytes: 64 a thread."""
+    blocks = ceil(nbytes / (64 * _CENTER_THREADS))
     return Plan(Kernel("center", "center"), (blocks, 1, 1), _CENTER_THREADS, overlaps=True)
 
 

@@ -1,6 +1,7 @@
 // Storage layout <-> fragment layout (the picture is in core/tile.cuh).
 //
-// A block of threads takes runs of 16 rows x RUN tiles, one after the other. In storage a row of blocks starts at any
+// A block of threads takes runs of 16 rows x RUN tiles, one after the other, of one row tile: to fragments all of them, or, where
+// row tiles are few and rows have no factors, a part. On the way back each run has a block of its own. In storage a row of blocks starts at any
 // address, so its bytes pass through shared memory, which keeps their places in 16-byte words: these are moved as such;
 // on the way back, what the row has of its first and last word, in pairs of bytes (byte by byte where blocks have an
 // odd length).
@@ -38,43 +39,26 @@ struct Run {
     s64 row_bytes, column;      // of the matrix in storage; where in its rows the run starts
 };
 
-// Row tiles, over all matrices, one below the other, and runs of each: where a block is, and how far it goes at a time.
-struct Walk {
-    u32 tiles_k, runs, row_tile, number, row_tiles_on, numbers_on;
+// Runs of a row tile; row tiles are numbered over all matrices, one below the other.
+DEVICE u32 tiles_along(int blocks) { return (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES; }
+DEVICE u32 runs_of(u32 tiles_k) { return (tiles_k + RUN - 1) / RUN; }
 
-    DEVICE explicit Walk(int blocks) {
-        tiles_k = (u32(blocks) + SPAN_BLOCKS - 1) / SPAN_BLOCKS * SPAN_TILES;
-        runs = (tiles_k + RUN - 1) / RUN;
-        row_tile = WHOLE_ROWS ? blockIdx.x : blockIdx.x / runs, number = WHOLE_ROWS ? 0 : blockIdx.x % runs;
-        row_tiles_on = gridDim.x / runs, numbers_on = gridDim.x % runs;
-    }
-
-    DEVICE void go_on() {
-        if constexpr (WHOLE_ROWS) {
-            if (++number == runs) row_tile += gridDim.x, number = 0;
-        } else {
-            row_tile += row_tiles_on, number += numbers_on;
-            if (number >= runs) row_tile++, number -= runs;
-        }
-    }
-
-    DEVICE Run run(int N, int blocks) const {
-        const u32 first = number * RUN, row_tiles = (u32(N) + ROWS - 1) / ROWS;
-        u32 matrix = 0, own = row_tile;
-        if (row_tile >= row_tiles) matrix = row_tile / row_tiles, own = row_tile % row_tiles;  // a division takes long
-        Run run;
-        run.row_tile = row_tile;
-        run.first_tile = s64(row_tile) * tiles_k + first;
-        run.first_group = s64(row_tile) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
-        run.first_row = s64(matrix) * N + own * ROWS;
-        run.rows = min(N - int(own * ROWS), ROWS);
-        run.tiles = min(int(tiles_k - first), RUN);
-        run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
-        run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
-        run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
-        return run;
-    }
-};
+DEVICE Run run_at(u32 row_tile, u32 number, u32 tiles_k, int N, int blocks) {
+    const u32 first = number * RUN, row_tiles = (u32(N) + ROWS - 1) / ROWS;
+    u32 matrix = 0, own = row_tile;
+    if (row_tile >= row_tiles) matrix = row_tile / row_tiles, own = row_tile % row_tiles;  // a division takes long
+    Run run;
+    run.row_tile = row_tile;
+    run.first_tile = s64(row_tile) * tiles_k + first;
+    run.first_group = s64(row_tile) * groups_of<Format>(tiles_k) + first / Format::GROUP_TILES;
+    run.first_row = s64(matrix) * N + own * ROWS;
+    run.rows = min(N - int(own * ROWS), ROWS);
+    run.tiles = min(int(tiles_k - first), RUN);
+    run.bytes = min(blocks - int(first) / SPAN_TILES * SPAN_BLOCKS, RUN_BLOCKS) * Format::BLOCK_BYTES;
+    run.row_bytes = s64(blocks) * Format::BLOCK_BYTES;
+    run.column = s64(first / SPAN_TILES) * SPAN_BYTES;
+    return run;
+}
 
 // Row r of a run: bytes begin .. end of the 16-byte words from storage + at. Rows that are not there have no bytes.
 struct Row {
@@ -208,16 +192,19 @@ struct RunningExtremes {
 
     DEVICE void add(u32 value) { greatest = max(greatest, value), least = min(least, value); }
 
-    // What all threads have, to two neighbours. Few warps have more than is known: a read is cheaper than an atomic operation.
-    DEVICE void store(u32* to) {
+    // What all threads of a block have, to two neighbours, by way of two words of shared memory that were 0. Few blocks have
+    // more than is known: a read is cheaper than an atomic operation, and one of a block than one of each warp (the same
+    // word's reads wait for each other: 128 us in place of 84 for mxfp4).
+    DEVICE void store(u32* shared, u32* to) {
 #pragma unroll
         for (int step = 16; step; step /= 2) {
             greatest = max(greatest, __shfl_xor_sync(~0u, greatest, step));
             least = min(least, __shfl_xor_sync(~0u, least, step));
         }
-        volatile u32* const known = to;
-        if (threadIdx.x % WARP == 0 && greatest > known[0]) atomicMax(to, greatest);
-        if (threadIdx.x % WARP == 0 && ~least > known[1]) atomicMax(to + 1, ~least);
+        if (threadIdx.x % WARP == 0) atomicMax(shared, greatest), atomicMax(shared + 1, ~least);
+        __syncthreads();
+        if (threadIdx.x < 2 && shared[threadIdx.x] > reinterpret_cast<volatile u32*>(to)[threadIdx.x])
+            atomicMax(to + threadIdx.x, shared[threadIdx.x]);
     }
 };
 
@@ -249,34 +236,38 @@ DEVICE bool is_there(const Run& run, int t, int lane) {
 // scales are as they were: ops/center.cu has to know the greatest and the least exponent.
 // A block has `room` bytes of shared memory: for two runs, and, if that is more, for a row tile's scales or group plane.
 extern "C" __global__ void __launch_bounds__(THREADS, CUQUANT_RESIDENT)
-to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
+to_fragments(const u8* storage, int N, int blocks, u8* low, u8* high, u8* scale, u8* group,
              s64 bytes, u32* factors, int room, u32* found) {
     static_assert(IMAGE == CUQUANT_IMAGE, "host and device disagree about shared memory");
     let_successor_start();
     const int lane = threadIdx.x % WARP, g = lane / 4;
     RunningExtremes peaks, exponents;
-    __shared__ u32 row_peaks[2][ROWS];  // of the row tile that is worked on, and zeros
-    if (threadIdx.x < 2 * ROWS) row_peaks[threadIdx.x / ROWS][threadIdx.x % ROWS] = 0;
+    __shared__ u32 row_peaks[ROWS], extremes[4];
+    if (threadIdx.x < ROWS) row_peaks[threadIdx.x] = 0;
+    if (threadIdx.x < 4) extremes[threadIdx.x] = 0;
+    const u32 tiles_k = tiles_along(blocks), runs = runs_of(tiles_k);
+    const u32 row_tile = blockIdx.x, last = runs * (blockIdx.y + 1) / gridDim.y - 1;
+    u32 number = runs * blockIdx.y / gridDim.y;
+    const s64 row_tile_first = s64(row_tile) * tiles_k, row_group_first = s64(row_tile) * groups_of<Format>(tiles_k);
+    // Where scales, or the group plane, of a row tile wait to be lifted.
+    const bool keeps = WHOLE_ROWS && room > 2 * IMAGE;
+    u8* const kept = dynamic_shared() + 2 * IMAGE;
+    u8* const row_scales = keeps && !GROUPED ? kept : scale + row_tile_first * Format::SCALE_BYTES;
+    u8* const row_groups = keeps && GROUPED ? kept : group + row_group_first * Format::GROUP_BYTES;
     u32 row_peak = 0;
-    int buffer = 0;
-    Walk walk(blocks);
-    Run next = walk.run(N, blocks);
-    if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared());
-    for (int image = 0; next.first_tile < tiles; image ^= IMAGE) {
+    Run next = run_at(row_tile, number, tiles_k, N, blocks);
+    fetch(storage, bytes, next, dynamic_shared());
+    for (int image = 0;; image ^= IMAGE) {
         const Run run = next;
-        walk.go_on(), next = walk.run(N, blocks);
         const u8* const own = dynamic_shared() + image;
-        const s64 row_tile_first = run.row_tile * walk.tiles_k;
-        const s64 row_group_first = run.row_tile * groups_of<Format>(walk.tiles_k);
-        const bool keeps = WHOLE_ROWS && room > 2 * IMAGE;
-        u8* const kept = dynamic_shared() + 2 * IMAGE;
-        u8* const row_scales = keeps && !GROUPED ? kept : scale + row_tile_first * Format::SCALE_BYTES;
-        u8* const row_groups = keeps && GROUPED ? kept : group + row_group_first * Format::GROUP_BYTES;
         const u8* const rows[2] = {own + g * PITCH + begin_of(storage, run, g),
                                    own + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
         copy_wait<0>();
         __syncthreads();  // this run is there, and all have read the one before
-        if (next.first_tile < tiles) fetch(storage, bytes, next, dynamic_shared() + (image ^ IMAGE));
+        if (number < last) {
+            next = run_at(row_tile, number + 1, tiles_k, N, blocks);
+            fetch(storage, bytes, next, dynamic_shared() + (image ^ IMAGE));
+        }
         u8* const groups = row_groups + (run.first_group - row_group_first) * Format::GROUP_BYTES;
         auto repack_tile = [&](int, int t, int at, int part) {
             const s64 tile = run.first_tile + t;
@@ -308,79 +299,74 @@ to_fragments(const u8* storage, s64 tiles, int N, int blocks, u8* low, u8* high,
             for_tiles<true>(run, repack_tile);
         else
             for_tiles<false, 1>(run, repack_tile);
-        if constexpr (WHOLE_ROWS) {
-            if (next.row_tile == run.row_tile) continue;
-            constexpr int OTHER = GROUPED ? 2 : 1;  // the lane that has the rest of the row's
-            row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, OTHER));
-            if (!(lane & OTHER)) atomicMax(&row_peaks[buffer][g + row8_of(lane) * 8], row_peak);
-            __syncthreads();
-            Lift<Format, THREADS>::run(GROUPED ? row_groups : row_scales, scale + row_tile_first * Format::SCALE_BYTES,
-                                       group + row_group_first * Format::GROUP_BYTES, row_peaks[buffer], walk.tiles_k, found);
-            store_factors<Format>(factors + run.row_tile * 8, row_peaks[buffer]);
-            buffer ^= 1, row_peak = 0;
-            if (threadIdx.x < ROWS) row_peaks[buffer][threadIdx.x] = 0;
-        }
+        if (number++ == last) break;
     }
-    peaks.store(found + GREATEST);
-    if constexpr (Format::SCALING == E8M0) exponents.store(found + GREATEST_EXPONENT);
+    if constexpr (WHOLE_ROWS) {
+        constexpr int OTHER = GROUPED ? 2 : 1;  // the lane that has the rest of the row's
+        row_peak = max(row_peak, __shfl_xor_sync(~0u, row_peak, OTHER));
+        if (!(lane & OTHER)) atomicMax(&row_peaks[g + row8_of(lane) * 8], row_peak);
+        __syncthreads();
+        Lift<Format, THREADS>::run(GROUPED ? row_groups : row_scales, scale + row_tile_first * Format::SCALE_BYTES,
+                                   group + row_group_first * Format::GROUP_BYTES, row_peaks, tiles_k, found);
+        store_factors<Format>(factors + s64(row_tile) * 8, row_peaks);
+    }
+    peaks.store(extremes, found + GREATEST);
+    if constexpr (Format::SCALING == E8M0) exponents.store(extremes + 2, found + GREATEST_EXPONENT);
 }
 
 #else
 // `offset`: what has been added to scales that are exponents.
 extern "C" __global__ void __launch_bounds__(THREADS)
-from_fragments(u8* storage, s64 tiles, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
+from_fragments(u8* storage, int N, int blocks, const u8* low, const u8* high, const u8* scale, u8* group,
                const u32* factors, int offset) {
     __shared__ __align__(16) u8 shared[IMAGE];
     const int lane = threadIdx.x % WARP, g = lane / 4;
-    for (Walk walk(blocks);; walk.go_on()) {
-        const Run run = walk.run(N, blocks);
-        if (run.first_tile >= tiles) return;
-        u8* const rows[2] = {shared + g * PITCH + begin_of(storage, run, g),
-                             shared + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
-        int L = 0;
-        if constexpr (ROW_FACTORS<Format>)
-            L = lift_by<Format>(factors[run.row_tile * 8 + g] >> row8_of(lane) * 16 & 0xffff, row8_of(lane));
-        LaneShare<Format> shares[OWN_SPANS * SPAN_TILES] = {};  // all on their way at once
-        for_tiles<false>(run, [&](int number, int t, int, int) {
-            const s64 tile = run.first_tile + t;
-            LaneShare<Format>& share = shares[number];
-            load_low(share, low + tile * Format::LOW_BYTES, lane);
+    const u32 tiles_k = tiles_along(blocks), runs = runs_of(tiles_k);
+    const Run run = run_at(blockIdx.x / runs, blockIdx.x % runs, tiles_k, N, blocks);
+    u8* const rows[2] = {shared + g * PITCH + begin_of(storage, run, g),
+                         shared + (g + 8) * PITCH + begin_of(storage, run, g + 8)};
+    int L = 0;
+    if constexpr (ROW_FACTORS<Format>)
+        L = lift_by<Format>(factors[run.row_tile * 8 + g] >> row8_of(lane) * 16 & 0xffff, row8_of(lane));
+    LaneShare<Format> shares[OWN_SPANS * SPAN_TILES] = {};  // all on their way at once
+    for_tiles<false>(run, [&](int number, int t, int, int) {
+        const s64 tile = run.first_tile + t;
+        LaneShare<Format>& share = shares[number];
+        load_low(share, low + tile * Format::LOW_BYTES, lane);
 #pragma unroll
-            for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
-                share.high[w] = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane];
-            const u8* scales = scale + tile * Format::SCALE_BYTES;
-            if constexpr (Format::SCALE_BYTES == 128)
-                share.scale = reinterpret_cast<const u32*>(scales)[lane];
-            else if constexpr (Format::SCALE_BYTES == 64)
-                share.scale = reinterpret_cast<const u16*>(scales)[lane];
-            else if constexpr (Format::SCALE_BYTES > 0)
-                share.scale = scales[lane];
-            if constexpr (Format::GROUP_BYTES > 0)
-                if (in_group(lane)) share.group = *group_at(group + run.first_group * Format::GROUP_BYTES, t, lane);
-        });
-        for_tiles<false>(run, [&](int number, int, int at, int part) {
-            LaneShare<Format>& share = shares[number];
-            if constexpr (ROW_FACTORS<Format> && GROUPED)
-                share.group = lifted_group<Format>(share.group, L, row8_of(lane), has_minimum(lane), -1);
-            else if constexpr (ROW_FACTORS<Format>)
-                share.scale = lifted<Format>(share.scale, L, row8_of(lane), -1);
-            if constexpr (Format::SCALING == E8M0) share.scale -= offset;
-            scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
-        });
-        __syncthreads();
-        const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
-        const Row row = row_of(storage, run, r);
-        u8* const to = storage + row.at;
-        const u8* const image = shared + r * PITCH;
-        for_edges(row, k, [&](int at, bool exists) {
-            if (exists) copy_unit(to + at, image + at);
-        });
-        const int last = row.end / 16;
+        for (int w = 0; w < Format::HIGH_BYTES / 128; w++)
+            share.high[w] = reinterpret_cast<const u32*>(high + tile * Format::HIGH_BYTES)[w * 32 + lane];
+        const u8* scales = scale + tile * Format::SCALE_BYTES;
+        if constexpr (Format::SCALE_BYTES == 128)
+            share.scale = reinterpret_cast<const u32*>(scales)[lane];
+        else if constexpr (Format::SCALE_BYTES == 64)
+            share.scale = reinterpret_cast<const u16*>(scales)[lane];
+        else if constexpr (Format::SCALE_BYTES > 0)
+            share.scale = scales[lane];
+        if constexpr (Format::GROUP_BYTES > 0)
+            if (in_group(lane)) share.group = *group_at(group + run.first_group * Format::GROUP_BYTES, t, lane);
+    });
+    for_tiles<false>(run, [&](int number, int, int at, int part) {
+        LaneShare<Format>& share = shares[number];
+        if constexpr (ROW_FACTORS<Format> && GROUPED)
+            share.group = lifted_group<Format>(share.group, L, row8_of(lane), has_minimum(lane), -1);
+        else if constexpr (ROW_FACTORS<Format>)
+            share.scale = lifted<Format>(share.scale, L, row8_of(lane), -1);
+        if constexpr (Format::SCALING == E8M0) share.scale -= offset;
+        scatter<Format>(share, rows[0] + at, rows[1] + at, part, lane);
+    });
+    __syncthreads();
+    const int r = threadIdx.x / ROW_THREADS, k = threadIdx.x % ROW_THREADS;
+    const Row row = row_of(storage, run, r);
+    u8* const to = storage + row.at;
+    const u8* const image = shared + r * PITCH;
+    for_edges(row, k, [&](int at, bool exists) {
+        if (exists) copy_unit(to + at, image + at);
+    });
+    const int last = row.end / 16;
 #pragma unroll
-        for (int word = k; word < PITCH / 16; word += ROW_THREADS)
-            if (word < last && word * 16 >= row.begin)
-                reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(image)[word];
-        __syncthreads();  // all have read this run
-    }
+    for (int word = k; word < PITCH / 16; word += ROW_THREADS)
+        if (word < last && word * 16 >= row.begin)
+            reinterpret_cast<uint4*>(to)[word] = reinterpret_cast<const uint4*>(image)[word];
 }
 #endif
